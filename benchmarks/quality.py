@@ -76,7 +76,6 @@ WAYS = [
     Way("float32", {"precision": "float32"}),
     Way("tf32", {"precision": "tf32"}),
     Way("bf16", {"precision": "bf16"}),
-    Way("fp8", {"precision": "fp8"}),
     Way("look-ahead 0", {"look_ahead_blocks": 0}),
     Way("look-ahead 2", {"look_ahead_blocks": 2}),
     Way("chunks of 1", chunks(1, 1, 1)),
@@ -86,10 +85,9 @@ WAYS = [
     Way("20 points", WHOLE, points=20),
     *(Way(f"{solver}, {points} points", WHOLE | {"solver": solver}, points=points) for solver, points in CHEAPER),
     Way("16 at once", {}, batch=16),
-    Way("fp8, 16 at once", {"precision": "fp8"}, batch=16),
     Way("eager", {}, engine={"enforce_eager": True}),
 ]
-GPU_ONLY = {"tf32", "eager", "fp8, 16 at once"}  # one sentence alone makes batches of so few rows that they keep bf16
+GPU_ONLY = {"tf32", "eager"}
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,6 @@ class DecodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
         largest_blocks: blocks of the longest chunk.
         look_ahead_blocks: blocks computed after each chunk and discarded.
         precision: number format of the vocoder's arithmetic; `auto` is the fastest that the model was validated with.
-            `fp8` is for Qwen2.5-Omni: bf16 with the large products of the network in eight bits.
         solver: method by which Qwen2.5-Omni's flow is solved: `rk4`, the default, evaluates the network four times in
             an interval, as the reference does, `midpoint` twice, `euler` once. There are `num_steps` (of `sampling`)
             points: with 6 in place of 10 the network costs 44 % less for 0.16 dB, which no cheaper solver reaches.
@@ -135,7 +134,7 @@ class DecodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     first_blocks: Annotated[int, Meta(ge=1, le=1024)] | None = None
     largest_blocks: Annotated[int, Meta(ge=1, le=1024)] | None = None
     look_ahead_blocks: Annotated[int, Meta(ge=0, le=1024)] | None = None
-    precision: Literal["auto", "float32", "tf32", "bf16", "fp8"] = "auto"
+    precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"
     solver: Literal["rk4", "midpoint", "euler"] | None = None
     smooth_start: bool = True
 

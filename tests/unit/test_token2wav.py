@@ -213,8 +213,7 @@ def test_norm_kernel(update: bool):
     for fused in (False, True):
         state = residual.clone()
         given = (added, gate) if update else (None, None)
-        inputs = kernels.NormInputs(state, *given, scale, shift, slot)
-        normed = kernels.modulated_norm(inputs, torch.float32, fused=fused)
+        normed = kernels.modulated_norm(state, *given, scale, shift, slot, torch.float32, fused=fused)
         results.append((normed, state))
     assert torch.allclose(*(normed for normed, _ in results), atol=1e-5)
     assert torch.allclose(*(state for _, state in results), atol=1e-6)

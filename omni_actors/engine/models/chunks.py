@@ -9,7 +9,7 @@ from typing import Any
 from omni_actors.errors import ConfigError
 
 MAX_BLOCKS = 1024
-PRECISIONS = ("auto", "float32", "tf32", "bf16")  # and "fp8", for models that have such products
+PRECISIONS = ("auto", "float32", "tf32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class DecodeOptions:
 
     Args:
         policy: None for whole utterances.
-        precision: one of `PRECISIONS`, or `fp8`.
+        precision: one of `PRECISIONS`.
         solver: one of those that the model has; empty if it has none.
     """
 
@@ -67,15 +67,12 @@ class DecodeOptions:
 
     @classmethod
     def from_mapping(
-        cls, options: Mapping[str, Any], default: ChunkPolicy, solvers: Sequence[str] = (), *, fp8: bool = False
+        cls, options: Mapping[str, Any], default: ChunkPolicy, solvers: Sequence[str] = ()
     ) -> DecodeOptions:
         """Options from the configuration; those not given come from the model: its policy and its first solver."""
         precision = options.get("precision") or "auto"
-        precisions = (*PRECISIONS, "fp8") if fp8 else PRECISIONS
-        if precision not in precisions:
-            raise ConfigError(
-                f"decode.precision is {precision!r}; for this model it must be one of {', '.join(precisions)}."
-            )
+        if precision not in PRECISIONS:
+            raise ConfigError(f"decode.precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}.")
         solver = options.get("solver") or (solvers[0] if solvers else "")
         if solver and not solvers:
             raise ConfigError(f"decode.solver is {solver!r}, but this model has no flow to solve; remove it.")

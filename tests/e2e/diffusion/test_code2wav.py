@@ -316,17 +316,14 @@ def test_autoregressive_requests_take_the_ordinary_path(tiny_checkpoint: Path, a
     assert answers[0] == answers[1]
 
 
-def test_fp8_moves_sound_more_than_bf16_does_and_not_far(
+def test_bf16_moves_sound_but_not_far(
     vocoders: Callable[[bool, dict[str, Any]], DiffusionEngine], reference: Reference
 ):
     spec = (25, 4, "Ethan", 0.5)
+    engine = vocoders(False, WHOLE | {"precision": "bf16"})
+    start(engine, "r", spec, seed=3)
     want = expected(reference, spec, 3)
-    moved = []
-    for precision in ("bf16", "fp8"):
-        engine = vocoders(False, WHOLE | {"precision": precision})
-        start(engine, "r", spec, seed=3)
-        moved.append(float(np.sqrt(np.mean((drain(engine)[0]["r"] - want) ** 2) / np.mean(want**2))))
-    assert 1e-4 < moved[0] < moved[1] < 0.3, moved
+    assert 1e-4 < float(np.sqrt(np.mean((drain(engine)[0]["r"] - want) ** 2) / np.mean(want**2))) < 0.1
 
 
 def test_dummy_weights_give_a_waveform(tiny_checkpoint: Path):

@@ -27,7 +27,6 @@ from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel
 from omni_actors.engine.models.qwen2_5_omni.bigvgan import FusedVocoder, GraphedVocoder, Vocoder
 from omni_actors.engine.models.qwen2_5_omni.dit import Dit, graph_rows
 from omni_actors.engine.models.qwen2_5_omni.dit_layout import DitChunk
-from omni_actors.engine.models.qwen2_5_omni.products import check_fp8
 from omni_actors.engine.models.qwen2_5_omni.solvers import SOLVERS
 from omni_actors.engine.models.qwen2_5_omni.stream import Carry, Code2WavPayload, Code2WavStream, Geometry, SolverParams
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
@@ -46,9 +45,6 @@ DUMMY_SEED = 0
 WEIGHT_PREFIX = "token2wav."
 # What "auto" means; measured in docs/benchmarks_history.md.
 AUTO_PRECISION = {"cuda": "bf16", "cpu": "float32"}
-# Rows of a batch from which on FP8 is used: with 96 an interval takes 0.98 of bf16's time on an H200, with 144 it takes
-# 0.86 (ADR 0042). A CPU gains nothing at any number: there it shows what FP8 does to sound.
-FP8_ROWS = {"cuda": 128, "cpu": 0}
 CHUNKS = ChunkPolicy(first=1, largest=8, look_ahead=1)
 WHOLE_ROWS = 544  # of a step that decodes whole utterances, for the graphs; larger steps run without one
 
@@ -91,12 +87,9 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         super().__init__(vllm_config, device)
         self.model_name: str = vllm_config.model_config.model
         self.config = Qwen2_5OmniConfig.from_pretrained(self.model_name).token2wav_config
-        given = omni_options(vllm_config).get("decode") or {}
-        options = DecodeOptions.from_mapping(given, CHUNKS, tuple(SOLVERS), fp8=True)
+        options = DecodeOptions.from_mapping(omni_options(vllm_config).get("decode") or {}, CHUNKS, tuple(SOLVERS))
         self.precision = options.precision if options.precision != "auto" else AUTO_PRECISION[device.type]
-        if self.precision == "fp8":
-            check_fp8(device)
-        self._dtype = torch.bfloat16 if self.precision in ("bf16", "fp8") else torch.float32
+        self._dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
         self._solver = SOLVERS[options.solver]
         self.geometry = Geometry(self.config, options.policy, self._dtype.itemsize, self._solver.evaluations)
         self._max_requests: int = vllm_config.scheduler_config.max_num_seqs
@@ -145,11 +138,10 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
             precise=self.precision == "float32",
             max_requests=self._max_requests,
             solver=self._solver,
-            fp8_rows=FP8_ROWS[self.device.type] if self.precision == "fp8" else None,
         )
         bigvgan = model.code2wav_bigvgan_model
         if self.device.type == "cuda" and self.precision != "float32":
-            dtype = torch.float16 if self._dtype == torch.bfloat16 else torch.float32
+            dtype = torch.float16 if self.precision == "bf16" else torch.float32
             self.vocoder: Vocoder | GraphedVocoder = FusedVocoder(bigvgan, dtype)
         else:
             self.vocoder = Vocoder(bigvgan)

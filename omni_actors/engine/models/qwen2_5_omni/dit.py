@@ -22,14 +22,14 @@ import torch
 import torch.nn.functional as F
 
 from omni_actors.engine.models.qwen2_5_omni.dit_layout import DitChunk, Reach, lay_out
-from omni_actors.engine.models.qwen2_5_omni.kernels import MIN_HALF_HEAD, NormInputs, block_attention, modulated_norm
-from omni_actors.engine.models.qwen2_5_omni.products import Affine, Fp8Products, LayerWeights, PlainProducts, Products
+from omni_actors.engine.models.qwen2_5_omni.kernels import MIN_HALF_HEAD, block_attention, modulated_norm
 from omni_actors.engine.models.qwen2_5_omni.solvers import SOLVERS, Solver
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniDiTConfig
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import DiTDecoderLayer, Qwen2_5OmniToken2WavDiTModel
 
+_Affine = tuple[torch.Tensor, torch.Tensor]  # weight [outputs, inputs] and bias [outputs]
 _Window = tuple[torch.Tensor, torch.Tensor]  # `keys` and `valid` of `block_attention`
 
 # Numbers of rows for which an interval is a graph. 32 chunks of 17 blocks with both branches have 1088.
@@ -80,38 +80,24 @@ class _Rows:
 
 
 class _Layer:
-    """One layer: `light` are the products of batches of less than `fp8_rows` rows, `heavy` those of all others.
+    """Weights of one layer, in as few matrices as possible."""
 
-    The weights are held once if both are the same.
-    """
-
-    def __init__(self, layer: DiTDecoderLayer, dtype: torch.dtype, fp8_rows: int | None, *, fused: bool) -> None:
-        weights = _weights(layer)
-        fp8 = None if fp8_rows is None else Fp8Products(weights, dtype, fused=fused)
-        self.light: Products = fp8 if fp8 and not fp8_rows else PlainProducts(weights, dtype, fused=fused)
-        self.heavy: Products = fp8 or self.light
-        self.modulation: Affine = layer.attn_norm.linear.weight, layer.attn_norm.linear.bias
+    def __init__(self, layer: DiTDecoderLayer, dtype: torch.dtype) -> None:
+        attention = layer.attn
+        # The checkpoint interleaves its rotary pairs; half-split heads, which a kernel reads in order, give the same
+        # products.
+        head_dim = attention.inner_dim // attention.heads
+        order = torch.arange(attention.inner_dim).view(attention.heads, head_dim)
+        order = torch.cat([order[:, 0::2], order[:, 1::2]], dim=1).flatten().to(attention.to_q.weight.device)
+        weight = [attention.to_q.weight[order], attention.to_k.weight[order], attention.to_v.weight]
+        bias = [attention.to_q.bias[order], attention.to_k.bias[order], attention.to_v.bias]
+        self.qkv: _Affine = torch.cat(weight).to(dtype), torch.cat(bias).to(dtype)
+        self.out: _Affine = attention.to_out[0].weight.to(dtype), attention.to_out[0].bias.to(dtype)
+        self.up: _Affine = layer.ff.ff[0].weight.to(dtype), layer.ff.ff[0].bias.to(dtype)
+        self.down: _Affine = layer.ff.ff[3].weight.to(dtype), layer.ff.ff[3].bias.to(dtype)
+        self.modulation: _Affine = layer.attn_norm.linear.weight, layer.attn_norm.linear.bias
         self.back: int = layer.look_backward_block
         self.ahead: int = layer.look_ahead_block
-
-
-def _weights(layer: DiTDecoderLayer) -> LayerWeights:
-    """A layer's weights, in as few matrices as possible."""
-    attention = layer.attn
-    # The checkpoint interleaves its rotary pairs; half-split heads, which a kernel reads in order, give the same
-    # products.
-    head_dim = attention.inner_dim // attention.heads
-    order = torch.arange(attention.inner_dim).view(attention.heads, head_dim)
-    order = torch.cat([order[:, 0::2], order[:, 1::2]], dim=1).flatten().to(attention.to_q.weight.device)
-    weight = [attention.to_q.weight[order], attention.to_k.weight[order], attention.to_v.weight]
-    bias = [attention.to_q.bias[order], attention.to_k.bias[order], attention.to_v.bias]
-    out, up, down = attention.to_out[0], layer.ff.ff[0], layer.ff.ff[3]
-    return LayerWeights(
-        qkv=(torch.cat(weight), torch.cat(bias)),
-        out=(out.weight, out.bias),
-        up=(up.weight, up.bias),
-        down=(down.weight, down.bias),
-    )
 
 
 class Dit:
@@ -123,7 +109,6 @@ class Dit:
         precise: compute float32 products in float32, not TF32.
         max_requests: maximum of chunks in a batch.
         solver: by which an interval is advanced.
-        fp8_rows: rows from which on a batch's products are those of FP8; None: of no batch.
     """
 
     def __init__(
@@ -134,11 +119,9 @@ class Dit:
         precise: bool,
         max_requests: int,
         solver: Solver = SOLVERS["rk4"],
-        fp8_rows: int | None = None,
     ) -> None:
         config = model.config
         self.solver = solver
-        self.fp8_rows = fp8_rows
         self.dtype, self.precise, self.max_requests = dtype, precise, max_requests
         self.device: torch.device = model.proj_out.weight.device
         self.frames: int = config.block_size
@@ -148,12 +131,12 @@ class Dit:
         self.inner: int = config.head_dim * config.num_attention_heads
         self.repeats: int = config.repeats
         self.fused: bool = self.device.type == "cuda" and config.head_dim // 2 >= MIN_HALF_HEAD
-        self.layers = [_Layer(layer, dtype, fp8_rows, fused=self.fused) for layer in model.transformer_blocks]
+        self.layers = [_Layer(layer, dtype) for layer in model.transformer_blocks]
         self.reaches = sorted({(layer.back, layer.ahead) for layer in self.layers})
         self.kept_layers = [index for index, layer in enumerate(self.layers) if layer.back]
         self._time_embed: torch.nn.Module = model.time_embed
-        self._final_modulation: Affine = model.norm_out.linear.weight, model.norm_out.linear.bias
-        self._proj_out: Affine = model.proj_out.weight.to(dtype), model.proj_out.bias.to(dtype)
+        self._final_modulation: _Affine = model.norm_out.linear.weight, model.norm_out.linear.bias
+        self._proj_out: _Affine = model.proj_out.weight.to(dtype), model.proj_out.bias.to(dtype)
         self._split_input(model, config)
         self._rotary = {reach: self._rotary_table(model, *reach) for reach in self.reaches}
         self._modulations: OrderedDict[tuple[float, float], torch.Tensor] = OrderedDict()
@@ -342,17 +325,18 @@ class Dit:
         def part(index: int) -> torch.Tensor:
             return modulation[:, index * width : (index + 1) * width]
 
-        def norm(update: torch.Tensor | None, gate: torch.Tensor | None, scale: int, shift: int) -> NormInputs:
-            return NormInputs(hidden, update, gate, part(scale), part(shift), batch.slot)
+        def norm(update: torch.Tensor | None, gate: torch.Tensor | None, scale: int, shift: int) -> torch.Tensor:
+            return modulated_norm(
+                hidden, update, gate, part(scale), part(shift), batch.slot, self.dtype, fused=self.fused
+            )
 
         hidden = batch.fixed + F.linear(state, self._state_weight)
-        heavy = len(hidden) >= (self.fp8_rows or 0)
         update, gate = None, None
         for index, layer in enumerate(self.layers):
-            products = layer.heavy if heavy else layer.light
             # In the order of the checkpoint: shift, scale and gate of the attention, then of the feed-forward layer.
             first = 6 * index
-            qkv = products.qkv(norm(update, gate, first + 1, first))
+            normed = norm(update, gate, first + 1, first)
+            qkv = F.linear(normed, *layer.qkv)
             left = batch.left[evaluation, 0][:0]
             if layer.back:
                 place = self.kept_layers.index(index)
@@ -369,13 +353,20 @@ class Dit:
                 precise=self.precise,
                 fused=self.fused,
             )
-            update = products.feed_forward(norm(products.out(mixed), part(first + 2), first + 4, first + 3))
+            normed = norm(F.linear(mixed, *layer.out), part(first + 2), first + 4, first + 3)
+            update = F.linear(self._gelu_linear(normed, *layer.up), *layer.down)
             gate = part(first + 5)
         last = 6 * len(self.layers)
-        normed = modulated_norm(norm(update, gate, last, last + 1), self.dtype, fused=self.fused)
-        slope = F.linear(normed, *self._proj_out).float()
+        slope = F.linear(norm(update, gate, last, last + 1), *self._proj_out).float()
         conditional = slope[batch.conditional]
         return conditional + (conditional - slope[batch.null]) * batch.guidance
+
+    def _gelu_linear(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if not self.fused:
+            return F.gelu(F.linear(hidden, weight, bias), approximate="tanh")
+        # The same in the epilogue of the product, which saves reading and writing the widest activation.
+        flat = torch._addmm_activation(bias, hidden.flatten(0, 1), weight.T, use_gelu=True)
+        return flat.view(*hidden.shape[:2], -1)
 
     # ---------------------------------------------------------------------------------------------------------- graphs
 
@@ -388,7 +379,7 @@ class Dit:
         for size in sorted(sizes, reverse=True):  # the largest first: the smaller ones fit in its memory
             batch = self._view(self._static, size)
             self._fill(batch, [], size)
-            if size in (largest, min(sizes)):  # both forms of the products, if there are two
+            if size == largest:
                 self._interval(batch)  # compile the kernels and let cuBLAS take its workspace outside of the capture
                 torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()

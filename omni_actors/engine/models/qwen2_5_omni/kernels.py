@@ -10,8 +10,6 @@ compare both forms without a GPU.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -20,58 +18,6 @@ import triton.language as tl
 EPSILON = 1e-6
 MIN_HALF_HEAD = 16  # the shortest inner dimension that Triton's matrix product takes
 HIDDEN = -1e30  # a score that no softmax sees, and that is still finite
-LARGEST_FP8 = tl.constexpr(448.0)  # of e4m3
-LEAST_FP8 = tl.constexpr(1e-12)  # stands for the largest of a row of zeros, whose scale must not be zero
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# rows in eight bits
-
-
-class Fp8Rows(NamedTuple):
-    """Quantised rows: `values` e4m3 [..., width], and f32 `scales` [..., 1] to multiply them by."""
-
-    values: torch.Tensor
-    scales: torch.Tensor
-
-
-@triton.jit
-def _fp8_scale(row):
-    return tl.maximum(tl.max(tl.abs(row), axis=0), LEAST_FP8) / LARGEST_FP8
-
-
-@triton.jit
-def _quantise_rows(source, values, scales, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    value = tl.load(source + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    if GELU:  # (1 + tanh(x)) / 2 is the logistic function of 2x
-        value = value / (1.0 + tl.exp(-1.5957691216057308 * (value + 0.044715 * value * value * value)))
-    scale = _fp8_scale(value)
-    tl.store(scales + row, scale)
-    tl.store(values + row * width + column, (value / scale).to(values.dtype.element_ty), mask=inside)
-
-
-def quantise(rows: torch.Tensor) -> Fp8Rows:
-    """Quantise `rows` [..., width] in plain torch."""
-    rows = rows.float()
-    scales = rows.abs().amax(-1, keepdim=True).clamp(min=LEAST_FP8.value) / LARGEST_FP8.value
-    return Fp8Rows((rows / scales).to(torch.float8_e4m3fn), scales)
-
-
-def quantise_rows(rows: torch.Tensor, *, gelu: bool, fused: bool) -> Fp8Rows:
-    """Quantise `rows` [..., width], after GELU in its tanh form if `gelu`."""
-    if not fused:
-        return quantise(F.gelu(rows.float(), approximate="tanh") if gelu else rows)
-    width, made = rows.shape[-1], _empty_fp8(rows)
-    _quantise_rows[(rows.numel() // width,)](rows, *made, width, GELU=gelu, BLOCK=triton.next_power_of_2(width))
-    return made
-
-
-def _empty_fp8(like: torch.Tensor) -> Fp8Rows:
-    scales = torch.empty((*like.shape[:-1], 1), dtype=torch.float32, device=like.device)
-    return Fp8Rows(torch.empty_like(like, dtype=torch.float8_e4m3fn), scales)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,13 +33,11 @@ def _modulated_norm(
     shift,
     slot,
     output,
-    output_scales,
     modulation_stride,
     width,
     eps,
     FRAMES: tl.constexpr,
     HAS_UPDATE: tl.constexpr,
-    QUANTISED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -109,58 +53,33 @@ def _modulated_norm(
     deviation = tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
     scaled = centred / deviation * (1.0 + tl.load(scale + place, mask=inside, other=0.0))
     scaled += tl.load(shift + place, mask=inside, other=0.0)
-    if QUANTISED:
-        fp8_scale = _fp8_scale(scaled)
-        tl.store(output_scales + row, fp8_scale)
-        scaled = scaled / fp8_scale
     tl.store(output + row * width + column, scaled.to(output.dtype.element_ty), mask=inside)
 
 
-class NormInputs(NamedTuple):
-    """What a modulated norm reads, and `residual`, to which it adds `gate * update` in place.
+def modulated_norm(
+    residual: torch.Tensor,
+    update: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    slot: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    fused: bool,
+) -> torch.Tensor:
+    """Add `gate * update` to `residual` in place; return its layer norm `* (1 + scale) + shift` in `dtype`.
 
     Shapes: `residual` f32 and `update` [rows, frames, width]; `gate`, `scale`, `shift` f32 [slots, width], views with
     the same stride; `slot` i64 [rows] is the index into them for each row. `update` and `gate` are given together or
     not at all.
     """
-
-    residual: torch.Tensor
-    update: torch.Tensor | None
-    gate: torch.Tensor | None
-    scale: torch.Tensor
-    shift: torch.Tensor
-    slot: torch.Tensor
-
-
-def modulated_norm(inputs: NormInputs, dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
-    """Add `gate * update` to `residual` in place; return its layer norm `* (1 + scale) + shift` in `dtype`."""
     if not fused:
-        return _modulated_norm_torch(inputs).to(dtype)
-    output = torch.empty_like(inputs.residual, dtype=dtype)
-    _launch_norm(inputs, output, None)
-    return output
-
-
-def quantised_norm(inputs: NormInputs, *, fused: bool) -> Fp8Rows:
-    """`modulated_norm` with a quantised result."""
-    if not fused:
-        return quantise(_modulated_norm_torch(inputs))
-    output = _empty_fp8(inputs.residual)
-    _launch_norm(inputs, *output)
-    return output
-
-
-def _modulated_norm_torch(inputs: NormInputs) -> torch.Tensor:
-    residual, update, gate, scale, shift, slot = inputs
-    if update is not None and gate is not None:
-        residual += gate[slot][:, None] * update
-    normed = F.layer_norm(residual, residual.shape[-1:], eps=EPSILON)
-    return normed * (1 + scale[slot][:, None]) + shift[slot][:, None]
-
-
-def _launch_norm(inputs: NormInputs, output: torch.Tensor, output_scales: torch.Tensor | None) -> None:
-    residual, update, gate, scale, shift, slot = inputs
+        if update is not None and gate is not None:
+            residual += gate[slot][:, None] * update
+        normed = F.layer_norm(residual, residual.shape[-1:], eps=EPSILON)
+        return (normed * (1 + scale[slot][:, None]) + shift[slot][:, None]).to(dtype)
     rows, frames, width = residual.shape
+    output = torch.empty_like(residual, dtype=dtype)
     _modulated_norm[(rows * frames,)](
         residual,
         residual if update is None else update,
@@ -169,15 +88,14 @@ def _launch_norm(inputs: NormInputs, output: torch.Tensor, output_scales: torch.
         shift,
         slot,
         output,
-        output if output_scales is None else output_scales,
         scale.stride(0),
         width,
         EPSILON,
         FRAMES=frames,
         HAS_UPDATE=update is not None,
-        QUANTISED=output_scales is not None,
         BLOCK=triton.next_power_of_2(width),
     )
+    return output
 
 
 # ---------------------------------------------------------------------------------------------------------------------
