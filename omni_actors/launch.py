@@ -34,7 +34,6 @@ CONFIG_FLAGS = {  # flag of the command line -> configuration value that it sets
     "run_dir": "coordinator.run_dir",
     "listen": "coordinator.listen",
     "keys": "coordinator.keys_dir",
-    "record": "coordinator.record_dir",
     "startup_timeout": "coordinator.startup_timeout",
     "mps": "mps",
     "tool_call_parser": "tool_call_parser",
@@ -91,9 +90,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-dir", help="folder for sockets and logs")
     parser.add_argument("--listen", help="client endpoint: 'ipc', or tcp://ADDRESS:PORT")
     parser.add_argument("--keys", metavar="DIR", help="CURVE keys, made by omni-actors keys; needed off this host")
-    parser.add_argument(
-        "--record", metavar="DIR", type=flags.path, help="record every stage's messages, for omni-actors replay"
-    )
     parser.add_argument("--startup-timeout", type=flags.seconds, help="seconds until every stage must be ready")
     parser.add_argument("--mps", choices=["auto", "off"], help="CUDA MPS where replicas share a GPU (default: auto)")
     parser.add_argument("--tool-call-parser", type=flags.line, metavar="NAME", help="vLLM's parser for tool calls")

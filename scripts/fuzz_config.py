@@ -57,7 +57,7 @@ WORDS = (NUMBERS, TEXTS, PATHS, ADDRESSES, CLASSES, YAML)
 BYTES = b"\0 \xff \xef\xbb\xbf \xc3 \xed\xa0\x80 \x7f \x1b : - &a *a".split(b" ")
 PIECES = ["[", "{", "- ", "? ", "&a ", "*a ", "a: ", "'", '"', "|\n", "%TAG !a! b\n", "---\n", "!!a ", "x,", "\n "]
 FLAGS = """
-    --timeout --seed --voice --modalities --audio --image --save-audio --save-image --prompt --run-dir --record
+    --timeout --seed --voice --modalities --audio --image --save-audio --save-image --prompt --run-dir
     --keys --model --mps
     --startup-timeout --listen --metrics --nnodes --node-rank --master-addr --master-port --node-addr --interface --http
     --http-body-bytes --http-audio-seconds --http-certificate --http-key --media-host --served-name

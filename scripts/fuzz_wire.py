@@ -2,7 +2,7 @@
 
     python scripts/fuzz_wire.py [--messages 1000000] [--seed 0] [--pictures]
 
-Changes real frames (recorded from a few requests) at random and sends them to the inbox of an echo stage: one that
+Changes real frames (those of a few requests) at random and sends them to the inbox of an echo stage: one that
 speaks, or with `--pictures` one that makes pictures of latents. The same decoder runs here: the stage must refuse what
 it refuses, with the same reason and the same count. Exits with 1 at the first violation.
 """
@@ -28,17 +28,21 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from omni_actors.client import AsyncOmniClient, OmniClient
+from omni_actors.client import AsyncOmniClient
 from omni_actors.client.outputs import OmniRequestOutput
+from omni_actors.config import PipelineConfig
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.client import StageStatus
-from omni_actors.protocol.codec import BadBody, BadHeader, BufferList, Decoder, Frame, encode
-from omni_actors.protocol.common import Credit
-from omni_actors.protocol.header import Block, Header, Limits
-from omni_actors.protocol.payloads import AdditionalInformationPayload
-from omni_actors.protocol.stage import Chunk, IntoStage, OpenRequest
+from omni_actors.protocol.codec import BadBody, BadHeader, BufferList, Decoder, Envelope, Frame, encode
+from omni_actors.protocol.common import Abort, Credit
+from omni_actors.protocol.fields import pack_token_ids
+from omni_actors.protocol.header import Block, Header, Limits, ReplicaId
+from omni_actors.protocol.payloads import AdditionalInformationPayload, Prompt, StageParams
+from omni_actors.protocol.stage import Begin, Chunk, Ended, IntoStage, OpenRequest
 from omni_actors.protocol.tensors import DType, HostTensor
-from omni_actors.stage.recorder import INBOUND, read
+from omni_actors.stage.actor import StageActor
+from omni_actors.stage.echo import EchoEngine
+from omni_actors.stage.process import processor_class
 from omni_actors.transport.sockets import Socket, Sockets, try_send
 from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher, held
@@ -90,25 +94,42 @@ def configuration(subject: Subject) -> dict:
     return data
 
 
-def captured(subject: Subject, folder: Path) -> tuple[list[list[bytes]], int]:
-    """Record messages of all kinds that the stage received, and the epoch of the stages at that time."""
-    pipeline = EchoLauncher(folder, configuration(subject), "--record", str(folder / "recording")).wait_ready()
-    with OmniClient(pipeline.endpoint) as client:
-        for text in ("a", "hello", "x" * 40):
-            client.generate(text, timeout=2, **subject.asked)
-        stream = client.submit("y" * 400, timeout=2, **subject.asked)
-        stream.abort()
-    pipeline.wait_idle()
-    pipeline.end()
-    # A stage that registers again, as it may while the pipeline ends, begins another one.
-    recording = max((folder / "recording").glob(f"{subject.target}-*"), key=lambda path: path.stat().st_size)
-    origin, entries = read(recording)
-    messages = [entry.frames for entry in entries if entry.direction == INBOUND]
-    messages += with_information(messages)
+def inputs(subject: Subject, ids: Mapping[str, ReplicaId]) -> list[list[bytes]]:
+    """Messages of all kinds that the stage receives for a few requests, made by the stages themselves, in this process.
+
+    Args:
+        ids: the replica of each stage.
+    """
+    pipeline = msgspec.convert(configuration(subject), PipelineConfig)
+    actors = {
+        stage.name: StageActor(pipeline, stage, ids[stage.name], EchoEngine(stage), processor_class(stage), lambda: 0.0)
+        for stage in pipeline.stages
+    }
+    received: list[list[bytes]] = []
+
+    def pass_on(name: str, envelope: Envelope[IntoStage]) -> None:
+        if name == subject.target:
+            received.append([bytes(frame) for frame in encode(envelope.header, envelope.body, envelope.buffers)])
+        sent = [*actors[name].receive(envelope)]
+        while actors[name].runnable():
+            sent += actors[name].step()
+        for message in sent:
+            if message.destination is not None:
+                pass_on(message.destination.stage, Envelope(message.header, message.body, message.buffers))
+
+    for text in ("a", "hello", "x" * 40, "y" * 400):
+        request_id = f"r{len(text)}"
+        for stage in reversed(pipeline.stages):
+            prompt = None if stage.inputs else Prompt(token_ids=pack_token_ids(list(text.encode())))
+            params = msgspec.convert(subject.asked.get("params", {}).get(stage.name, {}), StageParams)
+            body = OpenRequest(route=tuple(ids.values()), params=params, seed=0, prompt=prompt)
+            pass_on(stage.name, Envelope(Header("", request_id), body))
+        for end in (Begin(), Abort(), Ended((request_id,))):
+            pass_on(subject.target, Envelope(Header("", request_id), end))
+    last = ids[pipeline.stages[-1].name]
     credit = Credit(messages=3, bytes=1000, released=(1, 2, 3), mapped=True)
-    sender = Header("", stage=subject.stages[-1]["name"], epoch=origin.stage.epoch)
-    messages.append([bytes(frame) for frame in encode(sender, credit)])
-    return messages, origin.stage.epoch
+    received.append([bytes(frame) for frame in encode(Header("", stage=last.stage, epoch=last.epoch), credit)])
+    return [*received, *with_information(received)]
 
 
 def with_information(messages: list[list[bytes]]) -> list[list[bytes]]:
@@ -126,12 +147,6 @@ def with_information(messages: list[list[bytes]]) -> list[list[bytes]]:
             )
             made[type(body)] = [bytes(frame) for frame in encode(envelope.header, body, buffers.buffers)]
     return list(made.values())
-
-
-def of_epoch(messages: list[list[bytes]], old: int, new: int) -> list[list[bytes]]:
-    """Rewrite the messages as if the current stages had sent them."""
-    before, after = msgspec.msgpack.encode(old), msgspec.msgpack.encode(new)
-    return [[frame.replace(before, after) for frame in frames] for frames in messages]
 
 
 class Mutator:
@@ -221,9 +236,9 @@ def main(options: argparse.Namespace) -> None:
     subject = drawing() if options.pictures else speaking()
     with tempfile.TemporaryDirectory(prefix="fz-", dir="/tmp") as name:
         folder = Path(name)
-        messages, epoch = captured(subject, folder)
         launcher = EchoLauncher(folder, configuration(subject)).wait_ready()
-        mutator = Mutator(of_epoch(messages, epoch, status_of(launcher, subject.target).epoch), options.seed)
+        ids = {one.stage: ReplicaId(one.stage, one.replica, one.epoch) for one in launcher.describe().stages}
+        mutator = Mutator(inputs(subject, ids), options.seed)
         try:
             run(launcher, subject, mutator, options.messages)
             if launcher.end() != 0:

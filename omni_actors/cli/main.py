@@ -17,7 +17,6 @@ SUBCOMMANDS = {
     "ctl": ("omni_actors.cli.ctl", "inspect a running pipeline; drain, restart or stop its stages"),
     "top": ("omni_actors.cli.top", "watch a running pipeline in the terminal"),
     "trace": ("omni_actors.cli.trace", "show where a request's time went"),
-    "replay": ("omni_actors.cli.replay", "run a recorded stage again and compare its output"),
     "keys": ("omni_actors.cli.keys", "make CURVE keys for a pipeline, its clients and its operators"),
     "completion": ("omni_actors.cli.completion", "print a script that completes this command in bash and zsh"),
 }

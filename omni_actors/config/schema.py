@@ -289,7 +289,6 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
         default_timeout: seconds until the deadline of requests that set none.
         max_timeout: the latest deadline that a request may ask for, in seconds from now.
         tombstone_ttl: seconds for which an ended request is remembered, to absorb late messages.
-        record_dir: folder in which every stage records its messages, for `omni-actors replay`.
         otlp_endpoint: OpenTelemetry collector that receives the spans of requests, such as `http://host:4318`.
         otlp_protocol: how spans travel to it.
     """
@@ -317,7 +316,6 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     default_timeout: Seconds = 600.0
     max_timeout: Seconds = 86_400.0
     tombstone_ttl: Seconds = 60.0
-    record_dir: Line | None = None
     otlp_endpoint: Line | None = None
     otlp_protocol: OtlpProtocol = OtlpProtocol.HTTP
 
@@ -468,9 +466,7 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     def digest(self) -> str:
         """Hash what both ends of a connection must agree on, which leaves out settings of a single host."""
-        coordinator = msgspec.structs.replace(
-            self.coordinator, run_dir=None, record_dir=None, keys_dir=None, listen="ipc"
-        )
+        coordinator = msgspec.structs.replace(self.coordinator, run_dir=None, keys_dir=None, listen="ipc")
         cluster = msgspec.structs.replace(
             self.cluster, nnodes=1, node_rank=0, node_addr=None, interface=None, master_addr="-"
         )

@@ -15,7 +15,7 @@ from omni_actors.config.models import models_of
 from omni_actors.config.spread import check_interface
 from omni_actors.errors import ConfigError
 from omni_actors.host.addresses import is_loopback
-from omni_actors.host.paths import check_file_can_be_written, check_folder_can_be_made, check_readable, expanded
+from omni_actors.host.paths import check_file_can_be_written, check_readable, expanded
 from omni_actors.host.run_directory import check_run_directory
 from omni_actors.http_server.settings import check_listening, media_hosts, parse_address
 from omni_actors.launcher.extras import HTTP_PACKAGES, IMAGE_PACKAGES, MEDIA_PACKAGES, check_packages, check_platform
@@ -50,9 +50,6 @@ def check_launch(pipeline: PipelineConfig, options: argparse.Namespace) -> None:
     check_interface(pipeline)
     if coordinator.run_dir is not None:
         check_run_directory(coordinator.run_dir)
-    if coordinator.record_dir is not None:
-        where = "coordinator.record_dir"
-        check_folder_can_be_made(expanded(coordinator.record_dir, where), where)
     for stage in pipeline.stages:
         if stage.kind is StageKind.ECHO:
             EchoEngine.check_options(stage)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from omni_actors.config import PipelineConfig
 from omni_actors.protocol.adapters import LoadAdapter, UnloadAdapter
@@ -18,8 +17,6 @@ from omni_actors.stage.inbound import Inbound
 from omni_actors.stage.inbox import Inbox
 from omni_actors.stage.meter import HeldBack, StageMeter
 from omni_actors.stage.outbound import Outbound
-from omni_actors.stage.outgoing import Outgoing
-from omni_actors.stage.recorder import Recorder
 from omni_actors.stage.snapshot import Baseline, snapshot
 from omni_actors.transport.credit import ReceivedCredit
 
@@ -50,7 +47,6 @@ class EngineLoop:
         inbound: Inbound,
         outbound: Outbound,
         meter: StageMeter,
-        recorder: Recorder | None,
         flag: DemandFlag,
         priority: DevicePriority,
     ) -> None:
@@ -61,7 +57,6 @@ class EngineLoop:
         self._inbound = inbound
         self._outbound = outbound
         self._meter = meter
-        self._recorder = recorder
         self._flag = flag
         self._priority = priority
         self._baseline = Baseline(engine)
@@ -103,15 +98,13 @@ class EngineLoop:
         match event:
             case Received(envelope=envelope, size=size):
                 self._grants_due |= self._received.take(sender_of(envelope.header), size)
-                if self._recorder is not None:
-                    self._recorder.received(envelope)
-                self._emit(self._actor.receive(envelope))
+                self._outbound.send(self._actor.receive(envelope))
             case Rejected(header=header, error=error, size=size):
                 if size:
                     self._grants_due |= self._received.take(sender_of(header), size)
-                self._emit(self._actor.reject(header, error))
+                self._outbound.send(self._actor.reject(header, error))
             case Undelivered(request_id=request_id, receiver=receiver, error=error):
-                self._emit(self._actor.undelivered(request_id, receiver, error))
+                self._outbound.send(self._actor.undelivered(request_id, receiver, error))
             case Control(body=Peers() as peers):
                 self._outbound.set_peers(peers)
             case Control(body=LoadAdapter() as order):
@@ -132,13 +125,8 @@ class EngineLoop:
         self._flag.set(self._actor.urgent())
         if not (yields or self._outbound.congested):  # when congested, the stages after this one set the pace
             output = self._actor.step()
-            self._emit(output, idle=not self._actor.runnable())
+            self._outbound.send(output, idle=not self._actor.runnable())
             self._flag.set(self._actor.urgent())  # before the next wait for events, which may be long
-
-    def _emit(self, messages: Sequence[Outgoing], idle: bool = False) -> None:
-        if self._recorder is not None:
-            self._recorder.sent(messages)
-        self._outbound.send(messages, idle)
 
     def _beat(self) -> None:
         """Show the coordinator, by the next heartbeat, that the loop is alive."""
@@ -150,7 +138,7 @@ class EngineLoop:
         if now < self._next_tick:
             return False
         self._next_tick = now + TICK_SECONDS
-        self._emit(self._actor.tick())
+        self._outbound.send(self._actor.tick())
         dropped = {f"dropped_{reason}": count for reason, count in self._actor.dropped.items()}
         self._inbound.pulse.counts = {**self._actor.counts(), **self._outbound.counts(), **dropped}
         listeners = self._engine.listeners

@@ -30,7 +30,6 @@ from omni_actors.stage.inbox import Inbox
 from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outbound import Outbound
 from omni_actors.stage.processors import StreamProcessor
-from omni_actors.stage.recorder import Recorder
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.curve import load_keys
 from omni_actors.transport.sockets import Sockets
@@ -94,8 +93,6 @@ class Session:
         self._outbound: Outbound | None = None
         self._actor: StageActor | None = None
         self._closed = False
-        folder = pipeline.coordinator.record_dir
-        self._recorder = Recorder(folder, pipeline, identity) if folder is not None else None
 
     def tell(self, body: Body) -> None:
         """Send `body` to the coordinator on the control connection."""
@@ -193,16 +190,7 @@ class Session:
             )
         )
         loop = EngineLoop(
-            self._pipeline,
-            self._actor,
-            engine,
-            self._inbox,
-            self._inbound,
-            self._outbound,
-            self._meter,
-            self._recorder,
-            flag,
-            priority,
+            self._pipeline, self._actor, engine, self._inbox, self._inbound, self._outbound, self._meter, flag, priority
         )
         return loop.run()
 
@@ -223,8 +211,6 @@ class Session:
         with contextlib.ExitStack() as last_first:
             if self._arena is not None:
                 last_first.callback(self._arena.close)
-            if self._recorder is not None:
-                last_first.callback(self._recorder.close)
             last_first.callback(self._sockets.context.destroy, linger=0)
             if self._inbound.is_alive():
                 last_first.callback(self._inbound.join, CLOSE_SECONDS)

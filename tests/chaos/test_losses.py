@@ -329,10 +329,8 @@ def small_disk(short_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("recording", [False, True])
-async def test_a_full_disk_stops_no_request_and_no_restart(launch: Launch, small_disk: Path, recording: bool) -> None:
-    arguments = ["--record", str(small_disk / "record")] if recording else []
-    launcher = launch(disturbed_chain(), "--run-dir", str(small_disk), *arguments).wait_ready()
+async def test_a_full_disk_stops_no_request_and_no_restart(launch: Launch, small_disk: Path) -> None:
+    launcher = launch(disturbed_chain(), "--run-dir", str(small_disk)).wait_ready()
     with (small_disk / "filler").open("wb", buffering=0) as filler:
         with contextlib.suppress(OSError):
             while True:

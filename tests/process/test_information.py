@@ -11,7 +11,6 @@ import numpy
 import psutil
 import pytest
 
-from omni_actors.cli.replay import replay
 from omni_actors.client import OmniClient
 from omni_actors.client.offline import OmniLLM
 from omni_actors.client.outputs import OmniRequestOutput
@@ -93,12 +92,9 @@ def test_a_stage_that_is_killed_gets_everything_again(pipeline: RunningPipeline,
     pipeline.assert_idle()
 
 
-def test_a_batch_gives_each_prompt_its_own_and_recordings_hold_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_gives_each_prompt_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", ENVIRONMENT["OMNI_ACTORS_ALLOW_IMPORTS"])
-    recordings = tmp_path / "recordings"
-    with OmniLLM(write(tmp_path, PIPELINE), {"coordinator.record_dir": str(recordings)}) as llm:
+    with OmniLLM(write(tmp_path, PIPELINE)) as llm:
         prompts = [
             {"prompt_embeds": EMBEDS, "additional_information": INFORMATION},
             {"messages": [{"role": "user", "content": "x"}], "additional_information": {"speed": 2}},
@@ -110,8 +106,3 @@ def test_a_batch_gives_each_prompt_its_own_and_recordings_hold_it(
     assert_intact(again)
     assert json.loads(second.text)["information"] == {"speed": 2}
     assert "Did you mean 'speed'" in str(third.error)
-    for stage in ("source", "sink"):
-        (recording,) = recordings.glob(f"{stage}-*.omnirec")
-        comparison = replay(recording)
-        assert comparison.finished == 3
-        assert comparison.differences == []

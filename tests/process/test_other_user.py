@@ -61,11 +61,11 @@ def test_another_user_reads_reaches_and_ends_nothing(
     short_path.chmod(0o755)  # the run directory protects itself
     port = free_port()
     monkeypatch.setenv("OMNI_ACTORS_API_KEY", SECRET)
-    launcher = launch(chain(), "--http", f"127.0.0.1:{port}", "--record", str(short_path / "record")).wait_ready()
+    launcher = launch(chain(), "--http", f"127.0.0.1:{port}").wait_ready()
     with OmniClient(launcher.endpoint) as client:
         assert client.generate("mine").text == "mine"
     (run,) = (entry.parent for entry in short_path.glob("omni-*/logs"))
-    paths = [path for folder in (run, short_path / "record") for path in (folder, *folder.rglob("*"))]
+    paths = [run, *run.rglob("*")]
     sockets = [path for path in paths if path.is_socket()]
     assert {"client", "control", "results"} < {path.name for path in sockets}
     processes = [psutil.Process(launcher.process.pid), *psutil.Process(launcher.process.pid).children(recursive=True)]

@@ -26,7 +26,6 @@ HELP_HAS = {
     "ctl": "{status,drain,restart,scale,lora,shutdown}",
     "top": "omni-actors top",
     "trace": "omni-actors trace",
-    "replay": "a file that a stage wrote under --record",
     "keys": "--operator NAME",
     "completion": "bash-completion",
 }

@@ -97,8 +97,7 @@ REFUSED = [
     (("--run-dir", "sound.wav/run"), "sound.wav is not a folder"),
     (("--run-dir", ""), "coordinator.run_dir: must be a text of length >= 1"),
     (("--run-dir", "shared"), "Others may write to the run directory "),
-    (("--record", "sound.wav"), "coordinator.record_dir: "),
-    (("--record", ""), "argument --record: the path is empty"),
+    (("--tool-chat-template", ""), "argument --tool-chat-template: the path is empty"),
     (("--keys", "none"), "none"),
     (("--model", "~no-such-user"), "model: there is no home folder"),
     (("--startup-timeout", "inf"), "argument --startup-timeout: 'inf' is not a finite number"),
@@ -148,7 +147,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(
     "arguments",
     [
         (*ASK, "--audio", "sound.wav", "--save-audio", "a.wav", "--seed", "0", "--timeout", "1e3", "--voice", "Ethan"),
-        (*ASK, "--modalities", "text, audio", "--run-dir", "new/run", "--record", "new/recording"),
+        (*ASK, "--modalities", "text, audio", "--run-dir", "new/run"),
         ("--http", ":0", "--http-certificate", "one.pem", "--http-key", "one.key", "--media-host", ".A.example"),
         ("--http", "localhost:0", "--metrics", "[::1]:0", "--served-name", "a name"),
         ("--node-rank", "1", "--nnodes", "2", *ASK, "--audio", "only-on-node-0.wav"),
@@ -164,7 +163,7 @@ def test_what_can_run_is_started(here: Path, arguments: tuple[str, ...]) -> None
 
 def test_a_folder_that_cannot_be_written_to_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    for flag in (("--run-dir", "run"), ("--record", "recording"), (*ASK, "--save-audio", "a.wav")):
+    for flag in (("--run-dir", "run"), (*ASK, "--save-audio", "a.wav")):
         assert run(here, chain(), *flag) == EXIT_USAGE
 
 
