@@ -128,6 +128,8 @@ class RequestStream:
                     output.images.append(item.pixels)
                 case Latents():
                     output.latents.append(item.tensor)
+                case Image() | Progress():
+                    pass
         output.text = "".join(texts)
         output.tool_calls = calls.whole()
         if pieces:

@@ -210,6 +210,8 @@ class _Answer:
                 self.ended = True
             case ErrorEvent():
                 self.fail(event.error)
+            case ImageEvent() | LatentsEvent() | ProgressEvent():  # previews, and no output
+                pass
 
     def result(self) -> OmniRequestOutput:
         """The result, with its pieces joined."""

@@ -167,7 +167,8 @@ def _whole(fields: TranslationForm, task: Task, text: str, seconds: float, usage
                     "usage": {"type": "duration", "seconds": round(seconds, 3)},
                 }
             )
-    return json_response({"text": text, "usage": usage})
+        case "json":
+            return json_response({"text": text, "usage": usage})
 
 
 def _cue(text: str, seconds: float, point: str) -> str:

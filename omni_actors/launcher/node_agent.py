@@ -223,6 +223,8 @@ class NodeAgent:
                 self._processes.kill_replica(ReplicaId(stage, replica, epoch))
             case Shutdown():
                 self._ended.set()
+            case NodeBeat():  # that it was heard is all that it says
+                pass
                 self._on_shutdown(body.reason, body.failed)
 
     # -- processes ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy
 import soundfile
 from numpy.typing import NDArray
 
-from omni_actors.client import AsyncOmniClient, Audio, Image, Progress, Text
+from omni_actors.client import AsyncOmniClient, Audio, Image, Latents, Progress, Text
 from omni_actors.errors import StartupError
 from omni_actors.host.processes import EXIT_OK
 from omni_actors.http_server.image_formats import ImageFormat, encoded_image
@@ -45,6 +45,8 @@ async def answer(endpoint: str, keys: str | None, options: argparse.Namespace) -
                     pictures.append(event.pixels)
                 case Progress():
                     redraw(f"step {event.step} of {event.steps}")
+                case Image() | Latents():
+                    pass
     redraw("")
     print(flush=True)
     if options.save_audio is not None:

@@ -6,7 +6,7 @@ import time
 
 from omni_actors.config import PipelineConfig
 from omni_actors.protocol.adapters import LoadAdapter, UnloadAdapter
-from omni_actors.protocol.control import Peers, Shutdown
+from omni_actors.protocol.control import CoordinatorToStage, Peers, Reregister, Shutdown, Welcome
 from omni_actors.protocol.header import ReplicaId
 from omni_actors.stage import runtime_adapters
 from omni_actors.stage.actor import StageActor
@@ -105,16 +105,23 @@ class EngineLoop:
                 self._outbound.send(self._actor.reject(header, error))
             case Undelivered(request_id=request_id, receiver=receiver, error=error):
                 self._outbound.send(self._actor.undelivered(request_id, receiver, error))
-            case Control(body=Peers() as peers):
-                self._outbound.set_peers(peers)
-            case Control(body=LoadAdapter() as order):
-                self._inbound.tell(runtime_adapters.load(self._engine, order, self._adapter_folders))
-            case Control(body=UnloadAdapter(version=version)):
-                self._engine.unload_adapter(version)
-            case Control(body=Shutdown(reason=reason)):
-                self._end_with(Stop(reason))
+            case Control(body=body):
+                self._on_control(body)
             case Stop() | Lost():
                 self._end_with(event)
+
+    def _on_control(self, body: CoordinatorToStage) -> None:
+        match body:
+            case Peers():
+                self._outbound.set_peers(body)
+            case LoadAdapter():
+                self._inbound.tell(runtime_adapters.load(self._engine, body, self._adapter_folders))
+            case UnloadAdapter(version=version):
+                self._engine.unload_adapter(version)
+            case Shutdown(reason=reason):
+                self._end_with(Stop(reason))
+            case Welcome() | Reregister():  # the inbound thread has seen to them
+                pass
 
     def _end_with(self, end: Stop | Lost) -> None:
         """End the loop. A coordinator that shuts down says so and leaves: that it has left must not undo that."""

@@ -61,7 +61,8 @@ def divide(
                 event.request_id, tensors={LATENTS: event.latents}, start=sent, final=not event.preview
             )
             return (event if "latents" in outputs and not event.preview else None), latents
-    return event, None
+        case TextEvent() | AudioEvent() | ProgressEvent():
+            return event, None
 
 
 def length_of(event: OutputEvent) -> int:
@@ -73,7 +74,8 @@ def length_of(event: OutputEvent) -> int:
             return event.samples.shape[0]
         case ImageEvent() | LatentsEvent():
             return 1
-    return 0
+        case StreamEvent() | ProgressEvent():
+            return 0
 
 
 def result_of(event: ForClient, sent: float) -> tuple[Body, Sequence[Frame]]:

@@ -17,7 +17,7 @@ from omni_actors.coordinator.core.observer import Observer
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import Submit
 from omni_actors.protocol.header import Header, ReplicaId
-from omni_actors.protocol.results import AudioChunk, ImageChunk, Output, StageDone, TextDelta
+from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Output, Progress, StageDone, TextDelta
 from omni_actors.protocol.telemetry import EndedWork, RequestTimeline, StageTimeline, TimelineEvent, TransferTimeline
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.clocks import ClockOffset
@@ -166,6 +166,8 @@ class RequestLog(Observer):
             case ImageChunk():
                 self._meters.count(table.PICTURES, by=int(not body.preview))
                 self._note_first(request, "first_image", self._first_picture)
+            case LatentsChunk() | Progress():
+                pass
 
     def _note_first(self, request: _RunningRequest, name: str, seconds: Histogram) -> None:
         if name not in request.firsts:

@@ -77,6 +77,8 @@ def write(options: argparse.Namespace) -> None:
             write_full_z_image(options.out_dir)
         case "full-qwen-image":
             write_full_qwen_image(options.out_dir)
+        case _:
+            raise SystemExit(f"unknown kind of checkpoint: {options.kind}")
 
 
 def main(arguments: list[str] | None = None) -> int:

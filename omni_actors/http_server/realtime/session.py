@@ -234,6 +234,8 @@ class Session:
                     done += self._begin_turn(start)
                 case TurnEnds() as end:
                     done += self._end_turn(end)
+                case None:
+                    pass
         if self._detector is not None and windows and not self._detector.speaking:
             self._buffer.take(end=self._detector.needed_from(windows[-1].end))
         return done
