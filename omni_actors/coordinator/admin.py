@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from omni_actors.coordinator.core.fleet import Fleet
 from omni_actors.coordinator.core.instructions import FleetInstruction
 from omni_actors.coordinator.core.lifecycle import RequestMachine
+from omni_actors.coordinator.core.operations import operate
 from omni_actors.coordinator.reports import Reports
 from omni_actors.errors import OmniError, Unauthorized
 from omni_actors.host.clocks import STEADY
@@ -72,6 +73,6 @@ class AdminCommands:
         if order.operation is Operation.SHUTDOWN:
             asyncio.get_running_loop().call_soon(self._on_shutdown)
             return "The pipeline shuts down."
-        text, instructions = self._fleet.operate(order, time.monotonic())
+        text, instructions = operate(self._fleet, order, time.monotonic())
         self._obey(instructions)
         return text

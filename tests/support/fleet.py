@@ -21,6 +21,7 @@ from omni_actors.coordinator.core.instructions import (
     TellReplica,
 )
 from omni_actors.coordinator.core.memory import FleetMemory, decode
+from omni_actors.coordinator.core.operations import operate
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.states import LaunchState, NodeState, ReplicaState
 from omni_actors.protocol.client import Operate, Operation
@@ -191,13 +192,13 @@ class World:
         return instructions
 
     def operate(self, operation: Operation, stage: str, index: int = 0) -> str:
-        text, instructions = self.fleet.operate(Operate(operation, stage, index), self.now)
+        text, instructions = operate(self.fleet, Operate(operation, stage, index), self.now)
         self.take(instructions)
         return text
 
     def scale(self, stage: str, count: int, node: int | None = None) -> str:
         order = Operate(Operation.SCALE, stage, count=count, node=node)
-        text, instructions = self.fleet.operate(order, self.now)
+        text, instructions = operate(self.fleet, order, self.now)
         self.wanted[stage] = count
         self.take(instructions)
         return text

@@ -2,7 +2,8 @@
 
 The fleet starts no process itself: node agents do, and report. What it must know after the coordinator was restarted
 comes from the nodes, too: the hello of each lists the processes that run there. What no node knows, which is how stages
-were scaled and what was drained, the coordinator keeps in a file (`core/memory.py`).
+were scaled and what was drained, the coordinator keeps in a file (`core/memory.py`). The commands of operators are in
+`core/operations.py`.
 """
 
 from __future__ import annotations
@@ -10,30 +11,45 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 
+import msgspec
+
 import omni_actors
-from omni_actors.config import PipelineConfig
+from omni_actors.config import PipelineConfig, placement
 from omni_actors.config.devices import node_devices
 from omni_actors.coordinator.core.evidence import Evidence, evidence_of
+from omni_actors.coordinator.core.health import HealthPolicy
 from omni_actors.coordinator.core.instructions import (
+    Announce,
     FleetInstruction,
+    GiveUp,
     Level,
     Log,
     Measured,
+    Remember,
+    ReplicaLost,
+    ReplicaReady,
     ReplicaRegistered,
+    ReplicaRemoved,
+    ReplicaSpawned,
     TellNode,
     TellReplica,
 )
-from omni_actors.coordinator.core.launch import Culprit, StartHistory, explain_end
-from omni_actors.coordinator.core.memory import FleetMemory
-from omni_actors.coordinator.core.nodes import HelloKind, Node, classify_hello
-from omni_actors.coordinator.core.operations import Operations
+from omni_actors.coordinator.core.launch import Culprit, Launch, StartHistory, explain_end
+from omni_actors.coordinator.core.memory import VERSION, FleetMemory, RememberedReplica
+from omni_actors.coordinator.core.nodes import HelloKind, Node, NodeTable, classify_hello
+from omni_actors.coordinator.core.ranks import RankTable
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
-from omni_actors.coordinator.core.states import LaunchEvent, NodeEvent, ReplicaEvent, ReplicaState
+from omni_actors.coordinator.core.restart_scope import StageGraph
+from omni_actors.coordinator.core.seats import Seats
+from omni_actors.coordinator.core.states import LaunchEvent, LaunchState, NodeEvent, ReplicaEvent, ReplicaState
+from omni_actors.errors import InvalidRequest
+from omni_actors.protocol.adapters import AdapterLoaded
 from omni_actors.protocol.control import (
     Fatal,
     Heartbeat,
     Hello,
     Loading,
+    Peers,
     Ready,
     Reregister,
     Shutdown,
@@ -50,6 +66,7 @@ from omni_actors.protocol.nodes import (
     NodeToCoordinator,
     NodeWelcome,
     ReplicaEnded,
+    StartReplica,
 )
 from omni_actors.protocol.telemetry import Snapshot
 
@@ -57,9 +74,15 @@ TICK_SECONDS = 0.05  # between two calls of `tick`
 LATE_TICK_SECONDS = 1.0  # after a longer pause it is this process that had stopped
 ABSENT_SECONDS = 10.0  # for a node to come back to a coordinator that was restarted
 LAST_LOG_SECONDS = 1.0  # for a node to report the log of the replica that fails the launch
+STOP_SECONDS = 4.0  # that one stage may take to stop before it is killed
+MOVE_SECONDS = 2.0  # between two looks for replicas that have to move
+NO_ROOM = "lost with its node; no other has room"
+KILL_SECONDS = 2.0  # for a node to report the end of a process that it had to kill
+
+Instructions = list[FleetInstruction]
 
 
-class Fleet(Operations):
+class Fleet:
     """The replicas and nodes of a pipeline, from the first hello to the end. Every event returns instructions.
 
     Args:
@@ -86,19 +109,40 @@ class Fleet(Operations):
         history: StartHistory | None = None,
         memory: FleetMemory | None = None,
     ) -> None:
-        super().__init__(pipeline, replicas, new_epoch, began, now, history, memory)
+        self.pipeline = pipeline
+        self._settings = pipeline.coordinator
+        self._graph = StageGraph(pipeline)
         self._client = client
         self._results = results
-        self._created = self._ticked = now
+        self._new_epoch = new_epoch
+        self._memory = memory
+        self._ordered = {(item.stage, item.index): item for item in memory.replicas} if memory is not None else {}
+        self._created = self._ticked = self._next_move = now
         self._early: dict[tuple[str, int], tuple[ReplicaId, Hello]] = {}  # hellos of processes before their node's
+        self.replicas = replicas
+        self.health = HealthPolicy(pipeline, replicas)
+        self.seats = Seats(pipeline, memory)
+        self.nodes = NodeTable(replicas, self.seats.nodes() | {*placement.ranks(pipeline)}, now)
+        self.ranks = RankTable(pipeline)
+        self.launch = Launch(replicas, self.nodes, self.health, began, now, history)
         self.dropped: collections.Counter[str] = collections.Counter()
 
     # -- the launch ---------------------------------------------------------------------------------------------------
 
-    def start(self, now: float) -> list[FleetInstruction]:
+    def start(self, now: float) -> Instructions:
         """Expect all replicas of the pipeline. The hellos of the nodes say which of them run already."""
-        self._expect_all(now)
-        return self._taken()
+        if self._memory is not None:
+            parts = [(item.stage, item.index, item.spare, item.joining) for item in self._memory.replicas]
+        else:
+            stages = self.pipeline.stages
+            parts = [(stage.name, i, i >= stage.replicas, False) for stage in stages for i in range(stage.processes)]
+        done: Instructions = []
+        for stage, index, spare, joining in parts:
+            replica, expected = self._expect(stage, index, 0, now)
+            replica.spare, replica.joining = spare, joining
+            replica.phase = f"waiting for node {', '.join(str(node.rank) for node in self._hosts(replica))}"
+            done += expected
+        return done
 
     def stop(self) -> None:
         """Drain a launched pipeline, end one that still starts. Idempotent."""
@@ -110,61 +154,86 @@ class Fleet(Operations):
         if not self.launch.ending:
             self.launch.on(LaunchEvent.END)
 
-    def shut_down(self) -> list[FleetInstruction]:
+    def shut_down(self) -> Instructions:
         """End, and tell every stage process and every node to shut down."""
         self.end()
         reason = self.launch.failure or "the launcher stops"
-        for replica in self.replicas:
-            if replica.registered:
-                self._tell(replica, Shutdown(reason=reason[:8000]))
-        for node in self.nodes.present():
-            self._tell_node(node, Shutdown(reason=reason, failed=bool(self.launch.failure)))
-        return self._taken()
+        to_stages = Shutdown(reason=reason[:8000])
+        to_nodes = Shutdown(reason=reason, failed=bool(self.launch.failure))
+        return [
+            *(TellReplica(replica.replica_id, to_stages) for replica in self.replicas if replica.registered),
+            *(TellNode(node.rank, to_nodes) for node in self.nodes.present()),
+        ]
 
-    def tick(self, now: float, in_flight: int) -> list[FleetInstruction]:
+    def tick(self, now: float, in_flight: int) -> Instructions:
         """Notice what time brings: silence, stuck processes, restarts that are due. Call it every `TICK_SECONDS`."""
         late, self._ticked = now > self._ticked + LATE_TICK_SECONDS, now
+        done: Instructions = []
         if late:
             self.nodes.excuse_all(now)
             self.health.excuse_all(now)
         else:
-            self._give_up_nodes(now)
-            self._kill_stuck(now)
-            self._move_lost(now)
-        self._stop_drained(now)
-        self._release_drained()
-        self._enforce_ends(now)
+            done += self._give_up_nodes(now)
+            done += self._kill_stuck(now)
+            done += self._move_lost(now)
+        done += self.stop_drained(now)
+        done += self._release_drained()
+        done += self._enforce_ends(now)
         if self.launch.wanted or (self.launch.serving and in_flight):
-            self._restart_due(now)
-            self._start_spread(now)
+            done += self.restart_due(now)
+            done += self._start_spread(now)
         if self.launch.starting:
-            self._check_launch(now)
-        return self._taken()
+            done += self._check_launch(now)
+        return done
 
-    def _check_launch(self, now: float) -> None:
+    def _check_launch(self, now: float) -> Instructions:
         launch = self.launch
         if launch.culprit is not None:
             if now > launch.culprit.until:
-                self._fail(explain_end(launch.culprit.replica, launch.culprit.what, ""))
-            return
+                return self._fail(explain_end(launch.culprit.replica, launch.culprit.what, ""))
+            return []
         overdue = launch.overdue(now)
         if overdue is not None:
-            self._announce(launch.progress(now))
             launch.culprit = Culprit(overdue, "is not ready in time", now + LAST_LOG_SECONDS)
-            self._kill(overdue, "", now)
-        elif not launch.missing():
-            launch.on(LaunchEvent.ALL_READY)
-            for stage in self._pipeline.stages:  # one may have died for good meanwhile
-                self._fill_places(stage.name)
-            for node in self.nodes.present():
-                self._tell_node(node, Launched())
-            self._announce(f"ready after {launch.after(now):.1f} s, clients connect to {self._client}")
-        else:
-            self._instructions += launch.reports(now)
+            return [Announce(launch.progress(now)), *self.kill(overdue, "", now)]
+        if launch.missing():
+            return [*launch.reports(now)]
+        launch.on(LaunchEvent.ALL_READY)
+        done: Instructions = []
+        for stage in self.pipeline.stages:  # one may have died for good meanwhile
+            done += self.fill_places(stage.name)
+        done += [TellNode(node.rank, Launched()) for node in self.nodes.present()]
+        return [*done, Announce(f"ready after {launch.after(now):.1f} s, clients connect to {self._client}")]
+
+    def _fail(self, reason: str) -> Instructions:
+        """Give up a pipeline that has not been launched; one that has been goes on degraded."""
+        if not self.launch.starting:
+            return []
+        self.launch.fail(reason)
+        return [GiveUp(reason)]
+
+    def remember(self) -> Instructions:
+        """Have the next coordinator know of scale, seats and orders. Those that leave it does not need."""
+        kept = [
+            RememberedReplica(
+                replica.stage,
+                replica.index,
+                replica.node,
+                replica.slot,
+                replica.spawn_epoch,
+                replica.spare,
+                replica.joining,
+                replica.orders.drain,
+                replica.orders.restart,
+            )
+            for replica in self.replicas
+            if not replica.leaving
+        ]
+        return [Remember(FleetMemory(VERSION, self.pipeline.digest(), tuple(kept)))]
 
     # -- nodes --------------------------------------------------------------------------------------------------------
 
-    def from_node(self, rank: int, body: NodeToCoordinator, now: float) -> list[FleetInstruction]:
+    def from_node(self, rank: int, body: NodeToCoordinator, now: float) -> Instructions:
         """Take a message of a node's agent."""
         node = self.nodes.find(rank)
         if node is None:
@@ -172,76 +241,81 @@ class Fleet(Operations):
                 return [TellNode(rank, Reregister())]
             node = self.nodes.join(rank, now)
         node.heard = now
-        if isinstance(body, NodeHello):
-            self._node_hello(node, body, now)
-        elif not node.present:
-            self._tell_node(node, Reregister())
-        elif isinstance(body, NodeBeat):
-            self._tell_node(node, NodeBeat())
-        elif isinstance(body, NodeLeaving) and body.drains:
-            self._drain_node(node)
-        elif isinstance(body, NodeLeaving):
-            self._lose_node(node, f"it leaves: {body.reason}", now)
-        elif isinstance(body, ReplicaEnded):
-            self.ranks.ended(body.stage, body.replica, body.spawn_epoch, rank)
-            replica = self.replicas.current(body.stage, body.replica)
-            if replica is not None and replica.spawn_epoch == body.spawn_epoch and replica.alive:
-                where = "" if rank == replica.node else f"its ranks on node {rank}: "
-                self._died(replica, f"{where}{body.how}", body.log, now, evidence_of(body.exit_code))
-        return self._taken()
+        if not node.present and not isinstance(body, NodeHello):
+            return [TellNode(rank, Reregister())]
+        match body:
+            case NodeHello():
+                return self._node_hello(node, body, now)
+            case NodeBeat():
+                return [TellNode(rank, NodeBeat())]
+            case NodeLeaving(drains=True):
+                return self._drain_node(node)
+            case NodeLeaving(reason=reason):
+                return self._lose_node(node, f"it leaves: {reason}", now)
+            case ReplicaEnded():
+                return self._replica_ended(rank, body, now)
 
-    def _node_hello(self, node: Node, hello: NodeHello, now: float) -> None:
+    def _replica_ended(self, rank: int, body: ReplicaEnded, now: float) -> Instructions:
+        self.ranks.ended(body.stage, body.replica, body.spawn_epoch, rank)
+        replica = self.replicas.current(body.stage, body.replica)
+        if replica is None or replica.spawn_epoch != body.spawn_epoch or not replica.alive:
+            return []
+        where = "" if rank == replica.node else f"its ranks on node {rank}: "
+        return self._died(replica, f"{where}{body.how}", body.log, now, evidence_of(body.exit_code))
+
+    def _node_hello(self, node: Node, hello: NodeHello, now: float) -> Instructions:
         difference = self._difference(hello)
         if difference:
             text = f"Node {node.rank} is refused: {difference}."
-            self._announce(text)
-            self._tell_node(node, Shutdown(reason=text, failed=True))
+            refused: Instructions = [Announce(text), TellNode(node.rank, Shutdown(reason=text, failed=True))]
             if self._is_needed(node):
-                self._fail(text)
+                refused += self._fail(text)
             self._forget_node(node)
-            return
+            return refused
+        done: Instructions = []
         if not node.present and not self._is_needed(node) and self.launch.serving:
-            self._announce(f"node {node.rank} has joined with {node_devices(hello.devices)}")
+            done.append(Announce(f"node {node.rank} has joined with {node_devices(hello.devices)}"))
         node.on(NodeEvent.HELLO)
         node.devices, node.ranks_addr = hello.devices, hello.ranks_addr
         if hello.launched and node.rank == 0 and self.launch.starting:
             self.launch.on(LaunchEvent.ALL_READY)  # under a coordinator before this one
-        self._tell_node(node, NodeWelcome())
+        done.append(TellNode(node.rank, NodeWelcome()))
         if self.launch.serving:
-            self._tell_node(node, Launched())
+            done.append(TellNode(node.rank, Launched()))
         takeover = self.nodes.take_over(node, self.ranks.listed(node.rank, hello.replicas), self.ranks.stages)
         for item in takeover.kill:
-            self._tell_node(node, KillReplica(item.stage, item.replica, item.spawn_epoch))
+            done.append(TellNode(node.rank, KillReplica(item.stage, item.replica, item.spawn_epoch)))
         for item in takeover.adopt:
-            self._adopt(item.stage, item.replica, item.spawn_epoch, now)
+            done += self._adopt(item.stage, item.replica, item.spawn_epoch, now)
         where = f" on node {node.rank}" if len(self.nodes) > 1 else ""
         if takeover.adopt:
             names = ", ".join(f"{item.stage}/{item.replica}" for item in takeover.adopt)
-            self._announce(f"{names} still running{where}")
+            done.append(Announce(f"{names} still running{where}"))
         if takeover.start and not self.launch.ending:
             names = ", ".join(f"{stage}/{index}" for stage, index in takeover.start)
-            self._announce(f"starting {names}{where}")
+            done.append(Announce(f"starting {names}{where}"))
             for stage, index in takeover.start:
-                self._start(stage, index, now)
+                done += self.start_replica(stage, index, now)
         for replica in takeover.ended:  # last: a death restarts all that is due
-            self._died(replica, "its node knows nothing of it", "", now, Evidence.KILLED)
-        self._take_ranks(node, now)
+            done += self._died(replica, "its node knows nothing of it", "", now, Evidence.KILLED)
+        return done + self._take_ranks(node, now)
 
-    def _take_ranks(self, node: Node, now: float) -> None:
+    def _take_ranks(self, node: Node, now: float) -> Instructions:
         """Decide about the spread replicas of a node that has come or come back."""
+        done: Instructions = []
         for replica in self._with_ranks_on(node):
             if not replica.alive:
-                self._kill_ranks(replica)
+                done += self._kill_ranks(replica)
             elif replica.spawn_epoch:
                 if self._is_torn(replica):
-                    self._died(replica, f"node {node.rank} knows nothing of it", "", now, Evidence.KILLED)
+                    done += self._died(replica, f"node {node.rank} knows nothing of it", "", now, Evidence.KILLED)
             elif all(host.present for host in self._hosts(replica)):  # it may be older than this coordinator
                 epoch = self.ranks.common_epoch(replica.stage, replica.index)
                 if epoch is None:
-                    self._kill_ranks(replica)
+                    done += self._kill_ranks(replica)
                 else:
-                    self._adopt(replica.stage, replica.index, epoch, now)
-        self._start_spread(now)
+                    done += self._adopt(replica.stage, replica.index, epoch, now)
+        return done + self._start_spread(now)
 
     def _is_torn(self, replica: Replica) -> bool:
         """Whether a spread replica has lost one of its processes, so that the others must not go on."""
@@ -259,174 +333,397 @@ class Fleet(Operations):
         stages = [stage for stage in self.ranks.stages if node.rank in self.ranks.hosts(stage)]
         return [replica for stage in stages for replica in self.replicas.of(stage)]
 
-    def _start_spread(self, now: float) -> None:
+    def _start_spread(self, now: float) -> Instructions:
         """Start spread replicas that waited for a node: for the first time, or since it was away."""
         spread = [replica for stage in self.ranks.stages for replica in self.replicas.of(stage)]
+        done: Instructions = []
         for replica in spread if not self.launch.ending else ():
             waits = replica.left_with_node if not replica.alive else not replica.spawn_epoch
             if waits and self._may_start(replica):
                 hosts = ", ".join(str(host.rank) for host in self._hosts(replica))
-                self._announce(f"starting {replica.name} on node {hosts}")
-                self._start(replica.stage, replica.index, now)
+                done.append(Announce(f"starting {replica.name} on node {hosts}"))
+                done += self.start_replica(replica.stage, replica.index, now)
+        return done
 
-    def _give_up_nodes(self, now: float) -> None:
+    def _give_up_nodes(self, now: float) -> Instructions:
+        done: Instructions = []
         for node in self.nodes.silent(now, self._settings.heartbeat_timeout):
-            self._lose_node(node, f"silent for {now - node.heard:.1f} s", now)
+            done += self._lose_node(node, f"silent for {now - node.heard:.1f} s", now)
         if self.launch.serving and now > self._created + ABSENT_SECONDS:
             for node in self.nodes.absent():
                 if any(replica.alive for replica in (*self.nodes.on(node), *self._with_ranks_on(node))):
-                    self._lose_node(node, "it has not come back to the restarted coordinator", now)
+                    done += self._lose_node(node, "it has not come back to the restarted coordinator", now)
+        return done
 
-    def _drain_node(self, node: Node) -> None:
+    def _drain_node(self, node: Node) -> Instructions:
         """Have the replicas of a node that stops finish what they hold. Others take new requests.
 
         While the whole pipeline drains they go on: what is in flight may still come to them.
         """
         if not node.stays:
-            return
+            return []
         node.on(NodeEvent.DRAIN)
         if not self.launch.wanted:
-            return
+            return []
         replicas = self._involving(node)
         held = {request for replica in replicas for request in replica.requests}
-        self._announce(f"node {node.rank} stops; requests on its replicas: {len(held)}")
+        done: Instructions = [Announce(f"node {node.rank} stops; requests on its replicas: {len(held)}")]
         for replica in replicas:
             replica.orders.drain = True
             if replica.ready:
-                self._drain(replica)
+                done += self.drain(replica)
+        return done
 
-    def _release_drained(self) -> None:
+    def _release_drained(self) -> Instructions:
         """Let nodes end whose replicas have finished. If the whole pipeline drains, they end with it."""
+        done: Instructions = []
         for node in self.nodes.draining() if self.launch.wanted else ():
             if not any(replica.requests for replica in self._involving(node)):
                 node.on(NodeEvent.RELEASED)
-                self._tell_node(node, Shutdown(reason="its requests are finished"))
+                done.append(TellNode(node.rank, Shutdown(reason="its requests are finished")))
+        return done
 
-    def _lose_node(self, node: Node, why: str, now: float) -> None:
+    def _lose_node(self, node: Node, why: str, now: float) -> Instructions:
         """Count the replicas of a node as dead until it is back or they have moved."""
         node.on(NodeEvent.LOST)
         node.away_since = now
         away = f"node {node.rank} is away: {why}"
-        self._announce(away)
+        done: Instructions = [Announce(away)]
         self.ranks.forget(node.rank)
         for replica in self._involving(node):
             if replica.alive or replica.state is ReplicaState.WAITING:
                 replica.orders.clear_kill()
                 replica.left_with_node = True
-                self._log(Level.ERROR, f"lost: {away}", replica)
-                self._lose(replica, away, restart=False)
-                self._kill_ranks(replica)
+                done.append(Log(Level.ERROR, f"lost: {away}", replica.name))
+                done += self.lose(replica, away, restart=False)
+                done += self._kill_ranks(replica)
                 if replica.leaving:
-                    self._forget(replica)
+                    done += self.forget(replica)
         if self._is_needed(node):
-            self._fail(f"Node {node.rank} was lost while the pipeline started: {why}")
+            done += self._fail(f"Node {node.rank} was lost while the pipeline started: {why}")
         self._forget_node(node)
+        return done
 
-    # -- stage processes ----------------------------------------------------------------------------------------------
+    def _is_needed(self, node: Node) -> bool:
+        """Whether anything is placed on a node; node 0 runs the coordinator."""
+        ranks = any(node.rank in self.ranks.hosts(stage) for stage in self.ranks.stages)
+        return node.rank == 0 or ranks or bool(self.nodes.on(node))
 
-    def from_stage(self, replica_id: ReplicaId, body: StageToCoordinator, now: float) -> list[FleetInstruction]:
+    def _forget_node(self, node: Node) -> None:
+        """Forget a node on which nothing is placed; it may join again."""
+        if not self._is_needed(node):
+            self.nodes.forget(node)
+
+    def _move_lost(self, now: float) -> Instructions:
+        """Move the replicas of nodes that are gone for good to nodes that have room; look for it every few seconds."""
+        if self.launch.state is not LaunchState.LAUNCHED or now < self._next_move:
+            return []
+        self._next_move = now + MOVE_SECONDS
+        done: Instructions = []
+        for node in self.nodes.gone(now, self._settings.move_after):
+            for replica in self.nodes.on(node):
+                if replica.left_with_node and self.pipeline.stage(replica.stage).spread is None:
+                    done += self._move(replica, now)
+            self._forget_node(node)
+        return done
+
+    def _move(self, replica: Replica, now: float) -> Instructions:
+        try:
+            seat = self.seats.move(replica.stage, replica.index, self.nodes.staying())
+        except InvalidRequest as error:
+            if replica.phase == NO_ROOM:
+                return []
+            replica.phase = NO_ROOM
+            return [Announce(f"degraded: {replica.name} cannot move from node {replica.node}: {error}")]
+        moves = Announce(f"{replica.name} moves from node {replica.node} to node {seat.node}")
+        self.health.forget(replica)
+        return [moves, *self.start_replica(replica.stage, replica.index, now), *self.remember()]
+
+    # -- messages of stage processes ----------------------------------------------------------------------------------
+
+    def from_stage(self, replica_id: ReplicaId, body: StageToCoordinator, now: float) -> Instructions:
         """Take a message on the control connection of a stage process."""
         kind = str(type(body).__struct_config__.tag)
         replica = self.replicas.at(replica_id)
         if isinstance(body, Hello):
-            self._hello(replica_id, body, now)
-        elif replica is None or not replica.alive:
-            self._drop_unknown(replica_id, kind)
+            return self._hello(replica_id, body, now)
+        if replica is None or not replica.alive:
+            done = self._drop_unknown(replica_id, kind)
             if isinstance(body, Heartbeat) and self.replicas.current(replica_id.stage, replica_id.replica) is not None:
-                # It does not know that it counts as lost.
-                self._instructions.append(TellReplica(replica_id, Reregister()))
-        elif replica.state is ReplicaState.STARTING:  # this is about a registration that is over
-            self._tell(replica, Reregister())
-        elif isinstance(body, Ready) and replica.state is not ReplicaState.LOADING:
-            self._drop_disorder(replica, kind)
-        else:
-            self._from_registered(replica, body, now)
-        return self._taken()
+                done.append(TellReplica(replica_id, Reregister()))  # it does not know that it counts as lost
+            return done
+        if replica.state is ReplicaState.STARTING:  # this is about a registration that is over
+            return [TellReplica(replica_id, Reregister())]
+        if isinstance(body, Ready) and replica.state is not ReplicaState.LOADING:
+            return self._drop_disorder(replica, kind)
+        return self._from_registered(replica, body, now)
 
-    def link_cut(self, replica_id: ReplicaId) -> list[FleetInstruction]:
+    def link_cut(self, replica_id: ReplicaId) -> Instructions:
         """Ask a stage process whose link was cut to register again."""
         text = f"the link to {replica_id.name} was cut; the stage should register again"
         return [Log(Level.WARNING, text), TellReplica(replica_id, Reregister())]
 
-    def _expect(self, stage: str, index: int, spawn_epoch: int, now: float) -> Replica:
-        replica = super()._expect(stage, index, spawn_epoch, now)
-        early = self._early.pop((stage, index), None) if spawn_epoch else None
-        if early is not None:
-            self._hello(*early, now)
-        return replica
+    def not_told(self, replica_id: ReplicaId, why: str, now: float) -> Instructions:
+        """A stage process could not be told what it has to know: another process takes its place."""
+        replica = self.replicas.at(replica_id)
+        if replica is None or not replica.alive or replica.orders.killed or self.launch.ending:
+            return []
+        return [Log(Level.ERROR, f"killing {replica.name}: {why}", replica.name), *self.kill(replica, why, now)]
 
-    def _hello(self, replica_id: ReplicaId, hello: Hello, now: float) -> None:
+    def _hello(self, replica_id: ReplicaId, hello: Hello, now: float) -> Instructions:
         """Register a process, for the first time or again."""
         place = replica_id.stage, replica_id.replica
         current = self.replicas.current(*place)
         kind = classify_hello(current, replica_id.epoch, hello.spawn_epoch or replica_id.epoch)
-        if current is None or kind is HelloKind.FOREIGN or self._is_torn(current):
-            self._drop_unknown(replica_id, "hello")
-            self._instructions.append(TellReplica(replica_id, Shutdown("the pipeline does not need this process")))
-        elif kind is HelloKind.EARLY:
-            self._early[place] = replica_id, hello
-        elif kind is HelloKind.REPEATED:
-            self._drop_disorder(current, "hello")
-        elif kind is HelloKind.RENEWED:
-            if current.registered:
-                self._lose(current, "it has registered again", restart=True)
-            renewed = self.replicas.add(*place, replica_id.epoch, current.spawn_epoch, current.node, current.slot)
-            renewed.phase = "registering again"
-            self.health.spawned(renewed, now)
-            self._welcome(renewed, hello)
-        else:
-            self._welcome(current, hello)
+        if current is None or self._is_torn(current):
+            kind = HelloKind.FOREIGN
+        match kind:
+            case HelloKind.EXPECTED if current is not None:
+                return self._welcome(current, hello)
+            case HelloKind.RENEWED if current is not None:
+                again: Instructions = []
+                if current.registered:
+                    again += self.lose(current, "it has registered again", restart=True)
+                renewed = self.replicas.add(*place, replica_id.epoch, current.spawn_epoch, current.node, current.slot)
+                renewed.phase = "registering again"
+                self.health.spawned(renewed, now)
+                return again + self._welcome(renewed, hello)
+            case HelloKind.REPEATED if current is not None:
+                return self._drop_disorder(current, "hello")
+            case HelloKind.EARLY:
+                self._early[place] = replica_id, hello
+                return []
+            case _:
+                foreign = Shutdown("the pipeline does not need this process")
+                return [*self._drop_unknown(replica_id, "hello"), TellReplica(replica_id, foreign)]
 
-    def _welcome(self, replica: Replica, hello: Hello) -> None:
+    def _welcome(self, replica: Replica, hello: Hello) -> Instructions:
         difference = self._difference(hello)
         if difference:
             replica.last_words = f"{replica.name}: {difference}."
-            self._tell(replica, Shutdown(reason=difference))
-            return
+            return [TellReplica(replica.replica_id, Shutdown(reason=difference))]
         replica.on(ReplicaEvent.HELLO)
         replica.pid, replica.inbox, replica.remote, replica.arena = hello.pid, hello.inbox, hello.remote, hello.arena
-        self._instructions.append(ReplicaRegistered(replica))
-        self._tell(replica, Welcome(results=self._results))
-        self._announce_peers()
+        welcome = TellReplica(replica.replica_id, Welcome(results=self._results))
+        return [ReplicaRegistered(replica), welcome, *self._announce_peers()]
 
     def _difference(self, hello: Hello | NodeHello) -> str:
         """What keeps a process from working with this one, "" for nothing."""
-        ours = (PROTOCOL_VERSION, omni_actors.__version__, self._pipeline.digest())
+        ours = (PROTOCOL_VERSION, omni_actors.__version__, self.pipeline.digest())
         theirs = (hello.protocol, hello.package, hello.config)
         return "" if ours == theirs else f"protocol, package and configuration are {theirs} there and {ours} here"
 
-    def _from_registered(self, replica: Replica, body: StageToCoordinator, now: float) -> None:
-        if isinstance(body, Heartbeat):
-            self.health.beat(replica, body.progress, now)
-            replica.counts = body.counts
-            self._instructions.append(Measured(replica, body))
-        elif isinstance(body, Snapshot):
-            self._instructions.append(Measured(replica, body))
-        elif isinstance(body, Loading):
-            replica.phase = body.phase
-        elif isinstance(body, Fatal):
-            replica.last_words = body.message
-        elif isinstance(body, Ready):
-            self._on_ready(replica, body, now)
+    def _from_registered(self, replica: Replica, body: StageToCoordinator, now: float) -> Instructions:
+        match body:
+            case Heartbeat():
+                self.health.beat(replica, body.progress, now)
+                replica.counts = body.counts
+                return [Measured(replica, body)]
+            case Snapshot():
+                return [Measured(replica, body)]
+            case Loading(phase=phase):
+                replica.phase = phase
+            case Fatal(message=message):
+                replica.last_words = message
+            case Ready():
+                return self._on_ready(replica, body, now)
+            case Hello() | AdapterLoaded():  # not of a registered process; for another part of the coordinator
+                pass
+        return []
 
-    def _on_ready(self, replica: Replica, facts: Ready, now: float) -> None:
+    def _on_ready(self, replica: Replica, facts: Ready, now: float) -> Instructions:
         self.health.ready(replica, now)
         replica.become_ready(facts)
+        done: Instructions = []
         if replica.orders.drain:  # given before it registered again
-            self._drain(replica)
+            done += self.drain(replica)
         else:
-            self._announce(f"{replica.name} ready in {facts.seconds:.1f} s")
-        self._ready_again(replica)
+            done.append(Announce(f"{replica.name} ready in {facts.seconds:.1f} s"))
+        done += self.ready_again(replica)
         if self.launch.starting:
-            self._check_launch(now)
+            done += self._check_launch(now)
+        return done
 
-    # -- instructions -------------------------------------------------------------------------------------------------
+    def _announce_peers(self) -> Instructions:
+        """Tell every stage the addresses of the stages after and before it."""
+        find = self.replicas.peers
+        done: Instructions = []
+        for replica in self.replicas:
+            if replica.registered:
+                after, before = self._graph.downstream[replica.stage], self._graph.sources[replica.stage]
+                peers = Peers(peers=find(after, replica.node), sources=find(before, replica.node))
+                done.append(TellReplica(replica.replica_id, peers))
+        return done
 
-    def _drop_unknown(self, replica_id: ReplicaId, kind: str) -> None:
+    def _drop_unknown(self, replica_id: ReplicaId, kind: str) -> Instructions:
         self.dropped["control_of_unknown_replica"] += 1
         text = f"dropped a {kind} of the unknown replica {replica_id.name} (epoch {replica_id.epoch})"
-        self._instructions.append(Log(Level.WARNING, text))
+        return [Log(Level.WARNING, text)]
 
-    def _drop_disorder(self, replica: Replica, kind: str) -> None:
+    def _drop_disorder(self, replica: Replica, kind: str) -> Instructions:
         self.dropped["control_out_of_order"] += 1
-        self._log(Level.WARNING, f"said {kind} while {replica.state}", replica)
+        return [Log(Level.WARNING, f"said {kind} while {replica.state}", replica.name)]
+
+    # -- starts -------------------------------------------------------------------------------------------------------
+
+    def start_replica(self, stage: str, index: int, now: float) -> Instructions:
+        """Have a node start a process for a replica."""
+        former = self.replicas.current(stage, index)
+        spawn_epoch = max(former.epoch + 1 if former is not None else 1, self._new_epoch())
+        replica, done = self._expect(stage, index, spawn_epoch, now)
+        start = StartReplica(stage=stage, replica=index, spawn_epoch=spawn_epoch, slot=replica.slot)
+        hosts = self._hosts(replica)
+        if self.ranks.hosts(stage):
+            self.ranks.started(stage, index, spawn_epoch)
+            start = msgspec.structs.replace(start, leader=hosts[0].ranks_addr)
+        return [*done, *(TellNode(node.rank, start) for node in hosts)]
+
+    def _expect(self, stage: str, index: int, spawn_epoch: int, now: float) -> tuple[Replica, Instructions]:
+        """Expect the hello of a process, which may have come before its node's; `spawn_epoch` 0: none is known yet."""
+        node, slot = self.seats[(stage, index)]
+        replica = self.replicas.add(stage, index, spawn_epoch, node=node, slot=slot)
+        self.health.spawned(replica, now)
+        done: Instructions = [ReplicaSpawned(stage, index, spawn_epoch)]
+        early = self._early.pop((stage, index), None) if spawn_epoch else None
+        if early is not None:
+            done += self._hello(*early, now)
+        return replica, done
+
+    def _adopt(self, stage: str, index: int, spawn_epoch: int, now: float) -> Instructions:
+        """Expect the registration of a process that runs. What was ordered of it holds."""
+        replica, done = self._expect(stage, index, spawn_epoch, now)
+        if replica.state is ReplicaState.STARTING:  # its hello may have been here before its node's
+            replica.phase = "registering again"
+        item = self._ordered.pop((stage, index), None)
+        if item is not None and item.spawn_epoch == spawn_epoch:
+            replica.orders.drain, replica.orders.restart = item.drain, item.restart
+            if item.restart:
+                replica.orders.drain_until = now + self._settings.default_timeout
+        return done
+
+    def restart_due(self, now: float) -> Instructions:
+        """Start the replicas again whose back-off is over."""
+        done: Instructions = []
+        for dead in self.health.due(now):
+            if self._may_start(dead):
+                done.append(Announce(f"starting {dead.name} again"))
+                done += self.start_replica(dead.stage, dead.index, now)
+        return done
+
+    def _may_start(self, replica: Replica) -> bool:
+        """Whether its hosts are there and, if it is spread over several, run nothing of it any more."""
+        return all(node.stays for node in self._hosts(replica)) and not (
+            self.ranks.hosts(replica.stage) and self.ranks.running(replica.stage, replica.index)
+        )
+
+    def _hosts(self, replica: Replica) -> list[Node]:
+        """The nodes that run processes of a replica, the first host first."""
+        found = [self.nodes.find(rank) for rank in self.ranks.hosts(replica.stage)]
+        return [node for node in found if node is not None] or [self.nodes.of(replica)]
+
+    def ready_again(self, replica: Replica) -> Instructions:
+        """Let a replica take requests."""
+        return [*self.fill_places(replica.stage), ReplicaReady(replica)]
+
+    def fill_places(self, stage: str) -> Instructions:
+        """Let spares take the places of replicas that take no requests; during the launch each has its own place."""
+        done: Instructions = []
+        for spare, replaced in self.replicas.fill_places(stage) if self.launch.serving else ():
+            done.append(Announce(f"{spare.name} takes the place of {replaced.name}"))
+            done.append(ReplicaReady(spare))
+        return done
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def _died(self, replica: Replica, how: str, log: str, now: float, evidence: Evidence) -> Instructions:
+        """Plan a restart. While the pipeline starts, a stage that is left without any replica ends the launch."""
+        killed = replica.orders.clear_kill()
+        cause, evidence = (f"{killed}; {how}", Evidence.CRASHED) if killed else (how, evidence)
+        asked = replica.orders.restart or replica.leaving
+        restart = not self.launch.ending and not replica.leaving and self.health.plan(replica, now)
+        level = Level.DEBUG if asked or self.launch.ending else Level.ERROR
+        done: Instructions = [Log(level, f"ended: {cause}", replica.name)]
+        done += self.lose(replica, cause, restart, Evidence.NONE if asked else evidence)
+        done += self._kill_ranks(replica)
+        if replica.leaving:
+            done += self.forget(replica)
+        if not self.launch.wanted or replica.leaving:
+            return done
+        text, culprit = explain_end(replica, f"died ({cause})", log), self.launch.culprit
+        if asked:
+            done.append(Announce(f"{replica.name} has stopped and restarts"))
+        elif culprit is not None and culprit.replica is replica:
+            done += self._fail(explain_end(replica, culprit.what, log))
+        elif self.launch.starting and not any(peer.alive for peer in self.replicas.of(replica.stage)):
+            done += self._fail(text)
+        elif restart:
+            done.append(Announce(f"{text}\n{replica.name} restarts in {replica.restart_at - now:.1f} s"))
+        else:
+            done.append(Announce(f"degraded: {text}"))
+        return done + (self.restart_due(now) if self.launch.wanted else [])
+
+    def lose(self, replica: Replica, why: str, restart: bool, evidence: Evidence = Evidence.NONE) -> Instructions:
+        """End a registration: what the replica held runs again or fails."""
+        replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
+        done = [ReplicaLost(replica, why, evidence), *self.fill_places(replica.stage)]
+        return done if self.launch.ending else [*done, *self._announce_peers()]
+
+    def forget(self, replica: Replica) -> Instructions:
+        """Take a replica that has left out of the pipeline. What it held was replayed before."""
+        self.replicas.remove(replica)
+        self.health.forget(replica)
+        self.seats.leave(replica.stage, replica.index)
+        return [ReplicaRemoved(replica.stage, replica.index), Announce(f"{replica.name} has left")]
+
+    def drain(self, replica: Replica) -> Instructions:
+        """Have a ready replica finish what it holds and take nothing new."""
+        replica.on(ReplicaEvent.DRAIN)
+        return [Announce(f"{replica.name} drains"), *self.fill_places(replica.stage)]
+
+    def stop_drained(self, now: float) -> Instructions:
+        """Ask replicas to end that have drained for a restart, or to leave."""
+        done: Instructions = []
+        for replica in self.health.drained(now):
+            replica.stopping = True
+            replica.orders.stop_until = now + STOP_SECONDS
+            reason = "it leaves" if replica.leaving else "it is restarted"
+            done.append(TellReplica(replica.replica_id, Shutdown(reason=reason)))
+        return done
+
+    def _kill_stuck(self, now: float) -> Instructions:
+        """Kill what is stuck. While the pipeline starts, the startup timeout ends the launch instead."""
+        done: Instructions = []
+        for replica, why in self.health.stuck(now) if self.launch.serving else ():
+            heard = min(node.heard for node in self._hosts(replica))
+            node_silent = heard + 3 * self._settings.heartbeat_interval < now
+            if node_silent and now < replica.heard + self._settings.heartbeat_timeout + KILL_SECONDS:
+                continue  # it may be the link: the order would reach a healthy process once the link is back
+            if not replica.orders.killed:
+                done.append(Log(Level.ERROR, f"killing {replica.name}: {why}", replica.name))
+                done += self.kill(replica, why, now)
+        return done
+
+    def kill(self, replica: Replica, why: str, now: float) -> Instructions:
+        """Have its node kill the process of a replica."""
+        replica.orders.kill(why, until=now + KILL_SECONDS)
+        if self.ranks.hosts(replica.stage):
+            return self._kill_ranks(replica)
+        return [TellNode(replica.node, KillReplica(replica.stage, replica.index, replica.spawn_epoch))]
+
+    def _kill_ranks(self, replica: Replica) -> Instructions:
+        """Kill what still runs of a replica that is spread over several hosts: without each other its ranks hang."""
+        return [
+            TellNode(rank, KillReplica(replica.stage, replica.index, epoch))
+            for rank, epoch in self.ranks.to_kill(replica.stage, replica.index)
+            if self.nodes.find(rank) is not None
+        ]
+
+    def _enforce_ends(self, now: float) -> Instructions:
+        """Kill what did not stop, and count as dead what did not end when killed."""
+        done: Instructions = []
+        for replica in list(self.replicas):
+            if replica.orders.stop_until <= now:
+                done += self.kill(replica, "it did not stop", now)
+            if replica.orders.kill_until <= now and replica.alive:
+                done += self._died(replica, "its node does not answer", "", now, Evidence.NONE)
+        return done
