@@ -6,7 +6,9 @@ The codes are part of the wire protocol (`docs/protocol.md`): clients switch on 
 
 from __future__ import annotations
 
+import difflib
 import enum
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 
@@ -246,3 +248,12 @@ class Unauthorized(OmniError):
 
     code = ErrorCode.UNAUTHORIZED
     default_hint = "Compare the key folders on both sides."
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return ' Did you mean X?' for the nearest known word, else a list of the known words."""
+    known = sorted(known)
+    nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if nearest:
+        return f" Did you mean {nearest[0]!r}?"
+    return f" Known: {', '.join(known)}." if known else ""

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy
 from numpy.typing import NDArray
 
-from omni_actors.config import PipelineConfig, StageConfig, suggest
-from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
+from omni_actors.config import PipelineConfig, StageConfig
+from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, suggest
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.stage import SAMPLE_RATE, SAMPLES
 from omni_actors.protocol.tensors import DType, HostTensor

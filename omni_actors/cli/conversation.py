@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omni_actors.config import suggest
-from omni_actors.errors import InvalidRequest, UnknownVoice
+from omni_actors.errors import InvalidRequest, UnknownVoice, suggest
 from omni_actors.host.paths import check_readable, expanded
 
 OFF = "off"

@@ -11,8 +11,7 @@ import msgspec
 
 from omni_actors.client.async_client import AsyncOmniClient
 from omni_actors.client.prompts import to_params
-from omni_actors.config import suggest
-from omni_actors.errors import InvalidRequest
+from omni_actors.errors import InvalidRequest, suggest
 from omni_actors.protocol.client import Submit
 from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, StageParams
 

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from omni_actors.client.outputs import OmniTokensPrompt
 from omni_actors.client.tensors import information_values, prompt_embeds
-from omni_actors.config import suggest
-from omni_actors.errors import InvalidRequest, MalformedMedia
+from omni_actors.errors import InvalidRequest, MalformedMedia, suggest
 from omni_actors.protocol.codec import BufferList
 from omni_actors.protocol.fields import TOKEN_BYTES, pack_token_ids
 from omni_actors.protocol.payloads import (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from omni_actors.config.checks import check_allowed, resolve_class
 from omni_actors.config.description import describe
 from omni_actors.config.devices import host_devices, memory_plan, replica_devices, visible_devices
-from omni_actors.config.dotted_keys import suggest
 from omni_actors.config.http_schema import HttpConfig
 from omni_actors.config.loading import LoadedConfig, load
 from omni_actors.config.parameters import check_parameters, unknown_adapter
@@ -43,7 +42,6 @@ __all__ = [
     "memory_plan",
     "replica_devices",
     "resolve_class",
-    "suggest",
     "unknown_adapter",
     "visible_devices",
 ]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from omni_actors import envs
 from omni_actors.config.devices import gpus_per_host, memory_plan, stage_devices
-from omni_actors.config.dotted_keys import suggest
 from omni_actors.config.http_schema import HttpConfig
 from omni_actors.config.models import check_models
 from omni_actors.config.schema import (
@@ -27,7 +26,7 @@ from omni_actors.config.schema import (
 )
 from omni_actors.config.spread import check_spread
 from omni_actors.config.text_edges import check_text_edges
-from omni_actors.errors import ConfigError
+from omni_actors.errors import ConfigError, suggest
 from omni_actors.host.addresses import TCP, is_address, is_loopback, stays_on_host, tcp_host
 from omni_actors.host.paths import check_readable
 from omni_actors.protocol.payloads import TEXT_PARAMS

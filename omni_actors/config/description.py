@@ -17,8 +17,7 @@ from omni_actors.config.devices import (
     memory_plan,
     shared_devices,
 )
-from omni_actors.config.dotted_keys import flatten
-from omni_actors.config.loading import LoadedConfig
+from omni_actors.config.loading import LoadedConfig, flatten
 from omni_actors.config.schema import Executor, PipelineConfig, StageConfig, StageKind
 from omni_actors.config.spread import meeting_port
 

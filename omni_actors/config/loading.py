@@ -6,25 +6,29 @@ missing devices are errors; the one for an unknown key names the nearest valid k
 
 from __future__ import annotations
 
+import enum
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Struct, ValidationError
 
 from omni_actors import envs
 from omni_actors.config import slurm, yaml_reader
 from omni_actors.config.checks import check_pipeline
 from omni_actors.config.devices import host_devices
-from omni_actors.config.dotted_keys import Place, dotted, find_unknown_key, flatten, suggest, takes_text
 from omni_actors.config.schema import PipelineConfig, StageConfig
 from omni_actors.config.shipped import find_config
-from omni_actors.config.wording import explain, sentence
-from omni_actors.config.yaml_reader import Document
-from omni_actors.errors import ConfigError
+from omni_actors.config.yaml_reader import Document, Place
+from omni_actors.errors import ConfigError, suggest
 from omni_actors.host.paths import expanded
 
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")  # of msgspec's path, such as $.stages[1].kind
+_UNKNOWN_KEY = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_UNKNOWN_VALUE = re.compile(r"Invalid enum value '?(.*?)'?", re.DOTALL)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 
@@ -108,26 +112,100 @@ class _Places(NamedTuple):
         key = dotted(self.data, place)
         if (source := self.sources.get(key)) is not None and not source.startswith("yaml"):
             return source
-        mark = self.document.mark(place)
-        return f"{self.file}, line {mark.line}, column {mark.column}" if mark is not None else self.file
+        line = self.document.line(place)
+        return self.file if line is None else f"{self.file}, line {line}"
 
 
 def _converted(data: dict[str, Any], places: _Places) -> PipelineConfig:
     """Convert plain values to the schema. Raises `ConfigError` with the dotted key and its place."""
-    if unknown := find_unknown_key(data, PipelineConfig):
-        place, suggestion = unknown
-        raise ConfigError(f"{places(place)}: unknown key {dotted(data, place)!r}.{suggestion}")
     try:
         return msgspec.convert(data, PipelineConfig, strict=True)
-    except msgspec.ValidationError as error:
+    except ValidationError as error:
         place, problem = explain(error, PipelineConfig)
         key = dotted(data, place)
-        raise ConfigError(f"{places(place)}: {f'{key}: ' if key else ''}{sentence(problem)}") from error
+        raise ConfigError(f"{places(place)}: {f'{key}: ' if key else ''}{problem}") from error
+
+
+def explain(error: ValidationError, struct: type[Struct]) -> tuple[Place, str]:
+    """Return where msgspec's conversion to `struct` failed, and why, with the nearest word that is possible there."""
+    problem, _, path = str(error).partition(" - at `")
+    place: Place = tuple(int(index) if index else name for name, index in _STEP.findall(path))
+    words: list[str] = []
+    for kind in _types_at(place, struct):
+        if isinstance(kind, str):  # of a `Literal`
+            words.append(kind)
+        elif _is_struct(kind):
+            for name, annotation in _fields(kind).items():  # with those of sections: `temperature` is below `sampling`
+                below = [key for part in _parts(annotation) if _is_struct(part) for key in _fields(part)]
+                words += [name, *(f"{name}.{key}" for key in below)]
+        elif isinstance(kind, type) and issubclass(kind, enum.Enum):
+            words += [str(member.value) for member in kind]
+    if found := _UNKNOWN_KEY.fullmatch(problem):
+        return (*place, found[1]), f"unknown key.{suggest(found[1], words)}"
+    if found := _UNKNOWN_VALUE.fullmatch(problem):
+        return place, f"there is no {found[1]!r} here.{suggest(found[1], words)}"
+    return place, f"{problem}."
+
+
+def _types_at(place: Place, struct: type[Struct]) -> list[Any]:
+    """All types of which the annotation at a place is made."""
+    kinds: list[Any] = [struct]
+    for step in place:
+        if isinstance(step, str):  # the types of a list hold those of its items
+            found = [_fields(kind)[step] for kind in kinds if _is_struct(kind) and step in _fields(kind)]
+            kinds = [part for annotation in found for part in _parts(annotation)]
+    return kinds
+
+
+@functools.cache  # to evaluate the annotations takes milliseconds
+def _fields(struct: type[Struct]) -> dict[str, Any]:
+    """The annotations of a struct's fields, by the names that they have in the YAML."""
+    hints = get_type_hints(struct, include_extras=True)
+    return {
+        encoded: hints[name]
+        for name, encoded in zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
+    }
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Struct)
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    yield get_origin(annotation) or annotation
+    for argument in get_args(annotation):
+        yield from _parts(argument)
+
+
+def dotted(data: Any, place: Place) -> str:
+    """The dotted key of the value to which keys and indices lead; stages by their names."""
+    keys: list[str] = []
+    for step in place:
+        try:
+            data = data[step]
+        except (KeyError, IndexError, TypeError):  # it is missing, which may be the error to be reported
+            data = None
+        named = isinstance(step, int) and isinstance(data, dict) and isinstance(data.get("name"), str)
+        keys.append(data["name"] if named else str(step))
+    return ".".join(keys)
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to dotted keys; items of a list are addressed by their name if they have one."""
+    if isinstance(value, list) and value and all(isinstance(item, dict) and "name" in item for item in value):
+        value = {item["name"]: item for item in value}
+    elif not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat.update(flatten(item, f"{prefix}.{key}" if prefix else str(key)))
+    return flat or {prefix: {}}
 
 
 def _from_environment(key: str, text: str, source: str) -> Any:
     """A value of the environment: a text stands as it is, anything else is YAML."""
-    return text if takes_text(key, PipelineConfig) else _parsed(key, text, source)
+    takes_text = not {int, float, bool, list, dict} & set(_types_at(tuple(key.split(".")), PipelineConfig))
+    return text if takes_text else _parsed(key, text, source)
 
 
 def _parsed(key: str, text: str, source: str) -> Any:

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from omni_actors.config.dotted_keys import suggest
-from omni_actors.errors import InvalidRequest
+from omni_actors.errors import InvalidRequest, suggest
 from omni_actors.protocol.parameters import Parameter
 from omni_actors.protocol.payloads import DECLARED_PARAMS, StageParams
 

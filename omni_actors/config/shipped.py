@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from omni_actors.config.dotted_keys import suggest
-from omni_actors.errors import ConfigError
+from omni_actors.errors import ConfigError, suggest
 
 FOLDER = Path(__file__).resolve().parents[1] / "stage_configs"
 SUFFIX = ".yaml"

@@ -8,10 +8,9 @@ from typing import Any
 from omni_actors.client.outputs import OmniTokensPrompt
 from omni_actors.client.prompts import MULTI_MODAL_DATA, PROMPT_KEYS, STAGE_KEYS, refuse_unknown_keys, to_prompt
 from omni_actors.client.tensors import information_values, prompt_embeds
-from omni_actors.config import suggest
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.prompt import PromptEngine
-from omni_actors.errors import InvalidRequest
+from omni_actors.errors import InvalidRequest, suggest
 from omni_actors.protocol.codec import BufferList
 from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, PROMPT_EMBEDS, InformationValue, StageParams
 from omni_actors.protocol.tensors import HostTensor, TensorRef

@@ -15,8 +15,7 @@ from vllm.parser.parser_manager import ParserManager
 from vllm.tokenizers import TokenizerLike
 from vllm.tool_parsers import ToolParserManager
 
-from omni_actors.config import suggest
-from omni_actors.errors import ConfigError, EngineError, InvalidRequest
+from omni_actors.errors import ConfigError, EngineError, InvalidRequest, suggest
 from omni_actors.protocol.payloads import StructuredOutputs
 from omni_actors.protocol.tools import ToolCallPiece, Tools, function_of
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from omni_actors.config import suggest
+from omni_actors.errors import suggest
 from omni_actors.http_server.errors import HttpError, bad_field
 
 T = TypeVar("T")

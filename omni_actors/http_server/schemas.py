@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Raw, json
 
-from omni_actors.config import suggest
+from omni_actors.errors import suggest
 from omni_actors.http_server import vllm_fields
 from omni_actors.http_server.chat_messages import AnyMessage
 from omni_actors.http_server.decoding import decode

@@ -15,7 +15,7 @@ from msgspec import Struct
 from omni_actors import envs, flags
 from omni_actors.config import HttpConfig
 from omni_actors.config.checks import check_http_sizes
-from omni_actors.config.wording import explain, sentence
+from omni_actors.config.loading import explain
 from omni_actors.errors import ConfigError
 from omni_actors.host.addresses import is_loopback
 from omni_actors.host.paths import check_folder_can_be_made, check_readable, expanded
@@ -130,7 +130,7 @@ def http_config(options: argparse.Namespace) -> HttpConfig:
         http = msgspec.convert(given_flags(options), HttpConfig)
     except msgspec.ValidationError as error:
         place, problem = explain(error, HttpConfig)
-        raise ConfigError(f"http.{'.'.join(map(str, place))}: {sentence(problem)}") from error
+        raise ConfigError(f"http.{'.'.join(map(str, place))}: {problem}") from error
     check_http_sizes(http)
     return http
 

@@ -17,8 +17,7 @@ from starlette.responses import Response
 
 from omni_actors.client import Audio, Text
 from omni_actors.client.spoken import speech_ability
-from omni_actors.config import suggest
-from omni_actors.errors import ErrorCode
+from omni_actors.errors import ErrorCode, suggest
 from omni_actors.http_server.answer import Answer, AnswerResponse, event, token_counts, usage_of
 from omni_actors.http_server.audio_formats import MEDIA_TYPES, encoded, feed, make_encoder
 from omni_actors.http_server.errors import HttpError, bad_field

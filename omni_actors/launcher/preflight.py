@@ -9,11 +9,11 @@ import argparse
 from pathlib import Path
 
 from omni_actors import envs
-from omni_actors.config import PipelineConfig, StageKind, placement, suggest
+from omni_actors.config import PipelineConfig, StageKind, placement
 from omni_actors.config.checkpoint import checkpoint_class
 from omni_actors.config.models import models_of
 from omni_actors.config.spread import check_interface
-from omni_actors.errors import ConfigError
+from omni_actors.errors import ConfigError, suggest
 from omni_actors.host.addresses import is_loopback
 from omni_actors.host.paths import check_file_can_be_written, check_readable, expanded
 from omni_actors.host.run_directory import check_run_directory

@@ -21,10 +21,10 @@ from typing import Annotated
 
 import msgspec
 import psutil
-from msgspec import Meta
+from msgspec import Meta, Struct
 
-from omni_actors.config import StageConfig, check_parameters, suggest
-from omni_actors.config.wording import reworded, sentence
+from omni_actors.config import StageConfig, check_parameters
+from omni_actors.config.loading import explain
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, PromptTooLong
 from omni_actors.protocol.adapters import Adapter
 from omni_actors.protocol.fields import Name, unpack_token_ids
@@ -58,8 +58,7 @@ HANG_SECONDS = 3600
 Text = Annotated[str, Meta(max_length=4096)]
 
 
-@dataclass(frozen=True)
-class EchoOptions:
+class EchoOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Options in the YAML's `engine` mapping of an echo stage."""
 
     max_input_tokens: Annotated[int, Meta(ge=1, le=1_000_000_000)] = 4096
@@ -82,15 +81,11 @@ class EchoOptions:
     def of(cls, stage: StageConfig) -> EchoOptions:
         """Read a stage's options. Raises `ConfigError` for an unknown one or a wrong type."""
         where = f"stages.{stage.name}.engine"
-        for name in stage.engine:
-            if name not in cls.__dataclass_fields__:
-                nearest = suggest(name, cls.__dataclass_fields__)
-                raise ConfigError(f"{where}.{name} is no option of an echo stage.{nearest}")
         try:
             return msgspec.convert(stage.engine, cls, strict=True)
         except msgspec.ValidationError as error:
-            problem, _, path = str(error).partition(" - at `$")
-            raise ConfigError(f"{where}{path.rstrip('`')}: {sentence(reworded(problem))}") from error
+            place, problem = explain(error, cls)
+            raise ConfigError(f"{'.'.join(map(str, (where, *place)))}: {problem}") from error
 
 
 @dataclass

@@ -26,7 +26,7 @@ def test_each_way_is_measured_and_one_that_fails_does_not_hide_the_others(short_
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
     assert run.returncode == 1, run.stdout + run.stderr
     assert "d failed: RuntimeError: launcher ended with exit code 2" in run.stdout
-    assert "tensor_parallel_size is no option of an echo stage" in run.stdout
+    assert "engine.tensor_parallel_size: unknown key" in run.stdout
     table = [line.strip("| ").split(" | ") for line in run.stdout.splitlines() if line.startswith("|")][2:]
     assert [(row[0][:2], row[2]) for row in table] == [("d:", "-"), ("b:", "c=2 over HTTP")]
     for name, ready, _, rate, *_ in table:

@@ -61,7 +61,7 @@ def test_what_cannot_work_is_refused_at_once(
         (["--endpoint", "tcp://127.0.0.1:99999"], "is not of the form ipc://PATH or tcp://HOST:PORT"),
         (["--endpoint", NONE, "--keys", "/nowhere"], "Cannot use the keys in /nowhere: No such file"),
         (["--endpoint", NONE, "--http-bodies-bytes", "2000"], "http.bodies_bytes (2000) is less than body_bytes"),
-        (["--endpoint", NONE, "--http-read-timeout", "0"], "http.read_timeout: must be a number > 0.0"),
+        (["--endpoint", NONE, "--http-read-timeout", "0"], "http.read_timeout: Expected `float` > 0.0"),
     ],
 )
 def test_the_http_server_refuses_what_it_could_not_serve_with(

@@ -50,9 +50,9 @@ def test_the_echo_pipeline(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"modle": "x"}, ["'modle'", "Did you mean 'model'"]),
-        ({"coordinator": {"max_inflight": 3}}, ["'coordinator.max_inflight'", "Did you mean 'max_in_flight'"]),
-        ({"limits": {"buffer_byte": 3}}, ["'limits.buffer_byte'", "Did you mean 'buffer_bytes'"]),
+        ({"modle": "x"}, ["modle: unknown key", "Did you mean 'model'"]),
+        ({"coordinator": {"max_inflight": 3}}, ["max_inflight: unknown key", "Did you mean 'max_in_flight'"]),
+        ({"limits": {"buffer_byte": 3}}, ["limits.buffer_byte: unknown key", "Did you mean 'buffer_bytes'"]),
     ],
 )
 def test_unknown_keys_name_the_nearest(tmp_path: Path, change: dict, words: list[str]) -> None:
@@ -63,9 +63,9 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path, change: dict, words: list
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"ouputs": ["text"]}, ["'stages.thinker.ouputs'", "Did you mean 'outputs'"]),
-        ({"inputs": {"form": "prompt"}}, ["'stages.thinker.inputs.form'", "Did you mean 'from'"]),
-        ({"sampling": {"temprature": 1.0}}, ["'stages.thinker.sampling.temprature'", "Did you mean 'temperature'"]),
+        ({"ouputs": ["text"]}, ["stages.thinker.ouputs: unknown key", "Did you mean 'outputs'"]),
+        ({"inputs": {"form": "prompt"}}, ["stages.thinker.inputs.form: unknown key", "Did you mean 'from'"]),
+        ({"sampling": {"temprature": 1.0}}, ["sampling.temprature: unknown key", "Did you mean 'temperature'"]),
         ({"sampling": {"qqqq": 1.0}}, ["Known: adapter, allowed_token_ids"]),
     ],
 )
@@ -239,7 +239,7 @@ def test_parameters_must_fit_the_kind_of_stage(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"decode": {"polcy": "whole"}}, ["'stages.code2wav.decode.polcy'", "Did you mean 'policy'"]),
+        ({"decode": {"polcy": "whole"}}, ["stages.code2wav.decode.polcy: unknown key", "Did you mean 'policy'"]),
         ({"decode": {"policy": "half"}}, ["policy"]),
         ({"decode": {"first_blocks": 0}}, ["first_blocks"]),
         ({"decode": {"precision": "int8"}}, ["precision"]),

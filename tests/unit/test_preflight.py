@@ -95,13 +95,13 @@ REFUSED = [
     (("--run-dir", "x" * 90), "is too long: socket paths may have 107 bytes"),
     (("--run-dir", "sound.wav"), "sound.wav is not a folder"),
     (("--run-dir", "sound.wav/run"), "sound.wav is not a folder"),
-    (("--run-dir", ""), "coordinator.run_dir: must be a text of length >= 1"),
+    (("--run-dir", ""), "coordinator.run_dir: Expected `str` of length >= 1"),
     (("--run-dir", "shared"), "Others may write to the run directory "),
     (("--tool-chat-template", ""), "argument --tool-chat-template: the path is empty"),
     (("--keys", "none"), "none"),
     (("--model", "~no-such-user"), "model: there is no home folder"),
     (("--startup-timeout", "inf"), "argument --startup-timeout: 'inf' is not a finite number"),
-    (("--master-port", "70000"), "cluster.master_port: must be a whole number <= 65535"),
+    (("--master-port", "70000"), "cluster.master_port: Expected `int` <= 65535"),
     # HTTP and metrics
     (("--http", "1.2.3.4.5:80", "--http-insecure"), "--http: '1.2.3.4.5' is not an address of this host"),
     (("--http", "127.0.0.1:99999"), "is not of the form HOST:PORT"),
@@ -122,11 +122,8 @@ REFUSED = [
     (("--metrics-insecure",), "--metrics-insecure goes with --metrics"),
     (("--headless", "--http", ":0"), "--headless runs stages only"),
     # engines
-    (("--set", "stages.talker.engine.step_seconds=-1"), "stages.talker.engine.step_seconds: must be a number >= 0.0"),
-    (
-        ("--set", "stages.talker.engine.samples_per_token=1" + "0" * 18),
-        "samples_per_token: must be a whole number <= 10000000",
-    ),
+    (("--set", "stages.talker.engine.step_seconds=-1"), "stages.talker.engine.step_seconds: Expected `float` >= 0.0"),
+    (("--set", "stages.talker.engine.samples_per_token=1" + "0" * 18), "samples_per_token: Expected `int` <= 10000000"),
 ]
 
 

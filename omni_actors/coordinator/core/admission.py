@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from omni_actors.config import CoordinatorConfig, Modality, PipelineConfig, check_parameters, suggest, unknown_adapter
-from omni_actors.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModality, UnknownVoice
+from omni_actors.config import CoordinatorConfig, Modality, PipelineConfig, check_parameters, unknown_adapter
+from omni_actors.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModality, UnknownVoice, suggest
 from omni_actors.media.limits import check_counts
 from omni_actors.protocol.adapters import Adapter
 from omni_actors.protocol.client import Submit

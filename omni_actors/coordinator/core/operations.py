@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omni_actors.config.dotted_keys import suggest
 from omni_actors.coordinator.core.fleet import Fleet, Instructions
 from omni_actors.coordinator.core.instructions import Announce
 from omni_actors.coordinator.core.nodes import Node
 from omni_actors.coordinator.core.replicas import Replica
 from omni_actors.coordinator.core.states import LaunchState, ReplicaEvent, ReplicaState
-from omni_actors.errors import InvalidRequest, StageUnavailable
+from omni_actors.errors import InvalidRequest, StageUnavailable, suggest
 from omni_actors.protocol.client import Operate, Operation
 
 MOST_REPLICAS = 1024  # of a stage, as in the configuration

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from omni_actors.config import suggest
+from omni_actors.errors import suggest
 from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.schema_fields import Strict, Text
 from omni_actors.protocol.tools import MAX_TOOLS, ToolName
