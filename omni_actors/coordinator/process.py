@@ -20,7 +20,6 @@ import msgspec
 import setproctitle
 
 from omni_actors import logs
-from omni_actors.coordinator.core.launch import StartHistory
 from omni_actors.coordinator.memory_file import MemoryFile
 from omni_actors.coordinator.process_spec import Answer, CoordinatorSpec, Finished, Listening
 from omni_actors.coordinator.shell import Coordinator, Endpoints
@@ -57,7 +56,7 @@ async def _run(spec: CoordinatorSpec) -> int:
             endpoints,
             spec.began,
             span_exporter(spec.pipeline),
-            StartHistory(spec.started, spec.last_start),
+            spec.started,
             MemoryFile(spec.run_dir),
             Path(spec.run_dir) / ADAPTERS_FILE,
         )

@@ -14,7 +14,6 @@ class CoordinatorSpec(Struct, frozen=True):
     Args:
         began: when the launch began, on the monotonic clock.
         started: when the launcher's process started, on the same.
-        last_start: seconds that the last start of this pipeline took.
     """
 
     pipeline: PipelineConfig
@@ -26,7 +25,6 @@ class CoordinatorSpec(Struct, frozen=True):
     run_dir_is_temporary: bool
     began: float
     started: float
-    last_start: float | None = None
 
 
 class Listening(Struct, frozen=True, tag="listening"):

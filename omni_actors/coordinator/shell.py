@@ -41,7 +41,6 @@ from omni_actors.coordinator.core.instructions import (
     TellReplica,
     ToClient,
 )
-from omni_actors.coordinator.core.launch import StartHistory
 from omni_actors.coordinator.core.lifecycle import RequestMachine
 from omni_actors.coordinator.memory_file import MemoryFile
 from omni_actors.coordinator.reports import Reports
@@ -86,7 +85,7 @@ class Coordinator:
 
     Args:
         began: when the launch began, on the monotonic clock.
-        history: of starts, for what is shown.
+        started: when the launcher's process started, for the times that are shown.
         adapters_file: notes the adapters that operators load, for the next coordinator.
         exporter: receives the timelines of requests that have ended.
         memory: where what a restarted coordinator must know is kept.
@@ -101,7 +100,7 @@ class Coordinator:
         endpoints: Endpoints,
         began: float,
         exporter: Exporter | None = None,
-        history: StartHistory | None = None,
+        started: float | None = None,
         memory: MemoryFile | None = None,
         adapters_file: Path | None = None,
     ) -> None:
@@ -138,7 +137,7 @@ class Coordinator:
             new_epoch=lambda: time.time_ns() // 1_000_000,
             began=began,
             now=time.monotonic(),
-            history=history,
+            started=started,
             memory=remembered,
         )
         self._client_links = ClientLinks(

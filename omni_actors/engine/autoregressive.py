@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -48,7 +48,6 @@ _REASONS = {
 }
 
 
-KV_CACHE_BYTES = "kv_cache_bytes"
 WAIT_SECONDS = 60.0  # of a step that has nothing to do but to wait for grammars
 WARM_UP_LENGTH = 24
 WARM_UP_SECONDS = 20.0  # after which prompts that compile kernels are left to requests
@@ -100,11 +99,6 @@ class AutoregressiveEngine(VllmEngine[_Running]):
     def facts(self) -> EngineFacts:
         """What the coordinator learns when the stage is ready."""
         return self.adapter.facts
-
-    def sizes(self) -> Mapping[str, int]:
-        """The size of the KV cache."""
-        size = self.core.kv_cache_bytes
-        return {KV_CACHE_BYTES: size} if size else {}
 
     def warm_up(self, batches: Sequence[int]) -> None:
         """Run batches like those of real requests, and prompts of more tokens: no request is to wait for a compiler.

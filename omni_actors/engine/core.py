@@ -132,13 +132,6 @@ class VllmCore:
         """The worker of a stage on one GPU, which runs in this process."""
         return cast("UniProcExecutor", self._core.model_executor).driver_worker.worker
 
-    @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes of the KV cache, if a single worker has it all; else 0, as the workers' shares may differ."""
-        parallel = self.vllm_config.parallel_config
-        alone = parallel.world_size == 1 and not parallel.use_ray  # whose next GPU may be another one
-        return max(0, self._core.available_gpu_memory_for_kv_cache) if alone else 0
-
     def compile_prompt_kernels(self, seconds: float) -> None:
         """Run batches of prompts until all kernels for them are compiled, or `seconds` have passed."""
         began = STEADY()

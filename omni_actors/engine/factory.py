@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -29,24 +29,17 @@ WARM_UP_BATCHES = (1, 2, 9, 16, 17)
 
 
 def build_stage_engine(
-    pipeline: PipelineConfig,
-    stage: StageConfig,
-    report: Callable[[str], None],
-    sizes: Mapping[str, int] | None = None,
-    ranks: RankPlan | None = None,
+    pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None], ranks: RankPlan | None = None
 ) -> StageEngine:
     """The engine of a pipeline's stage.
 
     Args:
         report: called with the start-up phase.
-        sizes: what `StageEngine.sizes` of the replica's last process returned, not to be measured again.
         ranks: the first host's part of a replica that is spread over several; its other hosts `run_ranks`.
     """
     _prepare(pipeline)
     report(f"loading {stage.part}")
     arguments = dataclasses.replace(stage_arguments(pipeline, stage), ranks=ranks)
-    if sizes and stage.kind is StageKind.AUTOREGRESSIVE:
-        arguments = with_known_sizes(arguments, sizes)
     return build_engine(arguments)
 
 
@@ -73,18 +66,6 @@ def _prepare(pipeline: PipelineConfig) -> None:
 
         torch.set_num_threads(int(threads))
     load_plugins(pipeline.plugins)
-
-
-def with_known_sizes(arguments: OmniEngineArgs, sizes: Mapping[str, int]) -> OmniEngineArgs:
-    """Arguments with which an autoregressive engine has a KV cache as large as in its last process.
-
-    vLLM then only runs its largest batch of text, which compiled code is loaded for; what the encoders of media need
-    was found by the first process, and is part of what it left. Neither option changes the key of compiled code.
-    """
-    from omni_actors.engine.autoregressive import KV_CACHE_BYTES
-
-    known = {"kv_cache_memory_bytes": sizes[KV_CACHE_BYTES], "skip_mm_profiling": True}
-    return dataclasses.replace(arguments, engine={**arguments.engine, **known})
 
 
 def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineArgs:

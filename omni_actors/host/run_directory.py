@@ -30,7 +30,6 @@ DEMAND_PREFIX = "demand-"  # of the stages' demand flags (stage/device_priority.
 SEGMENTS = "segments"  # list of the shared memory that the replicas hold (segments.py)
 SCRATCH_PREFIX = "scratch-"  # of the folders with temporary files of engines that leave some (`scratch_folder`)
 FORK_SERVER_PREFIX = "pymp-"  # of the folder that multiprocessing makes for its fork server's socket
-SIZES_PREFIX = "sizes-"  # of the files with what a start need not measure again (stage/remembered_sizes.py)
 FLEET = "fleet.json"  # what a restarted coordinator must know (coordinator/memory_file.py)
 RUNNING = "pipeline.json"  # who runs here, for the commands that look for a pipeline
 MPS_PREFIX = "mps-"  # of the folder with the pipes of an MPS daemon (launcher/mps.py)
@@ -277,7 +276,7 @@ def _sweep(path: Path) -> None:
     segments.remove_listed(path / SEGMENTS)
     registry.remove(path)
     for entry in path.iterdir():
-        if entry.is_socket() or entry.name in (RUNNING, FLEET) or entry.name.startswith((DEMAND_PREFIX, SIZES_PREFIX)):
+        if entry.is_socket() or entry.name in (RUNNING, FLEET) or entry.name.startswith(DEMAND_PREFIX):
             entry.unlink(missing_ok=True)
         elif entry.name.startswith((FORK_SERVER_PREFIX, MPS_PREFIX, SCRATCH_PREFIX)):
             shutil.rmtree(entry, ignore_errors=True)

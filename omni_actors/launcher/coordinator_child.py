@@ -16,7 +16,6 @@ from omni_actors.coordinator.process_spec import Answer, CoordinatorSpec, Finish
 from omni_actors.errors import OmniError, StartupError
 from omni_actors.host.processes import EXIT_OK, Backoff, describe_exit
 from omni_actors.host.run_directory import RunDirectory
-from omni_actors.launcher import start_times
 from omni_actors.logs import get_logger
 from omni_actors.protocol.common import Failed
 
@@ -60,7 +59,6 @@ class CoordinatorChild:
             run_dir_is_temporary=run_directory.temporary,
             began=time.monotonic(),
             started=time.monotonic() if started is None else started,
-            last_start=start_times.last(pipeline),
         )
         self._on_end = on_end
         self._on_restart = on_restart

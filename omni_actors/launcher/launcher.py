@@ -22,7 +22,6 @@ from omni_actors.host.addresses import interface_address, interface_of, resolve,
 from omni_actors.host.processes import EXIT_FAILED
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.http_server.settings import server_settings
-from omni_actors.launcher import start_times
 from omni_actors.launcher.coordinator_child import CoordinatorChild
 from omni_actors.launcher.http_child import HttpChild
 from omni_actors.launcher.mps import MpsChild
@@ -202,8 +201,6 @@ class Launcher:
         self._raise_failure()
         if self._rank > 0 and not self._stop.is_set():
             say(f"node {self._rank} serves")
-        elif not self._stop.is_set():
-            start_times.remember(self._pipeline, time.monotonic() - self._started)
 
     # -- serve --------------------------------------------------------------------------------------------------------
 

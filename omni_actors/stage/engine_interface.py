@@ -341,10 +341,6 @@ class StageEngine(ABC):
         """Whether the requests, admitted or not, hold more than the stage's budget; more input should then wait."""
         return False
 
-    def sizes(self) -> Mapping[str, int]:
-        """Return what the start of the next process of this replica need not measure again, by name."""
-        return {}
-
     def device_bytes(self) -> int:
         """Bytes of device memory that the engine's allocator has reserved; 0 without a device."""
         return 0

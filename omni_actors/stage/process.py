@@ -26,7 +26,7 @@ from omni_actors.host.processes import die_with_parent
 from omni_actors.host.run_directory import clear_abandoned, scratch_folder
 from omni_actors.protocol.control import Fatal, Loading
 from omni_actors.protocol.header import ReplicaId
-from omni_actors.stage import preloaded, remembered_sizes, start_phases
+from omni_actors.stage import preloaded, start_phases
 from omni_actors.stage.device_priority import DemandFlag, DevicePriority
 from omni_actors.stage.engine_interface import EngineFacts, StageEngine
 from omni_actors.stage.events import Stop
@@ -188,14 +188,12 @@ class StageProcess:
         self._processor = processor_class(self._stage)  # first: a wrong name should not wait for a model to load
         report("loading")
         self._loading = True
-        sizes = remembered_sizes.take(self._spec.run_dir, self._spec.name)
         try:
             with start_phases.phase("engine"):
-                engine = build_engine(self._pipeline, self._stage, report, sizes, self._spec.ranks)
+                engine = build_engine(self._pipeline, self._stage, report, self._spec.ranks)
                 check_defaults(self._stage, engine.facts)
         finally:
             self._loading = False
-        remembered_sizes.keep(self._spec.run_dir, self._spec.name, engine.sizes())
         return engine
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -298,16 +296,11 @@ def check_defaults(stage: StageConfig, facts: EngineFacts) -> None:
 
 
 def build_engine(
-    pipeline: PipelineConfig,
-    stage: StageConfig,
-    report: Callable[[str], None],
-    sizes: Mapping[str, int] | None = None,
-    ranks: RankPlan | None = None,
+    pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None], ranks: RankPlan | None = None
 ) -> StageEngine:
     """Make the engine of a stage. Only the model kinds import torch and vLLM.
 
     Args:
-        sizes: see `StageEngine.sizes`.
         ranks: this host's part of a replica that is spread over several.
 
     Raises:
@@ -329,5 +322,5 @@ def build_engine(
     with start_phases.phase("imports"):
         from omni_actors.engine.factory import build_stage_engine
 
-    engine: StageEngine = build_stage_engine(pipeline, stage, report, sizes, ranks)
+    engine: StageEngine = build_stage_engine(pipeline, stage, report, ranks)
     return engine

@@ -89,8 +89,6 @@ async def test_sigkill_mid_answer(pipeline: RunningPipeline, undisturbed: Answer
     upstream = STAGES[: STAGES.index(stage)]
     assert {name: after[name] - before[name] for name in upstream} == dict.fromkeys(upstream, 1)
     assert after[stage] == 1, "in its new life"
-    if stage in ("thinker", "talker"):
-        assert (pipeline.run_dir / f"sizes-{stage}-0").read_text() == '{"kv_cache_bytes":67108864}'
     assert disturbed[:2] == undisturbed[:2]
     assert disturbed[2].shape == undisturbed[2].shape
     assert float(numpy.abs(disturbed[2] - undisturbed[2]).max()) <= 1e-5

@@ -11,7 +11,7 @@ from omni_actors.coordinator.core.instructions import (
     ReplicaRegistered,
     ReplicaSpawned,
 )
-from omni_actors.coordinator.core.launch import Launch, StartHistory
+from omni_actors.coordinator.core.launch import Launch
 from omni_actors.coordinator.core.states import LaunchState, ReplicaState
 from omni_actors.protocol.client import Operation
 from omni_actors.protocol.control import Fatal, Hello, Loading, Ready, Reregister, Shutdown, Welcome
@@ -80,11 +80,11 @@ def test_every_replica_is_expected_before_its_node_has_come() -> None:
 
 def test_progress_is_redrawn_all_the_time_and_printed_ever_more_seldom() -> None:
     fleet = World().fleet
-    launch = Launch(fleet.replicas, fleet.nodes, fleet.health, 0.0, 0.0, StartHistory(started=-2.0, last=61.4))
+    launch = Launch(fleet.replicas, fleet.nodes, fleet.health, 0.0, 0.0, started=-2.0)
     seen = {quarter / 4: report for quarter in range(400) for report in launch.reports(quarter / 4)}
     assert list(seen) == [half / 2 for half in range(1, 200)]
     assert [time for time, report in seen.items() if report.is_line] == [5.0, 15.0, 35.0, 75.0]
-    assert seen[15.0].text.startswith("0 of 4 ready after 17 s (all after 61 s last time); missing: ")
+    assert seen[15.0].text.startswith("0 of 4 ready after 17 s; missing: ")
 
 
 def test_a_stage_left_without_replicas_ends_the_launch_with_its_log() -> None:

@@ -7,15 +7,11 @@ import io
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import msgspec
 import pytest
 
 from omni_actors import logs
 from omni_actors.client.progress import progress_bar
-from omni_actors.launcher import start_times
-from tests.support.builders import pipeline
 
 
 def read_all(master: int) -> str:
@@ -90,25 +86,6 @@ def test_a_file_gets_plain_lines_and_only_those_that_are_due(capsys: pytest.Capt
     logs.redraw("2 of 4 ready", is_line=True)
     logs.redraw("")
     assert capsys.readouterr().err == "[omni_actors] 2 of 4 ready\n"
-
-
-def test_the_time_of_a_start_is_there_for_the_next_one_of_the_same_pipeline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert start_times.last(pipeline()) is None
-    start_times.remember(pipeline(), 61.44)
-    assert start_times.last(pipeline()) == 61.4
-    assert start_times.last(msgspec.structs.replace(pipeline(), model="other")) is None
-    for index in range(start_times.MOST):
-        start_times.remember(msgspec.structs.replace(pipeline(), name=f"p{index}"), 1.0)
-    assert start_times.last(pipeline()) is None, "the oldest is forgotten"
-    (tmp_path / "omni_actors" / "start_times.json").write_text("junk")
-    assert start_times.last(pipeline()) is None
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    start_times.remember(pipeline(), 1.0)  # cannot be kept: no error
-    assert start_times.last(pipeline()) is None
 
 
 def test_times_count_from_the_start_of_the_process() -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from omni_actors.errors import StartupError
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.protocol.codec import encode
@@ -126,32 +125,6 @@ def test_an_engine_that_ends_with_its_process_is_not_shut_down_before(
     coordinator.leave()
     coordinator.sockets.context.destroy(linger=0)
     assert "it was shut down" not in caplog.text
-
-
-def test_a_process_gets_the_sizes_of_the_one_before_unless_that_failed_with_them(
-    spec: ReplicaSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[dict[str, int]] = []
-
-    class Sized(EchoEngine):
-        def sizes(self) -> dict[str, int]:
-            return {"kv_cache_bytes": 5}
-
-    def build(pipeline: Any, stage: Any, report: Any, sizes: dict[str, int], ranks: None) -> EchoEngine:
-        given.append(sizes)
-        if len(given) == 2:
-            raise StartupError("There is no room.")
-        return Sized(stage)
-
-    monkeypatch.setattr("omni_actors.stage.process.build_engine", build)
-    codes = []
-    for _ in range(4):
-        process, coordinator = StageProcess(spec), Coordinator(spec)
-        codes.append(process.run())
-        coordinator.leave()
-        coordinator.sockets.context.destroy(linger=0)
-    assert codes == [0, 1, 0, 0]
-    assert given == [{}, {"kv_cache_bytes": 5}, {}, {"kv_cache_bytes": 5}]
 
 
 def test_a_coordinator_that_ends_takes_the_stage_along(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,8 @@ from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 from omni_actors.engine import platform
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.device_memory import GIB, MEMORY_SECONDS, wait_for_memory
-from omni_actors.engine.factory import with_known_sizes
 from omni_actors.engine.gpu import OmniGPUWorker
-from omni_actors.host.run_directory import RunDirectory
-from omni_actors.stage import remembered_sizes, start_phases
+from omni_actors.stage import start_phases
 from omni_actors.vllm_version import Platform
 
 # -- phases -----------------------------------------------------------------------------------------------------------
@@ -59,62 +56,6 @@ def test_a_phase_does_not_count_what_phases_within_it_take(monkeypatch: pytest.M
     names = ("outer of a test", "inner of a test", "failing of a test")
     assert [seconds[name] for name in names] == pytest.approx([1.0, 6.0, 2.0])
     assert "inner of a test 6.00" in start_phases.listed()
-
-
-# -- sizes ------------------------------------------------------------------------------------------------------------
-
-
-def test_sizes_are_taken_once_and_kept_again(tmp_path: Path) -> None:
-    assert remembered_sizes.take(str(tmp_path), "talker/0") == {}
-    remembered_sizes.keep(str(tmp_path), "talker/0", {"kv_cache_bytes": 5})
-    assert remembered_sizes.take(str(tmp_path), "talker/1") == {}
-    assert remembered_sizes.take(str(tmp_path), "talker/0") == {"kv_cache_bytes": 5}
-    assert remembered_sizes.take(str(tmp_path), "talker/0") == {}, "a start that fails with them is not repeated"
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_engine_without_sizes_leaves_no_file(tmp_path: Path) -> None:
-    remembered_sizes.keep(str(tmp_path), "talker/0", {})
-    assert not list(tmp_path.iterdir())
-
-
-def test_sizes_that_cannot_be_read_or_kept_are_measured_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remembered_sizes.keep(str(tmp_path), "talker/0", {"kv_cache_bytes": 5})
-    next(tmp_path.iterdir()).write_text('{"kv_cache_bytes": "many"}')
-    assert remembered_sizes.take(str(tmp_path), "talker/0") == {}
-    assert "measuring again" in caplog.text
-    remembered_sizes.keep(str(tmp_path / "gone"), "talker/0", {"kv_cache_bytes": 5})
-    assert "the next start will measure again" in caplog.text
-
-
-def test_the_next_launch_knows_nothing_of_them(short_path: Path) -> None:
-    """Its configuration or devices may be others."""
-    first = RunDirectory(str(short_path))
-    remembered_sizes.keep(str(short_path), "talker/0", {"kv_cache_bytes": 5})
-    first.close()
-    second = RunDirectory(str(short_path))
-    assert remembered_sizes.take(str(short_path), "talker/0") == {}
-    second.close()
-
-
-def test_a_restart_has_the_same_cache_and_the_same_compiled_code(tiny_checkpoint: Path) -> None:
-    """What is compiled is found by a hash of the configuration; an option that changed it would compile everything."""
-    from vllm.config import CompilationConfig  # after the engine package has prepared the process
-
-    model = OmniModelConfig(str(tiny_checkpoint), "thinker")
-    arguments = OmniEngineArgs(model, "autoregressive", {"gpu_memory_utilization": 0.3})
-    first = arguments.create_engine_config()
-    second = with_known_sizes(arguments, {"kv_cache_bytes": 5 * GIB}).create_engine_config()
-    assert second.cache_config.kv_cache_memory_bytes == 5 * GIB
-    assert second.model_config.multimodal_config is not None
-    assert second.model_config.multimodal_config.skip_mm_profiling
-    assert second.compute_hash() == first.compute_hash()
-    other = dataclasses.replace(arguments, model_config=dataclasses.replace(model, row_budget_bytes=GIB))
-    assert other.create_engine_config().compute_hash() != first.compute_hash(), "our own options would change it"
-    few, many = (CompilationConfig(cudagraph_capture_sizes=sizes) for sizes in ([1, 2], [1, 2, 4]))
-    assert few.compute_hash() != many.compute_hash(), "and so would fewer graphs (ADR 0025)"
 
 
 # -- memory of the device ---------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from omni_actors.coordinator.core.instructions import (
     TellNode,
     TellReplica,
 )
-from omni_actors.coordinator.core.launch import Culprit, Launch, StartHistory, explain_end
+from omni_actors.coordinator.core.launch import Culprit, Launch, explain_end
 from omni_actors.coordinator.core.memory import VERSION, FleetMemory, RememberedReplica
 from omni_actors.coordinator.core.nodes import HelloKind, Node, NodeTable, classify_hello
 from omni_actors.coordinator.core.ranks import RankTable
@@ -92,7 +92,7 @@ class Fleet:
         new_epoch: gives the epoch of a new process. No epoch may occur twice in a run directory: a stage that outlives
             a killed launcher for a moment must not be taken for one of the next launcher's.
         began: when the launch began.
-        history: of starts, for what is shown.
+        started: when the launcher's process started, for the times that are shown.
         now: as of all events, in seconds of one monotonic clock.
         memory: what the coordinator before this one has left, if there was one and it had changed anything.
     """
@@ -106,7 +106,7 @@ class Fleet:
         new_epoch: Callable[[], int],
         began: float,
         now: float,
-        history: StartHistory | None = None,
+        started: float | None = None,
         memory: FleetMemory | None = None,
     ) -> None:
         self.pipeline = pipeline
@@ -124,7 +124,7 @@ class Fleet:
         self.seats = Seats(pipeline, memory)
         self.nodes = NodeTable(replicas, self.seats.nodes() | {*placement.ranks(pipeline)}, now)
         self.ranks = RankTable(pipeline)
-        self.launch = Launch(replicas, self.nodes, self.health, began, now, history)
+        self.launch = Launch(replicas, self.nodes, self.health, began, now, started)
         self.dropped: collections.Counter[str] = collections.Counter()
 
     # -- the launch ---------------------------------------------------------------------------------------------------

@@ -16,19 +16,6 @@ PROGRESS_SECONDS = 5.0  # until the first one elsewhere; each further one takes 
 
 
 @dataclass(frozen=True)
-class StartHistory:
-    """What people want to know about the time that a start takes.
-
-    Args:
-        started: when the launcher's process started, on the monotonic clock.
-        last: seconds until all was ready at the last start of this pipeline; `None` if that is not known.
-    """
-
-    started: float
-    last: float | None = None
-
-
-@dataclass(frozen=True)
 class Culprit:
     """A replica that fails the launch. Its log is awaited until `until`."""
 
@@ -49,7 +36,7 @@ class Launch:
 
     Args:
         began: when the launch began; timeouts count from there.
-        history: for the times that are shown.
+        started: when the launcher's process started, for the times that are shown.
     """
 
     def __init__(
@@ -59,13 +46,13 @@ class Launch:
         health: HealthPolicy,
         began: float,
         now: float,
-        history: StartHistory | None = None,
+        started: float | None = None,
     ) -> None:
         self._replicas = replicas
         self._nodes = nodes
         self._health = health
         self.began = began
-        self._history = history or StartHistory(began)
+        self._started = began if started is None else started
         self._next_redraw = now + REDRAW_SECONDS
         self._next_line = now + PROGRESS_SECONDS
         self._line_seconds = PROGRESS_SECONDS
@@ -126,13 +113,12 @@ class Launch:
 
     def after(self, now: float) -> float:
         """Seconds since the launcher's process started."""
-        return now - self._history.started
+        return now - self._started
 
     def progress(self, now: float) -> str:
-        """Say how many replicas are ready, how long that took and may take, and what is missing."""
+        """Say how many replicas are ready, how long that took, and what is missing."""
         ready = sum(replica.ready for replica in self._replicas)
         missing = [f"{replica.name} ({replica.phase})" for replica in self._replicas.missing()]
         away = [f"node {node.rank}" for node in self._nodes.absent()]
-        last = f" (all after {self._history.last:.0f} s last time)" if self._history.last is not None else ""
         shown = ", ".join(away + missing) or "none"
-        return f"{ready} of {ready + len(missing)} ready after {self.after(now):.0f} s{last}; missing: {shown}"
+        return f"{ready} of {ready + len(missing)} ready after {self.after(now):.0f} s; missing: {shown}"
