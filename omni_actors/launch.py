@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omni_actors import __version__, config, flags, logs
 from omni_actors.config import placement
-from omni_actors.config.shipped import shipped
+from omni_actors.config.loading import shipped
 from omni_actors.errors import ConfigError, Fault, OmniError
 from omni_actors.host.processes import (
     EXIT_FAILED,

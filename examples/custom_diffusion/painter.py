@@ -11,7 +11,7 @@ import torch
 from diffusers import DDIMScheduler, UNet2DModel
 
 from custom_diffusion import LABELS
-from omni_actors.config.parameters import check_parameters
+from omni_actors.config.checks import check_parameters
 from omni_actors.engine.diffusion_runner import (
     DiffusionJob,
     DiffusionModelRunner,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from omni_actors import flags
 from omni_actors.cli.main import SUBCOMMANDS
-from omni_actors.config.shipped import shipped
+from omni_actors.config.loading import shipped
 from omni_actors.host.processes import EXIT_OK
 from omni_actors.protocol.client import Operation
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import graphlib
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from omni_actors import envs
+from omni_actors.config.checkpoint import check_models
 from omni_actors.config.devices import gpus_per_host, memory_plan, stage_devices
-from omni_actors.config.http_schema import HttpConfig
-from omni_actors.config.models import check_models
 from omni_actors.config.schema import (
     BUILT_IN_IMPORT_PREFIXES,
     BUILT_IN_PROCESSORS,
@@ -19,17 +20,18 @@ from omni_actors.config.schema import (
     CoordinatorConfig,
     DecodeConfig,
     Executor,
+    HttpConfig,
     OtlpProtocol,
     PipelineConfig,
     StageConfig,
     StageKind,
 )
 from omni_actors.config.spread import check_spread
-from omni_actors.config.text_edges import check_text_edges
-from omni_actors.errors import ConfigError, suggest
+from omni_actors.errors import ConfigError, InvalidRequest, suggest
 from omni_actors.host.addresses import TCP, is_address, is_loopback, stays_on_host, tcp_host
 from omni_actors.host.paths import check_readable
-from omni_actors.protocol.payloads import TEXT_PARAMS
+from omni_actors.protocol.parameters import Parameter
+from omni_actors.protocol.payloads import DECLARED_PARAMS, TEXT_PARAMS, StageParams
 
 LEAST_ARENA_BYTES = 1 << 20
 _HOST = re.compile(r"[A-Za-z0-9_.:-]+")
@@ -321,3 +323,136 @@ def resolve_class(name: str, registry: Mapping[str, type], base: type, where: st
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(f"{where}: {name!r} is not a subclass of {base.__name__}.")
     return found
+
+
+TEXT_PROCESSOR = "text2prompt"
+WITH_PROMPTS = (StageKind.PROMPT, StageKind.ECHO, StageKind.CUSTOM)
+
+
+# -- text edges: a stage whose text becomes the prompt of another -----------------------------------------------------
+
+
+def takes_text(stage: StageConfig) -> bool:
+    """Whether a stage takes the text of the stage before it as its prompt."""
+    return stage.inputs is not None and stage.inputs.processor == TEXT_PROCESSOR
+
+
+def sends_text(pipeline: PipelineConfig, name: str) -> bool:
+    """Whether the stages after one take its text, in place of rows and tokens."""
+    return any(takes_text(pipeline.stage(follower)) for follower in pipeline.downstream(name))
+
+
+def check_text_edges(pipeline: PipelineConfig) -> None:
+    """Raise `ConfigError` where text cannot become a prompt, and for instructions where there are no prompts."""
+    for stage in pipeline.stages:
+        where = f"stages.{stage.name}"
+        if stage.instruction is not None and stage.kind is not StageKind.PROMPT:
+            raise ConfigError(f"{where}.instruction is for stages of kind prompt; this one is of kind {stage.kind}.")
+        if stage.kind is StageKind.PROMPT and stage.inputs is not None and not takes_text(stage):
+            raise ConfigError(
+                f"{where}.inputs.processor must be {TEXT_PROCESSOR!r} for a prompt stage after another stage; it is "
+                f"{stage.inputs.processor!r}."
+            )
+        if takes_text(stage):
+            _check_taker(pipeline, stage, where)
+
+
+def _check_taker(pipeline: PipelineConfig, stage: StageConfig, where: str) -> None:
+    if stage.kind not in WITH_PROMPTS:
+        raise ConfigError(
+            f"{where}.inputs.processor: {TEXT_PROCESSOR!r} makes prompts, and a stage of kind {stage.kind} does not "
+            "take any.",
+            hint="Put a stage of kind prompt in between.",
+        )
+    if len(stage.source_names) > 1:
+        raise ConfigError(f"{where}.inputs.from: {TEXT_PROCESSOR!r} takes one stage; here: {list(stage.source_names)}.")
+    (source,) = stage.source_names
+    others = [name for name in pipeline.downstream(source) if not takes_text(pipeline.stage(name))]
+    if others:
+        raise ConfigError(
+            f"{where}.inputs.from: {source!r} sends its text to this stage, so it cannot send rows or tokens to "
+            f"{others}.",
+            hint="Run the model in a second stage for the one or the other.",
+        )
+    if pipeline.tool_call_parser is not None:
+        raise ConfigError(
+            f"tool_call_parser: the calls would be those of the stage before {stage.name!r}, whose text is a prompt.",
+            hint="Leave it out; a cascade calls no tools.",
+        )
+
+
+# -- LoRA adapters ----------------------------------------------------------------------------------------------------
+
+
+def adapted_stages(pipeline: PipelineConfig) -> tuple[str, ...]:
+    """The stages that run adapters: those whose text is an output."""
+    kinds = (StageKind.AUTOREGRESSIVE, StageKind.ECHO)
+    return tuple(stage.name for stage in pipeline.stages if stage.kind in kinds and "text" in stage.outputs)
+
+
+def allowed_folder(folder: str, allowed: Sequence[str]) -> Path:
+    """The folder without links. Raises `InvalidRequest` if it is none, or lies in no folder that is allowed."""
+    given = Path(folder)
+    try:
+        found = given.resolve()
+        inside = given.is_absolute() and any(found.is_relative_to(Path(parent).resolve()) for parent in allowed)
+        exists = inside and found.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InvalidRequest(f"{folder!r} cannot be a folder: {error}.", hint="", field="folder") from error
+    if not inside:
+        raise InvalidRequest(
+            f"{folder!r} is in none of the folders from which adapters may be loaded.",
+            hint="Give an absolute path in one of the pipeline's adapter_folders.",
+            field="folder",
+        )
+    if not exists:
+        raise InvalidRequest(f"There is no folder {folder!r}.", hint="Name one that PEFT has saved.", field="folder")
+    return found
+
+
+ALWAYS = "seed"  # a parameter of every stage
+
+
+# -- parameters that models declare -----------------------------------------------------------------------------------
+
+
+def with_defaults(declared: Sequence[Parameter] | None, defaults: StageParams) -> tuple[Parameter, ...] | None:
+    """Return the declared parameters with the defaults that a pipeline's YAML sets in place of the model's."""
+    if declared is None:
+        return None
+    given = defaults.given()
+    given.update(given.pop("extra_args", {}))
+    return tuple(msgspec.structs.replace(one, default=given.get(one.name, one.default)) for one in declared)
+
+
+def check_parameters(stage: str, declared: Sequence[Parameter] | None, params: StageParams) -> None:
+    """Check `params`; `declared` is `None` for a model that declares nothing, which has those of its kind of stage.
+
+    Raises:
+        InvalidRequest: one is not declared, or its value is outside the declared limits; `field` names it.
+    """
+    given = params.given()
+    for name in given if declared is None else ():
+        if name in DECLARED_PARAMS:
+            raise InvalidRequest(f"The model of stage {stage!r} has no parameter {name!r}.", field=name)
+    if declared is None:
+        return
+    known = {parameter.name: parameter for parameter in declared}
+    for name, value in {**given.pop("extra_args", {}), **given}.items():
+        if name == ALWAYS:
+            continue
+        if name not in known:
+            raise InvalidRequest(
+                f"The model of stage {stage!r} has no parameter {name!r}.{suggest(name, known)}", field=name
+            )
+        if problem := known[name].problem(value):
+            raise InvalidRequest(f"{name} of stage {stage!r} {problem}.", field=name)
+
+
+def unknown_adapter(name: str, known: Iterable[str]) -> InvalidRequest:
+    """The refusal of a LoRA adapter that the pipeline does not have."""
+    return InvalidRequest(
+        f"There is no adapter {name[:200]!r}.{suggest(name[:200], list(known))}",
+        hint="`omni-actors ctl lora list` has the names of all adapters.",
+        field="adapter",
+    )

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import enum
 import functools
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import subprocess
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -17,11 +19,10 @@ import msgspec
 from msgspec import Struct, ValidationError
 
 from omni_actors import envs
-from omni_actors.config import slurm, yaml_reader
+from omni_actors.config import yaml_reader
 from omni_actors.config.checks import check_pipeline
 from omni_actors.config.devices import host_devices
 from omni_actors.config.schema import PipelineConfig, StageConfig
-from omni_actors.config.shipped import find_config
 from omni_actors.config.yaml_reader import Document, Place
 from omni_actors.errors import ConfigError, suggest
 from omni_actors.host.paths import expanded
@@ -58,7 +59,7 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: 
         raise ConfigError(f"{path} must hold a mapping with the keys name, model and stages.")
     sources = {key: f"yaml {path.name}" for key in flatten(data)}
     from_env = envs.config_overrides()
-    for key, (value, variable) in slurm.config_overrides(known={*from_env, *(overrides or {})}).items():
+    for key, (value, variable) in slurm_overrides(known={*from_env, *(overrides or {})}).items():
         _set_value(data, key, _from_environment(key, value, f"SLURM {variable}"), sources, f"SLURM {variable}")
     for key, (value, variable) in from_env.items():
         _set_value(data, key, _from_environment(key, value, f"env {variable}"), sources, f"env {variable}")
@@ -294,3 +295,79 @@ def _in_graph_order(stages: Sequence[StageConfig]) -> list[StageConfig]:
         ordered += ready
         remaining = [stage for stage in remaining if stage not in ready]
     return ordered
+
+
+# -- configurations that come with the package ------------------------------------------------------------------------
+
+SHIPPED = Path(__file__).resolve().parents[1] / "stage_configs"
+SUFFIX = ".yaml"
+
+
+def shipped() -> list[str]:
+    """Names of the configurations, sorted."""
+    return sorted(path.stem for path in SHIPPED.glob(f"*{SUFFIX}"))
+
+
+def find_config(given: str | Path) -> Path:
+    """Return the file that a path or a name stands for; a file or folder of that path comes first.
+
+    Raises:
+        ConfigError: there is neither a file nor a configuration of that name.
+    """
+    path = Path(given)
+    if "\0" in str(given):
+        raise ConfigError(f"Cannot read the pipeline file {str(given)!r}: the name holds a NUL character.")
+    try:
+        if path.exists():
+            return path
+    except OSError as error:  # the name is too long
+        raise ConfigError(f"Cannot read the pipeline file {path}: {error.strerror}.") from error
+    name = path.name.removesuffix(SUFFIX)
+    if name in shipped() and str(path.parent) in (".", "stage_configs"):
+        return SHIPPED.resolve() / f"{name}{SUFFIX}"
+    raise ConfigError(
+        f"Cannot read the pipeline file {path}: No such file or directory.{suggest(name, shipped())}",
+        hint=f"Give a file, or the name of a configuration that comes with omni_actors: {', '.join(shipped())}.",
+    )
+
+
+# -- SLURM ------------------------------------------------------------------------------------------------------------
+
+SCONTROL_SECONDS = 10.0
+
+
+def slurm_overrides(
+    environ: Mapping[str, str] | None = None, known: Collection[str] = ()
+) -> dict[str, tuple[str, str]]:
+    """Return the configuration values that SLURM sets: key -> (value, variable). Empty unless a job has several nodes.
+
+    Args:
+        known: keys already set by a source of higher precedence.
+
+    Raises:
+        ConfigError: the first host is not configured and cannot be found from SLURM.
+    """
+    environ = os.environ if environ is None else environ
+    nodes = environ.get("SLURM_NNODES", "")
+    if not nodes.isdecimal() or int(nodes) < 2:
+        return {}
+    overrides = {"cluster.nnodes": (nodes, "SLURM_NNODES")}
+    if "SLURM_NODEID" in environ:
+        overrides["cluster.node_rank"] = environ["SLURM_NODEID"], "SLURM_NODEID"
+    hosts = environ.get("SLURM_JOB_NODELIST")
+    if hosts and "cluster.master_addr" not in known:
+        overrides["cluster.master_addr"] = _first_host(hosts), "SLURM_JOB_NODELIST"
+    return {key: value for key, value in overrides.items() if key not in known}
+
+
+def _first_host(hosts: str) -> str:
+    """Expand SLURM's notation, which only SLURM knows: the first host of `node[3-4,9]` is `node3`."""
+    try:
+        command = ["scontrol", "show", "hostnames", hosts]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SCONTROL_SECONDS)
+        return done.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        raise ConfigError(
+            f"SLURM_JOB_NODELIST is {hosts!r}, but scontrol cannot expand it: {error}.",
+            hint="Unset it, and give --master-addr.",
+        ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omni_actors.config import PipelineConfig
-from omni_actors.config.models import MODEL_KINDS
+from omni_actors.config.checkpoint import MODEL_KINDS
 
 
 def replicas_of(pipeline: PipelineConfig, rank: int) -> list[tuple[str, int]]:

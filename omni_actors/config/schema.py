@@ -10,20 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from omni_actors.config.http_schema import HttpConfig
 from omni_actors.config.routing import RoutingConfig
-from omni_actors.config.value_types import (
-    IN_ONE_LINE,
-    LARGEST,
-    Host,
-    InterfaceName,
-    Line,
-    Rank,
-    Seconds,
-    StageName,
-    VariableName,
-    VariableText,
-)
 from omni_actors.errors import ConfigError
 from omni_actors.protocol.adapters import MAX_ADAPTERS, AdapterName
 from omni_actors.protocol.header import Limits
@@ -34,6 +21,21 @@ from omni_actors.protocol.payloads import (
     TEXT_PARAMS,
     StageParams,
 )
+
+Seconds = Annotated[float, Meta(gt=0, le=1e7)]
+LARGEST = 1 << 40  # bytes: more than any host has, and far from where sums overflow
+# Patterns end with \Z, as $ would let a line break follow.
+VariableName = Annotated[str, Meta(pattern=r"^[A-Z][A-Z0-9_]{0,63}\Z")]
+VariableText = Annotated[str, Meta(max_length=32_768)]
+Rank = Annotated[int, Meta(ge=0, le=1023)]
+StageName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,31}\Z")]
+IN_ONE_LINE = Meta(pattern=r"^[^\n\r\t]*\Z", description="in one line")
+Line = Annotated[str, Meta(min_length=1, max_length=4096), IN_ONE_LINE]
+Origin = Annotated[str, Meta(max_length=512), Meta(pattern=r"^(\*|https?://[^/?#\s]+)\Z")]
+Host = Annotated[
+    str, Meta(max_length=253), Meta(pattern=r"^[A-Za-z0-9_.:-]+\Z", description="letters, digits and `._:-`")
+]
+InterfaceName = Annotated[str, Meta(pattern=r"^[^\s/\0]{1,15}\Z", description="1 to 15 characters")]
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
 BUILT_IN_IMPORT_PREFIXES = ("omni_actors.",)
@@ -90,6 +92,75 @@ class Executor(enum.StrEnum):
 
     HOST = "host"  # in the stage's process or, if there are several, in one process per GPU of its host
     RAY = "ray"  # in actors on GPUs of a Ray cluster
+
+
+class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The HTTP server: limits, TLS, CORS. Each key is also a flag: `body_bytes` is `--http-body-bytes`.
+
+    Args:
+        connections: connections at a time; fewer if the limit of open files is lower.
+        head_bytes: largest head of a request: its first line and headers.
+        head_timeout: seconds for a request's head to arrive.
+        body_bytes: largest request body.
+        bodies_bytes: all request bodies that arrive or are handled at a time, with the media fetched for them
+            or decoded while they arrive; at least `body_bytes`.
+        media_parts: number of media in one request.
+        media_bytes: largest audio, image or video.
+        audio_seconds: longest audio.
+        image_pixels: largest image, width times height.
+        video_seconds: longest video.
+        files_bytes: all uploaded files together.
+        file_seconds: lifetime of an uploaded file.
+        request_timeout: seconds until an answer must be complete, for requests that set no `timeout`.
+        read_timeout: seconds for a request's body to arrive.
+        write_timeout: seconds that a client may leave a piece of its answer unread.
+        served_names: names of the model for HTTP clients, the preferred one first; by default the pipeline's `name`,
+            and `model` unless it is a path. The flag is `--served-name`, once for each.
+        voice_aliases: further names of voices, such as `alloy: Chelsie`. The flag is `--voice-alias alloy=Chelsie`,
+            once for each. A voice of the pipeline keeps its own name.
+        voices: how many voices clients may make of recordings, if the model takes those.
+        voices_dir: folder for them, which several servers may share; by default one in the run directory.
+        realtime_sessions: sessions of /v1/realtime at a time.
+        realtime_session_seconds: longest session.
+        realtime_idle_seconds: seconds without an event of the client, and without an answer, that end a session.
+        realtime_ahead_seconds: sound of the user after which the pipeline computes what was said so far, while the user
+            still speaks; 0 to compute a turn when it is over. 2 s is what Qwen2.5-Omni encodes together.
+        realtime_event_bytes: largest event of a client.
+        realtime_events_per_second: events that are read of a client in the long run; it is slowed down to this.
+        cors_origins: origins (`https://example.com`, or `*`) whose web pages may use the server from a browser; by
+            default none.
+        certificate: PEM file with the certificate and its chain; makes the server speak https.
+        key: PEM file with the certificate's private key, without a password.
+    """
+
+    connections: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096
+    head_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 20)] = 64 << 10
+    head_timeout: Seconds = 10.0
+    body_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 34)] = 64 << 20
+    bodies_bytes: Annotated[int, Meta(ge=1 << 10, le=LARGEST)] = 512 << 20
+    media_parts: Annotated[int, Meta(ge=0, le=256)] = 16
+    media_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 34)] = 32 << 20
+    audio_seconds: Seconds = 300.0
+    image_pixels: Annotated[int, Meta(ge=1, le=LARGEST)] = 4096 * 4096
+    video_seconds: Seconds = 60.0
+    files_bytes: Annotated[int, Meta(ge=0, le=LARGEST)] = 256 << 20
+    file_seconds: Seconds = 3600.0
+    request_timeout: Seconds = 600.0
+    read_timeout: Seconds = 60.0
+    write_timeout: Seconds = 60.0
+    served_names: Annotated[list[Line], Meta(max_length=64)] = []
+    voice_aliases: Annotated[dict[Line, Line], Meta(max_length=64)] = {}
+    voices: Annotated[int, Meta(ge=0, le=10_000)] = 100
+    voices_dir: Line | None = None
+    realtime_sessions: Annotated[int, Meta(ge=0, le=1 << 16)] = 64
+    realtime_session_seconds: Seconds = 3600.0
+    realtime_idle_seconds: Seconds = 300.0
+    realtime_ahead_seconds: Annotated[float, Meta(ge=0, le=300)] = 2.0
+    realtime_event_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 30)] = 20 << 20
+    realtime_events_per_second: Annotated[int, Meta(ge=1, le=1_000_000)] = 500
+    cors_origins: Annotated[list[Origin], Meta(max_length=64)] = []
+    certificate: Line | None = None
+    key: Line | None = None
 
 
 class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sources": "from"}):

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from omni_actors.config import PipelineConfig, StageConfig, StageKind
-from omni_actors.config.adapters import adapted_stages
-from omni_actors.config.models import model_of
+from omni_actors.config.checkpoint import model_of
+from omni_actors.config.checks import adapted_stages
 from omni_actors.config.spread import RankPlan
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.models import ModelKind, load_plugins

@@ -20,7 +20,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from omni_actors.config.parameters import check_parameters
+from omni_actors.config.checks import check_parameters
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.instruction import instructed
 from omni_actors.engine.prompt_processing import PromptProcessor

@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 
 from omni_actors.config import PipelineConfig
-from omni_actors.config.checkpoint import CONFIG_NAME
-from omni_actors.config.models import models_of
+from omni_actors.config.checkpoint import CONFIG_NAME, models_of
 from omni_actors.errors import ConfigError
 
 ASK_SECONDS = 5.0

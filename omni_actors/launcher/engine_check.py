@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from omni_actors.config import PipelineConfig, StageConfig, StageKind, host_devices, resolve_class
-from omni_actors.config.models import models_of
+from omni_actors.config.checkpoint import models_of
 from omni_actors.errors import ConfigError
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.engine_interface import StageEngine

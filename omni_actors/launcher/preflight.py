@@ -10,8 +10,7 @@ from pathlib import Path
 
 from omni_actors import envs
 from omni_actors.config import PipelineConfig, StageKind, placement
-from omni_actors.config.checkpoint import checkpoint_class
-from omni_actors.config.models import models_of
+from omni_actors.config.checkpoint import checkpoint_class, models_of
 from omni_actors.config.spread import check_interface
 from omni_actors.errors import ConfigError, suggest
 from omni_actors.host.addresses import is_loopback

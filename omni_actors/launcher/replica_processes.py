@@ -23,8 +23,8 @@ import msgspec
 import psutil
 
 from omni_actors.config import Executor, PipelineConfig, host_devices, visible_devices
+from omni_actors.config.checkpoint import MODEL_KINDS
 from omni_actors.config.devices import slot_devices
-from omni_actors.config.models import MODEL_KINDS
 from omni_actors.config.placement import replicas_of, runs_models, spans_hosts, threads_of
 from omni_actors.config.spread import RankPlan, meeting_port
 from omni_actors.errors import StartupError

@@ -18,8 +18,8 @@ import setproctitle
 
 from omni_actors import logs
 from omni_actors.config import PipelineConfig, StageConfig, StageKind, check_parameters, resolve_class
+from omni_actors.config.checkpoint import MODEL_KINDS
 from omni_actors.config.devices import gpus_of_replica
-from omni_actors.config.models import MODEL_KINDS
 from omni_actors.config.spread import RankPlan
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, StartupError
 from omni_actors.host.processes import die_with_parent

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from omni_actors.config.adapters import allowed_folder
+from omni_actors.config.checks import allowed_folder
 from omni_actors.errors import OmniError
 from omni_actors.logs import get_logger
 from omni_actors.protocol.adapters import AdapterLoaded, LoadAdapter

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import omni_actors
 from omni_actors import logs
 from omni_actors.config import PipelineConfig
-from omni_actors.config.parameters import with_defaults
+from omni_actors.config.checks import with_defaults
 from omni_actors.errors import ProtocolError, StartupError
 from omni_actors.host.clocks import STEADY, AnchoredClock
 from omni_actors.protocol.common import Credit

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from omni_actors.config.adapters import allowed_folder
+from omni_actors.config.checks import allowed_folder
 from omni_actors.coordinator.core.adapters import LOAD_SECONDS, AdapterInstruction, AdapterRegistry, Settled
 from omni_actors.coordinator.core.instructions import Instruction, TellReplica, ToStage
 from omni_actors.coordinator.core.lifecycle import RequestMachine

@@ -14,7 +14,7 @@ import pytest
 
 from omni_actors import launch
 from omni_actors.config import load
-from omni_actors.config.shipped import find_config, shipped
+from omni_actors.config.loading import find_config, shipped
 from omni_actors.errors import ConfigError
 from omni_actors.host.processes import EXIT_USAGE
 from omni_actors.launcher import extras

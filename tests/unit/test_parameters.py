@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from omni_actors.config import StageConfig, StageKind, check_parameters
-from omni_actors.config.parameters import with_defaults
+from omni_actors.config.checks import with_defaults
 from omni_actors.errors import ConfigError, ErrorCode, InvalidRequest
 from omni_actors.protocol.control import Ready
 from omni_actors.protocol.parameters import Parameter

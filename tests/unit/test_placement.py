@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from omni_actors import config, launch
-from omni_actors.config import placement, slurm
+from omni_actors.config import placement
 from omni_actors.config.devices import devices_by_replica
+from omni_actors.config.loading import slurm_overrides
 from omni_actors.coordinator.core.replicas import ReplicaTable
 from omni_actors.errors import ConfigError
 from omni_actors.host import addresses
@@ -153,12 +154,12 @@ def test_each_value_has_one_source(
 
 
 def test_slurm_says_nothing_for_one_node_and_must_say_the_first_host() -> None:
-    assert slurm.config_overrides({"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "n3"}) == {}
-    assert slurm.config_overrides({}) == {}
+    assert slurm_overrides({"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "n3"}) == {}
+    assert slurm_overrides({}) == {}
     environ = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[3-4]"}
     with pytest.raises(ConfigError, match="scontrol cannot expand it"):
-        slurm.config_overrides(environ)
-    assert "cluster.master_addr" not in slurm.config_overrides(environ, known={"cluster.master_addr"})
+        slurm_overrides(environ)
+    assert "cluster.master_addr" not in slurm_overrides(environ, known={"cluster.master_addr"})
 
 
 def test_addresses() -> None:

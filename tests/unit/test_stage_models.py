@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from omni_actors import launch
-from omni_actors.config.models import models_of
+from omni_actors.config.checkpoint import models_of
 from omni_actors.errors import ConfigError
 from omni_actors.launcher.preflight import check_launch
 from tests.support.builders import chain, load

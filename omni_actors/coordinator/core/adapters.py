@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from omni_actors.config import PipelineConfig, unknown_adapter
-from omni_actors.config.adapters import adapted_stages
+from omni_actors.config.checks import adapted_stages
 from omni_actors.coordinator.core.instructions import TellReplica
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.states import ReplicaState

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from omni_actors.config.parameters import check_parameters
+from omni_actors.config.checks import check_parameters
 from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionModelRunner, DiffusionStream, StepResult
 from omni_actors.engine.models.diffusers_layout import checkpoint_folder, part_config, part_tensors
 from omni_actors.engine.models.pictures.denoising import Denoiser, Picture, PictureSpec, Preparation

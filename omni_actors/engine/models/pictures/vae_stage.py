@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from omni_actors.config.parameters import check_parameters
+from omni_actors.config.checks import check_parameters
 from omni_actors.engine.diffusion_runner import (
     DiffusionJob,
     DiffusionModelRunner,

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from omni_actors.config.parameters import check_parameters
+from omni_actors.config.checks import check_parameters
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoder import EncoderAdapter, EncoderSequence
 from omni_actors.engine.models import ModelSpec
