@@ -1,15 +1,11 @@
-"""The code predictor: what it draws, that a draw hangs on its own request alone, and what its benchmark compares."""
+"""The code predictor: what it draws, and that a draw hangs on its own request alone."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from benchmarks import code_predictor as benchmark
 from omni_actors.engine.models.code_predictor import CodePredictor, PredictorConfig, batch_sizes, gumbel_noise
 
 VOCABULARY = 128
@@ -91,12 +87,3 @@ def test_the_largest_batch_always_has_a_graph() -> None:
     assert batch_sizes(1) == [1]
     assert batch_sizes(24) == [1, 2, 4, 8, 16, 24]
     assert batch_sizes(64) == [1, 2, 4, 8, 16, 32, 48, 64]
-
-
-def test_the_benchmark_compares_equal_codes(tmp_path: Path) -> None:
-    path = tmp_path / "figures.json"
-    arguments = ["--size", "tiny", "--batches", "1", "3", "--repeats", "1", "--device", "cpu", "--json", str(path)]
-    assert benchmark.main(arguments) == 0
-    figures = json.loads(path.read_text())["figures"]
-    assert [figure["way"] for figure in figures] == ["eager", "graph", "torch", "re-prefill"] * 2
-    assert all(figure["same_codes"] == 1.0 for figure in figures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import pytest
 from tests.support.paths import REPOSITORY
 
 TESTS = REPOSITORY / "tests"
-MODULES = {path.relative_to(TESTS): ast.parse(path.read_text()) for path in sorted(TESTS.rglob("*.py"))}
 CLOCKS = {"time", "monotonic", "perf_counter"}
 NAMED_TUPLE = {"_asdict", "_fields", "_replace"}  # public, whatever their names look like
 ALLOWED_PRIVATE = {
@@ -31,6 +31,13 @@ ALLOWED_PRIVATE = {
         "_sample_random",
     },
 }
+
+
+@functools.cache
+def modules() -> dict[Path, ast.Module]:
+    """All modules of the tests, which takes seconds to read."""
+    return {path.relative_to(TESTS): ast.parse(path.read_text()) for path in sorted(TESTS.rglob("*.py"))}
+
 
 Finder = Callable[[Path, ast.Module], Iterator[ast.AST]]
 
@@ -100,5 +107,5 @@ def reads_clock(tree: ast.AST, timed: frozenset[str] | set[str] = frozenset()) -
     "find", [imports_of_tests, tuple_asserts, private_attributes, timed_asserts], ids=lambda find: find.__name__
 )
 def test_no_test_has(find: Finder) -> None:
-    found = [f"tests/{path}:{node.lineno}" for path, module in MODULES.items() for node in find(path, module)]
+    found = [f"tests/{path}:{node.lineno}" for path, module in modules().items() for node in find(path, module)]
     assert not found, "\n".join(found)
