@@ -11,7 +11,7 @@ from omni_actors import flags
 from omni_actors.cli.connection import Connection, add_connection, connection, with_flag
 from omni_actors.cli.formatting import state
 from omni_actors.client import AsyncOmniClient
-from omni_actors.errors import InvalidRequest, OmniError, RequestTimeout, StageUnavailable
+from omni_actors.errors import InvalidRequest, OmniError, RequestTimeout, StageUnavailable, counted
 from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
 from omni_actors.protocol.client import Operate, Operation, Report, StageStatus
 
@@ -155,7 +155,7 @@ def _unfinished(status: StageStatus, order: Operate, former: int) -> str:
     """What is left of a drain or a restart, "" for nothing."""
     drained = order.operation is Operation.DRAIN and not status.in_flight
     restarted = order.operation is Operation.RESTART and status.epoch != former and status.state == "ready"
-    what = f"{status.stage}/{status.replica} is {status.state} with {status.in_flight} requests"
+    what = f"{status.stage}/{status.replica} is {status.state} with {counted(status.in_flight, 'request')}"
     return "" if drained or restarted else what
 
 
@@ -176,11 +176,12 @@ def render(report: Report) -> str:
     for stage in shown.stages:
         text = f"  {stage.stage}/{stage.replica}: {state(stage)}{f' on node {stage.node}' if hosts else ''}"
         text += f", epoch {stage.epoch}, pid {stage.pid}"
-        text += f", {stage.in_flight} requests"
+        text += f", {counted(stage.in_flight, 'request')}"
         edge = edges.get((stage.stage, stage.replica))
         if edge is not None:
             text += f", {edge.phase}" if edge.phase != stage.state else ""
-            text += f", {edge.restarts} restarts, heard {edge.silent:.1f} s ago, turned {edge.idle:.1f} s ago"
+            text += f", {counted(edge.restarts, 'restart')}, heard {edge.silent:.1f} s ago"
+            text += f", turned {edge.idle:.1f} s ago"
             text += f", link: {edge.messages_out} messages and {edge.bytes_out} bytes out, {edge.waiting} waiting"
         lines.append(text)
     for request in report.requests:

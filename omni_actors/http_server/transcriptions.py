@@ -6,6 +6,7 @@ piece from the beginning of the recording to its end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -164,7 +165,8 @@ def _whole(fields: TranslationForm, task: Task, text: str, seconds: float, usage
                     "duration": round(seconds, 3),
                     "text": text,
                     "segments": [_segment(text, seconds, fields.temperature)] if text else [],
-                    "usage": {"type": "duration", "seconds": round(seconds, 3)},
+                    # Whole seconds, rounded up: LiteLLM refuses a fraction.
+                    "usage": {"type": "duration", "seconds": math.ceil(seconds)},
                 }
             )
         case "json":

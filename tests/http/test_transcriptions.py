@@ -66,6 +66,14 @@ def test_the_formats(echo: HttpPipeline) -> None:
     assert [(segment.start, segment.end, segment.text) for segment in told.segments] == [(0.0, 1.5, told.text)]
 
 
+@pytest.mark.parametrize(("seconds", "billed"), [(1.02, 2), (3.0, 3)])
+def test_the_seconds_of_the_usage_are_whole(echo: HttpPipeline, seconds: float, billed: int) -> None:
+    """OpenAI's type allows fractions, LiteLLM's does not."""
+    usage = post(echo, sound(seconds), response_format="verbose_json").json()["usage"]
+    assert usage == {"type": "duration", "seconds": billed}
+    assert isinstance(usage["seconds"], int)
+
+
 def test_a_text_with_lines_and_arrows_stays_one_subtitle(echo: HttpPipeline) -> None:
     subtitles = post(echo, prompt="one\n\ntwo --> three", response_format="srt").text
     assert subtitles.count("-->") == 1

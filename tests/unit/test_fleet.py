@@ -146,7 +146,7 @@ def test_a_drained_replica_stays_and_takes_nothing_new_even_when_it_registers_ag
     world = World().launch()
     replica = world.replica("talker")
     replica.hold("r")
-    assert world.operate(Operation.DRAIN, "talker") == "talker/0 drains; it holds 1 requests."
+    assert world.operate(Operation.DRAIN, "talker") == "talker/0 drains; it holds 1 request."
     replica.release("r")
     assert not to_stage(world.wait(1.0), Shutdown)
     epoch = replica.spawn_epoch

@@ -109,9 +109,11 @@ def test_speech_that_would_wait_too_long_ends_with_overloaded() -> None:
     ask(state, "r3")
     body = failure(speak(state, "r3"))
     assert body.code is ErrorCode.OVERLOADED
-    assert "speech" in body.message
+    assert "speaks 1 answer, as many as it can in real time, with 1 answer waiting." in body.message
     assert state.tick(NOW + 5.0) == []
-    assert failure(state.tick(NOW + 5.1)).code is ErrorCode.OVERLOADED
+    body = failure(state.tick(NOW + 5.1))
+    assert body.code is ErrorCode.OVERLOADED
+    assert "with this one waiting for 5 s." in body.message
     assert [request.request_id for request in state.active] == ["r1"]
     assert (state.speech.waiting, state.speech.speaking) == (0, 1)
 

@@ -10,7 +10,7 @@ from omni_actors.coordinator.core.planning import Planner
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.requests import ActiveRequest, Retained
 from omni_actors.coordinator.core.slots import Slots, Tenant, Ticket
-from omni_actors.errors import Overloaded, StageUnavailable
+from omni_actors.errors import Overloaded, StageUnavailable, counted
 from omni_actors.protocol.adapters import Adapter
 from omni_actors.protocol.client import Submit
 from omni_actors.protocol.codec import Frame
@@ -122,7 +122,7 @@ class Gate:
         if congested is not None:
             stage, why = congested.stage, f"Stage {congested.stage!r} takes no more input for now"
         return Overloaded(
-            f"{why}, and {self.slots.waiting} requests wait.",
+            f"{why}, with {counted(self.slots.waiting, 'request')} waiting.",
             hint="Try again later, or with fewer requests at a time: the client with the most is refused first.",
             stage=stage,
             retry_after=RETRY_AFTER_SECONDS,

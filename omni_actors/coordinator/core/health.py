@@ -5,6 +5,7 @@ from __future__ import annotations
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.states import ReplicaEvent, ReplicaState
+from omni_actors.errors import counted
 from omni_actors.host.processes import Backoff
 
 MAXIMUM_BACKOFF = 30.0  # seconds
@@ -129,7 +130,7 @@ class HealthPolicy:
         if now > replica.heard + coordinator.heartbeat_timeout:
             return f"no sign of life for {now - replica.heard:.1f} s"
         if replica.requests and now > replica.moved + stage.stall_timeout:
-            return f"no progress for {now - replica.moved:.1f} s with {len(replica.requests)} requests"
+            return f"no progress for {now - replica.moved:.1f} s with {counted(len(replica.requests), 'request')}"
         return ""
 
     def startup_timeout(self, replica: Replica) -> float:

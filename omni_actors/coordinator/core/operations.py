@@ -12,7 +12,7 @@ from omni_actors.coordinator.core.instructions import Announce
 from omni_actors.coordinator.core.nodes import Node
 from omni_actors.coordinator.core.replicas import Replica
 from omni_actors.coordinator.core.states import LaunchState, ReplicaEvent, ReplicaState
-from omni_actors.errors import InvalidRequest, StageUnavailable, suggest
+from omni_actors.errors import InvalidRequest, StageUnavailable, counted, suggest
 from omni_actors.protocol.client import Operate, Operation
 
 MOST_REPLICAS = 1024  # of a stage, as in the configuration
@@ -60,7 +60,7 @@ def _drain_or_restart(fleet: Fleet, order: Operate, now: float) -> tuple[str, In
         replica.orders.restart = True
         replica.orders.drain_until = now + fleet.pipeline.coordinator.default_timeout
     done = fleet.drain(replica) + fleet.stop_drained(now)
-    return f"{replica.name} drains; it holds {len(replica.requests)} requests.", done
+    return f"{replica.name} drains; it holds {counted(len(replica.requests), 'request')}.", done
 
 
 def _scale(fleet: Fleet, stage: str, count: int, rank: int | None, now: float) -> tuple[str, Instructions]:
@@ -90,8 +90,8 @@ def _scale(fleet: Fleet, stage: str, count: int, rank: int | None, now: float) -
         changes, done = _grow(fleet, stage, count - len(places), nodes, now)
     else:
         changes, done = _shrink(fleet, stage, len(places) - count, places, rank, now)
-    now_there = len(fleet.replicas.places(stage))
-    return f"{stage} has {now_there} replicas: {', '.join(changes) or 'nothing to do'}.", done
+    now_there = counted(len(fleet.replicas.places(stage)), "replica")
+    return f"{stage} has {now_there}: {', '.join(changes) or 'nothing to do'}.", done
 
 
 def _nodes_for(fleet: Fleet, rank: int | None) -> list[Node]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from omni_actors.config import CoordinatorConfig, Modality, PipelineConfig
 from omni_actors.coordinator.core.requests import ActiveRequest
 from omni_actors.coordinator.core.slots import Slots, Ticket
-from omni_actors.errors import Overloaded
+from omni_actors.errors import Overloaded, counted
 from omni_actors.protocol.header import Body
 from omni_actors.protocol.results import StageDone
 
@@ -96,9 +96,10 @@ class SpeechLine:
 
     def overloaded(self, waited: float | None = None) -> Overloaded:
         """The error of an answer that found no place in line, or `waited` for too long."""
-        why = f"{self.waiting} answers wait for it" if waited is None else f"it has waited for {waited:.0f} s"
+        why = f"{counted(self.waiting, 'answer')} waiting" if waited is None else f"this one waiting for {waited:.0f} s"
         return Overloaded(
-            f"Its speech cannot begin: {self.speaking} answers are spoken, as many as are made in time, and {why}.",
+            f"Its speech cannot begin: the device speaks {counted(self.speaking, 'answer')}, as many as it can in real "
+            f"time, with {why}.",
             hint="Try again later, or ask for text alone.",
             retry_after=RETRY_AFTER_SECONDS,
         )

@@ -18,7 +18,7 @@ from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.requests import ActiveRequest, Loss
 from omni_actors.coordinator.core.states import ReplicaState
-from omni_actors.errors import Poison
+from omni_actors.errors import Poison, counted
 
 SUSPECT = 2 * Evidence.CRASHED  # evidence that makes a suspect: two crashes, or four kills
 GUILTY = 1 * Evidence.CRASHED  # of that, what came while it was alone on its replica, to declare it poison
@@ -181,5 +181,5 @@ def _seconds_to_pass(request: ActiveRequest) -> float:
 
 def poison(request: ActiveRequest, stage: str) -> Poison:
     """The error of a request that is blamed for the deaths of a stage's replicas."""
-    text = f"{request.losses_of(stage)} replicas died while they computed this request: {request.history()}."
+    text = f"{counted(request.losses_of(stage), 'replica')} died computing this request: {request.history()}."
     return Poison(text, stage=stage)
