@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable
 
 import msgspec
+import psutil
 
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.process_spec import Answer, CoordinatorSpec, Finished, Listening
-from omni_actors.errors import OmniError, StartupError
+from omni_actors.errors import OmniError, StartupError, counted
 from omni_actors.host.processes import EXIT_OK, Backoff, describe_exit
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.logs import get_logger
@@ -21,7 +22,8 @@ from omni_actors.protocol.common import Failed
 
 logger = get_logger(__name__)
 
-START_SECONDS = 20.0  # until it listens
+IDLE_SECONDS = 20.0  # of a starting process that uses no CPU: it is not just slow
+START_SECONDS = 300.0  # until it listens, however slowly it starts
 SILENT_SECONDS = 5.0  # a coordinator that has listened for this long must have answered the node agent
 STOP_SECONDS = 3.0  # besides the time that it gives requests in flight
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 10.0
@@ -87,18 +89,10 @@ class CoordinatorChild:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
-        if process.stdin is None or process.stdout is None:
-            raise StartupError("The coordinator's process has no pipes.")
-        with contextlib.suppress(ConnectionError):  # it has just died, so that its output below is empty
+        if process.stdin is not None:
             process.stdin.write(msgspec.json.encode(self._spec))
-            await process.stdin.drain()
             process.stdin.close()
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                line = await process.stdout.readline()
-        except TimeoutError:
-            self.kill()
-            raise StartupError(f"The coordinator did not listen within {START_SECONDS:g} s.") from None
+        line = await self._first_line(process)
         if not line:
             how = describe_exit(await process.wait())
             raise StartupError(f"The coordinator died at its start ({how}).", hint="Its log is above.")
@@ -109,6 +103,27 @@ class CoordinatorChild:
         self._listens_since = time.monotonic()
         # A restarted coordinator must listen where this one does, also when the system chose the port.
         self._spec = msgspec.structs.replace(self._spec, client=answer.client, control=answer.control)
+
+    async def _first_line(self, process: asyncio.subprocess.Process) -> bytes:
+        """Wait for the first answer; empty if the process has ended. On a busy machine its imports take long."""
+        began, used = time.monotonic(), 0.0
+        while process.stdout is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_SECONDS):
+                    return await process.stdout.readline()
+            before, (used, state) = used, _cpu_seconds(process.pid)
+            waited = time.monotonic() - began
+            if used > before and waited < START_SECONDS:
+                continue
+            await self._kill_and_wait()
+            raise StartupError(
+                f"The coordinator did not listen within {waited:.0f} s. Its process ({state}) has used {used:.1f} s of "
+                f"CPU, of them {used - before:.1f} s in the last {IDLE_SECONDS:g} s. The load of this machine is "
+                f"{os.getloadavg()[0]:.1f}, for {counted(len(os.sched_getaffinity(0)), 'core')}.",
+                hint="With a load far above the number of cores, start again with less beside it. Otherwise see what "
+                "holds the process: a signal that stopped it, a debugger, or a disk that does not answer.",
+            )
+        raise StartupError("The coordinator's process has no pipes.")
 
     async def _watch(self) -> None:
         """Restart the coordinator until it ends in order or has died too often."""
@@ -121,7 +136,8 @@ class CoordinatorChild:
             how = describe_exit(code)
             delay = self._backoff.next(time.monotonic())
             if delay is None:
-                self._on_end(f"The coordinator died ({how}), after {self._backoff.restarts} restarts.{refused}")
+                restarts = counted(self._backoff.restarts, "restart")
+                self._on_end(f"The coordinator died ({how}), after {restarts}.{refused}")
                 return
             self._on_restart(f"the coordinator died ({how}) and is started again; requests in flight are lost")
             with contextlib.suppress(TimeoutError):
@@ -147,7 +163,7 @@ class CoordinatorChild:
         """Send SIGTERM and let requests in flight end; SIGKILL if that takes too long. Idempotent."""
         self._stopping.set()
         if self._watching is None:
-            self.kill()
+            await self._kill_and_wait()
             return
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -166,8 +182,26 @@ class CoordinatorChild:
             self._listens_since = time.monotonic()
             self.kill()
 
+    async def _kill_and_wait(self) -> None:
+        """Kill the process and read its pipes to the end: asyncio complains of those that outlive the event loop."""
+        self.kill()
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError):  # the kernel ends no process that waits for a disk
+                async with asyncio.timeout(STOP_SECONDS):
+                    await self._process.communicate()
+
     def kill(self) -> None:
         """Send SIGKILL now."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
+
+
+def _cpu_seconds(pid: int) -> tuple[float, str]:
+    """Seconds of CPU that a process has used, and its state."""
+    try:
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+        return times.user + times.system, str(process.status())
+    except psutil.NoSuchProcess:
+        return 0.0, "gone"

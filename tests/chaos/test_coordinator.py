@@ -137,7 +137,7 @@ def test_a_coordinator_that_keeps_dying_ends_the_launch(launch: Launch, short_pa
     psutil.Process(former).kill()
     psutil.Process(next_coordinator(short_path, former)).kill()
     assert launcher.wait_end(15) == 1
-    assert "The coordinator died (killed by signal 9), after 1 restarts." in launcher.output
+    assert "The coordinator died (killed by signal 9), after 1 restart." in launcher.output
     assert_nothing_left(short_path, 1.0)
 
 

@@ -1,0 +1,66 @@
+"""A coordinator that starts slowly is waited for; one that is held is given up, with what is known of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from omni_actors.errors import StartupError
+from omni_actors.host.run_directory import RunDirectory
+from omni_actors.launcher import coordinator_child
+from omni_actors.launcher.coordinator_child import CoordinatorChild
+from tests.support.builders import pipeline
+
+IDLE_SECONDS = 2.0
+STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
+BUSY = "while time.process_time() < {}: pass"
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> Iterator[Callable[[str], CoordinatorChild]]:
+    """Makes a coordinator's owner. The process executes a statement before anything else."""
+    monkeypatch.setattr(coordinator_child, "IDLE_SECONDS", IDLE_SECONDS)
+    directory = RunDirectory(str(short_path / "run"))
+
+    def make(statement: str) -> CoordinatorChild:
+        (short_path / "sitecustomize.py").write_text(f"import os, signal, time\n{statement}\n")
+        monkeypatch.setenv("PYTHONPATH", f"{short_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        endpoints = (directory.endpoint("control"), directory.endpoint("results"))
+        return CoordinatorChild(pipeline(), directory, *endpoints, on_end=lambda _: None, on_restart=lambda _: None)
+
+    yield make
+    directory.close()
+
+
+@pytest.mark.parametrize(
+    ("statement", "state"), [(STOPPED, "stopped"), (BUSY.format("1e9"), "running")], ids=["stopped", "computes"]
+)
+def test_a_coordinator_that_does_not_listen_is_ended_with_what_is_known_of_it(
+    child: Callable[[str], CoordinatorChild], monkeypatch: pytest.MonkeyPatch, statement: str, state: str
+) -> None:
+    monkeypatch.setattr(coordinator_child, "START_SECONDS", 2 * IDLE_SECONDS)
+    before = psutil.Process().children()
+    with pytest.raises(StartupError) as caught:
+        asyncio.run(child(statement).start())
+    gc.collect()  # of what asyncio complains at its destruction pytest makes an error
+    assert psutil.Process().children() == before
+    assert re.fullmatch(
+        rf"The coordinator did not listen within \d+ s\. Its process \({state}\) has used \d+\.\d s of CPU, of them "
+        r"\d+\.\d s in the last 2 s\. The load of this machine is \d+\.\d, for \d+ cores?\.",
+        caught.value.message,
+    )
+    assert "start again with less beside it" in str(caught.value)
+
+
+async def test_a_coordinator_that_computes_is_waited_for(child: Callable[[str], CoordinatorChild]) -> None:
+    slow = child(BUSY.format(1.5 * IDLE_SECONDS))  # the deadline has passed at least once before it listens
+    await slow.start()
+    assert slow.client_endpoint.startswith("ipc://")
+    await slow.stop()
