@@ -257,6 +257,8 @@ def suggest(word: str, known: Iterable[str]) -> str:
     if nearest:
         return f" Did you mean {nearest[0]!r}?"
     return f" Known: {', '.join(known)}." if known else ""
+
+
 def counted(count: int, noun: str) -> str:
     """A count for messages: "1 answer", "2 answers"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from omni_actors.config.routing import RoutingConfig
 from omni_actors.errors import ConfigError
 from omni_actors.protocol.adapters import MAX_ADAPTERS, AdapterName
 from omni_actors.protocol.header import Limits
@@ -355,7 +354,6 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
             fails when a replica that holds it is lost.
         max_attempts: how often one request may run, after losses that are not its fault; one that crashes its stage is
             found sooner.
-        routing: how requests are spread over the replicas of a stage.
         move_after: seconds for which a node must be away before its replicas move to other nodes that have room.
         default_timeout: seconds until the deadline of requests that set none.
         max_timeout: the latest deadline that a request may ask for, in seconds from now.
@@ -382,7 +380,6 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     reconnect_timeout: Seconds = 300.0
     retain_bytes: Annotated[int, Meta(ge=0, le=LARGEST)] = 256 << 20
     max_attempts: Annotated[int, Meta(ge=1, le=255)] = 64
-    routing: RoutingConfig = RoutingConfig()
     move_after: Seconds = 300.0  # a node that can reach no coordinator has ended by then, as `reconnect_timeout` says
     default_timeout: Seconds = 600.0
     max_timeout: Seconds = 86_400.0

@@ -196,7 +196,7 @@ def ready(replicas: int = 1, outputs: Sequence[str] = ("audio",), **coordinator:
     for stage in STAGES:
         for index in range(replicas):
             replica = state.replicas.add(stage, index, 1)
-            replica.state = ReplicaState.READY
+            replica.update(state=ReplicaState.READY)
             if stage == "code2wav":
                 replica.voices, replica.sample_rate = ("Chelsie", "Ethan"), 24_000
     return state
@@ -261,7 +261,7 @@ def bring_back(state: RequestMachine, stage: str, index: int = 0, now: float = N
     before = state.replicas.current(stage, index)
     assert before is not None
     replica = state.replicas.add(stage, index, before.epoch + 1)
-    replica.state = ReplicaState.READY
+    replica.update(state=ReplicaState.READY)
     return state.reopen(now)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-
 PACKAGE = Path(__file__).resolve().parents[2] / "omni_actors"
 CORE = PACKAGE / "coordinator" / "core"
 

@@ -214,7 +214,7 @@ def test_deadline_ends_the_request_everywhere() -> None:
 
 def test_missing_stage_is_named() -> None:
     state = ready()
-    state.replicas.find("talker", 0, 1).state = ReplicaState.DEAD
+    state.replicas.find("talker", 0, 1).update(state=ReplicaState.DEAD)
     body = failure(ask(state))
     assert body.code is ErrorCode.STAGE_UNAVAILABLE
     assert body.stage == "talker"
@@ -477,7 +477,7 @@ def test_replica_table_epochs() -> None:
     assert [replica.name for replica in table.missing()] == ["talker/0"]
     second.inbox = "ipc:///x"
     assert [peer.epoch for peer in table.peers(("talker",))] == [2]
-    second.state = ReplicaState.DEAD
+    second.update(state=ReplicaState.DEAD)
     assert table.peers(("talker",)) == ()
 
 

@@ -180,7 +180,7 @@ class AnyOrder(RuleBasedStateMachine):
         replica = self.state.replicas.current(stage, index)
         if replica is not None and not replica.alive:
             new = self.state.replicas.add(stage, index, replica.epoch + 1)
-            new.state = ReplicaState.READY
+            new.update(state=ReplicaState.READY)
             self.take(self.state.reopen(self.now))
 
     @rule(seconds=st.sampled_from([0.1, 3.0, 30.0]))

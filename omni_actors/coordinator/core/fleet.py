@@ -139,7 +139,8 @@ class Fleet:
         done: Instructions = []
         for stage, index, spare, joining in parts:
             replica, expected = self._expect(stage, index, 0, now)
-            replica.spare, replica.joining = spare, joining
+            replica.update(spare=spare)
+            replica.joining = joining
             replica.phase = f"waiting for node {', '.join(str(node.rank) for node in self._hosts(replica))}"
             done += expected
         return done

@@ -73,7 +73,13 @@ class Gate:
         loaded = {stage: replica for stage in submit.params if (replica := self._replicas.loaded(stage)) is not None}
         parameters = {stage: replica.parameters for stage, replica in loaded.items()}
         admitted = admit(
-            self._pipeline, submit, self._replicas.voices, longest, self.max_media, parameters, self.adapters
+            self._pipeline,
+            submit,
+            self._replicas.voices if submit.voice is not None else (),
+            longest,
+            self.max_media,
+            parameters,
+            self.adapters,
         )
         size = size_of(submit, buffers)
         for stage in admitted.stages:
@@ -131,7 +137,7 @@ class Gate:
     def set_congested(self, replica: Replica, congested: bool) -> None:
         """Note whether a replica has granted no credit for more input; new requests for it then wait."""
         if replica.congested != congested:
-            replica.congested = congested
+            replica.update(congested=congested)
             self.slots.look_again()
 
     def _congested(self, stages: tuple[str, ...]) -> Iterator[Replica]:

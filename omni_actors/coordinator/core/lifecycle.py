@@ -55,7 +55,7 @@ class RequestMachine:
     def __init__(self, pipeline: PipelineConfig, new_seed: Callable[[], int], observer: Observer | None = None) -> None:
         self._observer = observer or Observer()
         self.pipeline = pipeline
-        self.replicas = ReplicaTable(pipeline.coordinator.routing.balance == "requests")
+        self.replicas = ReplicaTable()
         self.dropped: collections.Counter[str] = collections.Counter()
         self.active = RequestBook()
         self._entry = pipeline.entry.name
@@ -265,7 +265,6 @@ class RequestMachine:
             )
             return self._fail(request, error, now)
         request.next_seq[header.stage] = expected + 1
-        self.planner.router.notice(request, header.stage, body)
         crowded_out = self._refuse_speech(self.speech.notice(request, header.stage, body, now), now)
         return crowded_out + (
             self._take(request, header, body, buffers, now) if request.request_id in self.active else []

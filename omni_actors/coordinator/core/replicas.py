@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, KeysView, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from omni_actors.coordinator.core.forecast import AVERAGE, Pace
 from omni_actors.coordinator.core.states import REPLICA_TRANSITIONS, ReplicaEvent, ReplicaState
 from omni_actors.protocol.client import StageStatus
 from omni_actors.protocol.control import ArenaAddress, Peer, Ready
@@ -18,9 +17,6 @@ from omni_actors.transitions import advance
 
 STALE_ENTRIES = 64  # that a stage's heap may hold in addition to twice its replicas
 
-# A change of these is reported to the table: the choice of a replica, or what clients learn, depends on them.
-_FACTS = frozenset({"voices", "sample_rate"})
-_REPORTED = _FACTS | {"state", "congested", "reserved", "requests", "spare", "slowness"}
 Preference = tuple[bool, int, int, int]
 
 
@@ -91,11 +87,7 @@ class Replica:
     progress: int = -1
     counts: dict[str, int] = field(default_factory=dict)
     requests: set[str] = field(default_factory=set)  # bound to it; change it with `hold` and `release`
-    ahead: dict[str, int] = field(default_factory=dict)  # work of those of them that this stage has not finished
-    load: int = 0  # the sum of it
-    pace: Pace = field(default_factory=Pace)
-    slowness: float = 1.0  # seconds that it takes, compared with others of its stage
-    by_requests: bool = False  # it is chosen by how many requests it holds
+    computing: set[str] = field(default_factory=set)  # those of them that this stage has not finished
     productive: bool = False  # this process has finished a request
     congested: bool = False  # it has granted no credit for more input
     reserved: bool = False  # kept for suspects
@@ -108,18 +100,25 @@ class Replica:
     stopping: bool = False  # this registration was asked to end
     left_with_node: bool = False  # it is dead because its node is away
     last_words: str = ""  # why it ends, in its own words
-    on_change: Callable[[Replica, bool], None] | None = field(default=None, repr=False, compare=False)
+    on_change: Callable[[Replica], None] | None = field(default=None, repr=False, compare=False)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        changes = name in _REPORTED and self.__dict__.get(name) != value
-        object.__setattr__(self, name, value)
-        if changes:
-            self._changed(name in _FACTS)
+    def update(
+        self,
+        state: ReplicaState | None = None,
+        spare: bool | None = None,
+        congested: bool | None = None,
+        reserved: bool | None = None,
+    ) -> None:
+        """Change what the choice of a replica depends on, and let the table know."""
+        self.state = self.state if state is None else state
+        self.spare = self.spare if spare is None else spare
+        self.congested = self.congested if congested is None else congested
+        self.reserved = self.reserved if reserved is None else reserved
+        self._changed()
 
-    def _changed(self, facts: bool = False) -> None:
-        report = self.__dict__.get("on_change")
-        if report is not None:
-            report(self, facts)
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change(self)
 
     @property
     def replica_id(self) -> ReplicaId:
@@ -171,29 +170,16 @@ class Replica:
         return self.orders.leave
 
     @property
-    def computing(self) -> KeysView[str]:
-        """The requests bound to it that this stage has not finished."""
-        return self.ahead.keys()
-
-    @property
-    def cost(self) -> int:
-        """How long an average request would take here, with what is ahead: 100 for one alone on a usual replica."""
-        if self.by_requests:
-            return AVERAGE * (1 + len(self.requests))
-        return round(self.slowness * (AVERAGE + self.load))
-
-    @property
     def preference(self) -> Preference:
-        """The smallest is chosen: those that take input first, then the least cost, then the fewest requests."""
-        return (self.congested, self.cost, len(self.requests), self.index)
+        """The smallest is chosen: those that take input first, then the fewest requests to compute, then to hold."""
+        return (self.congested, len(self.computing), len(self.requests), self.index)
 
     def on(self, event: ReplicaEvent) -> None:
         """Enter the state that follows."""
-        self.state = advance(REPLICA_TRANSITIONS, self.state, event)
+        self.update(state=advance(REPLICA_TRANSITIONS, self.state, event))
 
     def become_ready(self, facts: Ready) -> None:
         """Take what a replica reports when its model is loaded."""
-        self.on(ReplicaEvent.READY)
         self.joining = False
         self.phase, self.start = "ready", facts.phases
         self.voices, self.sample_rate = facts.voices, facts.sample_rate
@@ -201,39 +187,30 @@ class Replica:
         self.wants_information = facts.wants_information
         self.max_media = facts.max_media
         self.parameters, self.speech, self.loaded = facts.parameters, facts.speech, True
+        self.on(ReplicaEvent.READY)
 
-    def hold(self, request_id: str, ahead: int = AVERAGE) -> None:
-        """Bind a request to it; `ahead` is its work."""
+    def hold(self, request_id: str) -> None:
+        """Bind a request to it."""
         self.requests.add(request_id)
-        self.ahead[request_id] = ahead
-        self.load += ahead
+        self.computing.add(request_id)
         self._changed()
-
-    def expect(self, request_id: str, ahead: int) -> None:
-        """Correct the work of a request that it computes. Others are ignored."""
-        before = self.ahead.get(request_id)
-        if before is not None and before != ahead:
-            self.ahead[request_id] = ahead
-            self.load += ahead - before
-            self._changed()
 
     def finished(self, request_id: str) -> None:
         """This stage has computed a request, which may still need it."""
-        self.load -= self.ahead.pop(request_id, 0)
+        self.computing.discard(request_id)
         self.productive = True
         self._changed()
 
     def release(self, request_id: str) -> None:
         """Unbind a request. Unknown ids are ignored."""
         self.requests.discard(request_id)
-        self.load -= self.ahead.pop(request_id, 0)
+        self.computing.discard(request_id)
         self._changed()
 
     def release_all(self) -> None:
         """Unbind all requests."""
         self.requests.clear()
-        self.ahead.clear()
-        self.load = 0
+        self.computing.clear()
         self._changed()
 
     def status(self) -> StageStatus:
@@ -259,19 +236,13 @@ class ReplicaTable:
 
     The least loaded one of a stage comes from a heap. Every change of a replica puts a new entry on it, and outdated
     entries are skipped, so that a choice among a thousand costs no search.
-
-    Args:
-        by_requests: whether the least loaded is the one with the fewest requests; else that with the least work ahead.
     """
 
-    def __init__(self, by_requests: bool = False) -> None:
-        self._by_requests = by_requests
+    def __init__(self) -> None:
         self._replicas: dict[tuple[str, int], Replica] = {}
         self._by_stage: dict[str, dict[int, Replica]] = {}
         self._by_host: dict[tuple[str, int], dict[int, Replica]] = {}
         self._heaps: dict[str, list[tuple[Preference, int]]] = {}  # with the epoch
-        self._voices: tuple[str, ...] | None = None
-        self._sample_rate = 0
 
     def __iter__(self) -> Iterator[Replica]:
         """Iterate in order of the stages, those of a stage in order of their numbers."""
@@ -290,7 +261,6 @@ class ReplicaTable:
             replica.spare, replica.joining = before.spare, before.joining
         if before is not None and before.spawn_epoch == spawn_epoch:  # the same process
             replica.orders, replica.productive = before.orders, before.productive
-        replica.by_requests = self._by_requests
         others = self._by_stage.setdefault(stage, {})
         others[index] = replica
         if before is None:
@@ -300,7 +270,7 @@ class ReplicaTable:
         self._by_host.setdefault((stage, node), {})[index] = replica
         self._heaps.setdefault(stage, [])
         replica.on_change = self._note
-        self._note(replica, facts=True)
+        self._note(replica)
         return replica
 
     def remove(self, replica: Replica) -> None:
@@ -308,11 +278,8 @@ class ReplicaTable:
         replica.on_change = None
         del self._replicas[(replica.stage, replica.index)], self._by_stage[replica.stage][replica.index]
         del self._by_host[replica.stage, replica.node][replica.index]
-        self._voices = None
 
-    def _note(self, replica: Replica, facts: bool) -> None:
-        if facts:
-            self._voices = None
+    def _note(self, replica: Replica) -> None:
         if not replica.takes_requests:
             return
         heap = self._heaps[replica.stage]
@@ -389,7 +356,8 @@ class ReplicaTable:
         absent = [replica for replica in self.places(stage) if not replica.ready]
         pairs = list(zip(spares, absent, strict=False))
         for spare, replaced in pairs:
-            spare.spare, replaced.spare = False, True
+            spare.update(spare=False)
+            replaced.update(spare=True)
         return pairs
 
     @property
@@ -403,18 +371,12 @@ class ReplicaTable:
     @property
     def voices(self) -> tuple[str, ...]:
         """All voices that the loaded stages know."""
-        return self._facts()[0]
+        return tuple(dict.fromkeys(voice for replica in self for voice in replica.voices))
 
     @property
     def sample_rate(self) -> int:
         """Hz of the pipeline's audio; 0 while no stage that makes sound is loaded."""
-        return self._facts()[1]
-
-    def _facts(self) -> tuple[tuple[str, ...], int]:
-        if self._voices is None:
-            self._voices = tuple(dict.fromkeys(voice for replica in self for voice in replica.voices))
-            self._sample_rate = max((replica.sample_rate for replica in self), default=0)
-        return self._voices, self._sample_rate
+        return max((replica.sample_rate for replica in self), default=0)
 
     def missing(self) -> list[Replica]:
         """Replicas that are not ready, in order of the pipeline."""

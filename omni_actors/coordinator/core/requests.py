@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from omni_actors.coordinator.core.conversations import Part
 from omni_actors.coordinator.core.delivery import Delivery
 from omni_actors.coordinator.core.evidence import Evidence
-from omni_actors.coordinator.core.forecast import Work
 from omni_actors.coordinator.core.slots import Ticket
 from omni_actors.coordinator.core.states import REQUEST_TRANSITIONS, RequestEvent, RequestState
 from omni_actors.protocol.adapters import Adapter
@@ -97,11 +95,10 @@ class ActiveRequest:
     voice: str | None = None
     priority: int = 0
     retained: Retained | None = None
-    parts: tuple[Part, ...] = ()  # by which its conversation is recognized
+    parts: tuple[bytes, ...] = ()  # hashes by which its conversation is recognized
     information: frozenset[str] = frozenset()  # names of what the client sent, also when it is no longer kept
     state: RequestState = RequestState.QUEUED
     bound: dict[str, ReplicaId] = field(default_factory=dict)  # by stage; not all of them while it waits
-    work: dict[str, Work] = field(default_factory=dict)  # what it is for each bound stage
     attempt: int = 0
     attempts: dict[str, int] = field(default_factory=dict)
     opened_at: dict[str, float] = field(default_factory=dict)  # when each bound stage was

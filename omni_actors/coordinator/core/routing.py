@@ -1,35 +1,42 @@
-"""Chooses the replica of a stage that takes a request: by the work that it has ahead, and by what it already has.
+"""Chooses the replica of a stage that takes a request.
 
-Every choice starts with the replica that is expected to be through first. Two others may take its place if they have
-little more ahead: the one with the conversation's earlier turns in its prefix cache, and one on the host, or the GPU,
-of the stage before. How much more is bounded (`coordinator.routing`), so a conversation that everyone asks about fills
-one replica only up to there. What such a choice looks at is bounded, too, however many replicas there are.
+It is the one that computes the fewest requests; among equals, one on the host of the stage before, with which it shares
+memory. The next turn of a conversation goes to the replica that has the turns before in its prefix cache, unless that
+one has much more to do than the mean: so a conversation that everyone asks about fills one replica only up to there.
+
+A turn brings all earlier ones along. A prompt is cut where a later one may continue it, after each message or after
+each block of tokens, and the hash of all before a cut names that part. What is remembered of a request is the hash of
+its whole prompt; a later request is looked up by its longest part that is known. A wrong match costs time, never an
+answer: a replica computes what it does not have.
 """
 
 from __future__ import annotations
 
 import collections
+import hashlib
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
+
 from omni_actors.config import Modality, PipelineConfig, StageConfig, StageKind
-from omni_actors.config.devices import slot_devices
-from omni_actors.coordinator.core.conversations import Conversations, Part, parts_of
-from omni_actors.coordinator.core.forecast import AVERAGE, Forecast
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.requests import ActiveRequest
 from omni_actors.protocol.codec import Frame
-from omni_actors.protocol.header import Body
+from omni_actors.protocol.fields import TOKEN_BYTES
 from omni_actors.protocol.payloads import Prompt, StageParams
-from omni_actors.protocol.results import StageDone
 
 NEIGHBOURS = 16  # replicas of a host that are looked at for one choice
-SAME_GPU = 1.25  # times the lead of the same host
+CONVERSATIONS = 65_536  # turns of which the replica is remembered, the latest ones
+ABOVE_MEAN = 1.25  # times the mean of requests, and one more: up to there a replica gets the turns of its conversations
+BLOCK_BYTES = 256 * TOKEN_BYTES  # of token ids between two cuts
+CUTS = 16  # the last ones of a prompt: more than one turn adds
+SAMPLE_BYTES = 1024  # of a medium, at its start, middle and end: hashing all of a video would hold up the coordinator
+DIGEST_BYTES = 8
 
 
 class Router:
-    """The choice among the replicas of each stage, with what it takes to make it.
+    """The choice among the replicas of each stage.
 
     Attributes:
         chosen: how many choices went to the holder of a prefix ("prefix"), to the least loaded one ("load"), to the
@@ -37,20 +44,14 @@ class Router:
     """
 
     def __init__(self, pipeline: PipelineConfig, replicas: ReplicaTable) -> None:
-        self._settings = pipeline.coordinator.routing
         self._replicas = replicas
-        self._stages = {stage.name: stage for stage in pipeline.stages}
-        self._devices: dict[tuple[str, int], frozenset[int]] = {}
         self._caches = frozenset(stage.name for stage in pipeline.stages if _caches_prefixes(stage))
         self._text_stages = tuple(stage.name for stage in pipeline.stages if Modality.TEXT in stage.outputs)
-        self.forecast = Forecast(pipeline)
-        self.conversations = Conversations(self._settings.conversations if self._settings.prefix_lead else 0)
+        self._holders: collections.OrderedDict[tuple[str, bytes], tuple[int, int]] = collections.OrderedDict()
         self.chosen: collections.Counter[str] = collections.Counter()
 
-    # -- choices ------------------------------------------------------------------------------------------------------
-
-    def parts(self, prompt: Prompt, buffers: Sequence[Frame], params: dict[str, StageParams]) -> tuple[Part, ...]:
-        """By what to recognize a prompt; nothing if no stage has a choice that depends on it."""
+    def parts(self, prompt: Prompt, buffers: Sequence[Frame], params: dict[str, StageParams]) -> tuple[bytes, ...]:
+        """The hashes by which to recognize a prompt; nothing if no stage has a choice that depends on it."""
         if not any(self._replicas.count(stage) > 1 for stage in self._caches):
             return ()
         adapters = (params[stage].adapter for stage in self._text_stages if stage in params)
@@ -61,93 +62,48 @@ class Router:
         least = self._replicas.choose(stage)
         if least is None:
             return None
-        holder, prefix = self._holder(stage, request)
-        sources = tuple(sources) if self._settings.host_lead else ()
-        best, price = least, math.inf
-        away = [source for source in sources if self._nearness(least, (source,)) < self._nearest(source)]
-        for replica in itertools.chain((least, holder), *(self._on_host(stage, source) for source in away)):
-            if replica is None or not replica.takes_requests or (replica.congested and not least.congested):
-                continue
-            held, near = prefix if replica is holder else 0.0, self._nearness(replica, sources)
-            if (paid := replica.cost - AVERAGE * (held + near)) < price:
-                best, price = replica, paid
-        self.chosen["prefix" if best is holder and prefix else "load" if best is least else "host"] += 1
+        best, by = self._holder(stage, request.parts, least), "prefix"
+        if best is None:
+            best, by = self._beside(sources, least), "host"
+        if best is None:
+            best, by = least, "load"
+        self.chosen[by] += 1
         return best
 
-    def _holder(self, stage: str, request: ActiveRequest) -> tuple[Replica | None, float]:
-        """The replica that has the beginning of the prompt, and its lead."""
-        if stage not in self._caches or not request.parts:
-            return None, 0.0
-        held = self.conversations.holder(stage, request.parts)
-        if held is None:
-            return None, 0.0
-        index, epoch, share = held
-        return self._replicas.find(stage, index, epoch), self._settings.prefix_lead * share
+    def _holder(self, stage: str, parts: Sequence[bytes], least: Replica) -> Replica | None:
+        """The replica that has the beginning of a prompt, unless it has too much to do."""
+        if stage not in self._caches:
+            return None
+        found = next(filter(None, (self._holders.get((stage, part)) for part in parts)), None)
+        holder = self._replicas.find(stage, *found) if found is not None else None
+        if holder is None or not holder.takes_requests or (holder.congested and not least.congested):
+            return None
+        loads = [len(replica.computing) for replica in self._replicas.of(stage) if replica.takes_requests]
+        return holder if len(holder.computing) <= ABOVE_MEAN * sum(loads) / len(loads) + 1 else None
 
-    def _on_host(self, stage: str, source: Replica) -> Iterator[Replica]:
-        return itertools.islice(self._replicas.on_host(stage, source.node), NEIGHBOURS)
+    def _beside(self, sources: Iterable[Replica], least: Replica) -> Replica | None:
+        """A replica that has as little to do as the least loaded one and shares a host with a source, as that does not.
 
-    def _nearest(self, source: Replica) -> float:
-        """The lead of a replica that could not be nearer to one that feeds it."""
-        return self._settings.host_lead * (SAME_GPU if self._gpus(source) else 1.0)
-
-    def _nearness(self, replica: Replica, sources: Iterable[Replica]) -> float:
-        """The lead of a replica on the host, or the GPU, of one that feeds it."""
-        lead = 0.0
-        for source in sources:
-            if source.node == replica.node:
-                gpus = self._gpus(source)
-                same_gpu = bool(gpus) and not gpus.isdisjoint(self._gpus(replica))
-                lead = max(lead, self._settings.host_lead * (SAME_GPU if same_gpu else 1.0))
-        return lead
-
-    def _gpus(self, replica: Replica) -> frozenset[int]:
-        """The GPUs that the YAML gives a replica; none if it does not say."""
-        place = replica.stage, replica.slot
-        if place not in self._devices:
-            stage = self._stages[replica.stage]
-            self._devices[place] = frozenset(slot_devices(stage, replica.slot, 0) if stage.devices else ())
-        return self._devices[place]
-
-    # -- what follows -------------------------------------------------------------------------------------------------
+        `None` if the least loaded one does, or there is none.
+        """
+        hosts = [source.node for source in sources]
+        if not hosts or least.node in hosts:
+            return None
+        found = itertools.chain(
+            *(itertools.islice(self._replicas.on_host(least.stage, node), NEIGHBOURS) for node in hosts)
+        )
+        equal = (least.congested, len(least.computing))
+        return next((one for one in found if one.takes_requests and (one.congested, len(one.computing)) == equal), None)
 
     def hold(self, request: ActiveRequest, replica: Replica) -> None:
-        """Bind a request to a replica, with the work that it is expected to be."""
-        stage = replica.stage
-        work = request.work[stage] = self.forecast.work(stage, request.stages, request.params[stage])
-        replica.hold(request.request_id, work.ahead)
-        if stage in self._caches:
-            self.conversations.computes(replica, request.parts)
-
-    def notice(self, request: ActiveRequest, stage: str, body: Body) -> None:
-        """Take note of what a stage sent."""
-        if isinstance(body, StageDone):
-            self._finished(request, stage, body)
-            return
-        amount = self.forecast.amount(body)
-        if amount:
-            for concerned in self.forecast.speech if stage == self.forecast.sound else (stage,):
-                work = request.work.get(concerned)
-                if work is not None and work.advance(amount):
-                    self._expect(request, concerned)
-
-    def _finished(self, request: ActiveRequest, stage: str, body: StageDone) -> None:
-        replica = self._replicas.at(request.bound[stage])
-        if replica is not None:
-            replica.slowness = self.forecast.pace(stage, replica.pace, body.usage)
-        self.forecast.learn(stage, request.stages, body.usage, request.work.get(stage))
-        if stage == self.forecast.text:
-            for later in self.forecast.speech:
-                work = request.work.get(later)
-                if work is not None:
-                    work.resize(*self.forecast.spoken(body.usage.output_tokens))
-                    self._expect(request, later)
-
-    def _expect(self, request: ActiveRequest, stage: str) -> None:
-        replica_id = request.bound.get(stage)
-        replica = self._replicas.at(replica_id) if replica_id is not None else None
-        if replica is not None:
-            replica.expect(request.request_id, request.work[stage].ahead)
+        """Bind a request to a replica, and remember that this one computes its prompt."""
+        replica.hold(request.request_id)
+        if replica.stage in self._caches and request.parts:
+            key = (replica.stage, request.parts[0])
+            self._holders[key] = (replica.index, replica.epoch)
+            self._holders.move_to_end(key)
+            if len(self._holders) > CONVERSATIONS:
+                self._holders.popitem(last=False)
 
 
 def _caches_prefixes(stage: StageConfig) -> bool:
@@ -155,3 +111,44 @@ def _caches_prefixes(stage: StageConfig) -> bool:
     kinds = (StageKind.AUTOREGRESSIVE, StageKind.ECHO, StageKind.CUSTOM)
     cached = stage.engine.get("enable_prefix_caching") is not False  # on by default in all models that write text
     return Modality.TEXT in stage.outputs and stage.kind in kinds and cached
+
+
+def parts_of(prompt: Prompt, buffers: Sequence[Frame], adapter: str | None = None) -> tuple[bytes, ...]:
+    """The hashes of the beginnings of a prompt, the longest first, which is whole but for a piece of a block.
+
+    At most `CUTS`. Another `adapter` would find nothing in the cache.
+    """
+    if prompt.embeds is not None:
+        return ()
+    hashed = hashlib.blake2b(msgspec.msgpack.encode((adapter, prompt.tools)), digest_size=DIGEST_BYTES)
+    cuts: collections.deque[bytes] = collections.deque(maxlen=CUTS)
+    for piece in _messages(prompt, buffers) if prompt.messages else _blocks(prompt, buffers):
+        hashed.update(piece)
+        cuts.appendleft(hashed.digest())
+    return tuple(cuts)
+
+
+def _messages(prompt: Prompt, buffers: Sequence[Frame]) -> Iterator[bytes]:
+    for message in prompt.messages:
+        media = [part.media for part in message.content if part.media is not None]
+        yield msgspec.msgpack.encode(message) + b"".join(_sample(prompt, index, buffers) for index in media)
+
+
+def _blocks(prompt: Prompt, buffers: Sequence[Frame]) -> Iterator[bytes]:
+    """Whole blocks of tokens; the media, of which the tokens do not say where they stand, go with the first one."""
+    ids = prompt.token_ids
+    whole = max(len(ids) // BLOCK_BYTES, 1) * BLOCK_BYTES
+    media = b"".join(_sample(prompt, index, buffers) for index in range(len(prompt.media)))
+    for begin in range(0, min(whole, len(ids)), BLOCK_BYTES):
+        yield (media if not begin else b"") + ids[begin : begin + BLOCK_BYTES]
+
+
+def _sample(prompt: Prompt, index: int, buffers: Sequence[Frame]) -> bytes:
+    """Some bytes of a medium that tell it from others."""
+    tensor = prompt.media[index].tensor
+    if tensor.buffer >= len(buffers):
+        return b""
+    data = memoryview(buffers[tensor.buffer]).cast("B")
+    middle = len(data) // 2
+    pieces = (data[:SAMPLE_BYTES], data[middle : middle + SAMPLE_BYTES], data[-SAMPLE_BYTES:])
+    return b"".join((msgspec.msgpack.encode((tensor.shape, len(data))), *pieces))

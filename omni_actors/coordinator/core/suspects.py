@@ -124,7 +124,7 @@ class IsolationRuns:
             replica = self._replicas.choose(run.stage) if self._may_start(run.stage) else None
             if replica is None:
                 return None
-            replica.reserved = True
+            replica.update(reserved=True)
             run.replica, run.until = replica, now + EMPTY_SECONDS
         if not run.started and (not run.replica.computing or now >= run.until):
             run.started, run.until = True, now + 2 * max(map(_seconds_to_pass, run.members.values()))
@@ -167,7 +167,7 @@ class IsolationRuns:
 
     def _release(self, run: IsolationRun) -> None:
         if run.replica is not None:
-            run.replica.reserved = False
+            run.replica.update(reserved=False)
             run.replica, run.started, run.until = None, False, math.inf
             self.ended = True
 
