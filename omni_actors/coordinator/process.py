@@ -34,11 +34,15 @@ logger = logs.get_logger(__name__)
 ORPHAN_SECONDS = 3.0  # after which a process without a launcher ends even if its event loop hangs
 FAREWELL_SECONDS = 0.2  # for the last answers to clients when the launcher is dead
 EXIT_REFUSED = 3
+EXIT_BROKEN = 4
 ADAPTERS_FILE = "adapters.json"
 
 
 def main() -> int:
-    """Run until SIGTERM, an operator's shutdown, or a launch that fails: exit code 0; 3 if it cannot start."""
+    """Run until SIGTERM, an operator's shutdown, or a launch that fails.
+
+    Exit code 0; 3 if it cannot start, 4 if it cannot go on.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides in which order things end
     setproctitle.setproctitle("omni:coordinator")
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=CoordinatorSpec)
@@ -69,7 +73,11 @@ async def _run(spec: CoordinatorSpec) -> int:
     threading.Thread(target=_end_as_orphan, args=(spec, launcher), daemon=True).start()
     loop.add_signal_handler(signal.SIGTERM, coordinator.stop)
     _answer(Listening(coordinator.client_endpoint, coordinator.control_endpoint))
-    await coordinator.run()
+    try:
+        await coordinator.run()
+    except Exception:
+        logger.critical("the coordinator cannot go on; its launcher starts another one", exc_info=True)
+        return EXIT_BROKEN
     _answer(Finished(coordinator.failure))
     return EXIT_OK
 

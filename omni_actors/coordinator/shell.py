@@ -20,6 +20,7 @@ from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.adapters import AdapterOrders, remembered_adapters
 from omni_actors.coordinator.admin import AdminCommands
 from omni_actors.coordinator.client_links import ClientLinks
+from omni_actors.coordinator.control_links import ControlLinks
 from omni_actors.coordinator.core.adapters import AdapterRegistry
 from omni_actors.coordinator.core.fleet import TICK_SECONDS as FLEET_TICK_SECONDS
 from omni_actors.coordinator.core.fleet import Fleet
@@ -50,7 +51,7 @@ from omni_actors.host.clocks import STEADY
 from omni_actors.logs import get_logger, is_worth_a_line, redraw, say
 from omni_actors.protocol.adapters import AdapterLoaded, ManageAdapter
 from omni_actors.protocol.client import ClientToCoordinator, Describe, Observe, Operate, Submit
-from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, encode
+from omni_actors.protocol.codec import BadBody, BadHeader, Decoder
 from omni_actors.protocol.common import Abort, Credit
 from omni_actors.protocol.control import Heartbeat, StageToCoordinator
 from omni_actors.protocol.header import Body, Header, ReplicaId
@@ -61,7 +62,7 @@ from omni_actors.telemetry.collector import Exporter, TelemetryCollector
 from omni_actors.transport.credit import Traffic
 from omni_actors.transport.curve import load_keys
 from omni_actors.transport.reader import SocketReader
-from omni_actors.transport.sockets import PeerGone, Sockets, try_send
+from omni_actors.transport.sockets import Sockets
 from omni_actors.transport.zap import EVERYONE, KeyOwners
 
 logger = get_logger(__name__)
@@ -123,6 +124,7 @@ class Coordinator:
         self._collector = TelemetryCollector(exporter)
         self._traffic: dict[str, Traffic] = {CLIENTS: Traffic()}  # of edges to stages, as "talker/0", and to clients
         self._dropped: collections.Counter[str] = collections.Counter()
+        self._broken: Exception | None = None  # why this coordinator cannot go on
         self._idle = asyncio.Event()  # nothing is in flight
         self._idle.set()
         self._stopping = asyncio.Event()
@@ -170,7 +172,8 @@ class Coordinator:
         self._client_reader = SocketReader(
             self._clients, self._on_client, self._client_links.flush, self._sockets.receive_from_client
         )
-        self._control_reader = SocketReader(self._control, self._on_control)
+        self._control_links = ControlLinks(self._control, pipeline.limits)
+        self._control_reader = SocketReader(self._control, self._on_control, self._flush_control)
         self._results_reader = SocketReader(self._results, self._on_result)
         self._obey(self.fleet.start(time.monotonic()))
         self._restoring = asyncio.create_task(self._repeat(LOOK_SECONDS, self._restore_files), name="socket files")
@@ -188,18 +191,31 @@ class Coordinator:
         return self.fleet.launch.failure
 
     async def run(self) -> None:
-        """Serve until `stop` or a launch that fails. Then let requests finish, tell everyone, and close."""
+        """Serve until `stop` or a launch that fails. Then let requests finish, tell everyone, and close.
+
+        Raises:
+            Exception: what was decided could not be carried out, so that this coordinator no longer knows what is true.
+                Stages and nodes go on and wait for the next one.
+        """
         try:
             await self._stopping.wait()
+            if self._broken is not None:
+                raise self._broken
             await self._drain()
         finally:
-            self._do(self._requests.shut_down(STEADY()))
-            self._obey(self.fleet.shut_down())
+            if self._broken is None:
+                self._do(self._requests.shut_down(STEADY()))
+                self._obey(self.fleet.shut_down())
             await self._close()
 
     def stop(self) -> None:
         """End the pipeline in order; `run` returns when that is done."""
         self.fleet.stop()
+        self._stopping.set()
+
+    def _give_up(self, error: Exception) -> None:
+        """Have `run` end with an error: the launcher starts another coordinator."""
+        self._broken = self._broken or error
         self._stopping.set()
 
     def _on_shutdown(self) -> None:
@@ -342,15 +358,20 @@ class Coordinator:
                 self._client_links.send(instruction)
             else:
                 self._stages.send(instruction)
+        for replica_id, congested in self._stages.changes():
+            self._requests.note_congestion(replica_id, congested)
 
     def _obey(self, instructions: Iterable[FleetInstruction]) -> None:
-        """Carry out what was decided about processes. One failure must not keep the others from being carried out."""
+        """Carry out what was decided about processes.
+
+        That a process cannot be reached is an event. After any other failure the core believes what has not happened.
+        """
         for instruction in instructions:
             try:
                 self._carry_out(instruction)
-            except Exception:  # the rest of the instructions belong to other replicas
-                logger.exception("failed to carry out %s", instruction)
-                self._dropped["failed_instruction"] += 1
+            except Exception as error:
+                self._give_up(error)
+                raise
 
     def _carry_out(self, instruction: FleetInstruction) -> None:
         match instruction:
@@ -361,20 +382,30 @@ class Coordinator:
             case Log(level, text, stage):
                 logger.log(level, "%s", text, extra={"stage": stage})
             case TellNode(rank, body):
-                self._send_control(f"node/{rank}", body)
+                try:
+                    self._control_links.send(f"node/{rank}", body)
+                except OmniError as error:
+                    self._obey(self.fleet.node_unreachable(rank, str(error), time.monotonic()))
+                self._control_reader.poke()
             case TellReplica(replica_id, body):
-                self._send_control(f"{replica_id.stage}/{replica_id.replica}/{replica_id.epoch}", body)
+                try:
+                    self._control_links.send(f"{replica_id.stage}/{replica_id.replica}/{replica_id.epoch}", body)
+                except OmniError as error:
+                    self._obey(self.fleet.unreachable(replica_id, str(error), time.monotonic()))
+                self._control_reader.poke()
             case ReplicaSpawned(stage, index, spawn_epoch):
                 self._collector.replica_spawned(stage, index, spawn_epoch)
             case ReplicaRegistered(replica):
-                self._stages.open(replica)
+                try:
+                    self._stages.open(replica)
+                except OmniError as error:
+                    self._obey(self.fleet.unreachable(replica.replica_id, str(error), time.monotonic()))
             case ReplicaReady(replica):
                 self._adapter_orders.carry_out(self._adapters.ready(replica))
                 self._do(self._requests.reopen(STEADY()))
             case ReplicaLost(replica, why, evidence):
                 self._stages.close(replica.replica_id)
                 self._collector.replica_ended(replica.stage, replica.index)
-                self._requests.speech.take_beat(replica.stage, replica.index, 0)
                 self._adapter_orders.carry_out(self._adapters.lost(replica))
                 self._do(self._requests.replica_lost(replica, STEADY(), why, evidence))
             case ReplicaRemoved(stage, index):
@@ -384,9 +415,11 @@ class Coordinator:
                     self._memory.write(state)
             case Measured(replica, Heartbeat() as beat):
                 self._collector.requests.message_received(replica.name, beat.sent)
-                self._requests.speech.take_beat(replica.stage, replica.index, beat.listeners)
+                self._requests.take_beat(replica, beat.listeners)
             case Measured(replica, Snapshot() as snapshot):
                 self._collector.take_snapshot(replica.stage, replica.index, snapshot)
+            case Measured():  # all of what it may hold is above; mypy does not look into fields
+                pass
             case GiveUp():
                 self._stopping.set()
 
@@ -394,12 +427,15 @@ class Coordinator:
         """An attempt did not reach its stage."""
         self._do(self._requests.reject_from_stage(header, error, STEADY()))
 
-    def _send_control(self, identity: str, body: Body) -> None:
-        with contextlib.suppress(PeerGone):  # the fleet notices that, too
-            frames = encode(Header(""), body, limits=self._pipeline.limits)
-            if not try_send(self._control, [identity.encode(), *frames]):
-                logger.warning("%s takes no control messages; dropped %s", identity, type(body).__name__)
-        self._control_reader.poke()
+    def _flush_control(self) -> None:
+        for identity in self._control_links.flush():
+            logger.error("%s has taken no control message for too long", identity)
+            kind, index, *epoch = identity.split("/")
+            now, why = time.monotonic(), "it takes no control messages"
+            if epoch:
+                self._obey(self.fleet.unreachable(ReplicaId(kind, int(index), int(epoch[0])), why, now))
+            else:
+                self._obey(self.fleet.node_unreachable(int(index), why, now))
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -408,12 +444,13 @@ class Coordinator:
             await asyncio.sleep(seconds)
             try:
                 work()
-            except Exception:  # nothing else keeps deadlines or restarts processes: it has to go on
-                logger.exception("a tick of the coordinator failed")
-                self._dropped["failed_tick"] += 1
+            except Exception as error:  # nothing else keeps deadlines or restarts processes
+                self._give_up(error)
+                raise
 
     def _on_tick(self) -> None:
         self._do(self._requests.tick(STEADY()))
+        self._flush_control()
         self._client_links.flush()
         self._client_links.end_gone()
         self._client_links.sweep()

@@ -47,6 +47,8 @@ class StageLinks:
         self._traffic = traffic
         self._dropped = dropped
         self._links: dict[ReplicaId, Link] = {}
+        self._congested: set[ReplicaId] = set()
+        self._changes: dict[ReplicaId, bool] = {}
         self._disconnects: DisconnectDetector[ReplicaId] = DisconnectDetector()
         self._received: ReceivedCredit[ReplicaId] = ReceivedCredit(self._flow.edge_messages, self._flow.edge_bytes)
 
@@ -66,6 +68,7 @@ class StageLinks:
     def close(self, replica_id: ReplicaId) -> None:
         """Disconnect from a replica. Idempotent."""
         link = self._links.pop(replica_id, None)
+        self._congested.discard(replica_id)
         if link is not None:
             asyncio.get_running_loop().remove_reader(link.descriptor)
             self._disconnects.forget(replica_id)
@@ -145,14 +148,20 @@ class StageLinks:
         self._note_congestion(replica_id, link)
 
     def _note_congestion(self, replica_id: ReplicaId, link: Link) -> None:
-        """Let admission know.
+        """Note whether a stage takes no more input, for `changes`.
 
         A socket that refuses is not a slow stage, which holds us up by credit, but one that may be lost: the health
         policy will know soon, and what waits here is replayed then.
         """
-        replica = self._state.replicas.at(replica_id)
-        if replica is not None:
-            self._state.gate.set_congested(replica, link.congested and not link.refused)
+        congested = link.congested and not link.refused
+        if congested != (replica_id in self._congested):
+            self._changes[replica_id] = congested
+            (self._congested.add if congested else self._congested.discard)(replica_id)
+
+    def changes(self) -> list[tuple[ReplicaId, bool]]:
+        """The replicas of which it has changed since the last call whether they take more input: whether they don't."""
+        changes, self._changes = list(self._changes.items()), {}
+        return changes
 
     def _fail_later(self, request_id: str, replica_id: ReplicaId, error: OmniError, attempt: int) -> None:
         """Fail an attempt later on the loop, outside of the instructions that are being carried out now."""

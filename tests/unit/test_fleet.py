@@ -225,3 +225,18 @@ def test_a_stop_during_the_start_ends_at_once_and_is_no_failure() -> None:
     world.fleet.stop()
     world.fleet.end()
     assert world.fleet.launch.state is LaunchState.STOPPING
+
+
+def test_a_process_that_cannot_be_told_anything_is_replaced_and_a_node_counts_as_away_until_it_is_back() -> None:
+    world = World(two_hosts()).launch()
+    talker = world.replica("talker", 1)
+    done = world.take(world.fleet.unreachable(talker.replica_id, "it takes nothing", world.now))
+    assert [kill.replica for kill in to_node(done, KillReplica, rank=1)] == [1]
+    assert world.take(world.fleet.unreachable(talker.replica_id, "it takes nothing", world.now)) == []
+    world.ended("talker", 1, exit_code=-9)
+    world.wait(2)
+    assert world.state("talker", 1) is ReplicaState.STARTING
+    away = world.take(world.fleet.node_unreachable(1, "it takes nothing", world.now))
+    assert losses(away) == {"talker/1": "node 1 is away: it takes nothing"}
+    assert world.take(world.fleet.node_unreachable(1, "it takes nothing", world.now)) == []
+    assert starts(world.node_hello(rank=1), rank=1) == ["talker/1"]

@@ -40,7 +40,7 @@ def begun(instructions: Sequence[Instruction]) -> list[tuple[str, str, int]]:
 def one_place(**coordinator: object) -> RequestMachine:
     """One answer may be spoken at a time."""
     state = ready(**coordinator)
-    state.speech.take_beat("code2wav", 0, 1)
+    state.take_beat(state.replicas.current("code2wav", 0), 1)
     return state
 
 
@@ -65,8 +65,8 @@ def test_speech_begins_with_the_first_text_if_it_has_a_place_and_text_alone_neve
 
 def test_as_many_are_spoken_at_once_as_the_stage_that_makes_sound_says_and_no_more_after_it_was_lost() -> None:
     state = ready(speech_pace=2.0)
-    state.speech.take_beat("talker", 0, 50)
-    state.speech.take_beat("code2wav", 0, 7)
+    state.take_beat(state.replicas.current("talker", 0), 50)
+    state.take_beat(state.replicas.current("code2wav", 0), 7)
     for name in ("r1", "r2", "r3", "r4"):
         ask(state, name, BOB if name == "r4" else ALICE)  # for whom a place is kept
     assert [begun(speak(state, name)) for name in ("r1", "r2", "r3", "r4")] == [
@@ -74,9 +74,9 @@ def test_as_many_are_spoken_at_once_as_the_stage_that_makes_sound_says_and_no_mo
         [],
     ]
     assert state.speech.bound == 3
-    state.speech.take_beat("code2wav", 0, 0)
+    state.take_beat(state.replicas.current("code2wav", 0), 0)
     assert begun(state.fill(NOW)) == []
-    state.speech.take_beat("code2wav", 1, 8)
+    state.take_beat(state.replicas.add("code2wav", 1, 1), 8)
     assert begun(state.fill(NOW)) == [("r4", "talker", 0)]
 
 

@@ -417,7 +417,7 @@ def test_the_connections_of_one_key_share_its_slots() -> None:
 def test_stage_without_credit_holds_requests_back_and_says_so_when_too_many_wait() -> None:
     state = ready(max_queued=1)
     replica = next(replica for replica in state.replicas if replica.stage == "talker")
-    state.gate.set_congested(replica, True)
+    state.note_congestion(replica.replica_id, True)
     assert ask(state, "r0") == []
     (refused,) = state.submit(ALICE, Header("", "r1"), submit(), [], NOW)
     assert refused.body.code is ErrorCode.OVERLOADED
@@ -426,7 +426,7 @@ def test_stage_without_credit_holds_requests_back_and_says_so_when_too_many_wait
     assert refused.body.retry_after
     assert state.in_flight == 0
     assert len(state.submit(ALICE, Header("", "r2"), submit("text"), [], NOW)) == 2, "text needs no talker"
-    state.gate.set_congested(replica, False)
+    state.note_congestion(replica.replica_id, False)
     assert opened_requests(state.fill(NOW)) == {"r0"}
     assert len(state.submit(ALICE, Header("", "r3"), submit(), [], NOW)) == 4
 

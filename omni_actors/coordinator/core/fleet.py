@@ -440,6 +440,13 @@ class Fleet:
         self.health.forget(replica)
         return [moves, *self.start_replica(replica.stage, replica.index, now), *self.remember()]
 
+    def node_unreachable(self, rank: int, why: str, now: float) -> Instructions:
+        """A node's agent cannot be told what it has to do: its replicas count as dead until it says hello again."""
+        node = self.nodes.find(rank)
+        if node is None or not node.present or self.launch.ending:
+            return []
+        return self._lose_node(node, why, now)
+
     # -- messages of stage processes ----------------------------------------------------------------------------------
 
     def from_stage(self, replica_id: ReplicaId, body: StageToCoordinator, now: float) -> Instructions:
@@ -464,8 +471,8 @@ class Fleet:
         text = f"the link to {replica_id.name} was cut; the stage should register again"
         return [Log(Level.WARNING, text), TellReplica(replica_id, Reregister())]
 
-    def not_told(self, replica_id: ReplicaId, why: str, now: float) -> Instructions:
-        """A stage process could not be told what it has to know: another process takes its place."""
+    def unreachable(self, replica_id: ReplicaId, why: str, now: float) -> Instructions:
+        """A stage process cannot be told what it has to know: another process takes its place."""
         replica = self.replicas.at(replica_id)
         if replica is None or not replica.alive or replica.orders.killed or self.launch.ending:
             return []

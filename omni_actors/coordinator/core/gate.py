@@ -134,12 +134,6 @@ class Gate:
             retry_after=RETRY_AFTER_SECONDS,
         )
 
-    def set_congested(self, replica: Replica, congested: bool) -> None:
-        """Note whether a replica has granted no credit for more input; new requests for it then wait."""
-        if replica.congested != congested:
-            replica.update(congested=congested)
-            self.slots.look_again()
-
     def _congested(self, stages: tuple[str, ...]) -> Iterator[Replica]:
         """Replicas that would get a request for these stages now, and take no more input."""
         for stage in stages:

@@ -363,6 +363,7 @@ class RequestMachine:
         error = StageLost(f"{replica.name} (epoch {replica.epoch}) died: {why}.", stage=replica.stage)
         held = [self.active[request_id] for request_id in sorted(replica.requests) if request_id in self.active]
         replica.release_all()
+        self.take_beat(replica, 0)
         self._ended.pop(replica.replica_id, None)
         held = [request for request in held if not self.planner.is_through_with(request, replica.stage)]
         culprit = self._isolation_runs.record_crash(held, replica, why, evidence, self._may_have_begun, now)
@@ -374,6 +375,17 @@ class RequestMachine:
             if request is not culprit:
                 instructions += self._replay_or_fail(request, replica.stage, error, now)
         return instructions + self.reopen(now)
+
+    def note_congestion(self, replica_id: ReplicaId, congested: bool) -> None:
+        """A replica has granted no credit for more input, or some again: new requests for it wait meanwhile."""
+        replica = self.replicas.at(replica_id)
+        if replica is not None and replica.congested != congested:
+            replica.update(congested=congested)
+            self._slots.look_again()
+
+    def take_beat(self, replica: Replica, listeners: int) -> None:
+        """A replica says for how many listeners it makes sound in time, 0 if it does not know."""
+        self.speech.take_beat(replica.stage, replica.index, listeners)
 
     def _may_have_begun(self, request: ActiveRequest, stage: str) -> bool:
         return not self.speech.holds(request, stage) and self.planner.may_have_begun(request, stage)

@@ -1,0 +1,82 @@
+"""A coordinator that cannot carry out what was decided ends, and the launcher starts another one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import omni_actors
+from omni_actors.client import AsyncOmniClient
+from omni_actors.coordinator.core.memory import FleetMemory
+from omni_actors.coordinator.memory_file import MemoryFile
+from omni_actors.coordinator.process_spec import CoordinatorSpec
+from omni_actors.coordinator.shell import Coordinator, Endpoints
+from omni_actors.protocol.client import Operation
+from omni_actors.protocol.header import PROTOCOL_VERSION
+from omni_actors.protocol.nodes import NodeHello
+from tests.support.builders import pipeline
+from tests.support.waiting import PATIENCE
+
+BROKEN_TICK = """
+import sys
+from omni_actors.coordinator import process
+from omni_actors.coordinator.core.fleet import Fleet
+
+def broken(self, now, in_flight):
+    raise RuntimeError("this tick is broken")
+
+Fleet.tick = broken
+sys.exit(process.main())
+"""
+
+
+class BrokenMemory(MemoryFile):
+    """Cannot be written, for a reason of which nobody has thought."""
+
+    def write(self, memory: FleetMemory) -> None:
+        raise RuntimeError("the memory is broken")
+
+
+def endpoints(folder: Path) -> Endpoints:
+    return Endpoints(*(f"ipc://{folder}/{name}" for name in ("client", "control", "results")))
+
+
+async def test_an_instruction_that_fails_ends_the_coordinator(short_path: Path) -> None:
+    config, memory = pipeline(), BrokenMemory(str(short_path))
+    coordinator = Coordinator(config, endpoints(short_path), time.monotonic(), memory=memory)
+    running = asyncio.create_task(coordinator.run())
+    hello = NodeHello(PROTOCOL_VERSION, omni_actors.__version__, config.digest(), (), True, 0, "")
+    coordinator.from_node(0, hello)
+    async with AsyncOmniClient(coordinator.client_endpoint) as client:
+        order = asyncio.create_task(client.operate(Operation.SCALE, config.stages[0].name, count=2))
+        async with asyncio.timeout(10 * PATIENCE):
+            with pytest.raises(RuntimeError, match="the memory is broken"):
+                await running
+        order.cancel()
+        await asyncio.gather(order, return_exceptions=True)
+
+
+def test_a_tick_that_fails_ends_the_process(short_path: Path) -> None:
+    spec = CoordinatorSpec(
+        pipeline=pipeline(),
+        **endpoints(short_path)._asdict(),
+        launcher_pid=os.getpid(),
+        run_dir=str(short_path),
+        run_dir_is_temporary=False,
+        began=time.monotonic(),
+        started=time.monotonic(),
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN_TICK], input=msgspec.json.encode(spec), capture_output=True, timeout=30 * PATIENCE
+    )
+    assert done.returncode == 4
+    assert b"listening" in done.stdout
+    assert b"finished" not in done.stdout, "that would be an orderly end"
+    assert b"this tick is broken" in done.stderr
