@@ -38,7 +38,6 @@ VARIABLES = (
     Variable("OTEL_EXPORTER_OTLP_ENDPOINT", "coordinator.otlp_endpoint", "OpenTelemetry collector for spans"),
     Variable("OTEL_EXPORTER_OTLP_PROTOCOL", "coordinator.otlp_protocol", "http/protobuf or grpc"),
     Variable("OMNI_ACTORS_API_KEY", "", "key that HTTP requests must carry; required to listen off loopback"),
-    Variable("OMNI_ACTORS_OPERATOR_KEY", "", "key that HTTP requests must carry that load and unload adapters"),
     Variable("OMNI_ACTORS_MEDIA_HOSTS", "", "comma-separated hosts from which the HTTP server may fetch media"),
 )
 
@@ -75,11 +74,6 @@ def endpoint() -> str | None:
 def api_key() -> str | None:
     """The key that HTTP requests must carry; `None` for no check."""
     return os.environ.get("OMNI_ACTORS_API_KEY", "").strip() or None
-
-
-def operator_key() -> str | None:
-    """The key that HTTP requests of operators must carry; `None`: they are refused."""
-    return os.environ.get("OMNI_ACTORS_OPERATOR_KEY", "").strip() or None
 
 
 def keys_dir() -> str | None:

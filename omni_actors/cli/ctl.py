@@ -23,8 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 refused or failed, 2 wrong usage)."""
     options = parser().parse_args(with_flag(sys.argv[1:] if arguments is None else arguments))
     try:
-        if options.operation == "lora":
-            return asyncio.run(_adapters(connection(options), options))
         return asyncio.run(_run(connection(options), options, _order(options)))
     except OmniError as error:
         print(f"error ({error.code.value}): {error}", file=sys.stderr)
@@ -34,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
     usage = "omni-actors ctl [ENDPOINT] status | drain STAGE/REPLICA | restart STAGE/REPLICA | scale STAGE N"
-    usage += " | lora list | lora load NAME FOLDER | lora unload NAME | shutdown"
+    usage += " | shutdown"
     parser = flags.CommandParser(prog="omni-actors ctl", usage=usage, description=__doc__)
     add_connection(parser)
     operations = parser.add_subparsers(dest="operation", required=True)
@@ -51,12 +49,6 @@ def parser() -> argparse.ArgumentParser:
     scale.add_argument("count", type=_count, metavar="N", help="its replicas from now on, without its spares")
     scale.add_argument("--node", type=_count, metavar="RANK", help="add them on this node, or remove them from it")
     _add_wait(scale)
-    adapters = operations.add_parser("lora", help="LoRA adapters").add_subparsers(dest="action", required=True)
-    adapters.add_parser("list", help="the names of all adapters")
-    load = adapters.add_parser("load", help="load an adapter in all replicas")
-    load.add_argument("name", metavar="NAME", help="which requests give as their model")
-    load.add_argument("folder", metavar="FOLDER", help="absolute path on the hosts of the replicas, in adapter_folders")
-    adapters.add_parser("unload", help="refuse an adapter to further requests").add_argument("name", metavar="NAME")
     operations.add_parser("shutdown", help="end the pipeline, as SIGTERM does")
     return parser
 
@@ -88,19 +80,6 @@ def _order(options: argparse.Namespace) -> Operate:
         return Operate(operation, options.stage, count=options.count, node=options.node)
     stage, replica = _target(options.replica) if "replica" in options else ("", 0)
     return Operate(operation, stage, replica)
-
-
-async def _adapters(pipeline: Connection, options: argparse.Namespace) -> int:
-    """Load, unload or list adapters; prints the names of all there are then."""
-    async with AsyncOmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
-        if options.action == "load":
-            names = await client.load_adapter(options.name, options.folder)
-        elif options.action == "unload":
-            names = await client.unload_adapter(options.name)
-        else:
-            names = (await client.describe()).adapters
-    print("\n".join(names) or "There are no adapters.")
-    return EXIT_OK
 
 
 async def _run(pipeline: Connection, options: argparse.Namespace, order: Operate) -> int:

@@ -19,7 +19,6 @@ from omni_actors.client.streams import RequestStream, item_of
 from omni_actors.errors import InvalidRequest, OmniError, ProtocolError, RequestTimeout, StageLost
 from omni_actors.host.clocks import STEADY
 from omni_actors.logs import get_logger
-from omni_actors.protocol.adapters import AdapterAction, Adapters, ManageAdapter
 from omni_actors.protocol.client import (
     CoordinatorToClient,
     Describe,
@@ -46,14 +45,14 @@ from omni_actors.transport.sockets import Sockets, try_send
 
 logger = get_logger(__name__)
 
-ADAPTER_SECONDS = 70.0  # longer than the pipeline itself waits for its replicas
+
 ANSWER_SECONDS = 10.0  # a coordinator that does not answer `Describe` within this time is gone
 GRANT_MESSAGES, GRANT_BYTES = 64, 256 << 10  # received messages after which credit is granted at once
 GRANT_SECONDS = 0.05  # after which credit is granted for fewer
 PING_SECONDS = 2.0  # how often a client with requests asks whether they are still alive
 
-Answer = Description | Report | Observation | Adapters
-A = TypeVar("A", Description, Report, Observation, Adapters)
+Answer = Description | Report | Observation
+A = TypeVar("A", Description, Report, Observation)
 
 
 class AsyncOmniClient:
@@ -259,27 +258,6 @@ class AsyncOmniClient:
         """
         order = Operate(operation=operation, stage=stage, replica=replica, count=count, node=node)
         return await self._ask(order, Report, timeout)
-
-    async def load_adapter(self, name: str, folder: str, timeout: float = ADAPTER_SECONDS) -> tuple[str, ...]:
-        """Load a LoRA adapter in all replicas, as an operator; return the names of all adapters.
-
-        Args:
-            folder: absolute path on the hosts of the replicas, in one of the pipeline's `adapter_folders`.
-
-        Raises:
-            InvalidRequest: the name is in use, or the folder cannot be loaded; `field` says which.
-            Unauthorized: the key is no operator's.
-            RequestTimeout: no answer comes.
-        """
-        order = ManageAdapter(AdapterAction.LOAD, name, folder)
-        return (await self._ask(order, Adapters, timeout)).names
-
-    async def unload_adapter(self, name: str, timeout: float = ANSWER_SECONDS) -> tuple[str, ...]:
-        """Refuse a LoRA adapter to further requests, as an operator; those that run with it go on.
-
-        Raises: as `load_adapter`.
-        """
-        return (await self._ask(ManageAdapter(AdapterAction.UNLOAD, name), Adapters, timeout)).names
 
     async def metrics(self, timeout: float = ANSWER_SECONDS) -> str:
         """Return all metrics of the pipeline as Prometheus text. Raises `RequestTimeout` if no answer comes."""

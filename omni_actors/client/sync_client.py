@@ -68,14 +68,6 @@ class OmniClient:
         """See `AsyncOmniClient.operate`."""
         return self.run(lambda client: client.operate(operation, stage, replica, count=count, node=node))
 
-    def load_adapter(self, name: str, folder: str) -> tuple[str, ...]:
-        """See `AsyncOmniClient.load_adapter`."""
-        return self.run(lambda client: client.load_adapter(name, folder))
-
-    def unload_adapter(self, name: str) -> tuple[str, ...]:
-        """See `AsyncOmniClient.unload_adapter`."""
-        return self.run(lambda client: client.unload_adapter(name))
-
     def metrics(self, timeout: float = ANSWER_SECONDS) -> str:
         """See `AsyncOmniClient.metrics`."""
         return self.run(lambda client: client.metrics(timeout))

@@ -390,26 +390,6 @@ def adapted_stages(pipeline: PipelineConfig) -> tuple[str, ...]:
     return tuple(stage.name for stage in pipeline.stages if stage.kind in kinds and "text" in stage.outputs)
 
 
-def allowed_folder(folder: str, allowed: Sequence[str]) -> Path:
-    """The folder without links. Raises `InvalidRequest` if it is none, or lies in no folder that is allowed."""
-    given = Path(folder)
-    try:
-        found = given.resolve()
-        inside = given.is_absolute() and any(found.is_relative_to(Path(parent).resolve()) for parent in allowed)
-        exists = inside and found.is_dir()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InvalidRequest(f"{folder!r} cannot be a folder: {error}.", hint="", field="folder") from error
-    if not inside:
-        raise InvalidRequest(
-            f"{folder!r} is in none of the folders from which adapters may be loaded.",
-            hint="Give an absolute path in one of the pipeline's adapter_folders.",
-            field="folder",
-        )
-    if not exists:
-        raise InvalidRequest(f"There is no folder {folder!r}.", hint="Name one that PEFT has saved.", field="folder")
-    return found
-
-
 ALWAYS = "seed"  # a parameter of every stage
 
 
@@ -453,6 +433,6 @@ def unknown_adapter(name: str, known: Iterable[str]) -> InvalidRequest:
     """The refusal of a LoRA adapter that the pipeline does not have."""
     return InvalidRequest(
         f"There is no adapter {name[:200]!r}.{suggest(name[:200], list(known))}",
-        hint="`omni-actors ctl lora list` has the names of all adapters.",
+        hint="The pipeline's YAML names them as `adapters`.",
         field="adapter",
     )

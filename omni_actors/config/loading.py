@@ -92,10 +92,6 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: 
             for name, folder in pipeline.adapters.items()
         }
         pipeline = msgspec.structs.replace(pipeline, adapters=adapters)
-    if pipeline.adapter_folders:
-        base = path.parent if from_yaml("adapter_folders") else None
-        folders = [str(expanded(folder, "adapter_folders", base)) for folder in pipeline.adapter_folders]
-        pipeline = msgspec.structs.replace(pipeline, adapter_folders=folders)
     check_pipeline(pipeline, host_devices() if devices is None else devices)
     return LoadedConfig(pipeline, sources, path)
 

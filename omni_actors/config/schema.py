@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from omni_actors.errors import ConfigError
-from omni_actors.protocol.adapters import MAX_ADAPTERS, AdapterName
 from omni_actors.protocol.header import Limits
 from omni_actors.protocol.payloads import (
     AUTOREGRESSIVE_PARAMS,
@@ -30,6 +29,8 @@ Rank = Annotated[int, Meta(ge=0, le=1023)]
 StageName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,31}\Z")]
 IN_ONE_LINE = Meta(pattern=r"^[^\n\r\t]*\Z", description="in one line")
 Line = Annotated[str, Meta(min_length=1, max_length=4096), IN_ONE_LINE]
+AdapterName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^.\s/][^.\s]*\Z")]  # dots separate keys
+MAX_ADAPTERS = 256  # of a pipeline
 Origin = Annotated[str, Meta(max_length=512), Meta(pattern=r"^(\*|https?://[^/?#\s]+)\Z")]
 Host = Annotated[
     str, Meta(max_length=253), Meta(pattern=r"^[A-Za-z0-9_.:-]+\Z", description="letters, digits and `._:-`")
@@ -471,8 +472,6 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         cluster: the hosts, if there is more than one.
         adapters: LoRA adapters of the stage that writes text: folders by name, relative to the YAML file. A request
             names one as its model, or as the stage's parameter `adapter`.
-        adapter_folders: folders, relative to the YAML file, in which adapters may lie that operators load while the
-            pipeline runs; none without them. Their rank is at most 64, or `max_lora_rank` of the stage's `engine`.
         tool_call_parser: vLLM's name of the parser for the model's tool calls, such as `hermes`; without one, requests
             with tools are refused.
         tool_chat_template: file with the chat template of prompts with tools, for models whose own has no place for
@@ -491,7 +490,6 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     plugins: Annotated[list[Line], Meta(max_length=64)] = []
     cluster: ClusterConfig = ClusterConfig()
     adapters: Annotated[dict[AdapterName, Line], Meta(max_length=MAX_ADAPTERS)] = {}
-    adapter_folders: Annotated[list[Line], Meta(max_length=16)] = []
     tool_call_parser: Line | None = None
     tool_chat_template: Line | None = None
     mps: Literal["auto", "off"] = "auto"

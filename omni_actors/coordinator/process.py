@@ -35,7 +35,6 @@ ORPHAN_SECONDS = 3.0  # after which a process without a launcher ends even if it
 FAREWELL_SECONDS = 0.2  # for the last answers to clients when the launcher is dead
 EXIT_REFUSED = 3
 EXIT_BROKEN = 4
-ADAPTERS_FILE = "adapters.json"
 
 
 def main() -> int:
@@ -56,13 +55,7 @@ async def _run(spec: CoordinatorSpec) -> int:
         launcher = os.pidfd_open(spec.launcher_pid)
         endpoints = Endpoints(spec.client, spec.control, spec.results)
         coordinator = Coordinator(
-            spec.pipeline,
-            endpoints,
-            spec.began,
-            span_exporter(spec.pipeline),
-            spec.started,
-            MemoryFile(spec.run_dir),
-            Path(spec.run_dir) / ADAPTERS_FILE,
+            spec.pipeline, endpoints, spec.began, span_exporter(spec.pipeline), spec.started, MemoryFile(spec.run_dir)
         )
     except OSError:  # it died before us
         return EXIT_REFUSED

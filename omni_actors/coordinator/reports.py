@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from omni_actors.config import PipelineConfig, StageKind
-from omni_actors.coordinator.core.adapters import AdapterRegistry
 from omni_actors.coordinator.core.fleet import Fleet
 from omni_actors.coordinator.core.lifecycle import RequestMachine
 from omni_actors.coordinator.core.replicas import Replica
@@ -43,7 +42,6 @@ class Reports:
         decoders: Mapping[str, Decoder[Any]],
         traffic: Mapping[str, Traffic],
         dropped: collections.Counter[str],
-        adapters: AdapterRegistry,
     ) -> None:
         self._pipeline = pipeline
         self._requests = requests
@@ -53,7 +51,6 @@ class Reports:
         self._decoders = decoders
         self._traffic = traffic
         self._dropped = dropped
-        self._adapters = adapters
 
     def describe(self, client: bytes) -> Description:
         """Describe the pipeline and a client's own requests."""
@@ -85,7 +82,7 @@ class Reports:
             ),
             parameters=parameters,
             max_media=requests.gate.max_media,
-            adapters=self._adapters.names,
+            adapters=tuple(self._pipeline.adapters),
             speech=next((replica.speech for replica in loaded.values() if replica and replica.speech), None),
         )
 

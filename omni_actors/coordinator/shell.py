@@ -13,15 +13,12 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.adapters import AdapterOrders, remembered_adapters
 from omni_actors.coordinator.admin import AdminCommands
 from omni_actors.coordinator.client_links import ClientLinks
 from omni_actors.coordinator.control_links import ControlLinks
-from omni_actors.coordinator.core.adapters import AdapterRegistry
 from omni_actors.coordinator.core.fleet import TICK_SECONDS as FLEET_TICK_SECONDS
 from omni_actors.coordinator.core.fleet import Fleet
 from omni_actors.coordinator.core.instructions import (
@@ -49,7 +46,6 @@ from omni_actors.coordinator.stage_links import StageLinks
 from omni_actors.errors import OmniError, Unauthorized
 from omni_actors.host.clocks import STEADY
 from omni_actors.logs import get_logger, is_worth_a_line, redraw, say
-from omni_actors.protocol.adapters import AdapterLoaded, ManageAdapter
 from omni_actors.protocol.client import ClientToCoordinator, Describe, Observe, Operate, Submit
 from omni_actors.protocol.codec import BadBody, BadHeader, Decoder
 from omni_actors.protocol.common import Abort, Credit
@@ -87,7 +83,6 @@ class Coordinator:
     Args:
         began: when the launch began, on the monotonic clock.
         started: when the launcher's process started, for the times that are shown.
-        adapters_file: notes the adapters that operators load, for the next coordinator.
         exporter: receives the timelines of requests that have ended.
         memory: where what a restarted coordinator must know is kept.
 
@@ -103,7 +98,6 @@ class Coordinator:
         exporter: Exporter | None = None,
         started: float | None = None,
         memory: MemoryFile | None = None,
-        adapters_file: Path | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._memory = memory
@@ -151,22 +145,8 @@ class Coordinator:
             "control": self._control_decoder,
             "results": self._results_decoder,
         }
-        registry = AdapterRegistry(
-            pipeline, self._requests.replicas, lambda: time.time_ns() // 1_000, remembered_adapters(adapters_file)
-        )
-        self._adapters = registry
-        self._requests.gate.adapters = registry.loaded
-        self._adapter_orders = AdapterOrders(registry, self._obey, self._do, adapters_file)
         self._reports = Reports(
-            pipeline,
-            self._requests,
-            self.fleet,
-            self._stages,
-            self._collector,
-            decoders,
-            self._traffic,
-            self._dropped,
-            registry,
+            pipeline, self._requests, self.fleet, self._stages, self._collector, decoders, self._traffic, self._dropped
         )
         self._admin = AdminCommands(self._requests, self.fleet, self._reports, self._obey, self._on_shutdown)
         self._client_reader = SocketReader(
@@ -282,8 +262,6 @@ class Coordinator:
             self._answer(client, header, self._admin.answer(client, owner, body))
         elif isinstance(body, Observe):
             self._answer(client, header, self._reports.observe(body))
-        elif isinstance(body, ManageAdapter):
-            self._adapter_orders.order(client, header.request_id, owner, body)
 
     def _answer(self, client: bytes, header: Header, body: Body) -> None:
         self._do([ToClient(client, header.request_id, 0, body)])
@@ -328,10 +306,7 @@ class Coordinator:
             self.from_node(header.replica, body)
         elif header.stage:
             replica_id = ReplicaId(header.stage, header.replica, header.epoch)
-            if isinstance(body, AdapterLoaded):
-                self._adapter_orders.carry_out(self._adapters.answered(replica_id, body))
-            else:
-                self._obey(self.fleet.from_stage(replica_id, body, time.monotonic()))
+            self._obey(self.fleet.from_stage(replica_id, body, time.monotonic()))
         else:
             logger.warning("dropped a %s without a stage from %s", header.kind, identity.decode(errors="replace"))
             self._dropped["control_of_unknown_replica"] += 1
@@ -400,13 +375,11 @@ class Coordinator:
                     self._stages.open(replica)
                 except OmniError as error:
                     self._obey(self.fleet.unreachable(replica.replica_id, str(error), time.monotonic()))
-            case ReplicaReady(replica):
-                self._adapter_orders.carry_out(self._adapters.ready(replica))
+            case ReplicaReady():
                 self._do(self._requests.reopen(STEADY()))
             case ReplicaLost(replica, why, evidence):
                 self._stages.close(replica.replica_id)
                 self._collector.replica_ended(replica.stage, replica.index)
-                self._adapter_orders.carry_out(self._adapters.lost(replica))
                 self._do(self._requests.replica_lost(replica, STEADY(), why, evidence))
             case ReplicaRemoved(stage, index):
                 self._collector.replica_removed(stage, index)
@@ -459,7 +432,6 @@ class Coordinator:
         for replica_id in self._stages.cut():
             self._obey(self.fleet.link_cut(replica_id))
         self._stages.tick()
-        self._adapter_orders.carry_out(self._adapters.tick(time.monotonic()))
 
     def _restore_files(self) -> None:
         for path in self._sockets.restore_files():

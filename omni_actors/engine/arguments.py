@@ -66,7 +66,6 @@ class OmniModelConfig:
         latent_budget_bytes: bytes of device memory that a diffusion stage holds for its requests and computes with.
         decode: how a diffusion stage decodes: the fields of `config.DecodeConfig` by name.
         adapters: folders of LoRA adapters by name.
-        loads_adapters: whether operators may load others while the stage runs.
         instruction: what a prompt stage puts before what it gets.
         tool_call_parser: vLLM's name of the parser that finds tool calls in answers.
         tool_chat_template: file with the chat template of prompts with tools; default: the model's own.
@@ -80,7 +79,6 @@ class OmniModelConfig:
     steps_per_schedule: int | None = None
     decode: dict[str, Any] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)
-    loads_adapters: bool = False
     instruction: str = ""
     tool_call_parser: str | None = None
     tool_chat_template: str | None = None
@@ -166,8 +164,7 @@ class OmniEngineArgs:
             if self.engine.get(name, value) != value:
                 raise ConfigError(f"{self.where}.{name} must be {value!r} for the {self.model_config.model_stage}.")
         parallel = self._parallel_sizes()
-        later = self.model_config.loads_adapters
-        adapters = engine_arguments(self.model_config.adapters, platform, more_later=later)
+        adapters = engine_arguments(self.model_config.adapters, platform)
         if platform is Platform.CPU and self.engine.get("max_loras", math.inf) < adapters.get("max_loras", 0):
             raise ConfigError(f"{self.where}.max_loras must be at least {adapters['max_loras']} on a CPU.")
         arguments = {**_DEFAULTS, **spec.engine, **adapters, **self.engine, **spec.required}

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from vllm.config.lora import LoRAConfig
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
@@ -18,12 +16,10 @@ from omni_actors.engine.adapter import AutoregressiveAdapter, PromptOnly, Reques
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore
 from omni_actors.engine.grammars import GrammarCompiler, Prepared, needs_grammar
-from omni_actors.engine.lora import rank_of
 from omni_actors.engine.row_cache import FollowedRows
 from omni_actors.engine.vllm_engine import VllmEngine
 from omni_actors.engine.worker_base import attach, attachment_of
-from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, ModelOutputInvalid, OmniError
-from omni_actors.protocol.adapters import Adapter
+from omni_actors.errors import ConfigError, EngineError, InvalidPayload, ModelOutputInvalid, OmniError
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import HostTensor
@@ -64,7 +60,6 @@ class _Running:
     follows_rows: bool = False
     rows: FollowedRows | None = None
     output_tokens: int = 0
-    adapter: int | None = None  # its version
 
 
 class AutoregressiveEngine(VllmEngine[_Running]):
@@ -128,8 +123,6 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         """Have the adapter check the request, and give it to vLLM; see `StageEngine.start`."""
         request_id = request.request_id
         self._check_new(request_id)
-        if request.adapter is not None:
-            self.load_adapter(request.adapter)
         admission = self.adapter.admit(request, inputs)
         if (stream := admission.stream) is not None:
             self._scheduler.open_stream(request_id, stream)
@@ -137,7 +130,6 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         prompt_tokens = length_from_prompt_token_ids_or_embeds(given.prompt_token_ids, given.prompt_embeds)
         outputs = PromptOnly() if request.params.max_tokens == 0 else admission.outputs
         running = _Running(outputs, prompt_tokens, admission.row_per_position)
-        running.adapter = request.adapter.version if request.adapter is not None else None
         if needs_grammar(admission.request) or admission.work is not None:
             self._compiling[request_id] = admission.request
             self._grammars.start(admission.request, admission.work)
@@ -172,49 +164,6 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         except OmniError:
             self.abort(request_id)  # without these rows it could never end
             raise
-
-    def load_adapter(self, adapter: Adapter) -> None:
-        """Load a LoRA adapter, unless it is. Raises `InvalidRequest` if it does not fit the model."""
-        config = self.core.vllm_config.lora_config
-        if config is None:
-            super().load_adapter(adapter)
-            return
-        lora = self.adapter.lora
-        request = lora.add(adapter)
-        if request is None:
-            return
-        try:
-            self._check_fits(adapter, config, len(lora))
-            self.core.load_adapter(request, InvalidRequest)
-        except OmniError:
-            lora.remove(adapter.version)
-            raise
-
-    def _check_fits(self, adapter: Adapter, config: LoRAConfig, count: int) -> None:
-        try:
-            rank = rank_of(adapter.name, Path(adapter.folder))
-        except ConfigError as error:
-            raise InvalidRequest(error.message, hint=error.hint, field="folder") from error
-        if rank > config.max_lora_rank:
-            raise InvalidRequest(
-                f"The adapter has rank {rank}; this stage runs ranks up to {config.max_lora_rank}.",
-                hint="Set max_lora_rank in the stage's `engine` and start the pipeline again.",
-                field="folder",
-            )
-        cpu = self.core.vllm_config.device_config.device_type == "cpu"
-        places = (config.max_cpu_loras or config.max_loras) - cpu  # on a CPU the last one has to stay empty
-        if count > places:
-            raise InvalidRequest(f"This stage has places for {places} adapters.", hint="Unload another first.")
-
-    def unload_adapter(self, version: int) -> None:
-        """Free an adapter once no request runs with it."""
-        self.adapter.lora.leave(version)
-        self._free_adapters()
-
-    def _free_adapters(self) -> None:
-        needed = {running.adapter for running in self._requests.values() if running.adapter is not None}
-        for number in self.adapter.lora.gone(needed, idle=not self._requests and not self.runnable()):
-            self.core.unload_adapter(number)
 
     def over_budget(self) -> bool:
         """Whether requests, those that wait included, hold more rows than the budget admits."""
@@ -280,7 +229,6 @@ class AutoregressiveEngine(VllmEngine[_Running]):
 
     def step(self) -> Sequence[EngineEvent]:
         """Do one step of vLLM. Requests of a failed step end with an error each; others go on."""
-        self._free_adapters()
         events = self._add_compiled()
         try:
             outputs = self.core.step()

@@ -158,23 +158,15 @@ class VllmCore:
         counts: dict[str, int] = self._core.model_executor.collective_rpc("omni_counts")[0]
         return counts
 
-    def load_adapter(self, adapter: LoRARequest, problem: type[OmniError] = StartupError) -> None:
-        """Load a LoRA adapter. Raises `problem` if it does not fit the model."""
+    def load_adapter(self, adapter: LoRARequest) -> None:
+        """Load a LoRA adapter. Raises `StartupError` if it does not fit the model."""
         try:
             self._core.add_lora(adapter)
         except Exception as error:  # vLLM raises anything for files that do not fit
-            raise problem(
+            raise StartupError(
                 f"The adapter {adapter.lora_name!r} cannot be loaded: {type(error).__name__}: {error}",
                 hint=f"Check the files in {adapter.lora_path}: was it trained for this model?",
             ) from error
-
-    def adapters(self) -> set[int]:
-        """The numbers of the LoRA adapters that are loaded."""
-        return self._core.list_loras()
-
-    def unload_adapter(self, number: int) -> None:
-        """Free a LoRA adapter by vLLM's number."""
-        self._core.remove_lora(number)
 
     def prepare(self, request: EngineCoreRequest) -> tuple[Request, int]:
         """What `add` takes. Any thread may call it, and starts the compilation of a grammar with it."""

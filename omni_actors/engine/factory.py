@@ -83,7 +83,6 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
         steps_per_schedule=stage.steps_per_schedule,
         decode=msgspec.to_builtins(stage.decode) if stage.decode is not None else {},
         adapters=dict(pipeline.adapters) if stage.name in adapted_stages(pipeline) else {},
-        loads_adapters=bool(pipeline.adapter_folders) and stage.name in adapted_stages(pipeline),
         instruction=stage.instruction or "",
         tool_call_parser=pipeline.tool_call_parser,
         tool_chat_template=pipeline.tool_chat_template,

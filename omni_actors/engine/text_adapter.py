@@ -102,7 +102,7 @@ class TextAdapter(AutoregressiveAdapter):
         """
         params = _formed(request.params, calls).merged_over(self.defaults)
         check_prompt_logprobs(params, len(token_ids or ()), embeds=features.get("prompt_embeds") is not None)
-        lora = self.lora.request(params.adapter, request.adapter)
+        lora = self.lora.request(params.adapter)
         sampling = make_sampling_params(
             params,
             seed=request.effective_seed,

@@ -101,7 +101,7 @@ def _from_launcher(spec_json: str) -> tuple[socket.socket, ServerSettings]:
     if os.getppid() != spec.launcher_pid:  # it died before the line above
         raise ConfigError("The launcher is gone.", hint="")
     logs.configure("http", spec.log_file)
-    keys = {"api_key": envs.api_key(), "operator_key": envs.operator_key()}
+    keys = {"api_key": envs.api_key()}
     return socket.socket(fileno=spec.listener), msgspec.structs.replace(spec.settings, **keys)
 
 

@@ -18,7 +18,6 @@ from starlette.types import ASGIApp
 from omni_actors import __version__
 from omni_actors.errors import OmniError
 from omni_actors.http_server import (
-    adapters,
     chat,
     completions,
     files,
@@ -54,8 +53,6 @@ BODIES = (
     SpeechRequest,
     ImageRequest,
     StageParams,
-    adapters.LoadLoraAdapter,
-    adapters.UnloadLoraAdapter,
 )  # documented besides what FastAPI documents
 ERROR_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 WANTED = {  # pydantic's types of errors, as far as the routes' parameters can have them
@@ -128,7 +125,7 @@ def create_routes(
     app.add_exception_handler(HTTPException, _on_routing)
     app.add_exception_handler(Exception, _on_bug)
     audio = (speech, voices, transcriptions)
-    for module in (chat, responses, completions, *audio, images, files, realtime, adapters, status, web_page):
+    for module in (chat, responses, completions, *audio, images, files, realtime, status, web_page):
         app.include_router(module.router)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app

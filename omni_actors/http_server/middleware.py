@@ -32,7 +32,6 @@ logger = get_logger(__name__)
 
 OPEN_PATHS = frozenset({*PAGE_FILES, "/health"})  # no key needed: they hold no secrets and cause no work
 VALID_TRACEPARENT = re.compile(TRACEPARENT)
-OPERATOR_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 FORMS = ("/v1/files", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/voices", "/v1/images/edits")
 BODY_TYPES = dict.fromkeys(FORMS, "multipart/form-data")
 DEFAULT_BODY_TYPE = "application/json"
@@ -176,9 +175,7 @@ class RequestMiddleware:
             )
 
     def _check_key(self, path: str, headers: Headers) -> None:
-        key, whose = self._settings.api_key, "API"
-        if path in OPERATOR_PATHS and self._settings.operator_key is not None:
-            key, whose = self._settings.operator_key, "operator's"
+        key = self._settings.api_key
         if key is None or path in OPEN_PATHS:
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -186,7 +183,7 @@ class RequestMiddleware:
             scheme, given = "bearer", _key_of_subprotocols(headers)
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
             raise HttpError(
-                401, f"The {whose} key is missing or wrong: send Authorization: Bearer KEY.", code="invalid_api_key"
+                401, "The API key is missing or wrong: send Authorization: Bearer KEY.", code="invalid_api_key"
             )
 
     def _check_type(self, path: str, headers: Headers) -> None:

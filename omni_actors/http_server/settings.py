@@ -43,7 +43,6 @@ class ServerSettings(HttpConfig, frozen=True, kw_only=True):
         endpoint: the coordinator's client endpoint.
         keys: folder of CURVE keys for it.
         api_key: what requests must bring as `Authorization: Bearer KEY`; `None` for no check.
-        operator_key: what requests of operators must bring instead; `None` refuses them.
         check_host: refuse requests whose Host header is not a loopback name. Without it, a web page that resolves its
             own name to 127.0.0.1 could use a server that has no key.
         media_hosts: hosts from which media may be fetched over https; `.example.com` also allows its subdomains.
@@ -52,7 +51,6 @@ class ServerSettings(HttpConfig, frozen=True, kw_only=True):
     endpoint: str
     keys: str | None = None
     api_key: str | None = None
-    operator_key: str | None = None
     check_host: bool = True
     media_hosts: tuple[str, ...] = ()
 
@@ -143,7 +141,6 @@ def server_settings(http: HttpConfig, endpoint: str, keys: str | None, options: 
         endpoint=endpoint,
         keys=keys,
         api_key=api_key,
-        operator_key=envs.operator_key(),
         check_host=api_key is None and not options.http_insecure,  # `bind` then allows loopback only
         media_hosts=media_hosts(options),
     )

@@ -66,14 +66,10 @@ class ServerState:
             return self._description
         return await asyncio.shield(self._ask_once())
 
-    def changed(self) -> None:
-        """Ask again before the next answer: this server has just changed something."""
-        self._description = None
-
     async def facts(self, model: str | None = None) -> Description:
         """The same for what stays as it is: names, outputs, stages. No request waits for it while others come.
 
-        Only a `model` that is not known yet is waited for: it may be an adapter that has just been loaded.
+        Only a `model` that is not known yet is waited for: the pipeline may have been started again with more names.
 
         A description that is older than `FRESH_SECONDS` is asked for again, and used until the answer is there, but
         not for longer than `KNOWN_SECONDS`.

@@ -45,7 +45,7 @@ class HttpChild:
         self._log_file = log_file
         self.url = url(self._listener, settings)
         # Others may read a command line; the keys are inherited with the environment.
-        public = msgspec.structs.replace(settings, api_key=None, operator_key=None)
+        public = msgspec.structs.replace(settings, api_key=None)
         spec = msgspec.json.encode(HttpServerSpec(public, self._listener.fileno(), os.getpid(), str(log_file)))
         self._command = [sys.executable, "-m", "omni_actors.http_server", SPEC_FLAG, spec.decode()]
         self._backoff = Backoff(FIRST_BACKOFF, LAST_BACKOFF)

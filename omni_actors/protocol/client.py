@@ -8,7 +8,6 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from omni_actors.errors import InvalidPayload
-from omni_actors.protocol.adapters import Adapters, ManageAdapter
 from omni_actors.protocol.common import Abort, Credit, Failed
 from omni_actors.protocol.fields import TRACEPARENT, Moment, Name, Priority, ReplicaIndex, Seed, StageNameOrEmpty
 from omni_actors.protocol.header import Body
@@ -227,17 +226,7 @@ class Observation(Body, tag="observation", frozen=True):
     timelines: tuple[RequestTimeline, ...] = ()
 
 
-ClientToCoordinator = Submit | Abort | Describe | Credit | Operate | Observe | ManageAdapter
+ClientToCoordinator = Submit | Abort | Describe | Credit | Operate | Observe
 CoordinatorToClient = (
-    TextDelta
-    | AudioChunk
-    | ImageChunk
-    | LatentsChunk
-    | Progress
-    | Done
-    | Failed
-    | Description
-    | Report
-    | Observation
-    | Adapters
+    TextDelta | AudioChunk | ImageChunk | LatentsChunk | Progress | Done | Failed | Description | Report | Observation
 )

@@ -6,7 +6,6 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from omni_actors.protocol.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
 from omni_actors.protocol.fields import Count, Endpoint, EndpointOrEmpty, Moment, Name
 from omni_actors.protocol.header import Body, ReplicaId
 from omni_actors.protocol.parameters import MAX_PARAMETERS, Parameter
@@ -125,5 +124,5 @@ class Fatal(Body, tag="fatal", frozen=True):
     message: Annotated[str, Meta(max_length=16384)]
 
 
-StageToCoordinator = Hello | Loading | Ready | Heartbeat | Snapshot | Fatal | AdapterLoaded
-CoordinatorToStage = Welcome | Peers | Shutdown | Reregister | LoadAdapter | UnloadAdapter
+StageToCoordinator = Hello | Loading | Ready | Heartbeat | Snapshot | Fatal
+CoordinatorToStage = Welcome | Peers | Shutdown | Reregister

@@ -7,7 +7,6 @@ from typing import Annotated
 from msgspec import Meta
 
 from omni_actors.errors import InvalidPayload
-from omni_actors.protocol.adapters import Adapter
 from omni_actors.protocol.common import Abort, Credit
 from omni_actors.protocol.fields import Attempt, Count, Moment, Name, RequestId, Seed, check_token_ids
 from omni_actors.protocol.header import Body, ReplicaId
@@ -29,8 +28,7 @@ class OpenRequest(Body, tag="open_request", frozen=True):
     """Coordinator -> every stage of the route: a request will come.
 
     The entry stage receives its `prompt` here, and every stage the `information` that it wants. A stage for which the
-    request is `held` takes its input and starts it when `Begin` comes. `adapter` is one that was loaded while the
-    pipeline ran.
+    request is `held` takes its input and starts it when `Begin` comes.
     """
 
     route: Annotated[tuple[ReplicaId, ...], Meta(min_length=1, max_length=64)]
@@ -41,7 +39,6 @@ class OpenRequest(Body, tag="open_request", frozen=True):
     prompt: Prompt | None = None
     information: AdditionalInformationPayload | None = None
     held: bool = False
-    adapter: Adapter | None = None
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""

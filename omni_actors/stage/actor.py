@@ -261,7 +261,6 @@ class StageActor:
                 priority=request.priority,
                 streams=bool(receivers) and not self._sends_text,
                 information=information,
-                adapter=request.adapter,
             ),
             request.route,
             header.attempt,

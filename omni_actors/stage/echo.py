@@ -26,7 +26,6 @@ from msgspec import Meta, Struct
 from omni_actors.config import StageConfig, check_parameters
 from omni_actors.config.loading import explain
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, PromptTooLong
-from omni_actors.protocol.adapters import Adapter
 from omni_actors.protocol.fields import Name, unpack_token_ids
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.speech import SPEECH_INFORMATION, SpeechAbility
@@ -114,7 +113,6 @@ class EchoEngine(StageEngine):
         self._sounds = "audio" in self._outputs or self._options.sound
         self._draws = {"image", "latents"} & {*self._outputs, *(["latents"] if self._options.latents else [])}
         self._active: dict[str, _Echo] = {}
-        self._adapters: dict[int, Adapter] = {}
         if self._options.memory_bytes:
             limit = psutil.Process().memory_info().vms + self._options.memory_bytes
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -181,16 +179,6 @@ class EchoEngine(StageEngine):
         if echo is None or echo.pictures is None or rows is None:
             raise InvalidRequest("An echo stage takes its input at once.")
         echo.pictures.append((decoded(rows), not complete))
-
-    def load_adapter(self, adapter: Adapter) -> None:
-        """Take any adapter."""
-        if "text" not in self._outputs:
-            super().load_adapter(adapter)
-        self._adapters[adapter.version] = adapter
-
-    def unload_adapter(self, version: int) -> None:
-        """Forget an adapter."""
-        self._adapters.pop(version, None)
 
     def abort(self, request_id: str) -> None:
         """Forget a request. Unknown ids are ignored."""

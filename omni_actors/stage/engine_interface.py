@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from omni_actors.config import StageConfig
-from omni_actors.errors import InvalidRequest, OmniError
-from omni_actors.protocol.adapters import Adapter
+from omni_actors.errors import OmniError
 from omni_actors.protocol.fields import Scalar
 from omni_actors.protocol.logprobs import PositionLogprobs, PromptPosition
 from omni_actors.protocol.parameters import Parameter
@@ -34,7 +33,6 @@ class StageRequest:
             stage that takes the text).
         information: additional information of the client, by name: scalars, lists and tensors. Only names that the
             engine (`EngineFacts.wants_information`) or the input processor wants.
-        adapter: the LoRA adapter of `params`, if it was loaded while the pipeline ran.
     """
 
     request_id: str
@@ -44,7 +42,6 @@ class StageRequest:
     priority: int = 0
     streams: bool = True
     information: Mapping[str, InformationValue] = field(default_factory=dict)
-    adapter: Adapter | None = None
 
     @property
     def effective_seed(self) -> int:
@@ -283,13 +280,6 @@ class StageEngine(ABC):
     @abstractmethod
     def abort(self, request_id: str) -> None:
         """Drop a request and free all it holds. Idempotent; unknown ids are ignored."""
-
-    def load_adapter(self, adapter: Adapter) -> None:
-        """Load a LoRA adapter, unless it is. Raises `OmniError` if this engine cannot run it."""
-        raise InvalidRequest("This stage runs no adapters.", hint="", field="name")
-
-    def unload_adapter(self, version: int) -> None:  # noqa: B027 - not every engine runs adapters
-        """Free an adapter once no request runs with it. Unknown ones are ignored."""
 
     @abstractmethod
     def runnable(self) -> bool:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 
 from omni_actors.config import PipelineConfig
-from omni_actors.protocol.adapters import LoadAdapter, UnloadAdapter
 from omni_actors.protocol.control import CoordinatorToStage, Peers, Reregister, Shutdown, Welcome
 from omni_actors.protocol.header import ReplicaId
-from omni_actors.stage import runtime_adapters
 from omni_actors.stage.actor import StageActor
 from omni_actors.stage.device_priority import POLL_SECONDS, DemandFlag, DevicePriority
 from omni_actors.stage.engine_interface import StageEngine
@@ -52,7 +50,6 @@ class EngineLoop:
     ) -> None:
         self._actor = actor
         self._engine = engine
-        self._adapter_folders = pipeline.adapter_folders
         self._inbox = inbox
         self._inbound = inbound
         self._outbound = outbound
@@ -114,10 +111,6 @@ class EngineLoop:
         match body:
             case Peers():
                 self._outbound.set_peers(body)
-            case LoadAdapter():
-                self._inbound.tell(runtime_adapters.load(self._engine, body, self._adapter_folders))
-            case UnloadAdapter(version=version):
-                self._engine.unload_adapter(version)
             case Shutdown(reason=reason):
                 self._end_with(Stop(reason))
             case Welcome() | Reregister():  # the inbound thread has seen to them

@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Page
 
 from tests.support.browser import chromium, watched_page
 from tests.support.paths import REPOSITORY
-from tests.support.servers import ADAPTER_FOLDER, OPERATOR_KEY, HttpPipeline, close_clients
+from tests.support.servers import HttpPipeline, close_clients
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +21,8 @@ def clients_are_closed() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def echo_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpPipeline]:
-    overrides = {"adapters.pirate": tmp_path_factory.mktemp("adapter"), "adapter_folders": f"[{ADAPTER_FOLDER}]"}
-    with HttpPipeline(overrides=overrides, environment={"OMNI_ACTORS_OPERATOR_KEY": OPERATOR_KEY}) as pipeline:
+    overrides = {"adapters.pirate": tmp_path_factory.mktemp("adapter")}
+    with HttpPipeline(overrides=overrides) as pipeline:
         yield pipeline
 
 

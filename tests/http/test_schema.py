@@ -107,7 +107,6 @@ def test_the_schema_describes_the_routes_and_their_errors(echo: HttpPipeline) ->
         "/v1/files/{file_id}",
         "/v1/images/edits",
         "/v1/images/generations",
-        "/v1/load_lora_adapter",
         "/v1/models",
         "/v1/models/{name}",
         "/v1/requests",
@@ -115,7 +114,6 @@ def test_the_schema_describes_the_routes_and_their_errors(echo: HttpPipeline) ->
         "/v1/responses/{response_id}",
         TIMELINE,
         "/v1/status",
-        "/v1/unload_lora_adapter",
     }
     for path in schema["paths"].values():
         for operation in path.values():

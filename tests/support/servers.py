@@ -18,13 +18,10 @@ from openai import OpenAI
 from PIL import Image
 from starlette.types import ASGIApp
 
-from tests.support.paths import REPOSITORY
 from tests.support.pipelines import RunningPipeline
 from tests.support.waiting import PATIENCE
 
 ECHO = "stage_configs/echo.yaml"
-ADAPTER_FOLDER = REPOSITORY / "tests" / "support"  # from which the shared pipeline loads adapters: any folder in it
-OPERATOR_KEY = "open-sesame"
 
 
 def free_port() -> int:

@@ -23,7 +23,7 @@ HELP_HAS = {
     "check": "Start a pipeline of stages",
     "chat": "/save   FILE",
     "say": "--transcript TEXT",
-    "ctl": "{status,drain,restart,scale,lora,shutdown}",
+    "ctl": "{status,drain,restart,scale,shutdown}",
     "top": "omni-actors top",
     "trace": "omni-actors trace",
     "keys": "--operator NAME",
@@ -96,10 +96,7 @@ def test_the_launcher_keeps_its_own_module() -> None:
     [
         (["launch", "echo", "--htpp", ":0"], "unrecognized arguments: --htpp :0; did you mean --http?"),
         (["top", "--onec"], "unrecognized arguments: --onec; did you mean --once?"),
-        (
-            ["ctl", "statis"],
-            "invalid choice: 'statis' (choose from 'status', 'drain', 'restart', 'scale', 'lora', 'shutdown')",
-        ),
+        (["ctl", "statis"], "invalid choice: 'statis' (choose from 'status', 'drain', 'restart', 'scale', 'shutdown')"),
         (["trace"], "the following arguments are required: request"),
         (["keys"], "the following arguments are required: DIR"),
         (["chat", "--voic", "x", "--sistem", "y"], "did you mean --system?"),

@@ -11,15 +11,6 @@ import msgspec
 import pytest
 
 from omni_actors.errors import ErrorCode, InvalidPayload
-from omni_actors.protocol.adapters import (
-    Adapter,
-    AdapterAction,
-    AdapterLoaded,
-    Adapters,
-    LoadAdapter,
-    ManageAdapter,
-    UnloadAdapter,
-)
 from omni_actors.protocol.client import (
     ClientToCoordinator,
     CoordinatorToClient,
@@ -243,11 +234,6 @@ BODIES: list[tuple[Body, list[bytes]]] = [
     (Peers(peers=(), sources=(Peer("prompt", 0, 1, "ipc:///p", ARENA),)), []),
     (Operate(operation=Operation.RESTART, stage="talker", replica=1), []),
     (Operate(operation=Operation.SCALE, stage="talker", count=3, node=1), []),
-    (ManageAdapter(AdapterAction.LOAD, "poet", "/srv/poet"), []),
-    (Adapters(("pirate", "poet")), []),
-    (LoadAdapter(Adapter("poet", "/srv/poet", 7)), []),
-    (UnloadAdapter(7), []),
-    (AdapterLoaded(7, "its rank is 4000"), []),
     (
         Report(
             text="x",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from omni_actors.config import CoordinatorConfig, Modality, PipelineConfig, check_parameters, unknown_adapter
 from omni_actors.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModality, UnknownVoice, suggest
 from omni_actors.media.limits import check_counts
-from omni_actors.protocol.adapters import Adapter
 from omni_actors.protocol.client import Submit
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.parameters import Parameter
@@ -18,12 +17,11 @@ from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, DECLARED_PARAM
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """The stages that a request needs, in order of the graph, the parameters of each, and adapters loaded later."""
+    """The stages that a request needs, in order of the graph, and the parameters of each."""
 
     stages: tuple[str, ...]
     params: dict[str, StageParams]
     modalities: frozenset[str]
-    adapters: dict[str, Adapter] = field(default_factory=dict)
 
 
 def admit(
@@ -33,7 +31,6 @@ def admit(
     max_input_tokens: int = 0,
     max_media: Mapping[str, int] | None = None,
     parameters: Mapping[str, Sequence[Parameter] | None] | None = None,
-    adapters: Mapping[str, Adapter] | None = None,
 ) -> AdmittedRequest:
     """Check a request against the pipeline.
 
@@ -41,7 +38,6 @@ def admit(
         max_input_tokens: longest prompt of token ids, 0 for unknown. The tokens of a text are counted by its stage.
         max_media: how many media a prompt may have, by modality; no limit for those that are missing.
         parameters: those that the models declare, by stage, or `None`. The engine checks those of a missing stage.
-        adapters: those that operators have loaded, by name.
 
     Raises:
         UnknownModality, UnknownVoice, PromptTooLong, InvalidRequest: naming the valid values.
@@ -67,12 +63,10 @@ def admit(
                 hint=f"Ask for the outputs of {name!r} alone.",
                 field="max_tokens",
             )
-    loaded = adapters or {}
     for given in params.values():
-        if given.adapter is not None and given.adapter not in pipeline.adapters and given.adapter not in loaded:
-            raise unknown_adapter(given.adapter, [*pipeline.adapters, *loaded])
-    named = {name: loaded[given.adapter] for name, given in params.items() if given.adapter and given.adapter in loaded}
-    return AdmittedRequest(stages, params, frozenset(submit.modalities), named)
+        if given.adapter is not None and given.adapter not in pipeline.adapters:
+            raise unknown_adapter(given.adapter, pipeline.adapters)
+    return AdmittedRequest(stages, params, frozenset(submit.modalities))
 
 
 def deadline_of(coordinator: CoordinatorConfig, given: float, now: float) -> float:

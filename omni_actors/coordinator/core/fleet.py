@@ -43,7 +43,6 @@ from omni_actors.coordinator.core.restart_scope import StageGraph
 from omni_actors.coordinator.core.seats import Seats
 from omni_actors.coordinator.core.states import LaunchEvent, LaunchState, NodeEvent, ReplicaEvent, ReplicaState
 from omni_actors.errors import InvalidRequest
-from omni_actors.protocol.adapters import AdapterLoaded
 from omni_actors.protocol.control import (
     Fatal,
     Heartbeat,
@@ -535,7 +534,7 @@ class Fleet:
                 replica.last_words = message
             case Ready():
                 return self._on_ready(replica, body, now)
-            case Hello() | AdapterLoaded():  # not of a registered process; for another part of the coordinator
+            case Hello():  # not of a registered process
                 pass
         return []
 

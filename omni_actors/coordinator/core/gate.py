@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.admission import admit, deadline_of, size_of
@@ -11,7 +11,6 @@ from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.requests import ActiveRequest, Retained
 from omni_actors.coordinator.core.slots import Slots, Tenant, Ticket
 from omni_actors.errors import Overloaded, StageUnavailable, counted
-from omni_actors.protocol.adapters import Adapter
 from omni_actors.protocol.client import Submit
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.header import Header
@@ -40,7 +39,6 @@ class Gate:
         self._planner = planner
         self._new_seed = new_seed
         self._may_retain = may_retain
-        self.adapters: Mapping[str, Adapter] = {}  # that operators have loaded, by name
         settings = pipeline.coordinator
         self.slots = Slots(
             settings.max_in_flight,
@@ -79,7 +77,6 @@ class Gate:
             longest,
             self.max_media,
             parameters,
-            self.adapters,
         )
         size = size_of(submit, buffers)
         for stage in admitted.stages:
@@ -93,7 +90,6 @@ class Gate:
             admitted.modalities,
             deadline,
             params=admitted.params,
-            adapters=admitted.adapters,
             seed=submit.seed if submit.seed is not None else self._new_seed(),
             voice=submit.voice,
             priority=submit.priority,

@@ -191,7 +191,6 @@ class RequestMachine:
             prompt=prompt,
             information=information,
             held=stage == self.speech.first_stage and self.speech.holds(request, stage),
-            adapter=request.adapters.get(stage),
         )
         return self._to_stage(request, stage, body, buffers)
 

@@ -14,7 +14,6 @@ from omni_actors.coordinator.core.delivery import Delivery
 from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.slots import Ticket
 from omni_actors.coordinator.core.states import REQUEST_TRANSITIONS, RequestEvent, RequestState
-from omni_actors.protocol.adapters import Adapter
 from omni_actors.protocol.client import RequestStatus
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.header import ReplicaId
@@ -91,7 +90,6 @@ class ActiveRequest:
     deadline: float
     params: dict[str, StageParams]
     seed: int
-    adapters: dict[str, Adapter] = field(default_factory=dict)  # by stage, those that operators loaded
     voice: str | None = None
     priority: int = 0
     retained: Retained | None = None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 
@@ -11,9 +9,6 @@ from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.autoregressive import AutoregressiveEngine
 from omni_actors.engine.lora import LoraAdapters, engine_arguments
 from omni_actors.errors import ConfigError, InvalidRequest
-from omni_actors.protocol.adapters import Adapter
-from omni_actors.protocol.payloads import StageParams
-from omni_actors.stage.engine_interface import StageRequest
 from omni_actors.vllm_version import Platform
 from tests.support.lora import merged, write_adapter
 from tests.support.stage_driver import SMALL, Driver, prompt_length, token_inputs
@@ -51,45 +46,6 @@ def test_requests_of_one_batch_have_the_model_that_they_name(folders, answers, r
         with pytest.raises(InvalidRequest, match=r"no adapter 'pirat'\. Did you mean 'pirate'") as caught:
             driver.start("wrong", token_inputs(prompt), adapter="pirat")
         assert caught.value.field == "adapter"
-        driver.assert_idle()
-    finally:
-        engine.shutdown()
-
-
-def test_adapters_come_and_go_while_requests_run(reference, answers, tiny_checkpoint, tmp_path):
-    prompt = answers[1].prompt_token_ids
-    expected = [answers[1].thinker_tokens[:12]]
-    for seed in (3, 4):
-        with merged(reference, seed):
-            messages = [{"role": "user", "content": "What is the capital of France?"}]
-            expected.append(reference.generate(reference.inputs(messages), speaks=False).thinker_tokens[:12])
-    assert len(set(map(tuple, expected))) == 3
-    versions = [Adapter("poet", str(write_adapter(tmp_path / f"poet{seed}", reference, seed)), seed) for seed in (3, 4)]
-    model = OmniModelConfig(str(tiny_checkpoint), "thinker", loads_adapters=True)
-    engine = AutoregressiveEngine(OmniEngineArgs(model, "autoregressive", {**SMALL, "block_size": 32}))
-
-    def start(name, adapter):
-        params = StageParams(max_tokens=12, adapter="poet" if adapter else None)
-        driver.engine.start(StageRequest(name, params, 0, adapter=adapter), token_inputs(prompt))
-
-    try:
-        driver = Driver(engine)
-        engine.load_adapter(versions[0])
-        for name, adapter in (("plain", None), ("first", versions[0]), ("second", versions[1])):
-            start(name, adapter)  # the second was never announced: its replica has just started
-        driver.step()
-        for adapter in versions:
-            engine.unload_adapter(adapter.version)
-            shutil.rmtree(adapter.folder)
-        driver.run()
-        assert [driver.tokens(name) for name in ("plain", "first", "second")] == expected
-        engine.unload_adapter(versions[0].version)
-        assert not engine.core.adapters(), "vLLM has dropped them"
-        with pytest.raises(InvalidRequest, match="holds no LoRA adapter"):
-            start("gone", versions[0])
-        large = write_adapter(tmp_path / "large", reference, 5, rank=128)
-        with pytest.raises(InvalidRequest, match=r"rank 128.*up to 64"):
-            engine.load_adapter(Adapter("large", str(large), 6))
         driver.assert_idle()
     finally:
         engine.shutdown()
