@@ -223,9 +223,9 @@ class NodeAgent:
                 self._processes.kill_replica(ReplicaId(stage, replica, epoch))
             case Shutdown():
                 self._ended.set()
+                self._on_shutdown(body.reason, body.failed)
             case NodeBeat():  # that it was heard is all that it says
                 pass
-                self._on_shutdown(body.reason, body.failed)
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
