@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
@@ -70,6 +71,7 @@ async def test_a_killed_coordinator_comes_back_and_its_requests_end_typed(launch
     assert launcher.end() == 0
 
 
+@pytest.mark.nightly
 async def test_a_coordinator_killed_while_a_stage_loads_finds_it_again(launch: Launch, short_path: Path) -> None:
     data = calm_chain()
     data["stages"][2]["engine"]["start_seconds"] = 2.0
@@ -82,6 +84,7 @@ async def test_a_coordinator_killed_while_a_stage_loads_finds_it_again(launch: L
         await ask_and_check(client, "after all")
 
 
+@pytest.mark.nightly
 async def test_a_new_coordinator_restarts_stages_that_die(launch: Launch, short_path: Path) -> None:
     launcher = launch(calm_chain()).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
@@ -95,6 +98,7 @@ async def test_a_new_coordinator_restarts_stages_that_die(launch: Launch, short_
         assert now["thinker/0"] == former["thinker/0"]
 
 
+@pytest.mark.nightly
 async def test_a_stage_that_dies_while_there_is_no_coordinator_is_started_again(
     launch: Launch, short_path: Path
 ) -> None:
@@ -108,6 +112,7 @@ async def test_a_stage_that_dies_while_there_is_no_coordinator_is_started_again(
         assert (await pids(client))["thinker/0"] == former["thinker/0"]
 
 
+@pytest.mark.nightly
 async def test_a_coordinator_that_hangs_is_replaced(launch: Launch, short_path: Path) -> None:
     launcher = launch(calm_chain()).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
@@ -120,6 +125,7 @@ async def test_a_coordinator_that_hangs_is_replaced(launch: Launch, short_path: 
         assert await pids(client) == before
 
 
+@pytest.mark.nightly
 async def test_a_new_coordinator_listens_on_the_same_port(launch: Launch, short_path: Path) -> None:
     launcher = launch(calm_chain(), "--listen", "tcp://127.0.0.1:0").wait_ready()
     assert not launcher.endpoint.endswith(":0")
@@ -129,6 +135,7 @@ async def test_a_new_coordinator_listens_on_the_same_port(launch: Launch, short_
         await ask_and_check(client, "same place")
 
 
+@pytest.mark.nightly
 def test_a_coordinator_that_keeps_dying_ends_the_launch(launch: Launch, short_path: Path) -> None:
     data = calm_chain()
     data["coordinator"]["restarts"] = 1

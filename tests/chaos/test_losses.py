@@ -28,6 +28,7 @@ from tests.support.load import (
     until_healthy,
     until_in_flight,
 )
+from tests.support.nightly import nightly
 from tests.support.processes import processes_of
 from tests.support.waiting import until
 
@@ -38,7 +39,7 @@ async def pid_of(client: AsyncOmniClient, name: str) -> int:
     return (await replicas(client))[name].pid
 
 
-@pytest.mark.parametrize("stage", ["thinker", "talker", "code2wav", "prompt"])
+@pytest.mark.parametrize("stage", ["thinker", *map(nightly, ("talker", "code2wav", "prompt"))])
 async def test_a_stage_that_is_killed_three_times_loses_nothing(launch: Launch, stage: str) -> None:
     data = disturbed_chain()
     data["stages"][0]["engine"]["step_seconds"] = 0.006  # it has something to lose whenever it is killed
@@ -68,6 +69,7 @@ def await_runs(launcher: EchoLauncher, stage: str, runs: int) -> None:
     assert counted() == runs
 
 
+@pytest.mark.nightly
 async def test_ten_kills_in_a_row_lose_nothing_but_time(launch: Launch) -> None:
     """Each as soon as the stage is back: more than it may fail to start, and enough to suspect all requests."""
     data = disturbed_chain(0.03)
@@ -85,6 +87,7 @@ async def test_ten_kills_in_a_row_lose_nothing_but_time(launch: Launch) -> None:
     launcher.wait_idle()
 
 
+@pytest.mark.nightly
 async def test_two_hundred_requests_in_flight_are_all_replayed(launch: Launch) -> None:
     data = disturbed_chain(0.05)
     data["coordinator"]["heartbeat_timeout"] = 4.0  # not what this is about: to take 200 requests may take a while
@@ -100,6 +103,7 @@ async def test_two_hundred_requests_in_flight_are_all_replayed(launch: Launch) -
     assert replays == 200, launcher.output
 
 
+@pytest.mark.nightly
 async def test_requests_wait_for_a_lost_stage(launch: Launch) -> None:
     """Requests that come before its loss is noticed wait until it is started again."""
     launcher = launch(disturbed_chain()).wait_ready()
@@ -110,6 +114,7 @@ async def test_requests_wait_for_a_lost_stage(launch: Launch) -> None:
         await asyncio.gather(*(ask_and_check(client, f"number {number}") for number in range(20)))
 
 
+@pytest.mark.nightly
 async def test_one_of_two_replicas_that_is_killed_loses_nothing(launch: Launch) -> None:
     data = disturbed_chain()
     data["stages"][2]["replicas"] = 2
@@ -134,7 +139,7 @@ async def test_a_stopped_process_is_killed_and_started_again(launch: Launch) -> 
 
 @pytest.mark.parametrize(
     ("token", "reason", "stall_timeout"),
-    [(HANG_TOKEN, "no progress for", 0.6), (GRAB_TOKEN, "no sign of life for", 20.0)],
+    [(HANG_TOKEN, "no progress for", 0.6), nightly(GRAB_TOKEN, "no sign of life for", 20.0)],
 )
 async def test_a_loop_that_hangs_is_killed_and_its_request_is_poison(
     launch: Launch, token: int, reason: str, stall_timeout: float
@@ -156,6 +161,7 @@ async def test_a_loop_that_hangs_is_killed_and_its_request_is_poison(
     launcher.wait_idle()
 
 
+@pytest.mark.nightly
 async def test_a_loop_that_hangs_is_found_with_the_defaults(launch: Launch) -> None:
     """With the defaults of the configuration."""
     launcher = launch(chain()).wait_ready()
@@ -170,6 +176,7 @@ async def test_a_loop_that_hangs_is_found_with_the_defaults(launch: Launch) -> N
     assert "prompt/0 died (no progress for " in launcher.output
 
 
+@pytest.mark.nightly
 def test_an_idle_or_slow_loop_is_not_stuck(launch: Launch) -> None:
     data = disturbed_chain(stall_timeout=0.6)
     data["stages"][1]["engine"] = {"step_seconds": 0.3}
@@ -185,6 +192,7 @@ def test_an_idle_or_slow_loop_is_not_stuck(launch: Launch) -> None:
     assert "died" not in launcher.output
 
 
+@pytest.mark.nightly
 async def test_a_launcher_that_was_stopped_kills_no_stage(launch: Launch) -> None:
     launcher = launch(disturbed_chain()).wait_ready()
     psutil.Process(launcher.process.pid).suspend()
@@ -200,6 +208,7 @@ async def test_a_launcher_that_was_stopped_kills_no_stage(launch: Launch) -> Non
 # -- crashes and restarts that fail -----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 async def test_a_request_whose_loop_raises_is_poison(launch: Launch) -> None:
     launcher = launch(disturbed_chain()).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
@@ -224,6 +233,7 @@ async def test_one_poisonous_request_among_many_fails_alone(launch: Launch) -> N
     assert 2 <= str(caught.value).count("prompt/0 (epoch") <= 6
 
 
+@pytest.mark.nightly
 async def test_a_request_that_takes_all_memory_fails_alone(launch: Launch) -> None:
     """An operating system limit on the address space of one stage; the allocation that fails is a real one."""
     data = disturbed_chain(0.005)
@@ -244,6 +254,7 @@ async def test_a_request_that_takes_all_memory_fails_alone(launch: Launch) -> No
     assert "prompt/0 died" not in launcher.output, "it keeps running"
 
 
+@pytest.mark.nightly
 async def test_policy_fail_ends_only_the_requests_of_the_lost_replica(launch: Launch) -> None:
     data = disturbed_chain(0.01)
     data["stages"][2]["on_replica_loss"] = "fail"
@@ -259,7 +270,7 @@ async def test_policy_fail_ends_only_the_requests_of_the_lost_replica(launch: La
         await ask_and_check(client, "alive")
 
 
-@pytest.mark.parametrize("restarts", [0, 2])
+@pytest.mark.parametrize("restarts", [nightly(0), 2])
 async def test_a_pipeline_whose_stage_keeps_failing_to_start_is_degraded(
     launch: Launch, short_path: Path, restarts: int
 ) -> None:
@@ -288,6 +299,7 @@ async def test_a_pipeline_whose_stage_keeps_failing_to_start_is_degraded(
         assert launcher.output.count("A test made the start fail.") >= restarts
 
 
+@pytest.mark.nightly
 async def test_a_replica_that_dies_while_starting_restarts(launch: Launch, short_path: Path) -> None:
     """The other one serves and the first restarts; only when all of a stage die the launch ends."""
     data = disturbed_chain()
@@ -306,6 +318,7 @@ def titles(folder: Path) -> dict[int, str]:
     return {pid: command for pid, command in processes_of(folder).items() if command.startswith("omni:")}
 
 
+@pytest.mark.nightly
 async def test_requests_sent_before_the_start_is_over_wait_for_it(launch: Launch, short_path: Path) -> None:
     data = disturbed_chain()
     data["stages"][2]["engine"]["start_seconds"] = 1.0
@@ -329,6 +342,7 @@ def small_disk(short_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.nightly
 async def test_a_full_disk_stops_no_request_and_no_restart(launch: Launch, small_disk: Path) -> None:
     launcher = launch(disturbed_chain(), "--run-dir", str(small_disk)).wait_ready()
     with (small_disk / "filler").open("wb", buffering=0) as filler:

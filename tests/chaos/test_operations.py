@@ -130,6 +130,7 @@ async def test_a_stage_is_scaled_up_and_down_under_load_and_fails_no_request(lau
     assert "died" not in launcher.output
 
 
+@pytest.mark.nightly
 async def test_a_drained_replica_takes_nothing_new(launch: Launch) -> None:
     data = disturbed_chain(0.01)
     data["stages"][2]["replicas"] = 2
@@ -149,6 +150,7 @@ async def test_a_drained_replica_takes_nothing_new(launch: Launch) -> None:
         await ask_and_check(client, "back")
 
 
+@pytest.mark.nightly
 async def test_a_replica_that_was_given_up_can_be_started(launch: Launch) -> None:
     launcher = launch(disturbed_chain(restarts=0)).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
@@ -203,6 +205,7 @@ async def test_sigterm_drains_the_pipeline(launch: Launch) -> None:
     assert launcher.wait_end() == 0
 
 
+@pytest.mark.nightly
 async def test_a_drain_survives_a_loss_and_ends_at_its_deadline(launch: Launch) -> None:
     data = disturbed_chain(0.01)
     data["coordinator"]["drain_timeout"] = 3.0
@@ -235,6 +238,7 @@ def stopped_while_busy(launcher: EchoLauncher, client: OmniClient, prompt: str) 
     return stream
 
 
+@pytest.mark.nightly
 def test_a_second_signal_does_not_wait_for_the_drain(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("omni_actors.client.async_client.PING_SECONDS", 0.1)
     monkeypatch.setattr("omni_actors.client.async_client.ANSWER_SECONDS", 1.0)
@@ -249,6 +253,7 @@ def test_a_second_signal_does_not_wait_for_the_drain(launch: Launch, monkeypatch
             stream.result()
 
 
+@pytest.mark.nightly
 def test_signals_close_together_count_as_one(launch: Launch) -> None:
     """Slurm's scancel signals the nodes and the job's script, which signals the nodes as well."""
     launcher = drains_for(launch, 30.0)

@@ -15,7 +15,7 @@ from tests.support.paths import REPOSITORY
 from tests.support.pipelines import RunningPipeline
 from tests.support.reference import Reference
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.nightly]
 
 SPEAKER = REPOSITORY / "examples" / "speaker"  # writes and says what follows "Say: "
 SENTENCE = "The children found a small boat near the river."

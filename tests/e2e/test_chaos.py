@@ -16,7 +16,7 @@ from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.errors import StageLost, StageUnavailable
 from tests.support.pipelines import RunningPipeline
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 PARAMS = {
     "thinker": {"max_tokens": 24, "temperature": 0.8, "ignore_eos": True},

@@ -20,7 +20,7 @@ from tests.support.paths import REPOSITORY
 from tests.support.pipelines import RunningPipeline
 from tests.support.reference import one_thread
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.nightly]
 
 EXAMPLES = REPOSITORY / "examples"
 ENVIRONMENT = {

@@ -46,6 +46,7 @@ def test_a_plugins_model_answers_as_transformers_does(tiny_llama: Path) -> None:
         check_answers(pipeline, tiny_llama)
 
 
+@pytest.mark.nightly
 def test_a_chat_model_of_vllm_needs_no_code(tiny_llama: Path) -> None:
     engine = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "kv_cache_memory_bytes": 33554432}
     overrides = {f"stages.thinker.engine.{name}": value for name, value in engine.items()}

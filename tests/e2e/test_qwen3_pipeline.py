@@ -13,6 +13,7 @@ from PIL import Image
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.errors import StageLost
+from tests.support.nightly import nightly
 from tests.support.pipelines import RunningPipeline
 from tests.support.qwen3_reference import Qwen3Reference, Qwen3Result
 from tests.support.servers import HttpPipeline
@@ -171,7 +172,7 @@ async def test_a_seed_repeats_itself_among_other_answers(
     assert rest[1].token_ids != undisturbed[0], "another seed must matter"
 
 
-@pytest.mark.parametrize("stage", ["code2wav", "talker", "thinker", "prompt"])
+@pytest.mark.parametrize("stage", ["code2wav", nightly("talker"), "thinker", nightly("prompt")])
 async def test_a_stage_that_dies_mid_answer_changes_nothing_of_it(
     pipeline: RunningPipeline, undisturbed: tuple[list[int], numpy.ndarray], stage: str
 ) -> None:

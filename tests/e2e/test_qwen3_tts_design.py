@@ -13,7 +13,7 @@ import pytest
 from tests.support.qwen3_tts_reference import Qwen3TtsReference
 from tests.support.servers import HttpPipeline, close_clients
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 TEXT = "The tide is full."
 FRAMES, FRAME = 12, 1920

@@ -18,7 +18,7 @@ from omni_actors.client.spoken import spoken
 from tests.support.qwen3_tts_reference import Qwen3TtsReference
 from tests.support.servers import HttpPipeline, close_clients
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 TEXT = "The tide is full."
 TRANSCRIPT = "One."

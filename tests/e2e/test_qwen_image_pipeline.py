@@ -26,7 +26,7 @@ from tests.support.qwen_image import WISHES, Painter
 from tests.support.servers import HttpPipeline, close_clients
 from tools.checkpoints.qwen_image import tiny_pipeline
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 FOX, EDIT = WISHES[0], WISHES[3]
 LONG = Wish("kept", "the blue ship", 96, 96, 120, 2.0, negative="ugly", references=((64, 96, 4),))

@@ -85,6 +85,7 @@ def test_the_sound_is_that_of_its_phones(answer: OmniRequestOutput, wanted: Refe
     assert Judge.load().wrong_frames(answer.audio, wanted.codec_tokens) < WRONG_FRAMES
 
 
+@pytest.mark.nightly
 def test_two_sentences_sound_right_in_chunks_and_do_not_click(monkeypatch: pytest.MonkeyPatch) -> None:
     """The teacher's codes in both voices, decoded by the defaults; measured as benchmarks/quality.py does it."""
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
@@ -104,6 +105,7 @@ def test_two_sentences_sound_right_in_chunks_and_do_not_click(monkeypatch: pytes
     assert quality.measure(lines, broken, wholes, None)["frames"] > 0.8
 
 
+@pytest.mark.nightly
 def test_two_digits_spoken_to_a_session_are_added_in_speech(speaker: HttpPipeline, tmp_path: Path) -> None:
     examples = REPOSITORY / "examples"
     command = [sys.executable, str(examples / "realtime_wav.py"), str(examples / "three_four.wav"), "answer.wav"]
@@ -124,6 +126,7 @@ def ask(speaker: HttpPipeline, *content: dict) -> str:
     return done.choices[0].message.content
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("said", ["Red, two.", "Nine, green, four."])
 def test_it_hears_what_it_has_said(speaker: HttpPipeline, said: str) -> None:
     with OmniClient(speaker.endpoint) as client:
@@ -135,12 +138,14 @@ def test_it_hears_what_it_has_said(speaker: HttpPipeline, said: str) -> None:
     assert ask(speaker, {"type": "input_audio", "input_audio": sound}, question) == said
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("prompt", ["My computer is broken.", "How deep is the ocean?", "What is 518 plus 377?"])
 def test_it_says_that_it_is_a_toy_when_it_does_not_know(speaker: HttpPipeline, prompt: str) -> None:
     assert prompt in strange_prompts(), "no training has seen it"
     assert ask(speaker, {"type": "text", "text": prompt}) == TOY
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("color", ["red", "blue", "yellow"])
 def test_the_color_and_the_shape_of_what_is_shown_are_seen(speaker: HttpPipeline, color: str) -> None:
     picture = Image.new("RGB", (112, 112), "white" if color != "yellow" else "black")

@@ -66,6 +66,7 @@ async def test_five_pictures_at_once_are_those_of_diffusers(pipeline, painter):
     pipeline.assert_idle()
 
 
+@pytest.mark.nightly
 async def test_a_picture_is_the_same_when_its_stage_is_killed_between_two_steps(pipeline, painter):
     async with AsyncOmniClient(pipeline.endpoint) as client:
         items = await wanted(client, LONG, kill=20)
@@ -76,6 +77,7 @@ async def test_a_picture_is_the_same_when_its_stage_is_killed_between_two_steps(
     pipeline.assert_idle()
 
 
+@pytest.mark.nightly
 async def test_what_a_client_leaves_or_its_deadline_ends_frees_all_stages(pipeline):
     endless = replace(LONG, steps=1000)
     async with AsyncOmniClient(pipeline.endpoint) as client:

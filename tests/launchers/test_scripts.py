@@ -1,4 +1,4 @@
-"""The launchers as scripts: their style, what they decide (launchers.bats), and that nothing outlives them.
+"""The launchers as scripts: what they decide (launchers.bats), and that nothing outlives them.
 
 The nodes are stand-ins (stubs/node); real ones: tests/nodes.
 """
@@ -22,8 +22,6 @@ from tests.support.paths import REPOSITORY
 from tests.support.scripts import STUBS, Started
 
 BATS = REPOSITORY / "tests/launchers/launchers.bats"
-PATTERNS = ("launch/*.sh", "launch/*.sbatch", "scripts/*.sh", "tests/launchers/*.bats", "tests/launchers/stubs/*")
-SCRIPTS = sorted(path for pattern in PATTERNS for path in REPOSITORY.glob(pattern))
 FAST_SECONDS = 5.0
 
 
@@ -45,13 +43,6 @@ def tool(name: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_shellcheck(script: Path) -> None:
-    command = [tool("shellcheck"), "--external-sources", str(script)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout
-
-
 def test_the_launchers_decide_as_launchers_bats_says() -> None:
     """Run by hand with `bats tests/launchers/launchers.bats`."""
     done = subprocess.run(
@@ -65,17 +56,6 @@ def test_the_launchers_decide_as_launchers_bats_says() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\nok ") == BATS.read_text().count("\n@test ")
-
-
-def test_they_stay_small() -> None:
-    assert {
-        path.name: len(path.read_text().splitlines())
-        for path in REPOSITORY.glob("launch/*")
-        if path.is_file() and path.suffix != ".md" and len(path.read_text().splitlines()) > 80
-    } == {}
-
-
-# -- ssh --------------------------------------------------------------------------------------------------------------
 
 
 def test_no_node_outlives_a_killed_launcher(nodes: Callable[..., Started]) -> None:

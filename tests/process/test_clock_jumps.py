@@ -32,6 +32,7 @@ time.time_ns = lambda: usual_ns() + int(offset() * 1e9)
 """
 
 
+@pytest.mark.nightly
 def test_requests_outlive_jumps_of_the_clock_and_deadlines_hold(
     launch: Callable[..., EchoLauncher], short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

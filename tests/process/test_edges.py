@@ -38,6 +38,7 @@ def inject(sockets: Sockets, echo: EchoLauncher, stage: str, header: Header, bod
     until(lambda: try_send(socket, encode(header, body)), 5, "sending")
 
 
+@pytest.mark.nightly
 async def test_restarted_peer(launch: Launch, sockets: Sockets) -> None:
     """Late messages of the former life are counted and dropped, the new one works, no credit is lost or gained."""
     small = {"edge_messages": 64}

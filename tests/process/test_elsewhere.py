@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher
 from tests.support.paths import REPOSITORY
@@ -44,6 +46,7 @@ def test_the_client_needs_nothing_that_only_linux_has(echo: EchoLauncher) -> Non
     assert heavy == "[]"
 
 
+@pytest.mark.nightly
 def test_a_server_that_cannot_import_its_packages_ends_the_launch_and_leaves_its_logs(
     launch: Callable[..., EchoLauncher], short_path: Path
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +21,7 @@ from omni_actors.transport.sockets import Sockets, try_send
 from tests.support.answers import assert_echo, collect
 from tests.support.builders import flow_chain
 from tests.support.launcher import EchoLauncher
-from tests.support.paths import REPOSITORY
+from tests.support.nightly import nightly
 from tests.support.processes import processes_of, shared_memory_of
 from tests.support.waiting import eventually, until
 
@@ -69,6 +67,7 @@ async def test_slow_last_stage_throttles_the_others_and_then_admission(launch: L
     echo.wait_idle()
 
 
+@pytest.mark.nightly
 async def test_the_same_load_is_no_overload_for_fast_stages(launch: Launch) -> None:
     echo = launch(flow_chain({})).wait_ready()
     answers, _ = await offer(echo, 120, 0.005)
@@ -84,9 +83,9 @@ def submit_frames(request_id: str, tokens: int) -> list:
 @pytest.mark.parametrize(
     "flow",
     [
-        {"client_messages": 50, "client_window_messages": 256},
+        nightly({"client_messages": 50, "client_window_messages": 256}),
         {"client_bytes": 60_000, "client_window_bytes": 1 << 20},
-        {"client_stall_seconds": 1.0, "client_window_messages": 256},
+        nightly({"client_stall_seconds": 1.0, "client_window_messages": 256}),
     ],
     ids=["messages", "bytes", "time"],
 )
@@ -117,6 +116,7 @@ async def test_only_the_slow_client_is_ended(launch: Launch, flow: dict[str, Any
         sockets.context.destroy(linger=0)
 
 
+@pytest.mark.nightly
 async def test_memory_stays_flat_while_clients_do_not_read(launch: Launch) -> None:
     """Each of them asks for 40 MB of audio; more of them, and longer, in benchmarks/slow_client.py."""
     flow = {"client_window_bytes": 1 << 20, "client_bytes": 1 << 20}
@@ -156,6 +156,7 @@ async def test_large_rows_go_by_the_arena_and_all_of_it_is_freed(launch: Launch)
     assert not shared_memory_of(processes_of(echo.folder)), "nothing has a name in /dev/shm"
 
 
+@pytest.mark.nightly
 async def test_a_killed_stage_in_the_middle_leaves_no_wrong_row_and_no_block(launch: Launch) -> None:
     echo = launch(flow_chain({}, thinker={**WIDE, "step_seconds": 0.002}, talker=WIDE)).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:
@@ -175,6 +176,7 @@ async def test_a_killed_stage_in_the_middle_leaves_no_wrong_row_and_no_block(lau
     until(lambda: blocks() == [0, 0], what=lambda: f"the end of {blocks()}")  # reported with the next heartbeat
 
 
+@pytest.mark.nightly
 async def test_small_arena_falls_back_to_frames(launch: Launch) -> None:
     echo = launch(flow_chain({"arena_bytes": 1 << 20}, prompt=WIDE, thinker=WIDE, talker=WIDE)).wait_ready()
     async with AsyncOmniClient(echo.endpoint) as client:
@@ -185,7 +187,7 @@ async def test_small_arena_falls_back_to_frames(launch: Launch) -> None:
     assert any(count.get("dropped_arena_full") for count in counts)
 
 
-@pytest.mark.parametrize("policy", ["fail", "replay"])
+@pytest.mark.parametrize("policy", [nightly("fail"), "replay"])
 async def test_killed_consumer_gives_its_blocks_back(launch: Launch, policy: str) -> None:
     wide = flow_chain({}, thinker={**WIDE, "step_seconds": 0.02})
     wide["stages"][2]["on_replica_loss"] = policy
@@ -213,6 +215,7 @@ async def test_killed_consumer_gives_its_blocks_back(launch: Launch, policy: str
     assert thinker.counts["arena_blocks"] == 0
 
 
+@pytest.mark.nightly
 async def test_wedged_stage_ends_requests_by_their_deadline_and_serves_again_afterwards(launch: Launch) -> None:
     """A stage that is stopped takes nothing; what does not need it goes on."""
     echo = launch(flow_chain({}, thinker={"step_seconds": 0.005})).wait_ready()
@@ -230,6 +233,7 @@ async def test_wedged_stage_ends_requests_by_their_deadline_and_serves_again_aft
     echo.wait_idle()
 
 
+@pytest.mark.nightly
 async def test_wedged_stage_holds_up_its_source_and_not_for_ever(launch: Launch) -> None:
     """The thinker makes no more than what may wait for the talker, and goes on when the talker does."""
     small = {"edge_messages": 8, "outbox_messages": 8}
@@ -256,6 +260,7 @@ async def test_wedged_stage_holds_up_its_source_and_not_for_ever(launch: Launch)
     echo.wait_idle()
 
 
+@pytest.mark.nightly
 async def test_two_pipelines_on_one_machine_keep_apart(launch: Launch) -> None:
     one, two = launch(flow_chain({}, prompt=WIDE, thinker=WIDE)), launch(flow_chain({}, prompt=WIDE, thinker=WIDE))
     one.wait_ready()
@@ -273,18 +278,3 @@ async def test_two_pipelines_on_one_machine_keep_apart(launch: Launch) -> None:
         assert_echo(answer, text)
     assert one.end() == 0
     assert two.describe().healthy
-
-
-def script(name: str, *arguments: str) -> None:
-    command = [sys.executable, str(REPOSITORY / "scripts" / name), *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("options", [("--messages", "10000"), ("--messages", "2000", "--pictures")])
-def test_short_fuzz(options: tuple[str, ...]) -> None:
-    script("fuzz_wire.py", *options, "--seed", "3")
-
-
-def test_short_soak() -> None:
-    script("soak.py", "--requests", "300", "--seed", "3", "--growth", "20", "--readings", "4")

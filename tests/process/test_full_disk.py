@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from omni_actors.client import OmniClient
 from tests.support.builders import chain
@@ -28,6 +29,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_a_launcher_whose_output_cannot_be_written_serves_and_ends_in_order(
     short_path: Path, launch: Callable[..., EchoLauncher]
 ) -> None:

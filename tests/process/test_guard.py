@@ -26,6 +26,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_launcher_ends_with_the_session_that_started_it(short_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-c", SESSION, str(short_path)]

@@ -122,6 +122,7 @@ def test_only_operators_change_what_runs_and_a_locked_out_client_learns_why(
     assert launcher.wait_end() == 0
 
 
+@pytest.mark.nightly
 def test_one_prompt_is_answered_with_keys(short_path: Path) -> None:
     make_cluster(short_path / "keys")
     config = write(short_path, {**chain(), "coordinator": {"keys_dir": "keys", "listen": "tcp://127.0.0.1:0"}})

@@ -24,6 +24,7 @@ from omni_actors.launcher import launcher as launcher_module
 from omni_actors.stage.echo import CRASH_TOKEN
 from tests.support.builders import chain, write
 from tests.support.launcher import EchoLauncher
+from tests.support.nightly import nightly
 from tests.support.processes import assert_nothing_left, processes_of
 from tests.support.waiting import until
 
@@ -81,6 +82,7 @@ def test_a_stage_that_fails_at_start(launch: Launch) -> None:
     assert "Traceback" in output.split("last lines of its log")[1]
 
 
+@pytest.mark.nightly
 def test_a_stage_that_is_not_ready_in_time(launch: Launch) -> None:
     """Which one is named of several is decided in the core."""
     data = chain()
@@ -153,7 +155,12 @@ STRANGE = {
 
 @pytest.mark.parametrize(
     ("what", "values"),
-    [("config", ()), ("package", ("9.9.9", "0.2.0")), ("protocol", ("77", "1")), ("node", ("77", "1", "Node 0"))],
+    [
+        ("config", ()),
+        nightly("package", ("9.9.9", "0.2.0")),
+        nightly("protocol", ("77", "1")),
+        nightly("node", ("77", "1", "Node 0")),
+    ],
 )
 def test_a_handshake_mismatch_fails_the_start_and_names_both_values(
     launch: Launch, short_path: Path, what: str, values: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -176,7 +183,7 @@ def test_a_handshake_mismatch_fails_the_start_and_names_both_values(
 # -- end --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, nightly(signal.SIGTERM)])
 def test_a_signal_ends_everything_and_answers_every_client(
     launch: Launch, short_path: Path, number: signal.Signals
 ) -> None:
@@ -195,7 +202,9 @@ def test_a_signal_ends_everything_and_answers_every_client(
     assert not [entry for entry in short_path.iterdir() if entry.is_dir()], sorted(short_path.rglob("*"))
 
 
-@pytest.mark.parametrize("moment", ["importing", "loading", "loading, and Ctrl-C reaches all processes"])
+@pytest.mark.parametrize(
+    "moment", [nightly("importing"), nightly("loading"), "loading, and Ctrl-C reaches all processes"]
+)
 def test_a_signal_while_starting_ends_everything(launch: Launch, short_path: Path, moment: str) -> None:
     launcher = launch(slow(1, start_seconds=600.0))
     until(lambda: "starting prompt/0" in launcher.output, 10, "start")
@@ -210,6 +219,7 @@ def test_a_signal_while_starting_ends_everything(launch: Launch, short_path: Pat
     assert not [entry for entry in short_path.iterdir() if entry.is_dir()], sorted(short_path.rglob("*"))
 
 
+@pytest.mark.nightly
 def test_a_signal_does_not_wait_for_the_fork_servers_imports(launch: Launch, short_path: Path) -> None:
     """Importing vLLM takes ten seconds and cannot be interrupted; the end does not wait for it."""
     (short_path / "slow_preload.py").write_text("import time; time.sleep(600)")
@@ -229,6 +239,7 @@ def test_a_signal_does_not_wait_for_the_fork_servers_imports(launch: Launch, sho
     assert not [entry for entry in short_path.iterdir() if entry.is_dir() and entry.name.startswith("omni-")]
 
 
+@pytest.mark.nightly
 def test_a_signal_after_the_end_changes_no_exit_code(launch: Launch, short_path: Path) -> None:
     """The signal comes when only the interpreter is left to end: another node has ended and the script stops all."""
     script = short_path / "late.py"
@@ -244,6 +255,7 @@ def test_a_signal_after_the_end_changes_no_exit_code(launch: Launch, short_path:
     assert launcher.wait_end(20) == 0, launcher.output
 
 
+@pytest.mark.nightly
 def test_an_import_that_fails_in_the_fork_server_is_named(
     launch: Launch, short_path: Path, tiny_checkpoint: Path
 ) -> None:
@@ -268,6 +280,7 @@ def test_an_import_that_fails_in_the_fork_server_is_named(
     assert "a_module_that_is_missing: ModuleNotFoundError" in launcher.output
 
 
+@pytest.mark.nightly
 def test_an_engine_that_fails_to_end_keeps_nothing_from_being_closed(launch: Launch, short_path: Path) -> None:
     launcher = launch(slow(2, fail_shutdown="the engine does not want to end"), "--run-dir", str(short_path / "run"))
     launcher.wait_ready()
@@ -280,6 +293,7 @@ def test_an_engine_that_fails_to_end_keeps_nothing_from_being_closed(launch: Lau
     assert_nothing_left(short_path, 1.0)
 
 
+@pytest.mark.nightly
 def test_a_second_signal_ends_at_once(launch: Launch, short_path: Path) -> None:
     started = launch(slow(1, start_seconds=600.0))
     launcher = started.process
@@ -294,7 +308,7 @@ def test_a_second_signal_ends_at_once(launch: Launch, short_path: Path) -> None:
     assert launcher.wait(3) == 128 + signal.SIGINT
 
 
-@pytest.mark.parametrize("own_folder", [True, False])
+@pytest.mark.parametrize("own_folder", [nightly(True), False])
 def test_a_killed_launcher_leaves_nothing(launch: Launch, short_path: Path, own_folder: bool) -> None:
     run_dir = short_path / "run"
     arguments = ["--run-dir", str(run_dir)] if own_folder else []
@@ -315,6 +329,7 @@ def test_a_killed_launcher_leaves_nothing(launch: Launch, short_path: Path, own_
     assert left == (["run", "run/logs"] if own_folder else [])
 
 
+@pytest.mark.nightly
 def test_a_launcher_killed_while_a_stage_loads_leaves_nothing(launch: Launch, short_path: Path) -> None:
     launcher = launch(slow(1, start_seconds=600.0))
     until(lambda: "code2wav/0 ready" in launcher.output, 10, "the others are ready")
@@ -356,6 +371,7 @@ def test_a_pipeline_goes_on_without_a_dead_stage(launch: Launch) -> None:
         )
 
 
+@pytest.mark.nightly
 def test_healthy_replica_serves_on(launch: Launch) -> None:
     data = without_restarts(chain())
     data["stages"][1]["replicas"] = 2
@@ -386,6 +402,7 @@ async def test_no_coordinator_answers(short_path: Path, monkeypatch: pytest.Monk
         await AsyncOmniClient("nonsense").__aenter__()
 
 
+@pytest.mark.nightly
 async def test_launcher_killed_while_a_request_runs(launch: Launch) -> None:
     launcher = launch(slow(1, step_seconds=0.01)).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:

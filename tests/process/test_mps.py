@@ -19,6 +19,7 @@ from omni_actors.launcher import mps
 from tests.support.builders import chain, load
 from tests.support.launcher import EchoLauncher
 from tests.support.mps import MpsHost, pids
+from tests.support.nightly import nightly
 from tests.support.waiting import until
 
 Launch = Callable[..., EchoLauncher]
@@ -94,7 +95,7 @@ def test_stages_that_share_a_gpu_run_under_a_private_daemon(launch_here: Launch,
     assert ended < moment(r"\[at (\S+)\] Cmd:quit", log_of(short_path, "mps")), "clients end before the daemon"
 
 
-@pytest.mark.parametrize("kind", ["", "stuck"])
+@pytest.mark.parametrize("kind", [nightly(""), "stuck"])
 def test_a_killed_launcher_leaves_no_daemon(launch_here: Launch, short_path: Path, kind: str) -> None:
     launcher = launch_here(kind=kind).wait_ready()
     processes = pids(log_of(short_path, "mps"))
@@ -104,6 +105,7 @@ def test_a_killed_launcher_leaves_no_daemon(launch_here: Launch, short_path: Pat
     until(lambda: not list((short_path / "run").glob("mps-*")), END_SECONDS, "the pipes are gone")
 
 
+@pytest.mark.nightly
 def test_ctrl_c_during_the_start_leaves_no_daemon(launch_here: Launch, short_path: Path) -> None:
     launcher = launch_here()
     log = short_path / "run" / "logs" / "mps.log"
@@ -120,6 +122,7 @@ def test_the_pipeline_runs_without_mps_where_it_is_refused(launch_here: Launch, 
     assert not any(map(psutil.pid_exists, pids(log_of(short_path, "mps"))))
 
 
+@pytest.mark.nightly
 def test_mps_is_not_started_if_it_is_off(launch_here: Launch, short_path: Path) -> None:
     launcher = launch_here("--mps", "off").wait_ready()
     assert "MPS is off; stages take turns (GPU 0: thinker/0, talker/0, code2wav/0)" in launcher.output
@@ -127,6 +130,7 @@ def test_mps_is_not_started_if_it_is_off(launch_here: Launch, short_path: Path) 
     assert not (short_path / "run" / "logs" / "mps.log").exists()
 
 
+@pytest.mark.nightly
 def test_a_daemon_that_runs_already_is_used_and_left_alone(
     launch_here: Launch, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

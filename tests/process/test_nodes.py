@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
@@ -132,6 +133,7 @@ async def test_a_node_joins_and_leaves_under_load_and_its_replica_moves(launch: 
     assert first.end() == 0
 
 
+@pytest.mark.nightly
 async def test_a_node_that_is_out_of_reach_comes_back_without_loading(launch: Launch, short_path: Path) -> None:
     data = spread_chain()
     for stage in data["stages"][2:]:
@@ -160,6 +162,7 @@ async def test_a_node_that_is_out_of_reach_comes_back_without_loading(launch: La
     first.wait_idle()
 
 
+@pytest.mark.nightly
 async def test_coordinator_killed_with_two_nodes(launch: Launch, short_path: Path) -> None:
     hosts = Hosts(launch, short_path, spread_chain())
     first, _ = hosts.start_both()
@@ -172,6 +175,7 @@ async def test_coordinator_killed_with_two_nodes(launch: Launch, short_path: Pat
         assert await pids(client) == before
 
 
+@pytest.mark.nightly
 async def test_a_node_that_dies_may_join_again_and_one_that_stops_drains_first(
     launch: Launch, short_path: Path
 ) -> None:
@@ -205,6 +209,7 @@ async def test_a_node_that_dies_may_join_again_and_one_that_stops_drains_first(
         await ask_and_check(client, "alone again")
 
 
+@pytest.mark.nightly
 def test_a_node_without_a_coordinator_keeps_its_models_for_a_while(launch: Launch, short_path: Path) -> None:
     hosts = Hosts(launch, short_path, spread_chain(reconnect_timeout=1.5))
     first, other = hosts.start_both()
@@ -217,6 +222,7 @@ def test_a_node_without_a_coordinator_keeps_its_models_for_a_while(launch: Launc
     assert_nothing_left(short_path, 3.0)
 
 
+@pytest.mark.nightly
 def test_a_signal_to_a_node_that_ends_already_is_its_first(launch: Launch, short_path: Path) -> None:
     """Launchers (ssh, Slurm) end the other nodes when the coordinator's has ended, which these know already."""
     hosts = Hosts(launch, short_path, spread_chain(shutdown_timeout=20.0))
@@ -231,6 +237,7 @@ def test_a_signal_to_a_node_that_ends_already_is_its_first(launch: Launch, short
     assert_nothing_left(short_path)
 
 
+@pytest.mark.nightly
 def test_a_stage_that_fails_on_another_node_ends_the_launch_on_all(launch: Launch, short_path: Path) -> None:
     data = spread_chain()
     data["stages"][3].update({"replicas": 1, "node": 1, "engine": {"fail_start": "made of cheese"}})
@@ -244,6 +251,7 @@ def test_a_stage_that_fails_on_another_node_ends_the_launch_on_all(launch: Launc
     assert_nothing_left(short_path, 3.0)
 
 
+@pytest.mark.nightly
 def test_a_node_that_is_killed_while_all_start_ends_the_launch(launch: Launch, short_path: Path) -> None:
     data = spread_chain()
     data["stages"][0]["engine"] = {"start_seconds": 600.0}

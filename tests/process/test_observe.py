@@ -92,6 +92,7 @@ async def test_every_stage_and_edge_counts_its_share_of_a_request(client: AsyncO
     assert grown(before, now, table.EDGE_LATENCY, "code2wav/0", "coordinator", suffix="_count") == 20
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("reason", "spared"), [("device_priority", "credit"), ("credit", "device_priority")])
 async def test_time_in_which_a_stage_is_held_back_is_counted(launch: Launch, reason: str, spared: str) -> None:
     data = chain()
@@ -161,6 +162,7 @@ def test_counters_do_not_fall_when_a_replica_is_killed(launch: Launch) -> None:
     assert seen[-1]['omni_replica_restarts_total{replica="0",stage="thinker"}'] == 0
 
 
+@pytest.mark.nightly
 def test_a_new_coordinator_counts_from_zero_and_nothing_twice(launch: Launch, short_path: Path) -> None:
     """The stages' processes stay and register again; the address of the metrics stays as well."""
     data = chain()
@@ -239,6 +241,7 @@ async def test_the_timeline_of_a_failed_request_shows_where_it_failed(client: As
     }
 
 
+@pytest.mark.nightly
 def test_many_requests_that_fail_at_once_do_not_end_a_stage(launch: Launch, short_path: Path) -> None:
     """Their timelines are more than one message may hold, so they come in several."""
     data = chain()

@@ -20,6 +20,7 @@ from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.engine_interface import ImageEvent, StageInputs, StageRequest
 from tests.support.launcher import EchoLauncher
+from tests.support.nightly import nightly
 from tests.support.processes import end_all
 from tests.support.waiting import until
 
@@ -112,7 +113,7 @@ async def test_latents_are_an_answer_of_their_own(drawing: EchoLauncher) -> None
     assert set(result.usage) == {"dit"}, "nothing is decoded"
 
 
-@pytest.mark.parametrize("stage", ["dit", "vae"])
+@pytest.mark.parametrize("stage", ["dit", nightly("vae")])
 async def test_a_stage_that_is_killed_at_a_step_gives_the_same_picture_once(drawing: EchoLauncher, stage: str) -> None:
     params = {"num_steps": 60, "previews": 3, "width": 16}
     async with AsyncOmniClient(drawing.endpoint) as client:

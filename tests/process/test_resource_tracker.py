@@ -26,6 +26,7 @@ class LockingEngine(EchoEngine):
 """
 
 
+@pytest.mark.nightly
 def test_nothing_is_said_of_semaphores_that_a_killed_stage_held(
     launch: Callable[..., EchoLauncher], short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

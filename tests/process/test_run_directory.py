@@ -7,6 +7,8 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from omni_actors.client import OmniClient
 from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher
@@ -39,6 +41,7 @@ def test_removed_sockets_and_logs_come_back_and_a_removed_folder_ends_the_pipeli
     assert not run.exists()
 
 
+@pytest.mark.nightly
 def test_starts_that_fail_leave_nothing(launch: Callable[..., EchoLauncher], short_path: Path) -> None:
     """The fixture looks for processes, sockets and shared memory."""
     (short_path / "junk.pem").write_text("junk")

@@ -61,6 +61,7 @@ def test_a_killed_stage_and_an_ended_pipeline_leave_none(launcher: EchoLauncher,
     assert left(written(log)) == [[], []]
 
 
+@pytest.mark.nightly
 def test_a_killed_launcher_leaves_none(launcher: EchoLauncher, short_path: Path, log: Path) -> None:
     until(lambda: is_listed(short_path, made(log)[0]), 5, "the launcher has seen them")
     launcher.end(signal.SIGKILL)

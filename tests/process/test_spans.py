@@ -134,6 +134,7 @@ def test_wrong_settings_end_the_start(launch: Launch, arguments: list[str], word
     assert words in launcher.output
 
 
+@pytest.mark.nightly
 def test_an_unreachable_collector_delays_nothing(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     launcher = launch(chain()).wait_ready()

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from omni_actors.engine import platform
 from omni_actors.vllm_version import Platform
 
@@ -33,6 +35,7 @@ print('torch' in sys.modules, 'vllm' in sys.modules, os.environ['VLLM_USE_V2_MOD
     assert run(code) == "False False 1 1"
 
 
+@pytest.mark.nightly
 def test_compiled_code_is_not_kept_where_other_users_may_write() -> None:
     code = """
 import os
@@ -98,6 +101,7 @@ print(values.tolist(), counts[0] > 0, counts[0] == counts[2])
     assert run(code) == "[0.0, 8.0, 16.0, 24.0] True True"
 
 
+@pytest.mark.nightly
 def test_preloading_has_all_models_and_leaves_nothing_that_forbids_a_fork():
     code = """
 import sys, threading, torch, gc, omni_actors.engine.preload

@@ -55,6 +55,7 @@ class Device:
         self.happened.append(f"largest batch, {reserved} bytes reserved")
 
 
+@pytest.mark.nightly
 def test_importing_it_touches_no_device() -> None:
     code = """
 import sys
