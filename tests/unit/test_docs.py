@@ -293,3 +293,22 @@ def most(config: type[Struct], key: str) -> int:
 def test_the_pattern_for_paths_finds_them() -> None:
     text = "`stage/session.py`, tests/unit/test_docs.py and (launch/slurm.sbatch), not https://example.com/a/b.py"
     assert PATH.findall(text) == ["stage/session.py", "tests/unit/test_docs.py", "launch/slurm.sbatch"]
+
+
+def test_every_promise_has_a_test_that_every_change_runs() -> None:
+    """That the tests which CONTRIBUTING.md names exist, and are not left to the night."""
+    section = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("### What keeps each promise\n")[2]
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", section)
+    assert len(named) >= 50
+    for path, name in named:
+        found = []
+        for node in ast.parse((REPOSITORY / path).read_text()).body:
+            if isinstance(node, ast.Assign):  # a state machine of hypothesis, or the marks of the whole file
+                (target,) = map(ast.unparse, node.targets)
+                assert target != "pytestmark" or "nightly" not in ast.unparse(node.value), path
+                found.append(target)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.append(node.name)
+                marks = map(ast.unparse, node.decorator_list)
+                assert node.name != name or "pytest.mark.nightly" not in marks, f"{path}::{name}"
+        assert name in found, f"{path}::{name}"
