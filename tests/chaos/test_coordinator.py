@@ -85,20 +85,6 @@ async def test_a_coordinator_killed_while_a_stage_loads_finds_it_again(launch: L
 
 
 @pytest.mark.nightly
-async def test_a_new_coordinator_restarts_stages_that_die(launch: Launch, short_path: Path) -> None:
-    launcher = launch(calm_chain()).wait_ready()
-    async with AsyncOmniClient(launcher.endpoint) as client:
-        psutil.Process(coordinator_of(short_path)).kill()
-        await until_healthy(client)
-        former = await pids(client)
-        psutil.Process(former["talker/0"]).kill()
-        await ask_and_check(client, "still supervised")
-        now = await pids(client)
-        assert now["talker/0"] != former["talker/0"]
-        assert now["thinker/0"] == former["thinker/0"]
-
-
-@pytest.mark.nightly
 async def test_a_stage_that_dies_while_there_is_no_coordinator_is_started_again(
     launch: Launch, short_path: Path
 ) -> None:

@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from omni_actors.client import AsyncOmniClient
-from omni_actors.errors import ErrorCode, OmniError, Poison, StageLost, StageUnavailable
+from omni_actors.errors import OmniError, Poison, StageLost, StageUnavailable
 from omni_actors.stage.echo import CRASH_TOKEN, GRAB_TOKEN, HANG_TOKEN, HOG_TOKEN
-from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher
 from tests.support.load import (
     STAGES,
@@ -29,7 +28,6 @@ from tests.support.load import (
     until_in_flight,
 )
 from tests.support.nightly import nightly
-from tests.support.processes import processes_of
 from tests.support.waiting import until
 
 Launch = Callable[..., EchoLauncher]
@@ -70,24 +68,6 @@ def await_runs(launcher: EchoLauncher, stage: str, runs: int) -> None:
 
 
 @pytest.mark.nightly
-async def test_ten_kills_in_a_row_lose_nothing_but_time(launch: Launch) -> None:
-    """Each as soon as the stage is back: more than it may fail to start, and enough to suspect all requests."""
-    data = disturbed_chain(0.03)
-    data["coordinator"] = {"heartbeat_interval": 0.5}
-    launcher = launch(data).wait_ready()
-    async with connected(launcher.endpoint) as (client, losses):
-        running = asyncio.create_task(Load(client, total=30, width=15).run())
-        await until_in_flight(losses.client, 15)
-        for _ in range(10):
-            losses.kill("thinker/0")
-            await losses.finish()
-        await running
-        assert (await client.describe()).healthy
-    assert launcher.output.count("thinker/0 died (killed by signal 9)") == 10
-    launcher.wait_idle()
-
-
-@pytest.mark.nightly
 async def test_two_hundred_requests_in_flight_are_all_replayed(launch: Launch) -> None:
     data = disturbed_chain(0.05)
     data["coordinator"]["heartbeat_timeout"] = 4.0  # not what this is about: to take 200 requests may take a while
@@ -101,27 +81,6 @@ async def test_two_hundred_requests_in_flight_are_all_replayed(launch: Launch) -
         await losses.finish()
         replays = (await client.describe()).counts["replays"]
     assert replays == 200, launcher.output
-
-
-@pytest.mark.nightly
-async def test_requests_wait_for_a_lost_stage(launch: Launch) -> None:
-    """Requests that come before its loss is noticed wait until it is started again."""
-    launcher = launch(disturbed_chain()).wait_ready()
-    async with AsyncOmniClient(launcher.endpoint) as client:
-        psutil.Process(await pid_of(client, "prompt/0")).kill()
-        await asyncio.gather(*(ask_and_check(client, f"number {number}") for number in range(20)))
-        psutil.Process(await pid_of(client, "prompt/0")).suspend()
-        await asyncio.gather(*(ask_and_check(client, f"number {number}") for number in range(20)))
-
-
-@pytest.mark.nightly
-async def test_one_of_two_replicas_that_is_killed_loses_nothing(launch: Launch) -> None:
-    data = disturbed_chain()
-    data["stages"][2]["replicas"] = 2
-    launcher = launch(data).wait_ready()
-    async with connected(launcher.endpoint) as (client, losses):
-        await Load(client).run(dict.fromkeys((0.3, 0.6), lambda: losses.kill("talker/1")))
-        await losses.finish()
 
 
 # -- stuck ------------------------------------------------------------------------------------------------------------
@@ -161,63 +120,7 @@ async def test_a_loop_that_hangs_is_killed_and_its_request_is_poison(
     launcher.wait_idle()
 
 
-@pytest.mark.nightly
-async def test_a_loop_that_hangs_is_found_with_the_defaults(launch: Launch) -> None:
-    """With the defaults of the configuration."""
-    launcher = launch(chain()).wait_ready()
-    async with connected(launcher.endpoint) as (client, losses):
-        pid = await pid_of(client, "prompt/0")
-        stream = await client.submit({"prompt_token_ids": [HANG_TOKEN]}, modalities=["text"])
-        losses.follow(pid, "prompt/0")
-        async with asyncio.timeout(30):
-            await losses.noticed.wait()
-        await stream.abort()
-        await losses.finish()
-    assert "prompt/0 died (no progress for " in launcher.output
-
-
-@pytest.mark.nightly
-def test_an_idle_or_slow_loop_is_not_stuck(launch: Launch) -> None:
-    data = disturbed_chain(stall_timeout=0.6)
-    data["stages"][1]["engine"] = {"step_seconds": 0.3}
-    launcher = launch(data).wait_ready()
-
-    async def ask() -> None:
-        async with AsyncOmniClient(launcher.endpoint) as client:
-            await asyncio.sleep(0.9)  # longer than the stage may be stuck
-            await ask_and_check(client, "slow one")
-            assert (await client.describe()).counts["replays"] == 0
-
-    asyncio.run(ask())
-    assert "died" not in launcher.output
-
-
-@pytest.mark.nightly
-async def test_a_launcher_that_was_stopped_kills_no_stage(launch: Launch) -> None:
-    launcher = launch(disturbed_chain()).wait_ready()
-    psutil.Process(launcher.process.pid).suspend()
-    await asyncio.sleep(1.2)  # longer than a stage may be silent
-    psutil.Process(launcher.process.pid).resume()
-    async with AsyncOmniClient(launcher.endpoint) as client:
-        await ask_and_check(client, "awake again")
-        await asyncio.sleep(0.5)
-        assert (await client.describe()).healthy
-    assert "died" not in launcher.output
-
-
 # -- crashes and restarts that fail -----------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-async def test_a_request_whose_loop_raises_is_poison(launch: Launch) -> None:
-    launcher = launch(disturbed_chain()).wait_ready()
-    async with AsyncOmniClient(launcher.endpoint) as client:
-        with pytest.raises(Poison) as caught:
-            await client.generate({"prompt_token_ids": [CRASH_TOKEN]})
-        assert caught.value.code is ErrorCode.POISON
-        assert "A test asked this stage to end." in launcher.output
-        await until_healthy(client)
-        await ask_and_check(client, "alive")
 
 
 async def test_one_poisonous_request_among_many_fails_alone(launch: Launch) -> None:
@@ -254,22 +157,6 @@ async def test_a_request_that_takes_all_memory_fails_alone(launch: Launch) -> No
     assert "prompt/0 died" not in launcher.output, "it keeps running"
 
 
-@pytest.mark.nightly
-async def test_policy_fail_ends_only_the_requests_of_the_lost_replica(launch: Launch) -> None:
-    data = disturbed_chain(0.01)
-    data["stages"][2]["on_replica_loss"] = "fail"
-    launcher = launch(data).wait_ready()
-    async with AsyncOmniClient(launcher.endpoint) as client:
-        held, text_only = await client.submit("x" * 100), await client.submit("y" * 100, modalities=["text"])
-        await anext(held)
-        psutil.Process(await pid_of(client, "talker/0")).kill()
-        with pytest.raises(StageLost, match="talker/0"):
-            await held.result()
-        assert (await text_only.result()).text == "y" * 100
-        await until_healthy(client)
-        await ask_and_check(client, "alive")
-
-
 @pytest.mark.parametrize("restarts", [nightly(0), 2])
 async def test_a_pipeline_whose_stage_keeps_failing_to_start_is_degraded(
     launch: Launch, short_path: Path, restarts: int
@@ -297,25 +184,6 @@ async def test_a_pipeline_whose_stage_keeps_failing_to_start_is_degraded(
         assert launcher.output.count("starting code2wav/0 again") == restarts
         until(lambda: "degraded: code2wav/0 died" in launcher.output, 5, "said so")
         assert launcher.output.count("A test made the start fail.") >= restarts
-
-
-@pytest.mark.nightly
-async def test_a_replica_that_dies_while_starting_restarts(launch: Launch, short_path: Path) -> None:
-    """The other one serves and the first restarts; only when all of a stage die the launch ends."""
-    data = disturbed_chain()
-    data["stages"][2].update({"replicas": 2, "engine": {"start_seconds": 1.0}})
-    launcher = launch(data)
-    until(lambda: "omni:talker/1" in titles(short_path).values(), 20, "the second talker")
-    psutil.Process(next(pid for pid, title in titles(short_path).items() if title == "omni:talker/1")).kill()
-    launcher.wait_ready()
-    assert "talker/1 restarts in 0.0 s" in launcher.output
-    async with AsyncOmniClient(launcher.endpoint) as client:
-        assert (await client.describe()).healthy
-        await ask_and_check(client, "both")
-
-
-def titles(folder: Path) -> dict[int, str]:
-    return {pid: command for pid, command in processes_of(folder).items() if command.startswith("omni:")}
 
 
 @pytest.mark.nightly

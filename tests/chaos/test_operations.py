@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from omni_actors.client import AsyncOmniClient, OmniClient, SyncRequestStream
@@ -130,41 +129,6 @@ async def test_a_stage_is_scaled_up_and_down_under_load_and_fails_no_request(lau
     assert "died" not in launcher.output
 
 
-@pytest.mark.nightly
-async def test_a_drained_replica_takes_nothing_new(launch: Launch) -> None:
-    data = disturbed_chain(0.01)
-    data["stages"][2]["replicas"] = 2
-    launcher = launch(data).wait_ready()
-    async with AsyncOmniClient(launcher.endpoint) as client:
-        held = [await client.submit("x" * 60) for _ in range(2)]
-        done = await later(lambda: ctl(launcher, "drain", "talker/0", "--wait", "20"))
-        assert done.returncode == 0, done.stderr
-        assert all([(await stream.result()).text == "x" * 60 for stream in held])
-        await ask_and_check(client, "other")
-        assert (await replicas(client))["talker/0"].state == "draining"
-        assert (await later(lambda: ctl(launcher, "drain", "talker/1"))).returncode == 0
-        with pytest.raises(StageUnavailable, match="'talker'"):
-            await client.generate("no one is left")
-        done = await later(lambda: ctl(launcher, "restart", "talker/0", "--wait", "20"))
-        assert done.returncode == 0, done.stderr
-        await ask_and_check(client, "back")
-
-
-@pytest.mark.nightly
-async def test_a_replica_that_was_given_up_can_be_started(launch: Launch) -> None:
-    launcher = launch(disturbed_chain(restarts=0)).wait_ready()
-    async with AsyncOmniClient(launcher.endpoint) as client:
-        psutil.Process((await replicas(client))["talker/0"].pid).kill()
-        await later(lambda: until(lambda: "degraded: talker/0" in launcher.output, 5, "degraded"))
-        done = await later(lambda: ctl(launcher, "drain", "talker/0"))
-        assert done.returncode == 1
-        assert "talker/0 is dead; only a ready one drains" in done.stderr
-        assert "degraded, 0 of 256" in (await later(lambda: ctl(launcher, "status"))).stdout
-        done = await later(lambda: ctl(launcher, "restart", "talker/0", "--wait", "20"))
-        assert done.returncode == 0, done.stderr
-        await ask_and_check(client, "back")
-
-
 MISTAKES = [
     (("restart", "talkr/0"), 1, "There is no replica talkr/0"),
     (("drain", "talker/7"), 1, "there are prompt/0, thinker/0"),
@@ -202,23 +166,6 @@ async def test_sigterm_drains_the_pipeline(launch: Launch) -> None:
         with pytest.raises(StageUnavailable, match="shutting down"):
             await client.generate("late", modalities=["text"])
         await asyncio.gather(*answers)
-    assert launcher.wait_end() == 0
-
-
-@pytest.mark.nightly
-async def test_a_drain_survives_a_loss_and_ends_at_its_deadline(launch: Launch) -> None:
-    data = disturbed_chain(0.01)
-    data["coordinator"]["drain_timeout"] = 3.0
-    launcher = launch(data).wait_ready()
-    async with AsyncOmniClient(launcher.endpoint) as client:
-        short, long = asyncio.create_task(ask_and_check(client, text_of(3))), await client.submit("x" * 2000)
-        await until_in_flight(client, 2)
-        pid = (await replicas(client))["thinker/0"].pid
-        launcher.process.send_signal(signal.SIGTERM)
-        psutil.Process(pid).kill()
-        await short
-        with pytest.raises(StageUnavailable, match="shutting down"):
-            await long.result()
     assert launcher.wait_end() == 0
 
 

@@ -187,7 +187,7 @@ async def test_small_arena_falls_back_to_frames(launch: Launch) -> None:
     assert any(count.get("dropped_arena_full") for count in counts)
 
 
-@pytest.mark.parametrize("policy", [nightly("fail"), "replay"])
+@pytest.mark.parametrize("policy", ["fail", nightly("replay")])
 async def test_killed_consumer_gives_its_blocks_back(launch: Launch, policy: str) -> None:
     wide = flow_chain({}, thinker={**WIDE, "step_seconds": 0.02})
     wide["stages"][2]["on_replica_loss"] = policy

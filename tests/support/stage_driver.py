@@ -29,10 +29,12 @@ from omni_actors.stage.engine_interface import (
     StreamEvent,
     TextEvent,
 )
+from tests.support.nightly import nightly
 from tests.support.reference import ReferenceResult
 
-BOTH_MODES = pytest.mark.parametrize("thinker", [False, True], indirect=True, ids=["sync", "async"])
-BOTH_TALKER_MODES = pytest.mark.parametrize("talker", [False, True], indirect=True, ids=["sync", "async"])
+# Synchronous engines are what whole pipelines run on a CPU, so the tests of engines leave them to the night.
+BOTH_MODES = pytest.mark.parametrize("thinker", [nightly(False), True], indirect=True, ids=["sync", "async"])
+BOTH_TALKER_MODES = pytest.mark.parametrize("talker", [nightly(False), True], indirect=True, ids=["sync", "async"])
 VOICES = ("Chelsie", "Ethan")
 SMALL = {
     "max_model_len": 512,

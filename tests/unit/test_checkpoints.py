@@ -16,6 +16,8 @@ from tools.checkpoints.configuration import tiny_config
 from tools.checkpoints.shards import draw, write_random_shards
 from tools.checkpoints.weights import scale_of
 
+pytestmark = pytest.mark.nightly
+
 LAYOUT = {
     "config.json",
     "generation_config.json",

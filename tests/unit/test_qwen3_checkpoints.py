@@ -13,6 +13,8 @@ from tools.checkpoints import qwen3_omni
 from tools.checkpoints.__main__ import main
 from tools.checkpoints.weights import fan_in
 
+pytestmark = pytest.mark.nightly
+
 LAYOUT = {
     "config.json",
     "generation_config.json",

@@ -11,6 +11,8 @@ import pytest
 from tools.checkpoints import qwen3_tts
 from tools.checkpoints.__main__ import main
 
+pytestmark = pytest.mark.nightly
+
 FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 WEIGHTS = ("model.safetensors", "speech_tokenizer/model.safetensors")
 

@@ -9,6 +9,7 @@ from PIL import Image
 
 from omni_actors.engine.tensors import to_torch
 from omni_actors.stage.engine_interface import StageInputs
+from tests.support.nightly import nightly
 from tests.support.stage_driver import (
     Driver,
     count_preemptions,
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 BLOCK = 32  # the smallest on a CPU
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+@pytest.fixture(scope="module", params=[nightly(False), True], ids=["sync", "async"])
 def engine(request, tiny_checkpoint):
     engine = make_engine(tiny_checkpoint, "thinker", asynchronous=request.param, block_size=BLOCK)
     yield engine

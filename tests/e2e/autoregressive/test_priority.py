@@ -10,6 +10,7 @@ from vllm.v1.request import Request
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.tensors import to_host
+from tests.support.nightly import nightly
 from tests.support.stage_driver import (
     BOTH_MODES,
     BOTH_TALKER_MODES,
@@ -24,7 +25,7 @@ from tests.support.stage_driver import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+BOTH = pytest.mark.parametrize("asynchronous", [nightly(False), True], ids=["sync", "async"])
 BLOCK = 32
 # 3 layers, keys and values, 2 heads of 32 float32: 1536 bytes per token.
 BLOCK_BYTES = BLOCK * 1536

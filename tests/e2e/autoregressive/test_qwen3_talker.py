@@ -15,6 +15,7 @@ from omni_actors.errors import InvalidPayload, InvalidRequest, OmniError, Prompt
 from omni_actors.protocol.results import FinishReason
 from omni_actors.stage.engine_interface import StageInputs
 from tests.support.code2wav import sound_of
+from tests.support.nightly import nightly
 from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.qwen3_reference import Qwen3Reference, Qwen3Result
 from tests.support.stage_driver import Driver, count_preemptions, make_engine
@@ -74,7 +75,7 @@ def spoken(qwen3_reference: Qwen3Reference) -> dict[str, Spoken]:
     return {name: Spoken(qwen3_reference, name, VOICES[index % 3]) for index, name in enumerate(CASES)}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+@pytest.fixture(scope="module", params=[nightly(False), True], ids=["sync", "async"])
 def engine(request, tiny_qwen3_checkpoint):
     engine = make_engine(tiny_qwen3_checkpoint, "talker", asynchronous=request.param)
     yield engine

@@ -10,6 +10,7 @@ import torch
 from omni_actors.engine.tensors import to_host
 from omni_actors.errors import ModelOutputInvalid
 from omni_actors.protocol.results import FinishReason
+from tests.support.nightly import nightly
 from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.stage_driver import (
     BOTH_TALKER_MODES,
@@ -117,7 +118,7 @@ def test_talker_samples_what_sounds_or_ends_and_nothing_else(talker, reference, 
     assert torch.isfinite(logits).sum() == 3 * (sounding + 2)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("asynchronous", [nightly(False), True], ids=["sync", "async"])
 def test_preempted_talkers_equal_transformers(tiny_checkpoint, answers, asynchronous):
     """A KV cache for half of the requests; some of them streamed, one aborted."""
     engine = make_engine(

@@ -11,6 +11,7 @@ import pytest
 
 from omni_actors.engine.diffusion import DiffusionEngine
 from tests.support.code2wav import arguments, run_dry
+from tests.support.nightly import nightly
 
 Vocoders = Callable[[bool, dict[str, Any]], DiffusionEngine]
 
@@ -31,7 +32,7 @@ def vocoders(tiny_checkpoint: Path) -> Iterator[Vocoders]:
         yield vocoder
 
 
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
+@pytest.fixture(params=[nightly(False), True], ids=["sync", "async"])
 def engine(request: pytest.FixtureRequest, vocoders: Vocoders) -> Iterator[DiffusionEngine]:
     """Decodes as DECODE of the test's module says; idle before and after each test."""
     engine = vocoders(request.param, request.module.DECODE)
