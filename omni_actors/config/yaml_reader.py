@@ -99,8 +99,8 @@ def _check_depth(text: str, name: str) -> None:
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            line = event.start_mark.line + 1
-            raise ConfigError(f"{name}, line {line}: more than {MAX_DEPTH} levels, one in the other.")
+            line = f", line {event.start_mark.line + 1}" if event.start_mark is not None else ""
+            raise ConfigError(f"{name}{line}: more than {MAX_DEPTH} levels, one in the other.")
 
 
 def _too_large(name: str) -> ConfigError:
