@@ -25,7 +25,7 @@ import serve
 import workload
 
 from omni_actors.client import AsyncOmniClient
-from omni_actors.client.outputs import OmniRequestOutput
+from omni_actors.client.streams import OmniRequestOutput
 
 SECONDS = 2.0  # of the audio and of the video
 GREEDY = {"temperature": 0.0}

@@ -18,7 +18,7 @@ import numpy
 
 from omni_actors import config
 from omni_actors.client import AsyncOmniClient
-from omni_actors.client.outputs import OmniRequestOutput
+from omni_actors.client.streams import OmniRequestOutput
 from omni_actors.launch import Launcher
 
 TEXTS = ["Hi", "What is the capital of France?", "Tell me, in a few words, why the sea is salt.", "One two three " * 12]

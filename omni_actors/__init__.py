@@ -13,14 +13,14 @@ __version__ = "0.2.0"
 if TYPE_CHECKING:
     from omni_actors.client import AsyncOmniClient, OmniClient
     from omni_actors.client.offline import OmniLLM
-    from omni_actors.client.outputs import OmniRequestOutput, OmniTokensPrompt
+    from omni_actors.client.streams import OmniRequestOutput, OmniTokensPrompt
 
 _MODULES = {
     "AsyncOmniClient": "omni_actors.client",
     "OmniClient": "omni_actors.client",
     "OmniLLM": "omni_actors.client.offline",
-    "OmniRequestOutput": "omni_actors.client.outputs",
-    "OmniTokensPrompt": "omni_actors.client.outputs",
+    "OmniRequestOutput": "omni_actors.client.streams",
+    "OmniTokensPrompt": "omni_actors.client.streams",
 }
 
 __all__ = ["AsyncOmniClient", "OmniClient", "OmniLLM", "OmniRequestOutput", "OmniTokensPrompt", "__version__"]

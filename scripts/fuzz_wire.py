@@ -29,7 +29,7 @@ import zmq
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from omni_actors.client import AsyncOmniClient
-from omni_actors.client.outputs import OmniRequestOutput
+from omni_actors.client.streams import OmniRequestOutput
 from omni_actors.config import PipelineConfig
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.client import StageStatus

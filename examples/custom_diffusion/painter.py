@@ -24,8 +24,7 @@ from omni_actors.engine.models.diffusers_layout import checkpoint_folder
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
 from omni_actors.engine.worker_base import omni_options
 from omni_actors.errors import ConfigError, InvalidRequest
-from omni_actors.protocol.parameters import Parameter
-from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.payloads import Parameter, StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from omni_actors import flags
 from omni_actors.cli.connection import add_connection, connection, with_flag
 from omni_actors.client import Audio, OmniClient, spoken
-from omni_actors.client.spoken import speech_ability
+from omni_actors.client.prompts import speech_ability
 from omni_actors.errors import InvalidRequest, OmniError
 from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
 from omni_actors.launcher.one_request import save

@@ -13,9 +13,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from omni_actors.client.choices import ChoiceStreams, check_choices, of_choice
-from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.client.prompts import AudioInput, ImageInput, Prompting, VideoInput, to_params, to_prompt
-from omni_actors.client.streams import RequestStream, item_of
+from omni_actors.client.streams import OmniRequestOutput, RequestStream, item_of
 from omni_actors.errors import InvalidRequest, OmniError, ProtocolError, RequestTimeout, StageLost
 from omni_actors.host.clocks import STEADY
 from omni_actors.logs import get_logger

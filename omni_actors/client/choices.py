@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.client.prompts import to_params
-from omni_actors.client.streams import RequestStream, StreamItem
+from omni_actors.client.streams import OmniRequestOutput, RequestStream, StreamItem
 from omni_actors.errors import InvalidRequest, OmniError
 from omni_actors.protocol.results import StageUsage
 

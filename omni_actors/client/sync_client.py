@@ -11,9 +11,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from omni_actors.client.async_client import ANSWER_SECONDS, AsyncOmniClient
-from omni_actors.client.outputs import OmniRequestOutput
 from omni_actors.client.prompts import Prompting
-from omni_actors.client.streams import RequestStream, StreamItem
+from omni_actors.client.streams import OmniRequestOutput, RequestStream, StreamItem
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.client import Description, Operation, Report
 from omni_actors.protocol.header import Limits

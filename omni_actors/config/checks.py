@@ -30,8 +30,7 @@ from omni_actors.config.spread import check_spread
 from omni_actors.errors import ConfigError, InvalidRequest, suggest
 from omni_actors.host.addresses import TCP, is_address, is_loopback, stays_on_host, tcp_host
 from omni_actors.host.paths import check_readable
-from omni_actors.protocol.parameters import Parameter
-from omni_actors.protocol.payloads import DECLARED_PARAMS, TEXT_PARAMS, StageParams
+from omni_actors.protocol.payloads import DECLARED_PARAMS, TEXT_PARAMS, Parameter, StageParams
 
 LEAST_ARENA_BYTES = 1 << 20
 _HOST = re.compile(r"[A-Za-z0-9_.:-]+")

@@ -12,8 +12,13 @@ from vllm.tokenizers import TokenizerLike
 from vllm.v1.worker.gpu.sample.logit_bias import MAX_NUM_STOP_TOKEN_IDS
 
 from omni_actors.errors import InvalidRequest
-from omni_actors.protocol.logprobs import MAX_PROMPT_LOGPROBS
-from omni_actors.protocol.payloads import AUTOREGRESSIVE_PARAMS, TEXT_PARAMS, StageParams, StructuredOutputs
+from omni_actors.protocol.payloads import (
+    AUTOREGRESSIVE_PARAMS,
+    MAX_PROMPT_LOGPROBS,
+    TEXT_PARAMS,
+    StageParams,
+    StructuredOutputs,
+)
 
 # Values of the parameters that are not set: greedy, nothing cut off.
 _NEUTRAL: dict[str, Any] = {

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_actors.client.arguments import OneStageParams, is_list, params_by_stage, spread
-from omni_actors.client.outputs import OmniRequestOutput
+from omni_actors.client.streams import OmniRequestOutput
 from omni_actors.config import StageKind
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.factory import build_engine

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from omni_actors.client.outputs import OmniTokensPrompt
-from omni_actors.client.prompts import MULTI_MODAL_DATA, PROMPT_KEYS, STAGE_KEYS, refuse_unknown_keys, to_prompt
-from omni_actors.client.tensors import information_values, prompt_embeds
+from omni_actors.client.prompts import (
+    MULTI_MODAL_DATA,
+    PROMPT_KEYS,
+    STAGE_KEYS,
+    information_values,
+    prompt_embeds,
+    refuse_unknown_keys,
+    to_prompt,
+)
+from omni_actors.client.streams import OmniTokensPrompt
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.prompt import PromptEngine
 from omni_actors.errors import InvalidRequest, suggest

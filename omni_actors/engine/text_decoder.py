@@ -14,7 +14,7 @@ from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer, IncrementalDe
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
 from omni_actors.errors import EngineError
-from omni_actors.protocol.logprobs import PIECE_LOGPROBS, PositionLogprobs, PromptPosition, TokenLogprob
+from omni_actors.protocol.payloads import PIECE_LOGPROBS, PositionLogprobs, PromptPosition, TokenLogprob
 
 
 class TextDecoder:

@@ -15,8 +15,7 @@ from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
 from omni_actors.media.decoders import Decoder
 from omni_actors.media.limits import Budget, MediaLimits, check_counts, check_media
 from omni_actors.protocol.fields import unpack_token_ids
-from omni_actors.protocol.parameters import Parameter
-from omni_actors.protocol.payloads import MEDIA_MODALITIES, PROMPT_EMBEDS, Prompt, StageParams
+from omni_actors.protocol.payloads import MEDIA_MODALITIES, PROMPT_EMBEDS, Parameter, Prompt, StageParams
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import StageInputs
 

@@ -32,7 +32,7 @@ from omni_actors.http_server.logprobs import chat_logprobs, prompt_logprobs
 from omni_actors.http_server.schemas import ChatRequest, voice_name
 from omni_actors.http_server.state import ServerState, State
 from omni_actors.protocol.client import Description
-from omni_actors.protocol.logprobs import PositionLogprobs, PromptPosition
+from omni_actors.protocol.payloads import PositionLogprobs, PromptPosition
 from omni_actors.protocol.tools import CollectedCalls, ToolCall, ToolCallPiece
 
 router = APIRouter()

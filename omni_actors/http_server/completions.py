@@ -20,7 +20,7 @@ from omni_actors.http_server.json_bounds import MAX_TOKEN_VALUES
 from omni_actors.http_server.logprobs import CompletionLogprobs, prompt_logprobs
 from omni_actors.http_server.schemas import CompletionRequest
 from omni_actors.http_server.state import State
-from omni_actors.protocol.logprobs import PositionLogprobs
+from omni_actors.protocol.payloads import PositionLogprobs
 
 router = APIRouter()
 BODY = JsonBody(CompletionRequest, MAX_TOKEN_VALUES)

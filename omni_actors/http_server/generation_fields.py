@@ -11,8 +11,15 @@ from omni_actors.http_server.output_formats import AnyResponseFormat, Structured
 from omni_actors.http_server.schema_fields import ABSENT
 from omni_actors.http_server.vllm_fields import VllmFields
 from omni_actors.protocol.fields import PositiveInt
-from omni_actors.protocol.logprobs import MAX_LOGPROBS
-from omni_actors.protocol.payloads import AUTOREGRESSIVE_PARAMS, AllowedTokens, LogitBias, StopTokens, Word, Words
+from omni_actors.protocol.payloads import (
+    AUTOREGRESSIVE_PARAMS,
+    MAX_LOGPROBS,
+    AllowedTokens,
+    LogitBias,
+    StopTokens,
+    Word,
+    Words,
+)
 
 MAX_TOKENS = 1_000_000
 

@@ -20,8 +20,7 @@ from omni_actors.http_server.schema_fields import (
     refuse_effects,
 )
 from omni_actors.protocol.fields import Priority, Seed
-from omni_actors.protocol.parameters import Parameter
-from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.payloads import Parameter, StageParams
 
 MAX_PICTURES = 10
 MAX_PREVIEWS = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from omni_actors.protocol.logprobs import PositionLogprobs, PromptPosition, TokenLogprob
+from omni_actors.protocol.payloads import PositionLogprobs, PromptPosition, TokenLogprob
 
 LEAST = -9999.0  # in place of minus infinity, which JSON does not have; vLLM's value
 

@@ -26,7 +26,7 @@ from omni_actors.http_server.schema_fields import free_form
 from omni_actors.http_server.schemas import voice_name
 from omni_actors.http_server.state import ServerState, State, json_response
 from omni_actors.protocol.client import Description
-from omni_actors.protocol.logprobs import PositionLogprobs
+from omni_actors.protocol.payloads import PositionLogprobs
 from omni_actors.protocol.tools import CollectedCalls, ToolCallPiece
 
 router = APIRouter()

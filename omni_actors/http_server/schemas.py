@@ -39,8 +39,7 @@ from omni_actors.http_server.schema_fields import (
 )
 from omni_actors.http_server.vllm_fields import NoProcessorArguments, TemplateArguments
 from omni_actors.protocol.fields import PositiveInt, TokenId
-from omni_actors.protocol.logprobs import MAX_LOGPROBS
-from omni_actors.protocol.payloads import USE_AUDIO_IN_VIDEO
+from omni_actors.protocol.payloads import MAX_LOGPROBS, USE_AUDIO_IN_VIDEO
 from omni_actors.protocol.tools import MAX_TOOLS
 
 MAX_SPEECH_TEXT = 4096

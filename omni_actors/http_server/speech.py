@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.client import Audio, Text
-from omni_actors.client.spoken import speech_ability
+from omni_actors.client.prompts import speech_ability
 from omni_actors.errors import ErrorCode, suggest
 from omni_actors.http_server.answer import Answer, AnswerResponse, event, token_counts, usage_of
 from omni_actors.http_server.audio_formats import MEDIA_TYPES, encoded, feed, make_encoder
@@ -26,7 +26,7 @@ from omni_actors.http_server.schemas import SpeechRequest, voice_name
 from omni_actors.http_server.state import ServerState, State
 from omni_actors.http_server.voices import recording_of
 from omni_actors.protocol.client import Description
-from omni_actors.protocol.speech import AUTO, CLIP, CLIP_RATE, INSTRUCTIONS, LANGUAGE, TRANSCRIPT, SpeechAbility
+from omni_actors.protocol.payloads import AUTO, CLIP, CLIP_RATE, INSTRUCTIONS, LANGUAGE, TRANSCRIPT, SpeechAbility
 
 router = APIRouter()
 BODY = JsonBody(SpeechRequest)

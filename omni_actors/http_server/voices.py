@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends
 from msgspec import Meta
 from starlette.responses import Response
 
-from omni_actors.client.spoken import speech_ability
+from omni_actors.client.prompts import speech_ability
 from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.form_body import Form, FormBody
 from omni_actors.http_server.schema_fields import Strict

@@ -11,10 +11,8 @@ from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.common import Abort, Credit, Failed
 from omni_actors.protocol.fields import TRACEPARENT, Moment, Name, Priority, ReplicaIndex, Seed, StageNameOrEmpty
 from omni_actors.protocol.header import Body
-from omni_actors.protocol.parameters import Parameter
-from omni_actors.protocol.payloads import AdditionalInformationPayload, Prompt, StageParams
+from omni_actors.protocol.payloads import AdditionalInformationPayload, Parameter, Prompt, SpeechAbility, StageParams
 from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Progress, StageUsage, TextDelta
-from omni_actors.protocol.speech import SpeechAbility
 from omni_actors.protocol.telemetry import RequestTimeline
 from omni_actors.protocol.tensors import TensorRef
 

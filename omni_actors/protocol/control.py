@@ -8,8 +8,7 @@ from msgspec import Meta, Struct
 
 from omni_actors.protocol.fields import Count, Endpoint, EndpointOrEmpty, Moment, Name
 from omni_actors.protocol.header import Body, ReplicaId
-from omni_actors.protocol.parameters import MAX_PARAMETERS, Parameter
-from omni_actors.protocol.speech import SpeechAbility
+from omni_actors.protocol.payloads import MAX_PARAMETERS, Parameter, SpeechAbility
 from omni_actors.protocol.telemetry import Snapshot
 
 

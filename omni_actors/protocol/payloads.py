@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.fields import TOKEN_BYTES, Name, Scalar, Seed, TokenId, check_token_ids
-from omni_actors.protocol.logprobs import MAX_LOGPROBS
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.protocol.tools import MAX_CALLS, CallId, ToolCall, Tools
 
@@ -165,7 +164,7 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     """Parameters of one stage for one request; `None` means the stage's default from the YAML.
 
     The first group belongs to autoregressive stages, the second to diffusion stages, `seed` to both; the third to
-    those whose model declares them, with limits of its own (`protocol/parameters.py`).
+    those whose model declares them, with limits of its own (`Parameter`).
 
     Args:
         max_tokens: largest number of tokens to generate. With 0 a stage with text only computes the prompt, so that a
@@ -392,3 +391,113 @@ class Prompt(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
         """References to the tensors whose bytes travel as buffers of the message."""
         media = tuple(item.tensor for item in self.media)
         return media if self.embeds is None else (*media, self.embeds.tensor)
+
+
+MAX_LOGPROBS = 20  # likeliest tokens per position
+MAX_PROMPT_LOGPROBS = 32_768  # of a prompt: its tokens times the entries of each, which are made between two steps
+PIECE_LOGPROBS = 4_096  # of those, in one message
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """A token, its text, and the logarithm of its probability. The text is empty within a character."""
+
+    token_id: TokenId
+    text: Annotated[str, Meta(max_length=4096)]
+    logprob: float
+
+
+class PositionLogprobs(Struct, frozen=True, array_like=True):
+    """The token at one position of the answer, and the likeliest tokens there, the likeliest first."""
+
+    token: TokenLogprob
+    top: Annotated[tuple[TokenLogprob, ...], Meta(max_length=MAX_LOGPROBS)] = ()
+
+
+class PromptPosition(Struct, frozen=True, array_like=True):
+    """The token at one position of the prompt, how many tokens were likelier there plus one, and the likeliest."""
+
+    token: TokenLogprob
+    rank: Annotated[int, Meta(ge=1)]
+    top: Annotated[tuple[TokenLogprob, ...], Meta(max_length=MAX_LOGPROBS)] = ()
+
+
+MAX_PARAMETERS = 64
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "text": (str,), "bool": (bool,)}
+_WORDS = {"int": "a whole number", "float": "a number", "text": "a text", "bool": "true or false"}
+
+
+class Parameter(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A parameter that a request may set for a stage.
+
+    Args:
+        name: of a field of `StageParams`, or of an entry of its `extra_args`.
+        kind: the type of its values.
+        least: smallest number.
+        most: largest number; of a text, the most characters.
+        multiple_of: what a whole number must divide by; 0 for any.
+        choices: the only texts; empty for any.
+        default: what holds for a request that does not set it, for people to read; to clients, the pipeline's own.
+        about: what it does, in a phrase.
+    """
+
+    name: Name
+    kind: Literal["int", "float", "text", "bool"]
+    least: float | None = None
+    most: float | None = None
+    multiple_of: Annotated[int, Meta(ge=0, le=65536)] = 0
+    choices: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
+    default: Scalar | None = None
+    about: Annotated[str, Meta(max_length=256)] = ""
+
+    def problem(self, value: object) -> str:
+        """What is wrong with a value, as the end of a sentence that begins with the parameter; "" for nothing."""
+        if not isinstance(value, _TYPES[self.kind]) or isinstance(value, bool) != (self.kind == "bool"):
+            return f"must be {_WORDS[self.kind]}"
+        if isinstance(value, str):
+            if self.choices and value not in self.choices:
+                return f"must be one of {', '.join(self.choices)}"
+            too_long = self.most is not None and len(value) > self.most
+            return f"may have at most {self.most:g} characters; got {len(value)}" if too_long else ""
+        number: Any = value
+        low, high = self.least is not None and number < self.least, self.most is not None and number > self.most
+        if not (low or high or number != number) and not (self.multiple_of and number % self.multiple_of):
+            return ""
+        return f"must be {self._range()}; got {number}"
+
+    def _range(self) -> str:
+        divides = f"a multiple of {self.multiple_of} " if self.multiple_of > 1 else ""
+        if self.least is not None and self.most is not None:
+            return f"{divides}from {self.least:g} to {self.most:g}"
+        if self.most is not None:
+            return f"{divides}at most {self.most:g}"
+        return f"{divides}at least {self.least:g}" if self.least is not None else divides.strip() or "a number"
+
+
+# Names of the additional information (`EngineFacts.wants_information`) of such a stage.
+LANGUAGE = "language"  # text: one of `SpeechAbility.languages`, in any case, or `AUTO`
+INSTRUCTIONS = "instructions"  # text: how to speak, or which voice to make up
+CLIP = "clip"  # f32 [samples], mono, within -1..1: the voice to speak with
+CLIP_RATE = "clip_rate"  # Hz
+TRANSCRIPT = "transcript"  # text: what is said in the clip
+AUTO = "auto"  # the model finds the language out by itself
+SPEECH_INFORMATION = (LANGUAGE, INSTRUCTIONS, CLIP, CLIP_RATE, TRANSCRIPT)
+
+Seconds = Annotated[float, Meta(ge=0, le=86_400)]
+
+
+class SpeechAbility(Struct, frozen=True, forbid_unknown_fields=True):
+    """The abilities of a stage that speaks the text that it is given.
+
+    Args:
+        languages: those that can be asked for; the model finds the language out by itself otherwise.
+        instructions: whether a request may or must say in words how to speak.
+        clip: whether a request must bring a recording of the voice to speak with.
+        min_clip_seconds: the shortest recording that shows a voice.
+        max_clip_seconds: the longest recording.
+    """
+
+    languages: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
+    instructions: Literal["none", "optional", "required"] = "none"
+    clip: Literal["none", "required"] = "none"
+    min_clip_seconds: Seconds = 0.5
+    max_clip_seconds: Seconds = 30.0

@@ -11,7 +11,7 @@ from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.common import Credit, Failed
 from omni_actors.protocol.fields import TOKEN_BYTES, Attempt, Count, Moment, StageNameOrEmpty, Steps, TokenId
 from omni_actors.protocol.header import Body, ReplicaId
-from omni_actors.protocol.logprobs import PositionLogprobs, PromptPosition
+from omni_actors.protocol.payloads import PositionLogprobs, PromptPosition
 from omni_actors.protocol.telemetry import StageTimeline
 from omni_actors.protocol.tensors import FLOATING, DType, TensorRef
 from omni_actors.protocol.tools import MAX_CALLS, ToolCallPiece

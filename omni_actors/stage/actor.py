@@ -1,7 +1,7 @@
 """The actor: drives one engine by messages. Knows requests, order and deadlines; knows no socket and no model.
 
 Every method that takes an event returns the messages to send. An attempt at a request (`attempts.py`) begins with its
-`OpenRequest`; chunks that come earlier wait in `early_chunks.py`. When it has ended, a tombstone absorbs late messages.
+`OpenRequest`; chunks that come earlier wait in `attempts.py`. When it has ended, a tombstone absorbs late messages.
 Output for later stages is kept until the coordinator says that the request has ended everywhere, in case one of them
 has to start again (`resend_buffer.py`).
 """
@@ -24,8 +24,7 @@ from omni_actors.protocol.header import Body, Header, ReplicaId
 from omni_actors.protocol.results import FinishReason, StageDone, StageUsage, Unreachable
 from omni_actors.protocol.stage import Begin, Chunk, Ended, IntoStage, OpenRequest, Resend
 from omni_actors.protocol.tombstones import Tombstones
-from omni_actors.stage.attempts import Attempt, AttemptEvent, Attempts, AttemptState, InputOrder
-from omni_actors.stage.early_chunks import EarlyChunks
+from omni_actors.stage.attempts import Attempt, AttemptEvent, Attempts, AttemptState, EarlyChunks, InputOrder
 from omni_actors.stage.engine_interface import (
     EngineEvent,
     ErrorEvent,

@@ -27,8 +27,8 @@ from omni_actors.config import StageConfig, check_parameters
 from omni_actors.config.loading import explain
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, PromptTooLong
 from omni_actors.protocol.fields import Name, unpack_token_ids
+from omni_actors.protocol.payloads import SPEECH_INFORMATION, SpeechAbility
 from omni_actors.protocol.results import FinishReason
-from omni_actors.protocol.speech import SPEECH_INFORMATION, SpeechAbility
 from omni_actors.protocol.stage import LATENTS
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.echo_pictures import PARAMETERS, SCALE, Drawing, decoded

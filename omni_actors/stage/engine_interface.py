@@ -12,11 +12,16 @@ from dataclasses import dataclass, field
 from omni_actors.config import StageConfig
 from omni_actors.errors import OmniError
 from omni_actors.protocol.fields import Scalar
-from omni_actors.protocol.logprobs import PositionLogprobs, PromptPosition
-from omni_actors.protocol.parameters import Parameter
-from omni_actors.protocol.payloads import InformationValue, Prompt, StageParams
+from omni_actors.protocol.payloads import (
+    InformationValue,
+    Parameter,
+    PositionLogprobs,
+    Prompt,
+    PromptPosition,
+    SpeechAbility,
+    StageParams,
+)
 from omni_actors.protocol.results import FinishReason
-from omni_actors.protocol.speech import SpeechAbility
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.protocol.tools import ToolCallPiece
 

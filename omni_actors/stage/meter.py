@@ -24,8 +24,7 @@ from omni_actors.stage.engine_interface import (
 )
 from omni_actors.stage.lead import USUAL_SECONDS, Pace
 from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.meters import Meters
-from omni_actors.telemetry.transfers import TransferTrack, track_of
+from omni_actors.telemetry.meters import Meters, TransferTrack, track_of
 
 PROVEN_SOUND = 5.0  # seconds of sound that a stage has to make before it reports for how many listeners it does
 MOST_LISTENERS = 1_000_000  # that it reports

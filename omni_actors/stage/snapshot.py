@@ -13,8 +13,7 @@ from omni_actors.stage.actor import StageActor
 from omni_actors.stage.engine_interface import EngineStatistics, StageEngine
 from omni_actors.stage.meter import StageMeter
 from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.meters import Meters
-from omni_actors.telemetry.process_metrics import edge_metrics, process_metrics
+from omni_actors.telemetry.meters import Meters, edge_metrics, process_metrics
 from omni_actors.transport.credit import EdgeMetrics
 
 ENDED_BYTES = len(msgspec.msgpack.encode("ended")) + 3  # the field, which is left out while empty, and its length

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from omni_actors.protocol.telemetry import HistogramSample, Sample, Snapshot
+import psutil
+
+from omni_actors.protocol.telemetry import HistogramSample, Sample, Snapshot, TransferTimeline
+from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.metric_table import TABLE, Kind, Metric
+from omni_actors.transport.credit import EdgeMetrics
 
 Labels = tuple[str, ...]
 
@@ -86,3 +91,62 @@ class Meters:
             for index, count in enumerate(histogram.counts):
                 into.counts[index] += count
             into.total += histogram.total
+
+
+@dataclass(slots=True)
+class TransferTrack:
+    """Grows with every message. `latency` is the edge's histogram, which all requests share."""
+
+    latency: Histogram
+    messages: int = 0
+    bytes: int = 0
+    first_sent: float = 0.0
+    first_received: float = 0.0
+    last_sent: float = 0.0
+    last_received: float = 0.0
+
+    def add(self, sent: float, received: float, size: int, offset: float = 0.0) -> None:
+        """Count a message of `size` bytes. `offset` is added to the sender's moments to compare them with ours."""
+        self.messages += 1
+        self.bytes += size
+        if not sent:
+            return
+        if not self.first_sent:
+            self.first_sent, self.first_received = sent, received
+        self.last_sent, self.last_received = sent, received
+        self.latency.observe(received - sent - offset)
+
+    def timeline(self, source: str) -> TransferTimeline:
+        """What goes into a stage's timeline."""
+        return TransferTimeline(
+            source, self.messages, self.bytes, self.first_sent, self.first_received, self.last_sent, self.last_received
+        )
+
+
+def track_of(tracks: dict[str, TransferTrack], meters: Meters, source: str, target: str) -> TransferTrack:
+    """The request's track for messages from `source`, created with the first of them."""
+    found = tracks.get(source)
+    if found is None:
+        found = tracks[source] = TransferTrack(meters.histogram(table.EDGE_LATENCY, source, target))
+    return found
+
+
+def edge_metrics(meters: Meters, source: str, edges: Mapping[str, EdgeMetrics]) -> None:
+    """Set the sender's metrics of its edges. An edge that is gone keeps its counters and loses its gauges."""
+    for gauge in (table.EDGE_OUT, table.EDGE_OUT_BYTES, table.EDGE_CREDIT, table.EDGE_WAITING):
+        meters.forget(gauge)
+    for target, edge in edges.items():
+        meters.set(table.EDGE_MESSAGES, source, target, to=edge.messages)
+        meters.set(table.EDGE_BYTES, source, target, to=edge.bytes)
+        meters.set(table.EDGE_SHARED, source, target, to=edge.shared_bytes)
+        if edge.open:
+            meters.set(table.EDGE_OUT, source, target, to=edge.messages_out)
+            meters.set(table.EDGE_OUT_BYTES, source, target, to=edge.bytes_out)
+            meters.set(table.EDGE_CREDIT, source, target, to=edge.credit)
+            meters.set(table.EDGE_WAITING, source, target, to=edge.waiting)
+
+
+def process_metrics(meters: Meters, labels: tuple[str, ...], processor_time: float) -> None:
+    """Set the memory of this process, and the processor time in seconds to report for it."""
+    meters.set(table.RESIDENT, *labels, to=psutil.Process().memory_info().rss)
+    meters.set(table.CPU_SECONDS, *labels, to=processor_time)

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from omni_actors.client import AsyncOmniClient, Audio, OmniClient, Text
-from omni_actors.client.outputs import OmniRequestOutput
+from omni_actors.client.streams import OmniRequestOutput
 from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError, PromptTooLong, UnknownModality, UnknownVoice
 from tests.support.pipelines import RunningPipeline
 from tests.support.reference import Reference, ReferenceResult, vocoder_noise

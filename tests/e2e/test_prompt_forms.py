@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from omni_actors.client import AsyncOmniClient, OmniClient
-from omni_actors.client.outputs import OmniRequestOutput
+from omni_actors.client.streams import OmniRequestOutput
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.stage_llm import StageLLM
 from omni_actors.errors import InvalidRequest, PromptTooLong

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from omni_actors.client import AsyncOmniClient, Audio, Text
-from omni_actors.client.outputs import OmniRequestOutput
+from omni_actors.client.streams import OmniRequestOutput
 from omni_actors.errors import StageLost
 from tests.support.nightly import nightly
 from tests.support.pipelines import RunningPipeline

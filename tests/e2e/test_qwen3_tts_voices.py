@@ -14,7 +14,7 @@ import pytest
 import soundfile
 
 from omni_actors.client import AsyncOmniClient, Audio
-from omni_actors.client.spoken import spoken
+from omni_actors.client.prompts import spoken
 from tests.support.qwen3_tts_reference import Qwen3TtsReference
 from tests.support.servers import HttpPipeline, close_clients
 

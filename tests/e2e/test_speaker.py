@@ -15,7 +15,7 @@ import soundfile
 from PIL import Image, ImageDraw
 
 from omni_actors.client import OmniClient
-from omni_actors.client.outputs import OmniRequestOutput
+from omni_actors.client.streams import OmniRequestOutput
 from tests.support.paths import REPOSITORY
 from tests.support.reference import Reference, ReferenceResult
 from tests.support.servers import HttpPipeline, close_clients

@@ -13,7 +13,7 @@ import pytest
 
 from omni_actors.client import OmniClient
 from omni_actors.client.offline import OmniLLM
-from omni_actors.client.outputs import OmniRequestOutput
+from omni_actors.client.streams import OmniRequestOutput
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.tensors import DType, HostTensor
 from tests.support.builders import write

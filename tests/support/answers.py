@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy
 
-from omni_actors.client.outputs import OmniRequestOutput
+from omni_actors.client.streams import OmniRequestOutput
 from omni_actors.protocol.client import CoordinatorToClient, Done
 from omni_actors.protocol.codec import Decoder, encode
 from omni_actors.protocol.common import Credit, Failed

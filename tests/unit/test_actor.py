@@ -20,7 +20,7 @@ from omni_actors.protocol.payloads import (
 from omni_actors.protocol.results import AudioChunk, FinishReason, StageDone, TextDelta
 from omni_actors.protocol.stage import Chunk, OpenRequest
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
-from omni_actors.stage import early_chunks
+from omni_actors.stage import attempts
 from omni_actors.stage.echo import FAIL_TOKEN, EchoEngine
 from omni_actors.stage.engine_interface import (
     AudioEvent,
@@ -82,7 +82,7 @@ def test_chunks_whose_announcement_does_not_come_are_answered_and_remembered() -
 
 
 def test_early_chunks_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_chunks, "MAX_BYTES", 4000)
+    monkeypatch.setattr(attempts, "MAX_EARLY_BYTES", 4000)
     stage = StageUnderTest("thinker")
     stage.tokens("a", 0, "small", final=False)
     rows = HostTensor(DType.F32, (750, 1), bytes(3000))

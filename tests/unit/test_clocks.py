@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omni_actors.host.clocks import AnchoredClock
-from omni_actors.telemetry.clocks import ClockOffset
+from omni_actors.telemetry.request_log import ClockOffset
 from tests.support.clock import Clock
 
 

@@ -25,7 +25,7 @@ from omni_actors.http_server.stores import FileStore
 from omni_actors.media import decoders
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.header import Limits
-from omni_actors.stage import early_chunks
+from omni_actors.stage import attempts
 from omni_actors.telemetry import endpoint
 from omni_actors.transport import connection_guard, sockets
 from scripts import docs_hooks, reference_docs
@@ -280,7 +280,7 @@ def test_the_known_limits_are_those_of_the_code() -> None:
         "pixels of a frame in a video file": media.film_pixels,
         "frames in a video file": media.film_frames,
         "audio channels in a file": media.channels,
-        "input that waits for its announcement, per replica": early_chunks.MAX_BYTES,
+        "input that waits for its announcement, per replica": attempts.MAX_EARLY_BYTES,
     }
 
 

@@ -10,6 +10,7 @@ from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.stage import LATENTS
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.echo import EchoEngine
+from omni_actors.stage.echo_pictures import preview_steps
 from omni_actors.stage.engine_interface import (
     EngineEvent,
     FinishedEvent,
@@ -19,7 +20,6 @@ from omni_actors.stage.engine_interface import (
     StageInputs,
     StageRequest,
 )
-from omni_actors.stage.previews import preview_steps
 
 
 def engine(*outputs: Modality, **options: object) -> EchoEngine:

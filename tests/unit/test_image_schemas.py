@@ -12,8 +12,7 @@ from openai.types import image_edit_params, image_generate_params
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.image_formats import background_of, flattened
 from omni_actors.http_server.image_schemas import EditForm, ImageRequest, params_of
-from omni_actors.protocol.parameters import Parameter
-from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.payloads import Parameter, StageParams
 
 DECLARED = {
     "encoder": (Parameter("negative_prompt", "text"), Parameter("guidance_scale", "float")),

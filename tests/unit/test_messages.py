@@ -47,7 +47,6 @@ from omni_actors.protocol.control import (
 )
 from omni_actors.protocol.fields import pack_token_ids, unpack_token_ids
 from omni_actors.protocol.header import PROTOCOL_VERSION, Body, Header, ReplicaId
-from omni_actors.protocol.logprobs import PositionLogprobs, PromptPosition, TokenLogprob
 from omni_actors.protocol.nodes import (
     CoordinatorToNode,
     KillReplica,
@@ -61,7 +60,6 @@ from omni_actors.protocol.nodes import (
     RunningReplica,
     StartReplica,
 )
-from omni_actors.protocol.parameters import Parameter
 from omni_actors.protocol.payloads import (
     AUTOREGRESSIVE_PARAMS,
     DIFFUSION_PARAMS,
@@ -71,9 +69,14 @@ from omni_actors.protocol.payloads import (
     ContentPart,
     Media,
     MediaEncoding,
+    Parameter,
+    PositionLogprobs,
     Prompt,
     PromptEmbedsPayload,
+    PromptPosition,
+    SpeechAbility,
     StageParams,
+    TokenLogprob,
 )
 from omni_actors.protocol.results import (
     AudioChunk,
@@ -87,7 +90,6 @@ from omni_actors.protocol.results import (
     TextDelta,
     Unreachable,
 )
-from omni_actors.protocol.speech import SpeechAbility
 from omni_actors.protocol.stage import Begin, Chunk, Ended, IntoStage, OpenRequest, Resend
 from omni_actors.protocol.telemetry import (
     EndedWork,

@@ -22,11 +22,9 @@ from omni_actors.stage.engine_interface import AudioEvent, BudgetStatistics, Eng
 from omni_actors.stage.meter import KEPT_TIMELINES, StageMeter
 from omni_actors.stage.snapshot import Baseline
 from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.collector import TelemetryCollector
-from omni_actors.telemetry.merge import StageMeters
-from omni_actors.telemetry.meters import Histogram, Meters
+from omni_actors.telemetry.collector import StageMeters, TelemetryCollector
+from omni_actors.telemetry.meters import Histogram, Meters, edge_metrics
 from omni_actors.telemetry.metric_table import TABLE, Kind
-from omni_actors.telemetry.process_metrics import edge_metrics
 from omni_actors.telemetry.prometheus import render
 from omni_actors.transport.credit import EdgeMetrics, Traffic
 from tests.support.builders import pipeline

@@ -9,8 +9,7 @@ from omni_actors.config import StageConfig, StageKind, check_parameters
 from omni_actors.config.checks import with_defaults
 from omni_actors.errors import ConfigError, ErrorCode, InvalidRequest
 from omni_actors.protocol.control import Ready
-from omni_actors.protocol.parameters import Parameter
-from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.payloads import Parameter, StageParams
 from omni_actors.stage.engine_interface import EngineFacts
 from omni_actors.stage.process import check_defaults
 from tests.support.requests import ask, failure, opened_requests, ready

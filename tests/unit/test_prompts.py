@@ -313,7 +313,7 @@ def test_tensors_of_information_follow_those_of_the_prompt() -> None:
 def test_arrays_are_sent_without_torch() -> None:
     code = (
         "import sys, numpy\n"
-        "from omni_actors.client.tensors import information_values, prompt_embeds\n"
+        "from omni_actors.client.prompts import information_values, prompt_embeds\n"
         "prompt_embeds(numpy.ones((1, 2), numpy.float32))\n"
         "information_values({'a': numpy.ones(2, numpy.float16)})\n"
         "assert not {'torch', 'vllm'} & set(sys.modules)\n"

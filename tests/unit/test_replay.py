@@ -12,7 +12,7 @@ from omni_actors.errors import ErrorCode, StageLost
 from omni_actors.protocol.client import Done
 from omni_actors.protocol.common import Failed
 from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.logprobs import PositionLogprobs, PromptPosition, TokenLogprob
+from omni_actors.protocol.payloads import PositionLogprobs, PromptPosition, TokenLogprob
 from omni_actors.protocol.results import TextDelta, Unreachable
 from omni_actors.protocol.stage import OpenRequest, Resend
 from omni_actors.protocol.tensors import DType, TensorRef

@@ -14,7 +14,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from omni_actors.engine.core import make_request
 from omni_actors.engine.text_decoder import TextDecoder
-from omni_actors.protocol.logprobs import TokenLogprob
+from omni_actors.protocol.payloads import TokenLogprob
 
 
 @pytest.fixture(scope="module")

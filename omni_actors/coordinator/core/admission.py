@@ -11,8 +11,7 @@ from omni_actors.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, 
 from omni_actors.media.limits import check_counts
 from omni_actors.protocol.client import Submit
 from omni_actors.protocol.codec import Frame
-from omni_actors.protocol.parameters import Parameter
-from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, DECLARED_PARAMS, TEXT_PARAMS, StageParams
+from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, DECLARED_PARAMS, TEXT_PARAMS, Parameter, StageParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from omni_actors.coordinator.core.states import REPLICA_TRANSITIONS, ReplicaEven
 from omni_actors.protocol.client import StageStatus
 from omni_actors.protocol.control import ArenaAddress, Peer, Ready
 from omni_actors.protocol.header import ReplicaId
-from omni_actors.protocol.parameters import Parameter
-from omni_actors.protocol.speech import SpeechAbility
+from omni_actors.protocol.payloads import Parameter, SpeechAbility
 from omni_actors.transitions import advance
 
 STALE_ENTRIES = 64  # that a stage's heap may hold in addition to twice its replicas

@@ -14,8 +14,7 @@ from vllm.outputs import CompletionOutput
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.http_server.logprobs import prompt_logprobs
-from omni_actors.protocol.logprobs import PositionLogprobs, TokenLogprob
-from omni_actors.protocol.payloads import StructuredOutputs
+from omni_actors.protocol.payloads import PositionLogprobs, StructuredOutputs, TokenLogprob
 from omni_actors.stage.engine_interface import EngineEvent, StreamEvent, TextEvent
 from tests.support.bare_vllm import BareVllm
 from tests.support.stage_driver import BOTH_MODES, prompt_length, sample, token_inputs

@@ -21,8 +21,7 @@ from omni_actors.engine.models.pictures.schedule import FlowSchedule
 from omni_actors.engine.tensors import check_rows, to_torch
 from omni_actors.engine.worker_base import omni_options
 from omni_actors.errors import InvalidPayload, InvalidRequest
-from omni_actors.protocol.parameters import Parameter
-from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.payloads import Parameter, StageParams
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 

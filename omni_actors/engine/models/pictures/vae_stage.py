@@ -22,7 +22,7 @@ from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS
 from omni_actors.engine.tensors import to_torch
 from omni_actors.engine.worker_base import omni_options
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, StartupError
-from omni_actors.protocol.parameters import Parameter
+from omni_actors.protocol.payloads import Parameter
 from omni_actors.protocol.stage import LATENTS
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest

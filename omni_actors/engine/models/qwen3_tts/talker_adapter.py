@@ -19,8 +19,7 @@ from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import RowStream
 from omni_actors.engine.tensors import to_torch
 from omni_actors.errors import InvalidRequest, PromptTooLong, UnknownVoice
-from omni_actors.protocol.payloads import InformationValue, StageParams
-from omni_actors.protocol.speech import (
+from omni_actors.protocol.payloads import (
     AUTO,
     CLIP,
     CLIP_RATE,
@@ -28,7 +27,9 @@ from omni_actors.protocol.speech import (
     LANGUAGE,
     SPEECH_INFORMATION,
     TRANSCRIPT,
+    InformationValue,
     SpeechAbility,
+    StageParams,
 )
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest

@@ -26,8 +26,7 @@ from omni_actors.engine.models.qwen_image.pictures import LATENT_PIXELS, MAX_REF
 from omni_actors.engine.models.qwen_image.prefix import Condition, Part, Prefix, parts
 from omni_actors.engine.models.qwen_image.weights import load
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, PromptTooLong
-from omni_actors.protocol.parameters import Parameter
-from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.payloads import Parameter, StageParams
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import StageInputs
 

@@ -32,8 +32,7 @@ from omni_actors.errors import InvalidRequest
 from omni_actors.media.decoders import Decoder
 from omni_actors.media.limits import MediaLimits
 from omni_actors.media.messages import LAYERED_FILE, Item
-from omni_actors.protocol.parameters import Parameter
-from omni_actors.protocol.payloads import Media, MediaEncoding, Prompt, StageParams
+from omni_actors.protocol.payloads import Media, MediaEncoding, Parameter, Prompt, StageParams
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import StageInputs
 

@@ -17,8 +17,7 @@ from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel
 from omni_actors.engine.models.z_image.dit import PATCH, Dit, DitConfig, filled
 from omni_actors.engine.models.z_image.weights import load
 from omni_actors.errors import ConfigError, PromptTooLong
-from omni_actors.protocol.parameters import Parameter
-from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.payloads import Parameter, StageParams
 from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import StageInputs
 

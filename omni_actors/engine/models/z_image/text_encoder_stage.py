@@ -18,8 +18,7 @@ from omni_actors.engine.models.z_image.dit_stage import NEGATIVE_STATES, STATES
 from omni_actors.engine.text_prompts import TextPromptProcessor
 from omni_actors.errors import InvalidRequest
 from omni_actors.media.limits import MediaLimits
-from omni_actors.protocol.parameters import Parameter
-from omni_actors.protocol.payloads import ChatMessage, ContentPart, Prompt
+from omni_actors.protocol.payloads import ChatMessage, ContentPart, Parameter, Prompt
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
 ARCHITECTURE = "OmniActorsZImageTextEncoder"
