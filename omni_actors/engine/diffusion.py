@@ -68,7 +68,7 @@ class _Running:
 
     @property
     def due(self) -> float:
-        """When a listener to whom every piece is sent at once falls silent (monotonic clock, seconds)."""
+        """Time of the playback underrun if every chunk is sent at once (monotonic seconds)."""
         return self.made.runs_out if self.made.first else self.first_due
 
 

@@ -27,7 +27,7 @@ NO_LIMIT = 1 << 62
 
 
 class DiffusionMixin(StallMixin):
-    """Puts into each step the jobs whose listeners fall silent first, as far as the memory of the stage's budget goes.
+    """Schedules jobs by earliest playback deadline, within the memory budget.
 
     Jobs in progress and waiting ones are in one order, `choose` and `DeviceBudget` decide. A step takes `max_num_seqs`
     jobs, and of those that count tokens as many as have `max_num_batched_tokens` together, or one; others in progress

@@ -195,7 +195,7 @@ class OmniSchedulerMixin(StallMixin):
         request.spec_token_ids = [DRAFT] * (int(steps) - 1)
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """No statistics of drafts: those of a burst are none."""
+        """Burst placeholders are not speculative tokens; report no statistics for them."""
         return super().make_spec_decoding_stats(*args, **kwargs) if self.steps_per_schedule == 1 else None
 
     # -- vLLM's interface

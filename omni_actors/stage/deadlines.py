@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 FIRST_SECONDS = 0.25  # from the first input of an answer to when its first sound is due
-HEARD_SECONDS = 0.4  # by which pieces whose listener hears already come before those of which all sound is kept
+HEARD_SECONDS = 0.4  # priority bonus in seconds for requests whose playback has started
 PRESSING_SECONDS = 0.3  # a piece that is due this soon keeps a step light
 
 LATE_SECONDS = 0.05  # before a piece is due, from which on other stages leave the device to this one

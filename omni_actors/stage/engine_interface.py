@@ -318,7 +318,7 @@ class StageEngine(ABC):
         return None
 
     def urgent(self) -> bool | None:
-        """Whether the stages that yield to it shall leave it the device; `None`: while first outputs are computed."""
+        """Whether lower-priority stages on this GPU should pause. None: while first outputs are computed."""
         return None
 
     def take_scheduled(self) -> Sequence[tuple[str, float]] | None:

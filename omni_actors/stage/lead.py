@@ -69,7 +69,7 @@ class Pace:
 
 
 def foreseen(units: float, now: float, usual: float) -> float:
-    """Seconds for so many units, each of which takes so many seconds now, and usually. What is slow now passes."""
+    """Estimated seconds for `units`: at the current rate for the first 0.5 s, then at the long-run rate."""
     if units * now <= PHASE_SECONDS:
         return units * now
     return PHASE_SECONDS + (units - PHASE_SECONDS / now) * usual
@@ -159,7 +159,7 @@ class Forecast:
             pace.add(seconds, FIXED_SHARE + share)
 
     def completed(self, share: float, steps: int, seconds: float, made: float) -> None:
-        """Note a piece of so many seconds of sound, with which so many of its answer are made.
+        """Record a finished chunk: its duration and the request's total audio so far.
 
         The largest pieces are those of which most sound consists.
         """
@@ -210,9 +210,9 @@ class Forecast:
         self._learn(answers)
 
     def _learn(self, answers: Sequence[Outlook]) -> None:
-        """Foresee for all what most of those needed of whom enough was made: answers to come are not foreseen.
+        """Use the 90th percentile of observed startup delays as the minimum for all requests.
 
-        It holds for as many answers or more, also for the next ones that begin together.
+        It applies while at least as many requests are concurrent as when it was observed.
         """
         needs = sorted(answer.made.gaps for answer in answers if answer.made.seconds > PROVEN_SECONDS)
         if needs:

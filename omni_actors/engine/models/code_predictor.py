@@ -262,7 +262,7 @@ def _scrambled(x: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_noise(seeds: torch.Tensor, frames: torch.Tensor, groups: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise f32 [B, groups, codes] that hangs on nothing but the seed, the frame, the group and the code.
+    """Gumbel noise f32 [B, groups, codes] that depends only on (seed, frame, group, code).
 
     Args:
         seeds: i64 [B], as `frames`.

@@ -130,7 +130,7 @@ class CodecRunner(DiffusionModelRunner):
         Raises:
             OmniError: one of them cannot be decoded.
         """
-        # A seed is no lie: the same codes always give the same sound.
+        # The seed is accepted and unused: decoding is deterministic.
         if foreign := sorted(set(request.params.given()) - {"seed"}):
             raise InvalidRequest(
                 f"Parameters {foreign} do not apply to a codec decoder.", hint="It takes none; leave them out."
