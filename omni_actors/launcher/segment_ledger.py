@@ -4,6 +4,9 @@ A segment belongs to the replicas whose processes (with their descendants, such 
 first seen, unless any other process of this host holds it, too. It is removed when the last of these replicas is dead.
 Looking is cheap while no new names appear in /dev/shm; only for new ones are the processes searched.
 
+Python's resource tracker alone, which the fork server shares with its processes, removes what a killed one left only
+when the launch ends (tried on 2026-11-25 with `SharedMemory`; it does so after a SIGKILL of the launcher, too).
+
 What a process makes and is killed for within `LOOK_SECONDS` may be missed.
 """
 
