@@ -19,11 +19,10 @@ from omni_actors.config.checks import sends_text
 from omni_actors.errors import DeadlineExceeded, EngineError, OmniError, Overloaded, ProtocolError, StageLost
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.codec import Envelope, Frame
-from omni_actors.protocol.common import Abort, Credit, Failed
+from omni_actors.protocol.common import Abort, Credit, Failed, Tombstones
 from omni_actors.protocol.header import Body, Header, ReplicaId
 from omni_actors.protocol.results import FinishReason, StageDone, StageUsage, Unreachable
 from omni_actors.protocol.stage import Begin, Chunk, Ended, IntoStage, OpenRequest, Resend
-from omni_actors.protocol.tombstones import Tombstones
 from omni_actors.stage.attempts import Attempt, AttemptEvent, Attempts, AttemptState, EarlyChunks, InputOrder
 from omni_actors.stage.engine_interface import (
     EngineEvent,

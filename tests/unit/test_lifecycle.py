@@ -12,14 +12,13 @@ from omni_actors.coordinator.core.replicas import ReplicaTable
 from omni_actors.coordinator.core.states import ReplicaState
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, InvalidRequest, SlowClient
 from omni_actors.protocol.client import Done, Submit
-from omni_actors.protocol.common import Abort, Failed
+from omni_actors.protocol.common import Abort, Failed, Tombstones
 from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Header
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
 from omni_actors.protocol.results import TextDelta
 from omni_actors.protocol.stage import OpenRequest
 from omni_actors.protocol.tensors import DType, TensorRef
-from omni_actors.protocol.tombstones import Tombstones
 from tests.support.builders import done, header_from, pipeline, submit
 from tests.support.requests import (
     ALICE,

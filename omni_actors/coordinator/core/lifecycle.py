@@ -34,11 +34,10 @@ from omni_actors.errors import (
 )
 from omni_actors.protocol.client import Done, RequestStatus, Submit
 from omni_actors.protocol.codec import Frame
-from omni_actors.protocol.common import Abort, Failed
+from omni_actors.protocol.common import Abort, Failed, Tombstones
 from omni_actors.protocol.header import Body, Header, ReplicaId
 from omni_actors.protocol.results import Output, StageDone, StageUsage, Unreachable
 from omni_actors.protocol.stage import MAX_ENDED, Begin, Ended, OpenRequest, Resend
-from omni_actors.protocol.tombstones import Tombstones
 
 LISTED_REQUESTS = 1000
 Result = Output | StageDone | Failed | Unreachable
