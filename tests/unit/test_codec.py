@@ -103,8 +103,10 @@ def test_header_that_cannot_be_decoded(header: bytes) -> None:
     assert refused_header(frames) == "header"
 
 
-@pytest.mark.parametrize("field", [{"replica": 70_000}, {"seq": -1}, {"request_id": "r" * 129}, {"attempt": 256}])
-def test_header_values_out_of_range(field: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "field", [{"replica": 70_000}, {"seq": -1}, {"request_id": "r" * 129}, {"attempt": 256}, {"seq": "1"}], ids=str
+)
+def test_header_values_out_of_range_or_of_another_type(field: dict[str, object]) -> None:
     assert refused_header(frames_of(**field)) == "header"
 
 
