@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import struct
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +11,12 @@ import soundfile
 import torch
 
 from tests.support.paths import REPOSITORY
-from tools.speaker.codec import CODES, PHONES, SOUNDS, VOICES, Sound, Utterance, edit_distance, encode, phones_of
+from tools.speaker.codec import CODES, PHONES, SOUNDS, VOICES, Sound, Utterance, encode, phones_of
 from tools.speaker.errors import SpeakerError
 from tools.speaker.export import MAX_BYTES, expected_shapes, whole_model
 from tools.speaker.judge import Judge
-from tools.speaker.layout import CODEC, load_tokenizer
-from tools.speaker.numbers import in_words
+from tools.speaker.layout import load_tokenizer
 from tools.speaker.parts import read_part, read_voices, write_part
-from tools.speaker.recogniser import word_errors, words_of
-from tools.speaker.sentences import unrelated_words
-from tools.speaker.skills import COLORS, SHAPES, draw, questions_of, words_right
-from tools.speaker.sound import log_mel, resample, teacher_wave
 from tools.speaker.teacher import read_records, speak
 
 pytestmark = pytest.mark.nightly
@@ -58,44 +51,6 @@ def test_codes_say_the_phones_that_were_spoken() -> None:
     assert all(0 < code < CODES for code in codes)
 
 
-def test_the_same_phone_twice_is_two_phones_and_a_short_one_is_one() -> None:
-    assert phones_of(encode(utterance("n", "n", each_ms=60), CHELSIE)[0]) == ["n", "n"]
-    assert phones_of(encode(utterance("t", "iy", each_ms=20), CHELSIE)[0]) == ["t", "iy"]
-
-
-@pytest.mark.parametrize(("hertz", "level"), [(0.0, 0), (150.0, 1), (174.0, 3), (220.0, 5)])
-def test_pitch_becomes_a_level_of_voiced_phones_only(hertz: float, level: int) -> None:
-    codes, _ = encode(utterance("s", "aa", pitch=hertz), CHELSIE)
-    levels = {PHONES[SOUNDS[code - 1].phone]: SOUNDS[code - 1].pitch for code in codes}
-    assert levels == {"pau": 0, "s": 0, "aa": level}
-
-
-def test_numbers_of_codes_are_those_of_the_trained_weights() -> None:
-    """A checkpoint made with other numbers would speak gibberish without any error."""
-    assert len(SOUNDS) == len(set(SOUNDS)) == CODES - 1
-    table = read_part(CHECKPOINT, "dit")["text_embed.codec_embed.weight"]
-    assert len(table) == CODEC.sounds + 2 == CODES + 2, "transformers adds one to the `num_embeds` of the configuration"
-    assert SOUNDS[0].phone == PHONES.index("pau")
-    assert SOUNDS[199] == Sound(PHONES.index("d"), third=0, word_start=False, pitch=0)
-    assert SOUNDS[-1] == Sound(PHONES.index("axr"), third=2, word_start=False, pitch=5)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "found", "edits"),
-    [("abc", "abc", 0), ("abc", "axc", 1), ("abc", "ac", 1), ("ac", "abcd", 2), ("", "a", 1)],
-)
-def test_edit_distance_counts_each_kind_of_mistake(wanted: str, found: str, edits: int) -> None:
-    assert edit_distance(list(wanted), list(found)) == edits
-
-
-def test_words_are_compared_without_case_figures_and_punctuation() -> None:
-    assert words_of("Twenty-one dogs, in the harbour!") == words_of("21 dogs in the Harbor.")
-    assert word_errors("The sea is blue.", "the sea was blue") == (1, 4)
-    assert in_words(999) == "nine hundred ninety-nine"
-    with pytest.raises(ValueError, match="1000"):
-        in_words(1000)
-
-
 def record(phones: int = 2, frames: int = 3, samples: int = 4) -> bytes:
     table = b"".join(struct.pack("<BBH", number, number % 2, 100 * number) for number in range(phones))
     return (
@@ -117,17 +72,6 @@ def test_records_of_the_teacher_are_read_and_a_cut_one_is_refused() -> None:
             list(read_records(record()[:cut]))
     with pytest.raises(SpeakerError, match=r"build\.sh"):
         speak(["Hello."], CHELSIE, wave=False, program=Path("/nowhere"))
-
-
-def test_waves_are_resampled_and_cut_to_their_codes() -> None:
-    time = np.arange(1600) / 16000
-    tone = resample(np.sin(2 * np.pi * 440 * time), 16000, 24000)
-    assert len(tone) == 2400
-    assert np.abs(tone[400:2000] - np.sin(2 * np.pi * 440 * np.arange(2400) / 24000)[400:2000]).max() < 0.01
-    assert len(resample(tone, 24000, 16000)) == 1600
-    wave = teacher_wave((8000 * np.sin(2 * np.pi * 440 * time)).astype(np.int16), start_ms=20, codes=3)
-    assert wave.shape == (3 * 480,)
-    assert log_mel(torch.from_numpy(wave)[None]).shape == (1, 80, 6)
 
 
 def test_the_checkpoint_is_whole_and_small() -> None:
@@ -178,39 +122,3 @@ def test_the_judge_tells_phones_from_what_is_broken() -> None:
         assert judge.wrong_frames(broken, codes) > 0.8
     with pytest.raises(ValueError, match="frames"):
         judge.wrong_frames(wave[:-480], codes)
-
-
-def test_texts_without_grammar_cannot_be_guessed_from_the_sentences_they_come_from() -> None:
-    sentences = ["The sea is deep and blue.", "Bring me the yellow book.", "Our team won."]
-    known = {word.strip(".").lower() for sentence in sentences for word in sentence.split()} | {"rare"}
-    pairs = {pair for sentence in sentences for pair in pairwise(sentence.lower().strip(".").split())}
-    rng, found = random.Random(1), []
-    for _ in range(50):
-        words = unrelated_words(rng, sentences, ["rare"] * 4).replace(",", "").strip(".").lower().split()
-        assert 3 <= len(words) <= 13
-        assert known.issuperset(words)
-        found += pairwise(words)
-    assert sum(pair in pairs for pair in found) / len(found) < 0.2  # by chance, not by grammar
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_drawn_shape_covers_its_part_of_the_picture_and_nothing_else(shape: str) -> None:
-    pixels = np.asarray(draw("#ff0000", shape, "#0000ff", random.Random(2)))
-    red = (pixels == (255, 0, 0)).all(-1)
-    assert (red | (pixels == (0, 0, 255)).all(-1)).all()
-    rows, columns = (np.flatnonzero(red.any(axis)) for axis in (1, 0))
-    box = len(rows) * len(columns)
-    parts = {"circle": np.pi / 4, "square": 1.0, "triangle": 0.5}
-    assert red.sum() / box == pytest.approx(parts[shape], abs=0.05)
-
-
-def test_questions_about_pictures_ask_for_each_color_and_shape_alike() -> None:
-    wanted = [question.wanted for question in questions_of("colors", None)]
-    assert sorted(wanted) == sorted(f"It is {color}." for color in COLORS for _ in range(9))
-    assert next(iter(questions_of("see", None))).wanted == "I see a red circle."
-
-
-def test_words_count_where_they_stand() -> None:
-    assert words_right("Three, four.", "three, four.") == (2, 2)
-    assert words_right("Three, four, five.", "Three, five, four.") == (1, 3)
-    assert words_right("Three.", "") == (0, 1)
