@@ -180,6 +180,7 @@ class OmniEngineArgs:
                     "steps_per_schedule": self._steps_per_schedule(spec, arguments),
                     "kind": self.kind,
                     "runner": spec.runner,
+                    "speech_limit": spec.speech_limit,
                 }
             },
         }

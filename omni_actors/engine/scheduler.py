@@ -25,6 +25,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from omni_actors.engine.bursts import DRAFT, mark_burst
+from omni_actors.engine.models.registry import SpeechLimit
 from omni_actors.engine.row_budget import RowBudget
 from omni_actors.engine.row_cache import FollowedRows, RowCache
 from omni_actors.engine.scheduler_base import StallMixin
@@ -61,12 +62,14 @@ class RowStream:
         received: decode rows so far, those of the request itself included (row k feeds decode step k).
         complete: whether no more will come.
         held_bytes: bytes of the embeddings with which it starts, held until the request ends.
+        text_tokens: of a talker, the tokens of the text to speak that are in the prompt; each row is one more.
         pending: rows that the worker does not have yet.
     """
 
     received: int
     complete: bool
     held_bytes: int
+    text_tokens: int = 0
     pending: RowUpdate | None = None
 
 
@@ -77,6 +80,7 @@ class OmniSchedulerMixin(StallMixin):
         super().__init__(*args, **kwargs)
         self.budget = RowBudget(omni_options(self.vllm_config).get("row_budget_bytes", 2 << 30))
         self.steps_per_schedule: int = omni_options(self.vllm_config).get("steps_per_schedule", 1)
+        self.speech_limit: SpeechLimit | None = omni_options(self.vllm_config).get("speech_limit")
         self.held_steps = 0  # how often a request was left out of a batch because its input was missing
         self._streams: dict[str, RowStream] = {}
         self.row_cache = RowCache(omni_options(self.vllm_config).get("row_cache_bytes", 0), self.hash_block_size)
@@ -149,6 +153,18 @@ class OmniSchedulerMixin(StallMixin):
             self.budget.add(request_id, rows.nbytes)
             stream.received += len(rows)
             stream.pending.rows.append(rows)
+        if (request := self.requests.get(request_id)) is not None:
+            self._limit_speech(request)
+
+    def _limit_speech(self, request: Request) -> None:
+        """Lower `max_tokens` to the longest speech of the text, once all of the text is known."""
+        stream, params = self._streams.get(request.request_id), request.sampling_params
+        if self.speech_limit is None or stream is None or not stream.complete:
+            return
+        if params is None or params.ignore_eos:
+            return
+        longest = self.speech_limit.base + self.speech_limit.per_token * (stream.text_tokens + stream.received)
+        request.max_tokens = min(request.max_tokens, max(longest, params.min_tokens))
 
     def close_stream(self, request_id: str) -> None:
         """Forget a request's rows. Idempotent."""
@@ -199,6 +215,11 @@ class OmniSchedulerMixin(StallMixin):
         return super().make_spec_decoding_stats(*args, **kwargs) if self.steps_per_schedule == 1 else None
 
     # -- vLLM's interface
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request, whose text may be complete already."""
+        super().add_request(request)
+        self._limit_speech(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step without the requests whose next row is missing, and hand on the rows that came."""

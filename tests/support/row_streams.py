@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.sampling_params import SamplingParams
 
 from omni_actors.engine.scheduler import OmniSchedulerMixin, RowStream
 from omni_actors.protocol.results import FinishReason
@@ -32,6 +33,8 @@ class CountedRequest:
     last: int = 1 << 30
     num_computed_tokens: int = 0
     num_tokens: int = 0
+    max_tokens: int = 1 << 30
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
     next_decode_eligible_step: int = 0
 
     def __post_init__(self) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import collections
+import importlib
 import random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.sampling_params import SamplingParams
 
+from omni_actors.engine.models import SpeechLimit
 from omni_actors.engine.row_budget import RowBudget
 from omni_actors.engine.scheduler import OmniSchedulerInterface, RowStream
 from omni_actors.errors import InvalidRequest
@@ -112,6 +115,51 @@ def test_a_scheduler_that_found_nothing_sleeps_until_something_happens():
     assert not scheduler.has_runnable()
     scheduler.push_rows("a", torch.zeros(1, 1), complete=False)
     assert scheduler.has_runnable()
+
+
+@pytest.mark.parametrize(
+    ("asked", "params", "longest"),
+    [
+        (1000, {}, 10 + 3 * 6),
+        (20, {}, 20),
+        (1000, {"min_tokens": 40}, 40),
+        (1000, {"min_tokens": 5}, 28),
+        (1000, {"ignore_eos": True}, 1000),
+    ],
+)
+@pytest.mark.parametrize("known", ["from the start", "later", "before the request is queued"])
+def test_a_speech_ends_at_the_latest_where_its_text_allows(asked, params, longest, known):
+    """A text of six tokens: one in the prompt, five rows."""
+    scheduler = StreamScheduler()
+    scheduler.speech_limit = SpeechLimit(10, 3)
+    request = CountedRequest("a", max_tokens=asked, sampling_params=SamplingParams(max_tokens=asked, **params))
+    scheduler.open_stream("a", RowStream(5 if known == "from the start" else 2, known == "from the start", 0, 1))
+    if known == "later":
+        scheduler.add_request(request)
+        scheduler.push_rows("a", torch.zeros(1, 1), complete=False)
+        assert request.max_tokens == asked, "more text may come"
+        scheduler.push_rows("a", torch.zeros(2, 1), complete=True)
+    else:
+        if known == "before the request is queued":
+            scheduler.push_rows("a", torch.zeros(3, 1), complete=True)
+        scheduler.add_request(request)
+    assert request.max_tokens == longest
+
+
+@pytest.mark.parametrize(("family", "rate"), [("qwen2_5_omni", 50), ("qwen3_omni", 12.5), ("qwen3_tts", 12.5)])
+def test_speech_may_last_as_long_as_the_documentation_says(family, rate):
+    """3 s, and 1.5 s for each token of the text."""
+    limit = importlib.import_module(f"omni_actors.engine.models.{family}.talker").SPEC.speech_limit
+    assert limit.base / rate == pytest.approx(3, abs=0.05)
+    assert limit.per_token / rate == pytest.approx(1.5, abs=0.05)
+
+
+def test_a_text_stage_has_no_longest_speech():
+    scheduler = StreamScheduler()
+    scheduler.open_stream("a", RowStream(1, True, 0))
+    request = CountedRequest("a", max_tokens=1000)
+    scheduler.add_request(request)
+    assert request.max_tokens == 1000
 
 
 # -- the budget -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from omni_actors.config import check_allowed
 from omni_actors.config.checkpoint import CONFIG_NAME, INDEX_NAME, checkpoint_class
@@ -40,6 +40,16 @@ class PromptMedia:
     audio_embeddings: Callable[[int], int]
 
 
+class SpeechLimit(NamedTuple):
+    """The longest speech of a text, in tokens of the talker: `base`, and `per_token` for each token of the text.
+
+    A talker that goes on longer has lost the text and would speak until `max_tokens`.
+    """
+
+    base: int
+    per_token: int
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """How vLLM runs one stage of a checkpoint.
@@ -54,6 +64,8 @@ class ModelSpec:
         params: sampling defaults of the published model.
         steps_per_schedule: how many decode steps one scheduling stands for unless the user says otherwise; None if the
             model takes one at a time, because its `EmittingState` does or because its tokens are read as they come.
+        speech_limit: of a talker, after how much speech a request ends as at `max_tokens`. A request's `min_tokens` and
+            `ignore_eos` go before it.
         adapter: class path of the `AutoregressiveAdapter` or `EncoderAdapter` that maps stage inputs to vLLM requests.
         runner: class path of the `DiffusionModelRunner` (diffusion stages).
         folder: of a checkpoint with a folder for each part, the one whose config.json vLLM reads. It must be one of a
@@ -71,6 +83,7 @@ class ModelSpec:
     required: Mapping[str, Any] = field(default_factory=dict)
     params: StageParams = field(default_factory=StageParams)
     steps_per_schedule: int | None = None
+    speech_limit: SpeechLimit | None = None
     adapter: str = ""
     runner: str = ""
     folder: str = ""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from omni_actors.engine.models.qwen3_omni.talker import SPEC
 from omni_actors.engine.tensors import to_host
 from omni_actors.errors import InvalidPayload, InvalidRequest, OmniError, PromptTooLong, UnknownVoice
 from omni_actors.protocol.results import FinishReason
@@ -197,6 +198,21 @@ def test_a_seed_repeats_itself_alone_and_in_a_batch(talker: Driver, spoken: dict
     differing = (frames(talker, "another") != alone).float().mean(dim=0)
     assert differing.min() > 0.3, "every code hangs on the seed"
     assert torch.equal(frames(talker, "other0"), spoken["text"].answer.codes), "the greedy ones of the batch stay so"
+
+
+def test_a_talker_that_does_not_stop_ends_where_its_text_allows(talker: Driver, spoken: dict[str, Spoken]) -> None:
+    case = spoken["text"]
+    config = talker.engine.core.worker.model_runner.model.config
+    unending = {"max_tokens": 400, "logit_bias": {config.codec_end: -100.0}}
+    start(talker, "late", case, case.reply[:1], **unending)
+    talker.run()
+    talker.engine.extend("late", token_ids=case.reply[1:3], complete=True)
+    start(talker, "asked for more", case, **{**unending, "max_tokens": 300, "min_tokens": 300})
+    talker.run()
+    base, per_token = SPEC.speech_limit
+    assert talker.finished("late").reason is FinishReason.LENGTH
+    assert talker.finished("late").output_tokens == base + 3 * per_token < 300
+    assert talker.finished("asked for more").output_tokens == 300
 
 
 def test_preempted_requests_equal_transformers_and_repeat_their_seed(

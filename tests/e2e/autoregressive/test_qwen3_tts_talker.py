@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from omni_actors.engine.models.qwen3_tts.clip_encoder import ClipEncoder, Encoded
+from omni_actors.engine.models.qwen3_tts.talker import SPEC
 from omni_actors.errors import InvalidRequest, OmniError, PromptTooLong, UnknownVoice
 from omni_actors.protocol.results import FinishReason
 from omni_actors.stage.engine_interface import FinishedEvent, StageInputs
@@ -127,6 +129,21 @@ def test_requests_that_join_and_leave_get_the_codes_of_the_reference(kind: Kind,
         assert len(answer.unique()) > 60
         assert frames_of(talker, f"r{number}").equal(answer[: FRAMES - number % 3]), (case, text)
         assert talker.finished(f"r{number}").reason is FinishReason.LENGTH
+
+
+def test_a_talker_that_does_not_stop_ends_where_its_text_allows(kind: Kind, talker: Driver) -> None:
+    """In all kinds of prompts, with one text of a few tokens."""
+    config = talker.engine.core.worker.model_runner.model.config
+    tokenizer = AutoTokenizer.from_pretrained(talker.engine.adapter.model_config.model)
+    tokens = len(tokenizer("Hi.")["input_ids"])
+    base, per_token = SPEC.speech_limit
+    for name, case in kind.cases.items():
+        unending = {"temperature": 0.0, "max_tokens": 400, "logit_bias": {config.codec_end: -100.0}}
+        speak(talker, name, "Hi.", voice=case.voice, information=case.information, **unending)
+    talker.run()
+    for name in kind.cases:
+        assert talker.finished(name).reason is FinishReason.LENGTH
+        assert talker.finished(name).output_tokens == base + tokens * per_token < 400, name
 
 
 def test_penalties_count_first_codes_and_nothing_of_the_prompt(kind: Kind, talker: Driver) -> None:

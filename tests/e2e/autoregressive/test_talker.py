@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from omni_actors.engine.models.qwen2_5_omni.talker import SPEC
 from omni_actors.engine.tensors import to_host
 from omni_actors.errors import ModelOutputInvalid
 from omni_actors.protocol.results import FinishReason
@@ -105,6 +106,37 @@ def test_talker_leaves_out_the_token_that_ends(talker, answers):
     assert talker.tokens("r") == answer.codec_tokens[:first]
     assert talker.finished("r").reason is FinishReason.STOP
     assert talker.finished("r").output_tokens == first + 1
+
+
+@BOTH_TALKER_MODES
+def test_a_talker_that_does_not_stop_ends_where_its_text_allows(talker, answers):
+    """Two tokens of text and three, the latter complete after the start; both are preempted on the way."""
+    answer = answers[0]
+    rows, length = answer.thinker_rows, prompt_length(answer)
+    unending = {"temperature": 0.0, "logit_bias": dict.fromkeys(talker.engine.adapter.end_token_ids, -100.0)}
+    preempted = count_preemptions(talker.engine)
+    talker.start("two", talker_inputs(rows[: length + 2], length), max_tokens=450, **unending)
+    talker.start("three", talker_inputs(rows, length, replies=0), max_tokens=450, **unending)
+    talker.start("asked for less", talker_inputs(rows[: length + 2], length), max_tokens=20, **unending)
+    talker.start("asked for more", talker_inputs(rows[: length + 2], length), max_tokens=320, min_tokens=320)
+    scheduler = talker.engine.core.scheduler
+
+    def interrupt(step: int) -> None:
+        if step == 3:
+            talker.engine.extend("three", to_host(rows[length + 1 : length + 3]), complete=True)
+        if step == 30:
+            preempted.extend(request.request_id for request in scheduler.running)
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    talker.run(interrupt)
+    assert {"two", "three"} <= set(preempted)
+    base, per_token = SPEC.speech_limit
+    wanted = {"two": base + 2 * per_token, "three": base + 3 * per_token, "asked for less": 20, "asked for more": 320}
+    assert wanted["two"] < 320
+    for name, count in wanted.items():
+        assert talker.finished(name).reason is FinishReason.LENGTH
+        assert talker.finished(name).output_tokens == count
+    assert len(talker.tokens("three")) == wanted["three"]
 
 
 def test_talker_samples_what_sounds_or_ends_and_nothing_else(talker, reference, answers):

@@ -35,7 +35,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models import ModelSpec, SpeechLimit
 from omni_actors.engine.models.code_talker import MROPE_DIMS, CodeTalker
 from omni_actors.engine.models.continued_positions import ContinuedPositions
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
@@ -294,5 +294,6 @@ SPEC = ModelSpec(
     # The defaults of transformers' Qwen2_5OmniForConditionalGeneration.generate.
     params=StageParams(max_tokens=4096, temperature=0.9, top_p=0.8, top_k=40, repetition_penalty=1.05),
     steps_per_schedule=4,  # a third of a block of the vocoder, which cannot use less
+    speech_limit=SpeechLimit(150, 75),  # 3 s, and 1.5 s for each token of text, at 50 codes a second
     adapter="omni_actors.engine.models.qwen2_5_omni.talker_adapter.TalkerAdapter",
 )

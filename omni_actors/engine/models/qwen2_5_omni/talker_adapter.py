@@ -107,7 +107,7 @@ class TalkerAdapter(AutoregressiveAdapter):
         )
         core_request = make_request(request.request_id, token_ids, sampling, priority=request.priority)
         held_bytes = payload.prompt.nbytes + payload.reply.nbytes
-        stream = RowStream(payload.reply.shape[0] - 1, inputs.complete, held_bytes)
+        stream = RowStream(payload.reply.shape[0] - 1, inputs.complete, held_bytes, text_tokens=1)
         return Admission(core_request, CodecOutputs(request.request_id, self.end_token_ids, self._block), stream)
 
     def read_rows(self, rows: HostTensor) -> torch.Tensor:

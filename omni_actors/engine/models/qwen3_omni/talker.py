@@ -21,7 +21,7 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeModel
 
-from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models import ModelSpec, SpeechLimit
 from omni_actors.engine.models.code_talker import MROPE_DIMS
 from omni_actors.engine.models.continued_positions import ContinuedPositions
 from omni_actors.engine.models.frame_talker.model import FrameTalker, Projection
@@ -99,5 +99,6 @@ SPEC = ModelSpec(
     required={"enable_prompt_embeds": True, "skip_tokenizer_init": True, "enable_prefix_caching": False},
     # The defaults of transformers' Qwen3OmniMoeForConditionalGeneration.generate.
     params=StageParams(max_tokens=4096, temperature=0.9, top_p=1.0, top_k=50, repetition_penalty=1.05),
+    speech_limit=SpeechLimit(38, 19),  # 3 s, and 1.5 s for each token of text, at 12.5 frames a second
     adapter="omni_actors.engine.models.qwen3_omni.talker_adapter.TalkerAdapter",
 )

@@ -79,7 +79,7 @@ class TalkerAdapter(AutoregressiveAdapter):
         core_request = make_request(request.request_id, pads, sampling, priority=request.priority)
         held_bytes = payload.length * self._config.hidden_size * self.model_dtype.itemsize
         held_bytes += media.nbytes if media is not None else 0
-        stream = RowStream(len(payload.text), inputs.complete, held_bytes)
+        stream = RowStream(len(payload.text), inputs.complete, held_bytes, text_tokens=1)
         return Admission(core_request, FrameOutputs(request.request_id), stream)
 
     def read_tokens(self, token_ids: Sequence[int]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from vllm.model_executor.models.qwen3 import Qwen3Model
 
-from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models import ModelSpec, SpeechLimit
 from omni_actors.engine.models.frame_talker.model import FrameTalker
 from omni_actors.engine.models.qwen3_tts.checkpoint import ARCHITECTURE, talker_config
 from omni_actors.engine.models.qwen3_tts.talker_state import TalkerState
@@ -34,5 +34,6 @@ SPEC = ModelSpec(
     required={"enable_prompt_embeds": True, "skip_tokenizer_init": True, "enable_prefix_caching": False},
     # The defaults of Qwen's package, for a checkpoint without its own (`sampling_defaults`).
     params=StageParams(max_tokens=2048, temperature=0.9, top_p=1.0, top_k=50, repetition_penalty=1.05),
+    speech_limit=SpeechLimit(38, 19),  # 3 s, and 1.5 s for each token of text, at 12.5 frames a second
     adapter="omni_actors.engine.models.qwen3_tts.talker_adapter.TalkerAdapter",
 )

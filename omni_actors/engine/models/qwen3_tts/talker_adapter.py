@@ -127,7 +127,8 @@ class TalkerAdapter(AutoregressiveAdapter):
         pads = [self._config.codec_pad] * payload.length
         core_request = make_request(request.request_id, pads, sampling, priority=request.priority)
         held_bytes = payload.length * self._config.hidden_size * self.model_dtype.itemsize
-        stream = RowStream(len(payload.text), True, held_bytes)
+        text_tokens = len(ids) - OPENING - CLOSING - len(payload.text)  # most kinds have all of them in the prompt
+        stream = RowStream(len(payload.text), True, held_bytes, text_tokens)
         return Admission(core_request, outputs, stream, work=encode if clip is not None else None)
 
     def warm_up_inputs(self, length: int) -> StageInputs:
