@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.client import AsyncOmniClient
-from omni_actors.errors import OmniError
+from omni_actors.errors import OmniError, RequestTimeout
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.media import MediaReader
@@ -34,6 +34,7 @@ logger = get_logger(__name__)
 DESCRIBE_SECONDS = 3.0  # a coordinator that needs longer is not healthy
 FRESH_SECONDS = 0.2  # for which a description may be used again
 KNOWN_SECONDS = 2.0  # the same for what does not change while a pipeline runs
+REMEMBERED_SECONDS = 30.0  # the same while the coordinator is too busy to answer
 
 
 class ServerState:
@@ -72,10 +73,19 @@ class ServerState:
         Only a `model` that is not known yet is waited for: the pipeline may have been started again with more names.
 
         A description that is older than `FRESH_SECONDS` is asked for again, and used until the answer is there, but
-        not for longer than `KNOWN_SECONDS`.
+        not for longer than `KNOWN_SECONDS`. If then no answer comes, requests go on with the last one for a while: a
+        busy coordinator refuses them itself, or takes its time.
         """
-        if self._description is None or time.monotonic() >= self._described + KNOWN_SECONDS:
+        if self._description is None:
             return await self.describe()
+        if time.monotonic() >= self._described + KNOWN_SECONDS:
+            known, until = self._description, self._described + REMEMBERED_SECONDS
+            try:
+                return await self.describe()
+            except RequestTimeout:
+                if time.monotonic() >= until:
+                    raise
+                return known
         if time.monotonic() >= self._described + FRESH_SECONDS:
             self._ask_once()
         if model is not None and model not in {*self.model_names(self._description), *self._description.adapters}:

@@ -73,7 +73,7 @@ class RunningPipeline:
         deadline = time.monotonic() + timeout * PATIENCE
         with OmniClient(self.endpoint) as client:
             while True:
-                stages = client.describe().stages
+                stages = client.describe(timeout=10 * PATIENCE).stages
                 held = {
                     f"{stage.stage}.{name}": count
                     for stage in stages

@@ -179,7 +179,9 @@ async def test_requests_do_not_wait_for_a_description_while_one_is_known(monkeyp
         assert known[0] == "first"
         assert known[-1] == "second"
         monkeypatch.setattr(server_state, "KNOWN_SECONDS", 0.0)
-        pipeline.answers.put_nowait(RequestTimeout("no answer"))
-        pipeline.answers.put_nowait(RequestTimeout("no answer"))
+        for _ in range(3):
+            pipeline.answers.put_nowait(RequestTimeout("no answer"))
+        assert (await state.facts()).pipeline == "second", "a busy coordinator is not one that is gone"
+        monkeypatch.setattr(server_state, "REMEMBERED_SECONDS", 0.0)
         with pytest.raises(RequestTimeout):  # an old description does not stand in for a coordinator that is gone
             await state.facts()
