@@ -12,6 +12,11 @@ if [[ "${1:-}" == "--venv" ]]; then
     venv=${2:?--venv needs a folder}
     shift 2
 fi
+if [[ "$(uname -m)" == x86_64 ]]; then
+    flags=" $(sed -n 's/^flags[^:]*: //p;/^flags/q' /proc/cpuinfo) "
+    has() { if [[ "$flags" == *" $1 "* ]]; then echo yes; else echo no; fi; }
+    echo "test: models need a CPU with AVX2 (here: $(has avx2)); AVX-512 is used if it is there (here: $(has avx512f))"
+fi
 scripts/setup.sh --venv "$venv"
 scripts/install_chromium.sh
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
