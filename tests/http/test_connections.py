@@ -173,7 +173,7 @@ def test_two_hosts_are_refused(address: tuple[str, int]) -> None:
 
 
 def test_a_head_that_does_not_arrive_is_given_up() -> None:
-    with server(head_timeout=0.2) as address:
+    with server(head_timeout=1.0) as address:
         with connect(address) as silent, connect(address, GET) as half:
             assert next_answer(silent)[1] == "head_timeout"
             assert next_answer(half)[1] == "head_timeout"

@@ -127,7 +127,7 @@ def test_progress_comes_with_every_step_if_it_is_asked_for(pictures: HttpPipelin
 
 
 def test_a_failure_in_a_stream_is_an_error_event(pictures: HttpPipeline) -> None:
-    body = {**SLOW, "progress": True, "timeout": 0.2}
+    body = {**SLOW, "progress": True, "timeout": 1.0}
     stream = pictures.openai().images.generate(prompt="a fox", stream=True, extra_body=body)
     with pytest.raises(openai.APIError) as caught:
         list(stream)

@@ -7,11 +7,13 @@ import base64
 import json
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from omni_actors.client import OmniClient
 from omni_actors.http_server.app import create_app
@@ -19,7 +21,7 @@ from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Transcripts
 from tests.support.servers import HttpPipeline, film, picture, serving, sound
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, eventually, until
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
@@ -184,20 +186,40 @@ def test_bodies_of_all_requests_together_are_bounded() -> None:
     """While one body of 90 kB is being handled, another one does not fit into 150 kB."""
     settings = ServerSettings(endpoint="ipc:///tmp/no-coordinator-here", body_bytes=100_000, bodies_bytes=150_000)
     body = with_parts({"type": "text", "text": "y" * 90_000})
+    arrived, refused = threading.Event(), threading.Event()
+    app = create_app(settings)
+
+    async def holding(scope: Scope, receive: Receive, send: Send) -> None:
+        """The application; the first answer is held until the second request is refused."""
+        first = scope["type"] == "http" and not arrived.is_set()
+
+        async def receive_and_note() -> Message:
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body"):
+                arrived.set()
+            return message
+
+        async def send_in_order(message: Message) -> None:
+            if first:
+                await asyncio.to_thread(refused.wait, 10 * PATIENCE)
+            await send(message)
+
+        await app(scope, receive_and_note, send_in_order)
 
     async def run(url: str) -> list[int]:
-        async with httpx.AsyncClient() as client:
-            first = asyncio.create_task(client.post(f"{url}{CHAT}", json=body, timeout=20))
-            await asyncio.sleep(0.3)
+        async with httpx.AsyncClient(timeout=20 * PATIENCE) as client:
+            first = asyncio.create_task(client.post(f"{url}{CHAT}", json=body))
+            await eventually(arrived.is_set, what="the first body to be there")
             second = await client.post(f"{url}{CHAT}", json=body)
             assert second.headers["retry-after"]
             assert second.json()["error"]["code"] == "overloaded"
+            refused.set()
             assert (await first).json()["error"]["code"] == "timeout"  # the coordinator does not answer: no hang
-            third = await client.post(f"{url}{CHAT}", json=body, timeout=20)
+            third = await client.post(f"{url}{CHAT}", json=body)
             assert third.json()["error"]["code"] == "timeout", "the bytes of the first are free again"
             return [second.status_code, third.status_code]
 
-    with serving(create_app(settings)) as url:
+    with serving(holding) as url:
         assert asyncio.run(run(url)) == [503, 503]
 
 

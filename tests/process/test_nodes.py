@@ -211,14 +211,14 @@ async def test_a_node_that_dies_may_join_again_and_one_that_stops_drains_first(
 
 @pytest.mark.nightly
 def test_a_node_without_a_coordinator_keeps_its_models_for_a_while(launch: Launch, short_path: Path) -> None:
-    hosts = Hosts(launch, short_path, spread_chain(reconnect_timeout=1.5))
+    hosts = Hosts(launch, short_path, spread_chain(reconnect_timeout=4.0))
     first, other = hosts.start_both()
     stages = {pid for pid, title in hosts.processes(1).items() if title.startswith("omni:")}
     first.end(signal.SIGKILL)
     time.sleep(0.7)
     assert stages <= set(hosts.processes(1))
     assert other.wait_end(10) == 1
-    assert re.search(r"The coordinator at tcp://127\.0\.0\.2:\d+ was not heard from for 1\.5 s", other.output)
+    assert re.search(r"The coordinator at tcp://127\.0\.0\.2:\d+ was not heard from for 4 s", other.output)
     assert_nothing_left(short_path, 3.0)
 
 

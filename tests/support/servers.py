@@ -19,7 +19,7 @@ from PIL import Image
 from starlette.types import ASGIApp
 
 from tests.support.pipelines import RunningPipeline
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 
 ECHO = "stage_configs/echo.yaml"
 
@@ -89,9 +89,7 @@ def serving(app: ASGIApp, **options: object) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", **settings))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 10
-    while not server.started and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: server.started, 10, "the server to listen")
     scheme = "https" if "ssl_certfile" in options else "http"
     try:
         yield f"{scheme}://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
