@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
 import time
@@ -69,7 +70,7 @@ class CoordinatorChild:
         self._process: asyncio.subprocess.Process | None = None
         self._watching: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
-        self._listens_since = 0.0
+        self._listens_since = math.inf
 
     @property
     def client_endpoint(self) -> str:
@@ -82,6 +83,7 @@ class CoordinatorChild:
         self._watching = asyncio.create_task(self._watch(), name="coordinator process")
 
     async def _spawn(self) -> None:
+        self._listens_since = math.inf  # while it starts it may be silent
         process = self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

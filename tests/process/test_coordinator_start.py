@@ -18,7 +18,7 @@ from omni_actors.host.run_directory import RunDirectory
 from omni_actors.launcher import coordinator_child
 from omni_actors.launcher.coordinator_child import CoordinatorChild
 from tests.support.builders import pipeline
-from tests.support.waiting import until
+from tests.support.waiting import eventually, until
 
 IDLE_SECONDS = 2.0
 STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
@@ -70,6 +70,10 @@ def test_a_coordinator_that_does_not_listen_is_ended_with_what_is_known_of_it(
 
 async def test_a_coordinator_that_computes_is_waited_for(child: Callable[[str], CoordinatorChild]) -> None:
     slow = child(BUSY.format(1.5 * IDLE_SECONDS))  # the deadline has passed at least once before it listens
-    await slow.start()
+    before = psutil.Process().children()
+    starting = asyncio.create_task(slow.start())
+    await eventually(lambda: psutil.Process().children() != before, what="the process")
+    slow.kill_if_silent()  # as the node agent asks for while it hears nothing
+    await starting
     assert slow.client_endpoint.startswith("ipc://")
     await slow.stop()
