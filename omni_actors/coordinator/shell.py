@@ -1,6 +1,6 @@
 """The coordinator's shell: sockets and timers around two pure machines. It carries out what they decide.
 
-`core.lifecycle` decides about requests, `core.fleet` about processes. Three bound sockets: clients (ROUTER), control
+`core.requests` decides about requests, `core.fleet` about processes. Three bound sockets: clients (ROUTER), control
 (ROUTER, to every stage process and node agent) and results (PULL, from every stage process); one PUSH link to each
 replica's inbox. One asyncio loop; no tensor is ever looked at.
 """
@@ -16,9 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.admin import AdminCommands
-from omni_actors.coordinator.client_links import ClientLinks
-from omni_actors.coordinator.control_links import ControlLinks
 from omni_actors.coordinator.core.fleet import TICK_SECONDS as FLEET_TICK_SECONDS
 from omni_actors.coordinator.core.fleet import Fleet
 from omni_actors.coordinator.core.instructions import (
@@ -39,10 +36,10 @@ from omni_actors.coordinator.core.instructions import (
     TellReplica,
     ToClient,
 )
-from omni_actors.coordinator.core.lifecycle import RequestMachine
+from omni_actors.coordinator.core.requests import RequestMachine
+from omni_actors.coordinator.links import ClientLinks, ControlLinks, StageLinks
 from omni_actors.coordinator.memory_file import MemoryFile
-from omni_actors.coordinator.reports import Reports
-from omni_actors.coordinator.stage_links import StageLinks
+from omni_actors.coordinator.reports import AdminCommands, Reports
 from omni_actors.errors import OmniError, Unauthorized
 from omni_actors.host.clocks import STEADY
 from omni_actors.logs import get_logger, is_worth_a_line, redraw, say

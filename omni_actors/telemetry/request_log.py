@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from omni_actors.coordinator.core.observer import Observer
+from omni_actors.coordinator.core.instructions import Observer
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import Submit
 from omni_actors.protocol.header import Header, ReplicaId

@@ -11,12 +11,10 @@ from typing import Any
 import msgspec
 
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.core.evidence import Evidence
-from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToStage
-from omni_actors.coordinator.core.lifecycle import RequestMachine
-from omni_actors.coordinator.core.observer import Observer
-from omni_actors.coordinator.core.requests import ActiveRequest
-from omni_actors.coordinator.core.states import ReplicaEvent, ReplicaState
+from omni_actors.coordinator.core.instructions import Instruction, Observer, ToClient, ToStage
+from omni_actors.coordinator.core.request import ActiveRequest
+from omni_actors.coordinator.core.requests import RequestMachine
+from omni_actors.coordinator.core.states import Evidence, ReplicaEvent, ReplicaState
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import Done, Submit
 from omni_actors.protocol.common import Abort, Failed

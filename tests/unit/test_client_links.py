@@ -12,8 +12,8 @@ import pytest
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.config import FlowConfig
-from omni_actors.coordinator.client_links import ClientLinks
 from omni_actors.coordinator.core.instructions import ToClient
+from omni_actors.coordinator.links import ClientLinks
 from omni_actors.protocol.client import ClientToCoordinator, Observation
 from omni_actors.protocol.codec import Decoder, encode
 from omni_actors.protocol.common import Credit

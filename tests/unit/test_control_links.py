@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from omni_actors.coordinator.control_links import ControlLinks
+from omni_actors.coordinator.links import ControlLinks
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.codec import Decoder
 from omni_actors.protocol.control import CoordinatorToStage, Shutdown

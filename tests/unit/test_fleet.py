@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.fleet import KILL_SECONDS, STOP_SECONDS, TICK_SECONDS
 from omni_actors.coordinator.core.instructions import Level, Log, Measured, ReplicaLost
-from omni_actors.coordinator.core.states import LaunchState, ReplicaState
+from omni_actors.coordinator.core.states import Evidence, LaunchState, ReplicaState
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.client import Operation
 from omni_actors.protocol.control import Heartbeat, Loading, Ready, Reregister, Shutdown, Welcome

@@ -7,9 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.instructions import FleetInstruction, ReplicaLost
-from omni_actors.coordinator.core.states import LaunchState, ReplicaState
+from omni_actors.coordinator.core.states import Evidence, LaunchState, ReplicaState
 from omni_actors.protocol.client import Operation
 from omni_actors.protocol.control import Heartbeat, Shutdown
 from omni_actors.protocol.nodes import KillReplica, NodeLeaving, ReplicaEnded, RunningReplica, StartReplica

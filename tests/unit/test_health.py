@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from omni_actors.coordinator.core.fleet import TICK_SECONDS
-from omni_actors.coordinator.core.health import HealthPolicy
+from omni_actors.coordinator.core.launch import HealthPolicy
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.states import (
     LAUNCH_TRANSITIONS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from omni_actors.coordinator.core.instructions import Instruction, ToStage
-from omni_actors.coordinator.core.lifecycle import RequestMachine
+from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.errors import ErrorCode
 from omni_actors.protocol.client import Done
 from omni_actors.protocol.codec import Envelope

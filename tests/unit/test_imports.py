@@ -106,4 +106,4 @@ def test_the_launcher_loads_no_coordinator() -> None:
 
 
 def test_core_loads_no_zmq() -> None:
-    assert "zmq" not in loaded_by("import omni_actors.coordinator.core.lifecycle")
+    assert "zmq" not in loaded_by("import omni_actors.coordinator.core.requests")

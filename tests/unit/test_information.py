@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from omni_actors.coordinator.core.instructions import Instruction
-from omni_actors.coordinator.core.lifecycle import RequestMachine
+from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.coordinator.core.states import ReplicaState
 from omni_actors.errors import ErrorCode, InvalidPayload
 from omni_actors.protocol.client import Submit

@@ -8,9 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.instructions import Instruction, ToStage
-from omni_actors.coordinator.core.states import ReplicaEvent, ReplicaState
+from omni_actors.coordinator.core.states import Evidence, ReplicaEvent, ReplicaState
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, StageLost
 from omni_actors.protocol.client import Done
 from omni_actors.protocol.common import Failed

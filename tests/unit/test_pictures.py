@@ -10,7 +10,7 @@ from omni_actors.client.streams import Image, Latents, Progress, RequestStream, 
 from omni_actors.config import Modality, StageConfig, StageKind
 from omni_actors.config.schema import InputConfig
 from omni_actors.coordinator.core.instructions import ToClient
-from omni_actors.coordinator.core.lifecycle import RequestMachine
+from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.errors import ErrorCode, InvalidPayload
 from omni_actors.protocol import results
 from omni_actors.protocol.client import Done

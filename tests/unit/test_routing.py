@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core import routing
-from omni_actors.coordinator.core.lifecycle import RequestMachine
-from omni_actors.coordinator.core.requests import ActiveRequest
+from omni_actors.coordinator.core.request import ActiveRequest
+from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.coordinator.core.routing import ABOVE_MEAN
 from omni_actors.coordinator.core.states import ReplicaState
 from omni_actors.protocol.fields import pack_token_ids

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_actors.coordinator.core.evidence import Evidence, evidence_of
 from omni_actors.coordinator.core.instructions import Instruction, ToClient
-from omni_actors.coordinator.core.lifecycle import RequestMachine
-from omni_actors.coordinator.core.states import ReplicaEvent, ReplicaState
+from omni_actors.coordinator.core.requests import RequestMachine
+from omni_actors.coordinator.core.states import Evidence, ReplicaEvent, ReplicaState, evidence_of
 from omni_actors.coordinator.core.suspects import EMPTY_SECONDS, GUILTY, MARGIN_SECONDS, RUN_SECONDS, SUSPECT
 from omni_actors.errors import ErrorCode
 from omni_actors.protocol.client import Done

@@ -16,8 +16,6 @@ import msgspec
 import omni_actors
 from omni_actors.config import PipelineConfig, placement
 from omni_actors.config.devices import node_devices
-from omni_actors.coordinator.core.evidence import Evidence, evidence_of
-from omni_actors.coordinator.core.health import HealthPolicy
 from omni_actors.coordinator.core.instructions import (
     Announce,
     FleetInstruction,
@@ -34,14 +32,22 @@ from omni_actors.coordinator.core.instructions import (
     TellNode,
     TellReplica,
 )
-from omni_actors.coordinator.core.launch import Culprit, Launch, explain_end
+from omni_actors.coordinator.core.launch import Culprit, HealthPolicy, Launch, explain_end
 from omni_actors.coordinator.core.memory import VERSION, FleetMemory, RememberedReplica
 from omni_actors.coordinator.core.nodes import HelloKind, Node, NodeTable, classify_hello
 from omni_actors.coordinator.core.ranks import RankTable
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
-from omni_actors.coordinator.core.restart_scope import StageGraph
+from omni_actors.coordinator.core.routing import StageGraph
 from omni_actors.coordinator.core.seats import Seats
-from omni_actors.coordinator.core.states import LaunchEvent, LaunchState, NodeEvent, ReplicaEvent, ReplicaState
+from omni_actors.coordinator.core.states import (
+    Evidence,
+    LaunchEvent,
+    LaunchState,
+    NodeEvent,
+    ReplicaEvent,
+    ReplicaState,
+    evidence_of,
+)
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.control import (
     Fatal,

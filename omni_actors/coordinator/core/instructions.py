@@ -1,4 +1,4 @@
-"""Instructions: what the pure decisions tell the coordinator's shell to do."""
+"""Instructions: what the pure decisions tell the coordinator's shell to do. And callbacks for watching them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.memory import FleetMemory
 from omni_actors.coordinator.core.replicas import Replica
+from omni_actors.coordinator.core.states import Evidence
+from omni_actors.errors import OmniError
+from omni_actors.protocol.client import Submit
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.control import CoordinatorToStage, Heartbeat
-from omni_actors.protocol.header import Body, ReplicaId
+from omni_actors.protocol.header import Body, Header, ReplicaId
 from omni_actors.protocol.nodes import CoordinatorToNode
+from omni_actors.protocol.results import Output, StageDone
 from omni_actors.protocol.telemetry import Snapshot
 
 # -- about requests ---------------------------------------------------------------------------------------------------
@@ -175,3 +178,37 @@ FleetInstruction = (
     | Measured
     | GiveUp
 )
+
+
+class Observer:
+    """Does nothing; subclasses override the events they need. No method may raise."""
+
+    def refused(self, error: OmniError) -> None:
+        """A request was not admitted."""
+
+    def admitted(self, request_id: str, submit: Submit) -> None:
+        """A request was accepted; `ended` will follow."""
+
+    def bound(self, request_id: str, attempt: int, route: tuple[ReplicaId, ...], begun: Sequence[str]) -> None:
+        """An attempt was announced to the replicas of the stages `begun`; the rest of the route goes on as it was."""
+
+    def speech_begun(self, request_id: str, waited: float) -> None:
+        """Its speech may be made; it has waited for this for so many seconds."""
+
+    def replayed(self, request_id: str, error: OmniError, counts: bool) -> None:
+        """The work of a stage is lost; it runs again, with those that depend on it, as soon as they can be bound.
+
+        `counts` is false for a consequence of a loss that was reported before.
+        """
+
+    def came(self, header: Header, body: Output) -> None:
+        """Output of the present attempt came from a stage."""
+
+    def delivered(self, request_id: str, body: Output) -> None:
+        """The new part of a result was sent to the client."""
+
+    def stage_done(self, header: Header, body: StageDone) -> None:
+        """A stage has finished its present attempt."""
+
+    def ended(self, request_id: str, error: OmniError | None) -> None:
+        """An admitted request has ended, exactly once; `error` is `None` if it is done."""

@@ -1,248 +1,498 @@
-"""Requests between admission and their one terminal message, and indexes that find them without a search."""
+"""The life of a request: events in, instructions out. No socket, no clock, no event loop.
+
+A request is active from its admission to its one terminal message (`Done` or `Failed`); after that a tombstone absorbs
+late messages about it. When a replica of its route is lost, its stage and those after it run again, with the next
+attempt number and the same seed; the stages before send them their input again (`core/routing.py`). The client
+does not get anything twice (`core/request.py`).
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import heapq
-import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+import collections
+from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
-
-from omni_actors.coordinator.core.delivery import Delivery
-from omni_actors.coordinator.core.evidence import Evidence
-from omni_actors.coordinator.core.slots import Ticket
-from omni_actors.coordinator.core.states import REQUEST_TRANSITIONS, RequestEvent, RequestState
-from omni_actors.protocol.client import RequestStatus
+from omni_actors.config import PipelineConfig
+from omni_actors.coordinator.core.admission import Gate
+from omni_actors.coordinator.core.instructions import Instruction, Observer, ToClient, ToStage
+from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
+from omni_actors.coordinator.core.request import ActiveRequest, RequestBook, diverged
+from omni_actors.coordinator.core.routing import Planner, Unavailable, Wait
+from omni_actors.coordinator.core.speech import SpeechPacer
+from omni_actors.coordinator.core.states import Evidence, RequestEvent, RequestState
+from omni_actors.coordinator.core.suspects import poison
+from omni_actors.errors import (
+    Aborted,
+    DeadlineExceeded,
+    InvalidRequest,
+    OmniError,
+    ProtocolError,
+    StageLost,
+    StageUnavailable,
+)
+from omni_actors.protocol.client import Done, RequestStatus, Submit
 from omni_actors.protocol.codec import Frame
-from omni_actors.protocol.header import ReplicaId
-from omni_actors.protocol.payloads import AdditionalInformationEntry, AdditionalInformationPayload, Prompt, StageParams
-from omni_actors.protocol.results import StageUsage
-from omni_actors.transitions import advance
+from omni_actors.protocol.common import Abort, Failed, Tombstones
+from omni_actors.protocol.header import Body, Header, ReplicaId
+from omni_actors.protocol.results import Output, StageDone, StageUsage, Unreachable
+from omni_actors.protocol.stage import MAX_ENDED, Begin, Ended, OpenRequest, Resend
 
-LISTED_LOSSES = 8  # the newest ones, for operators
-STALE_DEADLINES = 1024  # entries of ended requests that the heap may hold next to those of active ones
+LISTED_REQUESTS = 1000
+Result = Output | StageDone | Failed | Unreachable
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A replica that died while it held a request.
+class RequestMachine:
+    """Owns the requests, and the table of replicas that they run on.
 
-    `evidence` is what that says against the request, `alone` whether the replica computed no other one, and `seconds`
-    how long it had held the request.
+    Args:
+        new_seed: gives the seed of a request that brings none.
+        observer: is called for every change of a request.
     """
 
-    replica_id: ReplicaId
-    why: str
-    evidence: Evidence
-    alone: bool = False
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.replica_id.name} (epoch {self.replica_id.epoch}): {self.why}"
-
-
-@dataclass(frozen=True)
-class Retained:
-    """What the client sent for the stages, kept to run a request again."""
-
-    prompt: Prompt
-    buffers: Sequence[Frame]  # those of the prompt, then those of the information
-    size: int  # bytes that count for the budget
-    information: AdditionalInformationPayload | None = None
-
-    @property
-    def prompt_buffers(self) -> Sequence[Frame]:
-        """The prompt's own buffers, without those of the information."""
-        of_information = len(self.information.tensor_refs()) if self.information is not None else 0
-        return self.buffers[: len(self.buffers) - of_information]
-
-    def select_information(
-        self, names: Collection[str], first: int
-    ) -> tuple[AdditionalInformationPayload | None, list[Frame]]:
-        """Return the information with these names and its buffers, which are numbered from `first`."""
-        buffers: list[Frame] = []
-        entries = {}
-        for name, entry in self.information.entries.items() if self.information is not None else ():
-            if name not in names:
-                continue
-            if entry.tensor is not None:
-                buffers.append(self.buffers[entry.tensor.buffer])
-                place = msgspec.structs.replace(entry.tensor, buffer=first + len(buffers) - 1)
-                entry = AdditionalInformationEntry(tensor=place)
-            entries[name] = entry
-        return (AdditionalInformationPayload(entries), buffers) if entries else (None, [])
-
-
-@dataclass
-class ActiveRequest:
-    """A request between admission and its terminal message.
-
-    `attempt` is the number of the newest attempt, `attempts` the one that each bound stage works on: when a replica is
-    lost, only its stage and those after it run again. `losses_made_up` counts what `max_attempts` bounds.
-    """
-
-    request_id: str
-    client: bytes
-    stages: tuple[str, ...]
-    modalities: frozenset[str]
-    deadline: float
-    params: dict[str, StageParams]
-    seed: int
-    voice: str | None = None
-    priority: int = 0
-    retained: Retained | None = None
-    parts: tuple[bytes, ...] = ()  # hashes by which its conversation is recognized
-    information: frozenset[str] = frozenset()  # names of what the client sent, also when it is no longer kept
-    state: RequestState = RequestState.QUEUED
-    bound: dict[str, ReplicaId] = field(default_factory=dict)  # by stage; not all of them while it waits
-    attempt: int = 0
-    attempts: dict[str, int] = field(default_factory=dict)
-    opened_at: dict[str, float] = field(default_factory=dict)  # when each bound stage was
-    losses_made_up: int = 0
-    client_seq: int = 0
-    next_seq: dict[str, int] = field(default_factory=dict)
-    usage: dict[str, StageUsage] = field(default_factory=dict)
-    delivery: Delivery = field(default_factory=Delivery)
-    losses: list[Loss] = field(default_factory=list)
-    ticket: Ticket | None = None  # with which it got its slot
-    suspected_by: str | None = None  # the stage in which it runs apart from others, to see if it crashes it again
+    def __init__(self, pipeline: PipelineConfig, new_seed: Callable[[], int], observer: Observer | None = None) -> None:
+        self._observer = observer or Observer()
+        self.pipeline = pipeline
+        self.replicas = ReplicaTable()
+        self.dropped: collections.Counter[str] = collections.Counter()
+        self.active = RequestBook()
+        self._entry = pipeline.entry.name
+        self._outputs = {stage.name: frozenset(stage.outputs) for stage in pipeline.stages}
+        self.planner = Planner(pipeline, self.replicas)
+        self._isolation_runs = self.planner.isolation_runs
+        self._ended: dict[ReplicaId, list[str]] = {}  # what stages may forget, to be sent on the next tick
+        self.retained_bytes = 0
+        self.replays = 0
+        self._closing = False
+        self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
+        self.gate = Gate(pipeline, self.replicas, self.planner, new_seed, self._may_retain)
+        self._slots = self.gate.slots
+        self.speech = SpeechPacer(pipeline)
 
     @property
-    def route(self) -> tuple[ReplicaId, ...]:
-        """The replicas that it is bound to, in order of the pipeline."""
-        return tuple(self.bound[stage] for stage in self.stages if stage in self.bound)
+    def in_flight(self) -> int:
+        """Requests that have a slot."""
+        return self._slots.held
 
     @property
-    def missing(self) -> list[str]:
-        """Its stages that are bound to no replica, in order of the pipeline."""
-        return [stage for stage in self.stages if stage not in self.bound]
-
-    def losses_of(self, stage: str | None) -> int:
-        """How many losses of a stage's replicas count against this request."""
-        return sum(loss.replica_id.stage == stage and loss.evidence > 0 for loss in self.losses)
-
-    def evidence(self, stage: str, alone: bool = False) -> int:
-        """Sum of what counts against this request in a stage; `alone`: of losses when no other was computed."""
-        losses = [loss for loss in self.losses if loss.replica_id.stage == stage and (loss.alone or not alone)]
-        return sum(loss.evidence for loss in losses)
-
-    def forgive(self, excused: Callable[[ReplicaId], bool]) -> None:
-        """Stop counting the losses of some replicas against this request."""
-        self.losses = [
-            dataclasses.replace(loss, evidence=Evidence.NONE) if excused(loss.replica_id) else loss
-            for loss in self.losses
-        ]
-
-    def replica_id(self, stage: str) -> ReplicaId | None:
-        """The replica that it is bound to in a stage; None while there is none."""
-        return self.bound.get(stage)
-
-    def history(self) -> str:
-        """All losses in one line, for errors and operators."""
-        return "; ".join(str(loss) for loss in self.losses)
-
-    def lost_before(self) -> str:
-        """A sentence about earlier losses to append to an error, "" if there were none."""
-        return f" It was lost before: {self.history()}." if self.losses else ""
-
-    def status(self, now: float) -> RequestStatus:
-        """What operators see of it."""
-        return RequestStatus(
-            self.request_id,
-            self.state,
-            self.attempt,
-            tuple(replica_id.name for replica_id in self.route),
-            tuple(self.usage),
-            self.deadline - now,
-            tuple(str(loss) for loss in self.losses[-LISTED_LOSSES:]),
-        )
-
-
-class RequestBook:
-    """All active requests: by id, client and deadline, and those that wait for a stage. No look-up searches all."""
-
-    def __init__(self) -> None:
-        self._all: dict[str, ActiveRequest] = {}
-        self._by_client: dict[bytes, dict[str, None]] = {}
-        self._waiting: dict[str, None] = {}  # in order of their slots, or of their last loss
-        self._deadlines: list[tuple[float, str]] = []  # a heap; those of ended requests are skipped
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def __iter__(self) -> Iterator[ActiveRequest]:
-        return iter(self._all.values())
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._all
-
-    def __getitem__(self, request_id: str) -> ActiveRequest:
-        return self._all[request_id]
-
-    def get(self, request_id: str) -> ActiveRequest | None:
-        """The active request with this id; None if it has ended or never was."""
-        return self._all.get(request_id)
-
-    def add(self, request: ActiveRequest) -> None:
-        """Add a request that was just admitted."""
-        self._all[request.request_id] = request
-        self._by_client.setdefault(request.client, {})[request.request_id] = None
-        heapq.heappush(self._deadlines, (request.deadline, request.request_id))
-
-    def remove(self, request: ActiveRequest) -> None:
-        """Forget a request that has ended."""
-        request_id = request.request_id
-        del self._all[request_id]
-        self._waiting.pop(request_id, None)
-        own = self._by_client[request.client]
-        del own[request_id]
-        if not own:
-            del self._by_client[request.client]
-        if len(self._deadlines) > 2 * len(self._all) + STALE_DEADLINES:
-            self._deadlines = [(living.deadline, living.request_id) for living in self._all.values()]
-            heapq.heapify(self._deadlines)
-
-    def on(self, request: ActiveRequest, event: RequestEvent) -> None:
-        """Enter the state that follows."""
-        request.state = advance(REQUEST_TRANSITIONS, request.state, event)
-        if request.state is RequestState.WAITING:
-            self._waiting[request.request_id] = None
-        else:
-            self._waiting.pop(request.request_id, None)
-
-    def of(self, client: bytes) -> list[ActiveRequest]:
-        """A client's requests, the oldest first."""
-        return [self._all[request_id] for request_id in self._by_client.get(client, ())]
-
-    def ids_of(self, client: bytes) -> tuple[str, ...]:
-        """Ids of a client's requests, the oldest first."""
-        return tuple(self._by_client.get(client, ()))
+    def queued(self) -> int:
+        """Requests that wait for a slot."""
+        return self._slots.waiting
 
     def clients(self) -> set[bytes]:
-        """Addresses of clients with active requests."""
-        return set(self._by_client)
+        """Those with requests in flight."""
+        return self.active.clients()
 
-    def oldest(self, count: int) -> list[ActiveRequest]:
-        """The first `count` requests in order of admission."""
-        return list(itertools.islice(self._all.values(), count))
+    def requests_of(self, client: bytes) -> tuple[str, ...]:
+        """The ids of a client's requests in flight."""
+        return self.active.ids_of(client)
 
-    def waiting(self) -> list[ActiveRequest]:
-        """Those that have a slot and wait for a stage, in order of priority."""
-        return sorted((self._all[request_id] for request_id in self._waiting), key=lambda request: request.priority)
+    def attempt_of(self, request_id: str, stage: str) -> int:
+        """The attempt that a stage works on; 0 for unknown requests."""
+        request = self.active.get(request_id)
+        return request.attempts.get(stage, 0) if request is not None else 0
 
-    @property
-    def deadlines(self) -> int:
-        """Deadlines that are kept, those of ended requests included."""
-        return len(self._deadlines)
+    def statuses(self, now: float) -> tuple[RequestStatus, ...]:
+        """The oldest requests in flight."""
+        return tuple(request.status(now) for request in self.active.oldest(LISTED_REQUESTS))
 
-    def late(self, now: float) -> list[ActiveRequest]:
-        """Those whose deadline has passed; each is returned only once."""
-        passed: dict[str, ActiveRequest] = {}  # an id that was used again may be there twice
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, request_id = heapq.heappop(self._deadlines)
-            request = self._all.get(request_id)
-            if request is not None and request.deadline == deadline:
-                passed[request_id] = request
-        return list(passed.values())
+    # -- clients ------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, client: bytes, header: Header, submit: Submit, buffers: Sequence[Frame], now: float, key: bytes = b""
+    ) -> list[Instruction]:
+        """Admit a request, or refuse it with one `Failed`. With a slot it is opened in every stage of its route.
+
+        `key` is that of the client's connection, b"" for none.
+        """
+        try:
+            self._check_new(header.request_id)
+            request = self.gate.admit(client, header, submit, buffers, now)
+            crowded_out = self.gate.enter(request, submit.tenant, key)
+        except OmniError as error:
+            self._observer.refused(error)
+            return [ToClient(client, header.request_id, 0, Failed.from_error(error))]
+        self._observer.admitted(request.request_id, submit)
+        self.active.add(request)
+        instructions: list[Instruction] = []
+        for other in crowded_out:
+            instructions += self._fail(self.active[other], self.gate.overloaded(), now)
+        return instructions + self.fill(now)
+
+    def fill(self, now: float) -> list[Instruction]:
+        """Open the requests that can have a slot now. Call it after every event."""
+        instructions: list[Instruction] = []
+        while (ticket := self._slots.next()) is not None:
+            request = self.active[ticket.request_id]
+            request.ticket = ticket
+            self.active.on(request, RequestEvent.GRANTED)
+            self.retained_bytes += ticket.size
+            instructions += self._open(request, now)
+        for request_id, waited in self.speech.begin(now):
+            request = self.active[request_id]
+            self._observer.speech_begun(request_id, waited)
+            if self.speech.first_stage in request.bound:  # else it begins when that stage is bound
+                instructions.append(self._to_stage(request, self.speech.first_stage, Begin()))
+        return instructions
+
+    def _check_new(self, request_id: str) -> None:
+        if self._closing:
+            raise _shutting_down()
+        if not request_id:
+            raise InvalidRequest("The request has no id.")
+        if not request_id.isprintable():  # it stands in logs, where a line break would begin a line of its own
+            raise InvalidRequest(f"The request id {request_id!r} has characters that cannot be printed.")
+        if request_id in self.active or request_id in self._tombstones:
+            raise InvalidRequest(f"The request id {request_id!r} was used before.", hint="Use a new id per request.")
+
+    def _may_retain(self, size: int) -> bool:
+        return self.retained_bytes + size <= self.pipeline.coordinator.retain_bytes
+
+    def _open(self, request: ActiveRequest, now: float) -> list[Instruction]:
+        """Bind the stages that have no replica and announce the request to them, or let it wait for one."""
+        plan = self.planner.plan(request, now)
+        if isinstance(plan, Wait):
+            return []
+        if isinstance(plan, Unavailable):
+            return self._fail(request, plan.error, now)
+        opened = request.missing
+        for replica in plan.replicas:
+            self.planner.router.hold(request, replica)
+            request.bound[replica.stage] = replica.replica_id
+            request.attempts[replica.stage] = request.attempt
+            request.opened_at[replica.stage] = now
+        self.active.on(request, RequestEvent.OPENED)
+        self._observer.bound(request.request_id, request.attempt, request.route, opened)
+        # Later stages first: each should know the request before the first output of the stage before it.
+        instructions: list[Instruction] = [self._open_stage(request, stage) for stage in reversed(opened)]
+        instructions += self._resends(request, opened)
+        if not self._wants_retention(request):
+            self._release_input(request)
+        return instructions
+
+    def _open_stage(self, request: ActiveRequest, stage: str) -> ToStage:
+        """Announce a request to a stage. The entry stage gets the prompt, each stage the information that it wants."""
+        retained, prompt, information = request.retained, None, None
+        buffers: list[Frame] = []
+        if retained is not None and stage == self._entry:
+            prompt, buffers = retained.prompt, [*retained.prompt_buffers]
+        replica = self.replicas.at(request.bound[stage])
+        if retained is not None and replica is not None:
+            information, more = retained.select_information(replica.wants_information, len(buffers))
+            buffers += more
+        body = OpenRequest(
+            route=request.route,
+            params=request.params[stage],
+            seed=request.seed,
+            voice=request.voice,
+            priority=request.priority,
+            prompt=prompt,
+            information=information,
+            held=stage == self.speech.first_stage and self.speech.holds(request, stage),
+        )
+        return self._to_stage(request, stage, body, buffers)
+
+    def _resends(self, request: ActiveRequest, opened: Sequence[str]) -> list[Instruction]:
+        """Ask the stages that went on to send those that start again their input."""
+        return [
+            self._to_stage(request, source, Resend(receiver=request.bound[stage], attempt=request.attempts[stage]))
+            for stage in opened
+            for source in self.planner.graph.feeders(stage, opened)
+        ]
+
+    def _wants_retention(self, request: ActiveRequest) -> bool:
+        """Whether a running request could run again, and there is room to keep what that takes."""
+        if request.retained is None or not self._may_retain(0):
+            return False
+        return any(self.planner.replays(stage) for stage in request.stages)
+
+    def _release_input(self, request: ActiveRequest) -> None:
+        if request.retained is not None:
+            self.retained_bytes -= request.retained.size
+            request.retained = None
+
+    def reopen(self, now: float) -> list[Instruction]:
+        """Run the requests that wait: suspects, then in order of priority. Call it when a replica has become ready."""
+        self._isolation_runs.ended = False
+        waiting = sorted(self.active.waiting(), key=self._isolation_runs.rank)
+        return [instruction for request in waiting for instruction in self._open(request, now)]
+
+    def abort(self, client: bytes, request_id: str, now: float) -> list[Instruction]:
+        """A client ends its own request. Idempotent; requests of others are not touched."""
+        request = self.active.get(request_id)
+        if request is None or request.client != client:
+            self.dropped["abort_of_unknown_request"] += 1
+            return []
+        return self._fail(request, Aborted("The client aborted the request."), now)
+
+    def reject(self, client: bytes, header: Header, error: OmniError, now: float) -> list[Instruction]:
+        """A client's message did not decode: answer it, and end the request if it exists."""
+        request = self.active.get(header.request_id)
+        if request is not None and request.client == client:
+            return self._fail(request, error, now)
+        self._observer.refused(error)
+        return [ToClient(client, header.request_id, 0, Failed.from_error(error))]
+
+    def end_client(self, client: bytes, error: OmniError, now: float) -> list[Instruction]:
+        """End the requests of a client that reads too slowly or may not go on, each with an answer."""
+        return [instruction for request in self.active.of(client) for instruction in self._fail(request, error, now)]
+
+    def client_gone(self, client: bytes, now: float) -> list[Instruction]:
+        """End the requests of a client that can no longer be reached."""
+        error = Aborted("The client is gone.")
+        return [
+            instruction
+            for request in self.active.of(client)
+            for instruction in self._fail(request, error, now)
+            if isinstance(instruction, ToStage)
+        ]
+
+    # -- stages -------------------------------------------------------------------------------------------------------
+
+    def from_stage(self, header: Header, body: Result, buffers: Sequence[Frame], now: float) -> list[Instruction]:
+        """A result of a stage: forward it, note it, or drop it if it is late or foreign."""
+        request = self._expected_sender(header)
+        if request is None:
+            return []
+        expected = request.next_seq.get(header.stage, 0)
+        # A failure may be about the very message that is missing.
+        if header.seq != expected and not isinstance(body, Failed):
+            error = ProtocolError(
+                f"Stage {header.stage!r} sent message {header.seq} where {expected} was due.", stage=header.stage
+            )
+            return self._fail(request, error, now)
+        request.next_seq[header.stage] = expected + 1
+        crowded_out = self._refuse_speech(self.speech.notice(request, header.stage, body, now), now)
+        return crowded_out + (
+            self._take(request, header, body, buffers, now) if request.request_id in self.active else []
+        )
+
+    def _take(
+        self, request: ActiveRequest, header: Header, body: Result, buffers: Sequence[Frame], now: float
+    ) -> list[Instruction]:
+        if isinstance(body, Failed):
+            return self._stage_failed(request, header.stage, body.to_error(), now)
+        if isinstance(body, StageDone):
+            self._observer.stage_done(header, body)
+            return self._stage_done(request, header.stage, body.usage, now)
+        if isinstance(body, Unreachable):
+            return self._unreachable(request, body, now)
+        self._observer.came(header, body)
+        try:
+            return self._forward(request, header.stage, body, buffers)
+        except StageLost as error:
+            return self._fail(request, error, now)
+
+    def _refuse_speech(self, request_ids: Iterable[str], now: float, waited: float | None = None) -> list[Instruction]:
+        """End answers whose speech would wait for too long, or has."""
+        error = self.speech.overloaded(waited)
+        return [instruction for name in request_ids for instruction in self._fail(self.active[name], error, now)]
+
+    def reject_from_stage(self, header: Header, error: OmniError, now: float) -> list[Instruction]:
+        """A stage's message did not decode: its request ends."""
+        request = self._expected_sender(header)
+        return self._stage_failed(request, header.stage, error, now) if request is not None else []
+
+    def _stage_failed(self, request: ActiveRequest, stage: str, error: OmniError, now: float) -> list[Instruction]:
+        """A stage cannot go on with a request. If that is because something was lost, the request may run again."""
+        if not isinstance(error, StageLost):
+            return self._fail(request, error, now)
+        # A stage that went on when a later one started again, and cannot send it its input, belongs to that loss.
+        follows = request.attempts[stage] < request.attempt
+        return self._replay_or_fail(request, stage, error, now, counts=not follows)
+
+    def _unreachable(self, request: ActiveRequest, body: Unreachable, now: float) -> list[Instruction]:
+        """A stage cannot reach the one after it, and keeps its output for the next process of that stage."""
+        stage = body.receiver.stage
+        if request.bound.get(stage) != body.receiver or request.attempts[stage] != body.attempt:
+            return []  # known, and made up for
+        error = StageLost(f"{stage}/{body.receiver.replica} takes no messages.", stage=stage)
+        return self._replay_or_fail(request, stage, error, now)
+
+    def _expected_sender(self, header: Header) -> ActiveRequest | None:
+        request = self.active.get(header.request_id)
+        if request is None:
+            self.dropped["late" if header.request_id in self._tombstones else "unknown_request"] += 1
+            return None
+        if request.bound.get(header.stage) != ReplicaId(header.stage, header.replica, header.epoch):
+            self.dropped["foreign_epoch"] += 1
+            return None
+        if header.attempt != request.attempts[header.stage]:
+            self.dropped["foreign_attempt"] += 1
+            return None
+        return request
+
+    def _forward(self, request: ActiveRequest, stage: str, body: Output, buffers: Sequence[Frame]) -> list[Instruction]:
+        if body.modality and not (body.modality in request.modalities and body.modality in self._outputs[stage]):
+            return []
+        fresh = request.delivery.take(stage, body, buffers)
+        if fresh is None:
+            return []
+        self._observer.delivered(request.request_id, fresh[0])
+        return [self._to_client(request, *fresh)]
+
+    def _stage_done(self, request: ActiveRequest, stage: str, usage: StageUsage, now: float) -> list[Instruction]:
+        request.usage[stage] = usage
+        replica = self.replicas.at(request.bound[stage])
+        if replica is not None:
+            replica.finished(request.request_id)
+        if request.suspected_by == stage:
+            self._isolation_runs.clear(request)
+        if len(request.usage) < len(request.stages):
+            return []
+        if not request.delivery.complete:
+            return self._fail(request, diverged(), now)
+        self.active.on(request, RequestEvent.COMPLETED)
+        self._observer.ended(request.request_id, None)
+        done = self._to_client(request, Done(usage=request.usage))
+        for stage, replica_id in request.bound.items():
+            if self.planner.graph.feeds(stage, request.stages):
+                self._ended.setdefault(replica_id, []).append(request.request_id)
+        self._close(request, now)
+        return [done]
+
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    def replica_lost(
+        self, replica: Replica, now: float, why: str, evidence: Evidence = Evidence.CRASHED
+    ) -> list[Instruction]:
+        """Run again or fail what a lost replica held. `evidence`: what the loss says against its requests."""
+        error = StageLost(f"{replica.name} (epoch {replica.epoch}) died: {why}.", stage=replica.stage)
+        held = [self.active[request_id] for request_id in sorted(replica.requests) if request_id in self.active]
+        replica.release_all()
+        self.take_beat(replica, 0)
+        self._ended.pop(replica.replica_id, None)
+        held = [request for request in held if not self.planner.is_through_with(request, replica.stage)]
+        culprit = self._isolation_runs.record_crash(held, replica, why, evidence, self._may_have_begun, now)
+        instructions: list[Instruction] = []
+        if culprit is not None:
+            instructions += self._fail(culprit, poison(culprit, replica.stage), now)
+            self._isolation_runs.clear_others(culprit, self.active)
+        for request in held:
+            if request is not culprit:
+                instructions += self._replay_or_fail(request, replica.stage, error, now)
+        return instructions + self.reopen(now)
+
+    def note_congestion(self, replica_id: ReplicaId, congested: bool) -> None:
+        """A replica has granted no credit for more input, or some again: new requests for it wait meanwhile."""
+        replica = self.replicas.at(replica_id)
+        if replica is not None and replica.congested != congested:
+            replica.update(congested=congested)
+            self._slots.look_again()
+
+    def take_beat(self, replica: Replica, listeners: int) -> None:
+        """A replica says for how many listeners it makes sound in time, 0 if it does not know."""
+        self.speech.take_beat(replica.stage, replica.index, listeners)
+
+    def _may_have_begun(self, request: ActiveRequest, stage: str) -> bool:
+        return not self.speech.holds(request, stage) and self.planner.may_have_begun(request, stage)
+
+    def _replay_or_fail(
+        self, request: ActiveRequest, lost: str, error: OmniError, now: float, counts: bool = True
+    ) -> list[Instruction]:
+        """Run the stage `lost` again, whose work on a request is gone, with those that depend on it."""
+        again = self.planner.replay(request, lost, counts)
+        if again is None:
+            return self._fail(request, error, now)
+        bound = [stage for stage in request.bound if stage in again]
+        instructions = self._aborts(request, bound)
+        self._unbind(request, bound)
+        for stage in bound:
+            request.next_seq.pop(stage, None)
+            request.usage.pop(stage, None)
+        request.delivery.replay({modality for stage in again for modality in self._outputs[stage]})
+        request.losses_made_up += counts
+        self.replays += counts
+        self._observer.replayed(request.request_id, error, counts)
+        if request.state is RequestState.RUNNING:  # otherwise no stage has seen the number yet
+            self.active.on(request, RequestEvent.REPLAYED)
+            request.attempt += 1
+        return instructions + self._open(request, now)
+
+    def tick(self, now: float) -> list[Instruction]:
+        """End requests whose deadline has passed. Call it a few times a second."""
+        self._tombstones.expire(now)
+        self._slots.look_again()
+        instructions = [
+            instruction
+            for request in self.active.late(now)
+            for instruction in self._fail(request, _too_late(request), now)
+        ]
+        waited = self.pipeline.coordinator.speech_wait
+        instructions += self._refuse_speech(self.speech.overdue(now), now, waited)
+        self._isolation_runs.tick(now)
+        if self._isolation_runs.ended or self._isolation_runs:  # a replica is free again, or may be empty for suspects
+            instructions += self.reopen(now)
+        return instructions + self._tell_ended()
+
+    def _tell_ended(self) -> list[Instruction]:
+        """Let stages forget what they kept of requests that are done."""
+        instructions: list[Instruction] = []
+        for replica_id, request_ids in self._ended.items():
+            replica = self.replicas.at(replica_id)
+            if replica is None or not replica.alive:
+                continue
+            for begin in range(0, len(request_ids), MAX_ENDED):
+                body = Ended(request_ids=tuple(request_ids[begin : begin + MAX_ENDED]))
+                instructions.append(ToStage(replica_id, "", 0, 0.0, body))
+        self._ended.clear()
+        return instructions
+
+    def refuse_new(self) -> None:
+        """Admit no more requests; those in flight go on."""
+        self._closing = True
+
+    def shut_down(self, now: float) -> list[Instruction]:
+        """End every request with an answer to its client, and admit no more."""
+        self._closing = True
+        return [
+            instruction for request in list(self.active) for instruction in self._fail(request, _shutting_down(), now)
+        ]
+
+    # -- ends and messages --------------------------------------------------------------------------------------------
+
+    def _fail(self, request: ActiveRequest, error: OmniError, now: float) -> list[Instruction]:
+        """End a request with an error, the only way there is: one message to the client, one to each of its stages."""
+        self.active.on(request, RequestEvent.FAILED)
+        self._observer.ended(request.request_id, error)
+        instructions: list[Instruction] = [self._to_client(request, Failed.from_error(error))]
+        instructions += self._aborts(request, request.bound)
+        self._close(request, now)
+        return instructions
+
+    def _aborts(self, request: ActiveRequest, stages: Iterable[str]) -> list[Instruction]:
+        """Abort a request in those of its replicas that are alive."""
+        return [self._to_stage(request, stage, Abort()) for stage in stages if self.planner.holds(request, stage)]
+
+    def _unbind(self, request: ActiveRequest, stages: Iterable[str]) -> None:
+        for stage in list(stages):
+            replica_id = request.bound.pop(stage)
+            del request.attempts[stage], request.opened_at[stage]
+            replica = self.replicas.at(replica_id)
+            if replica is not None:
+                replica.release(request.request_id)
+
+    def _close(self, request: ActiveRequest, now: float) -> None:
+        self.active.remove(request)
+        self.speech.leave(request.request_id)
+        if self._slots.leave(request.request_id):  # else no stage has heard of it
+            self._release_input(request)
+            self._unbind(request, request.bound)
+            self._isolation_runs.clear(request)
+            self._tombstones.add(request.request_id, now)
+
+    def _to_client(self, request: ActiveRequest, body: Body, buffers: Sequence[Frame] = ()) -> ToClient:
+        seq = request.client_seq
+        request.client_seq += 1
+        return ToClient(request.client, request.request_id, seq, body, buffers)
+
+    @staticmethod
+    def _to_stage(request: ActiveRequest, stage: str, body: Body, buffers: Sequence[Frame] = ()) -> ToStage:
+        replica_id, attempt = request.bound[stage], request.attempts[stage]
+        return ToStage(replica_id, request.request_id, attempt, request.deadline, body, buffers)
+
+
+def _too_late(request: ActiveRequest) -> DeadlineExceeded:
+    return DeadlineExceeded(f"The request's deadline has passed.{request.lost_before()}")
+
+
+def _shutting_down() -> StageUnavailable:
+    return StageUnavailable("The pipeline is shutting down.", hint="Send the request to another pipeline.")

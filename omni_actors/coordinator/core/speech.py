@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from omni_actors.config import CoordinatorConfig, Modality, PipelineConfig
-from omni_actors.coordinator.core.requests import ActiveRequest
+from omni_actors.coordinator.core.request import ActiveRequest
 from omni_actors.coordinator.core.slots import Slots, Ticket
 from omni_actors.errors import Overloaded, counted
 from omni_actors.protocol.header import Body

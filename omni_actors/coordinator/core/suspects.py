@@ -14,10 +14,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from omni_actors.coordinator.core.evidence import Evidence
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
-from omni_actors.coordinator.core.requests import ActiveRequest, Loss
-from omni_actors.coordinator.core.states import ReplicaState
+from omni_actors.coordinator.core.request import ActiveRequest, Loss
+from omni_actors.coordinator.core.states import Evidence, ReplicaState
 from omni_actors.errors import Poison, counted
 
 SUSPECT = 2 * Evidence.CRASHED  # evidence that makes a suspect: two crashes, or four kills

@@ -1,0 +1,402 @@
+"""One request between admission and its one terminal message, what its client has of the answer, and indexes of all.
+
+An answer is counted so that a replay sends only the rest: a stage that runs again computes its part from the start,
+with the same seed. Tokens, characters and samples are counted, not messages: another attempt may cut them differently.
+A picture, or its latents, is one message.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import itertools
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from omni_actors.coordinator.core.slots import Ticket
+from omni_actors.coordinator.core.states import REQUEST_TRANSITIONS, Evidence, RequestEvent, RequestState
+from omni_actors.errors import StageLost
+from omni_actors.protocol.client import RequestStatus
+from omni_actors.protocol.codec import Frame
+from omni_actors.protocol.fields import TOKEN_BYTES
+from omni_actors.protocol.header import ReplicaId
+from omni_actors.protocol.payloads import AdditionalInformationEntry, AdditionalInformationPayload, Prompt, StageParams
+from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Output, Progress, StageUsage, TextDelta
+from omni_actors.protocol.tensors import TensorRef
+from omni_actors.protocol.tools import ToolCallPiece
+from omni_actors.transitions import advance
+
+Fresh = tuple[Output, Sequence[Frame]]
+
+SAMPLE_BYTES = 4
+
+
+class Delivery:
+    """The count for one request."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.characters = 0
+        self.samples = 0
+        self._positions = 0  # of the prompt, with log probabilities
+        self._checksum = 0  # of the tokens that the client has
+        self._skip_tokens = 0  # so many will come again
+        self._skip_characters = 0
+        self._skip_samples = 0
+        self._skip_positions = 0
+        self._again = 0  # checksum of those that came again
+        self._calls: dict[int, int] = {}  # characters of arguments that the client has, by the index of the call
+        self._skip_calls: dict[int, int] = {}  # those that will come again, with the call's name
+        self._whole: collections.Counter[str] = collections.Counter()  # whole messages that the client has, by kind
+        self._skip_whole: collections.Counter[str] = collections.Counter()
+        self._steps: dict[str, int] = {}  # by stage: the progress that the client knows of
+
+    def replay(self, modalities: Collection[str]) -> None:
+        """Expect all that was delivered in these modalities to come again."""
+        if "text" in modalities:
+            self._skip_tokens, self._skip_characters = self.tokens, self.characters
+            self._skip_calls = dict(self._calls)
+            self._skip_positions = self._positions
+            self._again = 0
+        if "audio" in modalities:
+            self._skip_samples = self.samples
+        for kind, count in self._whole.items():
+            if ("image" if kind == "preview" else kind) in modalities:
+                self._skip_whole[kind] = count
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that the client had before a replay has come again."""
+        whole = self._skip_whole["image"] or self._skip_whole["latents"]
+        return not (self._skip_tokens or self._skip_characters or self._skip_samples or whole)
+
+    def take(self, stage: str, body: Output, buffers: Sequence[Frame]) -> Fresh | None:
+        """The new part of a stage's output, with its buffers; `None` for nothing.
+
+        Raises:
+            StageLost: the replay differs from what the client has, so that the rest would not fit.
+        """
+        match body:
+            case TextDelta():
+                delta = self.text(body)
+                return (delta, ()) if delta is not None else None
+            case AudioChunk():
+                return self.audio(body, buffers)
+            case ImageChunk():
+                return (body, buffers) if self._is_new("preview" if body.preview else "image") else None
+            case LatentsChunk():
+                return (body, buffers) if self._is_new("latents") else None
+            case Progress():
+                return self._progress(stage, body)
+
+    def _is_new(self, kind: str) -> bool:
+        if self._skip_whole[kind]:
+            self._skip_whole[kind] -= 1
+            return False
+        self._whole[kind] += 1
+        return True
+
+    def _progress(self, stage: str, body: Progress) -> Fresh | None:
+        """Progress that the client has not seen yet. After a replay there is none until it has caught up."""
+        if body.step <= self._steps.get(stage, 0):
+            return None
+        self._steps[stage] = body.step
+        return msgspec.structs.replace(body, stage=stage), ()
+
+    def text(self, body: TextDelta) -> TextDelta | None:
+        """The new part of `body`; `None` for nothing.
+
+        Raises:
+            StageLost: the replay differs from what the client has, so that the rest would not fit.
+        """
+        known = min(self._skip_tokens, len(body.token_ids) // TOKEN_BYTES)
+        letters = min(self._skip_characters, len(body.text))
+        positions = min(self._skip_positions, len(body.prompt_logprobs))
+        if known:
+            self._again = zlib.crc32(body.token_ids[: known * TOKEN_BYTES], self._again)
+            self._skip_tokens -= known
+            if not self._skip_tokens and self._again != self._checksum:
+                raise diverged()
+        self._skip_characters -= letters
+        self._skip_positions -= positions
+        token_ids, text = body.token_ids[known * TOKEN_BYTES :], body.text[letters:]
+        calls = self._new_pieces(body.tool_calls) if body.tool_calls else ()
+        prompt_logprobs = body.prompt_logprobs[positions:]
+        if (known or letters or positions or body.tool_calls) and not (token_ids or text or calls or prompt_logprobs):
+            return None
+        self._checksum = zlib.crc32(token_ids, self._checksum)
+        self.tokens += len(token_ids) // TOKEN_BYTES
+        self.characters += len(text)
+        self._positions += len(prompt_logprobs)
+        if not (known or letters or positions or calls != body.tool_calls):
+            return body
+        return TextDelta(
+            text=text,
+            token_ids=token_ids,
+            tool_calls=calls,
+            logprobs=body.logprobs[known:],
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _new_pieces(self, pieces: Sequence[ToolCallPiece]) -> tuple[ToolCallPiece, ...]:
+        """Leave out what the client has of tool calls. A call keeps the id under which the client knows it."""
+        fresh = []
+        for piece in pieces:
+            skip = self._skip_calls.get(piece.index)
+            if skip is not None:
+                self._skip_calls[piece.index] = max(0, skip - len(piece.arguments))
+                piece = ToolCallPiece(index=piece.index, arguments=piece.arguments[skip:])
+            self._calls[piece.index] = self._calls.get(piece.index, 0) + len(piece.arguments)
+            if piece.name or piece.arguments:
+                fresh.append(piece)
+        return tuple(fresh)
+
+    def audio(self, body: AudioChunk, buffers: Sequence[Frame]) -> tuple[AudioChunk, Sequence[Frame]] | None:
+        """The new part of the chunk, with its buffers; `None` for nothing."""
+        (length,) = body.samples.shape
+        known = min(self._skip_samples, length)
+        self._skip_samples -= known
+        self.samples += length - known
+        if not known:
+            return body, buffers
+        if known == length:
+            return None
+        rest = memoryview(buffers[body.samples.buffer]).cast("B")[known * SAMPLE_BYTES :]
+        samples = TensorRef(body.samples.dtype, (length - known,), 0)
+        return AudioChunk(samples=samples, sample_rate=body.sample_rate), (rest,)
+
+
+def diverged() -> StageLost:
+    """The error for an answer that cannot be continued."""
+    return StageLost("A stage was lost, and the replay did not repeat what had been delivered.")
+
+
+LISTED_LOSSES = 8  # the newest ones, for operators
+STALE_DEADLINES = 1024  # entries of ended requests that the heap may hold next to those of active ones
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A replica that died while it held a request.
+
+    `evidence` is what that says against the request, `alone` whether the replica computed no other one, and `seconds`
+    how long it had held the request.
+    """
+
+    replica_id: ReplicaId
+    why: str
+    evidence: Evidence
+    alone: bool = False
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.replica_id.name} (epoch {self.replica_id.epoch}): {self.why}"
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What the client sent for the stages, kept to run a request again."""
+
+    prompt: Prompt
+    buffers: Sequence[Frame]  # those of the prompt, then those of the information
+    size: int  # bytes that count for the budget
+    information: AdditionalInformationPayload | None = None
+
+    @property
+    def prompt_buffers(self) -> Sequence[Frame]:
+        """The prompt's own buffers, without those of the information."""
+        of_information = len(self.information.tensor_refs()) if self.information is not None else 0
+        return self.buffers[: len(self.buffers) - of_information]
+
+    def select_information(
+        self, names: Collection[str], first: int
+    ) -> tuple[AdditionalInformationPayload | None, list[Frame]]:
+        """Return the information with these names and its buffers, which are numbered from `first`."""
+        buffers: list[Frame] = []
+        entries = {}
+        for name, entry in self.information.entries.items() if self.information is not None else ():
+            if name not in names:
+                continue
+            if entry.tensor is not None:
+                buffers.append(self.buffers[entry.tensor.buffer])
+                place = msgspec.structs.replace(entry.tensor, buffer=first + len(buffers) - 1)
+                entry = AdditionalInformationEntry(tensor=place)
+            entries[name] = entry
+        return (AdditionalInformationPayload(entries), buffers) if entries else (None, [])
+
+
+@dataclass
+class ActiveRequest:
+    """A request between admission and its terminal message.
+
+    `attempt` is the number of the newest attempt, `attempts` the one that each bound stage works on: when a replica is
+    lost, only its stage and those after it run again. `losses_made_up` counts what `max_attempts` bounds.
+    """
+
+    request_id: str
+    client: bytes
+    stages: tuple[str, ...]
+    modalities: frozenset[str]
+    deadline: float
+    params: dict[str, StageParams]
+    seed: int
+    voice: str | None = None
+    priority: int = 0
+    retained: Retained | None = None
+    parts: tuple[bytes, ...] = ()  # hashes by which its conversation is recognized
+    information: frozenset[str] = frozenset()  # names of what the client sent, also when it is no longer kept
+    state: RequestState = RequestState.QUEUED
+    bound: dict[str, ReplicaId] = field(default_factory=dict)  # by stage; not all of them while it waits
+    attempt: int = 0
+    attempts: dict[str, int] = field(default_factory=dict)
+    opened_at: dict[str, float] = field(default_factory=dict)  # when each bound stage was
+    losses_made_up: int = 0
+    client_seq: int = 0
+    next_seq: dict[str, int] = field(default_factory=dict)
+    usage: dict[str, StageUsage] = field(default_factory=dict)
+    delivery: Delivery = field(default_factory=Delivery)
+    losses: list[Loss] = field(default_factory=list)
+    ticket: Ticket | None = None  # with which it got its slot
+    suspected_by: str | None = None  # the stage in which it runs apart from others, to see if it crashes it again
+
+    @property
+    def route(self) -> tuple[ReplicaId, ...]:
+        """The replicas that it is bound to, in order of the pipeline."""
+        return tuple(self.bound[stage] for stage in self.stages if stage in self.bound)
+
+    @property
+    def missing(self) -> list[str]:
+        """Its stages that are bound to no replica, in order of the pipeline."""
+        return [stage for stage in self.stages if stage not in self.bound]
+
+    def losses_of(self, stage: str | None) -> int:
+        """How many losses of a stage's replicas count against this request."""
+        return sum(loss.replica_id.stage == stage and loss.evidence > 0 for loss in self.losses)
+
+    def evidence(self, stage: str, alone: bool = False) -> int:
+        """Sum of what counts against this request in a stage; `alone`: of losses when no other was computed."""
+        losses = [loss for loss in self.losses if loss.replica_id.stage == stage and (loss.alone or not alone)]
+        return sum(loss.evidence for loss in losses)
+
+    def forgive(self, excused: Callable[[ReplicaId], bool]) -> None:
+        """Stop counting the losses of some replicas against this request."""
+        self.losses = [
+            dataclasses.replace(loss, evidence=Evidence.NONE) if excused(loss.replica_id) else loss
+            for loss in self.losses
+        ]
+
+    def replica_id(self, stage: str) -> ReplicaId | None:
+        """The replica that it is bound to in a stage; None while there is none."""
+        return self.bound.get(stage)
+
+    def history(self) -> str:
+        """All losses in one line, for errors and operators."""
+        return "; ".join(str(loss) for loss in self.losses)
+
+    def lost_before(self) -> str:
+        """A sentence about earlier losses to append to an error, "" if there were none."""
+        return f" It was lost before: {self.history()}." if self.losses else ""
+
+    def status(self, now: float) -> RequestStatus:
+        """What operators see of it."""
+        return RequestStatus(
+            self.request_id,
+            self.state,
+            self.attempt,
+            tuple(replica_id.name for replica_id in self.route),
+            tuple(self.usage),
+            self.deadline - now,
+            tuple(str(loss) for loss in self.losses[-LISTED_LOSSES:]),
+        )
+
+
+class RequestBook:
+    """All active requests: by id, client and deadline, and those that wait for a stage. No look-up searches all."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, ActiveRequest] = {}
+        self._by_client: dict[bytes, dict[str, None]] = {}
+        self._waiting: dict[str, None] = {}  # in order of their slots, or of their last loss
+        self._deadlines: list[tuple[float, str]] = []  # a heap; those of ended requests are skipped
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[ActiveRequest]:
+        return iter(self._all.values())
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._all
+
+    def __getitem__(self, request_id: str) -> ActiveRequest:
+        return self._all[request_id]
+
+    def get(self, request_id: str) -> ActiveRequest | None:
+        """The active request with this id; None if it has ended or never was."""
+        return self._all.get(request_id)
+
+    def add(self, request: ActiveRequest) -> None:
+        """Add a request that was just admitted."""
+        self._all[request.request_id] = request
+        self._by_client.setdefault(request.client, {})[request.request_id] = None
+        heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+
+    def remove(self, request: ActiveRequest) -> None:
+        """Forget a request that has ended."""
+        request_id = request.request_id
+        del self._all[request_id]
+        self._waiting.pop(request_id, None)
+        own = self._by_client[request.client]
+        del own[request_id]
+        if not own:
+            del self._by_client[request.client]
+        if len(self._deadlines) > 2 * len(self._all) + STALE_DEADLINES:
+            self._deadlines = [(living.deadline, living.request_id) for living in self._all.values()]
+            heapq.heapify(self._deadlines)
+
+    def on(self, request: ActiveRequest, event: RequestEvent) -> None:
+        """Enter the state that follows."""
+        request.state = advance(REQUEST_TRANSITIONS, request.state, event)
+        if request.state is RequestState.WAITING:
+            self._waiting[request.request_id] = None
+        else:
+            self._waiting.pop(request.request_id, None)
+
+    def of(self, client: bytes) -> list[ActiveRequest]:
+        """A client's requests, the oldest first."""
+        return [self._all[request_id] for request_id in self._by_client.get(client, ())]
+
+    def ids_of(self, client: bytes) -> tuple[str, ...]:
+        """Ids of a client's requests, the oldest first."""
+        return tuple(self._by_client.get(client, ()))
+
+    def clients(self) -> set[bytes]:
+        """Addresses of clients with active requests."""
+        return set(self._by_client)
+
+    def oldest(self, count: int) -> list[ActiveRequest]:
+        """The first `count` requests in order of admission."""
+        return list(itertools.islice(self._all.values(), count))
+
+    def waiting(self) -> list[ActiveRequest]:
+        """Those that have a slot and wait for a stage, in order of priority."""
+        return sorted((self._all[request_id] for request_id in self._waiting), key=lambda request: request.priority)
+
+    @property
+    def deadlines(self) -> int:
+        """Deadlines that are kept, those of ended requests included."""
+        return len(self._deadlines)
+
+    def late(self, now: float) -> list[ActiveRequest]:
+        """Those whose deadline has passed; each is returned only once."""
+        passed: dict[str, ActiveRequest] = {}  # an id that was used again may be there twice
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, request_id = heapq.heappop(self._deadlines)
+            request = self._all.get(request_id)
+            if request is not None and request.deadline == deadline:
+                passed[request_id] = request
+        return list(passed.values())

@@ -1,0 +1,366 @@
+"""Links to stages, to clients, and over the control connection: a bounded outbox each, so that nobody holds up others.
+
+A replica's inbox has a PUSH, and the replica gets credit for what came from it. A client has a link on the
+coordinator's ROUTER, and loses its requests if it reads too slowly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from omni_actors.config import PipelineConfig
+from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToStage
+from omni_actors.coordinator.core.replicas import Replica
+from omni_actors.coordinator.core.requests import RequestMachine
+from omni_actors.errors import OmniError, SlowClient, StageLost
+from omni_actors.host.clocks import STEADY
+from omni_actors.logs import get_logger
+from omni_actors.protocol.codec import Frame, encode
+from omni_actors.protocol.common import Abort, Credit
+from omni_actors.protocol.header import Body, Header, Limits, ReplicaId
+from omni_actors.transport.credit import EdgeMetrics, ReceivedCredit, Traffic, Window, wire_size
+from omni_actors.transport.disconnects import DisconnectDetector, PeerConnections
+from omni_actors.transport.link import Link
+from omni_actors.transport.sockets import PeerGone, Socket, Sockets
+
+
+class StageLinks:
+    """Belongs to the coordinator's loop.
+
+    Args:
+        fail: called, later on the loop, with the header of an attempt that could not be sent, and why.
+        traffic: by receiver, for metrics; outlives the links.
+        dropped: counts credit of replicas without a link.
+    """
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        pipeline: PipelineConfig,
+        state: RequestMachine,
+        fail: Callable[[Header, OmniError], None],
+        traffic: dict[str, Traffic],
+        dropped: collections.Counter[str],
+    ) -> None:
+        self._sockets = sockets
+        self._flow = pipeline.flow
+        self._limits = pipeline.limits
+        self._state = state
+        self._fail = fail
+        self._traffic = traffic
+        self._dropped = dropped
+        self._links: dict[ReplicaId, Link] = {}
+        self._congested: set[ReplicaId] = set()
+        self._changes: dict[ReplicaId, bool] = {}
+        self._disconnects: DisconnectDetector[ReplicaId] = DisconnectDetector()
+        self._received: ReceivedCredit[ReplicaId] = ReceivedCredit(self._flow.edge_messages, self._flow.edge_bytes)
+
+    def open(self, replica: Replica) -> None:
+        """Connect to the inbox of a replica that has registered."""
+        inbox = replica.inbox_for(0)  # the coordinator's node
+        link = self._links[replica.replica_id] = Link(
+            self._sockets.push(inbox),
+            time.monotonic,
+            window=Window(self._flow.edge_messages, self._flow.edge_bytes),
+            traffic=self._traffic.setdefault(replica.name, Traffic()),
+        )
+        self._disconnects.watch(replica.replica_id, link.socket, inbox)
+        # What waited for the connection or for a slow stage leaves at once, not on the next tick.
+        asyncio.get_running_loop().add_reader(link.descriptor, link.wake)
+
+    def close(self, replica_id: ReplicaId) -> None:
+        """Disconnect from a replica. Idempotent."""
+        link = self._links.pop(replica_id, None)
+        self._congested.discard(replica_id)
+        if link is not None:
+            asyncio.get_running_loop().remove_reader(link.descriptor)
+            self._disconnects.forget(replica_id)
+            link.close()
+
+    def close_all(self) -> None:
+        """Close the links to all replicas."""
+        for replica_id in list(self._links):
+            self.close(replica_id)
+
+    def find(self, replica_id: ReplicaId) -> Link | None:
+        """The open link to a replica; None if there is none."""
+        return self._links.get(replica_id)
+
+    def metrics(self) -> dict[str, EdgeMetrics]:
+        """Metrics of the open links, by receiver."""
+        return {replica_id.name: link.metrics() for replica_id, link in self._links.items()}
+
+    def send(self, message: ToStage) -> None:
+        """Send to a replica; a message that cannot be sent fails its request."""
+        replica_id = message.replica_id
+        header = Header("", request_id=message.request_id, attempt=message.attempt, deadline=message.deadline)
+        link = self._links.get(replica_id)
+        try:
+            frames = encode(header, message.body, message.buffers, self._limits)
+        except OmniError as error:  # slightly larger than what the client sent, and so over the limit
+            self._fail_later(header.request_id, replica_id, error, header.attempt)
+            return
+        if link is None:
+            self._fail_later(header.request_id, replica_id, _takes_no_messages(replica_id), header.attempt)
+            return
+        if isinstance(message.body, Abort):  # must not wait, and what it overtakes is no longer wanted
+            link.forget(header.request_id)
+            link.send_urgent(header.request_id, frames)
+        elif not link.send(header.request_id, frames):
+            self._fail_later(header.request_id, replica_id, _takes_no_messages(replica_id), header.attempt)
+        self._note_congestion(replica_id, link)
+
+    def tick(self) -> None:
+        """Send what waits; give up on what a replica has not taken for too long."""
+        for replica_id, link in self._links.items():
+            link.flush()
+            if link.stalled():
+                for request_id in link.give_up():
+                    attempt = self._state.attempt_of(request_id, replica_id.stage)
+                    self._fail_later(request_id, replica_id, _takes_no_messages(replica_id), attempt)
+
+    def cut(self) -> list[ReplicaId]:
+        """Replicas whose link over the network was cut since the last call."""
+        cut = self._disconnects.found(time.monotonic())
+        for replica_id in cut:
+            self._disconnects.forget(replica_id)
+        return cut
+
+    def took(self, header: Header, frames: Sequence[Frame]) -> None:
+        """Count a result that was taken: its stage may send another."""
+        if not header.stage:
+            return  # it names no sender
+        if self._received.take(ReplicaId(header.stage, header.replica, header.epoch), wire_size(frames)):
+            self.grant(everything=False)
+
+    def grant(self, everything: bool) -> None:
+        """Grant stages credit for what was taken; small amounts wait unless `everything`."""
+        for replica_id, messages, size in self._received.collect(everything):
+            link = self._links.get(replica_id)
+            if link is not None:
+                credit = Credit(messages=messages, bytes=size)
+                link.send_urgent("", encode(Header(""), credit, limits=self._limits))
+
+    def granted(self, replica_id: ReplicaId, credit: Credit) -> None:
+        """Count what a replica has taken."""
+        link = self._links.get(replica_id)
+        if link is None:
+            self._dropped["credit_of_unknown_replica"] += 1
+            return
+        link.granted(credit.messages, credit.bytes)
+        self._note_congestion(replica_id, link)
+
+    def _note_congestion(self, replica_id: ReplicaId, link: Link) -> None:
+        """Note whether a stage takes no more input, for `changes`.
+
+        A socket that refuses is not a slow stage, which holds us up by credit, but one that may be lost: the health
+        policy will know soon, and what waits here is replayed then.
+        """
+        congested = link.congested and not link.refused
+        if congested != (replica_id in self._congested):
+            self._changes[replica_id] = congested
+            (self._congested.add if congested else self._congested.discard)(replica_id)
+
+    def changes(self) -> list[tuple[ReplicaId, bool]]:
+        """The replicas of which it has changed since the last call whether they take more input: whether they don't."""
+        changes, self._changes = list(self._changes.items()), {}
+        return changes
+
+    def _fail_later(self, request_id: str, replica_id: ReplicaId, error: OmniError, attempt: int) -> None:
+        """Fail an attempt later on the loop, outside of the instructions that are being carried out now."""
+        header = Header(
+            "",
+            request_id=request_id,
+            stage=replica_id.stage,
+            replica=replica_id.replica,
+            epoch=replica_id.epoch,
+            attempt=attempt,
+        )
+        asyncio.get_running_loop().call_soon(self._fail, header, error)
+
+
+def _takes_no_messages(replica_id: ReplicaId) -> StageLost:
+    return StageLost(f"{replica_id.name} takes no messages.", stage=replica_id.stage)
+
+
+logger = get_logger(__name__)
+
+SWEEP_SECONDS = 10.0
+LOOK_SECONDS = 0.5  # how often connections are looked at
+
+
+class ClientLinks:
+    """Belongs to the coordinator's loop.
+
+    Args:
+        do: carries out the instructions that end a client's requests.
+        traffic: of all clients together, for metrics.
+        dropped: counts clients that were slow or lost.
+    """
+
+    def __init__(
+        self,
+        socket: Socket,
+        pipeline: PipelineConfig,
+        state: RequestMachine,
+        do: Callable[[Iterable[Instruction]], None],
+        traffic: Traffic,
+        dropped: collections.Counter[str],
+    ) -> None:
+        self._socket = socket
+        self._flow = pipeline.flow
+        self._client_bytes = pipeline.client_bytes
+        self._limits = pipeline.limits
+        self._state = state
+        self._do = do
+        self._traffic = traffic
+        self._dropped = dropped
+        self._links: dict[bytes, Link] = {}
+        self._connections = PeerConnections()
+        self._next_look = 0.0
+        self._next_sweep = 0.0
+
+    def send(self, message: ToClient) -> None:
+        """Send to a client. One that takes no more loses its requests, one that is gone is forgotten."""
+        client = message.client
+        header = Header("", request_id=message.request_id, seq=message.seq)
+        frames = encode(header, message.body, message.buffers, self._limits)
+        link = self._links.get(client)
+        if link is None:
+            link = self._links[client] = self._new_link()
+        with self._reaching(client):
+            if not link.send(message.request_id, [client, *frames], wire_size(frames)):
+                self._end_slow(client, link, "too much waited for it")
+
+    def _new_link(self) -> Link:
+        flow = self._flow
+        return Link(
+            self._socket,
+            time.monotonic,
+            flow.client_stall_seconds,
+            Window(flow.client_window_messages, flow.client_window_bytes),
+            needs_credit=True,
+            outbox_messages=flow.client_messages,
+            outbox_bytes=self._client_bytes,
+            traffic=self._traffic,
+        )
+
+    def granted(self, client: bytes, credit: Credit) -> None:
+        """Count what a client has read."""
+        link = self._links.get(client)
+        if link is not None:
+            with self._reaching(client):
+                link.granted(credit.messages, credit.bytes)
+
+    def flush(self) -> None:
+        """Send what waits, as far as possible, and give up on clients that have taken nothing for too long."""
+        for client, link in list(self._links.items()):
+            if not link.backlog:
+                continue
+            with self._reaching(client):
+                link.flush()
+                if link.stalled():
+                    self._end_slow(client, link, "it took nothing for too long")
+
+    def heard(self, client: bytes, descriptor: bytes) -> None:
+        """Note which connection a message of a client came over."""
+        link = self._links.get(client)
+        if self._connections.heard(client, descriptor) and link is not None and link.window is not None:
+            # What was on its way over the one before is lost, and so is the credit for it.
+            self.granted(client, Credit(messages=link.window.messages_out, bytes=link.window.bytes_out))
+
+    def end_gone(self) -> None:
+        """End the requests of clients whose connection was closed, also if nothing is being sent to them."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
+        for client in self._connections.gone(now):
+            if self._state.requests_of(client):
+                self._lose(client, "its connection was closed")
+            self._links.pop(client, None)
+
+    def sweep(self) -> None:
+        """Forget clients that have nothing in flight and have read everything."""
+        now = time.monotonic()
+        if now < self._next_sweep:
+            return
+        self._next_sweep = now + SWEEP_SECONDS
+        busy = self._state.clients()
+        for client, link in list(self._links.items()):
+            if client not in busy and link.settled:
+                del self._links[client]
+
+    @contextlib.contextmanager
+    def _reaching(self, client: bytes) -> Iterator[None]:
+        """Give up on a client that can no longer be reached."""
+        try:
+            yield
+        except PeerGone:
+            self._lose(client, "it is not connected")
+
+    def _end_slow(self, client: bytes, link: Link, why: str) -> None:
+        """Drop what waits for a client and end its requests; it gets the errors when it reads again."""
+        link.give_up()
+        link.moved = time.monotonic()
+        if not self._state.requests_of(client):  # it has not even taken the errors, or asks and does not read
+            logger.warning("dropped messages for a client: %s", why)
+            self._dropped["client_messages"] += 1
+            return
+        logger.warning("ended the requests of a slow client: %s", why)
+        self._dropped["client_slow"] += 1
+        error = SlowClient(f"The client reads too slowly: {why}.")
+        self._do(self._state.end_client(client, error, STEADY()))
+
+    def _lose(self, client: bytes, why: str) -> None:
+        """Drop a client's messages and end its requests. If it comes back, the answer to its ping shows that."""
+        logger.warning("lost a client: %s; its requests end", why)
+        self._dropped["client_lost"] += 1
+        self._links.pop(client, None)
+        self._do(self._state.client_gone(client, STEADY()))
+
+
+class ControlLinks:
+    """Belongs to the coordinator's loop. A link exists while something waits for its peer."""
+
+    def __init__(self, socket: Socket, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._socket = socket
+        self._limits = limits
+        self._links: dict[str, Link] = {}
+
+    def send(self, identity: str, body: Body) -> None:
+        """Send to a peer, or keep what it does not take now. One that is not connected says hello when it is back.
+
+        Raises:
+            OmniError: the message is over a limit, or too much waits for the peer.
+        """
+        frames = encode(Header(""), body, limits=self._limits)
+        link = self._links.get(identity) or Link(self._socket, self._clock)
+        try:
+            if not link.send("", [identity.encode(), *frames]):
+                raise StageLost(f"{identity} takes no control messages.")
+        except PeerGone:
+            self._links.pop(identity, None)
+            return
+        if link.backlog:
+            self._links[identity] = link
+
+    def flush(self) -> list[str]:
+        """Send what waits, as far as possible. Returns the peers that have taken nothing for too long, each once."""
+        stalled = []
+        for identity, link in list(self._links.items()):
+            try:
+                link.flush()
+            except PeerGone:
+                link.give_up()
+            if link.stalled():
+                link.give_up()
+                stalled.append(identity)
+            if not link.backlog:
+                del self._links[identity]
+        return stalled
