@@ -246,19 +246,21 @@ class Coordinator:
         owner = self._key_owners.of(key)
         if owner is None:
             self._lock_out(client, header, body, now)
-        elif isinstance(body, Submit):
-            self._do(self._requests.submit(client, header, body, envelope.buffers, now, key))
-        elif isinstance(body, Abort):
-            self._do(self._requests.abort(client, header.request_id, now))
-        elif isinstance(body, Credit):
-            self._client_links.granted(client, body)
-            self._client_reader.poke()
-        elif isinstance(body, Describe):
-            self._answer(client, header, self._reports.describe(client))
-        elif isinstance(body, Operate):
-            self._answer(client, header, self._admin.answer(client, owner, body))
-        elif isinstance(body, Observe):
-            self._answer(client, header, self._reports.observe(body))
+            return
+        match body:
+            case Submit():
+                self._do(self._requests.submit(client, header, body, envelope.buffers, now, key))
+            case Abort():
+                self._do(self._requests.abort(client, header.request_id, now))
+            case Credit():
+                self._client_links.granted(client, body)
+                self._client_reader.poke()
+            case Describe():
+                self._answer(client, header, self._reports.describe(client))
+            case Operate():
+                self._answer(client, header, self._admin.answer(client, owner, body))
+            case Observe():
+                self._answer(client, header, self._reports.observe(body))
 
     def _answer(self, client: bytes, header: Header, body: Body) -> None:
         self._do([ToClient(client, header.request_id, 0, body)])
@@ -315,9 +317,11 @@ class Coordinator:
     # -- outbound -----------------------------------------------------------------------------------------------------
 
     def _do(self, instructions: Iterable[Instruction]) -> None:
-        """Carry out what was decided about requests, and open those that can have a slot now."""
+        """Carry out what was decided about requests."""
         self._send(instructions)
-        self._send(self._requests.fill(STEADY()))
+        while changes := self._stages.changes():
+            for replica_id, congested in changes:
+                self._send(self._requests.note_congestion(replica_id, congested, STEADY()))
         self._client_reader.poke()  # sending may have swallowed the descriptor's edge
         if self._requests.in_flight or self._requests.queued:
             self._idle.clear()
@@ -330,8 +334,6 @@ class Coordinator:
                 self._client_links.send(instruction)
             else:
                 self._stages.send(instruction)
-        for replica_id, congested in self._stages.changes():
-            self._requests.note_congestion(replica_id, congested)
 
     def _obey(self, instructions: Iterable[FleetInstruction]) -> None:
         """Carry out what was decided about processes.
@@ -385,7 +387,7 @@ class Coordinator:
                     self._memory.write(state)
             case Measured(replica, Heartbeat() as beat):
                 self._collector.requests.message_received(replica.name, beat.sent)
-                self._requests.take_beat(replica, beat.listeners)
+                self._do(self._requests.take_beat(replica, beat.listeners, STEADY()))
             case Measured(replica, Snapshot() as snapshot):
                 self._collector.take_snapshot(replica.stage, replica.index, snapshot)
             case Measured():  # all of what it may hold is above; mypy does not look into fields

@@ -41,7 +41,8 @@ EVENTS = (
     "reject_from_stage",
     "replica_lost",
     "tick",
-    "fill",
+    "note_congestion",
+    "take_beat",
     "shut_down",
 )
 
@@ -167,7 +168,7 @@ def _checked(name: str) -> Any:
             self._client_seq.setdefault(arguments[1].request_id, 0)
         if name == "client_gone":  # there is no client to answer
             gone = [item for item in self._client_seq if item not in self.active]
-            assert all(isinstance(item, ToStage) for item in instructions)
+            assert all(isinstance(item, ToStage) or item.client != arguments[0] for item in instructions)
             for request_id in gone:
                 del self._client_seq[request_id]
                 self._opened.pop(request_id, None)
@@ -268,14 +269,16 @@ def again(state: RequestMachine, stage: str, body: object, seq: int, epoch: int 
     return state.from_stage(header, body, more.get("buffers", ()), NOW)
 
 
-def finish(state: RequestMachine, request_id: str) -> None:
-    request = state.active[request_id]
+def finish(state: RequestMachine, request_id: str) -> list[Instruction]:
+    """All stages of a request are done; what follows from that."""
+    request, instructions = state.active[request_id], []
     for stage in request.stages:
         header = header_from(
             request.replica_id(stage), request_id, request.next_seq.get(stage, 0), request.attempts[stage]
         )
         if stage not in request.usage:
-            state.from_stage(header, done(), (), NOW)
+            instructions += state.from_stage(header, done(), (), NOW)
+    return instructions
 
 
 # -- what instructions say --------------------------------------------------------------------------------------------

@@ -40,13 +40,13 @@ def begun(instructions: Sequence[Instruction]) -> list[tuple[str, str, int]]:
 def one_place(**coordinator: object) -> RequestMachine:
     """One answer may be spoken at a time."""
     state = ready(**coordinator)
-    state.take_beat(state.replicas.current("code2wav", 0), 1)
+    state.take_beat(state.replicas.current("code2wav", 0), 1, NOW)
     return state
 
 
 def speak(state: RequestMachine, name: str) -> list[Instruction]:
     """The thinker's first text comes; what follows from it."""
-    return say(state, "thinker", letter(0), 0, name) + state.fill(NOW)
+    return say(state, "thinker", letter(0), 0, name)
 
 
 def test_speech_begins_with_the_first_text_if_it_has_a_place_and_text_alone_never_waits() -> None:
@@ -60,13 +60,13 @@ def test_speech_begins_with_the_first_text_if_it_has_a_place_and_text_alone_neve
     for stage in STAGES:
         last = say(state, stage, done(), int(stage == "thinker"), "r1")
     assert isinstance(last[0].body, Done)
-    assert begun(state.fill(NOW)) == [("r3", "talker", 0)]
+    assert begun(last) == [("r3", "talker", 0)]
 
 
 def test_as_many_are_spoken_at_once_as_the_stage_that_makes_sound_says_and_no_more_after_it_was_lost() -> None:
     state = ready(speech_pace=2.0)
-    state.take_beat(state.replicas.current("talker", 0), 50)
-    state.take_beat(state.replicas.current("code2wav", 0), 7)
+    state.take_beat(state.replicas.current("talker", 0), 50, NOW)
+    state.take_beat(state.replicas.current("code2wav", 0), 7, NOW)
     for name in ("r1", "r2", "r3", "r4"):
         ask(state, name, BOB if name == "r4" else ALICE)  # for whom a place is kept
     assert [begun(speak(state, name)) for name in ("r1", "r2", "r3", "r4")] == [
@@ -74,10 +74,8 @@ def test_as_many_are_spoken_at_once_as_the_stage_that_makes_sound_says_and_no_mo
         [],
     ]
     assert state.speech.bound == 3
-    state.take_beat(state.replicas.current("code2wav", 0), 0)
-    assert begun(state.fill(NOW)) == []
-    state.take_beat(state.replicas.add("code2wav", 1, 1), 8)
-    assert begun(state.fill(NOW)) == [("r4", "talker", 0)]
+    assert begun(state.take_beat(state.replicas.current("code2wav", 0), 0, NOW)) == []
+    assert begun(state.take_beat(state.replicas.add("code2wav", 1, 1), 8, NOW)) == [("r4", "talker", 0)]
 
 
 def test_nothing_is_held_if_speech_is_not_paced() -> None:
@@ -96,8 +94,8 @@ def test_a_request_that_waits_for_its_speech_survives_the_loss_of_the_stage_that
     talkers = [item for item in opened if isinstance(item.body, OpenRequest) and item.replica_id.stage == "talker"]
     flags = {item.request_id: item.body.held for item in talkers}
     assert flags == {"r1": False, "r2": True}, "r1 keeps its place"
-    state.abort(ALICE, "r1", NOW)
-    assert begun(state.fill(NOW)) == [("r2", "talker", state.active["r2"].attempts["talker"])]
+    aborted = state.abort(ALICE, "r1", NOW)
+    assert begun(aborted) == [("r2", "talker", state.active["r2"].attempts["talker"])]
     assert state.active["r2"].attempts["talker"] > 0
 
 
@@ -121,9 +119,8 @@ def test_speech_that_would_wait_too_long_ends_with_overloaded() -> None:
 def test_an_answer_without_text_needs_no_first_text() -> None:
     state = ready()
     ask(state)
-    for stage in ("prompt", "thinker"):
-        say(state, stage, done(), 0)
-    assert begun(state.fill(NOW)) == [("r1", "talker", 0)]
+    say(state, "prompt", done(), 0)
+    assert begun(say(state, "thinker", done(), 0)) == [("r1", "talker", 0)]
 
 
 def test_a_stage_takes_the_input_of_a_held_request_and_starts_it_when_it_may() -> None:

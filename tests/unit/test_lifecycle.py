@@ -17,7 +17,7 @@ from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Header
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
 from omni_actors.protocol.results import TextDelta
-from omni_actors.protocol.stage import OpenRequest
+from omni_actors.protocol.stage import Begin, OpenRequest
 from omni_actors.protocol.tensors import DType, TensorRef
 from tests.support.builders import done, header_from, pipeline, submit
 from tests.support.requests import (
@@ -224,7 +224,9 @@ def test_missing_stage_is_named() -> None:
 def test_results_reach_the_client_numbered_and_filtered() -> None:
     state = ready()
     ask(state)
-    assert say(state, "thinker", TextDelta(text="a"), 0) == [ToClient(ALICE, "r1", 0, TextDelta(text="a"))]
+    first, begin = say(state, "thinker", TextDelta(text="a"), 0)
+    assert first == ToClient(ALICE, "r1", 0, TextDelta(text="a"))
+    assert isinstance(begin.body, Begin), "to the talker"
     assert say(state, "code2wav", CHUNK, 0, buffers=(b"1234",)) == [ToClient(ALICE, "r1", 1, CHUNK, (b"1234",))]
     assert say(state, "talker", TextDelta(text="x"), 0) == [], "the talker has no outputs"
     assert say(state, "thinker", CHUNK, 1) == [], "the thinker has no audio output"
@@ -233,7 +235,8 @@ def test_results_reach_the_client_numbered_and_filtered() -> None:
 def test_audio_only_gets_no_text() -> None:
     state = ready()
     ask(state, "r1", ALICE, "audio")
-    assert say(state, "thinker", TextDelta(text="a")) == []
+    (begin,) = say(state, "thinker", TextDelta(text="a"))
+    assert isinstance(begin.body, Begin), "to the talker"
     assert say(state, "code2wav", CHUNK) == [ToClient(ALICE, "r1", 0, CHUNK)]
 
 
@@ -372,13 +375,10 @@ def test_requests_wait_in_the_queue_for_a_slot_and_may_be_aborted_there() -> Non
     assert (state.in_flight, state.queued) == (1, 3)
     assert {status.state for status in state.statuses(NOW)} == {"running", "queued"}
     assert failure(state.abort(ALICE, "b", NOW)).code is ErrorCode.ABORTED
-    finish(state, "a")
-    assert opened_requests(state.fill(NOW)) == {"d"}, "of a client that has had nothing"
+    assert opened_requests(finish(state, "a")) == {"d"}, "of a client that has had nothing"
     assert not opened_requests(ask(state, "b")), "no stage has heard of its id"
-    finish(state, "d")
-    assert opened_requests(state.fill(NOW)) == {"c"}
-    state.abort(ALICE, "c", NOW)
-    assert opened_requests(state.fill(NOW)) == {"b"}
+    assert opened_requests(finish(state, "d")) == {"c"}
+    assert opened_requests(state.abort(ALICE, "c", NOW)) == {"b"}
     assert failure(state.tick(NOW + 600)).code is ErrorCode.DEADLINE_EXCEEDED
     assert (state.in_flight, state.queued, state.retained_bytes) == (0, 0, 0)
 
@@ -408,15 +408,14 @@ def test_the_connections_of_one_key_share_its_slots() -> None:
     with_key(b"other", "c", b"other key")
     order = ["a"]
     for _ in range(3):
-        finish(state, order[-1])
-        order += opened_requests(state.fill(NOW))
+        order += opened_requests(finish(state, order[-1]))
     assert order == ["a", "c", "b0", "b2"], "its connections take turns, too"
 
 
 def test_stage_without_credit_holds_requests_back_and_says_so_when_too_many_wait() -> None:
     state = ready(max_queued=1)
     replica = next(replica for replica in state.replicas if replica.stage == "talker")
-    state.note_congestion(replica.replica_id, True)
+    state.note_congestion(replica.replica_id, True, NOW)
     assert ask(state, "r0") == []
     (refused,) = state.submit(ALICE, Header("", "r1"), submit(), [], NOW)
     assert refused.body.code is ErrorCode.OVERLOADED
@@ -425,8 +424,7 @@ def test_stage_without_credit_holds_requests_back_and_says_so_when_too_many_wait
     assert refused.body.retry_after
     assert state.in_flight == 0
     assert len(state.submit(ALICE, Header("", "r2"), submit("text"), [], NOW)) == 2, "text needs no talker"
-    state.note_congestion(replica.replica_id, False)
-    assert opened_requests(state.fill(NOW)) == {"r0"}
+    assert opened_requests(state.note_congestion(replica.replica_id, False, NOW)) == {"r0"}
     assert len(state.submit(ALICE, Header("", "r3"), submit(), [], NOW)) == 4
 
 

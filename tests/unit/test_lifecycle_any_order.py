@@ -43,7 +43,6 @@ class AnyOrder(RuleBasedStateMachine):
 
     def take(self, instructions: list[Instruction]) -> None:
         self.carry_out(instructions)
-        self.carry_out(self.state.fill(self.now))
 
     def carry_out(self, instructions: list[Instruction]) -> None:
         for item in instructions:

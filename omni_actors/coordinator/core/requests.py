@@ -115,11 +115,10 @@ class RequestMachine:
         instructions: list[Instruction] = []
         for other in crowded_out:
             instructions += self._fail(self.active[other], self.gate.overloaded(), now)
-        return instructions + self.fill(now)
+        return self._filled(instructions, now)
 
-    def fill(self, now: float) -> list[Instruction]:
-        """Open the requests that can have a slot now. Call it after every event."""
-        instructions: list[Instruction] = []
+    def _filled(self, instructions: list[Instruction], now: float) -> list[Instruction]:
+        """What an event leads to, and then the requests that can have a slot, or begin to speak, after it."""
         while (ticket := self._slots.next()) is not None:
             request = self.active[ticket.request_id]
             request.ticket = ticket
@@ -210,7 +209,11 @@ class RequestMachine:
             request.retained = None
 
     def reopen(self, now: float) -> list[Instruction]:
-        """Run the requests that wait: suspects, then in order of priority. Call it when a replica has become ready."""
+        """A replica has become ready."""
+        return self._filled(self._reopen(now), now)
+
+    def _reopen(self, now: float) -> list[Instruction]:
+        """Run the requests that wait: suspects, then in order of priority."""
         self._isolation_runs.ended = False
         waiting = sorted(self.active.waiting(), key=self._isolation_runs.rank)
         return [instruction for request in waiting for instruction in self._open(request, now)]
@@ -221,29 +224,26 @@ class RequestMachine:
         if request is None or request.client != client:
             self.dropped["abort_of_unknown_request"] += 1
             return []
-        return self._fail(request, Aborted("The client aborted the request."), now)
+        return self._filled(self._fail(request, Aborted("The client aborted the request."), now), now)
 
     def reject(self, client: bytes, header: Header, error: OmniError, now: float) -> list[Instruction]:
         """A client's message did not decode: answer it, and end the request if it exists."""
         request = self.active.get(header.request_id)
         if request is not None and request.client == client:
-            return self._fail(request, error, now)
+            return self._filled(self._fail(request, error, now), now)
         self._observer.refused(error)
         return [ToClient(client, header.request_id, 0, Failed.from_error(error))]
 
     def end_client(self, client: bytes, error: OmniError, now: float) -> list[Instruction]:
         """End the requests of a client that reads too slowly or may not go on, each with an answer."""
-        return [instruction for request in self.active.of(client) for instruction in self._fail(request, error, now)]
+        ended = [instruction for request in self.active.of(client) for instruction in self._fail(request, error, now)]
+        return self._filled(ended, now)
 
     def client_gone(self, client: bytes, now: float) -> list[Instruction]:
         """End the requests of a client that can no longer be reached."""
         error = Aborted("The client is gone.")
-        return [
-            instruction
-            for request in self.active.of(client)
-            for instruction in self._fail(request, error, now)
-            if isinstance(instruction, ToStage)
-        ]
+        ended = [instruction for request in self.active.of(client) for instruction in self._fail(request, error, now)]
+        return self._filled([instruction for instruction in ended if isinstance(instruction, ToStage)], now)
 
     # -- stages -------------------------------------------------------------------------------------------------------
 
@@ -258,12 +258,12 @@ class RequestMachine:
             error = ProtocolError(
                 f"Stage {header.stage!r} sent message {header.seq} where {expected} was due.", stage=header.stage
             )
-            return self._fail(request, error, now)
+            return self._filled(self._fail(request, error, now), now)
         request.next_seq[header.stage] = expected + 1
-        crowded_out = self._refuse_speech(self.speech.notice(request, header.stage, body, now), now)
-        return crowded_out + (
-            self._take(request, header, body, buffers, now) if request.request_id in self.active else []
-        )
+        instructions = self._refuse_speech(self.speech.notice(request, header.stage, body, now), now)
+        if request.request_id in self.active:
+            instructions += self._take(request, header, body, buffers, now)
+        return self._filled(instructions, now)
 
     def _take(
         self, request: ActiveRequest, header: Header, body: Result, buffers: Sequence[Frame], now: float
@@ -289,7 +289,7 @@ class RequestMachine:
     def reject_from_stage(self, header: Header, error: OmniError, now: float) -> list[Instruction]:
         """A stage's message did not decode: its request ends."""
         request = self._expected_sender(header)
-        return self._stage_failed(request, header.stage, error, now) if request is not None else []
+        return self._filled(self._stage_failed(request, header.stage, error, now), now) if request is not None else []
 
     def _stage_failed(self, request: ActiveRequest, stage: str, error: OmniError, now: float) -> list[Instruction]:
         """A stage cannot go on with a request. If that is because something was lost, the request may run again."""
@@ -358,7 +358,7 @@ class RequestMachine:
         error = StageLost(f"{replica.name} (epoch {replica.epoch}) died: {why}.", stage=replica.stage)
         held = [self.active[request_id] for request_id in sorted(replica.requests) if request_id in self.active]
         replica.release_all()
-        self.take_beat(replica, 0)
+        self.speech.take_beat(replica.stage, replica.index, 0)
         self._ended.pop(replica.replica_id, None)
         held = [request for request in held if not self.planner.is_through_with(request, replica.stage)]
         culprit = self._isolation_runs.record_crash(held, replica, why, evidence, self._may_have_begun, now)
@@ -369,18 +369,20 @@ class RequestMachine:
         for request in held:
             if request is not culprit:
                 instructions += self._replay_or_fail(request, replica.stage, error, now)
-        return instructions + self.reopen(now)
+        return self._filled(instructions + self._reopen(now), now)
 
-    def note_congestion(self, replica_id: ReplicaId, congested: bool) -> None:
+    def note_congestion(self, replica_id: ReplicaId, congested: bool, now: float) -> list[Instruction]:
         """A replica has granted no credit for more input, or some again: new requests for it wait meanwhile."""
         replica = self.replicas.at(replica_id)
         if replica is not None and replica.congested != congested:
             replica.update(congested=congested)
             self._slots.look_again()
+        return self._filled([], now)
 
-    def take_beat(self, replica: Replica, listeners: int) -> None:
+    def take_beat(self, replica: Replica, listeners: int, now: float) -> list[Instruction]:
         """A replica says for how many listeners it makes sound in time, 0 if it does not know."""
         self.speech.take_beat(replica.stage, replica.index, listeners)
+        return self._filled([], now)
 
     def _may_have_begun(self, request: ActiveRequest, stage: str) -> bool:
         return not self.speech.holds(request, stage) and self.planner.may_have_begun(request, stage)
@@ -420,8 +422,8 @@ class RequestMachine:
         instructions += self._refuse_speech(self.speech.overdue(now), now, waited)
         self._isolation_runs.tick(now)
         if self._isolation_runs.ended or self._isolation_runs:  # a replica is free again, or may be empty for suspects
-            instructions += self.reopen(now)
-        return instructions + self._tell_ended()
+            instructions += self._reopen(now)
+        return self._filled(instructions + self._tell_ended(), now)
 
     def _tell_ended(self) -> list[Instruction]:
         """Let stages forget what they kept of requests that are done."""
