@@ -396,6 +396,14 @@ def test_a_client_that_has_more_makes_room_for_one_that_has_less() -> None:
     assert failure(ask(state, "z", BOB)).code is ErrorCode.OVERLOADED, "now both have as much"
 
 
+def test_a_slot_that_a_loss_frees_goes_to_the_next_request() -> None:
+    state = ready(replicas=2, max_in_flight=1, max_attempts=1)
+    ask(state, "a")
+    assert ask(state, "b") == []
+    assert opened_requests(lose(state, "thinker", 0)) == {"b"}
+    assert state.active["b"].bound["thinker"].replica == 1
+
+
 def test_the_connections_of_one_key_share_its_slots() -> None:
     state = ready(max_in_flight=1, max_queued=8)
 

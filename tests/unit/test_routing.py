@@ -174,6 +174,14 @@ def test_speech_stays_on_the_host_of_the_text_among_replicas_that_have_as_little
     assert len({at(state, request.request_id) for request in state.active}) == 4
 
 
+def test_of_two_talkers_with_as_little_to_do_the_one_beside_the_thinker_speaks() -> None:
+    state = on_two_hosts(1)
+    state.replicas.current("thinker", 0).update(congested=True)
+    ask(state, "r")
+    assert (at(state, "r"), at(state, "r", "talker")) == (1, 1)
+    assert state.planner.router.chosen["host"] == 2, "for the talker, and the vocoder after it"
+
+
 def test_a_busy_host_gives_its_speech_away() -> None:
     state = on_two_hosts(1)
     ask(state, "first")
