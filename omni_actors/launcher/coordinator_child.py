@@ -26,6 +26,8 @@ logger = get_logger(__name__)
 IDLE_SECONDS = 20.0  # of a starting process that uses no CPU: it is not just slow
 START_SECONDS = 300.0  # until it listens, however slowly it starts
 SILENT_SECONDS = 5.0  # a coordinator that has listened for this long must have answered the node agent
+BUSY_SECONDS = 30.0  # the same for one that computes
+TICK_SECONDS = 0.015  # of CPU: less is what its threads for sockets use
 STOP_SECONDS = 3.0  # besides the time that it gives requests in flight
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 10.0
 
@@ -71,6 +73,7 @@ class CoordinatorChild:
         self._watching: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._listens_since = math.inf
+        self._used = 0.0  # seconds of CPU when its silence was last noticed
 
     @property
     def client_endpoint(self) -> str:
@@ -176,11 +179,21 @@ class CoordinatorChild:
             self.kill()
             await asyncio.wait({self._watching}, timeout=STOP_SECONDS)
 
-    def kill_if_silent(self) -> None:
-        """Kill a coordinator that has listened for a while but does not answer; it is then restarted."""
-        lives = self._process is not None and self._process.returncode is None
-        if lives and time.monotonic() > self._listens_since + SILENT_SECONDS:
-            logger.error("the coordinator does not answer; killing it")
+    def kill_if_silent(self, silent: float) -> None:
+        """Kill a coordinator that has listened for a while but does not answer; it is then restarted.
+
+        One that has used CPU since the last call may only have much to do on a busy machine, and has more time.
+
+        Args:
+            silent: seconds for which nothing was heard of it.
+        """
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        before, (self._used, state) = self._used, _cpu_seconds(process.pid)
+        busy = self._used - before > TICK_SECONDS and silent < BUSY_SECONDS
+        if not busy and time.monotonic() > self._listens_since + SILENT_SECONDS:
+            logger.error("the coordinator (%s) has not answered for %.1f s; killing it", state, silent)
             self._listens_since = time.monotonic()
             self.kill()
 

@@ -54,8 +54,8 @@ class NodeAgent:
         endpoint: the coordinator's control endpoint.
         on_shutdown: called with the reason, and whether the launch has failed, when the coordinator ends the pipeline
             or cannot be reached.
-        on_silence: called repeatedly while nothing is heard from the coordinator. The agent then waits for as long as
-            it takes, as this callback makes sure that the coordinator is restarted; without it, it gives up in time.
+        on_silence: called repeatedly, with seconds, while nothing is heard from the coordinator. The agent then waits
+            for as long as it takes, as this makes sure that the coordinator is restarted; without it, it gives up.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class NodeAgent:
         endpoint: str,
         processes: ReplicaProcesses,
         on_shutdown: Callable[[str, bool], None],
-        on_silence: Callable[[], None] | None = None,
+        on_silence: Callable[[float], None] | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._rank = pipeline.cluster.node_rank
@@ -179,7 +179,7 @@ class NodeAgent:
                 self._last_heard = now
             silent = now > self._last_heard + max(SILENCE_SECONDS, 3 * interval)
             if silent and self._on_silence is not None:
-                self._on_silence()
+                self._on_silence(now - self._last_heard)
             if not self._welcomed:
                 self._wait_for_coordinator(now)
                 continue

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,7 +74,29 @@ async def test_a_coordinator_that_computes_is_waited_for(child: Callable[[str], 
     before = psutil.Process().children()
     starting = asyncio.create_task(slow.start())
     await eventually(lambda: psutil.Process().children() != before, what="the process")
-    slow.kill_if_silent()  # as the node agent asks for while it hears nothing
+    slow.kill_if_silent(60.0)  # as the node agent asks for while it hears nothing
     await starting
     assert slow.client_endpoint.startswith("ipc://")
     await slow.stop()
+
+
+async def test_a_silent_coordinator_is_killed_unless_it_computes(
+    child: Callable[[str], CoordinatorChild], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_child, "SILENT_SECONDS", 0.0)
+    owner = child("signal.signal(signal.SIGUSR1, lambda *_: exec('while True: pass'))")
+    before = psutil.Process().children()
+    await owner.start()
+    (coordinator,) = set(psutil.Process().children()) - set(before)
+    coordinator.send_signal(signal.SIGUSR1)  # computes from now on, and hears nothing
+    for _ in range(3):
+        used = coordinator.cpu_times().user
+        await eventually(lambda used=used: coordinator.cpu_times().user > used + 0.1, what="the coordinator computes")
+        owner.kill_if_silent(6.0)
+        assert coordinator.status() != psutil.STATUS_ZOMBIE
+    coordinator.suspend()
+    await eventually(lambda: coordinator.status() == psutil.STATUS_STOPPED)
+    owner.kill_if_silent(7.0)  # sees what it has used until now
+    owner.kill_if_silent(8.0)
+    await eventually(lambda: not coordinator.is_running() or coordinator.status() == psutil.STATUS_ZOMBIE)
+    await owner.stop()
