@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from omni_actors.engine.models import SpeechLimit
 from omni_actors.engine.models.qwen3_omni.talker import SPEC
 from omni_actors.engine.tensors import to_host
 from omni_actors.errors import InvalidPayload, InvalidRequest, OmniError, PromptTooLong, UnknownVoice
@@ -200,19 +201,22 @@ def test_a_seed_repeats_itself_alone_and_in_a_batch(talker: Driver, spoken: dict
     assert torch.equal(frames(talker, "other0"), spoken["text"].answer.codes), "the greedy ones of the batch stay so"
 
 
-def test_a_talker_that_does_not_stop_ends_where_its_text_allows(talker: Driver, spoken: dict[str, Spoken]) -> None:
-    case = spoken["text"]
-    config = talker.engine.core.worker.model_runner.model.config
-    unending = {"max_tokens": 400, "logit_bias": {config.codec_end: -100.0}}
-    start(talker, "late", case, case.reply[:1], **unending)
+def test_a_talker_that_does_not_stop_ends_where_its_text_allows(
+    talker: Driver, spoken: dict[str, Spoken], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, scheduler = spoken["text"], talker.engine.core.scheduler
+    assert scheduler.speech_limit == SPEC.speech_limit
+    monkeypatch.setattr(scheduler, "speech_limit", SpeechLimit(10, 5))
+    unending = {"logit_bias": {talker.engine.core.worker.model_runner.model.config.codec_end: -100.0}}
+    start(talker, "late", case, case.reply[:1], max_tokens=400, **unending)
     talker.run()
     talker.engine.extend("late", token_ids=case.reply[1:3], complete=True)
-    start(talker, "asked for more", case, **{**unending, "max_tokens": 300, "min_tokens": 300})
+    start(talker, "asked for more", case, case.reply[:1], max_tokens=40, min_tokens=40)
+    talker.engine.extend("asked for more", complete=True)
     talker.run()
-    base, per_token = SPEC.speech_limit
-    assert talker.finished("late").reason is FinishReason.LENGTH
-    assert talker.finished("late").output_tokens == base + 3 * per_token < 300
-    assert talker.finished("asked for more").output_tokens == 300
+    for name, count in {"late": 10 + 3 * 5, "asked for more": 40}.items():
+        assert talker.finished(name).reason is FinishReason.LENGTH
+        assert talker.finished(name).output_tokens == count
 
 
 def test_preempted_requests_equal_transformers_and_repeat_their_seed(

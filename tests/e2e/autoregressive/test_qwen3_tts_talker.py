@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from omni_actors.engine.models import SpeechLimit
 from omni_actors.engine.models.qwen3_tts.clip_encoder import ClipEncoder, Encoded
 from omni_actors.engine.models.qwen3_tts.talker import SPEC
 from omni_actors.errors import InvalidRequest, OmniError, PromptTooLong, UnknownVoice
@@ -131,19 +132,23 @@ def test_requests_that_join_and_leave_get_the_codes_of_the_reference(kind: Kind,
         assert talker.finished(f"r{number}").reason is FinishReason.LENGTH
 
 
-def test_a_talker_that_does_not_stop_ends_where_its_text_allows(kind: Kind, talker: Driver) -> None:
+def test_a_talker_that_does_not_stop_ends_where_its_text_allows(
+    kind: Kind, talker: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In all kinds of prompts, with one text of a few tokens."""
-    config = talker.engine.core.worker.model_runner.model.config
+    scheduler = talker.engine.core.scheduler
+    assert scheduler.speech_limit == SPEC.speech_limit
+    monkeypatch.setattr(scheduler, "speech_limit", SpeechLimit(10, 2))
     tokenizer = AutoTokenizer.from_pretrained(talker.engine.adapter.model_config.model)
-    tokens = len(tokenizer("Hi.")["input_ids"])
-    base, per_token = SPEC.speech_limit
+    count = 10 + 2 * len(tokenizer("Hi.")["input_ids"])
+    end = talker.engine.core.worker.model_runner.model.config.codec_end
     for name, case in kind.cases.items():
-        unending = {"temperature": 0.0, "max_tokens": 400, "logit_bias": {config.codec_end: -100.0}}
+        unending = {"temperature": 0.0, "max_tokens": 400, "logit_bias": {end: -100.0}}
         speak(talker, name, "Hi.", voice=case.voice, information=case.information, **unending)
     talker.run()
     for name in kind.cases:
         assert talker.finished(name).reason is FinishReason.LENGTH
-        assert talker.finished(name).output_tokens == base + tokens * per_token < 400, name
+        assert talker.finished(name).output_tokens == count, name
 
 
 def test_penalties_count_first_codes_and_nothing_of_the_prompt(kind: Kind, talker: Driver) -> None:

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from omni_actors.engine.models import SpeechLimit
 from omni_actors.engine.models.qwen2_5_omni.talker import SPEC
 from omni_actors.engine.tensors import to_host
 from omni_actors.errors import ModelOutputInvalid
@@ -109,34 +110,32 @@ def test_talker_leaves_out_the_token_that_ends(talker, answers):
 
 
 @BOTH_TALKER_MODES
-def test_a_talker_that_does_not_stop_ends_where_its_text_allows(talker, answers):
+def test_a_talker_that_does_not_stop_ends_where_its_text_allows(talker, answers, monkeypatch):
     """Two tokens of text and three, the latter complete after the start; both are preempted on the way."""
     answer = answers[0]
     rows, length = answer.thinker_rows, prompt_length(answer)
-    unending = {"temperature": 0.0, "logit_bias": dict.fromkeys(talker.engine.adapter.end_token_ids, -100.0)}
-    preempted = count_preemptions(talker.engine)
-    talker.start("two", talker_inputs(rows[: length + 2], length), max_tokens=450, **unending)
-    talker.start("three", talker_inputs(rows, length, replies=0), max_tokens=450, **unending)
-    talker.start("asked for less", talker_inputs(rows[: length + 2], length), max_tokens=20, **unending)
-    talker.start("asked for more", talker_inputs(rows[: length + 2], length), max_tokens=320, min_tokens=320)
     scheduler = talker.engine.core.scheduler
+    assert scheduler.speech_limit == SPEC.speech_limit
+    monkeypatch.setattr(scheduler, "speech_limit", SpeechLimit(20, 10))
+    unending = {"temperature": 0.0, "logit_bias": dict.fromkeys(talker.engine.adapter.end_token_ids, -100.0)}
+    talker.start("two", talker_inputs(rows[: length + 2], length), max_tokens=400, **unending)
+    talker.start("three", talker_inputs(rows, length, replies=0), max_tokens=400, **unending)
+    talker.start("asked for less", talker_inputs(rows[: length + 2], length), max_tokens=5, **unending)
+    talker.start("asked for more", talker_inputs(rows[: length + 2], length), max_tokens=60, min_tokens=60)
+    interrupted: list[str] = []
 
     def interrupt(step: int) -> None:
-        if step == 3:
+        if step == 2:
             talker.engine.extend("three", to_host(rows[length + 1 : length + 3]), complete=True)
-        if step == 30:
-            preempted.extend(request.request_id for request in scheduler.running)
+        if step == 6:
+            interrupted.extend(request.request_id for request in scheduler.running)
             scheduler.reset_prefix_cache(reset_running_requests=True)
 
     talker.run(interrupt)
-    assert {"two", "three"} <= set(preempted)
-    base, per_token = SPEC.speech_limit
-    wanted = {"two": base + 2 * per_token, "three": base + 3 * per_token, "asked for less": 20, "asked for more": 320}
-    assert wanted["two"] < 320
-    for name, count in wanted.items():
+    assert {"two", "three", "asked for more"} <= set(interrupted)
+    for name, count in {"two": 40, "three": 50, "asked for less": 5, "asked for more": 60}.items():
         assert talker.finished(name).reason is FinishReason.LENGTH
-        assert talker.finished(name).output_tokens == count
-    assert len(talker.tokens("three")) == wanted["three"]
+        assert talker.finished(name).output_tokens == len(talker.tokens(name)) == count
 
 
 def test_talker_samples_what_sounds_or_ends_and_nothing_else(talker, reference, answers):
