@@ -9,11 +9,21 @@ import torch
 
 from omni_actors.engine.models.z_image.dit import Dit, DitConfig
 from omni_actors.engine.models.z_image.weights import load
+from tools.checkpoints.z_image import TINY
 
 if TYPE_CHECKING:
     from diffusers import ZImageTransformer2DModel
 
-TINY_DIT = DitConfig(channels=4, width=96, layers=3, heads=3, text_width=64, axes=(8, 12, 12), lengths=(256, 64, 64))
+TINY_DIT = DitConfig(
+    channels=TINY.channels,
+    width=TINY.heads * sum(TINY.axes),
+    layers=TINY.layers,
+    refiners=TINY.refiners,
+    heads=TINY.heads,
+    text_width=TINY.text_width,
+    axes=TINY.axes,
+    lengths=TINY.lengths,
+)
 
 
 @dataclass

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from omni_actors.engine.models.code_predictor import CodePredictor, PredictorConfig, batch_sizes, gumbel_noise
+from tools.checkpoints.qwen3_tts.configuration import SAMPLING
 
 VOCABULARY = 128
 
@@ -30,11 +33,21 @@ def given(count: int, greedy: bool = False) -> tuple[torch.Tensor, ...]:
     return hidden, first, seeds, torch.arange(count) % 3, torch.full((count,), greedy)
 
 
+# As published: transformers' Qwen3-Omni has these values in its code, Qwen3-TTS in generation_config.json.
+PUBLISHED = {
+    "Qwen3-Omni": {"temperature": 1.0, "top_k": 50, "top_p": 0.8},
+    "Qwen3-TTS": {name: SAMPLING[f"subtalker_{name}"] for name in ("temperature", "top_k", "top_p")},
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
 @torch.inference_mode()
-def test_draws_follow_the_distribution_of_transformers_warpers(predictor: CodePredictor) -> None:
-    draws = 6_000
+def test_draws_follow_the_distribution_of_transformers_warpers(predictor: CodePredictor, family: str) -> None:
+    draws, given = 6_000, PUBLISHED[family]
+    predictor = CodePredictor(replace(predictor.config, **given))
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2
-    warped = TopPLogitsWarper(0.8)(None, TopKLogitsWarper(50)(None, logits.unsqueeze(0)))
+    warped = TemperatureLogitsWarper(given["temperature"])(None, logits.unsqueeze(0))
+    warped = TopPLogitsWarper(given["top_p"])(None, TopKLogitsWarper(given["top_k"])(None, warped))
     wanted = warped.softmax(dim=-1)[0]
     frames = torch.arange(draws)
     noise = predictor.noise(frames // 100, frames % 100)[:, 2]

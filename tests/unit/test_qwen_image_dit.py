@@ -16,10 +16,18 @@ from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix, parts
 from omni_actors.engine.models.qwen_image.weights import load
 from omni_actors.errors import ConfigError
 from tests.support.paths import REPOSITORY
+from tools.checkpoints.qwen_image import TINY as SIZES
 from tools.checkpoints.qwen_image import tiny_transformer, write_full_qwen_image
 
 YAML = REPOSITORY / "stage_configs" / "qwen_image.yaml"
-TINY = DitConfig(channels=16, layers=3, heads=3, head_width=32, text_width=64, axes=(8, 12, 12))
+TINY = DitConfig(
+    channels=SIZES.channels,
+    layers=SIZES.layers,
+    heads=SIZES.heads,
+    head_width=sum(SIZES.axes),
+    text_width=SIZES.text_width,
+    axes=SIZES.axes,
+)
 
 
 @dataclass

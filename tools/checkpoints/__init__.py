@@ -31,7 +31,8 @@ import torch
 from tools.checkpoints.configuration import (
     ARCHITECTURE,
     FULL_CODEC,
-    TINY_CODEC,
+    TINY,
+    TinySizes,
     full_config,
     make_generation_config,
     make_processor,
@@ -40,7 +41,7 @@ from tools.checkpoints.configuration import (
 from tools.checkpoints.errors import CheckpointError, FolderError
 from tools.checkpoints.measure import Answer, failed_checks, measure_answers, print_answers
 from tools.checkpoints.shards import INDEX_FILE, write_random_shards
-from tools.checkpoints.tokenizer import FULL_TOKENS, TINY_TOKENS, make_tokenizer
+from tools.checkpoints.tokenizer import FULL_TOKENS, make_tokenizer
 from tools.checkpoints.weights import draw_weights, make_voices, spoken_token_ids
 
 MARKER_FILE = "omni_actors_checkpoint.json"
@@ -63,25 +64,25 @@ def write_voices(folder: Path, voices: dict[str, dict[str, Any]]) -> None:
     torch.save(voices, folder / "spk_dict.pt")
 
 
-def write_tiny(folder: Path, seed: int = 0, *, check: bool = True) -> list[Answer]:
-    """Writes the tiny checkpoint and returns its answers (none with check=False).
+def write_tiny(folder: Path, seed: int = 0, *, sizes: TinySizes = TINY, check: bool = True) -> list[Answer]:
+    """Writes a tiny checkpoint and returns its answers (none with check=False).
 
     Raises FolderError if the folder holds other files, CheckpointError if the outputs do not vary enough.
     """
     from transformers import Qwen2_5OmniForConditionalGeneration
 
     claim_folder(folder, {"kind": "tiny", "seed": seed})
-    tokenizer = make_tokenizer(TINY_TOKENS)
-    config = tiny_config(tokenizer.convert_tokens_to_ids("user"))
+    tokenizer = make_tokenizer(sizes.layout)
+    config = tiny_config(tokenizer.convert_tokens_to_ids("user"), sizes)
     model = Qwen2_5OmniForConditionalGeneration(config).to(torch.float32)
-    draw_weights(model, seed, spoken_token_ids(tokenizer), TINY_CODEC.sounds)
-    model.generation_config = make_generation_config(TINY_TOKENS)
+    draw_weights(model, seed, spoken_token_ids(tokenizer), sizes.sounds)
+    model.generation_config = make_generation_config(sizes.layout)
     model.save_pretrained(folder)
     config.architectures = [ARCHITECTURE]  # saving the model has written its class name there
     config.save_pretrained(folder)
     make_processor(tokenizer, audio_seconds=30, max_pixels=256 * 28 * 28).save_pretrained(folder)
     dit = config.token2wav_config.dit_config
-    write_voices(folder, make_voices(TINY_TOKENS, seed, mel_dim=dit.mel_dim, speaker_dim=dit.enc_emb_dim))
+    write_voices(folder, make_voices(sizes.layout, seed, mel_dim=dit.mel_dim, speaker_dim=dit.enc_emb_dim))
     if not check:
         return []
     answers = measure_answers(folder)

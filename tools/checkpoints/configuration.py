@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tools.checkpoints.tokenizer import CHAT_TEMPLATE, FULL_TOKENS, TINY_TOKENS, TokenLayout
+from tools.checkpoints.tokenizer import CHAT_TEMPLATE, FULL_TOKENS, TokenLayout, tiny_layout
 
 ARCHITECTURE = "Qwen2_5OmniModel"  # as published; it is the name under which vLLM knows the thinker
 AUDIO_RATE = 16000
@@ -25,7 +25,50 @@ class CodecTokens:
 
 # As published: 8192 sounds, special tokens 100, 101, 102 and 104 after them.
 FULL_CODEC = CodecTokens(vocab_size=8448, sounds=8192, pad=8292, start=8293, end=8294, mask=8296)
-TINY_CODEC = CodecTokens(vocab_size=288, sounds=256, pad=268, start=269, end=270, mask=272)
+
+
+def tiny_codec(sounds: int) -> CodecTokens:
+    """Returns the ids of a tiny talker's vocabulary."""
+    return CodecTokens(sounds + 32, sounds, pad=sounds + 12, start=sounds + 13, end=sounds + 14, mask=sounds + 16)
+
+
+@dataclass(frozen=True)
+class TinySizes:
+    """What may differ between tiny checkpoints; the defaults are those of the one that all tests share.
+
+    vLLM's attention on CPU needs heads of 32 or more. As in the published model, the talker's head width is not its
+    width / heads, so code that assumes so fails here, too.
+    """
+
+    vocabulary: int = 512  # of texts
+    sounds: int = 256  # codec tokens
+    head_width: int = 32  # of thinker and talker
+    heads: int = 4
+    kv_heads: int = 2
+    layers: int = 3
+    between: int = 256  # width of the layers' inner part
+    talker_width: int = 64
+    talker_heads: int = 4
+    talker_kv_heads: int = 2
+    talker_layers: int = 3
+    talker_between: int = 256
+    dit_heads: int = 4  # of 16
+    dit_layers: int = 4
+    dit_block: int = 24  # frames
+    channels: int = 128  # of BigVGAN's first layer
+
+    @property
+    def layout(self) -> TokenLayout:
+        """Returns the ids of texts."""
+        return tiny_layout(self.vocabulary)
+
+    @property
+    def codec(self) -> CodecTokens:
+        """Returns the ids of codec tokens."""
+        return tiny_codec(self.sounds)
+
+
+TINY = TinySizes()
 
 
 def rope(mrope_section: list[int]) -> dict[str, Any]:
@@ -92,16 +135,14 @@ def text_fields(layout: TokenLayout) -> dict[str, Any]:
     }
 
 
-def tiny_config(user_token: int) -> Any:
-    """Returns the configuration of the tiny checkpoint.
-
-    vLLM's attention on CPU needs head_dim >= 32, so the thinker and the talker have 32. As in the published model, the
-    talker's head_dim is not hidden_size / heads, so code that assumes so fails here, too.
-    """
+def tiny_config(user_token: int, sizes: TinySizes = TINY) -> Any:
+    """Returns the configuration of a tiny checkpoint."""
     from transformers import Qwen2_5OmniConfig
 
-    width = 128
-    thinker = thinker_fields(TINY_TOKENS, user_token) | {
+    width, layout, codec = sizes.heads * sizes.head_width, sizes.layout, sizes.codec
+    quarter = sizes.head_width // 8  # of the head's frequencies are for time, the rest for height and width
+    sections = [quarter, 3 * quarter // 2, 3 * quarter // 2]
+    thinker = thinker_fields(layout, user_token) | {
         "audio_config": {
             "num_mel_bins": 128,
             "encoder_layers": 2,
@@ -126,41 +167,41 @@ def tiny_config(user_token: int) -> Any:
             "out_hidden_size": width,
             "fullatt_block_indexes": [1],
         },
-        "text_config": text_fields(TINY_TOKENS)
+        "text_config": text_fields(layout)
         | {
             "hidden_size": width,
-            "intermediate_size": 256,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            "intermediate_size": sizes.between,
+            "num_hidden_layers": sizes.layers,
+            "num_attention_heads": sizes.heads,
+            "num_key_value_heads": sizes.kv_heads,
             "max_position_embeddings": 32768,
-            "rope_parameters": rope([4, 6, 6]),
+            "rope_parameters": rope(sections),
         },
     }
-    talker = talker_fields(TINY_TOKENS, TINY_CODEC) | {
+    talker = talker_fields(layout, codec) | {
         "embedding_size": width,
-        "hidden_size": 64,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
+        "hidden_size": sizes.talker_width,
+        "intermediate_size": sizes.talker_between,
+        "num_hidden_layers": sizes.talker_layers,
+        "num_attention_heads": sizes.talker_heads,
+        "num_key_value_heads": sizes.talker_kv_heads,
+        "head_dim": sizes.head_width,
         "max_position_embeddings": 32768,
-        "rope_parameters": rope([4, 6, 6]),
+        "rope_parameters": rope(sections),
     }
     token2wav = {
         "dit_config": {
-            "hidden_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
+            "hidden_size": 16 * sizes.dit_heads,
+            "num_hidden_layers": sizes.dit_layers,
+            "num_attention_heads": sizes.dit_heads,
             "head_dim": 16,
             "emb_dim": 64,
             "ff_mult": 2,
-            "block_size": 24,
-            "look_ahead_layers": [2],
-            "look_backward_layers": [0, 3],
+            "block_size": sizes.dit_block,
+            "look_ahead_layers": [sizes.dit_layers // 2],
+            "look_backward_layers": [0, sizes.dit_layers - 1],
             "repeats": 2,
-            "num_embeds": TINY_CODEC.sounds + 1,
+            "num_embeds": codec.sounds + 1,
             "mel_dim": 80,
             "enc_emb_dim": 192,
             "enc_dim": 32,
@@ -171,7 +212,7 @@ def tiny_config(user_token: int) -> Any:
         },
         "bigvgan_config": {
             "mel_dim": 80,
-            "upsample_initial_channel": 128,
+            "upsample_initial_channel": sizes.channels,
             "resblock_kernel_sizes": [3, 7],
             "resblock_dilation_sizes": [[1, 3, 5], [1, 3, 5]],
             "upsample_rates": [5, 3, 2, 2, 2, 2],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from tools.checkpoints.tokenizer import TokenLayout, make_tokenizer
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLQwenImage21, QwenImage21Pipeline, QwenImage21Transformer2DModel
 
-CHANNELS = 16  # of the latents
-TEXT_WIDTH = 64
 PATCH, MERGE, FRAMES = 16, 2, 2  # of the vision encoder: pixels of a patch, patches of a token, pictures of a patch
 SCHEDULER = {  # as published
     "num_train_timesteps": 1000,
@@ -30,59 +29,79 @@ SCHEDULER = {  # as published
 }
 
 
-def tiny_transformer(seed: int = 0) -> QwenImage21Transformer2DModel:
-    """Returns the diffusion transformer, float32: 3 layers of 96."""
+@dataclass(frozen=True)
+class TinySizes:
+    """What may differ between tiny checkpoints; the defaults are those of the one that all tests share."""
+
+    channels: int = 16  # of the latents
+    heads: int = 3
+    axes: tuple[int, int, int] = (8, 12, 12)  # of a head's width, for the three positions of a token
+    layers: int = 3
+    vae_width: int = 8
+    text_width: int = 64
+    text_heads: int = 4
+    text_kv_heads: int = 2
+    text_layers: int = 4
+    vision_width: int = 32
+    vision_heads: int = 2
+
+
+TINY = TinySizes()
+
+
+def tiny_transformer(seed: int = 0, sizes: TinySizes = TINY) -> QwenImage21Transformer2DModel:
+    """Returns the diffusion transformer, float32."""
     from diffusers import QwenImage21Transformer2DModel
 
     model = QwenImage21Transformer2DModel(
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_layers=3,
-        attention_head_dim=32,
-        num_attention_heads=3,
-        context_in_dim=TEXT_WIDTH,
-        axes_dims_rope=(8, 12, 12),
+        in_channels=sizes.channels,
+        out_channels=sizes.channels,
+        num_layers=sizes.layers,
+        attention_head_dim=sum(sizes.axes),
+        num_attention_heads=sizes.heads,
+        context_in_dim=sizes.text_width,
+        axes_dims_rope=sizes.axes,
     )
     return drawn(model, seed, "transformer")
 
 
-def tiny_vae(seed: int = 0) -> AutoencoderKLQwenImage21:
+def tiny_vae(seed: int = 0, sizes: TinySizes = TINY) -> AutoencoderKLQwenImage21:
     """Returns the VAE, float32; a latent pixel is 16 pixels wide, and pictures have four channels, as published."""
     from diffusers import AutoencoderKLQwenImage21
 
     model = AutoencoderKLQwenImage21(
-        base_dim=8,
-        decoder_base_dim=8,
-        z_dim=CHANNELS,
+        base_dim=sizes.vae_width,
+        decoder_base_dim=sizes.vae_width,
+        z_dim=sizes.channels,
         dim_mult=[1, 2, 2, 2, 2],
         num_res_blocks=1,
-        latents_mean=[0.1 * index - 0.8 for index in range(CHANNELS)],
-        latents_std=[1.0 + 0.1 * index for index in range(CHANNELS)],
+        latents_mean=[0.1 * index - 0.8 for index in range(sizes.channels)],
+        latents_std=[1.0 + 0.1 * index for index in range(sizes.channels)],
     )
     return drawn(model, seed, "vae")
 
 
-def tiny_text_encoder(seed: int = 0) -> Any:
-    """Returns the text encoder, a Qwen3-VL of 4 layers with as many in its vision encoder, float32."""
+def tiny_text_encoder(seed: int = 0, sizes: TinySizes = TINY) -> Any:
+    """Returns the text encoder, a Qwen3-VL with 4 layers in its vision encoder, float32."""
     from transformers import Qwen3VLForConditionalGeneration
 
     config = _encoder_config(
         TINY_TOKENS,
         text={
-            "hidden_size": TEXT_WIDTH,
+            "hidden_size": sizes.text_width,
             "intermediate_size": 128,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            "num_hidden_layers": sizes.text_layers,
+            "num_attention_heads": sizes.text_heads,
+            "num_key_value_heads": sizes.text_kv_heads,
             "head_dim": 32,
             "max_position_embeddings": 4096,
         },
         sections=[6, 5, 5],
         vision={
             "depth": 4,
-            "hidden_size": 32,
+            "hidden_size": sizes.vision_width,
             "intermediate_size": 64,
-            "num_heads": 2,
+            "num_heads": sizes.vision_heads,
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0, 1, 2],
         },
@@ -150,9 +169,9 @@ def pipeline_of(transformer: Any, vae: Any, text_encoder: Any = None) -> QwenIma
     )
 
 
-def tiny_pipeline(seed: int = 0) -> QwenImage21Pipeline:
+def tiny_pipeline(seed: int = 0, *, sizes: TinySizes = TINY) -> QwenImage21Pipeline:
     """Returns diffusers' pipeline of these parts."""
-    return pipeline_of(tiny_transformer(seed), tiny_vae(seed), tiny_text_encoder(seed))
+    return pipeline_of(tiny_transformer(seed, sizes), tiny_vae(seed, sizes), tiny_text_encoder(seed, sizes))
 
 
 def full_transformer() -> QwenImage21Transformer2DModel:
@@ -169,7 +188,7 @@ def full_vae() -> AutoencoderKLQwenImage21:
     return AutoencoderKLQwenImage21()
 
 
-def write_tiny_qwen_image(folder: Path, seed: int = 0) -> None:
+def write_tiny_qwen_image(folder: Path, seed: int = 0, *, sizes: TinySizes = TINY) -> None:
     """Writes the checkpoint: `model_index.json` and a folder for each part.
 
     Raises FolderError if the folder holds other files.
@@ -177,7 +196,7 @@ def write_tiny_qwen_image(folder: Path, seed: int = 0) -> None:
     from tools.checkpoints import claim_folder
 
     claim_folder(folder, {"kind": "tiny-qwen-image", "seed": seed})
-    tiny_pipeline(seed).save_pretrained(folder)
+    tiny_pipeline(seed, sizes=sizes).save_pretrained(folder)
 
 
 def write_full_qwen_image(folder: Path) -> None:

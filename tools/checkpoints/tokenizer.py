@@ -147,7 +147,13 @@ class TokenLayout:
         return ids | {name: self.first_speech + index for index, name in enumerate(self.speech)}
 
 
-TINY_TOKENS = TokenLayout(vocab_size=512, first_special=480, first_speech=500, voices={"Ethan": 506, "Chelsie": 507})
+def tiny_layout(vocab_size: int) -> TokenLayout:
+    """Returns a layout whose special tokens are among the last 32 ids."""
+    voices = {"Ethan": vocab_size - 6, "Chelsie": vocab_size - 5}
+    return TokenLayout(vocab_size, first_special=vocab_size - 32, first_speech=vocab_size - 12, voices=voices)
+
+
+TINY_TOKENS = tiny_layout(512)
 FULL_TOKENS = TokenLayout(
     vocab_size=152064,
     first_special=151643,

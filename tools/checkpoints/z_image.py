@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,38 +14,55 @@ from tools.checkpoints.tokenizer import FULL_TOKENS, TINY_TOKENS, make_tokenizer
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, ZImagePipeline, ZImageTransformer2DModel
 
-CHANNELS = 4  # of the latents
-TEXT_WIDTH = 64
+
+@dataclass(frozen=True)
+class TinySizes:
+    """What may differ between tiny checkpoints; the defaults are those of the one that all tests share."""
+
+    channels: int = 4  # of the latents
+    heads: int = 3
+    axes: tuple[int, int, int] = (8, 12, 12)  # of a head's width, for the three positions of a token
+    lengths: tuple[int, int, int] = (256, 64, 64)  # the most that each of these may be
+    layers: int = 3
+    refiners: int = 2  # on either side
+    vae_widths: tuple[int, ...] = (8, 8, 16, 16)
+    text_width: int = 64
+    text_heads: int = 4
+    text_kv_heads: int = 2
+    text_layers: int = 3
 
 
-def tiny_transformer(seed: int = 0) -> ZImageTransformer2DModel:
-    """Returns the diffusion transformer, float32: 3 layers of 96, and 2 refiners on either side."""
+TINY = TinySizes()
+
+
+def tiny_transformer(seed: int = 0, sizes: TinySizes = TINY) -> ZImageTransformer2DModel:
+    """Returns the diffusion transformer, float32."""
     from diffusers import ZImageTransformer2DModel
 
     model = ZImageTransformer2DModel(
-        in_channels=CHANNELS,
-        dim=96,
-        n_layers=3,
-        n_refiner_layers=2,
-        n_heads=3,
-        n_kv_heads=3,
-        cap_feat_dim=TEXT_WIDTH,
-        axes_dims=[8, 12, 12],
-        axes_lens=[256, 64, 64],
+        in_channels=sizes.channels,
+        dim=sizes.heads * sum(sizes.axes),
+        n_layers=sizes.layers,
+        n_refiner_layers=sizes.refiners,
+        n_heads=sizes.heads,
+        n_kv_heads=sizes.heads,
+        cap_feat_dim=sizes.text_width,
+        axes_dims=list(sizes.axes),
+        axes_lens=list(sizes.lengths),
     )
     return drawn(model, seed, "transformer")
 
 
-def tiny_vae(seed: int = 0) -> AutoencoderKL:
+def tiny_vae(seed: int = 0, sizes: TinySizes = TINY) -> AutoencoderKL:
     """Returns the VAE, float32; a latent pixel is 8 pixels wide, as published."""
     from diffusers import AutoencoderKL
 
     model = AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(8, 8, 16, 16),
+        block_out_channels=sizes.vae_widths,
         layers_per_block=1,
-        latent_channels=CHANNELS,
+        latent_channels=sizes.channels,
         norm_num_groups=4,
         scaling_factor=0.3611,
         shift_factor=0.1159,
@@ -54,17 +72,17 @@ def tiny_vae(seed: int = 0) -> AutoencoderKL:
     return drawn(model, seed, "vae")
 
 
-def tiny_text_encoder(seed: int = 0) -> Any:
-    """Returns the text encoder, a Qwen3 of 3 layers, float32."""
+def tiny_text_encoder(seed: int = 0, sizes: TinySizes = TINY) -> Any:
+    """Returns the text encoder, a Qwen3, float32."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=TINY_TOKENS.vocab_size,
-        hidden_size=TEXT_WIDTH,
+        hidden_size=sizes.text_width,
         intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_hidden_layers=sizes.text_layers,
+        num_attention_heads=sizes.text_heads,
+        num_key_value_heads=sizes.text_kv_heads,
         head_dim=32,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
@@ -79,16 +97,16 @@ def make_scheduler(shift: float = 3.0) -> Any:
     return FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, use_dynamic_shifting=False, shift=shift)
 
 
-def tiny_pipeline(seed: int = 0, *, shift: float = 3.0) -> ZImagePipeline:
+def tiny_pipeline(seed: int = 0, *, sizes: TinySizes = TINY, shift: float = 3.0) -> ZImagePipeline:
     """Returns diffusers' pipeline of these parts; for `shift` see `make_scheduler`."""
     from diffusers import ZImagePipeline
 
     return ZImagePipeline(
         scheduler=make_scheduler(shift),
-        vae=tiny_vae(seed),
-        text_encoder=tiny_text_encoder(seed),
+        vae=tiny_vae(seed, sizes),
+        text_encoder=tiny_text_encoder(seed, sizes),
         tokenizer=make_tokenizer(TINY_TOKENS),
-        transformer=tiny_transformer(seed),
+        transformer=tiny_transformer(seed, sizes),
     )
 
 
@@ -148,7 +166,7 @@ def write_full_z_image(folder: Path) -> None:
     (folder / "model_index.json").write_text('{"_class_name": "ZImagePipeline"}\n', encoding="utf-8")
 
 
-def write_tiny_z_image(folder: Path, seed: int = 0) -> None:
+def write_tiny_z_image(folder: Path, seed: int = 0, *, sizes: TinySizes = TINY) -> None:
     """Writes the checkpoint: `model_index.json` and a folder for each part.
 
     Raises FolderError if the folder holds other files.
@@ -156,4 +174,4 @@ def write_tiny_z_image(folder: Path, seed: int = 0) -> None:
     from tools.checkpoints import claim_folder
 
     claim_folder(folder, {"kind": "tiny-z-image", "seed": seed})
-    tiny_pipeline(seed).save_pretrained(folder)
+    tiny_pipeline(seed, sizes=sizes).save_pretrained(folder)

@@ -17,13 +17,14 @@ from tools.checkpoints.errors import CheckpointError
 from tools.checkpoints.measure import Answer, failed_checks, print_answers
 from tools.checkpoints.qwen3_omni.configuration import (
     ARCHITECTURE,
-    TINY_CODEC,
+    TINY,
+    TinySizes,
     full_config,
     make_processor,
     tiny_config,
 )
 from tools.checkpoints.qwen3_omni.measure import FRAMES, WANTED_SAMPLES, measure_answers
-from tools.checkpoints.qwen3_omni.tokens import FULL_TOKENS, ROLES, TINY_TOKENS
+from tools.checkpoints.qwen3_omni.tokens import FULL_TOKENS, ROLES
 from tools.checkpoints.tokenizer import make_tokenizer
 from tools.checkpoints.weights import draw_weights, spoken_token_ids
 
@@ -35,8 +36,8 @@ def role_ids(tokenizer: Any) -> dict[str, int]:
     return {role: tokenizer.convert_tokens_to_ids(role) for role in ROLES}
 
 
-def write_tiny(folder: Path, seed: int = 0, *, check: bool = True) -> list[Answer]:
-    """Writes the tiny checkpoint and returns its answers (none with check=False).
+def write_tiny(folder: Path, seed: int = 0, *, sizes: TinySizes = TINY, check: bool = True) -> list[Answer]:
+    """Writes a tiny checkpoint and returns its answers (none with check=False).
 
     Raises FolderError if the folder holds other files, CheckpointError if the outputs do not vary enough.
     """
@@ -44,11 +45,11 @@ def write_tiny(folder: Path, seed: int = 0, *, check: bool = True) -> list[Answe
 
     claim_folder(folder, {"kind": "tiny-qwen3", "seed": seed})
     (folder / OLD_VOICES).unlink(missing_ok=True)
-    tokenizer = make_tokenizer(TINY_TOKENS)
-    config = tiny_config(role_ids(tokenizer))
+    tokenizer = make_tokenizer(sizes.layout)
+    config = tiny_config(role_ids(tokenizer), sizes)
     model = Qwen3OmniMoeForConditionalGeneration(config).to(torch.float32)
-    draw_weights(model, seed, spoken_token_ids(tokenizer), TINY_CODEC.sounds)
-    model.generation_config = make_generation_config(TINY_TOKENS)
+    draw_weights(model, seed, spoken_token_ids(tokenizer), sizes.sounds)
+    model.generation_config = make_generation_config(sizes.layout)
     model.save_pretrained(folder)
     config.architectures = [ARCHITECTURE]
     config.save_pretrained(folder)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tools.checkpoints.qwen3_omni.tokens import CHAT_TEMPLATE, FULL_TOKENS, TINY_TOKENS
+from tools.checkpoints.qwen3_omni.tokens import CHAT_TEMPLATE, FULL_TOKENS, tiny_layout
 from tools.checkpoints.tokenizer import TokenLayout
 
 ARCHITECTURE = "Qwen3OmniMoeForConditionalGeneration"
@@ -46,16 +46,65 @@ FULL_CODEC = CodecTokens(
     think_end=2157,
     voices={"chelsie": 2301, "ethan": 2302, "aiden": 2303},
 )
-TINY_CODEC = CodecTokens(
-    sounds=128,
-    pad=148,
-    start=149,
-    end=150,
-    no_think=155,
-    think_start=156,
-    think_end=157,
-    voices={"chelsie": 171, "ethan": 172, "aiden": 173},
-)
+
+
+def tiny_codec(sounds: int) -> CodecTokens:
+    """Returns the ids of a tiny talker's vocabulary."""
+    return CodecTokens(
+        sounds=sounds,
+        pad=sounds + 20,
+        start=sounds + 21,
+        end=sounds + 22,
+        no_think=sounds + 27,
+        think_start=sounds + 28,
+        think_end=sounds + 29,
+        voices={"chelsie": sounds + 43, "ethan": sounds + 44, "aiden": sounds + 45},
+    )
+
+
+@dataclass(frozen=True)
+class TinySizes:
+    """What may differ between tiny checkpoints; the defaults are those of the one that all tests share.
+
+    The talker takes the thinker's states from above the layers that see the picture's deeper features (`states_layer`).
+    """
+
+    vocabulary: int = 512  # of texts
+    sounds: int = 128  # codes of each codebook
+    groups: int = CODE_GROUPS
+    head_width: int = 32  # of thinker, talker and predictor
+    width: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    layers: int = 5
+    experts: int = 8
+    chosen: int = 2  # experts for each token
+    states_layer: int = 3
+    talker_width: int = 64
+    talker_heads: int = 4
+    talker_kv_heads: int = 2
+    talker_layers: int = 3
+    talker_experts: int = 8
+    talker_chosen: int = 2
+    predictor_layers: int = 2
+    decoder_width: int = 64
+    decoder_heads: int = 4
+    decoder_layers: int = 2
+    window: int = 8  # frames that the decoder's attention sees
+    channels: int = 64  # of the decoder's first layer of sound
+
+    @property
+    def layout(self) -> TokenLayout:
+        """Returns the ids of texts."""
+        return tiny_layout(self.vocabulary)
+
+    @property
+    def codec(self) -> CodecTokens:
+        """Returns the ids of codes."""
+        return tiny_codec(self.sounds)
+
+
+TINY = TinySizes()
 
 
 def rope(mrope_section: list[int]) -> dict[str, Any]:
@@ -108,7 +157,6 @@ def text_fields(layout: TokenLayout) -> dict[str, Any]:
 def talker_fields(layout: TokenLayout, codec: CodecTokens) -> dict[str, Any]:
     """Returns the fields of the talker's configuration that depend on the token ids only."""
     return media_fields(layout) | {
-        "num_code_groups": CODE_GROUPS,
         "codec_pad_id": codec.pad,
         "codec_bos_id": codec.start,
         "codec_eos_token_id": codec.end,
@@ -150,15 +198,15 @@ def make_config(
     return config
 
 
-def tiny_config(roles: Mapping[str, int]) -> Any:
-    """Returns the configuration of the tiny checkpoint.
+def tiny_config(roles: Mapping[str, int], sizes: TinySizes = TINY) -> Any:
+    """Returns the configuration of a tiny checkpoint.
 
-    As in the published model, the talker's head_dim is not hidden_size / heads, the talker takes the thinker's states
-    from above the layers that see the picture's deeper features, and a frame has 16 codes and 1920 samples. The windows
-    of the audio encoder (2 s) and of the vocoder (8 frames) are short, so that a short request has several of them.
+    As in the published model, the talker's head_dim is not hidden_size / heads, and a frame has 1920 samples. The
+    windows of the audio encoder (2 s) and of the vocoder are short, so that a short request has several of them.
     """
-    width = 128
-    thinker = thinker_fields(TINY_TOKENS, roles) | {
+    width, layout, codec = sizes.width, sizes.layout, sizes.codec
+    sections = [3 * sizes.head_width // 16, *[5 * sizes.head_width // 32] * 2]
+    thinker = thinker_fields(layout, roles) | {
         "audio_config": {
             "num_mel_bins": 128,
             "encoder_layers": 2,
@@ -187,68 +235,69 @@ def tiny_config(roles: Mapping[str, int]) -> Any:
             "apply_vit_abs_pos_embed": True,
             "deepstack_visual_indexes": [0, 1],
         },
-        "text_config": text_fields(TINY_TOKENS)
+        "text_config": text_fields(layout)
         | {
             "hidden_size": width,
             "intermediate_size": 128,
             "moe_intermediate_size": 64,
-            "num_hidden_layers": 5,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
+            "num_hidden_layers": sizes.layers,
+            "num_attention_heads": sizes.heads,
+            "num_key_value_heads": sizes.kv_heads,
+            "head_dim": sizes.head_width,
+            "num_experts": sizes.experts,
+            "num_experts_per_tok": sizes.chosen,
             "max_position_embeddings": 32768,
-            "rope_parameters": rope([6, 5, 5]),
+            "rope_parameters": rope(sections),
         },
     }
-    talker = talker_fields(TINY_TOKENS, TINY_CODEC) | {
+    talker = talker_fields(layout, codec) | {
         "thinker_hidden_size": width,
-        "accept_hidden_layer": 3,
+        "num_code_groups": sizes.groups,
+        "accept_hidden_layer": sizes.states_layer,
         "text_config": {
-            "vocab_size": TINY_CODEC.vocab_size,
-            "hidden_size": 64,
+            "vocab_size": codec.vocab_size,
+            "hidden_size": sizes.talker_width,
             "intermediate_size": 96,
             "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
+            "num_hidden_layers": sizes.talker_layers,
+            "num_attention_heads": sizes.talker_heads,
+            "num_key_value_heads": sizes.talker_kv_heads,
+            "head_dim": sizes.head_width,
+            "num_experts": sizes.talker_experts,
+            "num_experts_per_tok": sizes.talker_chosen,
             "norm_topk_prob": True,
             "tie_word_embeddings": False,
             "max_position_embeddings": 32768,
-            "rope_parameters": rope([6, 5, 5]),
+            "rope_parameters": rope(sections),
         },
         "code_predictor_config": {
-            "vocab_size": TINY_CODEC.sounds,
-            "hidden_size": 64,
+            "vocab_size": codec.sounds,
+            "hidden_size": sizes.talker_width,
             "intermediate_size": 96,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": sizes.predictor_layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "head_dim": 32,
-            "num_code_groups": CODE_GROUPS,
+            "head_dim": sizes.head_width,
+            "num_code_groups": sizes.groups,
             "max_position_embeddings": 512,
         },
     }
     code2wav = {
-        "codebook_size": TINY_CODEC.sounds,
-        "num_quantizers": CODE_GROUPS,
-        "hidden_size": 64,
+        "codebook_size": codec.sounds,
+        "num_quantizers": sizes.groups,
+        "hidden_size": sizes.decoder_width,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "sliding_window": 8,
-        "decoder_dim": 64,
+        "num_hidden_layers": sizes.decoder_layers,
+        "num_attention_heads": sizes.decoder_heads,
+        "num_key_value_heads": sizes.decoder_heads,
+        "sliding_window": sizes.window,
+        "decoder_dim": sizes.channels,
         "upsample_rates": [8, 5, 4, 3],
         "upsampling_ratios": [2, 2],
         "max_position_embeddings": 8000,
     }
-    return make_config(TINY_TOKENS, roles, thinker=thinker, talker=talker, code2wav=code2wav, dtype="float32")
+    return make_config(layout, roles, thinker=thinker, talker=talker, code2wav=code2wav, dtype="float32")
 
 
 def full_config(roles: Mapping[str, int]) -> Any:
@@ -303,6 +352,7 @@ def full_config(roles: Mapping[str, int]) -> Any:
     }
     talker = talker_fields(FULL_TOKENS, FULL_CODEC) | {
         "thinker_hidden_size": width,
+        "num_code_groups": CODE_GROUPS,
         "accept_hidden_layer": 24,
         "text_config": {
             "vocab_size": FULL_CODEC.vocab_size,

@@ -73,5 +73,10 @@ def make_layout(vocab_size: int, first_special: int, fixed: dict[str, int]) -> T
     )
 
 
-TINY_TOKENS = make_layout(512, 470, {})
+def tiny_layout(vocab_size: int) -> TokenLayout:
+    """Returns a layout whose special tokens are among the last 42 ids."""
+    return make_layout(vocab_size, vocab_size - 42, {})
+
+
+TINY_TOKENS = tiny_layout(512)
 FULL_TOKENS = make_layout(152064, 151643, ROLES)

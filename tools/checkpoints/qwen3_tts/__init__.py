@@ -14,14 +14,13 @@ import torch
 from safetensors.torch import save_file
 
 from tools.checkpoints import claim_folder
-from tools.checkpoints.qwen3_omni.configuration import CODE_GROUPS, TINY_CODEC
-from tools.checkpoints.qwen3_omni.tokens import TINY_TOKENS
+from tools.checkpoints.qwen3_omni.configuration import CODE_GROUPS
 from tools.checkpoints.qwen3_tts.configuration import (
     FULL_DECODER,
     FULL_TOKENS,
     SAMPLING,
-    TINY_DECODER,
-    TINY_ENCODER,
+    TINY,
+    TinySizes,
     codec_config,
     full_config,
     tiny_config,
@@ -33,12 +32,14 @@ CODEC_FOLDER = "speech_tokenizer"
 Shapes = Iterator[tuple[str, torch.Size]]
 
 
-def write_tiny(folder: Path, kind: str = "custom_voice", seed: int = 0, *, size: str = "1b7") -> None:
+def write_tiny(
+    folder: Path, kind: str = "custom_voice", seed: int = 0, *, size: str = "1b7", sizes: TinySizes = TINY
+) -> None:
     """Writes a tiny checkpoint of one of `KINDS`; `size` is what it says of itself. Raises FolderError."""
     claim_folder(folder, {"kind": "tiny-qwen3-tts", "model": kind, "seed": seed})
-    config, codec = tiny_config(kind, size), codec_config(TINY_DECODER, TINY_ENCODER)
-    _write_configurations(folder, config, codec, TINY_TOKENS, SAMPLING | {"max_new_tokens": 64})
-    weights = {name: _talker_weight(name, shape, seed) for name, shape in _model_shapes(config)}
+    config, codec = tiny_config(kind, size, sizes), codec_config(sizes.decoder, sizes.encoder)
+    _write_configurations(folder, config, codec, sizes.layout, SAMPLING | {"max_new_tokens": 64})
+    weights = {name: _talker_weight(name, shape, seed, sizes.sounds) for name, shape in _model_shapes(config)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tensors = {name: _codec_weight(name, shape, seed) for name, shape in _decoder_shapes(codec["decoder_config"])}
     tensors |= _encoder_weights(codec["encoder_config"], seed)
@@ -140,10 +141,10 @@ def _speaker_encoder(config: dict[str, Any]) -> Any:
     return ECAPA_TimeDelayNet(dit)
 
 
-def _talker_weight(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+def _talker_weight(name: str, shape: torch.Size, seed: int, sounds: int) -> torch.Tensor:
     # As in the thinker, which has the table of texts in Qwen3-Omni.
     value = draw_parameter(name.replace("talker.model.text_embedding", "thinker.model.embed_tokens"), shape, seed)
-    restrict_output(name, value, (), TINY_CODEC.sounds)
+    restrict_output(name, value, (), sounds)
     return value
 
 

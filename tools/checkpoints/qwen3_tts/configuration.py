@@ -7,10 +7,11 @@ their widths, the ids of codes, voices and languages, the codec's sizes) are not
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from tools.checkpoints.qwen3_omni.configuration import CODE_GROUPS, FULL_CODEC, TINY_CODEC, CodecTokens
-from tools.checkpoints.qwen3_omni.tokens import ROLES, TINY_TOKENS, make_layout
+from tools.checkpoints.qwen3_omni.configuration import CODE_GROUPS, FULL_CODEC, CodecTokens, tiny_codec
+from tools.checkpoints.qwen3_omni.tokens import ROLES, make_layout, tiny_layout
 from tools.checkpoints.tokenizer import TokenLayout
 
 ARCHITECTURE = "Qwen3TTSForConditionalGeneration"
@@ -18,8 +19,6 @@ KINDS = ("custom_voice", "voice_design", "base")
 SIZES = ("1b7", "0b6")
 SAMPLES_PER_FRAME = 1920
 FULL_TOKENS = make_layout(151936, 151643, ROLES)
-# By how much an id of the published vocabulary exceeds the one of the tiny checkpoint.
-SHIFT = FULL_CODEC.pad - TINY_CODEC.pad
 LANGUAGES = {
     "chinese": 2055,
     "english": 2050,
@@ -59,25 +58,6 @@ SAMPLING: dict[str, Any] = {
     "subtalker_top_k": 50,
     "max_new_tokens": 8192,
 }
-TINY_TALKER = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "text_hidden_size": 80,
-    "max_position_embeddings": 32768,
-}
-TINY_PREDICTOR = {
-    "hidden_size": 48,  # not the talker's, as in the 1.7B: between the two lies a projection
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-}
 TINY_SPEAKER_ENCODER = {
     "mel_dim": 128,
     "enc_channels": [32, 32, 32, 32, 96],
@@ -85,35 +65,88 @@ TINY_SPEAKER_ENCODER = {
     "enc_res2net_scale": 4,
     "enc_se_channels": 8,
 }
-TINY_DECODER = {
-    "codebook_size": TINY_CODEC.sounds,
-    "hidden_size": 48,
-    "latent_dim": 64,
-    "codebook_dim": 32,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "sliding_window": 8,
-    "decoder_dim": 64,
-    "max_position_embeddings": 2000,
-}
-TINY_ENCODER = {
-    "codebook_size": TINY_CODEC.sounds,
-    "codebook_dim": 16,
-    "vector_quantization_hidden_dimension": 16,
-    "hidden_size": 32,
-    "num_filters": 4,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "num_quantizers": CODE_GROUPS,
-    "upsample_groups": 32,
-    "sliding_window": 4,  # the reference does without a window: whoever keeps it hears the difference
-}
+
+
+@dataclass(frozen=True)
+class TinySizes:
+    """What may differ between tiny checkpoints; the defaults are those of the ones that all tests share."""
+
+    vocabulary: int = 512  # of texts
+    sounds: int = 128  # codes of each codebook
+    head_width: int = 32  # of talker and predictor
+    width: int = 64
+    text_width: int = 80
+    heads: int = 4
+    kv_heads: int = 2
+    layers: int = 3
+    predictor_width: int = 48  # not the talker's, as in the 1.7B: between the two lies a projection
+    predictor_layers: int = 2
+    decoder_width: int = 48
+    decoder_heads: int = 4
+    decoder_layers: int = 2
+    latent_width: int = 64
+    window: int = 8  # frames that the decoder's attention sees
+    channels: int = 64  # of the decoder's first layer of sound
+
+    @property
+    def layout(self) -> TokenLayout:
+        """Returns the ids of texts."""
+        return tiny_layout(self.vocabulary)
+
+    @property
+    def codec(self) -> CodecTokens:
+        """Returns the ids of codes."""
+        return tiny_codec(self.sounds)
+
+    @property
+    def layers_of_qwen(self) -> dict[str, int]:
+        """Returns what the layers of talker and predictor have in common."""
+        return {
+            "intermediate_size": 96,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_width,
+        }
+
+    @property
+    def decoder(self) -> dict[str, int]:
+        """Returns the configuration of the codec's decoder."""
+        return {
+            "codebook_size": self.sounds,
+            "hidden_size": self.decoder_width,
+            "latent_dim": self.latent_width,
+            "codebook_dim": 32,
+            "intermediate_size": 96,
+            "num_hidden_layers": self.decoder_layers,
+            "num_attention_heads": self.decoder_heads,
+            "num_key_value_heads": self.decoder_heads,
+            "head_dim": 16,
+            "sliding_window": self.window,
+            "decoder_dim": self.channels,
+            "max_position_embeddings": 2000,
+        }
+
+    @property
+    def encoder(self) -> dict[str, int]:
+        """Returns the configuration of the codec's encoder."""
+        return {
+            "codebook_size": self.sounds,
+            "codebook_dim": 16,
+            "vector_quantization_hidden_dimension": 16,
+            "hidden_size": 32,
+            "num_filters": 4,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "num_quantizers": CODE_GROUPS,
+            "upsample_groups": 32,
+            "sliding_window": 4,  # the reference does without a window: whoever keeps it hears the difference
+        }
+
+
+TINY = TinySizes()
 FULL_TALKERS: Mapping[str, dict[str, Any]] = {
     "1b7": {"hidden_size": 2048, "intermediate_size": 6144},
     "0b6": {"hidden_size": 1024, "intermediate_size": 3072},
@@ -235,19 +268,31 @@ def codec_config(decoder: dict[str, Any], encoder: dict[str, Any]) -> dict[str, 
     }
 
 
-def tiny_config(kind: str, size: str = "1b7") -> dict[str, Any]:
+def tiny_config(kind: str, size: str = "1b7", sizes: TinySizes = TINY) -> dict[str, Any]:
     """Returns the configuration of a tiny checkpoint; `size` is what it says of itself."""
+    talker = {
+        "hidden_size": sizes.width,
+        "num_hidden_layers": sizes.layers,
+        "text_hidden_size": sizes.text_width,
+        "max_position_embeddings": 32768,
+    }
+    predictor = {
+        "hidden_size": sizes.predictor_width,
+        "num_hidden_layers": sizes.predictor_layers,
+        "max_position_embeddings": 512,
+    }
+    shift = FULL_CODEC.pad - sizes.codec.pad  # between ids of the published vocabulary and this one
     return model_config(
         kind,
         size,
-        TINY_TOKENS,
-        TINY_CODEC,
-        talker=TINY_TALKER,
-        predictor=TINY_PREDICTOR,
+        sizes.layout,
+        sizes.codec,
+        talker=sizes.layers_of_qwen | talker,
+        predictor=sizes.layers_of_qwen | predictor,
         speaker_encoder=TINY_SPEAKER_ENCODER,
-        voices={voice: VOICES[voice] - SHIFT for voice in TINY_VOICES},
-        languages={language: code - SHIFT for language, code in LANGUAGES.items()},
-        mrope_section=[6, 5, 5],
+        voices={voice: VOICES[voice] - shift for voice in TINY_VOICES},
+        languages={language: code - shift for language, code in LANGUAGES.items()},
+        mrope_section=[3 * sizes.head_width // 16, *[5 * sizes.head_width // 32] * 2],
         dtype="float32",
     )
 
