@@ -58,9 +58,9 @@ def test_prompts_and_voices_influence_outputs(answers):
         assert first.thinker_tokens == second.thinker_tokens
 
 
-def test_shapes_of_what_the_stages_exchange(answers):
+def test_shapes_of_what_the_stages_exchange(reference, answers):
     for result in answers.values():
-        prompt, width = len(result.prompt_token_ids), 128
+        prompt, width = len(result.prompt_token_ids), reference.model.config.talker_config.embedding_size
         assert result.thinker_rows.shape == (prompt + 32 - 1, width)
         assert result.talker_prompt_embeds.shape == (prompt + 2, width)
 

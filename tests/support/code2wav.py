@@ -16,7 +16,8 @@ from omni_actors.engine.tensors import to_torch
 from omni_actors.protocol.fields import Scalar
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import AudioEvent, StageInputs, StageRequest
-from tests.support.reference import InjectedNoise, Reference, one_thread, vocoder_noise
+from tests.support.reference import InjectedNoise, Reference, one_thread
+from tools.checkpoints.configuration import TINY
 
 WHOLE = {"policy": "whole"}
 CHUNKS = {"first_blocks": 1, "largest_blocks": 4}
@@ -38,11 +39,18 @@ def run_dry(engine: DiffusionEngine) -> None:
     pytest.fail("the engine does not become idle")
 
 
-def sound_of(checkpoint: Path, codes: list[int], scalars: Mapping[str, Scalar], **engine: Any) -> torch.Tensor:
+def sound_of(
+    checkpoint: Path,
+    codes: list[int],
+    scalars: Mapping[str, Scalar],
+    voice: str | None = None,
+    seed: int = 0,
+    **engine: Any,
+) -> torch.Tensor:
     """What a vocoder of its own makes of a whole utterance: f32 [samples]."""
     vocoder = DiffusionEngine(arguments(checkpoint, **engine))
     try:
-        vocoder.start(StageRequest("r", StageParams(), 0), StageInputs(codes, scalars=scalars))
+        vocoder.start(StageRequest("r", StageParams(), seed, voice), StageInputs(codes, scalars=scalars))
         events = [event for _ in range(50) if vocoder.runnable() for event in vocoder.step()]
     finally:
         vocoder.shutdown()
@@ -50,7 +58,7 @@ def sound_of(checkpoint: Path, codes: list[int], scalars: Mapping[str, Scalar], 
 
 
 def codec_tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(0, 257, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(0, TINY.sounds + 1, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def difference(waveform: np.ndarray, other: np.ndarray) -> float:
@@ -63,7 +71,7 @@ def expected(reference: Reference, spec: tuple[int, int, str, float], seed: int)
     """What transformers answers to a request of tokens, points in time, voice and guidance, with our noise."""
     tokens, points, voice, guidance = spec
     speaker = reference.voices[voice]
-    noise = InjectedNoise(lambda frames, mel: vocoder_noise(seed, frames, mel))
+    noise = InjectedNoise(lambda *shape: reference.noise(seed, *shape))
     with torch.no_grad(), one_thread(), noise:
         waveform = reference.model.token2wav(
             torch.tensor([codec_tokens(tokens, seed)]),

@@ -24,17 +24,17 @@ from tools.checkpoints.measure import generate_arguments, load_reference_model, 
 GREEDY: dict[str, Any] = {"do_sample": False}
 
 
-NOISE_BLOCK = 24  # frames that are drawn at a time: a block of the published DiT
-
-
-def vocoder_noise(seed: int, frames: int, mel_dim: int) -> torch.Tensor:
+def vocoder_noise(seed: int, frames: int, mel_dim: int, block: int = 24) -> torch.Tensor:
     """Returns the initial noise of the vocoder, [1, frames, mel_dim] float32; there are 2 frames per codec token.
 
     The serving code draws it in the same way, so equal seeds give equal waveforms: block after block, so that the noise
     of a shorter reply is the beginning of that of a longer one.
+
+    Args:
+        block: frames that are drawn at a time, a block of the DiT.
     """
     generator = torch.Generator().manual_seed(seed)
-    blocks = [torch.randn([NOISE_BLOCK, mel_dim], generator=generator) for _ in range(-(-frames // NOISE_BLOCK))]
+    blocks = [torch.randn([block, mel_dim], generator=generator) for _ in range(-(-frames // block))]
     return torch.cat(blocks)[None, :frames]
 
 
@@ -181,7 +181,7 @@ class Reference:
     ) -> ReferenceResult:
         """Runs the whole model on one prompt; without its vocoder, which takes most of the time, if `speaks` is false.
 
-        `noise` [1, 2 * codec tokens, mel_dim] starts the vocoder, else `vocoder_noise(seed, ...)` does. The sampling
+        `noise` [1, 2 * codec tokens, mel_dim] starts the vocoder, else `self.noise(seed, ...)` does. The sampling
         arguments go to transformers' `generate()`. The reply ends with the configured end tokens unless others are
         given; an empty list means that only the length limit ends it. Raises ValueError for `thinker_max_tokens` < 2:
         transformers has no talker input then. (A reply of one token fails inside transformers for the same reason.)
@@ -189,7 +189,7 @@ class Reference:
         if thinker_max_tokens < 2:
             raise ValueError("the talker needs two thinker tokens")
         model, talker, vocoder = self.model, self.model.talker, self.model.token2wav
-        noise_mode = InjectedNoise(lambda frames, mel: vocoder_noise(seed, frames, mel) if noise is None else noise)
+        noise_mode = InjectedNoise(lambda *shape: self.noise(seed, *shape) if noise is None else noise)
         projected: list[torch.Tensor] = []
         talker_calls: list[dict[str, Any]] = []
         vocoder_codes: list[torch.Tensor] = []
@@ -247,6 +247,10 @@ class Reference:
             codec_tokens=vocoder_codes[0][0].tolist(),
             waveform=waveform,
         )
+
+    def noise(self, seed: int, frames: int, mel_dim: int) -> torch.Tensor:
+        """`vocoder_noise` of this checkpoint."""
+        return vocoder_noise(seed, frames, mel_dim, self.model.config.token2wav_config.dit_config.block_size)
 
     def _thinker_eos(self, given: Sequence[int] | None) -> list[int]:
         config = self.model.config.thinker_config

@@ -52,7 +52,7 @@ def inputs_of(driver: Driver, stage: str, index: int) -> tuple[StageInputs, torc
         whole = driver.engine.adapter.warm_up_inputs(length)  # turns of the user and the assistant around zeros
         given = [token or text for token, text in zip(whole.token_ids, texts, strict=False)]
         return StageInputs(token_ids=given, scalars=whole.scalars, complete=False), texts[:12]
-    rows = torch.randn(length + 20, 128, generator=generator)
+    rows = torch.randn(length + 20, driver.engine.adapter.row_width, generator=generator)
     tensors = {"prompt_rows": to_host(rows[:length]), "reply_rows": to_host(rows[length : length + 3])}
     if index == 1:  # as of a prompt with media
         tensors["mrope_positions"] = to_host(torch.stack([torch.arange(length - 1) // part for part in (1, 2, 3)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -142,6 +143,15 @@ def count_preemptions(engine: AutoregressiveEngine) -> list[str]:
 
     scheduler.schedule = schedule
     return seen
+
+
+def kv_cache(checkpoint: Path, stage: str, blocks: int, block: int = 32) -> dict[str, int]:
+    """Options of an engine whose KV cache has so many blocks, each of `block` positions, in float32."""
+    config = json.loads((checkpoint / "config.json").read_text())[f"{stage}_config"]
+    text = config.get("text_config", config)
+    head = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    position = 2 * text["num_hidden_layers"] * text["num_key_value_heads"] * head * 4  # keys and values
+    return {"block_size": block, "kv_cache_memory_bytes": blocks * block * position}
 
 
 def prompt_length(answer: ReferenceResult) -> int:

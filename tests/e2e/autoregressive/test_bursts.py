@@ -16,6 +16,7 @@ from tests.support.stage_driver import (
     VOICES,
     Driver,
     count_preemptions,
+    kv_cache,
     make_engine,
     prompt_length,
     sample,
@@ -132,7 +133,7 @@ def test_a_burst_ends_for_each_request_where_its_input_does(talker, answers, mon
 @pytest.mark.parametrize("asynchronous", [nightly(False), True], ids=["sync", "async"])
 def test_preempted_bursts_give_the_tokens_of_single_steps(tiny_checkpoint, answers, asynchronous):
     """A KV cache for half of the requests, and a longest length that cuts some of them off."""
-    small = {"block_size": 32, "max_model_len": 160, "kv_cache_memory_bytes": 9 * 32 * 1536}
+    small = {"max_model_len": 160, **kv_cache(tiny_checkpoint, "talker", 9)}
     engine = make_engine(tiny_checkpoint, "talker", asynchronous=asynchronous, **small)
     try:
         driver = Driver(engine)

@@ -14,6 +14,7 @@ from tests.support.stage_driver import (
     Driver,
     count_preemptions,
     encode_media_prompt,
+    kv_cache,
     make_engine,
     prompt_length,
     token_inputs,
@@ -86,14 +87,12 @@ def test_answers_to_one_prompt_that_come_at_a_time_compute_it_once(driver, answe
 
 
 def test_what_a_text_request_left_in_the_cache_is_computed_again_for_its_rows(tiny_checkpoint, answers):
-    # 3 layers, keys and values, 2 heads of 32 float32: 1536 bytes per token.
     engine = make_engine(
         tiny_checkpoint,
         "thinker",
         max_num_batched_tokens=64,
-        block_size=BLOCK,
         max_model_len=256,
-        kv_cache_memory_bytes=9 * BLOCK * 1536,
+        **kv_cache(tiny_checkpoint, "thinker", 9, BLOCK),
     )
     try:
         driver = Driver(engine)

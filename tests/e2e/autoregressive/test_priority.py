@@ -17,6 +17,7 @@ from tests.support.stage_driver import (
     SMALL,
     Driver,
     count_preemptions,
+    kv_cache,
     make_engine,
     prompt_length,
     talker_inputs,
@@ -27,8 +28,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 BOTH = pytest.mark.parametrize("asynchronous", [nightly(False), True], ids=["sync", "async"])
 BLOCK = 32
-# 3 layers, keys and values, 2 heads of 32 float32: 1536 bytes per token.
-BLOCK_BYTES = BLOCK * 1536
 
 
 def scheduled_while_full(driver: Driver, inputs: object) -> list[str]:
@@ -76,9 +75,8 @@ def test_the_least_urgent_talkers_lose_their_blocks_and_equal_transformers(tiny_
         tiny_checkpoint,
         "talker",
         asynchronous=asynchronous,
-        block_size=BLOCK,
         max_model_len=160,
-        kv_cache_memory_bytes=11 * BLOCK_BYTES,
+        **kv_cache(tiny_checkpoint, "talker", 11, BLOCK),
     )
     try:
         driver = Driver(engine)
@@ -116,9 +114,8 @@ def test_a_preempted_request_resumes_only_when_its_next_row_has_come(tiny_checkp
         tiny_checkpoint,
         "talker",
         asynchronous=asynchronous,
-        block_size=BLOCK,
         max_model_len=4 * BLOCK,
-        kv_cache_memory_bytes=5 * BLOCK_BYTES,
+        **kv_cache(tiny_checkpoint, "talker", 5, BLOCK),
     )
     try:
         driver = Driver(engine)

@@ -21,6 +21,9 @@ from omni_actors.errors import (
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import StageInputs
 from tests.support.stage_driver import BOTH_TALKER_MODES, prompt_length, talker_inputs, token_inputs
+from tools.checkpoints.configuration import TINY
+
+WIDTH = TINY.heads * TINY.head_width  # of rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -165,7 +168,7 @@ def test_bad_thinker_requests(thinker, error, inputs, params):
     with pytest.raises(error):
         thinker.start("bad", inputs, **params)
     with pytest.raises(OmniError):
-        thinker.engine.adapter.read_rows(HostTensor(DType.F32, (1, 128), bytes(512)))
+        thinker.engine.adapter.read_rows(HostTensor(DType.F32, (1, WIDTH), bytes(4 * WIDTH)))
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> HostTensor:
@@ -176,19 +179,19 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> HostTensor:
     ("error", "tensors", "options"),
     [
         (InvalidPayload, {}, {}),
-        (InvalidPayload, {"prompt_rows": tensor(1, 128)}, {}),
-        (InvalidPayload, {"prompt_rows": tensor(3, 127)}, {}),
-        (InvalidPayload, {"prompt_rows": tensor(3, 1, 128)}, {}),
-        (InvalidPayload, {"prompt_rows": tensor(3, 128, dtype=torch.int32)}, {}),
-        (InvalidPayload, {"prompt_rows": HostTensor(DType.F32, (3, 128), bytes(3 * 128 * 4 - 1))}, {}),
-        (InvalidPayload, {"prompt_rows": tensor(3, 128), "reply_rows": tensor(128)}, {}),
-        (InvalidPayload, {"prompt_rows": tensor(3, 128), "mrope_positions": tensor(3, 2)}, {}),
-        (InvalidPayload, {"prompt_rows": tensor(3, 128), "mrope_positions": tensor(3, 3, dtype=torch.int64)}, {}),
-        (InvalidPayload, {"prompt_rows": tensor(3, 128), "mrope_positions": to_host(torch.full((3, 2), -1))}, {}),
-        (InvalidPayload, {"prompt_rows": tensor(3, 128), "mrope_positions": to_host(torch.full((3, 2), 2**40))}, {}),
-        (InvalidPayload, {"prompt_rows": tensor(3, 128), "extra": tensor(1, 128)}, {}),
-        (PromptTooLong, {"prompt_rows": tensor(511, 128)}, {}),
-        (UnknownVoice, {"prompt_rows": tensor(3, 128)}, {"voice": "Nobody"}),
+        (InvalidPayload, {"prompt_rows": tensor(1, WIDTH)}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, WIDTH - 1)}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, 1, WIDTH)}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, WIDTH, dtype=torch.int32)}, {}),
+        (InvalidPayload, {"prompt_rows": HostTensor(DType.F32, (3, WIDTH), bytes(3 * WIDTH * 4 - 1))}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, WIDTH), "reply_rows": tensor(WIDTH)}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, WIDTH), "mrope_positions": tensor(3, 2)}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, WIDTH), "mrope_positions": tensor(3, 3, dtype=torch.int64)}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, WIDTH), "mrope_positions": to_host(torch.full((3, 2), -1))}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, WIDTH), "mrope_positions": to_host(torch.full((3, 2), 2**40))}, {}),
+        (InvalidPayload, {"prompt_rows": tensor(3, WIDTH), "extra": tensor(1, WIDTH)}, {}),
+        (PromptTooLong, {"prompt_rows": tensor(511, WIDTH)}, {}),
+        (UnknownVoice, {"prompt_rows": tensor(3, WIDTH)}, {"voice": "Nobody"}),
     ],
 )
 def test_bad_talker_requests(talker, error, tensors, options):
@@ -209,7 +212,7 @@ def test_bad_rows_end_their_request_alone(talker, answers):
         talker.start("good", inputs)
     talker.run()
     with pytest.raises(InvalidPayload):
-        talker.engine.extend("wide", tensor(1, 64), complete=False)
+        talker.engine.extend("wide", tensor(1, WIDTH // 2), complete=False)
     talker.engine.extend("late", None, complete=True)
     with pytest.raises(InvalidRequest):
         talker.engine.extend("late", to_host(answer.thinker_rows[:1]), complete=False)

@@ -9,17 +9,15 @@ from tests.support.stage_driver import BOTH_TALKER_MODES, prompt_length, talker_
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-ROW_BYTES = 128 * 4
-
 
 @BOTH_TALKER_MODES
 @pytest.mark.parametrize("rows_beyond_one_request", [0, -10], ids=["room for one", "too small for one"])
 def test_the_budget_delays_requests_and_changes_none(talker, answers, monkeypatch, rows_beyond_one_request):
     answer = answers[0]
     rows, length = answer.thinker_rows, prompt_length(answer)
-    # A request starts with its prompt embeddings (two rows more than the prompt) and its first reply row.
+    # A request starts with the rows of its prompt and its first reply row; two more are room for none.
     budget = talker.engine.core.scheduler.budget
-    monkeypatch.setattr(budget, "limit_bytes", (length + 3 + rows_beyond_one_request) * ROW_BYTES)
+    monkeypatch.setattr(budget, "limit_bytes", (length + 3 + rows_beyond_one_request) * rows[0].nbytes)
     talker.engine.take_scheduled()
     options = {"max_tokens": 24, "temperature": 0.0}
     talker.start("first", talker_inputs(rows, length, replies=0), **options)

@@ -19,6 +19,7 @@ from tests.support.stage_driver import (
     VOICES,
     Driver,
     count_preemptions,
+    kv_cache,
     make_engine,
     prompt_length,
     talker_inputs,
@@ -156,9 +157,8 @@ def test_preempted_talkers_equal_transformers(tiny_checkpoint, answers, asynchro
         tiny_checkpoint,
         "talker",
         asynchronous=asynchronous,
-        block_size=32,
         max_model_len=160,
-        kv_cache_memory_bytes=11 * 32 * 1536,
+        **kv_cache(tiny_checkpoint, "talker", 11),
     )
     try:
         driver = Driver(engine)
@@ -333,9 +333,7 @@ def test_penalties_count_what_was_said_and_the_prompt_that_transformers_has(talk
 
 
 def test_penalties_are_the_same_after_a_preemption(tiny_checkpoint, answers):
-    engine = make_engine(
-        tiny_checkpoint, "talker", block_size=32, max_model_len=160, kv_cache_memory_bytes=11 * 32 * 1536
-    )
+    engine = make_engine(tiny_checkpoint, "talker", max_model_len=160, **kv_cache(tiny_checkpoint, "talker", 11))
     try:
         preemptions = count_preemptions(engine)
         check_penalties(Driver(engine), engine.core.worker.model_runner.model.config, answers[:2])

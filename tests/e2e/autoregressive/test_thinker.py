@@ -19,6 +19,7 @@ from tests.support.stage_driver import (
     Driver,
     count_preemptions,
     encode_media_prompt,
+    kv_cache,
     make_engine,
     prompt_length,
     talker_inputs,
@@ -104,10 +105,7 @@ def test_long_prompts_are_computed_in_chunks(tiny_checkpoint, answers):
 
 
 def test_a_preempted_thinker_gives_each_row_once(tiny_checkpoint, answers):
-    # 3 layers, keys and values, 2 heads of 32 float32: 1536 bytes per token.
-    engine = make_engine(
-        tiny_checkpoint, "thinker", block_size=32, max_model_len=160, kv_cache_memory_bytes=9 * 32 * 1536
-    )
+    engine = make_engine(tiny_checkpoint, "thinker", max_model_len=160, **kv_cache(tiny_checkpoint, "thinker", 9))
     try:
         driver = Driver(engine)
         preemptions = count_preemptions(engine)

@@ -25,6 +25,7 @@ from omni_actors.protocol.payloads import StageParams  # noqa: E402
 from omni_actors.stage.engine_interface import AudioEvent, ErrorEvent, FinishedEvent, StageInputs, StageRequest  # noqa: E402
 from tests.support.code2wav import arguments, run_dry  # noqa: E402
 from tests.support.codec import checkpoint_decoder, codes, flat, whole  # noqa: E402
+from tools.checkpoints.qwen3_omni.configuration import TINY  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
@@ -153,7 +154,12 @@ def test_the_budget_counts_what_an_utterance_keeps(engine: DiffusionEngine):
     ("token_ids", "params", "error", "text"),
     [
         ([1] * 15, {}, InvalidPayload, "15 codes are no whole frames; this decoder takes frames of 16 codes"),
-        ([1] * 15 + [128], {}, InvalidPayload, "Code 128 of codebook 15 is outside 0..127"),
+        (
+            [1] * 15 + [TINY.sounds],
+            {},
+            InvalidPayload,
+            f"Code {TINY.sounds} of codebook 15 is outside 0..{TINY.sounds - 1}",
+        ),
         ([], {}, InvalidRequest, "no frame"),
         ([1] * 16, {"num_steps": 5}, InvalidRequest, "num_steps"),
     ],
