@@ -21,6 +21,7 @@ from tests.support.stage_driver import (
     SMALL,
     Driver,
     count_preemptions,
+    kv_cache,
     make_engine,
     prompt_length,
     token_inputs,
@@ -100,10 +101,7 @@ def test_long_embeddings_are_computed_in_chunks(tiny_checkpoint, answers, table)
 
 
 def test_embeddings_are_computed_again_after_a_preemption(tiny_checkpoint, answers, table):
-    # 3 layers, keys and values, 2 heads of 32 float32: 1536 bytes per token.
-    engine = make_engine(
-        tiny_checkpoint, "thinker", block_size=32, max_model_len=160, kv_cache_memory_bytes=9 * 32 * 1536
-    )
+    engine = make_engine(tiny_checkpoint, "thinker", max_model_len=160, **kv_cache(tiny_checkpoint, "thinker", 9))
     try:
         preemptions = count_preemptions(engine)
         answer_to_embeddings(Driver(engine), table, answers[:2] * 3)
@@ -213,15 +211,17 @@ def check_penalties(driver: Driver, table: torch.Tensor, answers: list) -> None:
 @BOTH_MODES
 def test_penalties_count_the_tokens_that_embeddings_name_and_no_others(thinker, table, answers):
     """The second time the prompts come from the prefix cache."""
+    hits = []
     for _ in range(2):
+        before = thinker.engine.statistics().prefix_hits
         check_penalties(thinker, table, answers)
+        hits.append(thinker.engine.statistics().prefix_hits - before)
         thinker.clear()
+    assert hits[1]
 
 
 def test_penalties_of_embeddings_are_the_same_after_a_preemption(tiny_checkpoint, table, answers):
-    engine = make_engine(
-        tiny_checkpoint, "thinker", block_size=32, max_model_len=160, kv_cache_memory_bytes=11 * 32 * 1536
-    )
+    engine = make_engine(tiny_checkpoint, "thinker", max_model_len=160, **kv_cache(tiny_checkpoint, "thinker", 11))
     try:
         preemptions = count_preemptions(engine)
         check_penalties(Driver(engine), table, answers[:2])

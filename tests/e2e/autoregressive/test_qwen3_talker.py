@@ -20,7 +20,7 @@ from tests.support.code2wav import sound_of
 from tests.support.nightly import nightly
 from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.qwen3_reference import Qwen3Reference, Qwen3Result
-from tests.support.stage_driver import Driver, count_preemptions, make_engine
+from tests.support.stage_driver import Driver, count_preemptions, kv_cache, make_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -150,17 +150,21 @@ def test_requests_that_join_and_leave_with_text_at_random_times_equal_transforme
         assert torch.equal(frames(talker, f"r{number}"), spoken[name].answer.codes[: CODES - number % 3 - 1])
 
 
-def test_penalties_count_first_codes_and_nothing_of_the_prompt(talker: Driver, spoken: dict[str, Spoken]) -> None:
+def check_penalties(driver: Driver, cases: list[Spoken]) -> None:
+    """Twelve requests with drawn parameters."""
     generator = random.Random(5)
-    tokens = range(talker.engine.core.worker.model_runner.model.config.vocab_size)
-    drawn = {f"r{number}": draw_parameters(generator, tokens, length=12) for number in range(12)}
-    cases = [*spoken.values()]
-    with recorded_sampling(talker.engine) as sampled:
+    tokens = range(driver.engine.core.worker.model_runner.model.config.vocab_size)
+    drawn = {f"p{number}": draw_parameters(generator, tokens, length=16) for number in range(12)}
+    with recorded_sampling(driver.engine) as sampled:
         for number, (name, params) in enumerate(drawn.items()):
-            start(talker, name, cases[number % len(cases)], seed=number, **params)
-        talker.run()
+            start(driver, name, cases[number % len(cases)], seed=number, **params)
+        driver.run()
     for name, params in drawn.items():
-        sampled.check(name, params, [], frames(talker, name)[:, 0].tolist())
+        sampled.check(name, params, [], frames(driver, name)[:, 0].tolist())
+
+
+def test_penalties_count_first_codes_and_nothing_of_the_prompt(talker: Driver, spoken: dict[str, Spoken]) -> None:
+    check_penalties(talker, [*spoken.values()])
 
 
 def test_an_end_token_has_no_frame(talker: Driver, spoken: dict[str, Spoken]) -> None:
@@ -219,7 +223,7 @@ def test_a_talker_that_does_not_stop_ends_where_its_text_allows(
         assert talker.finished(name).output_tokens == count
 
 
-def test_preempted_requests_equal_transformers_and_repeat_their_seed(
+def test_preempted_requests_equal_transformers_and_repeat_their_seed_and_their_penalties(
     tiny_qwen3_checkpoint, spoken: dict[str, Spoken], engine
 ) -> None:
     sampled = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "seed": 3}
@@ -227,21 +231,13 @@ def test_preempted_requests_equal_transformers_and_repeat_their_seed(
     start(unhurried, "sampled", spoken["text"], **sampled)
     unhurried.run()
     asynchronous = "Async" in type(engine.core.scheduler).__name__
-    blocks = 12  # not enough for all
     short = [name for name in CASES if name != "video"]
     small = make_engine(
         tiny_qwen3_checkpoint,
         "talker",
         asynchronous=asynchronous,
-        kv_cache_memory_bytes=blocks
-        * 32
-        * 2
-        * 3
-        * 2
-        * 32
-        * 4,  # positions, keys and values, layers, heads, width, bytes
+        **kv_cache(tiny_qwen3_checkpoint, "talker", blocks=12),  # not enough for all
         max_model_len=256,
-        block_size=32,
         long_prefill_token_threshold=2,  # some prompts that are computed again end in a chunk of one position
     )
     try:
@@ -265,6 +261,9 @@ def test_preempted_requests_equal_transformers_and_repeat_their_seed(
         sound = sound_of(tiny_qwen3_checkpoint, frames(driver, "two turns1").flatten().tolist(), {})
         assert wanted.abs().max() > 0.05, "a silent reference proves nothing"
         torch.testing.assert_close(sound, wanted, atol=1e-4, rtol=0)
+        preempted.clear()
+        check_penalties(driver, [spoken[name] for name in short])
+        assert preempted
         driver.assert_idle()
     finally:
         small.shutdown()

@@ -24,7 +24,7 @@ from tests.support.code2wav import sound_of
 from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.qwen3_tts_reference import Qwen3TtsReference, TtsResult
 from tests.support.spoken_texts import RATE, clip_information, frames_of, speak, text_inputs
-from tests.support.stage_driver import Driver, count_preemptions, make_engine
+from tests.support.stage_driver import Driver, count_preemptions, kv_cache, make_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -151,17 +151,21 @@ def test_a_talker_that_does_not_stop_ends_where_its_text_allows(
         assert talker.finished(name).output_tokens == count, name
 
 
-def test_penalties_count_first_codes_and_nothing_of_the_prompt(kind: Kind, talker: Driver) -> None:
+def check_penalties(kind: Kind, talker: Driver, cases: list[str], length: int) -> None:
+    """Six requests with drawn parameters."""
     generator = random.Random(6)
     tokens = range(talker.engine.core.worker.model_runner.model.config.vocab_size)
-    drawn = {f"r{number}": draw_parameters(generator, tokens, length=10) for number in range(6)}
-    cases = [*kind.cases]
+    drawn = {f"p{number}": draw_parameters(generator, tokens, length) for number in range(6)}
     with recorded_sampling(talker.engine) as sampled:
         for number, (name, params) in enumerate(drawn.items()):
             start(kind, talker, name, cases[number % len(cases)], number % len(TEXTS), seed=number, **params)
         talker.run()
     for name, params in drawn.items():
         sampled.check(name, params, [], frames_of(talker, name)[:, 0].tolist())
+
+
+def test_penalties_count_first_codes_and_nothing_of_the_prompt(kind: Kind, talker: Driver) -> None:
+    check_penalties(kind, talker, [*kind.cases], length=10)
 
 
 def refused(talker: Driver, text: str, voice: str | None, information: dict[str, Any]) -> OmniError:
@@ -244,10 +248,8 @@ class TestOneKind:
         talker.run()
         assert talker.finished("r").output_tokens == 64, "max_new_tokens of generation_config.json"
 
-    def test_preempted_requests_go_on_with_the_same_codes(self, kind: Kind, tiny_qwen3_tts: Path) -> None:
-        size = 10 * 32 * 2 * 3 * 2 * 32 * 4  # blocks, positions, keys and values, layers, heads, width, bytes
-        small = {"kv_cache_memory_bytes": size, "max_model_len": 128, "block_size": 32}
-        engine = make_engine(tiny_qwen3_tts, "talker", **small)
+    def test_preempted_requests_go_on_with_the_same_codes_and_penalties(self, kind: Kind, tiny_qwen3_tts: Path) -> None:
+        engine = make_engine(tiny_qwen3_tts, "talker", max_model_len=128, **kv_cache(tiny_qwen3_tts, "talker", 10))
         talker = Driver(engine)
         preempted = count_preemptions(engine)
         try:
@@ -256,6 +258,9 @@ class TestOneKind:
             talker.run()
             for number in range(6):
                 assert frames_of(talker, f"r{number}").equal(kind.answer("language", number % 2).codes)
+            assert preempted
+            preempted.clear()
+            check_penalties(kind, talker, ["language"], length=FRAMES + 1)
             assert preempted
             talker.assert_idle()
         finally:
