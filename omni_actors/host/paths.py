@@ -73,5 +73,24 @@ def check_folder_can_be_made(path: Path, where: str) -> None:
         raise ConfigError(f"{where}: {existing} is not writable for this user.")
 
 
+def check_own_folder(folder: Path, what: str) -> None:
+    """Raise `ConfigError` for a folder in which others may work, such as /tmp, and for one (or a link) that is theirs.
+
+    Args:
+        what: what the folder is, as a message begins.
+    """
+    for status in (folder.lstat(), folder.stat()):
+        if status.st_uid not in (os.geteuid(), 0):
+            raise ConfigError(
+                f"{what} {folder} belongs to user {status.st_uid}, and this process is of user {os.geteuid()}.",
+                hint="Choose another folder, or start as its owner.",
+            )
+    if folder.stat().st_mode & 0o022:
+        raise ConfigError(
+            f"{what} {folder} can be written to by others.",
+            hint=f"Choose a folder for this alone, or: chmod go-w {folder}",
+        )
+
+
 def _short(name: str) -> str:
     return repr(name if len(name) <= 80 else f"{name[:80]}...")

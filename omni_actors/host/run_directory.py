@@ -17,7 +17,7 @@ import psutil
 
 from omni_actors.errors import ConfigError
 from omni_actors.host import registry, segments
-from omni_actors.host.paths import check_folder_can_be_made, expanded
+from omni_actors.host.paths import check_folder_can_be_made, check_own_folder, expanded
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class RunDirectory:
             else:
                 self.path = check_run_directory(path)
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_private(self.path)
+            check_own_folder(self.path, "The run directory")
             self.path.chmod(0o700)
             self.logs.mkdir(exist_ok=True)
             self._take_lock()
@@ -201,23 +201,8 @@ def check_run_directory(path: str) -> Path:
         )
     check_folder_can_be_made(folder, "coordinator.run_dir")
     if folder.exists():
-        _check_private(folder)
+        check_own_folder(folder, "The run directory")
     return folder
-
-
-def _check_private(folder: Path) -> None:
-    """Refuse a folder in which others work, such as /tmp, and one (or a link) that is theirs."""
-    for status in (folder.lstat(), folder.stat()):
-        if status.st_uid not in (os.geteuid(), 0):
-            raise ConfigError(
-                f"The run directory {folder} belongs to user {status.st_uid}, and this process is of user "
-                f"{os.geteuid()}.",
-                hint="Choose another --run-dir, or start the pipeline as its owner.",
-            )
-    if folder.stat().st_mode & 0o022:
-        raise ConfigError(
-            f"Others may write to the run directory {folder}.", hint="Choose a folder for this pipeline alone."
-        )
 
 
 def clear_abandoned(path: Path, temporary: bool) -> None:

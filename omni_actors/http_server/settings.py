@@ -18,7 +18,7 @@ from omni_actors.config.checks import check_http_sizes
 from omni_actors.config.loading import explain
 from omni_actors.errors import ConfigError
 from omni_actors.host.addresses import is_loopback
-from omni_actors.host.paths import check_folder_can_be_made, check_readable, expanded
+from omni_actors.host.paths import check_folder_can_be_made, check_own_folder, check_readable, expanded
 
 BACKLOG = 2048
 MAX_PEM_BYTES = 1 << 20
@@ -178,7 +178,10 @@ def check_listening(address: str, config: HttpConfig, api_key: str | None, insec
     check_exposure(host, api_key, insecure)
     tls_context(config)
     if config.voices_dir is not None:
-        check_folder_can_be_made(expanded(config.voices_dir, "http.voices_dir"), "http.voices_dir")
+        folder = expanded(config.voices_dir, "http.voices_dir")
+        check_folder_can_be_made(folder, "http.voices_dir")
+        if folder.exists():
+            check_own_folder(folder, "The folder http.voices_dir")
     _resolve(host, port)
     return host, port
 

@@ -10,14 +10,18 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import numpy
 from msgspec import Struct
 
-from omni_actors.host.paths import expanded
+from omni_actors.errors import ConfigError
+from omni_actors.host.paths import check_own_folder, expanded
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.logs import get_logger
 
@@ -91,7 +95,8 @@ class VoiceStore:
         """The recording: f32 [samples], mono. Raises `HttpError` 404 if another server has just deleted it."""
         (path,) = self._paths(voice.id)
         try:
-            data = path.read_bytes()
+            with _opened(path) as file:
+                data = file.read()
         except FileNotFoundError:
             raise no_voice(voice.name) from None
         return numpy.frombuffer(data[data.index(b"\n") + 1 :], numpy.float32)
@@ -100,7 +105,8 @@ class VoiceStore:
         """Keep a voice with its recording.
 
         Raises:
-            HttpError: 400 if the name is taken, 400 if there are too many, 507 if it cannot be written.
+            HttpError: 400 if the name is taken, 400 if there are too many, 500 if others may write to the folder, 507
+                if it cannot be written.
         """
         if self._folder is None:
             raise HttpError(
@@ -109,27 +115,33 @@ class VoiceStore:
                 code="unsupported_parameter",
             )
         path = self._folder / f"{voice.id}{SUFFIX}"
-        draft = path.with_suffix(f".{os.getpid()}")
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_own_folder(self._folder, "The folder of voices")
             with _lock(self._folder):
                 if self._head(path) is not None:
                     raise bad_field("name", f"There is a voice {voice.name!r}: choose another name, or delete it.")
                 if len(self.all()) >= self._most:
                     message = f"There are {self._most} voices, as many as this server keeps: delete one."
                     raise bad_field("name", message, "too_many_voices")
+                file, draft = tempfile.mkstemp(dir=self._folder)  # a new file, which follows no link
                 try:
-                    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                        file.write(msgspec.json.encode(voice) + b"\n" + samples.astype(numpy.float32).tobytes())
-                        file.flush()
-                        os.fsync(file.fileno())
-                    draft.rename(path)
-                finally:
-                    draft.unlink(missing_ok=True)
+                    with open(file, "wb") as stream:
+                        stream.write(msgspec.json.encode(voice) + b"\n" + samples.astype(numpy.float32).tobytes())
+                        stream.flush()
+                        os.fsync(file)
+                    os.rename(draft, path)
+                except BaseException:
+                    os.unlink(draft)
+                    raise
         except OSError as error:
             logger.error("cannot write a voice to %s: %s", self._folder, error)
             message = f"The server cannot write the voice: {error.strerror}. Its operator must make room for it."
             raise HttpError(507, message, code="internal_error") from error
+        except ConfigError as error:
+            logger.error("cannot keep a voice: %s", error)
+            message = "The server cannot keep the voice: its operator must give it another folder, as its log says."
+            raise HttpError(500, message, code="internal_error") from error
 
     def remove(self, name: str) -> Voice | None:
         """Delete the voice with this name or id, and return it; `None` if there is none."""
@@ -148,7 +160,7 @@ class VoiceStore:
 
     def _head(self, path: Path) -> Voice | None:
         try:
-            with path.open("rb") as file:
+            with _opened(path) as file:
                 voice = msgspec.json.decode(file.readline(MAX_HEAD), type=Voice)
                 if file.tell() + 4 * voice.samples == os.fstat(file.fileno()).st_size and voice.rate > 0:
                     return voice
@@ -161,6 +173,15 @@ class VoiceStore:
             self._damaged.add(path)
             logger.error("%s is no voice and is left out: %s", path, reason)
         return None
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a regular file, without following a link to it or waiting for the other end of a pipe. Raises `OSError`."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError("it is no regular file")
+    return file
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ REFUSED = [
     (("--run-dir", "sound.wav"), "sound.wav is not a folder"),
     (("--run-dir", "sound.wav/run"), "sound.wav is not a folder"),
     (("--run-dir", ""), "coordinator.run_dir: Expected `str` of length >= 1"),
-    (("--run-dir", "shared"), "Others may write to the run directory "),
+    (("--run-dir", "shared"), "can be written to by others"),
     (("--tool-chat-template", ""), "argument --tool-chat-template: the path is empty"),
     (("--keys", "none"), "none"),
     (("--model", "~no-such-user"), "model: there is no home folder"),
