@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, get_args
 
 import msgspec
@@ -17,8 +18,17 @@ from openai.types.realtime import (
 from openai.types.realtime.realtime_audio_input_turn_detection import ServerVad as OpenAIServerVad
 
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.realtime.client_events import AnyEvent, ResponseFields, event_id_of, parse
+from omni_actors.http_server.realtime.client_events import (
+    AnyEvent,
+    CreateResponse,
+    ResponseAudio,
+    ResponseFields,
+    event_id_of,
+    parse,
+)
 from omni_actors.http_server.realtime.session_config import (
+    Audio,
+    AudioFormat,
     InputAudio,
     OutputAudio,
     ServerVad,
@@ -140,3 +150,34 @@ def test_a_bad_event_names_the_field(event: dict[str, Any], param: str, code: st
 )
 def test_the_id_of_a_bad_event_is_found(data: bytes, wanted: str | None) -> None:
     assert event_id_of(data) == wanted
+
+
+def session_of(**fields: Any) -> dict[str, Any]:
+    return {"type": "session.update", "session": {"type": "realtime", **fields}}
+
+
+WITH_FIELDS: list[tuple[type[msgspec.Struct], Callable[[dict[str, None]], dict[str, Any]]]] = [
+    (CreateResponse, lambda null: {"type": "response.create", **null}),
+    (ResponseFields, lambda null: {"type": "response.create", "response": null}),
+    (ResponseAudio, lambda null: {"type": "response.create", "response": {"audio": null}}),
+    (SessionFields, lambda null: session_of(**null)),
+    (Audio, lambda null: session_of(audio=null)),
+    (InputAudio, lambda null: session_of(audio={"input": null})),
+    (OutputAudio, lambda null: session_of(audio={"output": null})),
+    (AudioFormat, lambda null: session_of(audio={"input": {"format": {"type": "audio/pcm", **null}}})),
+    (ServerVad, lambda null: session_of(audio={"input": {"turn_detection": {"type": "server_vad", **null}}})),
+    (Transcription, lambda null: session_of(audio={"input": {"transcription": null}})),
+]
+
+
+@pytest.mark.parametrize(("kind", "event"), WITH_FIELDS, ids=[kind.__name__ for kind, _ in WITH_FIELDS])
+def test_null_is_as_good_as_absent(
+    kind: type[msgspec.Struct], event: Callable[[dict[str, None]], dict[str, Any]]
+) -> None:
+    """But for what null turns off."""
+    absent = parse(msgspec.json.encode(event({})))
+    optional = [field.encode_name for field in msgspec.structs.fields(kind) if not field.required]
+    for name in optional:
+        null = parse(msgspec.json.encode(event({name: None})))
+        assert (null == absent) is (name not in ("turn_detection", "transcription")), name
+    assert optional

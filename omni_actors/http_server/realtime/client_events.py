@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from omni_actors.http_server.chat_messages import MAX_PARTS
 from omni_actors.http_server.decoding import decode
 from omni_actors.http_server.json_bounds import MAX_VALUES, check_bounds
-from omni_actors.http_server.realtime.session_config import AnswerFields, OutputAudio, SessionFields
+from omni_actors.http_server.realtime.session_config import AnswerFields, Fields, OrNull, OutputAudio, SessionFields
 from omni_actors.http_server.schema_fields import MAX_TEXT, Strict
 from omni_actors.http_server.schemas import MAX_MESSAGES
 from omni_actors.protocol.tools import CallId, Json, ToolName
@@ -156,10 +156,10 @@ class TruncateItem(ClientEvent, frozen=True, kw_only=True, tag="conversation.ite
     audio_end_ms: Annotated[int, Meta(ge=0, le=86_400_000)]
 
 
-class ResponseAudio(Strict, frozen=True):
+class ResponseAudio(Fields, frozen=True):
     """The sound of a single response; there is nothing to set about its input."""
 
-    output: OutputAudio = OutputAudio()
+    output: OrNull[OutputAudio] = OutputAudio()
 
 
 class ResponseFields(AnswerFields, frozen=True, kw_only=True):
@@ -170,8 +170,8 @@ class ResponseFields(AnswerFields, frozen=True, kw_only=True):
         input: what to answer in place of the conversation.
     """
 
-    audio: ResponseAudio = ResponseAudio()
-    conversation: Literal["auto", "none"] = "auto"
+    audio: OrNull[ResponseAudio] = ResponseAudio()
+    conversation: OrNull[Literal["auto", "none"]] = "auto"
     input: Annotated[list[AnyMessage | ItemReference], Meta(max_length=MAX_MESSAGES)] | None = None
     metadata: Metadata | None = None
 

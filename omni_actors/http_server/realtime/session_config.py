@@ -5,7 +5,9 @@ A field that would change the answer and is not supported takes only the value t
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -32,15 +34,37 @@ OutputTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | Annotated[str, Meta(p
 Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
 NoneOf = Annotated[list[Any], Meta(max_length=0)] | None
 
+NULL_IS_ABSENT = "null is absent"
+if TYPE_CHECKING:
+    OrNull = Annotated[T, NULL_IS_ABSENT]
+else:
+    OrNull = Annotated[T | None, NULL_IS_ABSENT]
 
-class AudioFormat(Strict, frozen=True):
+
+class Fields(Strict, frozen=True):
+    """Fields that a client may set. One of the type `OrNull` has its default in place of null."""
+
+    def __post_init__(self) -> None:
+        for name, default in _defaults(type(self)).items():
+            if getattr(self, name) is None:
+                msgspec.structs.force_setattr(self, name, default)
+
+
+@functools.cache
+def _defaults(kind: type[Fields]) -> Mapping[str, Any]:
+    hints = get_type_hints(kind, include_extras=True)
+    fields = msgspec.structs.fields(kind)
+    return {field.name: field.default for field in fields if NULL_IS_ABSENT in get_args(hints[field.name])}
+
+
+class AudioFormat(Fields, frozen=True):
     """PCM, the only format of sound in both directions."""
 
-    type: Literal["audio/pcm"] = "audio/pcm"
-    rate: Literal[24000] = 24000
+    type: OrNull[Literal["audio/pcm"]] = "audio/pcm"
+    rate: OrNull[Literal[24000]] = 24000
 
 
-class ServerVad(Strict, frozen=True, tag_field="type", tag="server_vad"):
+class ServerVad(Fields, frozen=True, tag_field="type", tag="server_vad"):
     """The server finds the turns of the user in the sound.
 
     Args:
@@ -51,11 +75,11 @@ class ServerVad(Strict, frozen=True, tag_field="type", tag="server_vad"):
         interrupt_response: cancel the running answer when a turn begins.
     """
 
-    threshold: Annotated[float, Meta(ge=0, le=1)] = 0.5
-    prefix_padding_ms: Milliseconds = 300
-    silence_duration_ms: Annotated[int, Meta(ge=64, le=60_000)] = 500
-    create_response: bool = True
-    interrupt_response: bool = True
+    threshold: OrNull[Annotated[float, Meta(ge=0, le=1)]] = 0.5
+    prefix_padding_ms: OrNull[Milliseconds] = 300
+    silence_duration_ms: OrNull[Annotated[int, Meta(ge=64, le=60_000)]] = 500
+    create_response: OrNull[bool] = True
+    interrupt_response: OrNull[bool] = True
     idle_timeout_ms: None = None
 
 
@@ -82,43 +106,43 @@ class Transcription(Strict, frozen=True, omit_defaults=True):
         return transcription_question(self.language, self.prompt or "")
 
 
-class InputAudio(Strict, frozen=True):
-    """What a client may set about the user's sound."""
+class InputAudio(Fields, frozen=True):
+    """What a client may set about the user's sound. Null turns detection and transcription off."""
 
-    format: AudioFormat | UnsetType = UNSET
+    format: OrNull[AudioFormat | UnsetType] = UNSET
     turn_detection: ServerVad | UnsetType | None = UNSET
     transcription: Transcription | UnsetType | None = UNSET
     noise_reduction: None = None
 
 
-class OutputAudio(Strict, frozen=True):
+class OutputAudio(Fields, frozen=True):
     """What a client may set about the sound of answers."""
 
-    format: AudioFormat | UnsetType = UNSET
-    voice: str | VoiceId | UnsetType | None = UNSET
-    speed: Annotated[float, Meta(ge=1, le=1)] | UnsetType = UNSET  # the vocoder has one speed
+    format: OrNull[AudioFormat | UnsetType] = UNSET
+    voice: OrNull[str | VoiceId | UnsetType] = UNSET
+    speed: OrNull[Annotated[float, Meta(ge=1, le=1)] | UnsetType] = UNSET  # the vocoder has one speed
 
 
-class Audio(Strict, frozen=True):
+class Audio(Fields, frozen=True):
     """Both directions."""
 
-    input: InputAudio = InputAudio()
-    output: OutputAudio = OutputAudio()
+    input: OrNull[InputAudio] = InputAudio()
+    output: OrNull[OutputAudio] = OutputAudio()
 
 
-class AnswerFields(Strict, frozen=True, kw_only=True):
+class AnswerFields(Fields, frozen=True, kw_only=True):
     """What a session and a single response may both set. `seed` and `stage_params` are extensions."""
 
-    instructions: Instructions | UnsetType = UNSET
-    output_modalities: Modalities | UnsetType = UNSET
-    max_output_tokens: OutputTokens | UnsetType = UNSET
-    tools: ToolList | UnsetType = UNSET
-    tool_choice: ToolChoice | UnsetType = UNSET
+    instructions: OrNull[Instructions | UnsetType] = UNSET
+    output_modalities: OrNull[Modalities | UnsetType] = UNSET
+    max_output_tokens: OrNull[OutputTokens | UnsetType] = UNSET
+    tools: OrNull[ToolList | UnsetType] = UNSET
+    tool_choice: OrNull[ToolChoice | UnsetType] = UNSET
     prompt: None = None
     reasoning: None = None
-    parallel_tool_calls: bool | UnsetType | None = UNSET
-    seed: Seed | UnsetType | None = UNSET
-    stage_params: dict[str, StageParams] | UnsetType = UNSET
+    parallel_tool_calls: OrNull[bool | UnsetType] = UNSET
+    seed: OrNull[Seed | UnsetType] = UNSET
+    stage_params: OrNull[dict[str, StageParams] | UnsetType] = UNSET
 
     def check(self, where: str) -> None:
         """Raise `HttpError` 400 for what is not supported. `where` is the field of the event that holds these."""
@@ -128,14 +152,14 @@ class AnswerFields(Strict, frozen=True, kw_only=True):
 
 
 class SessionFields(AnswerFields, frozen=True, kw_only=True):
-    """The `session` of `session.update`; what is absent stays as it is."""
+    """The `session` of `session.update`; what is absent or null stays as it is."""
 
     type: Literal["realtime"]
-    model: str | UnsetType = UNSET
-    audio: Audio = Audio()
+    model: OrNull[str | UnsetType] = UNSET
+    audio: OrNull[Audio] = Audio()
     include: NoneOf = None
     tracing: None = None
-    truncation: Literal["auto", "disabled"] | UnsetType = UNSET
+    truncation: OrNull[Literal["auto", "disabled"] | UnsetType] = UNSET
 
 
 class Pipeline(Struct, frozen=True):
