@@ -45,7 +45,7 @@ coverage combine --quiet
 coverage report
 python scripts/coverage_floors.py || status=1
 
-for step in "fuzz_wire.py" "fuzz_wire.py --pictures" "fuzz_http.py" "fuzz_config.py" "soak.py" "audit.py"; do
+for step in "fuzz_wire.py" "fuzz_wire.py --pictures" "fuzz_http.py" "fuzz_websocket.py" "fuzz_config.py" "soak.py" "audit.py"; do
     seed=()
     [[ $step == audit.py ]] || seed=(--seed "$OMNI_TEST_SEED")
     echo "nightly: scripts/$step"

@@ -102,8 +102,8 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
         head_bytes: largest head of a request: its first line and headers.
         head_timeout: seconds for a request's head to arrive.
         body_bytes: largest request body.
-        bodies_bytes: all request bodies that arrive or are handled at a time, with the media fetched for them
-            or decoded while they arrive; at least `body_bytes`.
+        bodies_bytes: all request bodies and events of sessions that arrive or are handled at a time, with the media
+            fetched for them or decoded while they arrive; at least `body_bytes`.
         media_parts: number of media in one request.
         media_bytes: largest audio, image or video.
         audio_seconds: longest audio.
@@ -120,13 +120,15 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
             once for each. A voice of the pipeline keeps its own name.
         voices: how many voices clients may make of recordings, if the model takes those.
         voices_dir: folder for them, which several servers may share; by default one in the run directory.
-        realtime_sessions: sessions of /v1/realtime at a time.
+        realtime_sessions: sessions of /v1/realtime at a time; with four or more, the last sixteenth is kept for
+            addresses that have none.
         realtime_session_seconds: longest session.
         realtime_idle_seconds: seconds without an event of the client, and without an answer, that end a session.
         realtime_ahead_seconds: sound of the user after which the pipeline computes what was said so far, while the user
             still speaks; 0 to compute a turn when it is over. 2 s is what Qwen2.5-Omni encodes together.
         realtime_event_bytes: largest event of a client.
-        realtime_events_per_second: events that are read of a client in the long run; it is slowed down to this.
+        realtime_events_per_second: events that are read of a client in the long run; it is slowed down to this. More
+            pings, pongs and small pieces of events than this end its session.
         cors_origins: origins (`https://example.com`, or `*`) whose web pages may use the server from a browser; by
             default none.
         certificate: PEM file with the certificate and its chain; makes the server speak https.

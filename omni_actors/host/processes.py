@@ -39,6 +39,11 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
+def give_back_memory() -> None:
+    """Give to the system what the allocator holds in reserve. Takes about a millisecond for 3 MB of it."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 class ChildStopTime:
     """How long a child may take to end in order before its parent kills it, as the child says (`announce_stop_time`).
 

@@ -20,8 +20,9 @@ from omni_actors.errors import ConfigError
 from omni_actors.host.addresses import is_endpoint
 from omni_actors.host.processes import EXIT_OK, EXIT_USAGE, die_with_parent, raise_file_limit
 from omni_actors.http_server.app import create_app
-from omni_actors.http_server.bounded_websocket import BoundedWebSocket
+from omni_actors.http_server.bounded_websocket import bounded_websocket
 from omni_actors.http_server.connections import RESERVED_FILES, bounded_protocol
+from omni_actors.http_server.reservations import BodyBytes
 from omni_actors.http_server.settings import (
     SPEC_FLAG,
     HttpServerSpec,
@@ -50,12 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     logs.get_logger(__name__).info("listening on %s", url(listener, settings))
     _join_logs()
+    bodies = BodyBytes(settings.bodies_bytes)
     config = uvicorn.Config(
-        create_app(settings),
+        create_app(settings, bodies=bodies),
         http=bounded_protocol(settings, raise_file_limit(RESERVED_FILES)),
         log_config=None,
         access_log=False,  # the middleware logs each request with its id
-        ws=BoundedWebSocket,
+        ws=bounded_websocket(settings, bodies),
         ws_max_size=settings.realtime_event_bytes,
         ws_per_message_deflate=False,  # sound does not get smaller, and a small frame could become a large one
         proxy_headers=False,

@@ -82,13 +82,14 @@ ERROR_SCHEMA = {
 }
 
 
-def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None) -> ASGIApp:
+def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None, bodies: BodyBytes | None = None) -> ASGIApp:
     """Make the whole server as an ASGI application.
 
     Args:
         fetcher: fetches media by URL; made from `settings` if `None`.
+        bodies: accounts for the bytes of all requests, also those that have not reached the application.
     """
-    bodies = BodyBytes(settings.bodies_bytes)
+    bodies = bodies or BodyBytes(settings.bodies_bytes)
     routes = create_routes(settings, fetcher=fetcher, bodies=bodies)
     app: ASGIApp = RequestMiddleware(routes, settings, routes.routes, bodies)
     if settings.cors_origins:

@@ -7,7 +7,6 @@ new decoder.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import socket
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_actors.errors import Aborted, EngineError, InvalidRequest, MalformedMedia, OmniError
-from omni_actors.host.processes import describe_exit
+from omni_actors.host.processes import describe_exit, give_back_memory
 from omni_actors.media.limits import MediaLimits, MediaTooLarge
 from omni_actors.media.messages import (
     AUDIO_ARRAY,
@@ -60,7 +59,6 @@ OWN: Final = {
 _ERRORS: Final[dict[str, type[OmniError]]] = {
     error.__name__: error for error in (InvalidRequest, MalformedMedia, MediaTooLarge, EngineError)
 }
-_LIBC: Final = ctypes.CDLL(None)
 Array = NDArray[Any]
 T = TypeVar("T")
 
@@ -281,7 +279,7 @@ class DecoderThreads:
         try:
             task.run(work, decoder)
             if decoder.decoded_bytes > TRIM_BYTES:
-                _LIBC.malloc_trim(0)
+                give_back_memory()
         finally:
             self._idle.append(decoder)
 

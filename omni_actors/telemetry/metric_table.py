@@ -246,6 +246,13 @@ REALTIME_PREPARATIONS = _http(
     ("outcome",),
     "Prompts computed while the user still spoke, by outcome: computed, cancelled (the turn was over) or failed.",
 )
+REALTIME_LAG = _http(
+    Kind.HISTOGRAM,
+    "omni_realtime_detection_lag_seconds",
+    (),
+    "How far behind real time the server looked for turns in a piece of sound; over 0.5 s it refuses new sessions.",
+    _WAITS,
+)
 REALTIME_FIRST_AUDIO = _http(
     Kind.HISTOGRAM,
     "omni_realtime_first_audio_seconds",

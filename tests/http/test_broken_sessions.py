@@ -11,12 +11,13 @@ import httpx
 import pytest
 
 from omni_actors.config.schema import HttpConfig
-from scripts.fuzz_http import handshake
+from scripts.fuzz_http import Fuzzer, handshake
+from scripts.fuzz_websocket import SessionCase
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import PATIENCE, until
 
 SAY = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "one two three " * 20}]}
-FAULTS = ("Traceback", "a request failed", "session failed")
+FAULTS = ("Traceback", "a request failed", "session failed", "ERROR")
 
 
 @pytest.fixture
@@ -103,6 +104,28 @@ def test_a_request_that_no_websocket_takes_is_refused(quiet: HttpPipeline) -> No
     assert b"no more than 8192 bytes" in answer
 
 
+@pytest.mark.parametrize(
+    ("wrong", "status"), [(b"/v1/realtime?model=gpt", b"404"), (b"/v1/realtime?a=b", b"400"), (b"/v1/models", b"404")]
+)
+def test_a_refused_session_is_no_error_of_the_server(quiet: HttpPipeline, wrong: bytes, status: bytes) -> None:
+    """uvicorn takes a refusal for an application that has forgotten to answer."""
+    with connect(quiet) as connection:
+        connection.sendall(handshake().replace(b"/v1/realtime?model=echo", wrong))
+        assert rest_of(connection).startswith(b"HTTP/1.1 " + status)
+
+
+def test_text_that_is_no_utf8_after_the_end_of_a_session_is_discarded(quiet: HttpPipeline) -> None:
+    """In one piece with what ended it: a frame that is none."""
+    with connect(quiet) as connection:
+        connection.sendall(handshake())
+        received = b""
+        while b"session.created" not in received:
+            received += connection.recv(1 << 16)
+        broken, ping = b"\x81\x81\0\0\0\0\xff", b"\x89\x80\0\0\0\0"
+        connection.sendall(broken + ping + broken + ping)
+        assert rest_of(connection).count(b"\x88") == 1
+
+
 def test_a_websocket_behind_requests_that_wait_ends_them_all(quiet: HttpPipeline) -> None:
     body = json.dumps({"model": "echo", "messages": [{"role": "user", "content": "one two " * 20}], "stream": True})
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -113,3 +136,11 @@ def test_a_websocket_behind_requests_that_wait_ends_them_all(quiet: HttpPipeline
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + handshake())
         assert b" 101 " not in rest_of(connection)
     until(lambda: in_flight(quiet) == 0)
+
+
+def test_a_few_seconds_of_the_fuzzer_of_frames_break_nothing(echo: HttpPipeline) -> None:
+    fuzzer = Fuzzer(echo, 5, SessionCase)
+    fuzzer.run(2.5)
+    assert fuzzer.statuses[101], "sessions begin"
+    first, second = ([SessionCase(5, number).frames for number in range(20)] for _ in range(2))
+    assert first == second, "a case can be repeated"

@@ -21,12 +21,10 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.protocol import State
 from websockets.uri import parse_uri
 
-from omni_actors.http_server.app import create_app
-from omni_actors.http_server.bounded_websocket import BoundedWebSocket
 from omni_actors.http_server.connections import bounded_protocol
 from omni_actors.http_server.settings import ServerSettings
-from tests.support.realtime import SECOND, speech
-from tests.support.servers import HttpPipeline, serving
+from tests.support.realtime import SECOND, serving_sessions, speech
+from tests.support.servers import HttpPipeline
 from tests.support.waiting import PATIENCE, eventually, until
 
 MANUAL = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
@@ -266,9 +264,7 @@ def limited(echo_pipeline: HttpPipeline) -> Iterator[str]:
         realtime_sessions=1,
         realtime_event_bytes=100_000,
     )
-    with serving(
-        create_app(settings), ws=BoundedWebSocket, http=bounded_protocol(settings, 4), ws_max_size=100_000
-    ) as url:
+    with serving_sessions(settings, http=bounded_protocol(settings, 4)) as url:
         yield url
 
 
@@ -338,7 +334,7 @@ def values_with_key(url: str) -> float:
 )
 async def test_a_session_has_an_end(echo: HttpPipeline, limit: str, code: str) -> None:
     settings = ServerSettings(endpoint=echo.endpoint, **{limit: 0.3})
-    with serving(create_app(settings), ws=BoundedWebSocket) as url:
+    with serving_sessions(settings) as url:
         async with ws(url) as websocket:
             events = await events_of(websocket)
     assert [event["type"] for event in events] == ["session.created", "error"]
@@ -372,7 +368,7 @@ class DeafClient:
 def test_a_client_that_does_not_read_is_let_go(slow: HttpPipeline) -> None:
     """Its answer ends in every stage, although it is still connected."""
     settings = ServerSettings(endpoint=slow.endpoint, write_timeout=0.3)
-    with serving(create_app(settings), ws=BoundedWebSocket) as url:
+    with serving_sessions(settings) as url:
         client = DeafClient(url)
         item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x" * 2000}]}
         client.send(type="conversation.item.create", item=item)
@@ -386,7 +382,7 @@ def test_a_client_that_does_not_read_is_let_go(slow: HttpPipeline) -> None:
 
 
 async def test_the_end_of_the_server_ends_its_sessions(echo: HttpPipeline) -> None:
-    with serving(create_app(ServerSettings(endpoint=echo.endpoint)), ws=BoundedWebSocket) as url:
+    with serving_sessions(ServerSettings(endpoint=echo.endpoint)) as url:
         websocket = await ws(url)
         await websocket.recv()
     await events_of(websocket)

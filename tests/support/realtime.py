@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, get_args
 
 import msgspec
@@ -14,12 +15,17 @@ from openai.resources.realtime.realtime import AsyncRealtimeConnection
 from openai.types.realtime import RealtimeResponse, RealtimeServerEvent
 from pydantic import BaseModel, TypeAdapter
 
+from omni_actors.http_server.app import create_app
+from omni_actors.http_server.bounded_websocket import bounded_websocket
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.realtime.ahead_of_turn import AheadOfTurn
 from omni_actors.http_server.realtime.client_events import parse
 from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, Send, Session, Transcribe
 from omni_actors.http_server.realtime.session_config import RATE, Pipeline, ServerVad, SessionConfig
 from omni_actors.http_server.realtime.turn_detection import Window
+from omni_actors.http_server.reservations import BodyBytes
+from omni_actors.http_server.settings import ServerSettings
+from tests.support.servers import serving
 
 OPENAI = TypeAdapter(RealtimeServerEvent)
 # Fields that OpenAI's types do not have: its server sends the first three, the others are extensions.
@@ -151,6 +157,13 @@ def error_of(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     assert event["type"] == "error", event
     found: dict[str, Any] = event["error"]
     return found
+
+
+def serving_sessions(settings: ServerSettings, **options: object) -> AbstractContextManager[str]:
+    """A server inside the test's process that has sessions; gives its URL."""
+    bodies = BodyBytes(settings.bodies_bytes)
+    app, websocket = create_app(settings, bodies=bodies), bounded_websocket(settings, bodies)
+    return serving(app, ws=websocket, ws_max_size=settings.realtime_event_bytes, **options)
 
 
 class Turn(NamedTuple):

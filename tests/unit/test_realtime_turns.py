@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from omni_actors.http_server.realtime.heard import heard
-from omni_actors.http_server.realtime.pacing import BURST_SECONDS, Pace
+from omni_actors.http_server.realtime.pacing import BURST_SECONDS, Lag, Pace
 from omni_actors.http_server.realtime.session_config import RATE, ServerVad
 from omni_actors.http_server.realtime.turn_detection import TurnBegins, TurnDetector, TurnEnds, Window
 from omni_actors.http_server.realtime.voice_activity import VoiceActivity
@@ -171,3 +171,27 @@ def test_too_many_events_are_slowed_down() -> None:
     assert pace.wait(0.0) == pytest.approx(0.1)
     assert pace.wait(0.0) == pytest.approx(0.2)
     assert pace.wait(60.0) == 0.0, "a pause is forgiven"
+
+
+def test_work_that_falls_behind_real_time_is_told_once_until_it_has_caught_up() -> None:
+    """Pieces of 0.1 s: 0.3 s of work for each, one after the other, then 0.01 s."""
+    lag, now = Lag(), 100.0
+    told = []
+    for took in [0.3] * 5 + [0.01] * 20 + [0.3] * 5:
+        told.append(lag.add(now, now + took, 0.1))
+        now += took
+    assert [index for index, new in enumerate(told) if new] == [2, 27]
+    assert lag.seconds == pytest.approx(1.0)
+
+
+def test_a_sender_that_pauses_is_not_behind() -> None:
+    """And no more is one that sends all at once, or whose pieces only wait for one another for a moment."""
+    lag = Lag()
+    assert lag.add(0.0, 0.7, 0.1)
+    assert not lag.add(10.0, 10.2, 0.1)
+    assert lag.seconds == pytest.approx(0.1)
+    assert not lag.add(10.2, 15.0, 60.0)
+    assert lag.seconds == 0.0
+    for start in (15.0, 15.2, 15.4):
+        lag.add(start, start + 0.1, 0.1)
+    assert lag.seconds == pytest.approx(0.0)

@@ -20,7 +20,7 @@ from omni_actors.http_server.realtime import client_events as client
 from omni_actors.http_server.realtime import server_events as server
 from omni_actors.http_server.realtime.answers import Latency, response_usage, submit, was_cut
 from omni_actors.http_server.realtime.outbox import ANSWER_BYTES, EVENT_BYTES, Outbox
-from omni_actors.http_server.realtime.pacing import Pace
+from omni_actors.http_server.realtime.pacing import LAG_SECONDS, Lag, Pace
 from omni_actors.http_server.realtime.preparation import Preparation
 from omni_actors.http_server.realtime.session import (
     Ask,
@@ -37,7 +37,7 @@ from omni_actors.http_server.realtime.voice_activity import VoiceActivity
 from omni_actors.http_server.reservations import Reservation
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger, trace_of
-from omni_actors.telemetry.metric_table import REALTIME_INTERRUPTIONS, REALTIME_RESPONSES
+from omni_actors.telemetry.metric_table import REALTIME_INTERRUPTIONS, REALTIME_LAG, REALTIME_RESPONSES
 
 logger = get_logger(__name__)
 
@@ -67,6 +67,7 @@ class Connection:
         self._transcriber = Transcriber(session.transcripts, self._outbox, state, tenant, self._traceparent)
         self._preparation = Preparation(state, tenant, self._traceparent)
         self._activity: VoiceActivity | None = None
+        self._lag = Lag()
         self._answers: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -143,9 +144,24 @@ class Connection:
             if self._activity is None:
                 self._activity = VoiceActivity(position + start // 2)
             piece = pcm[start : start + BYTES_PER_SECOND]
-            loop = asyncio.get_running_loop()
+            loop, began = asyncio.get_running_loop(), time.monotonic()
             windows = await loop.run_in_executor(self._state.realtime.threads, self._activity.feed, piece)
+            self._check_lag(began, len(piece) / BYTES_PER_SECOND)
             self._carry_out(self._session.detect(windows))
+
+    def _check_lag(self, began: float, seconds: float) -> None:
+        """Say that turns are found too late, once until the server has caught up."""
+        realtime = self._state.realtime
+        new = self._lag.add(began, time.monotonic(), seconds)
+        realtime.meters.histogram(REALTIME_LAG).observe(self._lag.seconds)
+        if self._lag.seconds > LAG_SECONDS:
+            realtime.lags()
+        if new:
+            message = f"Turns are found {self._lag.seconds:.1f} s too late: the server listens to more than it can."
+            about = {"request_id": self._websocket.state.request_id}
+            logger.warning("%s No session begins meanwhile.", message, extra=about)
+            hint = "Find them yourself (turn_detection: null), or come back later."
+            self._outbox.put(server.Error.of(HttpError(503, f"{message} {hint}", code="detection_lags")))
 
     async def _close(self, message: str, code: str) -> None:
         """Say why, and end the session."""

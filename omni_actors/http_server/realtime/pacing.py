@@ -1,4 +1,4 @@
-"""Slows down a client that sends too many events, by reading no more of them for a while."""
+"""How fast a client may send, and how far the server falls behind what it sends in real time."""
 
 from __future__ import annotations
 
@@ -21,3 +21,26 @@ class Pace:
         """Count an event; returns the seconds for which no other one should be read."""
         self._next = max(self._next, now - BURST_SECONDS) + 1 / self._rate
         return max(0.0, self._next - now)
+
+
+LAG_SECONDS = 0.5  # behind real time, from which turns are found too late
+
+
+class Lag:
+    """How far the work on a stream of sound is behind a sender in real time, while more waits than is worked on."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._ended = 0.0
+        self._told = False
+
+    def add(self, began: float, ended: float, seconds: float) -> bool:
+        """Count a piece of sound, of which the work began and ended at these times of any clock.
+
+        Returns whether the work has fallen behind by more than `LAG_SECONDS`, once until it has caught up.
+        """
+        waited = self.seconds if began - self._ended < LAG_SECONDS else 0.0  # longer pauses are the sender's
+        self._ended = ended
+        self.seconds = max(0.0, waited + ended - began - seconds)
+        told, self._told = self._told, self.seconds > LAG_SECONDS or (self._told and self.seconds > 0)
+        return self._told and not told

@@ -29,10 +29,10 @@ async def realtime(websocket: WebSocket) -> None:
     try:
         description = await state.describe()
         model = _model(websocket, state, description)
-        with state.realtime.session() as reservation:
+        tenant = state.tenants.name(websocket.client.host if websocket.client is not None else "")
+        with state.realtime.session(tenant) as reservation:
             await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
             session = _session(state, description, model)
-            tenant = state.tenants.name(websocket.client.host if websocket.client is not None else "")
             await Connection(websocket, state, session, reservation, tenant).run()
     except OmniError as error:
         await websocket.send_denial_response(HttpError.of(error).response())
