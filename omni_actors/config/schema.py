@@ -103,7 +103,7 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
         head_timeout: seconds for a request's head to arrive.
         body_bytes: largest request body.
         bodies_bytes: all request bodies and events of sessions that arrive or are handled at a time, with the media
-            fetched for them or decoded while they arrive; at least `body_bytes`.
+            fetched for them and the uploaded files and earlier turns that they refer to; at least `body_bytes`.
         media_parts: number of media in one request.
         media_bytes: largest audio, image or video.
         audio_seconds: longest audio.
@@ -113,7 +113,7 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
         file_seconds: lifetime of an uploaded file.
         request_timeout: seconds until an answer must be complete, for requests that set no `timeout`.
         read_timeout: seconds for a request's body to arrive.
-        write_timeout: seconds that a client may leave a piece of its answer unread.
+        write_timeout: seconds that a client may leave its answer unread; then its connection ends.
         served_names: names of the model for HTTP clients, the preferred one first; by default the pipeline's `name`,
             and `model` unless it is a path. The flag is `--served-name`, once for each.
         voice_aliases: further names of voices, such as `alloy: Chelsie`. The flag is `--voice-alias alloy=Chelsie`,

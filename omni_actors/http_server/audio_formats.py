@@ -7,11 +7,13 @@ import io
 import struct
 from typing import Protocol
 
+import msgspec
 import numpy
 import soundfile
 from numpy.typing import NDArray
 
 from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.json_body import base64_string
 
 Samples = NDArray[numpy.float32]
 
@@ -189,6 +191,11 @@ def make_encoder(name: str, rate: int) -> Encoder:
 async def encoded(samples: Samples, name: str, rate: int) -> bytes:
     """The same as `encode`, with codecs in a thread."""
     return await asyncio.to_thread(encode, samples, name, rate)
+
+
+async def encoded_base64(samples: Samples, name: str, rate: int) -> msgspec.Raw:
+    """The same in base64 as a string of JSON."""
+    return await asyncio.to_thread(lambda: base64_string(encode(samples, name, rate)))
 
 
 def encode(samples: Samples, name: str, rate: int) -> bytes:

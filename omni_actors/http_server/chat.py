@@ -25,7 +25,7 @@ from omni_actors.http_server.answer import (
     text_or_sound,
     usage_of_choices,
 )
-from omni_actors.http_server.audio_formats import encoded, pcm16
+from omni_actors.http_server.audio_formats import encoded_base64, pcm16
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.json_body import JsonBody
 from omni_actors.http_server.logprobs import chat_logprobs, prompt_logprobs
@@ -137,7 +137,7 @@ class ChatChoice:
             message["content"] = None
             message["audio"] = {
                 "id": self._audio_id,
-                "data": await encoded(samples, audio_format, rate),
+                "data": await encoded_base64(samples, audio_format, rate),
                 "expires_at": self._state.transcripts.add(self._audio_id, text),
                 "transcript": text,
             }

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpcore
 
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.reservations import RESERVATION
+from omni_actors.http_server.reservations import reserve
 
 FETCH_SECONDS = 20.0
 HTTPS_PORT = 443
@@ -183,7 +183,6 @@ class Fetcher:
                     raise HttpError(
                         413, f"The file at this URL exceeds {self._limit} bytes.", param=param, code="media_too_large"
                     )
-                if (reservation := RESERVATION.get(None)) is not None:
-                    reservation.add(len(piece))
+                reserve(len(piece))
                 pieces.append(piece)
         return b"".join(pieces)

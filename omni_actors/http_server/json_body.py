@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import binascii
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -41,6 +42,11 @@ class JsonBody(Generic[T]):
         """The route's `openapi_extra`."""
         schema = {"$ref": REFERENCE.format(name=self._kind.__name__)}
         return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def base64_string(data: bytes) -> msgspec.Raw:
+    """Bytes in base64 as a string of JSON. msgspec takes twice as long for it, and does it on the server's loop."""
+    return msgspec.Raw(b'"%b"' % binascii.b2a_base64(data, newline=False))
 
 
 def schemas(kinds: Sequence[type]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from omni_actors.http_server.chat_messages import (
 from omni_actors.http_server.decoding import decode
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
+from omni_actors.http_server.reservations import reserve
 from omni_actors.http_server.schema_fields import refuse_effects
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Transcripts
@@ -258,6 +259,7 @@ class MediaReader:
             raise bad_field(
                 param, f"There is no file {part.file.file_id!r}, or no longer: upload it again.", "file_not_found"
             )
+        reserve(len(file.data))  # it is sent to the pipeline as if it were in the body
         items = [(Item(UNKNOWN_FILE, "The file", len(file.data)), file.data)]
         measured = await self._on_decoder(lambda decoder: decoder.measure(items, MediaLimits()), param)
         return _Medium(measured.modality, file.data, param)

@@ -39,6 +39,7 @@ WEBSOCKET_PATHS = frozenset({"/v1/realtime"})
 KEY_SUBPROTOCOL = "openai-insecure-api-key."  # as OpenAI's pages send it
 SWITCHING_PROTOCOLS = 101
 BEGINNINGS = frozenset({"http.response.start", "websocket.accept", "websocket.http.response.start"})
+PIECE_BYTES = 65_536  # of an answer that are written at once
 POLLED_PATHS = frozenset({"/v1/status", "/health", "/metrics"})  # logged at debug only
 
 
@@ -99,6 +100,11 @@ class RequestMiddleware:
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 reservation.release()  # first: the client's next request may come at once
+                rest = memoryview(message.get("body", b""))
+                while len(rest) > PIECE_BYTES:  # uvicorn would hold all of it until the client has read it
+                    await send({"type": "http.response.body", "body": rest[:PIECE_BYTES], "more_body": True})
+                    rest = rest[PIECE_BYTES:]
+                message = {**message, "body": rest}
             await send(message)
 
         try:

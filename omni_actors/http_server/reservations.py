@@ -1,4 +1,4 @@
-"""A bound on the bytes that all requests hold together: bodies, and media that were fetched or decoded for them."""
+"""A bound on the bytes that all requests hold together: bodies, and the media, files and turns that they refer to."""
 
 from __future__ import annotations
 
@@ -42,3 +42,9 @@ class Reservation:
 
 
 RESERVATION: ContextVar[Reservation] = ContextVar("reservation")  # of the request that this task handles
+
+
+def reserve(size: int) -> None:
+    """Count bytes for the request that this task handles, if it has a reservation. Raises as `Reservation.add`."""
+    if (reservation := RESERVATION.get(None)) is not None:
+        reservation.add(size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -16,11 +16,12 @@ from starlette.responses import Response
 from omni_actors.client import Audio, Text
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import Answer, AnswerResponse, finish_reason, text_or_sound, token_counts, usage_of
-from omni_actors.http_server.audio_formats import encoded, pcm16
+from omni_actors.http_server.audio_formats import encoded_base64, pcm16
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.json_body import JsonBody
 from omni_actors.http_server.logprobs import token_logprobs
 from omni_actors.http_server.output_formats import TextFormat
+from omni_actors.http_server.reservations import reserve
 from omni_actors.http_server.response_schemas import Located, ResponsesRequest, messages_of
 from omni_actors.http_server.schema_fields import free_form
 from omni_actors.http_server.schemas import voice_name
@@ -75,23 +76,24 @@ async def create(body: Annotated[ResponsesRequest, Depends(BODY)], request: Requ
     )
     reply = ResponseReply(f"resp_{request.state.request_id}", model, spoken, body, description)
 
-    def keep() -> None:
+    def keep(content: bytes) -> None:
         if body.store is not False:
-            state.responses.add(reply.id, reply.object("completed"), [*before, *asked, reply.message()])
+            state.responses.add(reply.id, content, [*before, *asked, reply.message()])
 
     if body.stream:
         pieces = reply.events(answer, keep)
         return AnswerResponse(answer, pieces, "text/event-stream", state.settings.write_timeout)
     async with answer:
         await reply.read(answer)
-    keep()
-    return json_response(reply.object("completed"))
+    content = msgspec.json.encode(reply.object("completed"))
+    keep(content)
+    return Response(content, media_type="application/json")
 
 
 @router.get("/v1/responses/{response_id}", response_class=Response)
 async def retrieve(response_id: str, state: State) -> Response:
     """A response that is still kept."""
-    return json_response(state.responses.find(response_id).content)
+    return Response(state.responses.find(response_id).content, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}", response_class=Response)
@@ -103,13 +105,15 @@ async def delete(response_id: str, state: State) -> Response:
 
 
 def _before(body: ResponsesRequest, state: ServerState) -> Conversation:
-    """The turns that the request continues."""
+    """The turns that the request continues. They are sent to the pipeline again, so they count as if in the body."""
     if body.previous_response_id is None:
         return []
     try:
-        return state.responses.find(body.previous_response_id).conversation
+        found = state.responses.find(body.previous_response_id)
     except HttpError as error:
         raise bad_field("previous_response_id", error.message, "previous_response_not_found") from None
+    reserve(found.conversation_bytes)
+    return found.conversation
 
 
 async def _converted(
@@ -145,7 +149,7 @@ class ResponseReply:
         self._texts: list[str] = []
         self._logprobs: list[PositionLogprobs] = []
         self._calls = CollectedCalls()
-        self._audio: bytes | None = None
+        self._audio: msgspec.Raw | None = None
         self._usage: dict[str, Any] | None = None
         self._length = False  # whether the limit of tokens ended it
         self._number = 0  # of events
@@ -165,7 +169,7 @@ class ResponseReply:
         if self._spoken and (pieces or not self._calls):
             samples = numpy.concatenate(pieces) if pieces else numpy.zeros(0, numpy.float32)
             name = self._body.audio.format if self._body.audio and self._body.audio.format else "wav"
-            self._audio = await encoded(samples, name, rate)
+            self._audio = await encoded_base64(samples, name, rate)
         self._end(answer)
 
     def _end(self, answer: Answer) -> None:
@@ -249,11 +253,11 @@ class ResponseReply:
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    async def events(self, answer: Answer, keep: Any) -> AsyncIterator[bytes]:
+    async def events(self, answer: Answer, keep: Callable[[bytes], None]) -> AsyncIterator[bytes]:
         """Stream the events of an answer. A later failure becomes `response.failed` and `error`.
 
         Args:
-            keep: called when the response is complete.
+            keep: called with the response as JSON when it is complete.
         """
         yield self._event("response.created", response=self.object("in_progress"))
         yield self._event("response.in_progress", response=self.object("in_progress"))
@@ -291,8 +295,8 @@ class ResponseReply:
                 yield piece
         for piece in self._close():
             yield piece
-        keep()
         done = self.object("completed")
+        keep(msgspec.json.encode(done))
         yield self._event(f"response.{done['status']}", response=done)
 
     @property

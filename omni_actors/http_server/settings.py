@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import socket
 import ssl
@@ -21,6 +22,7 @@ from omni_actors.host.addresses import is_loopback
 from omni_actors.host.paths import check_folder_can_be_made, check_own_folder, check_readable, expanded
 
 BACKLOG = 2048
+MAX_MILLISECONDS = 2**31 - 1
 MAX_PEM_BYTES = 1 << 20
 MEDIA_HOST = re.compile(r"\.?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 REPEATED: dict[str, tuple[str, Callable[[str], Any], str, str]] = {  # key: flag, type, value's name and help
@@ -165,7 +167,7 @@ def bind(address: str, settings: ServerSettings, insecure: bool) -> socket.socke
     Raises:
         ConfigError: the address is wrong or taken, would be open to others without a key, or TLS cannot be used.
     """
-    return _listen(*check_listening(address, settings, settings.api_key, insecure))
+    return _listen(*check_listening(address, settings, settings.api_key, insecure), settings.write_timeout)
 
 
 def check_listening(address: str, config: HttpConfig, api_key: str | None, insecure: bool) -> tuple[str, int]:
@@ -234,12 +236,18 @@ def check_exposure(host: str, api_key: str | None, insecure: bool) -> None:
         )
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket. Raises `ConfigError` if the address is taken or is not one of this host."""
+def _listen(host: str, port: int, write_timeout: float) -> socket.socket:
+    """Open a listening socket, whose connections end when their client has read nothing for `write_timeout` seconds.
+
+    Raises:
+        ConfigError: the address is taken, or is not one of this host.
+    """
     family, address = _resolve(host, port)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        milliseconds = min(math.ceil(1000 * write_timeout), MAX_MILLISECONDS)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

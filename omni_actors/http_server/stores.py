@@ -108,12 +108,17 @@ class Transcripts:
 
 
 class KeptResponse(NamedTuple):
-    """A response of `/v1/responses`, and the turns that another one continues."""
+    """A response of `/v1/responses` as JSON, and the turns that another one continues with their bytes."""
 
-    content: dict[str, Any]
+    content: bytes
     conversation: list[dict[str, Any]]
-    size: int
+    conversation_bytes: int
     kept_until: float
+
+    @property
+    def size(self) -> int:
+        """Bytes of both."""
+        return len(self.content) + self.conversation_bytes
 
 
 class Responses:
@@ -127,13 +132,13 @@ class Responses:
         self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
         self._bytes = 0
 
-    def add(self, response_id: str, content: dict[str, Any], conversation: list[dict[str, Any]]) -> None:
+    def add(self, response_id: str, content: bytes, conversation: list[dict[str, Any]]) -> None:
         """Keep a response, unless it alone is too large: then it is not found later."""
-        size = _size(conversation) + _size(content)
-        if size > self.BYTES:
+        kept = KeptResponse(content, conversation, _size(conversation), time.monotonic() + self.SECONDS)
+        if kept.size > self.BYTES:
             return
-        self._kept[response_id] = KeptResponse(content, conversation, size, time.monotonic() + self.SECONDS)
-        self._bytes += size
+        self._kept[response_id] = kept
+        self._bytes += kept.size
         while len(self._kept) > self.LIMIT or self._bytes > self.BYTES or self._oldest_has_expired():
             self.remove(next(iter(self._kept)))
 
