@@ -5,7 +5,9 @@ Other work that a request needs before vLLM can have it, such as encoding a clip
 
 from __future__ import annotations
 
+import os
 import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from vllm.v1.request import Request
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.protocol.payloads import STRUCTURES
 
+LOWEST_PRIORITY = 19
 Prepared = tuple[Request, int]  # what vLLM's core makes of a request before it adds it
 
 
@@ -51,7 +54,7 @@ class GrammarCompiler:
     def __init__(self, vllm_config: VllmConfig, prepare: Callable[[EngineCoreRequest], Prepared]) -> None:
         self._config = vllm_config
         self._prepare = prepare
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=_yield_to_all)
         self._ended: queue.SimpleQueue[Compilation] = queue.SimpleQueue()
         self._wake: Callable[[], None] = lambda: None
 
@@ -111,6 +114,14 @@ class GrammarCompiler:
         else:
             self._ended.put(Compilation(request, prepared))
         self._wake()
+
+
+def _yield_to_all() -> None:
+    """Give this thread, and those that vLLM and xgrammar start from it, the lowest priority.
+
+    A schema of 43 bytes can keep all cores busy for a minute.
+    """
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
 
 
 def _as_error(request: EngineCoreRequest, error: BaseException) -> OmniError:
