@@ -1,12 +1,11 @@
 """Measures the ways in which a speaking pipeline takes two GPUs of one host, one after the other, with the same load.
 
-    python benchmarks/two_gpus.py stage_configs/qwen2_5_omni.yaml --model DIR [--parts a b c d e] [--logs FOLDER]
+    python benchmarks/two_gpus.py stage_configs/qwen2_5_omni.yaml --model DIR [--parts a b c d] [--logs FOLDER]
 
     a  one launcher; two talkers and two vocoders, one of each on either GPU
     b  two launchers with a GPU each, as on two hosts; the same stages
     c  launch/ray.sh on a Ray cluster of two nodes with a GPU each; the same stages
     d  one launcher; the thinker's layers split over both GPUs (TP=2), the talker on one, the vocoder on the other
-    e  two launchers with a GPU each; the same stages as in d, so that the thinker's ranks meet as on two hosts
 
 Two launchers have keys, as on two hosts, and encrypt what goes from one to the other; `--without-keys` shows what that
 costs. The jobs of launch/ray.sh always have them. "ready_s" does not count the start of Ray's cluster.
@@ -52,7 +51,6 @@ PARTS = {
     "b": "two launchers, two talkers and vocoders",
     "c": "Ray, two talkers and vocoders",
     "d": "one launcher, thinker TP=2",
-    "e": "two launchers, thinker TP=2",
 }
 COLUMNS = ("load", "req_per_s", "ttft_ms", "ttfa_ms", "smooth_start_ms", "e2e_s", "stalled")
 READY = re.compile(r"ready after .* clients connect to (\S+)")
@@ -179,18 +177,10 @@ def settings(part: str, options: argparse.Namespace, gpus: int) -> list[str]:
                 found[f"stages.{name}.devices"] = "[0, 1]"
     else:
         found["stages.thinker.engine.tensor_parallel_size"] = "2"
-        if part == "e":
-            found |= {"stages.thinker.nodes": "[0, 1]", "stages.code2wav.node": "1"}
-            found |= {"cluster.allow_unencrypted_ranks": "true", "cluster.ranks_port": str(free_port())}
-        elif gpus:
+        if gpus:
             found |= {"stages.thinker.devices": "[0, 1]", "stages.code2wav.devices": "[1]"}
         else:
             found["stages.thinker.environment"] = '{VLLM_CPU_OMP_THREADS_BIND: "0|1"}'  # the cores of the ranks
-    if part == "e" and gpus:
-        # Ways of two GPUs of one host. vLLM tries them, since the ranks share a host here, but no rank sees the
-        # other's GPU; between two hosts there are none.
-        found["stages.thinker.engine.disable_custom_all_reduce"] = "true"
-        found["stages.thinker.environment"] = '{VLLM_ALLREDUCE_USE_SYMM_MEM: "0"}'
     given = [f"{key}={value}" for key, value in found.items()] + options.set
     return [argument for item in given for argument in ("--set", item)]
 
@@ -204,7 +194,7 @@ async def start(part: str, programs: Programs, options: argparse.Namespace, gpus
     if part in "ad":
         serving = "launcher"
         programs.start(serving, launch, (0, 1))
-    elif part in "be":
+    elif part == "b":
         serving = "node-0"
         launch += ["--nnodes", "2", "--master-addr", LOOPBACK, "--master-port", str(free_port())]
         if not options.without_keys:
@@ -324,7 +314,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--limit", type=float, default=150.0, help="seconds for each part")
     made.add_argument("--logs", type=Path, help="folder for everything that is printed (default: a new one)")
     made.add_argument("--load-format", default="dummy", help="vLLM's load_format of every stage")
-    made.add_argument("--without-keys", action="store_true", help="let the two launchers of b and e not encrypt")
+    made.add_argument("--without-keys", action="store_true", help="let the two launchers of b not encrypt")
     serve.add_load_arguments(made)
     made.set_defaults(concurrency=[8, 32], rounds=1, speech=False)
     return made

@@ -31,7 +31,6 @@ VARIABLES = (
     Variable("OMNI_ACTORS_MASTER_ADDR", "cluster.master_addr", "host name or address of node 0"),
     Variable("OMNI_ACTORS_MASTER_PORT", "cluster.master_port", "port of the coordinator on node 0, for other nodes"),
     Variable("OMNI_ACTORS_NODE_ADDR", "cluster.node_addr", "address at which the others reach this host"),
-    Variable("OMNI_ACTORS_INTERFACE", "cluster.interface", "network interface for replicas over several hosts"),
     Variable("OMNI_ACTORS_ALLOW_IMPORTS", "", "comma-separated prefixes from which the YAML may name your own classes"),
     Variable("OMNI_ACTORS_LOG_LEVEL", "", "debug, info, warning or error"),
     Variable("OMNI_ACTORS_ENDPOINT", "", "endpoint to which the commands connect, such as omni-actors ctl"),

@@ -43,7 +43,6 @@ CONFIG_FLAGS = {  # flag of the command line -> configuration value that it sets
     "master_addr": "cluster.master_addr",
     "master_port": "cluster.master_port",
     "node_addr": "cluster.node_addr",
-    "interface": "cluster.interface",
 }
 
 
@@ -109,7 +108,6 @@ def parser() -> argparse.ArgumentParser:
     nodes.add_argument("--master-addr", metavar="HOST", help="host of node 0")
     nodes.add_argument("--master-port", type=int, help="port of the coordinator there, for the other nodes")
     nodes.add_argument("--node-addr", metavar="ADDRESS", help="address at which the other nodes reach this host")
-    nodes.add_argument("--interface", metavar="NAME", help="network interface for replicas over several hosts")
     nodes.add_argument("--headless", action="store_true", help="run stages only: no HTTP server, no prompt")
     http = parser.add_argument_group("HTTP", "The key that requests must carry is in OMNI_ACTORS_API_KEY.")
     http.add_argument("--http", metavar="HOST:PORT", help="serve the OpenAI API and a web page here")

@@ -59,7 +59,7 @@ PIECES = ["[", "{", "- ", "? ", "&a ", "*a ", "a: ", "'", '"', "|\n", "%TAG !a! 
 FLAGS = """
     --timeout --seed --voice --modalities --audio --image --save-audio --save-image --prompt --run-dir
     --keys --model --mps
-    --startup-timeout --listen --metrics --nnodes --node-rank --master-addr --master-port --node-addr --interface --http
+    --startup-timeout --listen --metrics --nnodes --node-rank --master-addr --master-port --node-addr --http
     --http-body-bytes --http-audio-seconds --http-certificate --http-key --media-host --served-name
 """.split()  # noqa: SIM905
 DUMPER = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper

@@ -33,13 +33,13 @@ if [[ $# -gt 0 ]]; then
     exit "$status"
 fi
 
-# The workers of a spread stage spin, and would starve what runs next to them: those run alone, and without coverage.
-spread=(tests/e2e/test_several_workers.py tests/nodes/test_ranks_over_hosts.py)
+# The workers of a stage on several GPUs spin, and would starve what runs next to them: those run alone, and without coverage.
+alone=tests/e2e/test_several_workers.py
 coverage erase
 startup=$PWD/tests/support/startup  # imports what is not ours without coverage
-given=(--numprocesses=2 --dist=loadfile --no-loadscope-reorder "${spread[@]/#/--ignore=}")
+given=(--numprocesses=2 --dist=loadfile --no-loadscope-reorder --ignore="$alone")
 PYTHONPATH="$startup${PYTHONPATH:+:$PYTHONPATH}" all coverage run
-given=("${spread[@]}")
+given=("$alone")
 all python
 coverage combine --quiet
 coverage report

@@ -12,7 +12,7 @@ import msgspec
 
 from omni_actors import envs
 from omni_actors.config.checkpoint import check_models
-from omni_actors.config.devices import gpus_per_host, memory_plan, stage_devices
+from omni_actors.config.devices import gpus_of_replica, memory_plan, stage_devices
 from omni_actors.config.schema import (
     BUILT_IN_IMPORT_PREFIXES,
     BUILT_IN_PROCESSORS,
@@ -26,7 +26,6 @@ from omni_actors.config.schema import (
     StageConfig,
     StageKind,
 )
-from omni_actors.config.spread import check_spread
 from omni_actors.errors import ConfigError, InvalidRequest, suggest
 from omni_actors.host.addresses import TCP, is_address, is_loopback, stays_on_host, tcp_host
 from omni_actors.host.paths import check_readable
@@ -85,7 +84,6 @@ def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
         raise ConfigError(
             f"cluster.node_rank: there is no node {pipeline.cluster.node_rank}; {_known_nodes(pipeline.cluster)}."
         )
-    check_spread(pipeline, devices)
     _check_memory_shares(pipeline, devices)
     _check_times(pipeline)
     _check_sizes(pipeline)
@@ -204,10 +202,6 @@ def _check_engine_class(stage: StageConfig, where: str) -> None:
 
 
 def _check_ray(stage: StageConfig, where: str) -> None:
-    if stage.spread is not None:
-        raise ConfigError(
-            f"{where}.nodes does not go with executor: ray, as Ray chooses the nodes.", hint="Leave one of them out."
-        )
     if stage.kind is not StageKind.AUTOREGRESSIVE:
         raise ConfigError(
             f"{where}.executor: ray is for autoregressive stages, and this one is of kind {stage.kind}.",
@@ -229,11 +223,10 @@ def _check_devices(stage: StageConfig, where: str, devices: int) -> None:
     placed = stage_devices(stage, devices)
     if len(set(placed)) != len(placed):
         raise ConfigError(f"{where}.devices names a device twice: {placed}.")
-    size = gpus_per_host(stage)
+    size = gpus_of_replica(stage)
     if len(placed) % size:
         raise ConfigError(
-            f"{where}.devices names {len(placed)} GPUs, but a replica takes {size}"
-            f"{' of each of its nodes' if stage.spread is not None else ''}.",
+            f"{where}.devices names {len(placed)} GPUs, but a replica takes {size}.",
             hint=f"Name {size} GPUs for each replica of a node, or change engine.tensor_parallel_size or "
             "engine.pipeline_parallel_size.",
         )
@@ -247,7 +240,7 @@ def _check_devices(stage: StageConfig, where: str, devices: int) -> None:
 
 
 def _check_nodes(stage: StageConfig, where: str, cluster: ClusterConfig) -> None:
-    key = f"{where}.{'node' if stage.spread is None else 'nodes'}"
+    key = f"{where}.node"
     for rank in stage.nodes:
         if rank >= cluster.nnodes:
             raise ConfigError(
@@ -255,7 +248,7 @@ def _check_nodes(stage: StageConfig, where: str, cluster: ClusterConfig) -> None
             )
     if len(set(stage.nodes)) != len(stage.nodes):
         raise ConfigError(f"{key} names a node twice: {list(stage.nodes)}.")
-    if stage.spread is None and len(stage.nodes) > stage.processes:
+    if len(stage.nodes) > stage.processes:
         raise ConfigError(
             f"{key} names {len(stage.nodes)} nodes, but there are {stage.processes} replicas and spares.",
             hint=f"Set {where}.replicas or {where}.spares.",

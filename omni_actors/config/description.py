@@ -9,17 +9,9 @@ from typing import Any
 import msgspec
 
 from omni_actors.config.checks import device_name
-from omni_actors.config.devices import (
-    devices_by_replica,
-    gpus_of_replica,
-    gpus_per_host,
-    host_devices,
-    memory_plan,
-    shared_devices,
-)
+from omni_actors.config.devices import devices_by_replica, gpus_of_replica, host_devices, memory_plan, shared_devices
 from omni_actors.config.loading import LoadedConfig, flatten
-from omni_actors.config.schema import Executor, PipelineConfig, StageConfig, StageKind
-from omni_actors.config.spread import meeting_port
+from omni_actors.config.schema import Executor
 
 
 def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
@@ -46,8 +38,6 @@ def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
             where = f"{gpus_of_replica(stage)} x GPU of the Ray cluster, each with its process on a CPU"
         if pipeline.cluster.nnodes > 1:
             where += f" of node {', '.join(str(rank) for rank in stage.nodes)}"
-        if stage.spread is not None:
-            where += f", {_ranks(pipeline, stage)}"
         spares = f" and {stage.spares} spare{'s' if stage.spares > 1 else ''}" if stage.spares else ""
         lines.append(
             f"  {stage.name}: {stage.replicas} x {stage.kind}{spares} on {where}, takes input from "
@@ -65,14 +55,6 @@ def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
         how = "under CUDA MPS, where that works" if pipeline.mps == "auto" else "in turns (mps: off)"
         lines.append(f"GPU {device} is shared, {how}: {', '.join(f'{stage}/{index}' for stage, index in replicas)}")
     return "\n".join(lines)
-
-
-def _ranks(pipeline: PipelineConfig, stage: StageConfig) -> str:
-    """Say how the replicas of a spread stage are divided, and where their ranks meet."""
-    ports = [meeting_port(pipeline, stage.name, index) for index in range(stage.processes)]
-    of_each = "" if stage.kind is StageKind.ECHO else f", {gpus_per_host(stage)} of its {gpus_of_replica(stage)} ranks"
-    met = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
-    return f"each over all of these{of_each} on each; they meet at {met} of node {stage.nodes[0]}"
 
 
 def _show(value: Any) -> str:

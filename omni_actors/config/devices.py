@@ -33,9 +33,8 @@ def memory_plan(pipeline: PipelineConfig, devices: int) -> dict[tuple[int, int],
         if share is None:
             continue
         replicas = collections.Counter(
-            (rank, device)
+            (stage.node_of(index), device)
             for index, taken in enumerate(devices_by_replica(stage, devices))
-            for rank in (stage.hosts_of(index) if taken else ())
             for device in taken
         )
         for place, count in replicas.items():
@@ -55,7 +54,7 @@ def memory_share(stage: StageConfig) -> float | None:
 
 
 def gpus_of_replica(stage: StageConfig) -> int:
-    """Return how many GPUs a replica takes, on all its hosts. Raises `ConfigError` if no host has as many."""
+    """Return how many GPUs a replica takes. Raises `ConfigError` if no host has as many."""
     sizes = {
         f"engine.{how}_parallel_size": stage.engine.get(f"{how}_parallel_size", 1) for how in ("tensor", "pipeline")
     }
@@ -66,16 +65,8 @@ def gpus_of_replica(stage: StageConfig) -> int:
     return math.prod(size if isinstance(size, int) and size > 0 else 1 for size in sizes.values())
 
 
-def gpus_per_host(stage: StageConfig) -> int:
-    """Return how many GPUs a replica takes on each host that it runs on. Raises as `gpus_of_replica`."""
-    return max(1, gpus_of_replica(stage) // len(stage.hosts_of(0)))
-
-
 def replica_devices(stage: StageConfig, index: int, devices: int) -> list[int]:
-    """Return the GPUs of one replica as configured: the replicas of a node take the stage's GPUs in turn.
-
-    A replica that is spread takes the same ones on each of its hosts.
-    """
+    """Return the GPUs of one replica as configured: the replicas of a node take the stage's GPUs in turn."""
     return slot_devices(stage, slot_of(stage, index), devices)
 
 
@@ -87,7 +78,7 @@ def devices_by_replica(stage: StageConfig, devices: int) -> list[list[int]]:
 
 def slot_of(stage: StageConfig, index: int) -> int:
     """Return how many replicas of the stage are before this one on its node, as configured."""
-    return index if stage.spread is not None else index // len(stage.nodes)  # its nodes differ
+    return index // len(stage.nodes)
 
 
 def slots(stage: StageConfig, devices: int) -> int:
@@ -103,7 +94,7 @@ def slot_devices(stage: StageConfig, slot: int, devices: int) -> list[int]:
 
 def _devices_by_slot(stage: StageConfig, devices: int) -> list[list[int]]:
     """The GPUs of each slot of a node, until they are taken from the first ones again."""
-    held, size = stage_devices(stage, devices), gpus_per_host(stage)
+    held, size = stage_devices(stage, devices), gpus_of_replica(stage)
     return [held[first : first + size] for first in range(0, max(1, len(held) // size) * size, size)]
 
 
@@ -117,7 +108,7 @@ def stage_devices(stage: StageConfig, devices: int) -> list[int]:
     if stage.devices is not None:
         return stage.devices
     needs_device = stage.kind in (StageKind.AUTOREGRESSIVE, StageKind.ENCODER, StageKind.DIFFUSION)
-    return list(range(gpus_per_host(stage))) if devices and needs_device else []
+    return list(range(gpus_of_replica(stage))) if devices and needs_device else []
 
 
 def shared_devices(pipeline: PipelineConfig, rank: int, devices: int) -> dict[int, list[tuple[str, int]]]:
@@ -131,7 +122,7 @@ def shared_devices(pipeline: PipelineConfig, rank: int, devices: int) -> dict[in
         if stage.kind not in COMPUTING_KINDS:
             continue
         for index, taken in enumerate(devices_by_replica(stage, devices)):
-            if taken and rank in stage.hosts_of(index):
+            if rank == stage.node_of(index):
                 for device in taken:
                     users.setdefault(device, []).append((stage.name, index))
     return {device: replicas for device, replicas in sorted(users.items()) if len(replicas) > 1}

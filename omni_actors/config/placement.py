@@ -12,7 +12,7 @@ def replicas_of(pipeline: PipelineConfig, rank: int) -> list[tuple[str, int]]:
         (stage.name, index)
         for stage in pipeline.stages
         for index in range(stage.processes)
-        if rank in stage.hosts_of(index)
+        if rank == stage.node_of(index)
     ]
 
 

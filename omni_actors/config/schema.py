@@ -35,7 +35,6 @@ Origin = Annotated[str, Meta(max_length=512), Meta(pattern=r"^(\*|https?://[^/?#
 Host = Annotated[
     str, Meta(max_length=253), Meta(pattern=r"^[A-Za-z0-9_.:-]+\Z", description="letters, digits and `._:-`")
 ]
-InterfaceName = Annotated[str, Meta(pattern=r"^[^\s/\0]{1,15}\Z", description="1 to 15 characters")]
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
 BUILT_IN_IMPORT_PREFIXES = ("omni_actors.",)
@@ -212,7 +211,7 @@ class DecodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     smooth_start: bool = True
 
 
-class StageConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"spread": "nodes"}):
+class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """One stage.
 
     Args:
@@ -231,12 +230,9 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"spre
         spares: further processes that are loaded and ready but take requests only in the place of a replica that is
             lost or drains. They take their node, devices and memory as replicas do, after those.
         node: rank of the node that runs it, by default 0; replicas take the ranks of a list in turn.
-        spread: ranks of the nodes over which each replica is spread, instead of `node`: every one of them runs the same
-            number of the ranks that `engine.tensor_parallel_size` and `pipeline_parallel_size` make, the first node
-            those that start the engine. See docs/nodes.md.
         devices: GPU numbers of its host, counted among those that CUDA_VISIBLE_DEVICES leaves there; default: the first
             ones for stages with a model. The replicas of a node take them in turn, each one GPU or as many as
-            `engine.tensor_parallel_size` and `pipeline_parallel_size` say, divided by the number of `nodes`.
+            `engine.tensor_parallel_size` and `pipeline_parallel_size` say.
         executor: where the workers of an autoregressive stage run: `host`, in its process or in one per GPU of its
             host, or `ray`, in actors on free GPUs of the Ray cluster that its host belongs to, as many as
             `engine.tensor_parallel_size` and `pipeline_parallel_size` say.
@@ -279,7 +275,6 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"spre
     replicas: Annotated[int, Meta(ge=1, le=1024)] = 1
     spares: Annotated[int, Meta(ge=0, le=1024)] = 0
     node: Rank | Annotated[list[Rank], Meta(min_length=1, max_length=1024)] | None = None
-    spread: Annotated[list[Rank], Meta(min_length=2, max_length=1024)] | None = None
     devices: Annotated[list[Annotated[int, Meta(ge=0, le=1023)]], Meta(max_length=1024)] | None = None
     executor: Executor = Executor.HOST
     startup_timeout: Seconds | None = None
@@ -313,18 +308,12 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"spre
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Ranks of its nodes; replica i runs on the i-th, cyclically, or on all of them if it is spread."""
-        if self.spread is not None:
-            return tuple(self.spread)
+        """Ranks of its nodes; replica i runs on the i-th, cyclically."""
         return (self.node or 0,) if self.node is None or isinstance(self.node, int) else tuple(self.node)
 
     def node_of(self, index: int) -> int:
-        """Return the rank of the node on which a replica runs; the first one if it is spread over several."""
-        return self.nodes[0 if self.spread is not None else index % len(self.nodes)]
-
-    def hosts_of(self, index: int) -> tuple[int, ...]:
-        """Return the ranks of the nodes that run processes of a replica, `node_of` first."""
-        return self.nodes if self.spread is not None else (self.node_of(index),)
+        """Return the rank of the node on which a replica runs."""
+        return self.nodes[index % len(self.nodes)]
 
     @property
     def part(self) -> str:
@@ -408,11 +397,6 @@ class ClusterConfig(Struct, frozen=True, forbid_unknown_fields=True):
         master_addr: address or name of node 0.
         master_port: node 0's port for the other nodes; clients use another.
         node_addr: address at which the other nodes reach this one.
-        interface: network interface of this host for replicas that are spread over several; by default the one that has
-            its address. NCCL, gloo and vLLM listen there.
-        ranks_port: first port for the meetings of their ranks; each such replica takes one, on its first node.
-        allow_unencrypted_ranks: accept that these ranks talk without encryption and without keys, and that anyone who
-            can reach their ports can run code on these hosts. Needed unless all of it stays on loopback.
     """
 
     nnodes: Annotated[int, Meta(ge=1, le=1024)] = 1
@@ -420,9 +404,6 @@ class ClusterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     master_addr: Host = "127.0.0.1"
     master_port: Annotated[int, Meta(ge=1, le=65535)] = 29600
     node_addr: Host | None = None
-    interface: InterfaceName | None = None
-    ranks_port: Annotated[int, Meta(ge=1, le=65535)] = 29700
-    allow_unencrypted_ranks: bool = False
 
 
 class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -535,9 +516,7 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     def digest(self) -> str:
         """Hash what both ends of a connection must agree on, which leaves out settings of a single host."""
         coordinator = msgspec.structs.replace(self.coordinator, run_dir=None, keys_dir=None, listen="ipc")
-        cluster = msgspec.structs.replace(
-            self.cluster, nnodes=1, node_rank=0, node_addr=None, interface=None, master_addr="-"
-        )
+        cluster = msgspec.structs.replace(self.cluster, nnodes=1, node_rank=0, node_addr=None, master_addr="-")
         template = "-" if self.tool_chat_template is not None else None
         shared = msgspec.structs.replace(
             self, coordinator=coordinator, cluster=cluster, mps="auto", tool_chat_template=template

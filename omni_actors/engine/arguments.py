@@ -13,7 +13,6 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from omni_actors.config import Executor
-from omni_actors.config.spread import RankPlan
 from omni_actors.engine.argument_checks import problem_of
 from omni_actors.engine.executor import executor_backend
 from omni_actors.engine.lora import engine_arguments
@@ -37,7 +36,7 @@ GIB = 1 << 30
 RESERVED = frozenset(
     {"model", "worker_cls", "scheduler_cls", "distributed_executor_backend", "hf_overrides", "additional_config"}
 )
-OF_RANKS = frozenset({"nnodes", "node_rank", "master_addr", "master_port"})  # set by the plan of a spread replica
+OF_HOSTS = frozenset({"nnodes", "node_rank", "master_addr", "master_port"})  # of workers without Ray
 
 _DEFAULTS: dict[str, Any] = {
     # sampling.py adds the end tokens; "auto" would mix in the checkpoint's sampling defaults.
@@ -102,7 +101,6 @@ class OmniEngineArgs:
         engine: fields of vLLM's EngineArgs by name.
         asynchronous: schedule one step ahead of the device; `None` leaves it to vLLM (on for CUDA, off for CPU).
         where: path of `engine` in the YAML, for messages.
-        ranks: this host's part, if the replica is spread over several.
         executor: where the workers run.
 
     Raises:
@@ -114,16 +112,15 @@ class OmniEngineArgs:
     engine: dict[str, Any] = field(default_factory=dict)
     asynchronous: bool | None = None
     where: str = "engine"
-    ranks: RankPlan | None = None
     executor: Executor = Executor.HOST
 
     def __post_init__(self) -> None:
-        known = {item.name for item in dataclasses.fields(EngineArgs)} - RESERVED - OF_RANKS
+        known = {item.name for item in dataclasses.fields(EngineArgs)} - RESERVED - OF_HOSTS
         for name in self.engine:
-            if name in OF_RANKS:
+            if name in OF_HOSTS:
                 raise ConfigError(
-                    f"{self.where}.{name} is set by omni_actors itself.",
-                    hint="Remove it; to spread a replica over several hosts, give the stage `nodes` (docs/nodes.md).",
+                    f"{self.where}.{name}: the workers of a replica are on one host, or on GPUs of a Ray cluster.",
+                    hint="Remove it; for workers on several hosts, give the stage `executor: ray` (docs/nodes.md).",
                 )
             if name in RESERVED:
                 raise ConfigError(f"{self.where}.{name} is set by omni_actors itself.", hint="Remove it.")
@@ -173,7 +170,6 @@ class OmniEngineArgs:
             "hf_overrides": spec.hf_overrides,
             "distributed_executor_backend": executor_backend(math.prod(parallel.values()), self.executor),
             **parallel,
-            **(self.ranks.engine_arguments if self.ranks is not None else {}),
             "additional_config": {
                 "omni": {
                     **dataclasses.asdict(self.model_config),

@@ -202,9 +202,7 @@ class VllmCore:
             self._core.post_step(executed)
         except Exception as error:  # a model may raise anything; only the requests of the step are to end
             logger.exception("A step of the model failed; its requests end with an error.")
-            # Of ranks on several hosts one may be gone, which is not seen from here, and those that are left hang.
-            apart = self.vllm_config.parallel_config.nnodes > 1
-            if apart or device_is_lost(error) or getattr(self._core.model_executor, "is_failed", False):
+            if device_is_lost(error) or getattr(self._core.model_executor, "is_failed", False):
                 raise EngineLost(f"The device or one of its workers failed: {error}") from error
             raise StepFailed(self._contain(), error) from error
         if not outputs:

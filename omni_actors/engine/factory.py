@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 from collections.abc import Callable, Sequence
@@ -12,7 +11,6 @@ import msgspec
 from omni_actors.config import PipelineConfig, StageConfig, StageKind
 from omni_actors.config.checkpoint import model_of
 from omni_actors.config.checks import adapted_stages
-from omni_actors.config.spread import RankPlan
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.models import ModelKind, load_plugins
 from omni_actors.stage.engine_interface import StageEngine
@@ -28,37 +26,12 @@ ENGINE_KINDS: dict[StageKind, ModelKind] = {
 WARM_UP_BATCHES = (1, 2, 9, 16, 17)
 
 
-def build_stage_engine(
-    pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None], ranks: RankPlan | None = None
-) -> StageEngine:
+def build_stage_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:
     """The engine of a pipeline's stage.
 
     Args:
         report: called with the start-up phase.
-        ranks: the first host's part of a replica that is spread over several; its other hosts `run_ranks`.
     """
-    _prepare(pipeline)
-    report(f"loading {stage.part}")
-    arguments = dataclasses.replace(stage_arguments(pipeline, stage), ranks=ranks)
-    return build_engine(arguments)
-
-
-def run_ranks(pipeline: PipelineConfig, stage: StageConfig, ranks: RankPlan) -> None:
-    """Run the ranks of a spread replica on a host that is not its first one. Returns when one of them has ended.
-
-    Raises:
-        ConfigError: the arguments are wrong.
-        StartupError: a rank does not start.
-    """
-    _prepare(pipeline)
-    arguments = dataclasses.replace(stage_arguments(pipeline, stage), ranks=ranks)
-    from omni_actors.engine.further_ranks import run
-
-    run(arguments.create_engine_config())
-
-
-def _prepare(pipeline: PipelineConfig) -> None:
-    """Prepare this process for vLLM and for the user's own models."""
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # vLLM then logs through our handlers (logs.py), in one format
     if threads := os.environ.get("OMP_NUM_THREADS"):
         # The fork server has read the variable already; this process may have another share of the cores.
@@ -66,6 +39,8 @@ def _prepare(pipeline: PipelineConfig) -> None:
 
         torch.set_num_threads(int(threads))
     load_plugins(pipeline.plugins)
+    report(f"loading {stage.part}")
+    return build_engine(stage_arguments(pipeline, stage))
 
 
 def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineArgs:

@@ -8,13 +8,10 @@ import socket
 import time
 from collections.abc import Callable
 
-import psutil
-
 from omni_actors.errors import ConfigError
 
 TCP, IPC = "tcp://", "ipc://"
 LOCAL_SCHEMES = (IPC, "inproc://")
-LOOPBACK_INTERFACE = "lo"
 REPORT_SECONDS = 5.0  # between two reports that a name is still unknown
 
 
@@ -51,11 +48,6 @@ def tcp_host(endpoint: str) -> str | None:
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
-def tcp_port(endpoint: str) -> int | None:
-    """The port of `tcp://HOST:PORT`; `None` for an endpoint of another form."""
-    return int(endpoint.rpartition(":")[2]) if tcp_host(endpoint) is not None else None
-
-
 def is_endpoint(endpoint: str) -> bool:
     """Whether a text has the form of an endpoint: `ipc://PATH`, `tcp://HOST:PORT` or, in one process, `inproc://NAME`."""
     # One that is not printable may not even be encodable, such as a file name of another encoding.
@@ -74,38 +66,6 @@ def resolve(host: str) -> str:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise ConfigError(f"There is no IPv4 address for {host!r}: {error}.") from error
-
-
-def interface_address(name: str) -> str:
-    """Return the first IPv4 address of a network interface of this host. Raises `ConfigError` if there is none."""
-    addresses = _addresses()
-    if name not in addresses:
-        known = ", ".join(sorted(addresses))
-        raise ConfigError(f"cluster.interface: this host has no network interface {name!r}; it has {known}.")
-    if not addresses[name]:
-        raise ConfigError(f"cluster.interface: {name} has no IPv4 address.", hint="Name another one.")
-    return addresses[name][0]
-
-
-def interface_of(address: str) -> str:
-    """Return the network interface of this host that has an IPv4 address. Raises `ConfigError` if none has it."""
-    for name, addresses in _addresses().items():
-        if address in addresses:
-            return name
-    if is_loopback(address):  # all of 127.0.0.0/8 is there, and only one address is listed
-        return LOOPBACK_INTERFACE
-    raise ConfigError(
-        f"No network interface of this host has the address {address}, at which the ranks of a replica would listen.",
-        hint="Set cluster.interface, or cluster.node_addr to an address of this host.",
-    )
-
-
-def _addresses() -> dict[str, list[str]]:
-    """The IPv4 addresses of each network interface."""
-    return {
-        name: [item.address for item in items if item.family is socket.AF_INET]
-        for name, items in psutil.net_if_addrs().items()
-    }
 
 
 async def resolve_eventually(host: str, seconds: float, on_wait: Callable[[str], None]) -> str:

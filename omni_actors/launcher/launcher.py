@@ -16,9 +16,8 @@ from msgspec.structs import replace
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.config import PipelineConfig, placement
-from omni_actors.config.spread import check_consent, has_ranks_on
 from omni_actors.errors import StartupError
-from omni_actors.host.addresses import interface_address, interface_of, resolve, resolve_eventually, source_address
+from omni_actors.host.addresses import resolve, resolve_eventually, source_address
 from omni_actors.host.processes import EXIT_FAILED
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.http_server.settings import server_settings
@@ -27,7 +26,7 @@ from omni_actors.launcher.http_child import HttpChild
 from omni_actors.launcher.mps import MpsChild
 from omni_actors.launcher.node_agent import NodeAgent
 from omni_actors.launcher.preflight import check_metrics_address
-from omni_actors.launcher.replica_processes import RankHost, ReplicaProcesses
+from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.logs import get_logger, say
 from omni_actors.telemetry.endpoint import MetricsEndpoint
 from omni_actors.vllm_version import check_installed
@@ -40,27 +39,18 @@ SAME_STOP_SECONDS = 0.5  # scancel signals both the job script and the nodes; tr
 
 
 class Addresses(NamedTuple):
-    """Where this host listens and is reached; "" stands for socket files in the run directory.
-
-    `ranks` is where replicas that are spread over several hosts listen, at the network interface `interface`.
-    """
+    """Where this host listens and is reached; "" stands for socket files in the run directory."""
 
     own: str = "127.0.0.1"
     control: str = ""
     results: str = ""
-    ranks: str = ""
-    interface: str = ""
 
 
 ON_ONE_HOST = Addresses()
 
 
 async def host_addresses(pipeline: PipelineConfig) -> Addresses:
-    """Find this host's addresses.
-
-    Raises:
-        ConfigError: node 0 has no known name or route within the startup time, or ranks cannot listen here.
-    """
+    """Find this host's addresses. Raises `ConfigError` if node 0 has no known name or route within the startup time."""
     cluster = pipeline.cluster
     if not placement.spans_hosts(pipeline):
         return ON_ONE_HOST
@@ -69,12 +59,7 @@ async def host_addresses(pipeline: PipelineConfig) -> Addresses:
         own = resolve(cluster.node_addr)
     else:
         own = master if cluster.node_rank == 0 else source_address(master)
-    control, results = f"tcp://{master}:{cluster.master_port}", f"tcp://{own}:0"
-    if not has_ranks_on(pipeline, cluster.node_rank):
-        return Addresses(own, control, results)
-    ranks = interface_address(cluster.interface) if cluster.interface is not None else own
-    check_consent(pipeline, ranks)
-    return Addresses(own, control, results, ranks, cluster.interface or interface_of(ranks))
+    return Addresses(own, f"tcp://{master}:{cluster.master_port}", f"tcp://{own}:0")
 
 
 class Launcher:
@@ -98,9 +83,7 @@ class Launcher:
             check_installed()
         self._run_directory = RunDirectory(pipeline.coordinator.run_dir)
         self._control = addresses.control or self._run_directory.endpoint("control")
-        self._processes = ReplicaProcesses(
-            pipeline, self._run_directory, self._control, addresses.own, RankHost(addresses.ranks, addresses.interface)
-        )
+        self._processes = ReplicaProcesses(pipeline, self._run_directory, self._control, addresses.own)
         self._coordinator: CoordinatorChild | None = None
         if self._rank == 0:
             results = addresses.results or self._run_directory.endpoint("results")

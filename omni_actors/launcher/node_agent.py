@@ -79,7 +79,7 @@ class NodeAgent:
         self._ended = asyncio.Event()  # the pipeline or this node's part in it has, or this agent has given up
         self._drains = False
         self._decoder: Decoder[CoordinatorToNode] = Decoder(CoordinatorToNode, pipeline.limits)
-        self._starts: asyncio.Queue[tuple[ReplicaId, StartReplica] | None] = asyncio.Queue()
+        self._starts: asyncio.Queue[tuple[ReplicaId, int] | None] = asyncio.Queue()
         self._starting: set[ReplicaId] = set()
         keys = load_keys(pipeline.coordinator.keys_dir)
         self._sockets = Sockets(max_message_bytes=pipeline.limits.message_bytes, keys=keys)
@@ -130,7 +130,6 @@ class NodeAgent:
             replicas=tuple(RunningReplica(one.stage, one.replica, one.epoch, pid) for one, pid in running.items()),
             launched=self.launched.is_set(),
             devices=host_devices(),
-            ranks_addr=self._processes.rank_host.address,
         )
         self._send(hello)
 
@@ -216,9 +215,9 @@ class NodeAgent:
                 asyncio.get_running_loop().call_soon(self._reconnect, "it does not know this node")
             case Launched():
                 self.launched.set()
-            case StartReplica(stage=stage, replica=replica, spawn_epoch=epoch):
+            case StartReplica(stage=stage, replica=replica, spawn_epoch=epoch, slot=slot):
                 self._starting.add(ReplicaId(stage, replica, epoch))
-                self._starts.put_nowait((ReplicaId(stage, replica, epoch), body))
+                self._starts.put_nowait((ReplicaId(stage, replica, epoch), slot))
             case KillReplica(stage=stage, replica=replica, spawn_epoch=epoch):
                 self._processes.kill_replica(ReplicaId(stage, replica, epoch))
             case Shutdown():
@@ -232,10 +231,10 @@ class NodeAgent:
     async def _start_replicas(self) -> None:
         """Start replicas one after the other. Never cancelled: that could leave a process that no one owns."""
         while (start := await self._starts.get()) is not None:
-            replica_id, order = start
+            replica_id, slot = start
             try:
                 await self._processes.kill_former(replica_id)
-                await self._processes.start(replica_id, order.slot, order.leader)
+                await self._processes.start(replica_id, slot)
             except (OSError, EOFError, OmniError) as error:  # EOFError: the fork server has ended
                 self._report(replica_id, f"cannot start a process: {error}", "")
             except Exception as error:  # an error in our code: nothing else would tell the coordinator, which waits

@@ -11,7 +11,6 @@ from pathlib import Path
 from omni_actors import envs
 from omni_actors.config import PipelineConfig, StageKind, placement
 from omni_actors.config.checkpoint import checkpoint_class, models_of
-from omni_actors.config.spread import check_interface
 from omni_actors.errors import ConfigError, suggest
 from omni_actors.host.addresses import is_loopback
 from omni_actors.host.paths import check_file_can_be_written, check_readable, expanded
@@ -46,7 +45,6 @@ def check_launch(pipeline: PipelineConfig, options: argparse.Namespace) -> None:
     coordinator, rank = pipeline.coordinator, pipeline.cluster.node_rank
     check_platform()
     load_keys(coordinator.keys_dir)
-    check_interface(pipeline)
     if coordinator.run_dir is not None:
         check_run_directory(coordinator.run_dir)
     for stage in pipeline.stages:

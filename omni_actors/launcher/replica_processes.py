@@ -17,7 +17,6 @@ import types
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import NamedTuple
 
 import msgspec
 import psutil
@@ -26,7 +25,6 @@ from omni_actors.config import Executor, PipelineConfig, host_devices, visible_d
 from omni_actors.config.checkpoint import MODEL_KINDS
 from omni_actors.config.devices import slot_devices
 from omni_actors.config.placement import replicas_of, runs_models, spans_hosts, threads_of
-from omni_actors.config.spread import RankPlan, meeting_port
 from omni_actors.errors import StartupError
 from omni_actors.host.processes import describe_exit, start_resource_tracker
 from omni_actors.host.run_directory import RunDirectory
@@ -80,13 +78,6 @@ def start_light(process: ForkServerProcess) -> None:
         process.start()
 
 
-class RankHost(NamedTuple):
-    """Where ranks of replicas that are spread over several hosts listen on this one; "" if it has none."""
-
-    address: str = ""
-    interface: str = ""
-
-
 class ReplicaProcesses:
     """Owns the stage processes of this host; each is identified by the epoch with which it was started.
 
@@ -96,19 +87,12 @@ class ReplicaProcesses:
     Args:
         control_endpoint: endpoint where the coordinator listens for stages.
         address: address of this host, for those of its stages that other nodes must reach.
-        rank_host: the same for replicas that are spread over several hosts.
     """
 
     def __init__(
-        self,
-        pipeline: PipelineConfig,
-        run_directory: RunDirectory,
-        control_endpoint: str,
-        address: str = "127.0.0.1",
-        rank_host: RankHost | None = None,
+        self, pipeline: PipelineConfig, run_directory: RunDirectory, control_endpoint: str, address: str = "127.0.0.1"
     ) -> None:
         self._address = address
-        self.rank_host = rank_host or RankHost()
         self._pipeline = pipeline
         self._run_directory = run_directory
         self._control_endpoint = control_endpoint
@@ -145,10 +129,10 @@ class ReplicaProcesses:
                     break
                 await asyncio.sleep(POLL_SECONDS)
 
-    async def start(self, identity: ReplicaId, slot: int, leader: str = "") -> None:
+    async def start(self, identity: ReplicaId, slot: int) -> None:
         """Start one replica on the GPUs of a slot. Returns once its process exists.
 
-        The first call waits for the fork server's imports. For `leader` see `spec`.
+        The first call waits for the fork server's imports.
         Never cancel it, as that could leave a process that no one owns; `refuse_starts` can interrupt the wait.
         """
         if self._stopping:
@@ -156,8 +140,7 @@ class ReplicaProcesses:
         if self._ledger is None:
             self._ledger = SegmentLedger(self._run_directory.segments)
             self._looking = asyncio.create_task(self._watch_segments(self._ledger), name="shared memory")
-        spec = self.spec(identity, slot, leader)
-        process = self._context.Process(target=main, args=(spec,), name=f"omni:{identity.stage}")
+        process = self._context.Process(target=main, args=(self.spec(identity, slot),), name=f"omni:{identity.stage}")
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, start_light, process)
         self._processes[identity] = process
@@ -188,12 +171,11 @@ class ReplicaProcesses:
                 if "multiprocessing.forkserver" in " ".join(child.cmdline()):
                     child.kill()
 
-    def spec(self, identity: ReplicaId, slot: int, leader: str = "") -> ReplicaSpec:
+    def spec(self, identity: ReplicaId, slot: int) -> ReplicaSpec:
         """Gather all that a replica's process needs: its devices, threads, endpoints and environment.
 
         Args:
             slot: which of its stage's GPUs it takes (`config.devices.slot_devices`).
-            leader: address of the first host of a replica that is spread over several.
         """
         stage = self._pipeline.stage(identity.stage)
         devices = host_devices()
@@ -221,16 +203,7 @@ class ReplicaProcesses:
             run_dir=str(self._run_directory.path),
             run_dir_is_temporary=self._run_directory.temporary,
             environment=tuple(environment.items()),
-            ranks=self._ranks(identity, leader),
         )
-
-    def _ranks(self, identity: ReplicaId, leader: str) -> RankPlan | None:
-        """Plan this host's part of a replica that is spread over several; `None` for others."""
-        hosts = self._pipeline.stage(identity.stage).hosts_of(identity.replica)
-        if len(hosts) == 1:
-            return None
-        port = meeting_port(self._pipeline, identity.stage, identity.replica)
-        return RankPlan(hosts.index(self._pipeline.cluster.node_rank), len(hosts), leader, port, *self.rank_host)
 
     def _ended(self, identity: ReplicaId) -> None:
         process = self._processes.pop(identity)

@@ -27,9 +27,8 @@ class RunningReplica(Struct, frozen=True, array_like=True):
 class NodeHello(Body, tag="node_hello", frozen=True):
     """Node -> coordinator, first message: the processes that run here. `launched`: every replica was ready before.
 
-    `devices` is the number of GPUs of this host, `ranks_addr` its address for replicas that are spread over several
-    hosts, "" if it has no part of one. A mismatch of protocol version, package version or configuration hash fails the
-    start.
+    `devices` is the number of GPUs of this host. A mismatch of protocol version, package version or configuration hash
+    fails the start.
     """
 
     protocol: int
@@ -38,7 +37,6 @@ class NodeHello(Body, tag="node_hello", frozen=True):
     replicas: Annotated[tuple[RunningReplica, ...], Meta(max_length=4096)] = ()
     launched: bool = False
     devices: Count = 0
-    ranks_addr: Annotated[str, Meta(max_length=64)] = ""
 
 
 class NodeWelcome(Body, tag="node_welcome", frozen=True):
@@ -60,16 +58,12 @@ class NodeLeaving(Body, tag="node_leaving", frozen=True):
 
 
 class StartReplica(Body, tag="start_replica", frozen=True):
-    """Coordinator -> node: start a process. `slot` says which of the stage's GPUs it takes there.
-
-    A replica that is spread over several hosts gets a process on each of them; `leader` is the address of the first.
-    """
+    """Coordinator -> node: start a process. `slot` says which of the stage's GPUs it takes there."""
 
     stage: StageName
     replica: ReplicaIndex
     spawn_epoch: Annotated[int, Meta(ge=1)]
     slot: ReplicaIndex = 0
-    leader: Annotated[str, Meta(max_length=64)] = ""
 
 
 class KillReplica(Body, tag="kill_replica", frozen=True):

@@ -20,7 +20,6 @@ from omni_actors import logs
 from omni_actors.config import PipelineConfig, StageConfig, StageKind, check_parameters, resolve_class
 from omni_actors.config.checkpoint import MODEL_KINDS
 from omni_actors.config.devices import gpus_of_replica
-from omni_actors.config.spread import RankPlan
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, StartupError
 from omni_actors.host.processes import die_with_parent
 from omni_actors.host.run_directory import clear_abandoned, scratch_folder
@@ -57,7 +56,6 @@ class ReplicaSpec(NamedTuple):
     run_dir_is_temporary: bool
     gpus: tuple[int, ...] = ()  # the same as the configuration counts them; none that Ray chooses
     environment: tuple[tuple[str, str], ...] = ()
-    ranks: RankPlan | None = None  # this host's part, if the replica is spread over several
     remote_endpoint: str = ""  # for other nodes: tcp with port 0, "" if there are none
 
     @property
@@ -72,7 +70,7 @@ def main(spec: ReplicaSpec) -> None:
     _prepare_process(spec)
     code = 1
     try:
-        code = run_further_host(spec) if spec.ranks is not None and spec.ranks.host else StageProcess(spec).run()
+        code = StageProcess(spec).run()
     except BaseException:  # logged before the process ends with it, whatever it is
         logger.exception("the stage process failed")
         raise
@@ -94,8 +92,6 @@ def _prepare_process(spec: ReplicaSpec) -> None:
     logs.redirect_output(spec.log_file)
     # vLLM's sockets, which it leaves if it is killed, go where they are swept.
     os.environ["VLLM_RPC_BASE_PATH"] = spec.run_dir
-    if spec.ranks is not None:
-        os.environ.update(spec.ranks.environment)
     os.environ.update(spec.environment)
     if spec.devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(spec.devices)
@@ -190,7 +186,7 @@ class StageProcess:
         self._loading = True
         try:
             with start_phases.phase("engine"):
-                engine = build_engine(self._pipeline, self._stage, report, self._spec.ranks)
+                engine = build_engine(self._pipeline, self._stage, report)
                 check_defaults(self._stage, engine.facts)
         finally:
             self._loading = False
@@ -235,43 +231,6 @@ def _prepare_for_workers(spec: ReplicaSpec, stage: StageConfig) -> None:
         sys.modules["__main__"] = importlib.import_module("omni_actors.engine.worker_main")
 
 
-def run_further_host(spec: ReplicaSpec) -> int:
-    """Run the ranks of a spread replica on a host that is not its first one; return the exit code.
-
-    No session belongs to it: the coordinator has its node agent start and kill it, and learns its end from there.
-    """
-
-    def end(number: int, frame: object) -> None:
-        _leave_no_files(spec)
-        os._exit(128 + number)  # its ranks die with it
-
-    signal.signal(signal.SIGTERM, end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked by the fork server until here
-    pipeline = msgspec.json.decode(spec.pipeline_json, type=PipelineConfig)
-    stage = pipeline.stage(spec.stage)
-    _prepare_for_workers(spec, stage)
-    try:
-        _run_ranks(spec, pipeline, stage)
-    except OmniError as error:
-        logger.error("%s", error)
-        return 1
-    logger.error("a rank on this host has ended")
-    return 1
-
-
-def _run_ranks(spec: ReplicaSpec, pipeline: PipelineConfig, stage: StageConfig) -> None:
-    if stage.kind is StageKind.ECHO:  # has no ranks
-        logger.info("waiting for the end")
-        signal.pause()
-        return
-    if preloaded.FAILURES:
-        raise StartupError(f"The fork server could not import what stages need: {'; '.join(preloaded.FAILURES)}.")
-    from omni_actors.engine.factory import run_ranks
-
-    if spec.ranks is not None:
-        run_ranks(pipeline, stage, spec.ranks)
-
-
 def _describe(error: BaseException) -> str:
     """Return a typed error's own text, or the last lines of the traceback; the launcher shows it."""
     if isinstance(error, OmniError):
@@ -295,13 +254,8 @@ def check_defaults(stage: StageConfig, facts: EngineFacts) -> None:
         raise ConfigError(f"stages.{stage.name}.sampling.{error.field}: {error.message}") from error
 
 
-def build_engine(
-    pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None], ranks: RankPlan | None = None
-) -> StageEngine:
+def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:
     """Make the engine of a stage. Only the model kinds import torch and vLLM.
-
-    Args:
-        ranks: this host's part of a replica that is spread over several.
 
     Raises:
         ConfigError: `engine_class` is no importable `StageEngine`, or the engine's options are wrong.
@@ -322,5 +276,5 @@ def build_engine(
     with start_phases.phase("imports"):
         from omni_actors.engine.factory import build_stage_engine
 
-    engine: StageEngine = build_stage_engine(pipeline, stage, report, ranks)
+    engine: StageEngine = build_stage_engine(pipeline, stage, report)
     return engine

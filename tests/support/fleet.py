@@ -56,11 +56,6 @@ def two_hosts(**talker: Any) -> dict[str, Any]:
     return {**one_host(talker={"replicas": 2, "node": [0, 1], **talker}), "cluster": {"nnodes": 2}}
 
 
-def over_two_hosts(**talker: Any) -> dict[str, Any]:
-    """The echo chain with a talker whose processes are on both hosts, the first on node 1."""
-    return {**one_host(talker={"nodes": [1, 0], **talker}), "cluster": {"nnodes": 2}}
-
-
 class World:
     """A fleet and what it has asked for. Checks after every event what must hold in every test."""
 
@@ -73,8 +68,8 @@ class World:
         self.in_flight = 0
         self.wanted = {stage.name: stage.replicas for stage in self.pipeline.stages}  # as configured, then as scaled
         self.was_ending = False
-        self.started: dict[tuple[str, int, int], int] = {}  # the newest epoch that a node was asked to start
-        self.killed: set[tuple[str, int, int, int]] = set()
+        self.started: dict[tuple[str, int], int] = {}  # the newest epoch that a node was asked to start
+        self.killed: set[tuple[str, int, int]] = set()
         self.dead: list[Replica] = []  # before the present event
         self.peers: dict[ReplicaId, Peers] = {}
         self.seen: list[FleetInstruction] = []
@@ -125,10 +120,7 @@ class World:
         self, *running: RunningReplica, rank: int = 0, launched: bool = False, devices: int = 0
     ) -> list[FleetInstruction]:
         version, digest = omni_actors.__version__, self.pipeline.digest()
-        # An order may be lost with a connection: what still runs is killed again.
-        self.killed -= {(item.stage, item.replica, item.spawn_epoch, rank) for item in running}
-        address = f"10.0.0.{rank}"
-        return self.node(NodeHello(PROTOCOL_VERSION, version, digest, running, launched, devices, address), rank)
+        return self.node(NodeHello(PROTOCOL_VERSION, version, digest, running, launched, devices), rank)
 
     def stage(self, replica_id: ReplicaId, body: StageToCoordinator) -> list[FleetInstruction]:
         return self.take(self.fleet.from_stage(replica_id, body, self.now))
@@ -154,18 +146,10 @@ class World:
         return self.hello(stage, index) + self.says(stage, Ready(seconds=0.5), index)
 
     def ended(
-        self,
-        stage: str,
-        index: int = 0,
-        how: str = "exit code 1",
-        log: str = "",
-        exit_code: int | None = 1,
-        rank: int | None = None,
+        self, stage: str, index: int = 0, how: str = "exit code 1", log: str = "", exit_code: int | None = 1
     ) -> list[FleetInstruction]:
-        """The end of the process on the node `rank`, by default the one that says hello."""
         replica = self.replica(stage, index)
-        body = ReplicaEnded(stage, index, replica.spawn_epoch, how, log, exit_code)
-        return self.node(body, replica.node if rank is None else rank)
+        return self.node(ReplicaEnded(stage, index, replica.spawn_epoch, how, log, exit_code), replica.node)
 
     def tick(self, seconds: float = TICK_SECONDS) -> list[FleetInstruction]:
         self.now += seconds
@@ -232,18 +216,15 @@ class World:
             case TellNode(rank, StartReplica() as start):
                 place = start.stage, start.replica
                 replica = self.replica(*place)
-                hosts = self.fleet.ranks.hosts(start.stage) or (replica.node,)
-                assert rank in hosts
-                assert replica.slot == start.slot
+                assert (replica.node, replica.slot) == (rank, start.slot)
                 assert not replica.leaving, "what leaves does not start again"
                 assert replica.spawn_epoch == start.spawn_epoch, "the process that is expected"
-                assert start.spawn_epoch > self.started.get((*place, rank), 0), "no epoch occurs twice"
-                nodes = [self.fleet.nodes.find(host) for host in hosts]
-                assert all(node is not None and node.state is NodeState.PRESENT for node in nodes)
+                assert start.spawn_epoch > self.started.get(place, 0), "no epoch occurs twice"
+                assert self.fleet.nodes.of(replica).state is NodeState.PRESENT
                 assert not self.fleet.launch.ending, "nothing starts at the end"
-                self.started[(*place, rank)] = start.spawn_epoch
-            case TellNode(rank, KillReplica() as kill):
-                process = kill.stage, kill.replica, kill.spawn_epoch, rank
+                self.started[place] = start.spawn_epoch
+            case TellNode(_, KillReplica() as kill):
+                process = kill.stage, kill.replica, kill.spawn_epoch
                 assert process not in self.killed, "killed once"
                 self.killed.add(process)
             case Remember(memory):

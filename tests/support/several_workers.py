@@ -1,7 +1,6 @@
-"""A stage on several workers: `python -m tests.support.several_workers CHECKPOINT STAGE JSON [PLAN]`; prints answers.
+"""A stage on several workers: `python -m tests.support.several_workers CHECKPOINT STAGE JSON`; prints answers.
 
-JSON holds the fields of vLLM's EngineArgs that spread the stage. PLAN is the JSON of a `RankPlan`, if the workers are
-on several hosts; those that are not the first print nothing and run until they are killed.
+JSON holds the fields of vLLM's EngineArgs that spread the stage.
 
 It runs as a separate process, because it starts workers: as a stage does (vLLM spawns them, and they import this file
 first, and with it what vLLM needs to run here), or forked, which takes a third of the time. After it has printed its
@@ -26,12 +25,10 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 from vllm.v1.executor import multiproc_executor  # noqa: E402
 
-from omni_actors.config.spread import RankPlan  # noqa: E402
-from omni_actors.engine.further_ranks import run  # noqa: E402
 from omni_actors.engine.models.qwen3_omni.talker_adapter import TalkerAdapter as FrameTalkerAdapter  # noqa: E402
 from omni_actors.engine.tensors import to_host, to_torch  # noqa: E402
 from omni_actors.stage.engine_interface import StageInputs  # noqa: E402
-from tests.support.stage_driver import Driver, arguments_of, encode_media_prompt, make_engine  # noqa: E402
+from tests.support.stage_driver import Driver, encode_media_prompt, make_engine  # noqa: E402
 
 START = "OMNI_TEST_START_WORKERS"  # spawn or fork
 LENGTHS = (5, 33, 90)
@@ -111,15 +108,10 @@ def answer(driver: Driver, checkpoint: str, stage: str) -> dict[str, object]:
     }
 
 
-def main(checkpoint: str, stage: str, spread: str, plan: str = "null") -> None:
+def main(checkpoint: str, stage: str, spread: str) -> None:
     if os.environ.get(START) == "fork":
         multiproc_executor.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
-    fields = json.loads(plan)
-    ranks = RankPlan(*fields) if fields is not None else None
-    if ranks is not None and ranks.host:
-        run(arguments_of(Path(checkpoint), stage, True, ranks, **json.loads(spread)).create_engine_config())
-        raise SystemExit("a rank has ended")
-    driver = Driver(make_engine(Path(checkpoint), stage, asynchronous=True, ranks=ranks, **json.loads(spread)))
+    driver = Driver(make_engine(Path(checkpoint), stage, asynchronous=True, **json.loads(spread)))
     print(json.dumps(answer(driver, checkpoint, stage)), flush=True)
     sys.stdin.read()
     driver.engine.shutdown()

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from omni_actors.config.spread import RankPlan
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.autoregressive import AutoregressiveEngine
 from omni_actors.engine.factory import build_engine
@@ -48,18 +48,12 @@ SMALL = {
 
 
 def make_engine(
-    checkpoint: Path, stage: str, *, asynchronous: bool | None = None, ranks: RankPlan | None = None, **engine
+    checkpoint: Path, stage: str, *, asynchronous: bool | None = None, **engine: Any
 ) -> AutoregressiveEngine:
-    built = build_engine(arguments_of(checkpoint, stage, asynchronous, ranks, **engine))
+    model_config = OmniModelConfig(str(checkpoint), stage)
+    built = build_engine(OmniEngineArgs(model_config, "autoregressive", {**SMALL, **engine}, asynchronous))
     assert isinstance(built, AutoregressiveEngine)
     return built
-
-
-def arguments_of(
-    checkpoint: Path, stage: str, asynchronous: bool | None, ranks: RankPlan | None, **engine
-) -> OmniEngineArgs:
-    model_config = OmniModelConfig(str(checkpoint), stage)
-    return OmniEngineArgs(model_config, "autoregressive", {**SMALL, **engine}, asynchronous, ranks=ranks)
 
 
 class Driver:

@@ -66,7 +66,7 @@ async def connected(
 class FaultyProcesses(ReplicaProcesses):
     """Processes whose description has an error, as one in our own code would be."""
 
-    def spec(self, identity: ReplicaId, slot: int, leader: str = "") -> ReplicaSpec:
+    def spec(self, identity: ReplicaId, slot: int) -> ReplicaSpec:
         raise KeyError(identity.stage)
 
 

@@ -155,7 +155,6 @@ def test_a_stage_on_ray_takes_no_gpu_of_its_host(tmp_path: Path) -> None:
     ("fields", "said"),
     [
         ({"devices": [0]}, "stages.thinker.devices does not go with executor: ray"),
-        ({"nodes": [0, 1]}, "stages.thinker.nodes does not go with executor: ray"),
         ({"kind": "diffusion", "outputs": ["audio"]}, "stages.thinker.executor: ray is for autoregressive stages"),
         ({"executor": "rya"}, "stages.thinker.executor"),
     ],

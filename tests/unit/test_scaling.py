@@ -247,13 +247,6 @@ def test_a_node_that_is_away_or_has_too_few_is_refused() -> None:
         world.scale("talker", 4, node=1)
 
 
-def test_a_stage_whose_replicas_are_spread_over_hosts_keeps_their_number() -> None:
-    spread = {"kind": "autoregressive", "nodes": [0, 1], "engine": {"tensor_parallel_size": 2}}
-    world = World({**one_host(talker=spread), "cluster": {"nnodes": 2}}).launch()
-    with pytest.raises(InvalidRequest, match=r"fixed at the start. Set stages.talker.replicas"):
-        world.scale("talker", 2)
-
-
 def test_a_pipeline_that_starts_or_stops_is_not_scaled() -> None:
     world = World()
     world.node_hello()

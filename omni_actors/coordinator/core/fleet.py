@@ -11,8 +11,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 
-import msgspec
-
 import omni_actors
 from omni_actors.config import PipelineConfig, placement
 from omni_actors.config.devices import node_devices
@@ -35,7 +33,6 @@ from omni_actors.coordinator.core.instructions import (
 from omni_actors.coordinator.core.launch import Culprit, HealthPolicy, Launch, explain_end
 from omni_actors.coordinator.core.memory import VERSION, FleetMemory, RememberedReplica
 from omni_actors.coordinator.core.nodes import HelloKind, Node, NodeTable, classify_hello
-from omni_actors.coordinator.core.ranks import RankTable
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.routing import StageGraph
 from omni_actors.coordinator.core.seats import Seats
@@ -128,7 +125,6 @@ class Fleet:
         self.health = HealthPolicy(pipeline, replicas)
         self.seats = Seats(pipeline, memory)
         self.nodes = NodeTable(replicas, self.seats.nodes() | {*placement.ranks(pipeline)}, now)
-        self.ranks = RankTable(pipeline)
         self.launch = Launch(replicas, self.nodes, self.health, began, now, started)
         self.dropped: collections.Counter[str] = collections.Counter()
 
@@ -146,7 +142,7 @@ class Fleet:
             replica, expected = self._expect(stage, index, 0, now)
             replica.update(spare=spare)
             replica.joining = joining
-            replica.phase = f"waiting for node {', '.join(str(node.rank) for node in self._hosts(replica))}"
+            replica.phase = f"waiting for node {replica.node}"
             done += expected
         return done
 
@@ -187,7 +183,6 @@ class Fleet:
         done += self._enforce_ends(now)
         if self.launch.wanted or (self.launch.serving and in_flight):
             done += self.restart_due(now)
-            done += self._start_spread(now)
         if self.launch.starting:
             done += self._check_launch(now)
         return done
@@ -259,15 +254,13 @@ class Fleet:
             case NodeLeaving(reason=reason):
                 return self._lose_node(node, f"it leaves: {reason}", now)
             case ReplicaEnded():
-                return self._replica_ended(rank, body, now)
+                return self._replica_ended(body, now)
 
-    def _replica_ended(self, rank: int, body: ReplicaEnded, now: float) -> Instructions:
-        self.ranks.ended(body.stage, body.replica, body.spawn_epoch, rank)
+    def _replica_ended(self, body: ReplicaEnded, now: float) -> Instructions:
         replica = self.replicas.current(body.stage, body.replica)
         if replica is None or replica.spawn_epoch != body.spawn_epoch or not replica.alive:
             return []
-        where = "" if rank == replica.node else f"its ranks on node {rank}: "
-        return self._died(replica, f"{where}{body.how}", body.log, now, evidence_of(body.exit_code))
+        return self._died(replica, body.how, body.log, now, evidence_of(body.exit_code))
 
     def _node_hello(self, node: Node, hello: NodeHello, now: float) -> Instructions:
         difference = self._difference(hello)
@@ -282,13 +275,13 @@ class Fleet:
         if not node.present and not self._is_needed(node) and self.launch.serving:
             done.append(Announce(f"node {node.rank} has joined with {node_devices(hello.devices)}"))
         node.on(NodeEvent.HELLO)
-        node.devices, node.ranks_addr = hello.devices, hello.ranks_addr
+        node.devices = hello.devices
         if hello.launched and node.rank == 0 and self.launch.starting:
             self.launch.on(LaunchEvent.ALL_READY)  # under a coordinator before this one
         done.append(TellNode(node.rank, NodeWelcome()))
         if self.launch.serving:
             done.append(TellNode(node.rank, Launched()))
-        takeover = self.nodes.take_over(node, self.ranks.listed(node.rank, hello.replicas), self.ranks.stages)
+        takeover = self.nodes.take_over(node, hello.replicas)
         for item in takeover.kill:
             done.append(TellNode(node.rank, KillReplica(item.stage, item.replica, item.spawn_epoch)))
         for item in takeover.adopt:
@@ -304,51 +297,6 @@ class Fleet:
                 done += self.start_replica(stage, index, now)
         for replica in takeover.ended:  # last: a death restarts all that is due
             done += self._died(replica, "its node knows nothing of it", "", now, Evidence.KILLED)
-        return done + self._take_ranks(node, now)
-
-    def _take_ranks(self, node: Node, now: float) -> Instructions:
-        """Decide about the spread replicas of a node that has come or come back."""
-        done: Instructions = []
-        for replica in self._with_ranks_on(node):
-            if not replica.alive:
-                done += self._kill_ranks(replica)
-            elif replica.spawn_epoch:
-                if self._is_torn(replica):
-                    done += self._died(replica, f"node {node.rank} knows nothing of it", "", now, Evidence.KILLED)
-            elif all(host.present for host in self._hosts(replica)):  # it may be older than this coordinator
-                epoch = self.ranks.common_epoch(replica.stage, replica.index)
-                if epoch is None:
-                    done += self._kill_ranks(replica)
-                else:
-                    done += self._adopt(replica.stage, replica.index, epoch, now)
-        return done + self._start_spread(now)
-
-    def _is_torn(self, replica: Replica) -> bool:
-        """Whether a spread replica has lost one of its processes, so that the others must not go on."""
-        place = replica.stage, replica.index
-        known = bool(replica.spawn_epoch and self.ranks.hosts(replica.stage))
-        return known and self.ranks.common_epoch(*place) != replica.spawn_epoch
-
-    def _involving(self, node: Node) -> list[Replica]:
-        """The replicas that have a process on a node."""
-        whole = [replica for replica in self.nodes.on(node) if not self.ranks.hosts(replica.stage)]
-        return [*whole, *self._with_ranks_on(node)]
-
-    def _with_ranks_on(self, node: Node) -> list[Replica]:
-        """Those of them that are spread over several hosts."""
-        stages = [stage for stage in self.ranks.stages if node.rank in self.ranks.hosts(stage)]
-        return [replica for stage in stages for replica in self.replicas.of(stage)]
-
-    def _start_spread(self, now: float) -> Instructions:
-        """Start spread replicas that waited for a node: for the first time, or since it was away."""
-        spread = [replica for stage in self.ranks.stages for replica in self.replicas.of(stage)]
-        done: Instructions = []
-        for replica in spread if not self.launch.ending else ():
-            waits = replica.left_with_node if not replica.alive else not replica.spawn_epoch
-            if waits and self._may_start(replica):
-                hosts = ", ".join(str(host.rank) for host in self._hosts(replica))
-                done.append(Announce(f"starting {replica.name} on node {hosts}"))
-                done += self.start_replica(replica.stage, replica.index, now)
         return done
 
     def _give_up_nodes(self, now: float) -> Instructions:
@@ -357,7 +305,7 @@ class Fleet:
             done += self._lose_node(node, f"silent for {now - node.heard:.1f} s", now)
         if self.launch.serving and now > self._created + ABSENT_SECONDS:
             for node in self.nodes.absent():
-                if any(replica.alive for replica in (*self.nodes.on(node), *self._with_ranks_on(node))):
+                if any(replica.alive for replica in self.nodes.on(node)):
                     done += self._lose_node(node, "it has not come back to the restarted coordinator", now)
         return done
 
@@ -371,7 +319,7 @@ class Fleet:
         node.on(NodeEvent.DRAIN)
         if not self.launch.wanted:
             return []
-        replicas = self._involving(node)
+        replicas = self.nodes.on(node)
         held = {request for replica in replicas for request in replica.requests}
         done: Instructions = [Announce(f"node {node.rank} stops; requests on its replicas: {len(held)}")]
         for replica in replicas:
@@ -384,7 +332,7 @@ class Fleet:
         """Let nodes end whose replicas have finished. If the whole pipeline drains, they end with it."""
         done: Instructions = []
         for node in self.nodes.draining() if self.launch.wanted else ():
-            if not any(replica.requests for replica in self._involving(node)):
+            if not any(replica.requests for replica in self.nodes.on(node)):
                 node.on(NodeEvent.RELEASED)
                 done.append(TellNode(node.rank, Shutdown(reason="its requests are finished")))
         return done
@@ -395,14 +343,12 @@ class Fleet:
         node.away_since = now
         away = f"node {node.rank} is away: {why}"
         done: Instructions = [Announce(away)]
-        self.ranks.forget(node.rank)
-        for replica in self._involving(node):
+        for replica in self.nodes.on(node):
             if replica.alive or replica.state is ReplicaState.WAITING:
                 replica.orders.clear_kill()
                 replica.left_with_node = True
                 done.append(Log(Level.ERROR, f"lost: {away}", replica.name))
                 done += self.lose(replica, away, restart=False)
-                done += self._kill_ranks(replica)
                 if replica.leaving:
                     done += self.forget(replica)
         if self._is_needed(node):
@@ -412,8 +358,7 @@ class Fleet:
 
     def _is_needed(self, node: Node) -> bool:
         """Whether anything is placed on a node; node 0 runs the coordinator."""
-        ranks = any(node.rank in self.ranks.hosts(stage) for stage in self.ranks.stages)
-        return node.rank == 0 or ranks or bool(self.nodes.on(node))
+        return node.rank == 0 or bool(self.nodes.on(node))
 
     def _forget_node(self, node: Node) -> None:
         """Forget a node on which nothing is placed; it may join again."""
@@ -428,7 +373,7 @@ class Fleet:
         done: Instructions = []
         for node in self.nodes.gone(now, self._settings.move_after):
             for replica in self.nodes.on(node):
-                if replica.left_with_node and self.pipeline.stage(replica.stage).spread is None:
+                if replica.left_with_node:
                     done += self._move(replica, now)
             self._forget_node(node)
         return done
@@ -488,7 +433,7 @@ class Fleet:
         place = replica_id.stage, replica_id.replica
         current = self.replicas.current(*place)
         kind = classify_hello(current, replica_id.epoch, hello.spawn_epoch or replica_id.epoch)
-        if current is None or self._is_torn(current):
+        if current is None:
             kind = HelloKind.FOREIGN
         match kind:
             case HelloKind.EXPECTED if current is not None:
@@ -585,11 +530,7 @@ class Fleet:
         spawn_epoch = max(former.epoch + 1 if former is not None else 1, self._new_epoch())
         replica, done = self._expect(stage, index, spawn_epoch, now)
         start = StartReplica(stage=stage, replica=index, spawn_epoch=spawn_epoch, slot=replica.slot)
-        hosts = self._hosts(replica)
-        if self.ranks.hosts(stage):
-            self.ranks.started(stage, index, spawn_epoch)
-            start = msgspec.structs.replace(start, leader=hosts[0].ranks_addr)
-        return [*done, *(TellNode(node.rank, start) for node in hosts)]
+        return [*done, TellNode(replica.node, start)]
 
     def _expect(self, stage: str, index: int, spawn_epoch: int, now: float) -> tuple[Replica, Instructions]:
         """Expect the hello of a process, which may have come before its node's; `spawn_epoch` 0: none is known yet."""
@@ -618,21 +559,10 @@ class Fleet:
         """Start the replicas again whose back-off is over."""
         done: Instructions = []
         for dead in self.health.due(now):
-            if self._may_start(dead):
+            if self.nodes.of(dead).stays:
                 done.append(Announce(f"starting {dead.name} again"))
                 done += self.start_replica(dead.stage, dead.index, now)
         return done
-
-    def _may_start(self, replica: Replica) -> bool:
-        """Whether its hosts are there and, if it is spread over several, run nothing of it any more."""
-        return all(node.stays for node in self._hosts(replica)) and not (
-            self.ranks.hosts(replica.stage) and self.ranks.running(replica.stage, replica.index)
-        )
-
-    def _hosts(self, replica: Replica) -> list[Node]:
-        """The nodes that run processes of a replica, the first host first."""
-        found = [self.nodes.find(rank) for rank in self.ranks.hosts(replica.stage)]
-        return [node for node in found if node is not None] or [self.nodes.of(replica)]
 
     def ready_again(self, replica: Replica) -> Instructions:
         """Let a replica take requests."""
@@ -657,7 +587,6 @@ class Fleet:
         level = Level.DEBUG if asked or self.launch.ending else Level.ERROR
         done: Instructions = [Log(level, f"ended: {cause}", replica.name)]
         done += self.lose(replica, cause, restart, Evidence.NONE if asked else evidence)
-        done += self._kill_ranks(replica)
         if replica.leaving:
             done += self.forget(replica)
         if not self.launch.wanted or replica.leaving:
@@ -707,8 +636,7 @@ class Fleet:
         """Kill what is stuck. While the pipeline starts, the startup timeout ends the launch instead."""
         done: Instructions = []
         for replica, why in self.health.stuck(now) if self.launch.serving else ():
-            heard = min(node.heard for node in self._hosts(replica))
-            node_silent = heard + 3 * self._settings.heartbeat_interval < now
+            node_silent = self.nodes.of(replica).heard + 3 * self._settings.heartbeat_interval < now
             if node_silent and now < replica.heard + self._settings.heartbeat_timeout + KILL_SECONDS:
                 continue  # it may be the link: the order would reach a healthy process once the link is back
             if not replica.orders.killed:
@@ -719,17 +647,7 @@ class Fleet:
     def kill(self, replica: Replica, why: str, now: float) -> Instructions:
         """Have its node kill the process of a replica."""
         replica.orders.kill(why, until=now + KILL_SECONDS)
-        if self.ranks.hosts(replica.stage):
-            return self._kill_ranks(replica)
         return [TellNode(replica.node, KillReplica(replica.stage, replica.index, replica.spawn_epoch))]
-
-    def _kill_ranks(self, replica: Replica) -> Instructions:
-        """Kill what still runs of a replica that is spread over several hosts: without each other its ranks hang."""
-        return [
-            TellNode(rank, KillReplica(replica.stage, replica.index, epoch))
-            for rank, epoch in self.ranks.to_kill(replica.stage, replica.index)
-            if self.nodes.find(rank) is not None
-        ]
 
     def _enforce_ends(self, now: float) -> Instructions:
         """Kill what did not stop, and count as dead what did not end when killed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
@@ -39,17 +39,13 @@ def classify_hello(current: Replica | None, epoch: int, spawn_epoch: int) -> Hel
 
 @dataclass
 class Node:
-    """A host with an agent. `heard` is when its agent was last heard of, `devices` the number of its GPUs.
-
-    `ranks_addr` is its address for replicas that are spread over several hosts.
-    """
+    """A host with an agent. `heard` is when its agent was last heard of, `devices` the number of its GPUs."""
 
     rank: int
     state: NodeState = NodeState.EXPECTED
     heard: float = 0.0
     away_since: float = 0.0
     devices: int = 0
-    ranks_addr: str = ""
 
     @property
     def present(self) -> bool:
@@ -147,17 +143,11 @@ class NodeTable:
                 found.append(node)
         return found
 
-    def take_over(self, node: Node, running: Iterable[RunningReplica], spread: Collection[str] = ()) -> Takeover:
-        """Decide about the processes of a node that has come or come back with `running`.
-
-        The replicas of the stages `spread`, which are spread over several hosts, are left out: more than one node has a
-        say.
-        """
+    def take_over(self, node: Node, running: Iterable[RunningReplica]) -> Takeover:
+        """Decide about the processes of a node that has come or come back with `running`."""
         listed = {(item.stage, item.replica): item for item in running}
         adopt, start, ended = [], [], []
         for replica in self.on(node):
-            if replica.stage in spread:
-                continue
             item = listed.pop((replica.stage, replica.index), None)
             known = item is not None and item.spawn_epoch == replica.spawn_epoch
             if item is not None and not (known and replica.alive):

@@ -78,12 +78,6 @@ def _scale(fleet: Fleet, stage: str, count: int, rank: int | None, now: float) -
         starts = fleet.launch.starting
         text = f"The pipeline {'still starts' if starts else 'stops'}, and is not scaled."
         raise StageUnavailable(text, hint="Try again when it is ready." if starts else "")
-    if fleet.pipeline.stage(stage).spread is not None:
-        raise InvalidRequest(
-            f"A replica of {stage} is spread over several hosts, and the number of those is fixed at the start.",
-            hint=f"Set stages.{stage}.replicas and start the pipeline again.",
-            field="stage",
-        )
     nodes = _nodes_for(fleet, rank)
     places = fleet.replicas.places(stage)
     if count > len(places):

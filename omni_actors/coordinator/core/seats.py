@@ -121,8 +121,7 @@ class Seats:
         for (name, index), seat in self._seats.items():
             stage = self._pipeline.stage(name)
             share = memory_share(stage)
-            hosts = (seat.node,) if stage.spread is None else stage.hosts_of(index)
-            here = node.rank in hosts and device in slot_devices(stage, seat.slot, node.devices)
+            here = node.rank == seat.node and device in slot_devices(stage, seat.slot, node.devices)
             if here and share is not None:
                 users[f"{name}/{index}"] = share
         return users
