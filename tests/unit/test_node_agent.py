@@ -111,6 +111,7 @@ async def test_last_words_of_a_coordinator_count_though_it_has_left(short_path: 
     async with connected(short_path, on_shutdown=lambda reason, failed: told.append((reason, failed))) as node:
         node.tell(NodeWelcome(), Shutdown(reason="the launcher stops"))
         node.control.close()
-        time.sleep(0.2)  # noqa: ASYNC251 - the loop shall not read meanwhile
-        node.agent.monitor.drain()
+        deadline = time.monotonic() + 20
+        while not told and time.monotonic() < deadline:  # the loop shall not read meanwhile
+            node.agent.monitor.drain()
         assert told == [("the launcher stops", False)]
