@@ -1,209 +1,149 @@
-"""CUDA MPS: lets the replicas that share a GPU compute at the same time instead of in turns.
-
-The launcher starts a daemon of its own for these replicas, under a guardian (`mps_guardian.py`) that ends it with the
-launcher. A daemon that is already there is used as it is. Where MPS does not work, the pipeline runs without it.
-"""
+"""CUDA MPS: lets the replicas that share a GPU compute at the same time instead of in turns."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from omni_actors.config import PipelineConfig, host_devices, replica_devices, visible_devices
-from omni_actors.config.devices import COMPUTING_KINDS, shared_devices
+from omni_actors.config.devices import shared_devices
 from omni_actors.host.processes import describe_exit
 from omni_actors.host.run_directory import MPS_PREFIX, RunDirectory
-from omni_actors.launcher.mps_guardian import GuardianAnswer, GuardianSpec
 from omni_actors.logs import get_logger
 
 logger = get_logger(__name__)
 
-CONTROL = "nvidia-cuda-mps-control"
-CONTROL_FOLDERS = ("/usr/local/nvidia/bin", "/usr/bin")  # besides PATH
-PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
-USUAL_FOLDER = "/tmp/nvidia-mps"  # where CUDA looks unless that variable is set
-START_SECONDS = 45.0  # the guardian's own deadlines end earlier
-STOP_SECONDS = 15.0  # likewise
-CONNECT_SECONDS = 1.0
-PEER = struct.Struct("3i")  # process, user and group behind a Unix socket
-
-Replica = tuple[str, int]  # stage, index
-
-
-class MpsPlan(NamedTuple):
-    """The replicas of this host that compute under MPS, and the GPUs that they use."""
-
-    shared: Mapping[int, Sequence[Replica]]  # a GPU that several replicas share -> these
-    devices: tuple[int, ...]  # also those that such a replica has to itself
-
-    def __str__(self) -> str:
-        return "; ".join(
-            f"GPU {device}: {', '.join(f'{stage}/{index}' for stage, index in replicas)}"
-            for device, replicas in self.shared.items()
-        )
-
-
-def plan(pipeline: PipelineConfig, rank: int, devices: int) -> MpsPlan:
-    """Find the replicas of a node, which has this many `devices`, that share a GPU with another one."""
-    shared = shared_devices(pipeline, rank, devices)
-    replicas = {replica for sharing in shared.values() for replica in sharing}
-    used = {device for stage, index in replicas for device in replica_devices(pipeline.stage(stage), index, devices)}
-    return MpsPlan(shared, tuple(sorted(used)))
+CONTROL, CONTROL_FOLDERS = "nvidia-cuda-mps-control", "/usr/local/nvidia/bin:/usr/bin:/usr/sbin"  # besides PATH
+PIPES, USUAL_PIPES = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"  # where CUDA looks unless the variable is set
+SMI_SECONDS = 5.0
+START_SECONDS, END_SECONDS = 45.0, 15.0  # of the guardian, whose own deadlines end earlier
 
 
 class MpsClients(NamedTuple):
-    """Which replicas connect to the launcher's own daemon, and what they need for it.
+    """What replicas need to connect to the launcher's daemon, whether they start with it or come later."""
 
-    They are those whose GPUs the daemon has, whether they were there when it started or came later.
-    """
-
-    stages: frozenset[str]  # that compute on GPUs
-    pipe_directory: str
+    pipes: str
     uuids: Mapping[str, str]  # a GPU of the daemon as CUDA_VISIBLE_DEVICES names it for this host -> its UUID
 
-    def apply(
-        self, stage: str, visible: Sequence[str], environment: Mapping[str, str]
-    ) -> tuple[Sequence[str], dict[str, str]]:
+    def apply(self, gpus: Sequence[str], environment: Mapping[str, str]) -> tuple[Sequence[str], dict[str, str]]:
         """Return the GPUs and the variables of a replica's process, given those that it has without MPS."""
-        if stage not in self.stages or not visible or not self.uuids.keys() >= set(visible):
-            return visible, dict(environment)
-        return [self.uuids[name] for name in visible], {PIPE_VARIABLE: self.pipe_directory, **environment}
+        if not gpus or not self.uuids.keys() >= set(gpus):
+            return gpus, dict(environment)
+        return [self.uuids[name] for name in gpus], {PIPES: self.pipes, **environment}
 
 
-NO_MPS = MpsClients(frozenset(), "", {})
+NO_MPS = MpsClients("", {})
 
 
 class MpsChild:
-    """Owns the guardian of the MPS daemon, if there is one.
+    """Owns the guardian of a private daemon, if there is one. `say` gets one sentence on what was done."""
 
-    Args:
-        on_decision: called with one sentence that says what was done.
-    """
-
-    def __init__(
-        self, pipeline: PipelineConfig, run_directory: RunDirectory, on_decision: Callable[[str], None]
-    ) -> None:
-        self._pipeline = pipeline
-        self._run_directory = run_directory
-        self._say = on_decision
+    def __init__(self, pipeline: PipelineConfig, run_directory: RunDirectory, say: Callable[[str], None]) -> None:
+        self._pipeline, self._run_directory, self._say = pipeline, run_directory, say
         self._guardian: asyncio.subprocess.Process | None = None
         self._watching: asyncio.Task[None] | None = None
         self.clients = NO_MPS
 
     async def start(self) -> None:
-        """Start a daemon if replicas here share a GPU and none runs yet. Never fails: it says why there is none."""
-        wanted = plan(self._pipeline, self._pipeline.cluster.node_rank, host_devices())
-        if not wanted.shared:
-            return
-        if self._pipeline.mps == "off":
-            self._say(f"MPS is off; stages take turns ({wanted})")
-            return
-        folder = os.environ.get(PIPE_VARIABLE) or USUAL_FOLDER
-        if answers(folder):
-            self._say(f"MPS: using the daemon at {folder} ({wanted})")
-            return
-        try:
-            refused = await self._start_guardian(wanted)
-        except OSError as error:
-            refused = str(error)
-        if refused:
-            self._say(f"MPS refused, continuing without: {refused}; stages take turns ({wanted})")
-        else:
-            self._say(f"MPS started ({wanted})")
+        """Start a daemon if replicas here share a GPU and none answers yet. Never fails: it says why there is none."""
+        shared = shared_devices(self._pipeline, self._pipeline.cluster.node_rank, host_devices())
+        text = "; ".join(f"GPU {gpu}: {', '.join(f'{n}/{i}' for n, i in users)}" for gpu, users in shared.items())
+        pipes = os.environ.get(PIPES, USUAL_PIPES)
+        if shared and self._pipeline.mps == "off":
+            self._say(f"MPS is off; stages take turns ({text})")
+        elif shared and answers(pipes):
+            self._say(f"MPS: using the daemon at {pipes} ({text})")
+        elif shared:
+            try:
+                refused = await self._start_guardian(daemon_gpus(self._pipeline, host_devices()))
+            except (OSError, subprocess.SubprocessError) as error:
+                refused = str(error) or f"no answer within {START_SECONDS:g} s"
+            done = f"refused, continuing without: {refused}; stages take turns" if refused else "started"
+            self._say(f"MPS {done} ({text})")
 
-    async def _start_guardian(self, wanted: MpsPlan) -> str:
+    async def _start_guardian(self, gpus: Sequence[int]) -> str:
         """Start the daemon under its guardian; returns why that is not possible, or ""."""
-        if os.environ.get(PIPE_VARIABLE):
-            return f"no daemon answers in {PIPE_VARIABLE} {os.environ[PIPE_VARIABLE]}; start it or unset the variable"
-        control = find_control(os.environ.get("PATH", os.defpath).split(os.pathsep))
-        if control is None:
-            return f"{CONTROL} is neither in PATH nor in {' or '.join(CONTROL_FOLDERS)}"
-        folder = self._run_directory.path / f"{MPS_PREFIX}{os.getpid()}"
-        spec = GuardianSpec(
-            control=control,
-            folder=str(folder),
-            devices=tuple(visible_devices(wanted.devices)),
-            log_file=str(self._run_directory.log_file("mps")),
-            run_dir=str(self._run_directory.path),
-            run_dir_is_temporary=self._run_directory.temporary,
-        )
-        self._guardian = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "omni_actors.launcher.mps_guardian",
-            msgspec.json.encode(spec).decode(),
+        path = f"{os.environ.get('PATH', os.defpath)}:{CONTROL_FOLDERS}"
+        if (control := shutil.which(CONTROL, path=path)) is None:
+            return f"{CONTROL} is not in {path}"
+        uuids = await asyncio.to_thread(gpu_uuids, visible_devices(gpus))
+        run = self._run_directory
+        folder = str(run.path / f"{MPS_PREFIX}{os.getpid()}")
+        variables = {"PATH": path, "CUDA_VISIBLE_DEVICES": ",".join(uuids.values())}  # PATH: to find its server
+        self._guardian = guardian = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "omni_actors.launcher.mps_guardian", control, folder),
+            *(str(run.log_file("mps")), str(run.path), "temporary" if run.temporary else "given"),
+            env={**os.environ, **variables, PIPES: folder, "CUDA_MPS_LOG_DIRECTORY": folder},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C must not reach the daemon before the stages have ended
         )
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                answer = await self._answer(self._guardian)
-        except TimeoutError:
-            self._guardian.kill()
-            return f"no answer within {START_SECONDS:g} s"
-        if not answer.refused:
-            computing = frozenset(stage.name for stage in self._pipeline.stages if stage.kind in COMPUTING_KINDS)
-            self.clients = MpsClients(computing, str(folder), answer.uuids)
-            self._watching = asyncio.create_task(self._watch(self._guardian), name="MPS guardian")
-        return answer.refused
-
-    @staticmethod
-    async def _answer(guardian: asyncio.subprocess.Process) -> GuardianAnswer:
-        line = await guardian.stdout.readline() if guardian.stdout is not None else b""
-        if line:
-            return msgspec.json.decode(line, type=GuardianAnswer)
-        return GuardianAnswer(refused=f"the daemon's guardian died ({describe_exit(await guardian.wait())})")
+        async with asyncio.timeout(START_SECONDS):
+            line = await guardian.stdout.readline() if guardian.stdout is not None else b""
+        if line != b"\n":
+            return line.decode().strip() or f"the daemon's guardian died ({describe_exit(await guardian.wait())})"
+        self.clients = MpsClients(folder, uuids)
+        self._watching = asyncio.create_task(self._watch(guardian), name="MPS guardian")
+        return ""
 
     async def _watch(self, guardian: asyncio.subprocess.Process) -> None:
         how = describe_exit(await guardian.wait())
         logger.error("the MPS daemon has ended (guardian: %s); replicas that start from now on take turns", how)
 
     async def stop(self) -> None:
-        """End the daemon, after its clients. Idempotent."""
+        """End the daemon, after its clients."""
         if self._watching is not None:
             self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
-        guardian, self._guardian = self._guardian, None
-        if guardian is None:
-            return
-        if guardian.stdin is not None:
-            guardian.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_SECONDS):
-                await guardian.wait()
-        if guardian.returncode is None:
-            logger.error("the MPS daemon did not end; killing its guardian")
-            guardian.kill()
-            await guardian.wait()
+        if self._guardian is not None and self._guardian.stdin is not None:
+            self._guardian.stdin.close()
+            try:
+                async with asyncio.timeout(END_SECONDS):
+                    await self._guardian.wait()
+            except TimeoutError:
+                logger.error("the MPS daemon did not end within %g s; killing its guardian", END_SECONDS)
+                self._guardian.kill()
 
 
-def find_control(folders: Iterable[str]) -> str | None:
-    """Return the path of the daemon's program: from `folders`, else from where drivers install it."""
-    return shutil.which(CONTROL, path=os.pathsep.join([*folders, *CONTROL_FOLDERS]))
+def daemon_gpus(pipeline: PipelineConfig, devices: int) -> list[int]:
+    """Return all GPUs of the replicas on this host that share one with another."""
+    shared = shared_devices(pipeline, pipeline.cluster.node_rank, devices)
+    replicas = {replica for users in shared.values() for replica in users}
+    return sorted({gpu for name, at in replicas for gpu in replica_devices(pipeline.stage(name), at, devices)})
 
 
-def answers(folder: str) -> bool:
-    """Whether an MPS daemon of this user or of root listens in `folder`; the usual one is open to all users."""
+def answers(pipes: str) -> bool:
+    """Whether an MPS daemon of this user or of root listens in a folder; the usual one is open to all users."""
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(CONNECT_SECONDS)
+        probe.settimeout(1.0)
         try:
-            probe.connect(str(Path(folder) / "control"))
+            probe.connect(str(Path(pipes) / "control"))
         except OSError:
             return False
-        _, owner, _ = PEER.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+        _, owner, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if owner not in (0, os.geteuid()):
-        logger.warning("not using the MPS daemon at %s: it belongs to user %d", folder, owner)
-        return False
-    return True
+        logger.warning("not using the MPS daemon at %s: it belongs to user %d", pipes, owner)
+    return owner in (0, os.geteuid())
+
+
+def gpu_uuids(names: Sequence[str]) -> dict[str, str]:
+    """Map GPUs, as CUDA_VISIBLE_DEVICES names them, to their UUIDs.
+
+    A number would be applied twice: by the daemon to all GPUs and by its clients to the daemon's GPUs.
+
+    Raises:
+        OSError, subprocess.SubprocessError: nvidia-smi does not work, or does not know a GPU.
+    """
+    query = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
+    said = subprocess.run(query, capture_output=True, text=True, timeout=SMI_SECONDS, check=True).stdout
+    known = dict(line.split(", ", 1) for line in said.splitlines() if ", " in line)
+    if missing := [name for name in names if name.isdigit() and name not in known]:
+        raise OSError(f"nvidia-smi names no GPU {missing[0]}")
+    return {name: known.get(name, name) for name in names}

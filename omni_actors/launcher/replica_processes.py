@@ -183,7 +183,7 @@ class ReplicaProcesses:
         sharing = max(1, sum(self._pipeline.stage(name).kind in MODEL_KINDS for name, _ in self._here))
         inbox = self._run_directory.endpoint(f"{identity.stage}-{identity.replica}")
         environment = {name: str(value) for name, value in stage.environment.items()}
-        visible, environment = self.mps.apply(identity.stage, visible_devices(placed), environment)
+        visible, environment = self.mps.apply(visible_devices(placed), environment)
         return ReplicaSpec(
             pipeline_json=msgspec.json.encode(self._pipeline),
             stage=identity.stage,

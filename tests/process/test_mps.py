@@ -117,7 +117,9 @@ def test_ctrl_c_during_the_start_leaves_no_daemon(launch_here: Launch, short_pat
 
 def test_the_pipeline_runs_without_mps_where_it_is_refused(launch_here: Launch, short_path: Path) -> None:
     launcher = launch_here(kind="no server").wait_ready()
-    assert "MPS refused, continuing without: its server ended: out of memory; stages take turns" in launcher.output
+    assert (
+        "MPS refused, continuing without: its server did not start: out of memory; stages take turns" in launcher.output
+    )
     assert seen(short_path, "thinker") == seen(short_path, "code2wav") == ["0", "None"]
     assert not any(map(psutil.pid_exists, pids(log_of(short_path, "mps"))))
 
@@ -150,10 +152,9 @@ def test_a_daemon_that_runs_already_is_used_and_left_alone(
 @pytest.mark.parametrize(
     ("kind", "environment", "reason"),
     [
-        ("no daemon", {}, r"the daemon ended \(exit code 1\): An instance of this daemon is already running"),
+        ("no daemon", {}, r"the daemon did not start: An instance of this daemon is already running"),
         ("", {"CUDA_VISIBLE_DEVICES": "7"}, "nvidia-smi names no GPU 7"),
-        ("", {"CUDA_MPS_PIPE_DIRECTORY": "/nowhere"}, "no daemon answers in CUDA_MPS_PIPE_DIRECTORY /nowhere"),
-        (None, {}, "nvidia-cuda-mps-control is neither in PATH"),
+        (None, {}, "nvidia-cuda-mps-control is not in "),
     ],
 )
 async def test_a_refusal_names_its_reason(
@@ -161,8 +162,8 @@ async def test_a_refusal_names_its_reason(
 ) -> None:
     host = MpsHost(short_path, kind or "")
     monkeypatch.setenv("PATH", host.path if kind is not None else os.defpath)
-    monkeypatch.setattr(mps, "CONTROL_FOLDERS", ())
-    monkeypatch.setattr(mps, "USUAL_FOLDER", str(short_path / "none"))
+    monkeypatch.setattr(mps, "CONTROL_FOLDERS", "")
+    monkeypatch.setattr(mps, "USUAL_PIPES", str(short_path / "none"))
     monkeypatch.setattr(mps, "host_devices", lambda: 1)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

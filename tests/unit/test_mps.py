@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from omni_actors import config
+from omni_actors.config.devices import shared_devices
 from omni_actors.errors import ConfigError
 from omni_actors.host.run_directory import RunDirectory
-from omni_actors.launcher.mps import NO_MPS, MpsClients, answers, find_control, plan
+from omni_actors.launcher.mps import NO_MPS, MpsClients, answers, daemon_gpus
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.protocol.header import ReplicaId
 from tests.support.builders import chain, load
@@ -39,14 +40,12 @@ def models(**stages: dict[str, Any]) -> dict[str, Any]:
 
 
 def shared(folder: Path, data: dict[str, Any], devices: int = 2, rank: int = 0) -> dict[int, list[tuple[str, int]]]:
-    return dict(plan(load(folder, data, devices=devices).pipeline, rank, devices).shared)
+    return shared_devices(load(folder, data, devices=devices).pipeline, rank, devices)
 
 
 def test_stages_on_one_gpu_share_it(tmp_path: Path) -> None:
-    found = plan(load(tmp_path, models(), devices=2).pipeline, 0, 2)
-    assert found.shared == {0: [("thinker", 0), ("talker", 0), ("code2wav", 0)]}
-    assert found.devices == (0,)
-    assert str(found) == "GPU 0: thinker/0, talker/0, code2wav/0"
+    assert shared(tmp_path, models()) == {0: [("thinker", 0), ("talker", 0), ("code2wav", 0)]}
+    assert daemon_gpus(load(tmp_path, models(), devices=2).pipeline, 2) == [0]
 
 
 def test_what_computes_alone_or_on_no_gpu_shares_nothing(tmp_path: Path) -> None:
@@ -83,9 +82,8 @@ def test_each_node_counts_its_own(tmp_path: Path) -> None:
 def test_the_daemon_gets_all_gpus_of_a_replica_that_shares_one(tmp_path: Path) -> None:
     wide = {"devices": [0, 1], "engine": {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.2}}
     data = models(thinker=wide, talker={"devices": [1]}, code2wav={"devices": [2]})
-    found = plan(load(tmp_path, data, devices=3).pipeline, 0, 3)
-    assert dict(found.shared) == {1: [("thinker", 0), ("talker", 0)]}
-    assert found.devices == (0, 1)
+    assert shared(tmp_path, data, devices=3) == {1: [("thinker", 0), ("talker", 0)]}
+    assert daemon_gpus(load(tmp_path, data, devices=3).pipeline, 3) == [0, 1]
 
 
 LISTENER = """
@@ -121,7 +119,7 @@ def test_replicas_on_a_gpu_of_the_daemon_get_the_pipes_whenever_they_come(
         processes = ReplicaProcesses(pipeline, run, "ipc:///control")
         assert processes.mps == NO_MPS
         assert processes.spec(ReplicaId("talker", 0, 7), 0).devices == ("4",)
-        processes.mps = MpsClients(frozenset({"thinker", "talker", "code2wav"}), "/run/pipes", {"4": "GPU-d"})
+        processes.mps = MpsClients("/run/pipes", {"4": "GPU-d"})
         talker, code2wav = (processes.spec(ReplicaId(stage, 0, 7), 0) for stage in ("talker", "code2wav"))
         added = processes.spec(ReplicaId("talker", 5, 7), 0)  # by `ctl scale`
     expected = {"CUDA_MPS_PIPE_DIRECTORY": "/run/pipes", "CUDA_MPS_CLIENT_PRIORITY": "1"}
@@ -154,9 +152,3 @@ def test_check_shows_what_shares_a_gpu(tmp_path: Path) -> None:
     assert line.format("under CUDA MPS, where that works") in config.describe(load(tmp_path, data, devices=1), 1)
     assert line.format("in turns (mps: off)") in config.describe(load(tmp_path, data, {"mps": "off"}, devices=1), 1)
     assert "is shared" not in config.describe(load(tmp_path, data, devices=0), 0)
-
-
-def test_the_daemons_program_is_found(tmp_path: Path) -> None:
-    program = tmp_path / "nvidia-cuda-mps-control"
-    program.touch(mode=0o755)
-    assert find_control([str(tmp_path / "nothing"), str(tmp_path)]) == str(program)
