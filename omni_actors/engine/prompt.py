@@ -27,7 +27,7 @@ from omni_actors.engine.prompt_processing import PromptProcessor
 from omni_actors.engine.text_prompts import TextPromptProcessor
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.logs import trace_of
-from omni_actors.media.decoders import THREADS, Decoder, DecoderThreads, Task
+from omni_actors.media.decoders import THREADS, Decoder, DecoderThreads
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.payloads import Prompt
 from omni_actors.protocol.results import FinishReason
@@ -78,7 +78,7 @@ class PromptEngine(StageEngine):
         self._instruction = arguments.model_config.instruction
         self._texts: dict[str, _Waiting] = {}  # by request, in order of arrival; so are the two below
         self._media: dict[str, _Waiting] = {}
-        self._running: dict[str, tuple[_Waiting, Task[Processed]]] = {}
+        self._running: dict[str, tuple[_Waiting, Decoder]] = {}
         self._threads = DecoderThreads()
         self._free = THREADS  # those that have neither work nor a result that no step has taken
         self._ready: queue.SimpleQueue[tuple[_Waiting, Future[Processed]]] = queue.SimpleQueue()
@@ -133,8 +133,8 @@ class PromptEngine(StageEngine):
         self._texts.pop(request_id, None)
         self._media.pop(request_id, None)
         if request_id in self._running:
-            _, task = self._running.pop(request_id)
-            task.cancel()
+            _, decoder = self._running.pop(request_id)
+            decoder.cancel()
 
     def runnable(self) -> bool:
         """Whether a text waits, or a prompt with media is ready."""
@@ -201,11 +201,11 @@ class PromptEngine(StageEngine):
             del self._media[request_id]
             self._scheduled.append((request_id, time.monotonic()))
             self._free -= 1
-            task = self._submit(waiting)
-            self._running[request_id] = waiting, task
-            task.future.add_done_callback(self._reporter(waiting))
+            decoder = self._submit(waiting)
+            self._running[request_id] = waiting, decoder
+            decoder.future.add_done_callback(self._reporter(waiting))
 
-    def _submit(self, waiting: _Waiting) -> Task[Processed]:
+    def _submit(self, waiting: _Waiting) -> Decoder:
         return self._threads.submit(lambda decoder: self._process(waiting, decoder))
 
     def _process(self, waiting: _Waiting, decoder: Decoder | None = None) -> Processed:

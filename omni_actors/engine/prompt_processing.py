@@ -23,8 +23,16 @@ from omni_actors.engine.sound_pieces import in_pieces
 from omni_actors.engine.text_prompts import NO_PARAMS, TextPromptProcessor
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest
 from omni_actors.media.decoders import Decoder
-from omni_actors.media.limits import AUDIO_RATE, DEFAULT_VIDEO_RATE, MediaLimits, check_finite
-from omni_actors.media.messages import AUDIO_ARRAY, AUDIO_FILE, IMAGE_FILE, Item
+from omni_actors.media.limits import (
+    AUDIO_ARRAY,
+    AUDIO_FILE,
+    AUDIO_RATE,
+    DEFAULT_VIDEO_RATE,
+    IMAGE_FILE,
+    Item,
+    MediaLimits,
+    check_finite,
+)
 from omni_actors.protocol.payloads import (
     MEDIA_MODALITIES,
     USE_AUDIO_IN_VIDEO,

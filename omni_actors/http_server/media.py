@@ -36,8 +36,17 @@ from omni_actors.http_server.schema_fields import refuse_effects
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Transcripts
 from omni_actors.media.decoders import Decoder, DecoderThreads
-from omni_actors.media.limits import DEFAULT_VIDEO_RATE, MediaLimits, MediaTooLarge, check_counts
-from omni_actors.media.messages import AUDIO_FILE, IMAGE_FILE, UNKNOWN_FILE, VIDEO_FILE, Item
+from omni_actors.media.limits import (
+    AUDIO_FILE,
+    DEFAULT_VIDEO_RATE,
+    IMAGE_FILE,
+    UNKNOWN_FILE,
+    VIDEO_FILE,
+    Item,
+    MediaLimits,
+    MediaTooLarge,
+    check_counts,
+)
 from omni_actors.protocol.payloads import MEDIA_MODALITIES
 
 MAX_URL = 2048  # bytes of a URL, or of a data: URI before its data
@@ -342,10 +351,11 @@ class MediaReader:
         task = self._decoders.submit(work)
         try:
             with _named(param):
-                return await asyncio.wrap_future(task.future)
+                result: T = await asyncio.wrap_future(task.future)
         except asyncio.CancelledError:
             task.cancel()
             raise
+        return result
 
 
 @contextlib.contextmanager

@@ -2,44 +2,46 @@
 
 A file of a stranger may crash the C code that reads it, keep it busy for ever, or unpack to gigabytes. A decoder that
 does not answer within `DECODE_SECONDS`, or dies, costs only the request that it was working for; the next one gets a
-new decoder.
+new decoder. Pools of libraries take results as pickles, by which a decoder that a file has taken over could run code in
+this process, and their workers have its environment (ADR 0026).
+
+`python -m omni_actors.media.decoders` is the decoder. Standard input has jobs, standard output the replies: 4 bytes of
+length, a head in msgpack, and the raw data that the head announces.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-import socket
+import resource
+import signal
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, Generic, TypeVar
+from pathlib import Path
+from typing import IO, Any, Final, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from omni_actors.errors import Aborted, EngineError, InvalidRequest, MalformedMedia, OmniError
-from omni_actors.host.processes import describe_exit, give_back_memory
-from omni_actors.media.limits import MediaLimits, MediaTooLarge
-from omni_actors.media.messages import (
-    AUDIO_ARRAY,
-    AUDIO_FILE,
+from omni_actors.host.processes import describe_exit, die_with_parent, give_back_memory
+from omni_actors.media.limits import (
     IMAGE_FILE,
     IMAGE_MODES,
-    Buffer,
-    Channel,
-    Decoded,
+    SOUNDS,
+    UNKNOWN_FILE,
+    Budget,
     Item,
-    Job,
-    Measured,
-    Refused,
-    Reply,
-    Started,
+    MediaLimits,
+    MediaTooLarge,
 )
 
 THREADS: Final = 2
@@ -47,6 +49,9 @@ DECODE_SECONDS: Final = 60.0  # for all media of a request
 START_SECONDS: Final = 60.0
 MEMORY_BYTES: Final = 1 << 30  # that decoding may take, above what the libraries take
 TRIM_BYTES: Final = 16 << 20  # decoded for a request, after which the allocator gives back what it holds in reserve
+HEAD_BYTES: Final = 1 << 20
+ABORTED: Final = "The request was aborted while its media were decoded."
+PIPE_BYTES: Final = 1 << 20  # that one end writes before the other end has to read
 # What a decoder may see of the environment, and what keeps its memory small.
 INHERITED: Final = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "VIRTUAL_ENV")
 OWN: Final = {
@@ -60,34 +65,129 @@ _ERRORS: Final[dict[str, type[OmniError]]] = {
     error.__name__: error for error in (InvalidRequest, MalformedMedia, MediaTooLarge, EngineError)
 }
 Array = NDArray[Any]
+Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
 
 
-class Decoder:
-    """A process that decodes, started when it is first needed and again after it ended.
+class Job(Struct, frozen=True):
+    """Measure all items; then decode them, unless `measure` says that this is all. An unknown file is only named.
 
-    One thread uses it at a time; `give_up` may come from another.
+    Other media of the request have `used` bytes of what the limits allow. The data of the items follow.
     """
 
-    def __init__(self, seconds: float = DECODE_SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
-        self._seconds = seconds
-        self._arguments = (str(os.getpid()), str(memory_bytes))
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: Channel | None = None
-        self._lock = threading.Lock()  # around the start and the end of a process
-        self._given_up = False
-        self.decoded_bytes = 0  # for the present request
+    items: tuple[Item, ...]
+    limits: MediaLimits
+    used: int = 0
+    measure: bool = False
 
-    @property
-    def pid(self) -> int | None:
-        """The process id, if there is a process."""
-        process = self._process
-        return process.pid if process is not None else None
 
-    def begin(self) -> None:
-        """Begin with another request, after one that may have been given up."""
+class Reply(Struct, frozen=True):
+    """The first one to a job measures it, the others are the decoded items; one with an `error` ends the job.
+
+    Args:
+        size: bytes of all items after decoding, as their headers say.
+        seconds: length of all sounds, 0 if one does not say its own.
+        modality: of an unknown file.
+        shape: of an item; its data follow, f32 for one dimension and u8 for more.
+        error: name of the class.
+    """
+
+    size: int = 0
+    seconds: float = 0.0
+    modality: str = ""
+    shape: tuple[int, ...] = ()
+    error: str = ""
+    message: str = ""
+    hint: str = ""
+
+
+def _send(stream: Any, head: Struct, data: Sequence[Buffer] = ()) -> None:
+    packed = msgspec.msgpack.encode(head)
+    stream.write(len(packed).to_bytes(4, "big") + packed)
+    for buffer in data:
+        stream.write(buffer)
+    stream.flush()
+
+
+def _receive(stream: Any, kind: type[T]) -> T:
+    length = int.from_bytes(_fill(stream, bytearray(4)), "big")
+    if length > HEAD_BYTES:
+        raise ValueError(f"a head of {length} bytes")
+    return msgspec.msgpack.decode(_fill(stream, bytearray(length)), type=kind)
+
+
+def _reply(process: subprocess.Popen[bytes]) -> Reply:
+    reply = _receive(process.stdout, Reply)
+    if reply.error:
+        raise _ERRORS.get(reply.error, EngineError)(reply.message, hint=reply.hint)
+    return reply
+
+
+def _fill(stream: Any, into: Any) -> Any:
+    """Fill a buffer with what comes next. Raises `EOFError` if the other end closes before."""
+    if stream.readinto(into) < memoryview(into).nbytes:
+        raise EOFError("the other end is closed")
+    return into
+
+
+@contextlib.contextmanager
+def _killed_after(process: subprocess.Popen[bytes], seconds: float) -> Iterator[None]:
+    timer = threading.Timer(seconds, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _end(process: subprocess.Popen[bytes]) -> str:
+    """End a decoder and return how it ended."""
+    process.kill()  # does nothing to one that has ended by itself
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):  # what is left in the buffer cannot be written any more
+            if pipe is not None:
+                pipe.close()
+    return describe_exit(process.wait())
+
+
+class Decoder:
+    """Work on a thread of `DecoderThreads`, with the process that decodes for it at the moment.
+
+    The work's result is in `future`. Only `cancel` may be called from another thread.
+    """
+
+    def __init__(self, idle: list[subprocess.Popen[bytes]], seconds: float, memory_bytes: int) -> None:
+        self.future: Future[Any] = Future()
+        self._idle, self._seconds, self._memory_bytes = idle, seconds, memory_bytes
+        self.process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()  # around what changes `process`
+        self._cancelled = False
+        self._decoded_bytes = 0
+
+    def cancel(self) -> None:
+        """Give the work up; what it decodes at the moment is ended. Idempotent."""
         with self._lock:
-            self._given_up, self.decoded_bytes = False, 0
+            self._cancelled = True
+            if self.process is not None:
+                self.process.kill()
+
+    def run(self, work: Callable[[Decoder], Any]) -> None:
+        """Do the work."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        error: BaseException | None = None
+        try:
+            result = work(self)
+        except BaseException as raised:  # noqa: BLE001 - reported in the future
+            error = raised
+        if self._decoded_bytes > TRIM_BYTES:
+            give_back_memory()
+        if error is None:
+            self.future.set_result(result)
+        else:
+            traceback.clear_frames(error.__traceback__)  # they hold what has been decoded
+            self.future.set_exception(error)
 
     def decode(self, items: Sequence[tuple[Item, Buffer]], limits: MediaLimits, used: int = 0) -> list[Array]:
         """Decode the media of a request; see `readers.decode` for the results.
@@ -98,109 +198,85 @@ class Decoder:
         Raises:
             MalformedMedia, InvalidRequest: as the readers say, or the decoder crashed on the media or takes too long.
             EngineError: no decoder starts.
-            Aborted: the request was given up.
+            Aborted: the work was given up.
         """
         return self._run(items, Job(tuple(item for item, _ in items), limits, used))[1]
 
-    def measure(self, items: Sequence[tuple[Item, Buffer]], limits: MediaLimits, used: int = 0) -> Measured:
+    def measure(self, items: Sequence[tuple[Item, Buffer]], limits: MediaLimits, used: int = 0) -> Reply:
         """Check media by their headers. Raises as `decode` does."""
         return self._run(items, Job(tuple(item for item, _ in items), limits, used, measure=True))[0]
 
-    def _run(self, items: Sequence[tuple[Item, Buffer]], job: Job) -> tuple[Measured, list[Array]]:
-        channel = self.start()
-        done: list[Array] = []
-        pixels = job.limits.decoded_bytes - job.used
-        channel.deadline = time.monotonic() + self._seconds
+    def _run(self, items: Sequence[tuple[Item, Buffer]], job: Job) -> tuple[Reply, list[Array]]:
+        process, done = self._started(), list[Array]()
+        pixels, deadline = job.limits.decoded_bytes - job.used, time.monotonic() + self._seconds
         try:
-            channel.send(job, [data for _, data in items])
-            measured = self._reply(channel, Measured)
-            for item, _ in () if job.measure else items:
-                array = _room_for(self._reply(channel, Decoded).shape, item, job.limits, pixels)
-                channel.data(array.data.cast("B"))
-                pixels -= array.nbytes if array.dtype == np.uint8 else 0
-                done.append(array)
-                self.decoded_bytes += array.nbytes
+            with _killed_after(process, self._seconds):
+                _send(process.stdin, job, [data for _, data in items])
+                measured = _reply(process)
+                for item, _ in () if job.measure else items:
+                    array = _room_for(_reply(process).shape, item, job.limits, pixels)
+                    _fill(process.stdout, array.data.cast("B"))
+                    pixels -= array.nbytes if array.dtype == np.uint8 else 0
+                    done.append(array)
+                    self._decoded_bytes += array.nbytes
             return measured, done
-        except TimeoutError:
-            self.close()
-            raise MediaTooLarge(
-                f"{items[len(done)][0].what} was not decoded within {self._seconds:g} s.",
-                hint="Send less, or a simpler format.",
-            ) from None
         except (EOFError, OSError, msgspec.MsgspecError, ValueError) as error:
-            what, how = items[len(done)][0].what, self.close()
-            self._check_given_up()
+            what, how = items[len(done)][0].what, self._lost()
+            if time.monotonic() >= deadline:
+                raise MediaTooLarge(
+                    f"{what} was not decoded within {self._seconds:g} s.", hint="Send less, or a simpler format."
+                ) from None
             raise MalformedMedia(f"{what} cannot be read: the decoder ended on it ({how}; {error}).") from error
+        finally:
+            with self._lock:
+                left, self.process = self.process, None
+            if left is not None and (self._cancelled or time.monotonic() >= deadline):  # killed after its last word
+                _end(left)
+            elif left is not None:
+                self._idle.append(left)
 
-    def _reply(self, channel: Channel, kind: type[T]) -> T:
-        reply: Reply = channel.receive(Reply)
-        if isinstance(reply, Refused):
-            raise _ERRORS.get(reply.error, EngineError)(reply.message, hint=reply.hint)
-        if not isinstance(reply, kind):
-            raise ValueError(f"it answered {type(reply).__name__}")
-        return reply
-
-    def start(self) -> Channel:
-        """Start a process unless there is one; return the channel to it. Raises as `decode` does."""
-        with self._lock:
-            if self._given_up:
-                self._end()
-            self._check_given_up()
-            if self._process is not None and self._process.poll() is None and self._channel is not None:
-                return self._channel
-            self._end()
-            ours, theirs = socket.socketpair()
-            environment = {name: os.environ[name] for name in INHERITED if name in os.environ} | OWN
-            command = [sys.executable, "-m", "omni_actors.media.worker", *self._arguments]
-            try:
-                self._process = subprocess.Popen(
-                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment, close_fds=True
-                )
-            except OSError as error:
-                ours.close()
-                raise EngineError(f"The media decoder cannot be started: {error}.") from error
-            finally:
-                theirs.close()
-            channel = self._channel = Channel(ours)
-        channel.deadline = time.monotonic() + START_SECONDS
+    def _started(self) -> subprocess.Popen[bytes]:
+        """Return a process that waits for a job."""
+        if self._cancelled:
+            raise Aborted(ABORTED)
+        with contextlib.suppress(IndexError):  # none is idle
+            while (process := self._idle.pop()).poll() is not None:  # the one that was used last
+                _end(process)
+            return self._take(process)
+        environment = {name: os.environ[name] for name in INHERITED if name in os.environ} | OWN
+        command = [sys.executable, "-m", "omni_actors.media.decoders", str(os.getpid()), str(self._memory_bytes)]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pipesize": PIPE_BYTES}
         try:
-            self._reply(channel, Started)
+            process = self._take(subprocess.Popen(command, env=environment, **pipes))
+        except OSError as error:
+            raise EngineError(f"The media decoder cannot be started: {error}.") from error
+        try:
+            with _killed_after(process, START_SECONDS):
+                _reply(process)
         except (EOFError, OSError, msgspec.MsgspecError, ValueError) as error:
-            how = self.close()
-            self._check_given_up()
-            raise EngineError(f"The media decoder did not start: {how}; {error}.") from error
-        return channel
+            raise EngineError(f"The media decoder did not start: {self._lost()}; {error}.") from error
+        return process
 
-    def _check_given_up(self) -> None:
-        if self._given_up:
-            raise Aborted("The request was aborted while its media were decoded.")
-
-    def give_up(self) -> None:
-        """End the process, so that the thread that uses it gets an error. Callable from any thread."""
+    def _take(self, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
         with self._lock:
-            self._given_up = True
-            if self._process is not None:
-                self._process.kill()
+            self.process = process
+            if self._cancelled:
+                process.kill()
+        return process
 
-    def close(self) -> str:
-        """End the process, if there is one, and return how it ended. For the thread that uses it."""
+    def _lost(self) -> str:
+        """End the process and return how it ended. Raises `Aborted` if the work was given up."""
         with self._lock:
-            return self._end()
-
-    def _end(self) -> str:
-        process, self._process = self._process, None
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
-        if process is None:
-            return describe_exit(None)
-        process.kill()  # does nothing to one that has ended by itself
-        return describe_exit(process.wait())
+            process, self.process = self.process, None
+        how = _end(process) if process is not None else describe_exit(None)
+        if self._cancelled:
+            raise Aborted(ABORTED)
+        return how
 
 
 def _room_for(shape: tuple[int, ...], item: Item, limits: MediaLimits, pixels: int) -> Array:
     """Return an array for what a decoder announces. Raises `ValueError` for what it must not send."""
-    sound = item.kind in (AUDIO_ARRAY, AUDIO_FILE)
+    sound = item.kind in SOUNDS
     dimensions = 1 if sound else 3 if item.kind in IMAGE_MODES else 4
     channels = len(IMAGE_MODES.get(item.kind, IMAGE_MODES[IMAGE_FILE]))
     size = math.prod(shape)
@@ -210,48 +286,8 @@ def _room_for(shape: tuple[int, ...], item: Item, limits: MediaLimits, pixels: i
     return np.empty(shape, np.float32 if sound else np.uint8)
 
 
-class Task(Generic[T]):
-    """Work on a thread of `DecoderThreads`."""
-
-    def __init__(self) -> None:
-        self.future: Future[T] = Future()
-        self._lock = threading.Lock()
-        self._decoder: Decoder | None = None
-        self._cancelled = False
-
-    def cancel(self) -> None:
-        """Give the work up; what it decodes at the moment is ended. Idempotent."""
-        with self._lock:
-            self._cancelled = True
-            if self._decoder is not None:
-                self._decoder.give_up()
-
-    def run(self, work: Callable[[Decoder], T], decoder: Decoder) -> None:
-        """Do the work, on the thread that has this decoder, and report it in `future`."""
-        if not self.future.set_running_or_notify_cancel():
-            return
-        with self._lock:
-            decoder.begin()
-            if self._cancelled:
-                decoder.give_up()
-            self._decoder = decoder
-        try:
-            result = work(decoder)
-        except BaseException as error:  # noqa: BLE001 - reported in the future
-            self._released()
-            traceback.clear_frames(error.__traceback__)  # they hold what has been decoded
-            self.future.set_exception(error)
-        else:
-            self._released()
-            self.future.set_result(result)
-
-    def _released(self) -> None:
-        with self._lock:
-            self._decoder = None
-
-
 class DecoderThreads:
-    """Threads with a decoder each. A decoder's process starts with the first media.
+    """Threads for work that needs media decoded. A decoder's process starts with the first media, and stays.
 
     Args:
         count: threads, which is how many requests have their media decoded at a time.
@@ -262,36 +298,90 @@ class DecoderThreads:
     def __init__(self, count: int = THREADS, seconds: float = DECODE_SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
         # Threads that last as long as the decoders: the kernel ends a decoder with the thread that started it.
         self._executor = ThreadPoolExecutor(count, thread_name_prefix="media")
-        self._decoders = [Decoder(seconds, memory_bytes) for _ in range(count)]
-        self._idle = list(self._decoders)  # the last one was used last, and probably runs
-        self._running: set[Task[Any]] = set()
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._limits = seconds, memory_bytes
+        self._running: set[Decoder] = set()
 
-    def submit(self, work: Callable[[Decoder], T]) -> Task[T]:
+    def submit(self, work: Callable[[Decoder], Any]) -> Decoder:
         """Run `work` on the next free thread."""
-        task: Task[T] = Task()
-        self._running.add(task)
-        task.future.add_done_callback(lambda _: self._running.discard(task))
-        self._executor.submit(self._run, task, work)
-        return task
-
-    def _run(self, task: Task[T], work: Callable[[Decoder], T]) -> None:
-        decoder = self._idle.pop()  # there are as many as threads
-        try:
-            task.run(work, decoder)
-            if decoder.decoded_bytes > TRIM_BYTES:
-                give_back_memory()
-        finally:
-            self._idle.append(decoder)
+        decoder = Decoder(self._idle, *self._limits)
+        self._running.add(decoder)
+        decoder.future.add_done_callback(lambda _: self._running.discard(decoder))
+        self._executor.submit(decoder.run, work)
+        return decoder
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the decoders that run."""
-        return [pid for decoder in self._decoders if (pid := decoder.pid) is not None]
+        used = [decoder.process for decoder in list(self._running)]
+        return [process.pid for process in (*self._idle, *used) if process is not None]
 
     def close(self) -> None:
         """Give up all work and end the processes."""
-        for task in list(self._running):
-            task.cancel()
+        for decoder in list(self._running):
+            decoder.cancel()
         self._executor.shutdown(wait=True)
-        for decoder in self._decoders:
-            decoder.close()
+        while self._idle:
+            _end(self._idle.pop())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The decoder's own process
+
+
+def main(parent: int, memory_bytes: int) -> None:
+    """Serve jobs until the other end closes standard input.
+
+    Whatever takes this process over finds no file or socket that it could open: the kernel gives it no descriptor.
+
+    Args:
+        parent: process id of the process that this one works for.
+        memory_bytes: address space that decoding may take.
+    """
+    from omni_actors.media.readers import preload  # the libraries are not loaded where only their results are used
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    jobs, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    preload()
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)  # a file could make C libraries write between the replies, and any number of lines into the log
+    os.dup2(silence, 2)
+    os.close(silence)
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+    _send(replies, Reply())  # its limits are in force
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the other end has gone
+        while True:
+            job = _receive(jobs, Job)
+            try:
+                _serve(job, [bytes(_fill(jobs, bytearray(item.size))) for item in job.items], replies)
+            except OmniError as error:
+                _send(replies, Reply(error=type(error).__name__, message=error.message, hint=error.hint))
+
+
+def _serve(job: Job, data: list[bytes], replies: IO[bytes]) -> None:
+    from omni_actors.media.readers import decode, measure, sniff
+
+    if job.items and job.items[0].kind == UNKNOWN_FILE:
+        _send(replies, Reply(modality=sniff(data[0])))
+        return
+    announced, budget = Budget(job.limits, job.used), Budget(job.limits, job.used)
+    measured = []
+    for item, content in zip(job.items, data, strict=True):
+        measured.append(measure(item.kind, content, job.limits, item.what))
+        announced.take(measured[-1].size, item.what)
+    _send(replies, Reply(sum(one.size for one in measured), sum(one.seconds for one in measured)))
+    for index, item in enumerate(() if job.measure else job.items):
+        content, data[index] = data[index], b""
+        decoded = decode(item.kind, content, item.rate, job.limits, budget, item.what)
+        _send(replies, Reply(shape=decoded.shape), [decoded.data.cast("B")])
+        del decoded, content
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import Struct
+
 from omni_actors.errors import InvalidPayload, InvalidRequest, MalformedMedia, UnknownModality
 from omni_actors.protocol.payloads import MEDIA_MODALITIES, Media, MediaEncoding
 from omni_actors.protocol.tensors import DType, HostTensor
@@ -15,6 +17,31 @@ AUDIO_RATE: Final = 16_000  # Hz, what the audio encoder was trained with
 DEFAULT_VIDEO_RATE: Final = 2.0  # frames per second that the model's processor assumes by default
 SAMPLE_BYTES: Final = 4
 PIXEL_BYTES: Final = 3
+
+# Kinds of media, as a decoder takes them.
+AUDIO_ARRAY: Final = "audio array"
+AUDIO_FILE: Final = "audio file"
+IMAGE_FILE: Final = "image file"
+LAYERED_FILE: Final = "image file with alpha"
+VIDEO_FILE: Final = "video file"
+UNKNOWN_FILE: Final = "unknown file"
+SOUNDS: Final = (AUDIO_ARRAY, AUDIO_FILE)
+IMAGE_MODES: Final = {IMAGE_FILE: "RGB", LAYERED_FILE: "RGBA"}  # of what images become
+
+
+class Item(Struct, frozen=True):
+    """A medium to decode.
+
+    Args:
+        what: its name in error messages.
+        size: bytes of its data.
+        rate: of an array of samples, in Hz.
+    """
+
+    kind: str
+    what: str
+    size: int
+    rate: int = 0
 
 
 class MediaTooLarge(InvalidRequest):

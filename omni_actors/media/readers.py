@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from omni_actors.errors import EngineError, InvalidRequest, MalformedMedia, OmniError
 from omni_actors.media import containers
 from omni_actors.media.limits import (
+    AUDIO_ARRAY,
+    AUDIO_FILE,
+    IMAGE_MODES,
     SAMPLE_BYTES,
     Budget,
     MediaLimits,
@@ -27,7 +30,6 @@ from omni_actors.media.limits import (
     check_seconds,
     check_sides,
 )
-from omni_actors.media.messages import AUDIO_ARRAY, AUDIO_FILE, IMAGE_MODES
 
 try:
     import soxr

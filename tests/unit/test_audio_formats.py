@@ -7,8 +7,7 @@ import pytest
 
 from omni_actors.http_server.audio_formats import encode, make_encoder
 from omni_actors.http_server.errors import HttpError
-from omni_actors.media.limits import AUDIO_RATE, Budget, MediaLimits
-from omni_actors.media.messages import AUDIO_FILE
+from omni_actors.media.limits import AUDIO_FILE, AUDIO_RATE, Budget, MediaLimits
 from omni_actors.media.readers import decode
 
 RATE = 24_000

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
+import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -18,9 +17,8 @@ import pytest
 from PIL import Image
 
 from omni_actors.errors import Aborted, MalformedMedia
-from omni_actors.media.decoders import Decoder, DecoderThreads
-from omni_actors.media.limits import MediaLimits, MediaTooLarge
-from omni_actors.media.messages import AUDIO_ARRAY, IMAGE_FILE, UNKNOWN_FILE, VIDEO_FILE, Channel, Item
+from omni_actors.media.decoders import DecoderThreads, Reply
+from omni_actors.media.limits import AUDIO_ARRAY, IMAGE_FILE, UNKNOWN_FILE, VIDEO_FILE, Item, MediaLimits, MediaTooLarge
 from tests.support.waiting import until
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
@@ -41,116 +39,127 @@ SMALL = item(IMAGE_FILE, png(PIXELS))
 BOMB = item(IMAGE_FILE, png(np.zeros((3000, 4000, 3), np.uint8)), "the bomb")
 
 
-def works(decoder: Decoder) -> bool:
-    (decoded,) = decoder.decode([SMALL], MediaLimits())
-    return np.array_equal(decoded, PIXELS)
+def decode(threads: DecoderThreads, *media: Given, limits: MediaLimits = MediaLimits()) -> list[np.ndarray]:  # noqa: B008
+    decoded: list[np.ndarray] = threads.submit(lambda decoder: decoder.decode(media, limits)).future.result(100)
+    return decoded
+
+
+def works(threads: DecoderThreads) -> bool:
+    return np.array_equal(decode(threads, SMALL)[0], PIXELS)
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Decoder]:
-    decoder = Decoder()
-    yield decoder
-    decoder.close()
+def shared() -> Iterator[DecoderThreads]:
+    threads = DecoderThreads(count=1)
+    yield threads
+    threads.close()
 
 
 @pytest.fixture
-def decoder(shared: Decoder) -> Iterator[Decoder]:
+def threads(shared: DecoderThreads) -> Iterator[DecoderThreads]:
     """The one of this module, which works before and after the test."""
     assert works(shared)
     yield shared
     assert works(shared)
 
 
-def test_media_are_decoded_in_order_and_measured_together(decoder: Decoder) -> None:
+def test_media_are_decoded_in_order_and_measured_together(threads: DecoderThreads) -> None:
     sound = np.zeros(48_000, np.float32)
-    media = [SMALL, item(AUDIO_ARRAY, sound.tobytes(), rate=48_000), SMALL]
-    decoded = decoder.decode(media, MediaLimits())
+    decoded = decode(threads, SMALL, item(AUDIO_ARRAY, sound.tobytes(), rate=48_000), SMALL)
     assert [array.shape for array in decoded] == [(60, 80, 3), (16_000,), (60, 80, 3)]
-    assert decoder.measure([SMALL] * 3, MediaLimits()).size == 3 * PIXELS.nbytes
-    assert decoder.measure([item(UNKNOWN_FILE, SMALL[1])], MediaLimits()).modality == "image"
+    assert all(array.flags.writeable for array in decoded)
+
+    def measured(*media: Given) -> Reply:
+        reply: Reply = threads.submit(lambda decoder: decoder.measure(media, MediaLimits())).future.result(100)
+        return reply
+
+    assert measured(SMALL, SMALL, SMALL).size == 3 * PIXELS.nbytes
+    assert measured(item(UNKNOWN_FILE, SMALL[1])).modality == "image"
 
 
-def test_a_request_whose_media_exceed_the_limit_together_is_refused_before_any_is_decoded(decoder: Decoder) -> None:
+def test_a_request_whose_media_exceed_the_limit_together_is_refused_before_any_is_decoded(
+    threads: DecoderThreads,
+) -> None:
+    (pid,) = threads.pids
     broken = item(IMAGE_FILE, SMALL[1][:2000])  # its header is whole, so only decoding could notice
     limits = MediaLimits(decoded_bytes=3 * PIXELS.nbytes - 1)
     with pytest.raises(MediaTooLarge, match=f"third: the media of the request exceed {limits.decoded_bytes} bytes"):
-        decoder.decode([broken, SMALL, item(IMAGE_FILE, SMALL[1], "third")], limits)
+        decode(threads, broken, SMALL, item(IMAGE_FILE, SMALL[1], "third"), limits=limits)
+    assert threads.pids == [pid], "a refusal costs no decoder"
 
 
-def test_one_that_crashes_is_replaced_and_the_medium_is_named(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pid = decoder.pid or 0
-    sent, receive = threading.Event(), Channel.receive
-
-    def received(channel: Channel, kind: Any) -> Any:
-        sent.set()  # the job has been sent
-        return receive(channel, kind)
-
-    monkeypatch.setattr(Channel, "receive", received)
-    psutil.Process(pid).suspend()  # as if a file kept it busy
-    with ThreadPoolExecutor(1) as thread:
-        failing = thread.submit(decoder.decode, [BOMB], MediaLimits())
-        assert sent.wait(60)
-        psutil.Process(pid).send_signal(signal.SIGSEGV)
-        psutil.Process(pid).resume()
-        with pytest.raises(MalformedMedia, match=r"the bomb cannot be read: .*killed by signal 11"):
-            failing.result()
+def test_one_that_crashes_is_replaced_and_the_medium_is_named(threads: DecoderThreads) -> None:
+    process = psutil.Process(threads.pids[0])
+    process.suspend()  # as if a file kept it busy
+    failing = threads.submit(lambda decoder: decoder.decode([BOMB], MediaLimits()))
+    until(lambda: failing.process, 60, "the decoder is taken")
+    process.send_signal(signal.SIGSEGV)
+    process.resume()
+    with pytest.raises(MalformedMedia, match=r"the bomb cannot be read: .*killed by signal 11"):
+        failing.future.result(60)
 
 
-def test_one_that_died_while_it_was_idle_costs_nobody_anything(decoder: Decoder) -> None:
-    process = psutil.Process(decoder.pid)
+def test_one_that_died_while_it_was_idle_costs_nobody_anything(threads: DecoderThreads) -> None:
+    process = psutil.Process(threads.pids[0])
     process.kill()
     until(lambda: process.status() == psutil.STATUS_ZOMBIE)
-    assert works(decoder)
+    assert works(threads)
 
 
 def test_one_that_hangs_is_ended_at_its_deadline() -> None:
-    decoder = Decoder(seconds=0.5)
+    threads = DecoderThreads(count=1, seconds=5.0)
     try:
-        decoder.start()
-        process = psutil.Process(decoder.pid)
+        assert works(threads)
+        process = psutil.Process(threads.pids[0])
         process.suspend()
-        with pytest.raises(MediaTooLarge, match=r"the bomb was not decoded within 0\.5 s"):
-            decoder.decode([BOMB], MediaLimits())
+        with pytest.raises(MediaTooLarge, match=r"the bomb was not decoded within 5 s"):
+            decode(threads, BOMB)
         assert not process.is_running()
+        assert works(threads)
     finally:
-        decoder.close()
+        threads.close()
 
 
 def test_memory_is_bounded() -> None:
-    decoder = Decoder(memory_bytes=16 << 20)
+    threads = DecoderThreads(count=1, memory_bytes=16 << 20)
     try:
         with pytest.raises((MediaTooLarge, MalformedMedia), match="the bomb"):
-            decoder.decode([BOMB], MediaLimits())
-        assert works(decoder)
+            decode(threads, BOMB)
+        assert works(threads)
     finally:
-        decoder.close()
+        threads.close()
 
 
-def test_it_has_no_secrets_and_can_open_nothing(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_has_no_secrets_and_can_open_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNI_ACTORS_API_KEY", "secret")
-    decoder.close()
-    assert works(decoder)
-    process = psutil.Process(decoder.pid)
-    assert "OMNI_ACTORS_API_KEY" not in process.environ()
-    limits = Path(f"/proc/{process.pid}/limits").read_text()
-    (descriptors,) = [line for line in limits.splitlines() if line.startswith("Max open files")]
-    assert descriptors.split()[3:5] == ["0", "0"]
-    with pytest.raises(MalformedMedia):
-        decoder.decode([item(VIDEO_FILE, b"ffconcat version 1.0\nfile secret.mp4\n")], MediaLimits())
+    threads = DecoderThreads(count=1)
+    try:
+        with socket.socket() as other:
+            other.set_inheritable(True)
+            assert works(threads)
+        process = psutil.Process(threads.pids[0])
+        assert "OMNI_ACTORS_API_KEY" not in process.environ()
+        folder = Path(f"/proc/{process.pid}")
+        (descriptors,) = [line for line in (folder / "limits").read_text().splitlines() if "open files" in line]
+        assert descriptors.split()[3:5] == ["0", "0"]
+        opened = {os.readlink(descriptor).partition(":")[0] for descriptor in (folder / "fd").iterdir()}
+        assert opened == {"pipe", "/dev/null"}
+        with pytest.raises(MalformedMedia):
+            decode(threads, item(VIDEO_FILE, b"ffconcat version 1.0\nfile secret.mp4\n"))
+    finally:
+        threads.close()
 
 
 def test_it_ends_with_the_process_that_it_works_for() -> None:
     program = (
-        "import sys, time; from omni_actors.media.decoders import Decoder;"
-        "from tests.unit.test_decoders import works; decoder = Decoder(); assert works(decoder);"
-        "print(decoder.pid, flush=True); time.sleep(600)"
+        "import time; from omni_actors.media.decoders import DecoderThreads;"
+        "from tests.unit.test_decoders import works; threads = DecoderThreads(); assert works(threads);"
+        "print(threads.pids[0], flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         worker = psutil.Process(int(parent.stdout.readline()))
-        worker.suspend()  # as if a file kept it busy, so that it cannot see its socket close
+        worker.suspend()  # as if a file kept it busy, so that it cannot see its pipe close
         parent.kill()
     until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, what="the decoder has ended")
 
@@ -158,23 +167,18 @@ def test_it_ends_with_the_process_that_it_works_for() -> None:
 def test_work_that_is_given_up_frees_its_thread() -> None:
     threads = DecoderThreads(count=1)
     try:
-        assert threads.submit(works).future.result()
-        (pid,) = threads.pids
-        psutil.Process(pid).suspend()
-        begun = threading.Event()
-
-        def decode(decoder: Decoder) -> list[np.ndarray]:
-            begun.set()
-            return decoder.decode([SMALL], MediaLimits())
-
-        hanging, waiting, after = threads.submit(decode), threads.submit(works), threads.submit(works)
-        assert begun.wait(60)
+        assert works(threads)
+        psutil.Process(threads.pids[0]).suspend()
+        hanging, waiting, after = (
+            threads.submit(lambda decoder: decoder.decode([SMALL], MediaLimits())) for _ in range(3)
+        )
+        until(lambda: hanging.process, 60, "the decoder is taken")
         waiting.cancel()
         hanging.cancel()
         for given_up in (hanging, waiting):
             with pytest.raises(Aborted):
                 given_up.future.result(60)
-        assert after.future.result(60)
+        assert np.array_equal(after.future.result(60)[0], PIXELS)
     finally:
         threads.close()
     assert threads.pids == []

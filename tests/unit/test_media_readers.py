@@ -13,8 +13,16 @@ import soxr
 from PIL import Image
 
 from omni_actors.errors import InvalidRequest, MalformedMedia
-from omni_actors.media.limits import AUDIO_RATE, Budget, MediaLimits, MediaTooLarge
-from omni_actors.media.messages import AUDIO_ARRAY, AUDIO_FILE, IMAGE_FILE, VIDEO_FILE
+from omni_actors.media.limits import (
+    AUDIO_ARRAY,
+    AUDIO_FILE,
+    AUDIO_RATE,
+    IMAGE_FILE,
+    VIDEO_FILE,
+    Budget,
+    MediaLimits,
+    MediaTooLarge,
+)
 from omni_actors.media.readers import BLOCK_BYTES, Decoded, decode, measure, sniff
 
 RANDOM = np.random.default_rng(0)

@@ -30,8 +30,7 @@ from omni_actors.engine.tensors import to_host
 from omni_actors.engine.text_prompts import NO_PARAMS, TextPromptProcessor
 from omni_actors.errors import InvalidRequest
 from omni_actors.media.decoders import Decoder
-from omni_actors.media.limits import MediaLimits
-from omni_actors.media.messages import LAYERED_FILE, Item
+from omni_actors.media.limits import LAYERED_FILE, Item, MediaLimits
 from omni_actors.protocol.payloads import Media, MediaEncoding, Parameter, Prompt, StageParams
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import StageInputs
