@@ -3,7 +3,7 @@
 A frame is a code of each of G groups. The talker samples the first; the predictor reads the talker's state and that
 code's embedding and adds the others, one pass a group, each with its own head and embedding table. Passes are small and
 many, so what they cost on a GPU is launching kernels: `GraphedPredictor` replays all passes of a frame as one CUDA
-graph. Needs torch alone; `benchmarks/code_predictor.py` measures it without the rest.
+graph. Needs torch alone.
 """
 
 from __future__ import annotations
