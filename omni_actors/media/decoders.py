@@ -237,12 +237,12 @@ class Decoder:
 
     def _started(self) -> subprocess.Popen[bytes]:
         """Return a process that waits for a job."""
-        if self._cancelled:
-            raise Aborted(ABORTED)
         with contextlib.suppress(IndexError):  # none is idle
             while (process := self._idle.pop()).poll() is not None:  # the one that was used last
                 _end(process)
             return self._take(process)
+        if self._cancelled:
+            raise Aborted(ABORTED)
         environment = {name: os.environ[name] for name in INHERITED if name in os.environ} | OWN
         command = [sys.executable, "-m", "omni_actors.media.decoders", str(os.getpid()), str(self._memory_bytes)]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pipesize": PIPE_BYTES}
