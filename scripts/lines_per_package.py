@@ -1,68 +1,90 @@
-"""Prints the lines of Python per package as a Markdown table, or writes it into docs/architecture.md.
+"""Prints files, lines of code and all lines of each package as a Markdown table.
 
-python scripts/lines_per_package.py [--write]
+Lines of code are those without imports, docstrings, comments and blank lines.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
+import ast
+import io
+import statistics
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "omni_actors"
-PAGE = ROOT / "docs" / "architecture.md"
-HEADER = "| Package | Lines |\n|---|---|\n"
-OWN_ROW = {"coordinator/core", "engine/models"}  # packages inside packages
-NOT_FRAMEWORK = {"engine/models", "http_server"}
+PACKAGE = Path(__file__).resolve().parents[1] / "omni_actors"
+EXAMPLES = PACKAGE / "examples"  # a link, for the wheel
+INSIDE = {"coordinator/core", "engine/models"}  # packages with a row of their own
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Size(NamedTuple):
+    """Lines of a file."""
+
+    package: str
+    code: int
+    lines: int
+
+
+def files() -> Iterator[Path]:
+    """The modules of the package."""
+    return (path for path in sorted(PACKAGE.rglob("*.py")) if EXAMPLES not in path.parents)
+
+
+def sizes() -> list[Size]:
+    """The size of every file."""
+    return [
+        Size(package_of(path), code_lines(path.read_text(encoding="utf-8")), len(path.read_text().splitlines()))
+        for path in files()
+    ]
 
 
 def package_of(path: Path) -> str:
-    """Return the package in whose row a file counts."""
+    """The package in whose row a file counts."""
     parts = path.relative_to(PACKAGE).parts[:-1]
     inner = "/".join(parts[:2])
-    return inner if inner in OWN_ROW else parts[0] if parts else "(top level)"
+    return inner if inner in INSIDE else parts[0] if parts else "(top level)"
 
 
-def count_lines() -> dict[str, int]:
-    """Count the lines of each package, then of the framework and of everything."""
-    lines: dict[str, int] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = package_of(path)
-        lines[name] = lines.get(name, 0) + len(path.read_text(encoding="utf-8").splitlines())
-    total = sum(lines.values())
-    framework = total - sum(lines[name] for name in NOT_FRAMEWORK)
-    return {**dict(sorted(lines.items())), "framework": framework, "total": total}
+def code_lines(source: str) -> int:
+    """Count the lines of a module that are neither imports nor docstrings, comments or blank."""
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            left_out.update(range(node.lineno, (node.end_lineno or 0) + 1))
+        for part in node.body if isinstance(node, DOCUMENTED) else ():
+            if (
+                isinstance(part, ast.Expr)
+                and isinstance(part.value, ast.Constant)
+                and isinstance(part.value.value, str)
+            ):
+                left_out.update(range(part.lineno, (part.end_lineno or 0) + 1))
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return len(code - left_out)
 
 
 def render() -> str:
-    """Format the table, lines rounded to tens so that small changes do not touch the page."""
-    return HEADER + "\n".join(f"| `{name}` | {round(lines, -1):,} |" for name, lines in count_lines().items())
-
-
-def parse(text: str) -> dict[str, int]:
-    """Read the table back from the page."""
-    table = text.partition(HEADER)[2].partition("\n\n")[0]
-    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    return {name: int(lines.replace(",", "")) for name, lines in rows}
-
-
-def main() -> int:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="replace the table in docs/architecture.md")
-    options = parser.parse_args()
-    if not options.write:
-        print(render())
-        return 0
-    head, header, rest = PAGE.read_text(encoding="utf-8").partition(HEADER)
-    if not header:
-        print(f"{PAGE.name} has no table of lines per package to replace.", file=sys.stderr)
-        return 1
-    tail = rest.partition("\n\n")[2]
-    PAGE.write_text(f"{head}{render()}\n\n{tail}", encoding="utf-8")
-    return 0
+    """The table, with the sums and the median of the lines of code of a file."""
+    found = sizes()
+    rows: dict[str, list[Size]] = defaultdict(list)
+    for size in found:
+        rows[size.package].append(size)
+        rows["total"].append(size)
+    total = rows.pop("total")
+    table = ["| Package | Files | Code | Lines |", "|---|---|---|---|"]
+    for name, own in [*sorted(rows.items()), ("total", total)]:
+        code, lines = sum(size.code for size in own), sum(size.lines for size in own)
+        table.append(f"| `{name}` | {len(own)} | {code:,} | {lines:,} |")
+    return "\n".join(
+        [*table, "", f"Median lines of code of a file: {statistics.median(size.code for size in total):g}"]
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(render())

@@ -27,7 +27,7 @@ class CPUSampler(Sampler):
     """vLLM's sampler with the random draw in PyTorch.
 
     vLLM sends top-k/top-p to a Triton kernel whenever Triton is present, and Triton's interpreter cannot run that
-    kernel; it can run the Gumbel kernel, which then takes most of a step. See docs/adr/0003-v2-runner-on-cpu.md.
+    kernel; it can run the Gumbel kernel, which then takes most of a step. See docs/decisions.md.
     """
 
     def __init__(self, made_by_vllm: Sampler) -> None:

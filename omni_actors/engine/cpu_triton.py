@@ -3,7 +3,7 @@
 The V2 runner is written in Triton kernels. The CUDA wheel of Triton is present even on CPU machines (xgrammar requires
 it) and can interpret kernels in Python; vLLM only checks that a backend named "cpu" is registered. This module adds
 one and switches the interpreter on. It replaces no code of vLLM, one function of the interpreter, and nothing at all if
-a real `triton-cpu` backend is installed. See docs/adr/0003-v2-runner-on-cpu.md.
+a real `triton-cpu` backend is installed. See docs/decisions.md.
 """
 
 from __future__ import annotations

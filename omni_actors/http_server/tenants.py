@@ -1,4 +1,4 @@
-"""Names for this server's clients, among which its share of the pipeline's slots is divided (ADR 0024)."""
+"""Names for this server's clients, among which its share of the pipeline's slots is divided (docs/decisions.md)."""
 
 from __future__ import annotations
 

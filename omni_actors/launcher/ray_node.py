@@ -3,7 +3,7 @@
 The actor starts `python -m omni_actors.launcher.ray_node`, sends it one line, the command with the pipeline's keys, and
 keeps its standard input open. The launcher ends in order when that closes, and so with the actor, however it ends; the
 actor ends with the raylet of its node. Keys are on no command line, in no environment and in no argument that Ray
-stores (docs/adr/0037-ray.md).
+stores (docs/decisions.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The stage processes of one host: starts replicas, notices at once when one ends, stops them all.
 
-Replicas are forked from a server that has imported vLLM once (ADR 0006): a stage then starts in a second or two instead
+Replicas are forked from a server that has imported vLLM once: a stage then starts in a second or two instead
 of ten, also after a crash, and all stages share the memory of the imported code. The fork server never touches CUDA.
 """
 

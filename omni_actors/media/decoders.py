@@ -3,7 +3,7 @@
 A file of a stranger may crash the C code that reads it, keep it busy for ever, or unpack to gigabytes. A decoder that
 does not answer within `DECODE_SECONDS`, or dies, costs only the request that it was working for; the next one gets a
 new decoder. Pools of libraries take results as pickles, by which a decoder that a file has taken over could run code in
-this process, and their workers have its environment (ADR 0026).
+this process, and their workers have its environment (docs/decisions.md).
 
 `python -m omni_actors.media.decoders` is the decoder. Standard input has jobs, standard output the replies: 4 bytes of
 length, a head in msgpack, and the raw data that the head announces.

@@ -3,7 +3,7 @@
 While the main thread has nothing to do, it waits at the socket itself and decodes what comes. While it computes, the
 inbound thread does this instead, so that credit and aborts do not wait for the end of a step. A message wakes only one
 of them: the main thread takes the socket out of the other's epoll set before it waits and puts it back afterwards
-(ADR 0012).
+(docs/decisions.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Counts a stage's work and notes the moments of its requests. One object per session, used on the main thread.
 
-Nothing here takes a lock or does I/O; docs/adr/0017 says what it costs.
+Nothing here takes a lock or does I/O; docs/decisions.md says what it costs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A message that can leave at once is sent in the call itself, on the engine's own thread: to hand it to another thread
 costs more than to send it. `Outbound`'s thread sends the rest: what is long, what a slow peer refuses, what waits. All
-parts are used under one lock, so a socket has one owner at a time (ADR 0012):
+parts are used under one lock, so a socket has one owner at a time (docs/decisions.md):
 
 * `sender.py`: the steps that a message takes;
 * `links.py`: the sockets, the traffic on them, and the credit and blocks that go back to senders;

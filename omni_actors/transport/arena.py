@@ -2,7 +2,7 @@
 
 Every stage process owns one `Arena`: anonymous memory (a memfd), allocated at its start, which the stages after it map
 read-only through `/proc/PID/fd/N`. It has no name in /dev/shm, so nothing can be left there or needs to be swept: the
-kernel frees the memory when the last process that maps it has ended, even after `kill -9` (ADR 0010).
+kernel frees the memory when the last process that maps it has ended, even after `kill -9` (docs/decisions.md).
 
 A block lives from `reserve` until every consumer has returned its ticket or has died, or until `GRACE_SECONDS` after
 the request's deadline. The consumer holds a block for exactly as long as anything refers to its memory: a `memoryview`

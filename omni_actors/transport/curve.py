@@ -1,4 +1,4 @@
-"""CURVE key files: load them, make them, and check that no one else can read them (ADR 0016, 0019).
+"""CURVE key files: load them, make them, and check that no one else can read them (docs/decisions.md).
 
 A pipeline has one pair of keys, which all its processes on all nodes share, and any number of named clients with pairs
 of their own. A process with the pipeline's pair may be any stage; a client's pair opens only the client endpoint. Some

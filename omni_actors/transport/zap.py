@@ -1,4 +1,4 @@
-"""Whose key may connect where (ZAP, ZeroMQ RFC 27), and whose key a message came with (ADR 0016, 0019).
+"""Whose key may connect where (ZAP, ZeroMQ RFC 27), and whose key a message came with (docs/decisions.md).
 
 libzmq accepts every key unless an authenticator answers it, and works without one by default: `ZapAuthenticator` and
 the options that `transport/sockets.py` sets belong together.

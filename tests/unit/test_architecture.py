@@ -1,31 +1,51 @@
-"""The page about the architecture agrees with the tree: the sizes of its table, and that it leaves out no package."""
+"""The page about the architecture agrees with the tree, and the tree does not grow."""
 
 from __future__ import annotations
 
-import pytest
-
 from scripts import lines_per_package
+from tests.support.paths import REPOSITORY
 
-PAGE = lines_per_package.PAGE.read_text(encoding="utf-8")
-
-
-def test_the_table_has_a_row_for_every_package() -> None:
-    assert list(lines_per_package.parse(PAGE)) == list(lines_per_package.count_lines())
-
-
-@pytest.mark.parametrize("package", lines_per_package.count_lines())
-def test_lines_per_package_are_within_ten_percent(package: str) -> None:
-    written = lines_per_package.parse(PAGE)[package]
-    counted = lines_per_package.count_lines()[package]
-    assert written == pytest.approx(counted, rel=0.1), "run python scripts/lines_per_package.py --write"
+PAGE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+CODE_LINES = 32_300  # a ceiling that moves down only; the goal is 26,000
+FILES = 370  # the same; 220
 
 
-def test_every_package_is_described_before_the_table() -> None:
-    text = PAGE.partition(lines_per_package.HEADER)[0]
-    packages = [name for name in lines_per_package.count_lines() if (lines_per_package.PACKAGE / name).is_dir()]
+def test_the_package_does_not_grow() -> None:
+    sizes = lines_per_package.sizes()
+    assert sum(size.code for size in sizes) <= CODE_LINES
+    assert len(sizes) <= FILES
+
+
+def test_lines_of_code_are_those_that_say_something() -> None:
+    source = '''"""About it."""
+
+import os
+from a import (
+    b,
+)
+
+# a comment
+class C:
+    """What it is."""
+
+    text = """
+two lines
+"""
+
+    def f(self):
+        "Said here."
+        return (1,  # one
+
+                2)
+'''
+    assert lines_per_package.code_lines(source) == 7
+
+
+def test_every_package_is_described() -> None:
+    packages = sorted({size.package for size in lines_per_package.sizes()} - {"(top level)"})
     assert len(packages) >= 13
     for package in packages:
-        assert f"`{package}/" in text
+        assert f"`{package}/" in PAGE
 
 
 # Lists of what there is, and a hint at a shipped file; what a family needs is declared in its own folder.

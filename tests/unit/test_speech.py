@@ -200,7 +200,7 @@ def test_no_more_begin_than_the_stages_say_and_none_starves(events: list[tuple[i
 
 
 def test_owners_take_turns() -> None:
-    """One who asks for much makes another, who comes later with little, wait for the next place only (ADR 0024)."""
+    """One who asks for much makes another, who comes later with little, wait for the next place only."""
     device = Device(8.0)
     device.ask(60, owner="flooder")
     device.run(seconds=5.0)

@@ -7,7 +7,7 @@
 
 `tiny` has the real architecture at toy size and random weights, scaled so that the outputs are useful in tests: greedy
 tokens vary with the prompt and do not fall into a cycle, the waveform has amplitude and is not clipped
-(docs/adr/0002-tiny-checkpoint.md). It checks this at the end and fails if the outputs do not vary enough.
+(docs/decisions.md). It checks this at the end and fails if the outputs do not vary enough.
 
 `full` has the published sizes of Qwen2.5-Omni-7B and no weights; vLLM fills it with `load_format: dummy`. With
 `--weights` it has random ones, 21.5 GB, for measurements of loading; their answers are not checked.

@@ -39,7 +39,7 @@ class Scale:
     mean: float = 0.0
 
 
-# The first match counts. docs/adr/0002-tiny-checkpoint.md explains the values.
+# The first match counts. docs/decisions.md explains the values.
 SCALES: tuple[tuple[str, Scale], ...] = (
     # Thinker and talker: attention dominates the residual stream and is sharp, so that the next token hashes the
     # whole context instead of following from the last token. That is what keeps greedy decoding out of cycles.

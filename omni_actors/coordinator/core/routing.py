@@ -1,4 +1,4 @@
-"""Plans where a request runs: which replica of each stage takes it, and which stages run again after a loss (ADR 0015).
+"""Plans where a request runs: which replica of each stage takes it, and which stages run again after a loss.
 
 A stage takes a request on the replica that computes the fewest; among equals, on one on the host of the stage before,
 with which it shares memory. The next turn of a conversation goes to the replica that has the turns before in its prefix

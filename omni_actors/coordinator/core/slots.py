@@ -2,7 +2,7 @@
 
 Slots are shared among owners (a key, or a connection without one), and an owner's slots among its tenants: its
 connections, and the names that it gives to its own users. No request loses its slot, so the last ones are kept for
-those who hold none (ADR 0024).
+those who hold none (docs/decisions.md).
 """
 
 from __future__ import annotations

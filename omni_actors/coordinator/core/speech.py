@@ -1,7 +1,7 @@
 """Whose answer may be spoken next. Beyond what the device speaks in real time, an answer's sound begins later.
 
 Text is not held up. The first stage that works for the sound alone holds a request back until it has a place; places
-are shared as slots are (ADR 0024, ADR 0028). The stage that makes the sound says how many there are.
+are shared as slots are (docs/decisions.md). The stage that makes the sound says how many there are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the request that crashes replicas, by group testing (ADR 0015).
+"""Finds the request that crashes replicas, by group testing (docs/decisions.md).
 
 A replica dies for many reasons, and most often no request is to blame. So evidence is summed up: each loss counts
 for the requests that the stage may have begun, and a request with enough of it against itself is a suspect. Suspects

@@ -39,7 +39,7 @@ class Realtime:
     def session(self, tenant: str) -> Iterator[Reservation]:
         """Take a place for a session, and account for the bytes it holds.
 
-        As with slots, the last sixteenth of the places is kept for clients that have none (ADR 0024).
+        As with slots, the last sixteenth of the places is kept for clients that have none (docs/decisions.md).
 
         Raises:
             HttpError: 429 if the client can have no place, or if turns are found too late as it is.

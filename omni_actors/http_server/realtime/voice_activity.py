@@ -1,4 +1,4 @@
-"""The probability of speech in sound, by Silero's model (ADR 0029). Part of the extra `realtime`."""
+"""The probability of speech in sound, by Silero's model (docs/decisions.md). Part of the extra `realtime`."""
 
 from __future__ import annotations
 

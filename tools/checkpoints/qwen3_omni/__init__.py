@@ -1,7 +1,7 @@
 """Writes Qwen3-Omni checkpoints without a network: one tiny and runnable, one full-sized and without weights.
 
 Both use the layout of the published checkpoint. The tiny one's weights are scaled as those of Qwen2.5-Omni are
-(docs/adr/0002-tiny-checkpoint.md), so that its answers vary with everything in the request.
+(docs/decisions.md), so that its answers vary with everything in the request.
 """
 
 from __future__ import annotations
