@@ -15,7 +15,9 @@ from asyncio.events import TimerHandle
 from collections.abc import Coroutine, Generator
 from typing import Any, TypeVar
 
+from omni_actors.errors import ErrorCode
 from omni_actors.http_server.bounded_websocket import EARLY, BoundedWebSocket
+from omni_actors.http_server.errors import STOPPING
 from omni_actors.http_server.pipelining import PipelinedProtocol
 from omni_actors.http_server.refusals import refusal
 from omni_actors.http_server.settings import ServerSettings, tls_context
@@ -26,7 +28,7 @@ T = TypeVar("T")
 
 RESERVED_FILES = 64  # for all but connections: logs, sockets to the pipeline, media that are fetched
 TLS_CLOSE_SECONDS = 2.0  # for the peer to answer the end of its encrypted connection
-LINGER_SECONDS = 1.0  # for which more of a head that is too large is read and discarded, so that its sender sees why
+LINGER_SECONDS = 1.0  # for which what a refused client still sends is read and discarded, so that it sees why
 PIPELINED_REQUESTS = 16  # that may wait for the answer to an earlier one on the same connection
 
 
@@ -147,7 +149,8 @@ class BoundedProtocol(PipelinedProtocol):
             self._head_bytes += len(piece)
             super().data_received(piece)
             if self._in_head and self._head_bytes >= self.head_limit:
-                self._refuse(431, f"The head of a request is limited to {self.head_limit} bytes.", "head_too_large")
+                message = f"The head of a request is limited to {self.head_limit} bytes."
+                self._refuse(431, message, "head_too_large", linger=True)
         if data and isinstance(upgraded := self.transport.get_protocol(), BoundedWebSocket):
             upgraded.data_received(data)
 
@@ -171,7 +174,8 @@ class BoundedProtocol(PipelinedProtocol):
             return
         self._trailer_bytes += len(name) + len(value)
         if self._trailer_bytes > self.head_limit:
-            self._refuse(431, f"The trailer of a request is limited to {self.head_limit} bytes.", "head_too_large")
+            message = f"The trailer of a request is limited to {self.head_limit} bytes."
+            self._refuse(431, message, "head_too_large", linger=True)
 
     def on_headers_complete(self) -> None:
         """Stop the clock and run the request, unless too many wait for its turn."""
@@ -217,11 +221,18 @@ class BoundedProtocol(PipelinedProtocol):
         """Refuse what is not HTTP; uvicorn calls this."""
         self._refuse(400, msg, "invalid_http")
 
+    def shutdown(self) -> None:
+        """Stop, as uvicorn asks: answer the request that is being made, and say so to who has not made the first."""
+        if self.cycle is None and not self._upgraded:
+            self._refuse(503, STOPPING, ErrorCode.STAGE_UNAVAILABLE, linger=True)
+        else:
+            super().shutdown()
+
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _refuse(self, status: int, message: str, code: str) -> None:
-        """Answer in place of the application, and close."""
+    def _refuse(self, status: int, message: str, code: str, linger: bool = False) -> None:
+        """Answer in place of the application, and close; `linger` if the client may still be sending."""
         self._leave_idle()
         if self._refused or self.transport.is_closing():
             return
@@ -234,7 +245,7 @@ class BoundedProtocol(PipelinedProtocol):
             self.transport.close()
             return
         self.transport.write(refusal(status, message, code))
-        if status == 431 and self.transport.can_write_eof():
+        if linger and self.transport.can_write_eof():
             # To close while the client still sends would reset the connection, and the answer could be lost.
             self.transport.write_eof()
             self.loop.call_later(LINGER_SECONDS, self.transport.close)

@@ -13,6 +13,7 @@ from omni_actors.errors import ERROR_CLASSES, ErrorCode, Fault, OmniError
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away; only the log shows it
 RETRY_SECONDS = 1.0
+STOPPING = "The server is stopping. Send the request again when it has been started, or to another server."
 
 # Where the status does not follow from the fault. OpenAI's clients retry 408, 409, 429 and 5xx automatically.
 STATUS: dict[ErrorCode, int] = {

@@ -19,8 +19,9 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from omni_actors.errors import ErrorCode
 from omni_actors.host.addresses import is_loopback
-from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.errors import STOPPING, HttpError
 from omni_actors.http_server.reservations import RESERVATION, BodyBytes, Reservation
 from omni_actors.http_server.routing import check_route
 from omni_actors.http_server.settings import ServerSettings
@@ -81,6 +82,10 @@ class RequestMiddleware:
 
         try:
             await self._check_and_run(scope, headers, receive, answer)
+        except asyncio.CancelledError:  # by uvicorn, at the end of the time that a stop gives to requests
+            if status or scope["type"] == "websocket":
+                raise
+            await HttpError(503, STOPPING, code=ErrorCode.STAGE_UNAVAILABLE).response()(scope, receive, answer)
         finally:
             quiet = scope["path"] in POLLED_PATHS and status < 500
             logger.log(

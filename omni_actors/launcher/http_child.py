@@ -18,7 +18,6 @@ from omni_actors.logs import get_logger
 logger = get_logger(__name__)
 
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 30.0
-STOP_SECONDS = 5.0
 IMPORT_ERRORS = ("ModuleNotFoundError", "ImportError")
 
 
@@ -97,8 +96,8 @@ class HttpChild:
         last = lines[-1].strip() if lines else "its log is empty"
         return f"{last}. Run {pip_install('http')}." if last.startswith(IMPORT_ERRORS) else last
 
-    async def stop(self) -> None:
-        """Send SIGTERM, then SIGKILL, and close the socket. Idempotent."""
+    async def stop(self, seconds: float) -> None:
+        """Send SIGTERM, after `seconds` SIGKILL, and close the socket. Idempotent."""
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.gather(self._restarting, return_exceptions=True)
@@ -107,7 +106,7 @@ class HttpChild:
         if process is not None and process.returncode is None:
             process.terminate()
             try:
-                async with asyncio.timeout(STOP_SECONDS):
+                async with asyncio.timeout(seconds):
                     await process.wait()
             except TimeoutError:
                 process.kill()

@@ -281,9 +281,10 @@ class Launcher:
             await self._agent.drain(self._pipeline.coordinator.drain_timeout)
         if self._agent is not None:
             await self._agent.close("the launcher stops")
-        stops = [self._processes.stop(self._pipeline.coordinator.shutdown_timeout)]
+        seconds = self._pipeline.coordinator.shutdown_timeout
+        stops = [self._processes.stop(seconds)]
         if self._http is not None:
-            stops.append(self._http.stop())
+            stops.append(self._http.stop(seconds))
         await asyncio.gather(*stops)
         await self._mps.stop()  # after its clients
         if self._run_directory.keep:

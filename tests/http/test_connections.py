@@ -27,7 +27,8 @@ HEAD_BYTES = 8192
 def server(connections: int = 64, **limits: object) -> Iterator[tuple[str, int]]:
     """A server whose pipeline does not answer; gives its host and port."""
     settings = ServerSettings(endpoint="ipc:///nowhere", head_bytes=HEAD_BYTES, **limits)
-    with serving(create_app(settings), http=bounded_protocol(settings, connections)) as url:
+    protocol = bounded_protocol(settings, connections)
+    with serving(create_app(settings), http=protocol, timeout_graceful_shutdown=1) as url:
         host, port = url.removeprefix("http://").split(":")
         yield host, int(port)
 
@@ -209,6 +210,18 @@ def test_a_connection_with_a_request_keeps_its_place() -> None:
             made.sendall(b"hello")
             assert next_answer(made)[0] == 400  # no multipart form, but it was read
             made.close()
+
+
+def test_a_server_that_stops_says_so_to_everyone_without_an_answer() -> None:
+    with contextlib.ExitStack() as clients:
+        with server(read_timeout=30.0) as address:
+            silent, half = (clients.enter_context(connect(address, sent)) for sent in (b"", GET))
+            waiting = clients.enter_context(
+                connect(address, POST + b"Content-Length: 5\r\nExpect: 100-continue\r\n\r\n")
+            )
+            assert waiting.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"  # its body is awaited
+        for client in (silent, half, waiting):
+            assert next_answer(client) == (503, "stage_unavailable")
 
 
 def test_bodies_that_arrive_count_towards_the_limit_of_all() -> None:
