@@ -25,7 +25,7 @@ def test_the_shares_of_noise_are_those_of_diffusers(config):
     reference = FlowMatchEulerDiscreteScheduler(**config)
     schedule = FlowSchedule.from_config(reference.config)
     for steps in (1, 2, 8, 50, 1000):
-        for tokens in (1, 1024, 16_384):
+        for tokens in (1, 12, 1024, 16_384):  # of 12 follows a shift that floats cannot divide by itself
             if steps == 1 and schedule.terminal:  # diffusers divides by zero
                 assert schedule.sigmas(1, tokens).tolist() == [1.0, 0.0]
                 continue

@@ -87,11 +87,11 @@ class FlowSchedule:
         if self.dynamic:
             low, low_shift, high, high_shift = self.by_size
             slope = (high_shift - low_shift) / (high - low)
-            factor = math.exp(tokens * slope + low_shift - slope * low)
+            factor = torch.tensor(math.exp(tokens * slope + low_shift - slope * low))  # torch divides floats inexactly
             shifted = factor / (factor + (1 / line - 1))
         else:
             shifted = self.shift * line / (1 + (self.shift - 1) * line)
-        if self.terminal and shifted[-1] < 1.0:  # a single step has nothing to stretch
+        if self.terminal and line[-1] < 1.0:  # a single step has nothing to stretch
             shifted = 1.0 - (1.0 - shifted) / ((1.0 - shifted[-1]) / (1.0 - self.terminal))
         return torch.cat((shifted, torch.zeros(1)))
 
