@@ -1,0 +1,145 @@
+"""Seeds and sizes of tiny checkpoints: two of each family that are always the same, and two that each night draws."""
+
+from __future__ import annotations
+
+import os
+from random import Random
+
+import pytest
+
+from tests.support.nightly import nightly
+from tools.checkpoints import configuration as qwen2_5_omni
+from tools.checkpoints import qwen_image, z_image
+from tools.checkpoints.qwen3_omni import configuration as qwen3_omni
+from tools.checkpoints.qwen3_tts import configuration as qwen3_tts
+
+NIGHT = os.environ.get("OMNI_TEST_SEED", "0")  # scripts/nightly.sh draws and prints it
+# The argument is what seeds a `Random`, from which all of a test follows.
+DRAWS = pytest.mark.parametrize("draw", ["1", *map(nightly, ("2", f"{NIGHT}.1", f"{NIGHT}.2"))])
+WORDS = ("the tide", "is full", "hello", "a dog", "and a cat", "sail", "the sea", "w300", "w411", "of", "they", "1234")
+
+
+def draw_text(generator: Random, words: range) -> str:
+    """A text of so many words."""
+    return " ".join(generator.choices(WORDS, k=generator.choice(words)))
+
+
+def _heads(generator: Random) -> tuple[int, int]:
+    """Heads of queries, and of keys and values."""
+    groups = generator.choice((1, 2, 3))
+    return groups * generator.choice((1, 2)), groups
+
+
+def qwen2_5_omni_sizes(generator: Random) -> qwen2_5_omni.TinySizes:
+    choice = generator.choice
+    heads, kv_heads = _heads(generator)
+    talker_heads, talker_kv_heads = _heads(generator)
+    return qwen2_5_omni.TinySizes(
+        vocabulary=generator.randrange(480, 800),
+        sounds=choice((64, 100, 200, 300)),
+        head_width=choice((32, 64)),
+        heads=heads,
+        kv_heads=kv_heads,
+        layers=choice((2, 3, 4)),
+        between=choice((128, 192, 256)),
+        talker_width=choice((64, 96, 128)),
+        talker_heads=talker_heads,
+        talker_kv_heads=talker_kv_heads,
+        talker_layers=choice((2, 3, 4)),
+        talker_between=choice((128, 192, 256)),
+        dit_heads=choice((2, 3, 6)),
+        dit_layers=choice((3, 4, 5)),
+        dit_block=choice((12, 16, 24, 32)),
+        channels=choice((64, 128, 192)),
+    )
+
+
+def qwen3_omni_sizes(generator: Random) -> qwen3_omni.TinySizes:
+    choice = generator.choice
+    heads, kv_heads = _heads(generator)
+    talker_heads, talker_kv_heads = _heads(generator)
+    layers = choice((4, 5, 6))
+    return qwen3_omni.TinySizes(
+        vocabulary=generator.randrange(480, 800),
+        sounds=choice((64, 100, 200)),
+        groups=choice((4, 8, 16)),
+        head_width=choice((32, 64)),
+        width=choice((96, 128, 160)),
+        heads=heads,
+        kv_heads=kv_heads,
+        layers=layers,
+        experts=choice((4, 8, 12)),
+        chosen=choice((1, 2, 3)),
+        states_layer=generator.randrange(3, layers),
+        talker_width=choice((64, 96, 128)),
+        talker_heads=talker_heads,
+        talker_kv_heads=talker_kv_heads,
+        talker_layers=choice((2, 3, 4)),
+        talker_experts=choice((4, 8, 12)),
+        talker_chosen=choice((1, 2, 3)),
+        predictor_layers=choice((1, 2, 3)),
+        decoder_width=choice((32, 64, 96)),
+        decoder_heads=choice((2, 4)),
+        decoder_layers=choice((1, 2, 3)),
+        window=choice((4, 6, 12)),
+        channels=choice((32, 64, 96)),
+    )
+
+
+def qwen3_tts_sizes(generator: Random) -> qwen3_tts.TinySizes:
+    choice = generator.choice
+    heads, kv_heads = _heads(generator)
+    width = choice((64, 96, 128))
+    return qwen3_tts.TinySizes(
+        vocabulary=generator.randrange(480, 800),
+        sounds=choice((64, 128, 256)),
+        head_width=choice((32, 64)),
+        width=width,
+        text_width=choice((64, 96, 120)),
+        heads=heads,
+        kv_heads=kv_heads,
+        layers=choice((2, 3, 4)),
+        predictor_width=choice((width, 48, 80)),
+        predictor_layers=choice((1, 2, 3)),
+        decoder_width=choice((32, 48, 80)),
+        decoder_heads=choice((2, 4)),
+        decoder_layers=choice((1, 2, 3)),
+        latent_width=choice((32, 64, 96)),
+        window=choice((4, 6, 12)),
+        channels=choice((32, 64, 96)),
+    )
+
+
+def z_image_sizes(generator: Random) -> z_image.TinySizes:
+    choice = generator.choice
+    heads, kv_heads = _heads(generator)
+    return z_image.TinySizes(
+        channels=choice((4, 8, 16)),
+        heads=choice((2, 3, 4)),
+        axes=choice(((8, 12, 12), (16, 24, 24))),
+        layers=choice((2, 3, 4)),
+        refiners=choice((1, 2)),
+        vae_widths=choice(((8, 8, 16, 16), (8, 16, 16, 32))),
+        text_width=choice((64, 96, 128)),
+        text_heads=heads,
+        text_kv_heads=kv_heads,
+        text_layers=choice((2, 3, 4)),
+    )
+
+
+def qwen_image_sizes(generator: Random) -> qwen_image.TinySizes:
+    choice = generator.choice
+    heads, kv_heads = _heads(generator)
+    return qwen_image.TinySizes(
+        channels=choice((8, 16, 24)),
+        heads=choice((2, 3, 4)),
+        axes=choice(((8, 12, 12), (16, 24, 24))),
+        layers=choice((2, 3, 4)),
+        vae_width=choice((4, 8, 12)),
+        text_width=choice((64, 96, 128)),
+        text_heads=heads,
+        text_kv_heads=kv_heads,
+        text_layers=choice((3, 4, 5)),
+        vision_width=choice((32, 64)),
+        vision_heads=choice((2, 4)),
+    )
