@@ -52,7 +52,7 @@ async def test_an_instruction_that_fails_ends_the_coordinator(short_path: Path) 
     config, memory = pipeline(), BrokenMemory(str(short_path))
     coordinator = Coordinator(config, endpoints(short_path), time.monotonic(), memory=memory)
     running = asyncio.create_task(coordinator.run())
-    hello = NodeHello(PROTOCOL_VERSION, omni_actors.__version__, config.digest(), (), True, 0, "")
+    hello = NodeHello(PROTOCOL_VERSION, omni_actors.__version__, config.digest(), (), True, 0)
     coordinator.from_node(0, hello)
     async with AsyncOmniClient(coordinator.client_endpoint) as client:
         order = asyncio.create_task(client.operate(Operation.SCALE, config.stages[0].name, count=2))

@@ -66,7 +66,7 @@ def test_wrong_types_within_a_config_json_are_named(tiny_checkpoint: Path, tmp_p
         arguments.create_engine_config()
 
 
-def test_an_engine_gets_its_hosts_from_the_plan_only() -> None:
-    with pytest.raises(ConfigError, match="nnodes is set by omni_actors itself") as refused:
+def test_an_engine_has_its_workers_on_one_host_or_on_a_ray_cluster() -> None:
+    with pytest.raises(ConfigError, match="nnodes: the workers of a replica are on one host") as refused:
         OmniEngineArgs(OmniModelConfig("x", "thinker"), "autoregressive", {"nnodes": 2})
-    assert "give the stage `nodes`" in refused.value.hint
+    assert "`executor: ray`" in refused.value.hint

@@ -79,7 +79,7 @@ def test_a_folder_open_to_others_is_refused_and_left_as_it_is(short_path: Path) 
     folder = short_path / "shared"
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(ConfigError, match="Others may write"):
+    with pytest.raises(ConfigError, match="can be written to by others"):
         RunDirectory(str(folder))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o777
     assert not list(folder.iterdir())
