@@ -25,8 +25,15 @@ VOICES = ("ethan", "chelsie", "aiden")
 GREEDY = {"temperature": 0.0}
 PEAK_TOLERANCE = 1e-3  # another code in one of the 16 codebooks of one frame changes the sound by far more
 SAMPLED = {
-    "thinker": {"max_tokens": 16, "temperature": 0.8, "ignore_eos": True},
-    "talker": {"max_tokens": 40, "min_tokens": 40, "temperature": 0.9, "top_k": 50},
+    "thinker": {"max_tokens": 16, "temperature": 0.8, "ignore_eos": True, "frequency_penalty": 0.5},
+    "talker": {
+        "max_tokens": 40,
+        "min_tokens": 40,
+        "temperature": 0.9,
+        "top_k": 50,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+    },
 }
 
 
