@@ -16,7 +16,7 @@ from tests.support.nightly import nightly
 Vocoders = Callable[[bool, dict[str, Any]], DiffusionEngine]
 
 
-@pytest.fixture(scope="package")  # vLLM keeps one state of ranks for a process: engines with experts come after it
+@pytest.fixture(scope="session")
 def vocoders(tiny_checkpoint: Path) -> Iterator[Vocoders]:
     """Returns the engine, asynchronous or not, that decodes in the way that is given."""
     engines: dict[tuple[bool, str], DiffusionEngine] = {}
