@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import setproctitle
@@ -62,6 +64,7 @@ async def _run(spec: CoordinatorSpec) -> int:
     except OmniError as error:
         _answer(Failed.from_error(error))
         return EXIT_REFUSED
+    loop.set_exception_handler(functools.partial(_on_exception, coordinator))
     loop.add_reader(launcher, _on_launcher_dead, spec, coordinator, launcher)
     threading.Thread(target=_end_as_orphan, args=(spec, launcher), daemon=True).start()
     loop.add_signal_handler(signal.SIGTERM, coordinator.stop)
@@ -84,6 +87,13 @@ def _answer(answer: Answer) -> None:
 def _write(answer: Answer) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
     sys.stdout.buffer.flush()
+
+
+def _on_exception(coordinator: Coordinator, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """End when a callback fails, such as one that reads a socket: what it had decided has perhaps not happened."""
+    loop.default_exception_handler(context)
+    if (error := context.get("exception")) is not None:
+        coordinator.give_up(error)
 
 
 def _on_launcher_dead(spec: CoordinatorSpec, coordinator: Coordinator, launcher: int) -> None:

@@ -190,7 +190,7 @@ class Coordinator:
         self.fleet.stop()
         self._stopping.set()
 
-    def _give_up(self, error: Exception) -> None:
+    def give_up(self, error: Exception) -> None:
         """Have `run` end with an error: the launcher starts another coordinator."""
         self._broken = self._broken or error
         self._stopping.set()
@@ -344,7 +344,7 @@ class Coordinator:
             try:
                 self._carry_out(instruction)
             except Exception as error:
-                self._give_up(error)
+                self.give_up(error)
                 raise
 
     def _carry_out(self, instruction: FleetInstruction) -> None:
@@ -417,7 +417,7 @@ class Coordinator:
             try:
                 work()
             except Exception as error:  # nothing else keeps deadlines or restarts processes
-                self._give_up(error)
+                self.give_up(error)
                 raise
 
     def _on_tick(self) -> None:

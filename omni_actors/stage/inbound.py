@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from omni_actors.errors import OmniError
+from omni_actors.errors import OmniError, ProtocolError
 from omni_actors.logs import get_logger, is_worth_a_line
 from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, Frame, encode
 from omni_actors.protocol.common import Credit
@@ -24,7 +24,8 @@ from omni_actors.stage.inbox import Inbox
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.credit import wire_size
 from omni_actors.transport.handshake_monitor import HandshakeMonitor
-from omni_actors.transport.sockets import Socket, Sockets, descriptor, drain, try_send
+from omni_actors.transport.link import Link
+from omni_actors.transport.sockets import Socket, Sockets, descriptor, drain
 from omni_actors.transport.wakeup import WakeableQueue
 
 logger = get_logger(__name__)
@@ -118,8 +119,9 @@ class Inbound(threading.Thread):
             socket, endpoint = self._sockets.pull(self._inbox_endpoint)
             remote = self._sockets.bind(socket, self._remote_endpoint) if self._remote_endpoint else ""
             self._inbox.open(socket, self._decode)
-            self._send(control, self._hello(endpoint, remote))
-            self._loop(control, handshake, launcher)
+            link = Link(control, time.monotonic)
+            self._send(link, self._hello(endpoint, remote))
+            self._loop(link, handshake, launcher)
         finally:
             if launcher >= 0:
                 os.close(launcher)
@@ -127,9 +129,9 @@ class Inbound(threading.Thread):
             handshake.close()
             control.close()
 
-    def _loop(self, control: Socket, handshake: HandshakeMonitor, launcher: int) -> None:
+    def _loop(self, control: Link, handshake: HandshakeMonitor, launcher: int) -> None:
         epoll = self._inbox.epoll
-        others = {launcher, self._outbox.fileno(), descriptor(control), descriptor(handshake.socket)}
+        others = {launcher, self._outbox.fileno(), control.descriptor, descriptor(handshake.socket)}
         for watched in others:
             epoll.register(watched, select.EPOLLIN)
         next_beat = 0.0
@@ -145,6 +147,7 @@ class Inbound(threading.Thread):
             if orphaned_at is not None and time.monotonic() > orphaned_at + ORPHAN_SECONDS:
                 self._on_orphaned()
                 os._exit(1)  # the main thread loads or hangs, and an orphan must not keep its GPU memory
+            control.flush()
             for body in self._outbox.drain():
                 if body is None:
                     return
@@ -158,7 +161,7 @@ class Inbound(threading.Thread):
             refusal = handshake.take()
             # Always, because sending may have consumed the descriptor's signal; and after the check of the connection,
             # because by the time it is lost all of the coordinator's last messages can be read, and they count.
-            self._receive_control(control)
+            self._receive_control(control.socket)
             self._check(handshake, refusal)
 
     def _restore_files(self) -> None:
@@ -175,7 +178,10 @@ class Inbound(threading.Thread):
             handshake.verdict.disconnected = False
             self._inbox.put(Lost("the coordinator is not connected any more"))
 
-    def _send(self, control: Socket, body: Body) -> None:
+    def _send(self, control: Link, body: Body) -> None:
+        """Send to the coordinator; what it does not take now waits, but for heartbeats, which are out of date then."""
+        if control.backlog and isinstance(body, Heartbeat):
+            return
         header = Header("", stage=self._identity.stage, replica=self._identity.replica, epoch=self._identity.epoch)
         try:
             frames = encode(header, body, limits=self._limits)
@@ -186,8 +192,8 @@ class Inbound(threading.Thread):
             # No request depends on them.
             logger.warning("metrics are not sent: %s", error)
             return
-        if not try_send(control, frames):
-            logger.warning("the coordinator takes no control messages; dropped a %s", type(body).__name__)
+        if not control.send("", frames):
+            raise ProtocolError(f"The coordinator takes no control messages; {control.backlog} wait for it.")
 
     def _receive_control(self, control: Socket) -> None:
         for frames in drain(control):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 import time
+from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import msgspec
@@ -19,20 +19,24 @@ from omni_actors.coordinator.memory_file import MemoryFile
 from omni_actors.coordinator.process_spec import CoordinatorSpec
 from omni_actors.coordinator.shell import Coordinator, Endpoints
 from omni_actors.protocol.client import Operation
-from omni_actors.protocol.header import PROTOCOL_VERSION
+from omni_actors.protocol.codec import encode
+from omni_actors.protocol.common import Abort
+from omni_actors.protocol.header import PROTOCOL_VERSION, Header
 from omni_actors.protocol.nodes import NodeHello
+from omni_actors.transport.sockets import Sockets
 from tests.support.builders import pipeline
 from tests.support.waiting import PATIENCE
 
-BROKEN_TICK = """
+BROKEN = """
 import sys
 from omni_actors.coordinator import process
 from omni_actors.coordinator.core.fleet import Fleet
+from omni_actors.coordinator.core.requests import RequestMachine
 
-def broken(self, now, in_flight):
-    raise RuntimeError("this tick is broken")
+def broken(self, *_):
+    raise RuntimeError("this is broken")
 
-Fleet.tick = broken
+{} = broken
 sys.exit(process.main())
 """
 
@@ -63,7 +67,8 @@ async def test_an_instruction_that_fails_ends_the_coordinator(short_path: Path) 
         await asyncio.gather(order, return_exceptions=True)
 
 
-def test_a_tick_that_fails_ends_the_process(short_path: Path) -> None:
+@pytest.mark.parametrize("method", ["Fleet.tick", "RequestMachine.abort"])
+async def test_a_tick_or_a_message_that_fails_ends_the_process(method: str, short_path: Path, sockets: Sockets) -> None:
     spec = CoordinatorSpec(
         pipeline=pipeline(),
         **endpoints(short_path)._asdict(),
@@ -73,10 +78,17 @@ def test_a_tick_that_fails_ends_the_process(short_path: Path) -> None:
         began=time.monotonic(),
         started=time.monotonic(),
     )
-    done = subprocess.run(
-        [sys.executable, "-c", BROKEN_TICK], input=msgspec.json.encode(spec), capture_output=True, timeout=30 * PATIENCE
-    )
-    assert done.returncode == 4
-    assert b"listening" in done.stdout
-    assert b"finished" not in done.stdout, "that would be an orderly end"
-    assert b"this tick is broken" in done.stderr
+    command = (sys.executable, "-c", BROKEN.format(method))
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    assert process.stdin
+    assert process.stdout
+    process.stdin.write(msgspec.json.encode(spec))
+    process.stdin.write_eof()
+    async with asyncio.timeout(30 * PATIENCE):
+        assert b"listening" in await process.stdout.readline()
+        client, _ = sockets.dealer(endpoints(short_path).client, b"a client")
+        client.send_multipart(encode(Header("", "r1"), Abort()))
+        out, errors = await process.communicate()
+    assert process.returncode == 4
+    assert b"finished" not in out, "that would be an orderly end"
+    assert b"this is broken" in errors

@@ -15,6 +15,7 @@ from omni_actors.protocol.control import (
     CoordinatorToStage,
     Heartbeat,
     Hello,
+    Loading,
     Ready,
     Reregister,
     Shutdown,
@@ -29,7 +30,7 @@ from omni_actors.stage.events import Control, Event, Lost, Received, Rejected, S
 from omni_actors.stage.inbound import Inbound
 from omni_actors.stage.inbox import Inbox
 from omni_actors.transport.arena import ArenaReader
-from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
+from omni_actors.transport.sockets import HIGH_WATER_MARK, Socket, Sockets, drain, try_send
 from tests.support.waiting import until
 
 IDENTITY = ReplicaId("thinker", 0, 5)
@@ -138,6 +139,29 @@ def test_figures_over_the_limit_are_left_out_and_other_messages_go_on(
     assert isinstance(Decoder(StageToCoordinator).decode(frames).body, Ready)
     assert "metrics are not sent" in caplog.text
     assert harness.next(0.1) is None
+    harness.close()
+
+
+def test_what_the_coordinator_does_not_take_now_comes_when_it_reads(
+    short_path: Path, launcher: subprocess.Popen
+) -> None:
+    """More than zmq keeps, from a stage that was not welcomed, so that no heartbeat is among it."""
+    harness = Harness(short_path, launcher.pid)
+    harness.await_hello()
+    phases = [f"{number:250}" for number in range(6 * HIGH_WATER_MARK)]
+    for phase in phases:
+        harness.inbound.tell(Loading(phase))
+    harness.tell(Shutdown())
+    assert harness.next() == Control(Shutdown())  # the thread has passed on all that came before
+    told: list[str] = []
+
+    def heard() -> bool:
+        for _, *frames in drain(harness.control):
+            told.append(Decoder(StageToCoordinator).decode(frames).body.phase)
+        return len(told) >= len(phases)
+
+    until(heard)
+    assert told == phases
     harness.close()
 
 
