@@ -14,15 +14,19 @@ from starlette.types import Receive, Scope, Send
 from omni_actors.client import Audio, ChoiceItem, ChoiceStreams, StreamItem
 from omni_actors.errors import Aborted, OmniError
 from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.fields import Submission
 from omni_actors.http_server.state import ServerState
 from omni_actors.http_server.turns import Turns
 from omni_actors.logs import get_logger
 from omni_actors.protocol.client import Description
+from omni_actors.protocol.payloads import PositionLogprobs, PromptPosition, TokenLogprob
 from omni_actors.protocol.results import StageUsage
 
 logger = get_logger(__name__)
 
 PICTURES = ("image", "latents")  # modalities
+EVENTS = "text/event-stream"
+LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; vLLM's value
 JOINED_BYTES = 65_536  # of ready pieces that wait for one write
 
 
@@ -46,23 +50,30 @@ class Answer:
 
     @classmethod
     async def begin(
-        cls, request: Request, state: ServerState, prompt: Any, fields: Mapping[str, str], n: int = 1, **options: Any
+        cls,
+        request: Request,
+        state: ServerState,
+        body: Submission,
+        prompt: Any,
+        fields: Mapping[str, str],
+        **options: Any,
     ) -> Answer:
         """Submit a request and wait for its first item. Raises `HttpError`.
 
         The pipeline's request has the id and the trace context of the HTTP request, so that their logs can be joined.
 
         Args:
+            body: seed, timeout and priority.
             fields: the field of the HTTP request that is at fault, by error code or by name in the pipeline.
-            n: number of answers.
-            options: for `AsyncOmniClient.submit`.
+            options: for `AsyncOmniClient.submit_choices`.
         """
-        if options.get("timeout") is None:
-            options["timeout"] = state.settings.request_timeout
         try:
             streams = await state.client.submit_choices(
                 prompt,
-                n,
+                options.pop("n", 1),
+                seed=body.seed,
+                timeout=state.settings.request_timeout if body.timeout is None else body.timeout,
+                priority=body.priority or 0,
                 request_id=request.state.request_id,
                 traceparent=request.state.traceparent,
                 tenant=state.tenants.name(request.client.host if request.client is not None else ""),
@@ -311,3 +322,38 @@ def ending(usage: Mapping[str, StageUsage], description: Description) -> dict[st
     text = usage.get(description.outputs.get("text", ""))
     stop = text.stop_reason if text is not None else None
     return {"finish_reason": finish_reason(usage, description), "stop_reason": stop}
+
+
+def chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
+    """The `logprobs` of a chat completion's choice; `None` without any."""
+    if not positions:
+        return None
+    return {"content": token_logprobs(positions), "refusal": None}
+
+
+def token_logprobs(positions: Sequence[PositionLogprobs]) -> list[dict[str, Any]]:
+    """An entry for each token, as chats and responses have it."""
+    return [
+        {**_entry(position.token), "top_logprobs": [_entry(token) for token in position.top]} for position in positions
+    ]
+
+
+def _entry(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": max(token.logprob, LEAST_LOGPROB), "bytes": list(token.text.encode())}
+
+
+def prompt_logprobs(positions: Sequence[PromptPosition]) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: by token id at each position, the prompt's own token first.
+
+    The first position has none, as nothing comes before it.
+    """
+    found: list[dict[str, Any] | None] = [None]
+    for position in positions:
+        ranked = {str(token.token_id): _ranked(token, rank) for rank, token in enumerate(position.top, 1)}
+        own = {str(position.token.token_id): _ranked(position.token, position.rank)}
+        found.append({**own, **ranked})
+    return found
+
+
+def _ranked(token: TokenLogprob, rank: int) -> dict[str, Any]:
+    return {"logprob": max(token.logprob, LEAST_LOGPROB), "rank": rank, "decoded_token": token.text}

@@ -1,19 +1,24 @@
-"""The ASGI application: routes, errors, OpenAPI schema."""
+"""The ASGI application: its routes, what they answer to errors, and their OpenAPI document."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import difflib
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
+import msgspec
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartParser
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from omni_actors import __version__
 from omni_actors.errors import OmniError
@@ -29,16 +34,13 @@ from omni_actors.http_server import (
     voices,
     web_page,
 )
+from omni_actors.http_server.bodies import REFERENCE, FormBody, JsonBody
+from omni_actors.http_server.decoding import decode
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
-from omni_actors.http_server.image_schemas import ImageRequest
-from omni_actors.http_server.json_body import schemas
 from omni_actors.http_server.middleware import RequestMiddleware
 from omni_actors.http_server.realtime import route as realtime
 from omni_actors.http_server.reservations import BodyBytes
-from omni_actors.http_server.response_schemas import ResponsesRequest
-from omni_actors.http_server.routing import no_route
-from omni_actors.http_server.schemas import ChatRequest, CompletionRequest, SpeechRequest
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger, trace_of
@@ -46,40 +48,89 @@ from omni_actors.protocol.payloads import StageParams
 
 logger = get_logger(__name__)
 
-BODIES = (
-    ChatRequest,
-    ResponsesRequest,
-    CompletionRequest,
-    SpeechRequest,
-    ImageRequest,
-    StageParams,
-)  # documented besides what FastAPI documents
-ERROR_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
-WANTED = {  # pydantic's types of errors, as far as the routes' parameters can have them
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "int_parsing_size": "a smaller number",
-    "greater_than_equal": "at least {ge}",
-    "less_than_equal": "at most {le}",
-    "string_too_long": "a text of at most {max_length} characters",
-    "string_type": "a text",
-}
-ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
+PREFIX = "/v1"
+REALTIME = "/v1/realtime"
+PARAMETER = re.compile(r"{(\w+)(:path)?}")  # of a path
+
+
+class Operation(NamedTuple):
+    """A method of a path.
+
+    Args:
+        handler: called with the request, the server's state, and the decoded body or query if there is one.
+        body: how the body is decoded.
+        query: struct of the parameters in the query.
+    """
+
+    method: str
+    path: str
+    handler: Callable[..., Awaitable[Response]]
+    body: JsonBody[Any] | FormBody[Any] | None = None
+    query: type[msgspec.Struct] | None = None
+
+    async def __call__(self, request: Request) -> Response:
+        """Check the query, read the body and answer. Raises `HttpError`."""
+        known = self.query.__struct_fields__ if self.query is not None else ()
+        for name in request.query_params if self.path.startswith(f"{PREFIX}/") else ():  # probes add some to others
+            if name not in known:
+                what = f"it has {', '.join(known)}" if known else "it has none"
+                message = f"{name[:100]}: {self.path} has no such parameter of the query; {what}."
+                raise bad_field(name[:100], message, "unknown_parameter")
+        given: list[Any] = []
+        if self.body is not None:
+            given.append(await self.body.read(request, request.app.state.settings))
+        if self.query is not None:
+            given.append(decode(msgspec.json.encode(dict(request.query_params)), self.query))
+        return await self.handler(request, request.app.state.server, *given)
+
+    def described(self) -> dict[str, Any]:
+        """The operation in an OpenAPI document."""
+        named = self.handler.__name__.strip("_")
+        path = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name, _ in PARAMETER.findall(self.path)
+        ]
+        fields = (
+            msgspec.json.schema_components([self.query])[1][self.query.__name__]["properties"] if self.query else {}
+        )
+        query = [{"name": name, "in": "query", "required": False, "schema": field} for name, field in fields.items()]
+        return {
+            "summary": named.replace("_", " ").title(),
+            "description": inspect.cleandoc(self.handler.__doc__ or ""),
+            "operationId": f"{self.handler.__module__.rpartition('.')[2]}_{named}",
+            "parameters": path + query,
+            **({"requestBody": self.body.described()} if self.body is not None else {}),
+            "responses": {"200": {"description": "Success"}, **dict.fromkeys(ERROR_STATUSES, ERROR)},
         }
-    },
-}
+
+
+OPERATIONS = (
+    Operation("POST", "/v1/chat/completions", chat.chat_completions, chat.BODY),
+    Operation("POST", "/v1/responses", responses.create, responses.BODY),
+    Operation("GET", "/v1/responses/{response_id}", responses.retrieve),
+    Operation("DELETE", "/v1/responses/{response_id}", responses.delete),
+    Operation("POST", "/v1/completions", completions.completions, completions.BODY),
+    Operation("POST", "/v1/audio/speech", speech.speech, speech.BODY),
+    Operation("GET", "/v1/audio/voices", voices.voices),
+    Operation("POST", "/v1/audio/voices", voices.create, voices.BODY),
+    Operation("GET", "/v1/audio/voices/{name}", voices.voice),
+    Operation("DELETE", "/v1/audio/voices/{name}", voices.delete),
+    Operation("POST", "/v1/audio/transcriptions", transcriptions.transcriptions, transcriptions.TRANSCRIPTION),
+    Operation("POST", "/v1/audio/translations", transcriptions.translations, transcriptions.TRANSLATION),
+    Operation("POST", "/v1/images/generations", images.generations, images.GENERATION),
+    Operation("POST", "/v1/images/edits", images.edits, images.EDIT),
+    Operation("POST", "/v1/files", files.upload, files.BODY),
+    Operation("GET", "/v1/files", files.files),
+    Operation("GET", "/v1/files/{file_id}", files.file),
+    Operation("DELETE", "/v1/files/{file_id}", files.delete),
+    Operation("GET", "/health", status.health),
+    Operation("GET", "/metrics", status.metrics),
+    Operation("GET", "/v1/models", status.models),
+    Operation("GET", "/v1/models/{name:path}", status.model),
+    Operation("GET", "/v1/status", status.status),
+    Operation("GET", "/v1/requests", status.recent_timelines, query=status.RecentQuery),
+    Operation("GET", "/v1/requests/{request_id}/timeline", status.timeline),
+)
 
 
 def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None, bodies: BodyBytes | None = None) -> ASGIApp:
@@ -90,8 +141,7 @@ def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None, bodi
         bodies: accounts for the bytes of all requests, also those that have not reached the application.
     """
     bodies = bodies or BodyBytes(settings.bodies_bytes)
-    routes = create_routes(settings, fetcher=fetcher, bodies=bodies)
-    app: ASGIApp = RequestMiddleware(routes, settings, routes.routes, bodies)
+    app: ASGIApp = RequestMiddleware(create_routes(settings, fetcher=fetcher, bodies=bodies), settings, bodies)
     if settings.cors_origins:
         # Outermost, because a browser asks in advance without the key, and must be able to read refusals.
         app = CORSMiddleware(
@@ -106,99 +156,127 @@ def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None, bodi
 
 def create_routes(
     settings: ServerSettings, *, fetcher: Fetcher | None = None, bodies: BodyBytes | None = None
-) -> FastAPI:
-    """Make the application without its middleware, so without key, limits on bodies and request ids."""
+) -> Starlette:
+    """Make the application without its middleware, so without key and request ids."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         state = ServerState(settings, bodies or BodyBytes(settings.bodies_bytes), fetcher)
         async with state.client:
             app.state.server = state
             yield
             await state.close()
 
-    # Uploads are kept in memory, so they do not lie in files on the way there, where a full disk would fail them.
-    MultiPartParser.spool_max_size = settings.body_bytes
-    app = FastAPI(title="omni_actors", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_exception_handler(HttpError, _on_http_error)
-    app.add_exception_handler(OmniError, _on_omni_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_routing)
-    app.add_exception_handler(Exception, _on_bug)
-    audio = (speech, voices, transcriptions)
-    for module in (chat, responses, completions, *audio, images, files, realtime, status, web_page):
-        app.include_router(module.router)
-    app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
+    document = msgspec.json.encode(openapi_document())
+
+    async def openapi(request: Request) -> Response:
+        return Response(document, media_type="application/json")
+
+    by_path: defaultdict[str, dict[str, Operation]] = defaultdict(dict)
+    for operation in OPERATIONS:
+        by_path[operation.path][operation.method] = operation
+    routes = [_route(path, operations) for path, operations in by_path.items()]
+    routes += [Route(path, web_page.page) for path in web_page.PAGE_FILES]
+    routes += [Route("/openapi.json", openapi), Route(REALTIME, _no_websocket)]
+    answer: Any = _answer  # which takes requests and WebSockets
+    app = Starlette(
+        routes=[*routes, WebSocketRoute(REALTIME, realtime.realtime)],
+        lifespan=lifespan,
+        exception_handlers=dict.fromkeys((HttpError, OmniError, HTTPException, Exception), answer),
+    )
+    app.router.default = _no_route
+    app.state.settings = settings
     return app
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Errors
+def _route(path: str, operations: dict[str, Operation]) -> Route:
+    async def endpoint(request: Request) -> Response:
+        return await operations["GET" if request.method == "HEAD" else request.method](request)
+
+    return Route(path, endpoint, methods=list(operations))
 
 
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    return error.response() if isinstance(error, HttpError) else await _on_bug(request, error)
+async def _no_websocket(request: Request) -> Response:
+    message = (
+        f"{REALTIME} is a WebSocket: connect to it with ws:// or wss://, and let proxies on the way pass upgrades on."
+    )
+    error = HttpError(426, message, code="upgrade_required")
+    error.headers.update({"upgrade": "websocket", "connection": "upgrade"})
+    raise error
 
 
-async def _on_omni_error(request: Request, error: Exception) -> Response:
-    return HttpError.of(error).response() if isinstance(error, OmniError) else await _on_bug(request, error)
+async def _no_route(scope: Scope, receive: Receive, send: Send) -> None:
+    """Raise the error for a path that no route has, with the nearest one and the others."""
+    path: str = scope["path"]
+    if scope["type"] == "websocket":
+        raise HttpError(404, f"There is no WebSocket at {path[:200]!r}.", code="not_found")
+    listed = sorted({operation.path for operation in OPERATIONS} - {"/metrics"})
+    wanted = f"{PREFIX}{path}" if not path.startswith(PREFIX) else path
+    nearest = difflib.get_close_matches(wanted[:200], listed, n=1, cutoff=0.7)
+    hint = f" Did you mean {nearest[0]}?" if nearest else ""
+    message = f"There is nothing at {path[:200]!r}.{hint} The routes are {', '.join(listed)}."
+    raise HttpError(404, message, code="not_found")
 
 
-async def _on_invalid(request: Request, error: Exception) -> Response:
-    """Report the first parameter of the path or query, or field of the form, that is wrong; bodies report their own."""
-    if not isinstance(error, RequestValidationError):
-        return await _on_bug(request, error)
-    first = error.errors()[0]
-    param = str(first["loc"][-1])
-    if first["type"] == "missing":
-        return bad_field(param, f"{param}: the field is missing.", "missing_required_parameter").response()
-    return bad_field(param, f"{param}: must be {_wanted(first['type'], first.get('ctx', {}))}.").response()
-
-
-def _wanted(kind: str, limits: Mapping[str, Any]) -> str:
-    """What a parameter must be, from pydantic's name of what is wrong with it and the limits that it breaks."""
-    if kind in WANTED:
-        return WANTED[kind].format(**limits)
-    return f"another value ({kind.replace('_', ' ')})"
-
-
-async def _on_routing(request: Request, error: Exception) -> Response:
-    """Report 404 and 405 of the router, and 400 of the body parser."""
-    if not isinstance(error, HTTPException):
-        return await _on_bug(request, error)
-    if error.status_code == 404:
-        return no_route(request.app.routes, request.url.path).response()
-    response = HttpError(error.status_code, f"{error.detail.rstrip('.')}.", code=f"http_{error.status_code}").response()
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    about = {"request_id": getattr(request.state, "request_id", "")}
-    logger.error("a request failed: %s", trace_of(error), extra=about)
-    failure = HttpError(500, "Internal error: see the server's log.", code="internal_error")
-    return failure.response()
+async def _answer(connection: HTTPConnection, error: Exception) -> Response | None:
+    """Answer what a route has raised, and refuse a WebSocket that was not accepted yet with the same answer."""
+    match error:
+        case HttpError():
+            found = error
+        case OmniError():
+            found = HttpError.of(error)
+        case HTTPException(status_code=405, headers=dict(headers)):
+            allowed = ", ".join(sorted(set(headers["Allow"].split(", ")) - {"HEAD"}))
+            method = connection.scope["method"][:20]
+            found = HttpError(405, f"{connection.url.path[:200]} takes {allowed}, not {method}.", code="http_405")
+            found.headers["allow"] = allowed
+        case _:
+            logger.error(
+                "a request failed: %s",
+                trace_of(error),
+                extra={"request_id": getattr(connection.state, "request_id", "")},
+            )
+            found = HttpError(500, "Internal error: see the server's log.", code="internal_error")
+    if isinstance(connection, WebSocket):
+        await connection.send_denial_response(found.response())
+        return None
+    return found.response()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # OpenAPI
 
-
-def _schema(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's schema with this server's errors instead of FastAPI's."""
-    if app.openapi_schema is None:
-        schema = FastAPI.openapi(app)
-        errors = {
-            str(status): {
-                "description": "Error",
-                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
-            }
-            for status in ERROR_STATUSES
+ERROR_STATUSES = ("400", "401", "403", "404", "408", "413", "415", "429", "500", "503", "504")
+ERROR = {"description": "Error", "content": {"application/json": {"schema": {"$ref": REFERENCE.format(name="Error")}}}}
+NULLABLE_TEXT = {"type": ["string", "null"]}
+ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": NULLABLE_TEXT,
+                "code": NULLABLE_TEXT,
+            },
         }
-        for operations in schema["paths"].values():
-            for operation in operations.values():
-                operation["responses"].pop("422", None)
-                operation["responses"].update(errors)
-        schema["components"]["schemas"].update(schemas(BODIES), Error=ERROR_SCHEMA)
-        app.openapi_schema = schema
-    return app.openapi_schema
+    },
+}
+
+
+def openapi_document() -> dict[str, Any]:
+    """The OpenAPI document of all operations."""
+    paths: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for operation in OPERATIONS:
+        paths[operation.path.replace(":path}", "}")][operation.method.lower()] = operation.described()
+    kinds = [operation.body.kind for operation in OPERATIONS if isinstance(operation.body, JsonBody)]
+    components = msgspec.json.schema_components([*kinds, StageParams], ref_template=REFERENCE)[1]
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "omni_actors", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": {**components, "Error": ERROR_SCHEMA}},
+    }

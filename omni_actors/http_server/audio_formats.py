@@ -12,8 +12,8 @@ import numpy
 import soundfile
 from numpy.typing import NDArray
 
+from omni_actors.http_server.decoding import base64_string
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.json_body import base64_string
 
 Samples = NDArray[numpy.float32]
 

@@ -6,9 +6,8 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-import msgspec
 import numpy
-from fastapi import APIRouter, Depends
+from msgspec import Meta
 from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,83 +16,117 @@ from omni_actors.client import Audio, StreamItem, Text
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import (
     DONE_EVENT,
+    EVENTS,
     GOES_ON,
     Answer,
     AnswerResponse,
+    chat_logprobs,
     ending,
     event,
+    prompt_logprobs,
     text_or_sound,
     usage_of_choices,
 )
 from omni_actors.http_server.audio_formats import encoded_base64, pcm16
+from omni_actors.http_server.bodies import JsonBody
+from omni_actors.http_server.chat_messages import MAX_MESSAGES, AnyMessage
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.json_body import JsonBody
-from omni_actors.http_server.logprobs import chat_logprobs, prompt_logprobs
-from omni_actors.http_server.schemas import ChatRequest, voice_name
-from omni_actors.http_server.state import ServerState, State
+from omni_actors.http_server.fields import OF_CHATS, Modalities, Strict
+from omni_actors.http_server.generation import (
+    AudioParameters,
+    Likeliest,
+    NamedTool,
+    Sampling,
+    ToolMode,
+    Tools,
+    audio_format,
+    tool_options,
+    voice_name,
+)
+from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.protocol.client import Description
-from omni_actors.protocol.payloads import PositionLogprobs, PromptPosition
+from omni_actors.protocol.fields import PositiveInt
+from omni_actors.protocol.payloads import USE_AUDIO_IN_VIDEO, PositionLogprobs, PromptPosition
 from omni_actors.protocol.tools import CollectedCalls, ToolCall, ToolCallPiece
 
-router = APIRouter()
-BODY = JsonBody(ChatRequest)
-
-STREAM_FORMAT = "pcm16"
 FIELDS: dict[str, str] = {
     ErrorCode.UNKNOWN_VOICE: "audio.voice",
     ErrorCode.UNKNOWN_MODALITY: "modalities",
     ErrorCode.PROMPT_TOO_LONG: "messages",
     ErrorCode.MALFORMED_MEDIA: "messages",
     "prompt": "messages",
+    USE_AUDIO_IN_VIDEO: f"mm_processor_kwargs.{USE_AUDIO_IN_VIDEO}",
 }
 
 
-@router.post("/v1/chat/completions", response_class=Response, openapi_extra=BODY.openapi())
-async def chat_completions(body: Annotated[ChatRequest, Depends(BODY)], request: Request, state: State) -> Response:
+class ProcessorArguments(Strict, frozen=True):
+    """Arguments for the model's processor, in vLLM's form."""
+
+    use_audio_in_video: bool | None = None
+
+
+class ChatRequest(Sampling, frozen=True, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[AnyMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    modalities: Modalities | None = None
+    audio: AudioParameters | None = None
+    max_completion_tokens: PositiveInt | None = None
+    logprobs: bool | None = None
+    top_logprobs: Likeliest | None = None
+    tools: Tools | None = None
+    tool_choice: ToolMode | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    mm_processor_kwargs: ProcessorArguments | None = None  # vLLM's
+
+    def tool_options(self) -> dict[str, Any]:
+        """The tools of the request and how they may be called, as the client library takes them."""
+        choice = self.tool_choice.function if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+        functions = [tool.function for tool in self.tools or ()]
+        return tool_options(functions, choice, self.parallel_tool_calls, "tool_choice.function")
+
+    def likeliest(self) -> int | None:
+        """OpenAI's `logprobs` switches them on, and `top_logprobs` is the number."""
+        if self.top_logprobs and not self.logprobs:
+            raise bad_field("top_logprobs", "top_logprobs needs logprobs: true.")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def stage_fields(self) -> dict[str, Any]:
+        """Parameters for the stages; `max_completion_tokens` wins over the older `max_tokens`."""
+        newer = {} if self.max_completion_tokens is None else {"max_tokens": self.max_completion_tokens}
+        return {**super().stage_fields(), **newer}
+
+
+BODY = JsonBody(ChatRequest, OF_CHATS)
+
+
+async def chat_completions(request: Request, state: ServerState, body: ChatRequest) -> Response:
     """Answer a chat in text, or in text and speech; complete or as server-sent events."""
-    body.refuse_unsupported()
-    description = await state.facts(body.model)
-    model = state.model_name(body.model, description)
+    body.check()
+    description, model = await state.model(body.model)
     spoken = "audio" in (body.modalities or ())
-    audio_format = _audio_format(body)
-    params = state.stage_params(
-        body.params_by_stage(), description, state.adapted(model, description, body.stage_fields())
-    )
+    form = audio_format(body.audio, spoken, body.stream)
+    params = state.stage_params(body.model, body.params_by_stage(), description, body.stage_fields())
+    sound_in_video = bool(body.mm_processor_kwargs and body.mm_processor_kwargs.use_audio_in_video)
+    messages = await state.media.messages(body.messages, description.max_media, sound_in_video=sound_in_video)
     answer = await Answer.begin(
         request,
         state,
-        {
-            "messages": await state.media.messages(
-                body.messages, description.max_media, sound_in_video=body.uses_sound_of_videos
-            ),
-            **body.tool_options(),
-        },
+        body,
+        {"messages": messages, **body.tool_options()},
         {**FIELDS, **body.error_fields()},
         modalities=text_or_sound(body.modalities, body.audio),
         voice=state.voice(voice_name(body.audio.voice), description, "audio.voice") if spoken and body.audio else None,
         params=params,
-        seed=body.seed,
-        priority=body.priority or 0,
-        timeout=body.timeout,
         n=body.answers(description.max_in_flight),
     )
     choices = [ChatChoice(index, request.state.request_id, spoken, state) for index in range(len(answer.usages))]
     reply = ChatReply(request.state.request_id, model, choices, answer, description)
     if body.stream:
         include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        return AnswerResponse(answer, reply.events(include_usage), "text/event-stream", state.settings.write_timeout)
+        return AnswerResponse(answer, reply.events(include_usage), EVENTS, state.settings.write_timeout)
     async with answer:
-        whole = await reply.whole(audio_format, body.prompt_logprobs)
-        return Response(whole, media_type="application/json")
-
-
-def _audio_format(body: ChatRequest) -> str:
-    given = body.audio.format if body.audio is not None else None
-    if not body.stream:
-        return given or "wav"
-    if given not in (None, STREAM_FORMAT) and "audio" in (body.modalities or ()):
-        raise bad_field("audio.format", f"With stream: true the format must be {STREAM_FORMAT!r}.", "unsupported_value")
-    return STREAM_FORMAT
+        return json_response(await reply.whole(form, body.prompt_logprobs))
 
 
 class ChatChoice:
@@ -192,7 +225,7 @@ class ChatReply:
         self._answer = answer
         self._description = description
 
-    async def whole(self, audio_format: str, likeliest: int | None) -> bytes:
+    async def whole(self, audio_format: str, likeliest: int | None) -> dict[str, Any]:
         """The whole answers as a chat.completion object.
 
         Args:
@@ -208,7 +241,7 @@ class ChatReply:
         content = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
         if likeliest is not None:
             content["prompt_logprobs"] = prompt_logprobs(self._choices[0].prompt_logprobs)
-        return msgspec.json.encode(content)
+        return content
 
     async def events(self, include_usage: bool) -> AsyncIterator[bytes]:
         """Stream chat.completion.chunk objects as server-sent events. A later failure becomes an error event."""

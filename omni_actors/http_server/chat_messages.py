@@ -6,12 +6,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from omni_actors.http_server.schema_fields import (
+from omni_actors.http_server.fields import (
     ABSENT,
     Anything,
-    EmptyList,
     LongString,
-    Null,
     OptionalLongString,
     OptionalText,
     Strict,
@@ -20,6 +18,7 @@ from omni_actors.http_server.schema_fields import (
 )
 from omni_actors.protocol.tools import MAX_CALLS, CallId, Json, ToolName
 
+MAX_MESSAGES = 1024
 MAX_PARTS = 256
 
 
@@ -155,10 +154,10 @@ class AssistantMessage(Message, frozen=True, kw_only=True, tag="assistant"):
     content: TextContent | None = None
     audio: AudioReference | None = None
     refusal: str | None = None
-    annotations: EmptyList = ABSENT  # of OpenAI's web search
+    annotations: Anything = ABSENT  # of OpenAI's web search; ignored
     provider_specific_fields: Anything = ABSENT  # of LiteLLM, which adds it to every answer; ignored
-    reasoning_content: Null = ABSENT
-    function_call: Null = ABSENT
+    reasoning_content: Anything = ABSENT  # ignored
+    function_call: None = None
     tool_calls: Annotated[list[CalledTool], Meta(max_length=MAX_CALLS)] | None = None
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
 from msgspec import Meta
+from starlette.requests import Request
 from starlette.responses import Response
 
+from omni_actors.http_server.bodies import Form, FormBody
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.form_body import Form, FormBody
-from omni_actors.http_server.schema_fields import Strict
-from omni_actors.http_server.state import State, json_response
+from omni_actors.http_server.fields import Strict
+from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.http_server.stores import UploadedFile
-
-router = APIRouter()
 
 
 class UploadForm(Strict, frozen=True):
@@ -23,13 +21,12 @@ class UploadForm(Strict, frozen=True):
     purpose: Annotated[str, Meta(max_length=64)] = "user_data"
 
 
-UPLOAD = FormBody(UploadForm)
+BODY = FormBody(UploadForm, {})
 
 
-@router.post("/v1/files", response_class=Response, openapi_extra=UPLOAD.openapi())
-async def upload(form: Annotated[Form[UploadForm], Depends(UPLOAD)], state: State) -> Response:
+async def upload(request: Request, state: ServerState, form: Form[UploadForm]) -> Response:
     """Upload an image, audio or video for `{"type": "file", "file": {"file_id": ...}}`."""
-    data = form.file
+    data = form.files[0]
     if not data:
         raise HttpError(400, "The file is empty.", param="file", code="invalid_value")
     if len(data) > state.settings.media_bytes:
@@ -38,25 +35,24 @@ async def upload(form: Annotated[Form[UploadForm], Depends(UPLOAD)], state: Stat
     return json_response(_file(state.files.add(form.names[0], form.fields.purpose, data)))
 
 
-@router.get("/v1/files", response_class=Response)
-async def files(state: State) -> Response:
+async def files(request: Request, state: ServerState) -> Response:
     """All uploaded files."""
     found = [_file(file) for file in state.files.list()]
     return json_response({"object": "list", "data": found, "has_more": False})
 
 
-@router.get("/v1/files/{file_id}", response_class=Response)
-async def file(file_id: str, state: State) -> Response:
+async def file(request: Request, state: ServerState) -> Response:
     """One file, without its content."""
+    file_id = request.path_params["file_id"]
     found = state.files.find(file_id)
     if found is None:
         raise _no_file(file_id)
     return json_response(_file(found))
 
 
-@router.delete("/v1/files/{file_id}", response_class=Response)
-async def delete(file_id: str, state: State) -> Response:
+async def delete(request: Request, state: ServerState) -> Response:
     """Delete a file."""
+    file_id = request.path_params["file_id"]
     if not state.files.remove(file_id):
         raise _no_file(file_id)
     return json_response({"id": file_id, "object": "file", "deleted": True})

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Raw
+from msgspec import Meta
 
 from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.fields import ABSENT, ParamsByStage, Submission, decoded_params
 from omni_actors.http_server.image_formats import ImageFormat
-from omni_actors.http_server.schema_fields import (
-    ABSENT,
-    Null,
-    ParamsByStage,
-    Strict,
-    Timeout,
-    decoded_params,
-    refuse_effects,
-)
-from omni_actors.protocol.fields import Priority, Seed
 from omni_actors.protocol.payloads import Parameter, StageParams
 
 MAX_PICTURES = 10
@@ -27,10 +18,6 @@ MAX_PREVIEWS = 3
 MAX_PROMPT = 32_000  # characters, OpenAI's limits
 TRANSPARENT = "transparent"
 SIZE = re.compile(r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$")
-
-# What has no other values here.
-Base64Form = Annotated[Raw, Meta(extra_json_schema={"enum": [None, "b64_json"]})]
-OneQuality = Annotated[Raw, Meta(extra_json_schema={"enum": [None, "auto", "standard"]})]
 
 # The field of a request, by the name of the parameter that it sets in the stages that declare it.
 FIELD_OF = {
@@ -44,11 +31,10 @@ FIELD_OF = {
 }
 
 
-class ImageFields(Strict, frozen=True, kw_only=True):
+class ImageFields(Submission, frozen=True, kw_only=True):
     """The fields of both routes: first OpenAI's, then those of diffusion models and of this server."""
 
     prompt: Annotated[str, Meta(min_length=1, max_length=MAX_PROMPT)]
-    model: str | None = None  # the first of those that are served
     n: Annotated[int, Meta(ge=1, le=MAX_PICTURES)] | None = None
     size: Annotated[str, Meta(max_length=16, extra_json_schema={"pattern": SIZE.pattern})] | None = None
     background: Literal["transparent", "opaque", "auto"] | None = None
@@ -61,34 +47,9 @@ class ImageFields(Strict, frozen=True, kw_only=True):
     guidance_scale: Annotated[float, Meta(ge=0, le=100)] | None = None
     negative_prompt: Annotated[str, Meta(max_length=MAX_PROMPT)] | None = None
     progress: bool | None = None
-    seed: Seed | None = None
-    timeout: Timeout | None = None
-    priority: Priority | None = None
-
-    # Accepted, without effect.
-    user: str | None = None
-    safety_identifier: str | None = None
-    moderation: Literal["low", "auto"] | None = None  # nothing is moderated
-
-    # Refused if they ask for what is not here.
-    response_format: Base64Form = ABSENT
-    quality: OneQuality = ABSENT
-    complexity: Null = ABSENT
-    frame_count: Null = ABSENT
-    frame_duration_ms: Null = ABSENT
-    svg: Null = ABSENT
-
-    IGNORED: ClassVar[tuple[str, ...]] = ("user", "safety_identifier", "moderation")
-    HINTS: ClassVar[dict[str, str]] = {
-        "response_format": "Pictures come as b64_json.",
-        "quality": "Use num_inference_steps.",
-        "style": "Describe it in the prompt.",
-        "mask": "Describe in the prompt what to change.",
-    }
 
     def check(self) -> None:
         """Raise `HttpError` 400 for a field with an unsupported value, or fields that do not go together."""
-        refuse_effects(self, self.HINTS)
         if self.size is not None and not SIZE.match(self.size):
             raise bad_field("size", "size must be WIDTHxHEIGHT in pixels, such as 1024x1024, or auto.")
         if self.stream and (self.n or 1) > 1:
@@ -115,28 +76,15 @@ class ImageFields(Strict, frozen=True, kw_only=True):
         }
         return {name: value for name, value in given.items() if value is not None}
 
-    def params_by_stage(self) -> dict[str, StageParams]:
-        """Parameters that are given by stage."""
-        return {}
-
 
 class ImageRequest(ImageFields, frozen=True, kw_only=True):
     """Body of POST /v1/images/generations."""
 
     stage_params: ParamsByStage = ABSENT
-    style: Null = ABSENT
-
-    def params_by_stage(self) -> dict[str, StageParams]:
-        """Decode `stage_params`. Raises `HttpError` that names the stage and the field."""
-        return decoded_params(self.stage_params)
 
 
 class EditForm(ImageFields, frozen=True, kw_only=True):
     """The fields of POST /v1/images/edits besides the pictures."""
-
-    mask: Null = ABSENT
-    markup: Null = ABSENT
-    input_fidelity: Null = ABSENT
 
 
 def params_of(fields: ImageFields, declared: Mapping[str, Sequence[Parameter]]) -> dict[str, StageParams]:
@@ -157,7 +105,8 @@ def params_of(fields: ImageFields, declared: Mapping[str, Sequence[Parameter]]) 
             else:
                 own.setdefault("extra_args", {})[name] = value
     found = {stage: StageParams(**own) for stage, own in params.items()}
-    for stage, given in fields.params_by_stage().items():
+    by_stage = decoded_params(fields.stage_params) if isinstance(fields, ImageRequest) else {}
+    for stage, given in by_stage.items():
         found[stage] = given.merged_over(found.get(stage, StageParams()))
     return found
 

@@ -6,31 +6,30 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy
-from fastapi import APIRouter, Depends
 from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.client import Image, Progress
 from omni_actors.errors import ErrorCode
-from omni_actors.http_server.answer import Answer, AnswerResponse, event
+from omni_actors.http_server.answer import EVENTS, Answer, AnswerResponse, event
+from omni_actors.http_server.bodies import Form, FormBody, JsonBody
+from omni_actors.http_server.decoding import base64_string
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.form_body import Form, FormBody
+from omni_actors.http_server.fields import OF_EDITS, OF_NEW_IMAGES
 from omni_actors.http_server.image_formats import background_of, encoded_image, flattened
 from omni_actors.http_server.image_schemas import FIELD_OF, EditForm, ImageFields, ImageRequest, params_of
-from omni_actors.http_server.json_body import JsonBody, base64_string
-from omni_actors.http_server.state import ServerState, State, json_response
+from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.protocol.client import Description
 from omni_actors.protocol.results import StageUsage
 
-router = APIRouter()
-BODY = JsonBody(ImageRequest)
+GENERATION = JsonBody(ImageRequest, OF_NEW_IMAGES)
 MAX_REFERENCES = 16
-EDIT = FormBody(EditForm, "image", MAX_REFERENCES)
+EDIT = FormBody(EditForm, OF_EDITS, "image", MAX_REFERENCES)
 MODALITY = "image"
 TOKEN_PIXELS = 16  # of a token's side, as the models here have it
 FIELDS: dict[str, str] = {
@@ -41,14 +40,12 @@ FIELDS: dict[str, str] = {
 }
 
 
-@router.post("/v1/images/generations", response_class=Response, openapi_extra=BODY.openapi())
-async def generations(body: Annotated[ImageRequest, Depends(BODY)], request: Request, state: State) -> Response:
+async def generations(request: Request, state: ServerState, body: ImageRequest) -> Response:
     """Make pictures of a text."""
     return await _respond(body, (), "image_generation", request, state)
 
 
-@router.post("/v1/images/edits", response_class=Response, openapi_extra=EDIT.openapi())
-async def edits(form: Annotated[Form[EditForm], Depends(EDIT)], request: Request, state: State) -> Response:
+async def edits(request: Request, state: ServerState, form: Form[EditForm]) -> Response:
     """Make pictures of a text and of other pictures."""
     return await _respond(form.fields, form.files, "image_edit", request, state)
 
@@ -72,18 +69,16 @@ async def _respond(
     answer = await Answer.begin(
         request,
         state,
+        fields,
         prompt,
         FIELDS,
         n=n,
         modalities=[MODALITY],
         params=params_of(fields, description.parameters),
-        seed=fields.seed,
-        timeout=fields.timeout,
-        priority=fields.priority or 0,
     )
     pictures = Pictures(fields, kind, answer, description)
     if fields.stream:
-        return AnswerResponse(answer, pictures.events(), "text/event-stream", state.settings.write_timeout)
+        return AnswerResponse(answer, pictures.events(), EVENTS, state.settings.write_timeout)
     async with answer:
         return json_response(await pictures.whole())
 

@@ -32,7 +32,6 @@ from omni_actors.http_server.decoding import decode
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.reservations import reserve
-from omni_actors.http_server.schema_fields import refuse_effects
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.stores import FileStore, Transcripts
 from omni_actors.media.decoders import Decoder, DecoderThreads
@@ -201,7 +200,6 @@ class MediaReader:
         content: str | Sequence[AnyPart] = message.content or ""
         calls: dict[str, Any] = {}
         if isinstance(message, AssistantMessage):
-            refuse_effects(message, {}, where)
             content = content or self._said(message, where)
             if message.tool_calls:
                 calls["tool_calls"] = [

@@ -1,7 +1,4 @@
-"""Middleware for every request: checks of host, origin, key, type and size of the body, and one log line.
-
-Bodies are read completely here, so that exceeding a limit is a plain 413 or 408 and the routes get bounded bodies.
-"""
+"""Middleware for every request: checks of host, origin and key, a bound on bytes, and one log line."""
 
 from __future__ import annotations
 
@@ -11,11 +8,9 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
@@ -23,7 +18,6 @@ from omni_actors.errors import ErrorCode
 from omni_actors.host.addresses import is_loopback
 from omni_actors.http_server.errors import STOPPING, HttpError
 from omni_actors.http_server.reservations import RESERVATION, BodyBytes, Reservation
-from omni_actors.http_server.routing import check_route
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.web_page import PAGE_FILES
 from omni_actors.logs import get_logger
@@ -33,10 +27,6 @@ logger = get_logger(__name__)
 
 OPEN_PATHS = frozenset({*PAGE_FILES, "/health"})  # no key needed: they hold no secrets and cause no work
 VALID_TRACEPARENT = re.compile(TRACEPARENT)
-FORMS = ("/v1/files", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/voices", "/v1/images/edits")
-BODY_TYPES = dict.fromkeys(FORMS, "multipart/form-data")
-DEFAULT_BODY_TYPE = "application/json"
-WEBSOCKET_PATHS = frozenset({"/v1/realtime"})
 KEY_SUBPROTOCOL = "openai-insecure-api-key."  # as OpenAI's pages send it
 SWITCHING_PROTOCOLS = 101
 BEGINNINGS = frozenset({"http.response.start", "websocket.accept", "websocket.http.response.start"})
@@ -51,11 +41,8 @@ class RequestMiddleware:
     it is valid, else `None`) into the scope's state.
     """
 
-    def __init__(
-        self, app: ASGIApp, settings: ServerSettings, routes: Sequence[BaseRoute], bodies: BodyBytes | None = None
-    ) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, bodies: BodyBytes | None = None) -> None:
         self._app = app
-        self._routes = routes
         self._settings = settings
         self._bodies = bodies or BodyBytes(settings.bodies_bytes)
 
@@ -113,35 +100,19 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            try:
-                self._check_host(headers)
-                self._check_origin(scope, headers)
-                self._check_key(scope["path"], headers)
-                if scope["type"] == "websocket":
-                    await self._run_websocket(scope, receive, send)
-                    return
-                if scope["path"] in WEBSOCKET_PATHS:
-                    raise _no_websocket(scope["path"])
-                check_route(self._routes, scope)
-                body = b""
-                if scope["method"] in ("POST", "PUT", "PATCH"):
-                    self._check_type(scope["path"], headers)
-                    body = await self._read(headers, receive, reservation)
-            except HttpError as error:
-                if scope["type"] == "websocket":
-                    await WebSocket(scope, receive, send).send_denial_response(error.response())
-                else:
-                    await error.response()(scope, receive, answer)
-                return
-            await self._app(scope, _ReceiveAgain(body, receive), answer)
+            self._check_host(headers)
+            self._check_origin(scope, headers)
+            self._check_key(scope["path"], headers)
+        except HttpError as error:
+            if scope["type"] == "websocket":
+                await WebSocket(scope, receive, send).send_denial_response(error.response())
+            else:
+                await error.response()(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, answer)
         finally:
             reservation.release()
-
-    async def _run_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] not in WEBSOCKET_PATHS:
-            message = f"There is no WebSocket at {scope['path'][:200]!r}."
-            raise HttpError(404, message, code="not_found")
-        await self._app(scope, receive, send)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -197,43 +168,6 @@ class RequestMiddleware:
                 401, "The API key is missing or wrong: send Authorization: Bearer KEY.", code="invalid_api_key"
             )
 
-    def _check_type(self, path: str, headers: Headers) -> None:
-        """Require the declared type, because browsers send other types to foreign sites without asking."""
-        wanted = BODY_TYPES.get(path, DEFAULT_BODY_TYPE)
-        given = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if given != wanted:
-            raise HttpError(
-                415, f"The Content-Type is {given or 'missing'!r}; it must be {wanted}.", code="unsupported_media_type"
-            )
-
-    # -- body ---------------------------------------------------------------------------------------------------------
-
-    async def _read(self, headers: Headers, receive: Receive, reservation: Reservation) -> bytes:
-        limit = self._settings.body_bytes
-        length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > limit:
-            raise _too_large(limit)
-        pieces: list[bytes] = []
-        try:
-            async with asyncio.timeout(self._settings.read_timeout):
-                more = True
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise HttpError(400, "The connection ended before the body did.", code="incomplete_body")
-                    piece = message.get("body", b"")
-                    if reservation.size + len(piece) > limit:
-                        raise _too_large(limit)  # before it is reserved: a body that never fits must not say "retry"
-                    reservation.add(len(piece))
-                    pieces.append(piece)
-                    more = message.get("more_body", False)
-        except TimeoutError:
-            seconds = self._settings.read_timeout
-            raise HttpError(
-                408, f"The body did not arrive completely within {seconds:g} s.", code="body_timeout"
-            ) from None
-        return b"".join(pieces)
-
 
 def _key_of_subprotocols(headers: Headers) -> str:
     """The key that a browser sends for a WebSocket, to which its pages can add no header. Empty if there is none."""
@@ -243,32 +177,6 @@ def _key_of_subprotocols(headers: Headers) -> str:
     return ""
 
 
-def _no_websocket(path: str) -> HttpError:
-    """The error for a plain request where only a WebSocket is served."""
-    message = f"{path} is a WebSocket: connect to it with ws:// or wss://, and let proxies on the way pass upgrades on."
-    error = HttpError(426, message, code="upgrade_required")
-    error.headers.update({"upgrade": "websocket", "connection": "upgrade"})
-    return error
-
-
 def _printable(path: str) -> str:
     """The path as it may stand in a log: %0A in a URL must not begin a line."""
     return path if path.isprintable() else ascii(path)
-
-
-def _too_large(limit: int) -> HttpError:
-    return HttpError(413, f"The body exceeds the limit of {limit} bytes.", code="body_too_large")
-
-
-class _ReceiveAgain:
-    """`receive` for the application: the body that was read, then the messages of the connection (a disconnect)."""
-
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
-
-    async def __call__(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        return await self._receive()

@@ -3,42 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta, Raw
 
 from omni_actors.http_server import chat_messages as chat
+from omni_actors.http_server.chat_messages import MAX_MESSAGES, MAX_PARTS
 from omni_actors.http_server.errors import bad_field
-from omni_actors.http_server.output_formats import FlatFormat, flat_form
-from omni_actors.http_server.schema_fields import (
+from omni_actors.http_server.fields import (
     ABSENT,
-    EmptyList,
-    EmptyObject,
-    Metadata,
-    Null,
-    Off,
+    NULLABLE_OBJECT,
+    Anything,
+    Modalities,
     OptionalLongString,
+    StagedSubmission,
     Strict,
-    Submission,
+    Temperature,
     Text,
-    free_form,
+    TopP,
     is_null,
-    refuse_effects,
 )
-from omni_actors.http_server.schemas import (
-    MAX_MESSAGES,
+from omni_actors.http_server.generation import (
     AudioParameters,
-    Function,
-    FunctionName,
+    FlatChoice,
+    FlatFormat,
+    FlatTools,
     Likeliest,
-    NamedTool,
-    Tool,
+    ToolMode,
+    output_form,
     tool_options,
 )
 from omni_actors.protocol.fields import PositiveInt
-from omni_actors.protocol.tools import MAX_TOOLS, CallId, Json, ToolName
+from omni_actors.protocol.tools import CallId, Json, ToolName
 
-Truncation = Annotated[Raw, Meta(extra_json_schema={"enum": [None, "disabled"]})]  # nothing is ever cut
+Metadata = Annotated[Raw, Meta(extra_json_schema={"type": NULLABLE_OBJECT, "additionalProperties": {"type": "string"}})]
 LOGPROBS = "message.output_text.logprobs"
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # the second one without effect
 
@@ -61,8 +59,8 @@ class OutputText(InputPart, frozen=True, tag="output_text"):
     """What the model said, as it came."""
 
     text: Text
-    annotations: EmptyList = ABSENT
-    logprobs: EmptyList = ABSENT
+    annotations: Anything = ABSENT  # ignored, as is the next one
+    logprobs: Anything = ABSENT
 
 
 class Refusal(InputPart, frozen=True, tag="refusal"):
@@ -94,7 +92,7 @@ class InputFile(InputPart, frozen=True, tag="input_file"):
 
 
 AnyInput = InputText | OutputText | Refusal | InputImage | InputAudioPart | InputFile
-Content = Text | Annotated[list[AnyInput], Meta(max_length=chat.MAX_PARTS)]
+Content = Text | Annotated[list[AnyInput], Meta(max_length=MAX_PARTS)]
 
 
 class SpokenAnswer(Strict, frozen=True):
@@ -120,23 +118,6 @@ class InputItem(Strict, frozen=True):
     phase: str | None = None
 
 
-class FlatTool(Strict, frozen=True):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}\Z")]
-    description: Text | None = None
-    parameters: Annotated[Raw, Meta(extra_json_schema={"type": ["object", "null"]})] = ABSENT
-    strict: bool | None = None
-
-
-class FlatChoice(Strict, frozen=True):
-    """The function that must be called."""
-
-    type: Literal["function"]
-    name: str
-
-
 class TextOptions(Strict, frozen=True):
     """The form of the text; `verbosity` is ignored."""
 
@@ -150,7 +131,7 @@ class ResponseStreamOptions(Strict, frozen=True):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(Submission, frozen=True, kw_only=True):
+class ResponsesRequest(StagedSubmission, frozen=True, kw_only=True):
     """Body of POST /v1/responses. `modalities` and `audio` are those of chats."""
 
     input: Text | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -160,43 +141,18 @@ class ResponsesRequest(Submission, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: PositiveInt | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    tools: Annotated[list[FlatTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    tools: FlatTools | None = None
+    tool_choice: ToolMode | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
-    modalities: Annotated[list[str], Meta(min_length=1, max_length=8)] | None = None
+    modalities: Modalities | None = None
     audio: AudioParameters | None = None
     text: TextOptions | None = None
     include: Annotated[list[Include], Meta(max_length=8)] | None = None
     top_logprobs: Likeliest | None = None
     metadata: Metadata = ABSENT
-    user: str | None = None  # ignored, as are the next four
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-
-    # Refused unless their value has no effect.
-    background: Off = ABSENT
-    context_management: EmptyList = ABSENT
-    conversation: Null = ABSENT
-    max_tool_calls: Null = ABSENT
-    moderation: Null = ABSENT
-    prompt: Null = ABSENT
-    prompt_cache_options: EmptyObject = ABSENT
-    reasoning: EmptyObject = ABSENT
-    truncation: Truncation = ABSENT
-
-    HINTS: ClassVar[dict[str, str]] = {
-        "conversation": "Use previous_response_id, or send the items again.",
-        "truncation": "A prompt that is too long is an error, never cut.",
-    }
-
-    def refuse_unsupported(self) -> None:
-        """Raise `HttpError` 400 for the first field with an unsupported value."""
-        refuse_effects(self, self.HINTS)
-        free_form(self.metadata, dict[str, str], "metadata")
+    user: str | None = None  # shown, without effect
 
     def stage_fields(self) -> dict[str, Any]:
         """The sampling fields that are set, under the names of `StageParams`."""
@@ -205,7 +161,7 @@ class ResponsesRequest(Submission, frozen=True, kw_only=True):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "logprobs": self._likeliest(),
-            "structured_outputs": flat_form(self.text.format) if self.text is not None else None,
+            "structured_outputs": output_form(self.text.format) if self.text is not None else None,
         }
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -218,13 +174,7 @@ class ResponsesRequest(Submission, frozen=True, kw_only=True):
 
     def tool_options(self) -> dict[str, Any]:
         """The tools of the request and how they may be called, as the client library takes them."""
-        tools = [
-            Tool("function", Function(tool.name, tool.description, tool.parameters, tool.strict))
-            for tool in self.tools or ()
-        ]
-        choice = self.tool_choice
-        named = NamedTool("function", FunctionName(choice.name)) if isinstance(choice, FlatChoice) else choice
-        return tool_options(tools, named, self.parallel_tool_calls)
+        return tool_options(self.tools or (), self.tool_choice, self.parallel_tool_calls, "tool_choice")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,34 +5,38 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy
-from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.client import Audio, Text
 from omni_actors.errors import ErrorCode
-from omni_actors.http_server.answer import Answer, AnswerResponse, finish_reason, text_or_sound, token_counts, usage_of
+from omni_actors.http_server.answer import (
+    EVENTS,
+    Answer,
+    AnswerResponse,
+    finish_reason,
+    text_or_sound,
+    token_counts,
+    token_logprobs,
+    usage_of,
+)
 from omni_actors.http_server.audio_formats import encoded_base64, pcm16
+from omni_actors.http_server.bodies import JsonBody
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.json_body import JsonBody
-from omni_actors.http_server.logprobs import token_logprobs
-from omni_actors.http_server.output_formats import TextFormat
+from omni_actors.http_server.fields import OF_RESPONSES, free_form
+from omni_actors.http_server.generation import TextFormat, audio_format, voice_name
 from omni_actors.http_server.reservations import reserve
 from omni_actors.http_server.response_schemas import Located, ResponsesRequest, messages_of
-from omni_actors.http_server.schema_fields import free_form
-from omni_actors.http_server.schemas import voice_name
-from omni_actors.http_server.state import ServerState, State, json_response
+from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.protocol.client import Description
 from omni_actors.protocol.payloads import PositionLogprobs
 from omni_actors.protocol.tools import CollectedCalls, ToolCallPiece
 
-router = APIRouter()
-BODY = JsonBody(ResponsesRequest)
-STREAM_FORMAT = "pcm16"
+BODY = JsonBody(ResponsesRequest, OF_RESPONSES)
 FIELDS: dict[str, str] = {
     ErrorCode.UNKNOWN_VOICE: "audio.voice",
     ErrorCode.UNKNOWN_MODALITY: "modalities",
@@ -47,32 +51,23 @@ MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 Conversation = list[dict[str, Any]]
 
 
-@router.post("/v1/responses", response_class=Response, openapi_extra=BODY.openapi())
-async def create(body: Annotated[ResponsesRequest, Depends(BODY)], request: Request, state: State) -> Response:
+async def create(request: Request, state: ServerState, body: ResponsesRequest) -> Response:
     """Answer in text, speech or calls of functions; complete or as server-sent events."""
-    body.refuse_unsupported()
-    description = await state.facts(body.model)
-    model = state.model_name(body.model, description)
+    description, model = await state.model(body.model)
     spoken = "audio" in (body.modalities or ())
-    if spoken and body.stream and body.audio and body.audio.format not in (None, STREAM_FORMAT):
-        message = f"With stream: true the format must be {STREAM_FORMAT!r}."
-        raise bad_field("audio.format", message, "unsupported_value")
+    form = audio_format(body.audio, spoken, body.stream)
     before = _before(body, state)
     asked = await _converted(messages_of(body.input), before, description, state)
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     answer = await Answer.begin(
         request,
         state,
+        body,
         {"messages": [*instructions, *before, *asked], **body.tool_options()},
         FIELDS,
         modalities=text_or_sound(body.modalities, body.audio),
         voice=state.voice(voice_name(body.audio.voice), description, "audio.voice") if spoken and body.audio else None,
-        params=state.stage_params(
-            body.params_by_stage(), description, state.adapted(model, description, body.stage_fields())
-        ),
-        seed=body.seed,
-        priority=body.priority or 0,
-        timeout=body.timeout,
+        params=state.stage_params(body.model, body.params_by_stage(), description, body.stage_fields()),
     )
     reply = ResponseReply(f"resp_{request.state.request_id}", model, spoken, body, description)
 
@@ -82,23 +77,22 @@ async def create(body: Annotated[ResponsesRequest, Depends(BODY)], request: Requ
 
     if body.stream:
         pieces = reply.events(answer, keep)
-        return AnswerResponse(answer, pieces, "text/event-stream", state.settings.write_timeout)
+        return AnswerResponse(answer, pieces, EVENTS, state.settings.write_timeout)
     async with answer:
-        await reply.read(answer)
+        await reply.read(answer, form)
     content = msgspec.json.encode(reply.object("completed"))
     keep(content)
     return Response(content, media_type="application/json")
 
 
-@router.get("/v1/responses/{response_id}", response_class=Response)
-async def retrieve(response_id: str, state: State) -> Response:
+async def retrieve(request: Request, state: ServerState) -> Response:
     """A response that is still kept."""
-    return Response(state.responses.find(response_id).content, media_type="application/json")
+    return Response(state.responses.find(request.path_params["response_id"]).content, media_type="application/json")
 
 
-@router.delete("/v1/responses/{response_id}", response_class=Response)
-async def delete(response_id: str, state: State) -> Response:
+async def delete(request: Request, state: ServerState) -> Response:
     """Forget a response."""
+    response_id = request.path_params["response_id"]
     state.responses.find(response_id)
     state.responses.remove(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
@@ -154,7 +148,7 @@ class ResponseReply:
         self._length = False  # whether the limit of tokens ended it
         self._number = 0  # of events
 
-    async def read(self, answer: Answer) -> None:
+    async def read(self, answer: Answer, audio_format: str) -> None:
         """Read the whole answer."""
         pieces: list[Any] = []
         rate = self._description.sample_rate or 24_000
@@ -168,8 +162,7 @@ class ResponseReply:
                 rate = item.sample_rate
         if self._spoken and (pieces or not self._calls):
             samples = numpy.concatenate(pieces) if pieces else numpy.zeros(0, numpy.float32)
-            name = self._body.audio.format if self._body.audio and self._body.audio.format else "wav"
-            self._audio = await encoded_base64(samples, name, rate)
+            self._audio = await encoded_base64(samples, audio_format, rate)
         self._end(answer)
 
     def _end(self, answer: Answer) -> None:

@@ -8,29 +8,28 @@ that: its model is asked to repeat the text and speaks its own answer, which is 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy
-from fastapi import APIRouter, Depends
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.client import Audio, Text
 from omni_actors.client.prompts import speech_ability
 from omni_actors.errors import ErrorCode, suggest
-from omni_actors.http_server.answer import Answer, AnswerResponse, event, token_counts, usage_of
+from omni_actors.http_server.answer import EVENTS, Answer, AnswerResponse, event, token_counts, usage_of
 from omni_actors.http_server.audio_formats import MEDIA_TYPES, encoded, feed, make_encoder
+from omni_actors.http_server.bodies import JsonBody
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.json_body import JsonBody
-from omni_actors.http_server.schemas import SpeechRequest, voice_name
-from omni_actors.http_server.state import ServerState, State
+from omni_actors.http_server.fields import StagedSubmission
+from omni_actors.http_server.generation import VoiceId, voice_name
+from omni_actors.http_server.state import ServerState
 from omni_actors.http_server.voices import recording_of
 from omni_actors.protocol.client import Description
 from omni_actors.protocol.payloads import AUTO, CLIP, CLIP_RATE, INSTRUCTIONS, LANGUAGE, TRANSCRIPT, SpeechAbility
 
-router = APIRouter()
-BODY = JsonBody(SpeechRequest)
-
+MAX_SPEECH_TEXT = 4096
 READ_ALOUD = (
     "Read the text between the marks aloud, word for word, in its own language. "
     "Say nothing else: no greeting, no comment, no translation.{style}\n\n<<<\n{text}\n>>>"
@@ -44,14 +43,27 @@ FIELDS: dict[str, str] = {
 }
 
 
-@router.post("/v1/audio/speech", response_class=Response, openapi_extra=BODY.openapi())
-async def speech(body: Annotated[SpeechRequest, Depends(BODY)], request: Request, state: State) -> Response:
+class SpeechRequest(StagedSubmission, frozen=True, kw_only=True):
+    """Body of POST /v1/audio/speech."""
+
+    input: Annotated[str, Meta(min_length=1, max_length=MAX_SPEECH_TEXT)]
+    voice: str | VoiceId | None = None
+    response_format: Literal["mp3", "opus", "flac", "wav", "pcm", "aac"] = "mp3"
+    stream_format: Literal["audio", "sse"] | None = None
+    speed: Annotated[float, Meta(ge=0.25, le=4)] | None = None  # OpenAI's range; only 1 is possible
+    instructions: Annotated[str, Meta(max_length=MAX_SPEECH_TEXT)] | None = None
+    language: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+
+
+BODY = JsonBody(SpeechRequest, {})
+
+
+async def speech(request: Request, state: ServerState, body: SpeechRequest) -> Response:
     """Speak a text. The audio is sent while it is generated."""
     if body.speed not in (None, 1):
         message = "speed must be 1: the voice has one speed. Its manner can be asked for in instructions."
         raise bad_field("speed", message, "unsupported_value")
-    description = await state.facts(body.model)
-    state.model_name(body.model, description)
+    description, _ = await state.model(body.model)
     ability = speech_ability(description)
     if ability is not None:
         prompt, options = await _spoken(body, state, description, ability)
@@ -60,19 +72,17 @@ async def speech(body: Annotated[SpeechRequest, Depends(BODY)], request: Request
     answer = await Answer.begin(
         request,
         state,
+        body,
         prompt,
         FIELDS,
         **options,
-        params=state.stage_params(body.params_by_stage(), description, state.adapted(body.model, description, {})),
-        seed=body.seed,
-        timeout=body.timeout,
-        priority=body.priority or 0,
+        params=state.stage_params(body.model, body.params_by_stage(), description, {}),
     )
     timeout = state.settings.write_timeout
     if body.stream_format == "sse":
         given = body.input if ability is not None else None
         events = _events(answer, body.response_format, description, given)
-        return AnswerResponse(answer, events, "text/event-stream", timeout)
+        return AnswerResponse(answer, events, EVENTS, timeout)
     if body.response_format == "flac" and body.stream_format is None:
         # FLAC states its length at the beginning. A stream cannot, so readers such as libsndfile fail at its end;
         # therefore FLAC is streamed only on explicit request.

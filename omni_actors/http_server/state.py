@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from fastapi import Depends
-from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.client import AsyncOmniClient
@@ -137,9 +135,10 @@ class ServerState:
             )
         return name
 
-    def adapted(self, model: str | None, description: Description, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of the text stage, with the LoRA adapter if the model of a request is one."""
-        return {**fields, "adapter": model} if model in description.adapters else {**fields}
+    async def model(self, name: str | None) -> tuple[Description, str]:
+        """The pipeline, and its name of the model that a request asks for. Raises `HttpError` 404."""
+        description = await self.facts(name)
+        return description, self.model_name(name, description)
 
     def voice(self, name: str | None, description: Description, param: str) -> str | None:
         """The pipeline's name of a requested voice, `None` for its default.
@@ -169,10 +168,16 @@ class ServerState:
         return stage
 
     def stage_params(
-        self, given: Mapping[str, StageParams], description: Description, text_fields: Mapping[str, Any]
+        self,
+        model: str | None,
+        given: Mapping[str, StageParams],
+        description: Description,
+        text_fields: Mapping[str, Any],
     ) -> dict[str, StageParams]:
-        """Parameters by stage: `text_fields` for the stage that produces text, overridden by `given`."""
+        """Parameters by stage: `text_fields` and the adapter that `model` may be for the text stage, then `given`."""
         stages = {status.stage for status in description.stages}
+        if model in description.adapters:
+            text_fields = {**text_fields, "adapter": model}
         params = {self.text_stage(description): StageParams(**text_fields)} if text_fields else {}
         for stage, fields in given.items():
             if stage not in stages:
@@ -189,15 +194,6 @@ def _note(asking: asyncio.Task[Description]) -> None:
     """Read how a question ended that perhaps no request waits for; asyncio reports errors that nothing has read."""
     if not asking.cancelled() and (error := asking.exception()) is not None:
         logger.debug("no description: %s", error)
-
-
-async def server_state(request: Request) -> ServerState:
-    """FastAPI dependency. Not a plain function: FastAPI would run it in a thread, and a busy loop waits for that."""
-    state: ServerState = request.app.state.server
-    return state
-
-
-State = Annotated[ServerState, Depends(server_state)]
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query
+import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.errors import InvalidRequest
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.state import State, json_response, readiness
+from omni_actors.http_server.state import ServerState, json_response, readiness
 from omni_actors.telemetry.metric_table import HTTP_TABLE
 from omni_actors.telemetry.prometheus import render
 from omni_actors.telemetry.timeline import as_json
 
-router = APIRouter()
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-@router.get("/health", response_class=Response)
-async def health(state: State) -> Response:
+async def health(request: Request, state: ServerState) -> Response:
     """200 if every replica is ready, else 503 with the names of those that are not."""
     description, missing = await readiness(state)
     if description is not None and not missing:
@@ -30,8 +29,7 @@ async def health(state: State) -> Response:
     )
 
 
-@router.get("/v1/models", response_class=Response)
-async def models(state: State) -> Response:
+async def models(request: Request, state: ServerState) -> Response:
     """The names under which the pipeline's model is served, and its LoRA adapters, whose parent it is."""
     description = await state.describe()
     names = state.model_names(description)
@@ -39,15 +37,15 @@ async def models(state: State) -> Response:
     return json_response({"object": "list", "data": [*(_model(name, state) for name in names), *adapters]})
 
 
-@router.get("/v1/models/{name:path}", response_class=Response)
-async def model(name: str, state: State) -> Response:
+async def model(request: Request, state: ServerState) -> Response:
     """One of these models."""
+    name = request.path_params["name"]
     description = await state.describe()
     parent = state.model_names(description)[0] if name in description.adapters else None
     return json_response(_model(state.model_name(name, description), state, parent))
 
 
-def _model(name: str, state: State, parent: str | None = None) -> dict[str, Any]:
+def _model(name: str, state: ServerState, parent: str | None = None) -> dict[str, Any]:
     """OpenAI's fields, then those of vLLM's that its tools need (`vllm bench serve` reads `root`)."""
     return {
         "id": name,
@@ -59,8 +57,7 @@ def _model(name: str, state: State, parent: str | None = None) -> dict[str, Any]
     }
 
 
-@router.get("/v1/status", response_class=Response)
-async def status(state: State) -> Response:
+async def status(request: Request, state: ServerState) -> Response:
     """The state of the pipeline and its replicas, as the web page shows it."""
     description = await state.describe()
     return json_response(
@@ -92,25 +89,28 @@ async def status(state: State) -> Response:
     )
 
 
-@router.get("/metrics", response_class=Response)
-async def metrics(state: State) -> Response:
+async def metrics(request: Request, state: ServerState) -> Response:
     """Prometheus text of the whole pipeline, and of this server."""
     own = render(state.realtime.meters, HTTP_TABLE)
     return Response(await state.client.metrics() + own, media_type=METRICS_TYPE)
 
 
-@router.get("/v1/requests", response_class=Response)
-async def recent_timelines(state: State, limit: Annotated[int, Query(ge=1, le=200)] = 20) -> Response:
+class RecentQuery(msgspec.Struct):
+    """The query of GET /v1/requests."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=200)] = 20
+
+
+async def recent_timelines(request: Request, state: ServerState, query: RecentQuery) -> Response:
     """Timelines of the requests that ended last, the newest first."""
     return json_response(
-        {"object": "list", "data": [as_json(timeline) for timeline in await state.client.recent(limit)]}
+        {"object": "list", "data": [as_json(timeline) for timeline in await state.client.recent(query.limit)]}
     )
 
 
-@router.get("/v1/requests/{request_id}/timeline", response_class=Response)
-async def timeline(request_id: Annotated[str, Path(max_length=128)], state: State) -> Response:
+async def timeline(request: Request, state: ServerState) -> Response:
     """The timeline of a running request or of one of the last 200 that ended."""
     try:
-        return json_response(as_json(await state.client.timeline(request_id)))
+        return json_response(as_json(await state.client.timeline(request.path_params["request_id"])))
     except InvalidRequest as error:
         raise HttpError(404, error.message, param="request_id", code="not_found") from None

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from fastapi import APIRouter, Depends
-from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from omni_actors.client import Text
 from omni_actors.errors import ErrorCode
-from omni_actors.http_server.answer import DONE_EVENT, Answer, AnswerResponse, event, token_counts, usage_of
+from omni_actors.http_server.answer import DONE_EVENT, EVENTS, Answer, AnswerResponse, event, token_counts, usage_of
+from omni_actors.http_server.bodies import Form, FormBody
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.form_body import Form, FormBody
-from omni_actors.http_server.schema_fields import ABSENT, EmptyList, Strict, Timeout, refuse_effects
-from omni_actors.http_server.state import ServerState, State, json_response
+from omni_actors.http_server.fields import OF_TRANSCRIPTIONS, Submission, Temperature
+from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.http_server.transcription_questions import (
     Language,
     TranscriptionPrompt,
@@ -29,10 +27,7 @@ from omni_actors.http_server.transcription_questions import (
     translation_question,
 )
 from omni_actors.protocol.client import Description
-from omni_actors.protocol.fields import Priority, Seed
 from omni_actors.protocol.results import StageUsage
-
-router = APIRouter()
 
 FIELDS: dict[str, str] = {
     ErrorCode.PROMPT_TOO_LONG: "file",
@@ -45,17 +40,12 @@ TIMED = frozenset({"srt", "verbose_json", "vtt"})
 Task = Literal["transcribe", "translate"]
 
 
-class TranslationForm(Strict, frozen=True, kw_only=True):
+class TranslationForm(Submission, frozen=True, kw_only=True):
     """The fields of POST /v1/audio/translations besides the file."""
 
-    model: str | None = None  # the first of those that are served
     prompt: TranscriptionPrompt = ""
     response_format: TextFormat = "json"
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
-
-    seed: Seed | None = None
-    timeout: Timeout | None = None
-    priority: Priority | None = None
+    temperature: Temperature = 0.0
 
     @property
     def is_streamed(self) -> bool:
@@ -75,13 +65,6 @@ class TranscriptionForm(TranslationForm, frozen=True, kw_only=True):
     timestamp_granularities: list[Literal["segment"]] | None = None  # there is one segment: the recording
     chunking_strategy: Literal["auto"] | None = None  # the recording is heard as a whole
 
-    # Refused unless they are empty.
-    include: EmptyList = ABSENT
-    keywords: EmptyList = ABSENT
-    languages: EmptyList = ABSENT
-    known_speaker_names: EmptyList = ABSENT
-    known_speaker_references: EmptyList = ABSENT
-
     @property
     def is_streamed(self) -> bool:
         """Whether the text is sent as events while it is written."""
@@ -92,25 +75,18 @@ class TranscriptionForm(TranslationForm, frozen=True, kw_only=True):
         return transcription_question(self.language, self.prompt)
 
 
-TRANSCRIPTION = FormBody(TranscriptionForm)
-TRANSLATION = FormBody(TranslationForm)
+TRANSCRIPTION = FormBody(TranscriptionForm, OF_TRANSCRIPTIONS)
+TRANSLATION = FormBody(TranslationForm, {})
 
 
-@router.post("/v1/audio/transcriptions", response_class=Response, openapi_extra=TRANSCRIPTION.openapi())
-async def transcriptions(
-    form: Annotated[Form[TranscriptionForm], Depends(TRANSCRIPTION)], request: Request, state: State
-) -> Response:
+async def transcriptions(request: Request, state: ServerState, form: Form[TranscriptionForm]) -> Response:
     """Write down what is said in a recording."""
-    refuse_effects(form.fields, {"keywords": "Put them into prompt.", "languages": "Give one as language."})
-    return await _respond(form.fields, form.file, "transcribe", request, state)
+    return await _respond(form.fields, form.files[0], "transcribe", request, state)
 
 
-@router.post("/v1/audio/translations", response_class=Response, openapi_extra=TRANSLATION.openapi())
-async def translations(
-    form: Annotated[Form[TranslationForm], Depends(TRANSLATION)], request: Request, state: State
-) -> Response:
+async def translations(request: Request, state: ServerState, form: Form[TranslationForm]) -> Response:
     """Write down in English what is said in a recording."""
-    return await _respond(form.fields, form.file, "translate", request, state)
+    return await _respond(form.fields, form.files[0], "translate", request, state)
 
 
 async def _respond(fields: TranslationForm, file: bytes, task: Task, request: Request, state: ServerState) -> Response:
@@ -131,18 +107,14 @@ async def _respond(fields: TranslationForm, file: bytes, task: Task, request: Re
     answer = await Answer.begin(
         request,
         state,
+        fields,
         [{"role": "user", "content": [part, {"type": "text", "text": fields.question()}]}],
         FIELDS,
         modalities=["text"],
-        params=state.stage_params(
-            {}, description, state.adapted(fields.model, description, {"temperature": fields.temperature})
-        ),
-        seed=fields.seed,
-        priority=fields.priority or 0,
-        timeout=fields.timeout,
+        params=state.stage_params(fields.model, {}, description, {"temperature": fields.temperature}),
     )
     if fields.is_streamed:
-        return AnswerResponse(answer, _events(answer, description), "text/event-stream", state.settings.write_timeout)
+        return AnswerResponse(answer, _events(answer, description), EVENTS, state.settings.write_timeout)
     async with answer:
         text = "".join([item.text async for item in answer if isinstance(item, Text)]).strip()
     return _whole(fields, task, text, seconds, token_usage(answer.usage, description))

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy
-from fastapi import APIRouter, Depends
 from msgspec import Meta
+from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.client.prompts import speech_ability
+from omni_actors.http_server.bodies import Form, FormBody
 from omni_actors.http_server.errors import bad_field
-from omni_actors.http_server.form_body import Form, FormBody
-from omni_actors.http_server.schema_fields import Strict
-from omni_actors.http_server.state import ServerState, State, json_response
+from omni_actors.http_server.fields import ANY, Strict
+from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.http_server.voice_store import ID, Voice, no_voice
-
-router = APIRouter()
 
 SAMPLE = "audio_sample"
 QUIET = 10 ** (-50 / 20)  # of full scale: the loudest tenth of a second of a recording with a voice in it exceeds it
@@ -36,16 +34,12 @@ class VoiceForm(Strict, frozen=True, kw_only=True):
     transcript: Annotated[str, Meta(min_length=1, max_length=MAX_TRANSCRIPT)] | None = None
     model: str | None = None  # the first of those that are served, like "auto"
     type: Literal["audio_sample"] | None = None
-    consent: Annotated[str, Meta(max_length=256)] | None = None  # ignored: who may be recorded is the operator's matter
-
-    IGNORED: ClassVar[tuple[str, ...]] = ("consent",)
 
 
-VOICE = FormBody(VoiceForm, file=SAMPLE)
+BODY = FormBody(VoiceForm, {"consent": ANY}, SAMPLE)
 
 
-@router.get("/v1/audio/voices", response_class=Response)
-async def voices(state: State) -> Response:
+async def voices(request: Request, state: ServerState) -> Response:
     """The values of `audio.voice` and `voice`: voices, and further names for some of them."""
     voices = list((await state.describe()).voices)
     created = await asyncio.to_thread(state.voices.all)
@@ -54,8 +48,7 @@ async def voices(state: State) -> Response:
     return json_response({"voices": names, "aliases": aliases, "created": [_shown(voice) for voice in created]})
 
 
-@router.post("/v1/audio/voices", response_class=Response, openapi_extra=VOICE.openapi())
-async def create(form: Annotated[Form[VoiceForm], Depends(VOICE)], state: State) -> Response:
+async def create(request: Request, state: ServerState, form: Form[VoiceForm]) -> Response:
     """Make a voice of a recording."""
     description = await state.facts()
     state.model_name(None if form.fields.model == "auto" else form.fields.model, description)
@@ -68,7 +61,7 @@ async def create(form: Annotated[Form[VoiceForm], Depends(VOICE)], state: State)
     if name.casefold() in taken or name.startswith(ID):
         raise bad_field("name", f"{name!r} is a name of this pipeline's own: choose another one.")
     rate = description.sample_rate
-    samples = await state.media.samples(form.file, SAMPLE, rate, ability.max_clip_seconds)
+    samples = await state.media.samples(form.files[0], SAMPLE, rate, ability.max_clip_seconds)
     if len(samples) < ability.min_clip_seconds * rate:
         seconds = f"{len(samples) / rate:.2f} s; it takes {ability.min_clip_seconds:g} s to know a voice."
         raise bad_field(SAMPLE, f"The recording lasts {seconds}")
@@ -79,18 +72,18 @@ async def create(form: Annotated[Form[VoiceForm], Depends(VOICE)], state: State)
     return json_response(_shown(voice))
 
 
-@router.get("/v1/audio/voices/{name}", response_class=Response)
-async def voice(name: str, state: State) -> Response:
+async def voice(request: Request, state: ServerState) -> Response:
     """A voice that a client has made, by its name or id."""
+    name = request.path_params["name"]
     found = await asyncio.to_thread(state.voices.find, name)
     if found is None:
         raise no_voice(name)
     return json_response(_shown(found))
 
 
-@router.delete("/v1/audio/voices/{name}", response_class=Response)
-async def delete(name: str, state: State) -> Response:
+async def delete(request: Request, state: ServerState) -> Response:
     """Delete a voice that a client has made. Requests that speak with it already go on."""
+    name = request.path_params["name"]
     removed = await asyncio.to_thread(state.voices.remove, name)
     if removed is None:
         raise no_voice(name)

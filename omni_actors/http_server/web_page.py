@@ -5,11 +5,8 @@ from __future__ import annotations
 from importlib import resources
 from importlib.resources.abc import Traversable
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
-
-router = APIRouter()
 
 MEDIA_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}  # other files are not served
 PAGE_HEADERS = {
@@ -43,7 +40,3 @@ async def page(request: Request) -> Response:
     file = PAGE_FILES[request.url.path]
     media_type = MEDIA_TYPES[file.name.rpartition(".")[2]]
     return Response(file.read_bytes(), media_type=media_type, headers=PAGE_HEADERS)
-
-
-for path in PAGE_FILES:
-    router.add_api_route(path, page, include_in_schema=False)

@@ -8,15 +8,7 @@ from collections.abc import Sequence
 
 from omni_actors.errors import ConfigError
 
-HTTP_PACKAGES = (
-    "fastapi",
-    "httpcore",
-    "httptools",
-    "multipart",
-    "uvicorn",
-    "uvloop",
-    "websockets",
-)  # of the extra `http`
+HTTP_PACKAGES = ("httpcore", "httptools", "multipart", "uvicorn", "uvloop", "websockets")  # of the extra `http`
 MEDIA_PACKAGES = ("soxr",)  # of the extras `cuda` and `cpu`, for prompts with sound
 IMAGE_PACKAGES = ("PIL",)  # of the extra `http`
 

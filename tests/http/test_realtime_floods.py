@@ -177,7 +177,7 @@ def counted_sessions(settings: ServerSettings) -> Iterator[tuple[str, BodyBytes,
     """A server, the bytes that its requests hold, and what its sessions share once there is one."""
     bodies = BodyBytes(settings.bodies_bytes)
     routes = create_routes(settings, bodies=bodies)
-    app = RequestMiddleware(routes, settings, routes.routes, bodies)
+    app = RequestMiddleware(routes, settings, bodies)
     with serving(app, ws=bounded_websocket(settings, bodies), ws_max_size=settings.realtime_event_bytes) as url:
         yield url, bodies, [routes.state.server.realtime]
 

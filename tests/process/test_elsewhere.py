@@ -32,7 +32,7 @@ with OmniClient(sys.argv[1]) as client:
     items = list(client.submit("Why is the sea salt?", timeout=20))
     print("".join(item.text for item in items if not isinstance(item, Audio)))
     print(sum(len(item.samples) for item in items if isinstance(item, Audio)))
-    print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "vllm", "transformers", "fastapi", "soxr"}))
+    print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "vllm", "transformers", "starlette", "soxr"}))
 """
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from omni_actors.http_server.chat import BODY as CHAT
+from omni_actors.http_server.completions import CompletionRequest
 from omni_actors.http_server.decoding import decode
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.schemas import ChatRequest, CompletionRequest, SpeechRequest
+from omni_actors.http_server.speech import SpeechRequest
 from omni_actors.protocol.payloads import StructuredOutputs
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
@@ -25,7 +27,7 @@ def content(*parts: Any) -> bytes:
     return chat(messages=[{"role": "user", "content": list(parts)}])
 
 
-def refusal(body: bytes, kind: type = ChatRequest) -> HttpError:
+def refusal(body: bytes, kind: type = CHAT.kind) -> HttpError:
     with pytest.raises(HttpError) as caught:
         decode(body, kind).params_by_stage()
     assert caught.value.status == 400
@@ -125,29 +127,29 @@ def test_any_other_prompt_is_refused(prompt: Any, param: str) -> None:
 
 def test_numbers_may_be_written_as_some_languages_write_them() -> None:
     request = decode(
-        chat(max_tokens=16.0, seed="7", temperature="0.5", stage_params={"talker": {"top_k": 5.0}}), ChatRequest
+        chat(max_tokens=16.0, seed="7", temperature="0.5", stage_params={"talker": {"top_k": 5.0}}), CHAT.kind
     )
     assert request.max_tokens == 16
     assert request.seed == 7
     assert request.temperature == 0.5
     assert request.params_by_stage()["talker"].top_k == 5
     with pytest.raises(HttpError, match="must be a number of at least 0"):
-        decode(chat(temperature="nan"), ChatRequest)
+        decode(chat(temperature="nan"), CHAT.kind)
 
 
 def test_sampling_fields_become_those_of_the_text_stage() -> None:
-    request = decode(chat(stop=".", logit_bias={"5": -1}, max_tokens=3, max_completion_tokens=4, seed=1), ChatRequest)
+    request = decode(chat(stop=".", logit_bias={"5": -1}, max_tokens=3, max_completion_tokens=4, seed=1), CHAT.kind)
     assert request.stage_fields() == {"stop": (".",), "logit_bias": {5: -1.0}, "max_tokens": 4}
-    assert decode(chat(stop=["a", "b"]), ChatRequest).stage_fields() == {"stop": ("a", "b")}
-    assert decode(chat(stop=None, frequency_penalty=None), ChatRequest).stage_fields() == {}
+    assert decode(chat(stop=["a", "b"]), CHAT.kind).stage_fields() == {"stop": ("a", "b")}
+    assert decode(chat(stop=None, frequency_penalty=None), CHAT.kind).stage_fields() == {}
 
 
 def test_log_probabilities_are_asked_for_as_each_route_has_it() -> None:
-    assert "logprobs" not in decode(chat(logprobs=False, top_logprobs=0), ChatRequest).stage_fields()
-    assert decode(chat(logprobs=True), ChatRequest).stage_fields()["logprobs"] == 0
-    assert decode(chat(logprobs=True, top_logprobs=20), ChatRequest).stage_fields()["logprobs"] == 20
+    assert "logprobs" not in decode(chat(logprobs=False, top_logprobs=0), CHAT.kind).stage_fields()
+    assert decode(chat(logprobs=True), CHAT.kind).stage_fields()["logprobs"] == 0
+    assert decode(chat(logprobs=True, top_logprobs=20), CHAT.kind).stage_fields()["logprobs"] == 20
     with pytest.raises(HttpError, match="needs logprobs: true") as caught:
-        decode(chat(top_logprobs=2), ChatRequest).stage_fields()
+        decode(chat(top_logprobs=2), CHAT.kind).stage_fields()
     assert caught.value.param == "top_logprobs"
     text = json.dumps({"prompt": "a", "logprobs": 5}).encode()
     assert decode(text, CompletionRequest).stage_fields()["logprobs"] == 5
@@ -178,7 +180,7 @@ NAMED = {"name": "a", "schema": SCHEMA}
 )
 def test_the_form_of_an_answer(fields: dict, wanted: StructuredOutputs | None) -> None:
     body = msgspec.json.format(chat(**fields), indent=-1)  # without spaces: a schema is passed on as it was written
-    assert decode(body, ChatRequest).stage_fields().get("structured_outputs") == wanted
+    assert decode(body, CHAT.kind).stage_fields().get("structured_outputs") == wanted
 
 
 @pytest.mark.parametrize(
@@ -208,20 +210,20 @@ def test_the_form_of_an_answer(fields: dict, wanted: StructuredOutputs | None) -
 )
 def test_a_form_that_is_none_names_the_field(fields: dict, param: str) -> None:
     with pytest.raises(HttpError) as caught:
-        decode(chat(**fields), ChatRequest).stage_fields()
+        decode(chat(**fields), CHAT.kind).stage_fields()
     assert caught.value.param == param
 
 
 def test_a_wrong_key_names_its_mapping() -> None:
     with pytest.raises(HttpError, match="logit_bias: each key must be a whole number, not a text") as caught:
-        decode(chat(logit_bias={"hello": 1}), ChatRequest)
+        decode(chat(logit_bias={"hello": 1}), CHAT.kind)
     assert caught.value.param == "logit_bias"
 
 
 def refused(**fields: Any) -> HttpError | None:
     """What is said of fields of a chat that decode, but may ask for what is not here."""
     try:
-        decode(chat(**fields), ChatRequest).refuse_unsupported()
+        CHAT.decoded(chat(**fields)).check()
     except HttpError as error:
         return error
     return None
@@ -276,21 +278,9 @@ def test_the_refusal_says_which_values_are_accepted() -> None:
     assert refused(request_id="a").message.endswith("The response's x-request-id names the request.")
 
 
-def test_metadata_is_a_bounded_mapping_of_strings() -> None:
-    decode(chat(metadata={"a": "b"}), ChatRequest).refuse_unsupported()
-    for metadata, said in (
-        ({"a": 1}, "must be a text"),
-        ({"a": LONG}, "limited to 65536 bytes"),
-        ([], "must be an object"),
-    ):
-        with pytest.raises(HttpError, match=said) as caught:
-            decode(chat(metadata=metadata), ChatRequest).refuse_unsupported()
-        assert caught.value.param == "metadata"
-
-
 def test_a_schema_that_is_not_utf8_is_an_error_of_its_field() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": {"title": "Rome"}}}
-    body = decode(chat(response_format=form).replace(b"Rome", b"R\xffme"), ChatRequest)
+    body = decode(chat(response_format=form).replace(b"Rome", b"R\xffme"), CHAT.kind)
     with pytest.raises(HttpError, match="it is not UTF-8") as caught:
         body.stage_fields()
     assert caught.value.param == "response_format.json_schema.schema"

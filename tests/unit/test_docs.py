@@ -20,7 +20,7 @@ from omni_actors.cli.main import SUBCOMMANDS
 from omni_actors.config import CoordinatorConfig, FlowConfig, HttpConfig, PipelineConfig, StageConfig
 from omni_actors.config.schema import ClusterConfig
 from omni_actors.errors import ERROR_CLASSES, ErrorCode
-from omni_actors.http_server import chat_messages, json_bounds, schemas
+from omni_actors.http_server import chat, chat_messages, completions, decoding
 from omni_actors.http_server.stores import FileStore
 from omni_actors.media import decoders
 from omni_actors.media.limits import MediaLimits
@@ -111,11 +111,10 @@ def test_the_protocol_says_who_acts_on_an_error_as_its_class_does() -> None:
 
 def test_every_route_and_flag_of_the_server_is_described() -> None:
     from omni_actors.http_server import __main__ as server
-    from omni_actors.http_server.app import create_routes
-    from omni_actors.http_server.settings import ServerSettings
+    from omni_actors.http_server.app import openapi_document
 
     text = "".join(page.read_text() for page in (DOCS / "http.md", *sorted((DOCS / "http").glob("*.md"))))
-    for route in create_routes(ServerSettings(endpoint="ipc:///tmp/nobody")).openapi()["paths"]:
+    for route in openapi_document()["paths"]:
         name = re.sub(r"\{(\w+)\}", lambda found: "ID" if found[1].endswith("_id") else found[1].upper(), route)
         assert name in text, name
     help_text = server.parser().format_help()
@@ -138,17 +137,17 @@ def test_every_error_code_of_the_server_is_on_a_page() -> None:
 
 def test_every_field_of_openai_and_vllm_is_listed_and_known() -> None:
     """A field that is new there shows up here, until it is decided what it means here."""
-    from openai.types import completion_create_params as completion
-    from openai.types.chat import completion_create_params as chat
+    from openai.types import completion_create_params as of_completions
+    from openai.types.chat import completion_create_params as of_chats
 
     listed = set(re.findall(r"^\| `(\w+)` \|", (DOCS / "fields.md").read_text(), re.M))
-    for request, of_openai, of_vllm in (
-        (schemas.ChatRequest, chat.CompletionCreateParamsBase, ("chat_completion", "ChatCompletionRequest")),
-        (schemas.CompletionRequest, completion.CompletionCreateParamsBase, ("completion", "CompletionRequest")),
+    for body, of_openai, of_vllm in (
+        (chat.BODY, of_chats.CompletionCreateParamsBase, ("chat_completion", "ChatCompletionRequest")),
+        (completions.BODY, of_completions.CompletionCreateParamsBase, ("completion", "CompletionRequest")),
     ):
         theirs = set(of_openai.__annotations__) | fields_in_vllm(*of_vllm)
         assert len(theirs) > 40
-        assert not theirs - set(request.__struct_fields__)
+        assert not theirs - set(body.kind.__struct_fields__)
         assert not theirs - listed
 
 
@@ -257,11 +256,11 @@ def test_the_known_limits_are_those_of_the_code() -> None:
         "uploaded files, the oldest of which make room": FileStore.FILES,
         "stages of a pipeline": most(PipelineConfig, "stages"),
         "nodes": most(ClusterConfig, "nnodes"),
-        "JSON of an HTTP request without its media": json_bounds.MAX_TEXT_BYTES,
-        "members and items in it": json_bounds.MAX_VALUES,
-        "members and items in it, text completions": json_bounds.MAX_TOKEN_VALUES,
-        "lists and objects in it": json_bounds.MAX_CONTAINERS,
-        "messages of a chat": schemas.MAX_MESSAGES,
+        "JSON of an HTTP request without its media": decoding.MAX_TEXT_BYTES,
+        "members and items in it": decoding.MAX_VALUES,
+        "members and items in it, text completions": decoding.MAX_TOKEN_VALUES,
+        "lists and objects in it": decoding.MAX_CONTAINERS,
+        "messages of a chat": chat_messages.MAX_MESSAGES,
         "parts of a message": chat_messages.MAX_PARTS,
         "requests in flight": most(CoordinatorConfig, "max_in_flight"),
         "requests that wait for a slot": most(CoordinatorConfig, "max_queued"),

@@ -11,7 +11,8 @@ from openai.types import image_edit_params, image_generate_params
 
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.image_formats import background_of, flattened
-from omni_actors.http_server.image_schemas import EditForm, ImageRequest, params_of
+from omni_actors.http_server.image_schemas import ImageRequest, params_of
+from omni_actors.http_server.images import EDIT, GENERATION
 from omni_actors.protocol.payloads import Parameter, StageParams
 
 DECLARED = {
@@ -35,8 +36,8 @@ def test_every_field_of_openai_is_known() -> None:
     """A field that is new there shows up here, until it is decided what it means here."""
     generate = image_generate_params.ImageGenerateParamsBase.__annotations__
     assert len(generate) > 15
-    assert not set(generate) - set(ImageRequest.__struct_fields__)
-    assert set(image_edit_params.ImageEditParamsBase.__annotations__) - set(EditForm.__struct_fields__) == {"image"}
+    assert not set(generate) - set(GENERATION.kind.__struct_fields__)
+    assert set(image_edit_params.ImageEditParamsBase.__annotations__) - set(EDIT.kind.__struct_fields__) == {"image"}
 
 
 def test_each_field_goes_to_all_stages_that_declare_it() -> None:

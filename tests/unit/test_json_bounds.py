@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.json_bounds import (
+from omni_actors.http_server.decoding import (
     MAX_CONTAINERS,
     MAX_QUOTES,
     MAX_TEXT_BYTES,
@@ -19,6 +18,7 @@ from omni_actors.http_server.json_bounds import (
     SHORT,
     check_bounds,
 )
+from omni_actors.http_server.errors import HttpError
 
 MIB = 1 << 20
 PADDING = b" " * SHORT  # so that a body is long enough to be looked at

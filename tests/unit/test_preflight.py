@@ -173,7 +173,7 @@ def test_a_picture_needs_a_name_that_says_its_format(here: Path, capsys: pytest.
 
 
 def test_http_needs_its_packages(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(preflight, "HTTP_PACKAGES", ("fastapi", "a_package_that_is_missing"))
+    monkeypatch.setattr(preflight, "HTTP_PACKAGES", ("starlette", "a_package_that_is_missing"))
     assert run(here, chain(), "--http", ":0") == EXIT_USAGE
     assert "not installed: a_package_that_is_missing. Run pip install 'omni_actors[http]'" in capsys.readouterr().err
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from omni_actors.http_server.chat_messages import MAX_MESSAGES
 from omni_actors.http_server.realtime.conversation import Conversation
 from omni_actors.http_server.realtime.items import Item, Part
 from omni_actors.http_server.realtime.session_config import Pipeline
-from omni_actors.http_server.schemas import MAX_MESSAGES
 from tests.support.realtime import PIPELINE, SECOND, Talk, error_of, kinds
 
 ITEM_ADDED = ["conversation.item.added", "conversation.item.done"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from omni_actors.http_server.realtime.tools import tool_options
+from omni_actors.http_server.generation import tool_options
 from omni_actors.protocol.tools import ToolCallPiece
 from tests.support.realtime import Talk, error_of, kinds
 
@@ -38,8 +38,8 @@ def test_tools_reach_the_pipeline(talk: Talk) -> None:
     asked = talk.asked[-1].config
     definition = {name: value for name, value in WEATHER.items() if name != "type"}
     wanted = {"tools": [definition], "tool_choice": {"name": "weather"}, "parallel_tool_calls": False}
-    assert tool_options(asked.tools, asked.tool_choice, asked.parallel_tool_calls) == wanted
-    assert tool_options([], "auto", None) == {}
+    assert tool_options(asked.tools, asked.tool_choice, asked.parallel_tool_calls, "tool_choice") == wanted
+    assert tool_options([], "auto", None, "tool_choice") == {}
 
 
 def test_a_call_is_an_item_of_its_own(talk: Talk) -> None:

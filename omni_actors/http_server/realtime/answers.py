@@ -8,9 +8,9 @@ from typing import Any
 
 from omni_actors.client import RequestStream
 from omni_actors.http_server.answer import finish_reason, token_counts, usage_of
+from omni_actors.http_server.generation import tool_options
 from omni_actors.http_server.realtime.session import Ask
 from omni_actors.http_server.realtime.session_config import RATE, SessionConfig
-from omni_actors.http_server.realtime.tools import tool_options
 from omni_actors.http_server.state import ServerState
 from omni_actors.protocol.client import Description
 from omni_actors.protocol.results import StageUsage
@@ -29,7 +29,7 @@ async def submit(
         prompting(config, ask.messages),
         modalities=["text", "audio"] if config.output == "audio" else ["text"],
         voice=config.voice if config.output == "audio" else None,
-        params=state.stage_params(config.stage_params, description, state.adapted(config.model, description, limit)),
+        params=state.stage_params(config.model, config.stage_params, description, limit),
         seed=config.seed,
         timeout=state.settings.request_timeout,
         request_id=ask.request_id,
@@ -40,7 +40,10 @@ async def submit(
 
 def prompting(config: SessionConfig, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The prompt of a session's messages, with its tools."""
-    return {"messages": messages, **tool_options(config.tools, config.tool_choice, config.parallel_tool_calls)}
+    return {
+        "messages": messages,
+        **tool_options(config.tools, config.tool_choice, config.parallel_tool_calls, "tool_choice"),
+    }
 
 
 def response_usage(usage: Mapping[str, StageUsage], description: Description) -> dict[str, Any]:

@@ -7,12 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from omni_actors.http_server.chat_messages import MAX_PARTS
-from omni_actors.http_server.decoding import decode
-from omni_actors.http_server.json_bounds import MAX_VALUES, check_bounds
+from omni_actors.http_server.chat_messages import MAX_MESSAGES, MAX_PARTS
+from omni_actors.http_server.decoding import MAX_VALUES, check_bounds, decode
+from omni_actors.http_server.fields import MAX_TEXT, Strict
 from omni_actors.http_server.realtime.session_config import AnswerFields, Fields, OrNull, OutputAudio, SessionFields
-from omni_actors.http_server.schema_fields import MAX_TEXT, Strict
-from omni_actors.http_server.schemas import MAX_MESSAGES
 from omni_actors.protocol.tools import CallId, Json, ToolName
 
 MAX_ID = 128

@@ -14,8 +14,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from omni_actors.client import Audio, Text
 from omni_actors.errors import OmniError
 from omni_actors.http_server.audio_formats import pcm16
+from omni_actors.http_server.decoding import SHORT
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.json_bounds import SHORT
 from omni_actors.http_server.realtime import client_events as client
 from omni_actors.http_server.realtime import server_events as server
 from omni_actors.http_server.realtime.answers import Latency, response_usage, submit, was_cut

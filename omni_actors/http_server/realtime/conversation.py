@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from omni_actors.http_server.chat_messages import MAX_MESSAGES
 from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.fields import MAX_TEXT
 from omni_actors.http_server.realtime.items import Weight
 from omni_actors.http_server.realtime.prompts import AnyItem
 from omni_actors.http_server.realtime.session_config import BYTES_PER_SECOND
-from omni_actors.http_server.schema_fields import MAX_TEXT
-from omni_actors.http_server.schemas import MAX_MESSAGES
 
 FIRST = "root"  # `previous_item_id` of an item that is to be the first
 

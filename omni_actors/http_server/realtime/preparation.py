@@ -12,7 +12,6 @@ from omni_actors.http_server.realtime.session import Prepare
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.client import Description
-from omni_actors.protocol.payloads import StageParams
 from omni_actors.telemetry.metric_table import REALTIME_PREPARATIONS
 
 logger = get_logger(__name__)
@@ -70,12 +69,10 @@ class Preparation:
         if _busy(description):
             raise HttpError(429, "the pipeline is busy with answers.", code="overloaded")
         config = prepare.config
-        stage = self._state.text_stage(description)
-        fields = self._state.adapted(config.model, description, {"max_tokens": 0})
         stream = await self._state.client.submit(
             prompting(config, prepare.messages),
             modalities=["text"],
-            params={stage: StageParams(**fields)},
+            params=self._state.stage_params(config.model, {}, description, {"max_tokens": 0}),
             priority=PRIORITY,
             timeout=self._state.settings.request_timeout,
             traceparent=self._traceparent,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 
-from fastapi import APIRouter
 from starlette.websockets import WebSocket
 
-from omni_actors.errors import OmniError
-from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.realtime.ahead_of_turn import AheadOfTurn
 from omni_actors.http_server.realtime.connection import Connection
 from omni_actors.http_server.realtime.session import Session
@@ -16,28 +14,20 @@ from omni_actors.http_server.realtime.session_config import RATE, Pipeline, Serv
 from omni_actors.http_server.state import ServerState
 from omni_actors.protocol.client import Description
 
-router = APIRouter()
-
 SUBPROTOCOL = "realtime"  # that browsers ask for, besides the one that holds the key
 PARAMETERS = frozenset({"model"})
 
 
-@router.websocket("/v1/realtime")
 async def realtime(websocket: WebSocket) -> None:
     """Converse, with OpenAI's realtime events. A refusal is a plain HTTP response."""
     state: ServerState = websocket.app.state.server
-    try:
-        description = await state.describe()
-        model = _model(websocket, state, description)
-        tenant = state.tenants.name(websocket.client.host if websocket.client is not None else "")
-        with state.realtime.session(tenant) as reservation:
-            await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
-            session = _session(state, description, model)
-            await Connection(websocket, state, session, reservation, tenant).run()
-    except OmniError as error:
-        await websocket.send_denial_response(HttpError.of(error).response())
-    except HttpError as error:
-        await websocket.send_denial_response(error.response())
+    description = await state.describe()
+    model = _model(websocket, state, description)
+    tenant = state.tenants.name(websocket.client.host if websocket.client is not None else "")
+    with state.realtime.session(tenant) as reservation:
+        await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
+        session = _session(state, description, model)
+        await Connection(websocket, state, session, reservation, tenant).run()
 
 
 def _model(websocket: WebSocket, state: ServerState, description: Description) -> str:

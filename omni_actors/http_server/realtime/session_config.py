@@ -13,10 +13,16 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.generation_fields import MAX_TOKENS
-from omni_actors.http_server.realtime.tools import FunctionTool, ToolChoice, ToolList, check_choice
-from omni_actors.http_server.schema_fields import MAX_TEXT, Strict
-from omni_actors.http_server.schemas import VoiceId, voice_name
+from omni_actors.http_server.fields import MAX_TEXT, MAX_TOKENS, Nothing, Strict
+from omni_actors.http_server.generation import (
+    FlatChoice,
+    FlatTool,
+    FlatTools,
+    ToolMode,
+    VoiceId,
+    tool_options,
+    voice_name,
+)
 from omni_actors.http_server.transcription_questions import Language, TranscriptionPrompt, transcription_question
 from omni_actors.protocol.fields import Seed
 from omni_actors.protocol.payloads import StageParams
@@ -27,12 +33,11 @@ RATE = 24_000  # samples a second of all audio of the route: 16 bits, mono, litt
 BYTES_PER_SECOND = 2 * RATE
 
 Modality = Literal["text", "audio"]
-Modalities = Annotated[list[Modality], Meta(min_length=1, max_length=2)]
+TextOrAudio = Annotated[list[Modality], Meta(min_length=1, max_length=2)]
 Instructions = Annotated[str, Meta(max_length=MAX_TEXT)]
 # Not a Literal: in a union with a number, msgspec takes "inf" for an infinite one.
 OutputTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | Annotated[str, Meta(pattern=r"^inf\Z")]
 Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
-NoneOf = Annotated[list[Any], Meta(max_length=0)] | None
 
 NULL_IS_ABSENT = "null is absent"
 if TYPE_CHECKING:
@@ -98,8 +103,8 @@ class Transcription(Strict, frozen=True, omit_defaults=True):
     language: Language | None = None
     prompt: TranscriptionPrompt | None = None
     delay: None = None
-    keywords: NoneOf = None
-    languages: NoneOf = None
+    keywords: Nothing = None
+    languages: Nothing = None
 
     def question(self) -> str:
         """What the pipeline is asked about the sound of a turn."""
@@ -134,10 +139,10 @@ class AnswerFields(Fields, frozen=True, kw_only=True):
     """What a session and a single response may both set. `seed` and `stage_params` are extensions."""
 
     instructions: OrNull[Instructions | UnsetType] = UNSET
-    output_modalities: OrNull[Modalities | UnsetType] = UNSET
+    output_modalities: OrNull[TextOrAudio | UnsetType] = UNSET
     max_output_tokens: OrNull[OutputTokens | UnsetType] = UNSET
-    tools: OrNull[ToolList | UnsetType] = UNSET
-    tool_choice: OrNull[ToolChoice | UnsetType] = UNSET
+    tools: OrNull[FlatTools | UnsetType] = UNSET
+    tool_choice: OrNull[ToolMode | FlatChoice | UnsetType] = UNSET
     prompt: None = None
     reasoning: None = None
     parallel_tool_calls: OrNull[bool | UnsetType] = UNSET
@@ -157,7 +162,7 @@ class SessionFields(AnswerFields, frozen=True, kw_only=True):
     type: Literal["realtime"]
     model: OrNull[str | UnsetType] = UNSET
     audio: OrNull[Audio] = Audio()
-    include: NoneOf = None
+    include: Nothing = None
     tracing: None = None
     truncation: OrNull[Literal["auto", "disabled"] | UnsetType] = UNSET
 
@@ -201,8 +206,8 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
     turn_detection: ServerVad | None = None
     transcription: Transcription | None = None
     truncation: Literal["auto", "disabled"] = "auto"
-    tools: list[FunctionTool] = []
-    tool_choice: ToolChoice = "auto"
+    tools: list[FlatTool] = []
+    tool_choice: ToolMode | FlatChoice = "auto"
     parallel_tool_calls: bool | None = None
     seed: int | None = None
     stage_params: dict[str, StageParams] = {}
@@ -222,7 +227,7 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
                 message = f"There is no stage {stage[:64]!r}; the stages are {', '.join(pipeline.stages)}."
                 raise bad_field(f"{where}.stage_params", message)
         tools, choice = _given(fields.tools, self.tools), _given(fields.tool_choice, self.tool_choice)
-        check_choice(tools, choice, where)
+        tool_options(tools, choice, None, f"{where}.tool_choice")
         return msgspec.structs.replace(
             self,
             tools=tools,
@@ -270,7 +275,7 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
             "model": self.model,
             "output_modalities": [self.output],
             "instructions": self.instructions,
-            "tools": self.tools,
+            "tools": [{"type": "function", **tool.definition()} for tool in self.tools],
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "max_output_tokens": self.max_output_tokens,

@@ -13,7 +13,7 @@ from vllm.logprobs import PromptLogprobs
 from vllm.outputs import CompletionOutput
 
 from omni_actors.errors import InvalidRequest
-from omni_actors.http_server.logprobs import prompt_logprobs
+from omni_actors.http_server.answer import prompt_logprobs
 from omni_actors.protocol.payloads import PositionLogprobs, StructuredOutputs, TokenLogprob
 from omni_actors.stage.engine_interface import EngineEvent, StreamEvent, TextEvent
 from tests.support.bare_vllm import BareVllm

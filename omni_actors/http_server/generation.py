@@ -1,0 +1,326 @@
+"""Fields of chats, completions and responses that say how the text is generated: sampling, its form, and tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Raw, json
+
+from omni_actors.client import MAX_CHOICES
+from omni_actors.client.prompts import with_json_text
+from omni_actors.errors import suggest
+from omni_actors.http_server.decoding import decode
+from omni_actors.http_server.errors import bad_field
+from omni_actors.http_server.fields import (
+    ABSENT,
+    MAX_FREE_FORM,
+    MAX_TOKENS,
+    NULLABLE_OBJECT,
+    StagedSubmission,
+    Strict,
+    Temperature,
+    Text,
+    TopP,
+    free_form,
+    is_null,
+)
+from omni_actors.protocol.fields import PositiveInt
+from omni_actors.protocol.payloads import (
+    AUTOREGRESSIVE_PARAMS,
+    MAX_LOGPROBS,
+    AllowedTokens,
+    LogitBias,
+    StopTokens,
+    StructuredOutputs,
+    Word,
+    Words,
+)
+from omni_actors.protocol.tools import MAX_TOOLS
+
+AudioFormat = Literal["wav", "pcm16", "flac", "mp3", "opus", "aac"]
+STREAM_FORMAT = "pcm16"
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Likeliest = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+
+
+class VoiceId(Strict, frozen=True):
+    """A voice as an object, as OpenAI's newer clients send it."""
+
+    id: str
+
+
+class AudioParameters(Strict, frozen=True):
+    """Voice and format of a spoken answer."""
+
+    voice: str | VoiceId | None = None
+    format: AudioFormat | None = None
+
+
+def voice_name(voice: str | VoiceId | None) -> str | None:
+    """The requested voice, in either form."""
+    return voice.id if isinstance(voice, VoiceId) else voice
+
+
+def audio_format(audio: AudioParameters | None, spoken: bool, stream: bool | None) -> str:
+    """The format of a spoken answer. Raises `HttpError` 400 for one that cannot be streamed."""
+    given = audio.format if audio is not None else None
+    if not stream:
+        return given or "wav"
+    if spoken and given not in (None, STREAM_FORMAT):
+        message = f"With stream: true the format must be {STREAM_FORMAT!r}."
+        raise bad_field("audio.format", message, "unsupported_value")
+    return STREAM_FORMAT
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tools
+
+ToolMode = Literal["none", "auto", "required"]
+
+
+class Function(Strict, frozen=True):
+    """A function that the model may call. `parameters` is a JSON schema."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}\Z")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def definition(self) -> dict[str, Any]:
+        """The function as models see it."""
+        names = ("name", "description", "strict", "parameters")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class Tool(Strict, frozen=True):
+    """A tool of a chat."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FlatTool(Function, frozen=True, kw_only=True):
+    """A tool of a response or of a realtime session."""
+
+    type: Literal["function"]
+
+
+class FunctionName(Strict, frozen=True):
+    """The function that must be called."""
+
+    name: str
+
+
+class NamedTool(Strict, frozen=True):
+    """A choice of one tool in a chat."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class FlatChoice(FunctionName, frozen=True, kw_only=True):
+    """A choice of one tool in a response or in a realtime session."""
+
+    type: Literal["function"]
+
+
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+FlatTools = Annotated[list[FlatTool], Meta(max_length=MAX_TOOLS)]
+
+
+def tool_options(
+    functions: Sequence[Function], choice: ToolMode | FunctionName | None, parallel: bool | None, where: str
+) -> dict[str, Any]:
+    """Tools and how they may be called, as the client library takes them.
+
+    Args:
+        where: the field of the request that holds `choice`.
+
+    Raises:
+        HttpError: `choice` asks for what `functions` do not have.
+    """
+    known = [function.name for function in functions]
+    if isinstance(choice, FunctionName) and choice.name not in known:
+        message = f"{where}.name: there is no tool of this name.{suggest(choice.name[:100], known)}"
+        raise bad_field(f"{where}.name", message)
+    if choice == "required" and not functions:
+        raise bad_field(where.removesuffix(".function"), "The request has no tools of which one could be called.")
+    if not functions:
+        return {}
+    return {
+        "tools": [function.definition() for function in functions],
+        "tool_choice": {"name": choice.name} if isinstance(choice, FunctionName) else choice or "auto",
+        "parallel_tool_calls": parallel,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The form of the text
+
+SchemaName = Annotated[str, Meta(min_length=1, max_length=64)]
+AnyObject = Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
+OptionalObject = Annotated[Raw, Meta(extra_json_schema={"type": NULLABLE_OBJECT})]
+OptionalList = Annotated[Raw, Meta(extra_json_schema={"type": ["array", "null"]})]
+FORM_SCHEMA = {"anyOf": [{"$ref": "#/components/schemas/StructuredOutputs"}, {"type": "null"}]}
+StructuredFields = Annotated[Raw, Meta(extra_json_schema=FORM_SCHEMA)]
+
+
+class ResponseFormat(Strict, frozen=True, tag_field="type"):
+    """A form by its type."""
+
+
+class TextFormat(ResponseFormat, frozen=True, tag="text"):
+    """Free text."""
+
+
+class JsonObjectFormat(ResponseFormat, frozen=True, tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchema(Strict, frozen=True):
+    """A schema with its name."""
+
+    name: SchemaName
+    schema: AnyObject
+    description: str | None = None  # ignored: the model does not see the schema
+    strict: bool | None = None  # ignored: the schema always holds
+
+
+class JsonSchemaFormat(ResponseFormat, frozen=True, tag="json_schema"):
+    """JSON that fits a schema."""
+
+    json_schema: JsonSchema
+
+
+class StructuralTagFormat(ResponseFormat, frozen=True, tag="structural_tag"):
+    """Free text with tags between which schemas hold, as in vLLM."""
+
+    format: OptionalObject = ABSENT
+    structures: OptionalList = ABSENT
+    triggers: OptionalList = ABSENT
+
+
+class FlatSchemaFormat(ResponseFormat, frozen=True, omit_defaults=True, tag="json_schema"):
+    """JSON that fits a schema, as `/v1/responses` has it."""
+
+    name: SchemaName
+    schema: AnyObject
+    description: str | None = None  # ignored, as is the next one
+    strict: bool | None = None
+
+
+FlatFormat = TextFormat | JsonObjectFormat | FlatSchemaFormat
+AnyResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+
+
+def output_form(given: AnyResponseFormat | FlatFormat | None) -> StructuredOutputs | None:
+    """The form that a request asks for. Raises `HttpError` for a schema that is none."""
+    match given:
+        case JsonObjectFormat():
+            return StructuredOutputs(json_object=True)
+        case FlatSchemaFormat():
+            return StructuredOutputs(json=_object(given.schema, "text.format.schema"))
+        case JsonSchemaFormat():
+            return StructuredOutputs(json=_object(given.json_schema.schema, "response_format.json_schema.schema"))
+        case StructuralTagFormat():
+            parts = {
+                name: part for name in ("format", "structures", "triggers") if not is_null(part := getattr(given, name))
+            }
+            tag = Raw(json.encode({"type": "structural_tag", **parts}))
+            return StructuredOutputs(structural_tag=_object(tag, "response_format"))
+        case TextFormat() | None:
+            return None
+
+
+def _object(value: Raw, name: str) -> str:
+    if len(memoryview(value)) > MAX_FREE_FORM:
+        raise bad_field(name, f"{name} is limited to {MAX_FREE_FORM} bytes.")
+    decode(value, dict[str, Any], name)
+    return bytes(value).decode()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling
+
+
+class StreamOptions(Strict, frozen=True):
+    """What a streamed answer contains besides the tokens."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # ignored: nothing is obfuscated
+
+
+class Sampling(StagedSubmission, frozen=True, kw_only=True):
+    """The fields of both chat and text completions. Most become the parameter of the text stage that has their name."""
+
+    max_tokens: PositiveInt | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Word | Words | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    response_format: AnyResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # vLLM's
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: StopTokens | None = None
+    include_stop_str_in_output: bool | None = None
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: Words | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    structured_outputs: StructuredFields = ABSENT
+    prompt_logprobs: Likeliest | None = None
+
+    def check(self) -> None:
+        """Raise `HttpError` 400 for fields that do not go together."""
+        if self.stream_options is not None and not self.stream:
+            raise bad_field("stream_options", "stream_options needs stream: true.")
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs is not supported with stream: true. Ask for the whole answer."
+            raise bad_field("prompt_logprobs", message, "unsupported_parameter")
+
+    def answers(self, slots: int) -> int:
+        """How many answers are wanted. Raises `HttpError` for more than the pipeline has slots."""
+        wanted = self.n or 1
+        if wanted > slots:
+            raise bad_field("n", f"n is {wanted}, and this pipeline has {slots} requests at a time.")
+        return wanted
+
+    def stage_fields(self) -> dict[str, Any]:
+        """The fields that are set, under the names of `StageParams`; not `seed`, which goes to all stages."""
+        given = {name: getattr(self, name, None) for name in AUTOREGRESSIVE_PARAMS - {"seed"}}
+        given["logprobs"] = self.likeliest()
+        given["structured_outputs"] = self._form()
+        if isinstance(self.stop, str):
+            given["stop"] = (self.stop,)
+        return {name: value for name, value in given.items() if value is not None}
+
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens to report at each position; `None` for no log probabilities."""
+        return None
+
+    def _form(self) -> StructuredOutputs | None:
+        given = free_form(self.structured_outputs, dict[str, Any], "structured_outputs")
+        form = output_form(self.response_format)
+        if given is None:
+            return form
+        if form is not None:
+            raise bad_field("structured_outputs", "structured_outputs and response_format exclude one another.")
+        return decode(json.encode(with_json_text(given)), StructuredOutputs, "structured_outputs")
+
+    def error_fields(self) -> dict[str, str]:
+        """The request's fields at fault, by their names in the pipeline, where these differ."""
+        if self.response_format is None:
+            return {}
+        schema = "response_format.json_schema.schema"
+        return {"structured_outputs.json": schema, "structured_outputs.structural_tag": "response_format"}
