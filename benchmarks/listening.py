@@ -26,7 +26,7 @@ from websockets.asyncio.client import connect
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from omni_actors.http_server.realtime.session_config import RATE
+from omni_actors.http_server.realtime.config import RATE
 from tests.support.realtime import speech
 from tests.support.servers import HttpPipeline
 

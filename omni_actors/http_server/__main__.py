@@ -22,7 +22,6 @@ from omni_actors.host.processes import EXIT_OK, EXIT_USAGE, die_with_parent, rai
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.bounded_websocket import bounded_websocket
 from omni_actors.http_server.connections import RESERVED_FILES, bounded_protocol
-from omni_actors.http_server.reservations import BodyBytes
 from omni_actors.http_server.settings import (
     SPEC_FLAG,
     HttpServerSpec,
@@ -33,6 +32,7 @@ from omni_actors.http_server.settings import (
     server_settings,
     url,
 )
+from omni_actors.http_server.shares import BodyBytes
 from omni_actors.transport.curve import load_keys
 
 KEEP_ALIVE_SECONDS = 30

@@ -15,8 +15,8 @@ from omni_actors.client import Audio, ChoiceItem, ChoiceStreams, StreamItem
 from omni_actors.errors import Aborted, OmniError
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fields import Submission
+from omni_actors.http_server.shares import Turns
 from omni_actors.http_server.state import ServerState
-from omni_actors.http_server.turns import Turns
 from omni_actors.logs import get_logger
 from omni_actors.protocol.client import Description
 from omni_actors.protocol.payloads import PositionLogprobs, PromptPosition, TokenLogprob

@@ -22,26 +22,15 @@ from starlette.websockets import WebSocket
 
 from omni_actors import __version__
 from omni_actors.errors import OmniError
-from omni_actors.http_server import (
-    chat,
-    completions,
-    files,
-    images,
-    responses,
-    speech,
-    status,
-    transcriptions,
-    voices,
-    web_page,
-)
+from omni_actors.http_server import chat, completions, files, images, responses, speech, status, transcriptions, voices
 from omni_actors.http_server.bodies import REFERENCE, FormBody, JsonBody
 from omni_actors.http_server.decoding import decode
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.middleware import RequestMiddleware
 from omni_actors.http_server.realtime import route as realtime
-from omni_actors.http_server.reservations import BodyBytes
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.shares import BodyBytes
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.payloads import StageParams
@@ -53,7 +42,7 @@ REALTIME = "/v1/realtime"
 PARAMETER = re.compile(r"{(\w+)(:path)?}")  # of a path
 
 
-class Operation(NamedTuple):
+class Endpoint(NamedTuple):
     """A method of a path.
 
     Args:
@@ -104,32 +93,32 @@ class Operation(NamedTuple):
         }
 
 
-OPERATIONS = (
-    Operation("POST", "/v1/chat/completions", chat.chat_completions, chat.BODY),
-    Operation("POST", "/v1/responses", responses.create, responses.BODY),
-    Operation("GET", "/v1/responses/{response_id}", responses.retrieve),
-    Operation("DELETE", "/v1/responses/{response_id}", responses.delete),
-    Operation("POST", "/v1/completions", completions.completions, completions.BODY),
-    Operation("POST", "/v1/audio/speech", speech.speech, speech.BODY),
-    Operation("GET", "/v1/audio/voices", voices.voices),
-    Operation("POST", "/v1/audio/voices", voices.create, voices.BODY),
-    Operation("GET", "/v1/audio/voices/{name}", voices.voice),
-    Operation("DELETE", "/v1/audio/voices/{name}", voices.delete),
-    Operation("POST", "/v1/audio/transcriptions", transcriptions.transcriptions, transcriptions.TRANSCRIPTION),
-    Operation("POST", "/v1/audio/translations", transcriptions.translations, transcriptions.TRANSLATION),
-    Operation("POST", "/v1/images/generations", images.generations, images.GENERATION),
-    Operation("POST", "/v1/images/edits", images.edits, images.EDIT),
-    Operation("POST", "/v1/files", files.upload, files.BODY),
-    Operation("GET", "/v1/files", files.files),
-    Operation("GET", "/v1/files/{file_id}", files.file),
-    Operation("DELETE", "/v1/files/{file_id}", files.delete),
-    Operation("GET", "/health", status.health),
-    Operation("GET", "/metrics", status.metrics),
-    Operation("GET", "/v1/models", status.models),
-    Operation("GET", "/v1/models/{name:path}", status.model),
-    Operation("GET", "/v1/status", status.status),
-    Operation("GET", "/v1/requests", status.recent_timelines, query=status.RecentQuery),
-    Operation("GET", "/v1/requests/{request_id}/timeline", status.timeline),
+ENDPOINTS = (
+    Endpoint("POST", "/v1/chat/completions", chat.chat_completions, chat.BODY),
+    Endpoint("POST", "/v1/responses", responses.create, responses.BODY),
+    Endpoint("GET", "/v1/responses/{response_id}", responses.retrieve),
+    Endpoint("DELETE", "/v1/responses/{response_id}", responses.delete),
+    Endpoint("POST", "/v1/completions", completions.completions, completions.BODY),
+    Endpoint("POST", "/v1/audio/speech", speech.speech, speech.BODY),
+    Endpoint("GET", "/v1/audio/voices", voices.voices),
+    Endpoint("POST", "/v1/audio/voices", voices.create, voices.BODY),
+    Endpoint("GET", "/v1/audio/voices/{name}", voices.voice),
+    Endpoint("DELETE", "/v1/audio/voices/{name}", voices.delete),
+    Endpoint("POST", "/v1/audio/transcriptions", transcriptions.transcriptions, transcriptions.TRANSCRIPTION),
+    Endpoint("POST", "/v1/audio/translations", transcriptions.translations, transcriptions.TRANSLATION),
+    Endpoint("POST", "/v1/images/generations", images.generations, images.GENERATION),
+    Endpoint("POST", "/v1/images/edits", images.edits, images.EDIT),
+    Endpoint("POST", "/v1/files", files.upload, files.BODY),
+    Endpoint("GET", "/v1/files", files.files),
+    Endpoint("GET", "/v1/files/{file_id}", files.file),
+    Endpoint("DELETE", "/v1/files/{file_id}", files.delete),
+    Endpoint("GET", "/health", status.health),
+    Endpoint("GET", "/metrics", status.metrics),
+    Endpoint("GET", "/v1/models", status.models),
+    Endpoint("GET", "/v1/models/{name:path}", status.model),
+    Endpoint("GET", "/v1/status", status.status),
+    Endpoint("GET", "/v1/requests", status.recent_timelines, query=status.RecentQuery),
+    Endpoint("GET", "/v1/requests/{request_id}/timeline", status.timeline),
 )
 
 
@@ -172,11 +161,11 @@ def create_routes(
     async def openapi(request: Request) -> Response:
         return Response(document, media_type="application/json")
 
-    by_path: defaultdict[str, dict[str, Operation]] = defaultdict(dict)
-    for operation in OPERATIONS:
+    by_path: defaultdict[str, dict[str, Endpoint]] = defaultdict(dict)
+    for operation in ENDPOINTS:
         by_path[operation.path][operation.method] = operation
     routes = [_route(path, operations) for path, operations in by_path.items()]
-    routes += [Route(path, web_page.page) for path in web_page.PAGE_FILES]
+    routes += [Route(path, status.page) for path in status.PAGE_FILES]
     routes += [Route("/openapi.json", openapi), Route(REALTIME, _no_websocket)]
     answer: Any = _answer  # which takes requests and WebSockets
     app = Starlette(
@@ -189,7 +178,7 @@ def create_routes(
     return app
 
 
-def _route(path: str, operations: dict[str, Operation]) -> Route:
+def _route(path: str, operations: dict[str, Endpoint]) -> Route:
     async def endpoint(request: Request) -> Response:
         return await operations["GET" if request.method == "HEAD" else request.method](request)
 
@@ -210,7 +199,7 @@ async def _no_route(scope: Scope, receive: Receive, send: Send) -> None:
     path: str = scope["path"]
     if scope["type"] == "websocket":
         raise HttpError(404, f"There is no WebSocket at {path[:200]!r}.", code="not_found")
-    listed = sorted({operation.path for operation in OPERATIONS} - {"/metrics"})
+    listed = sorted({operation.path for operation in ENDPOINTS} - {"/metrics"})
     wanted = f"{PREFIX}{path}" if not path.startswith(PREFIX) else path
     nearest = difflib.get_close_matches(wanted[:200], listed, n=1, cutoff=0.7)
     hint = f" Did you mean {nearest[0]}?" if nearest else ""
@@ -270,9 +259,9 @@ ERROR_SCHEMA = {
 def openapi_document() -> dict[str, Any]:
     """The OpenAPI document of all operations."""
     paths: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-    for operation in OPERATIONS:
+    for operation in ENDPOINTS:
         paths[operation.path.replace(":path}", "}")][operation.method.lower()] = operation.described()
-    kinds = [operation.body.kind for operation in OPERATIONS if isinstance(operation.body, JsonBody)]
+    kinds = [operation.body.kind for operation in ENDPOINTS if isinstance(operation.body, JsonBody)]
     components = msgspec.json.schema_components([*kinds, StageParams], ref_template=REFERENCE)[1]
     return {
         "openapi": "3.1.0",

@@ -13,8 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from omni_actors.http_server.decoding import MAX_VALUES, SHORT, check_bounds, decode
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fields import Ignored, Strict, ignoring, refuse_effects
-from omni_actors.http_server.reservations import reserve
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.shares import reserve
 
 T = TypeVar("T", bound=Strict)
 REFERENCE = "#/components/schemas/{name}"

@@ -16,16 +16,21 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Close, CloseCode, Frame, Opcode
 
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.realtime.pacing import Pace
-from omni_actors.http_server.refusals import refusal
-from omni_actors.http_server.reservations import BodyBytes, Reservation
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.shares import BodyBytes, Reservation
 
+BURST_SECONDS = 2.0  # of events that may come at once
 CLOSE_SECONDS = 5.0  # for a WebSocket's client to read what was sent to it before its session ended
 LINGER_SECONDS = 1.0  # the same where the server ends it; to close while the client sends would reset the connection
 SLICE_BYTES = 4 << 10  # that are parsed at a time: at most 683 frames, some 10 ms
 SMALL_BYTES = 1 << 10  # of a piece of a message, below which it costs more to parse than it brings
 FREE_BYTES = 64 << 10  # of a message that arrives whatever others hold; the session refuses it then, and goes on
+REASONS = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
 EARLY = "A WebSocket's client must wait for the answer to its request before it sends anything."
 
 
@@ -47,7 +52,7 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._pace = Pace(self.frames_per_second, time.monotonic())
+        self._pace = EventRate(self.frames_per_second, time.monotonic())
         self._held = Reservation(self.bodies)
         self._pieces = bytearray()  # of a message that has not ended
         self._unread = b""  # what has come behind a message that waits for the application
@@ -195,3 +200,29 @@ def _small(frame: Frame) -> bool:
     if frame.opcode in (Opcode.PING, Opcode.PONG):
         return True
     return not frame.fin and len(frame.data) < SMALL_BYTES
+
+
+class EventRate:
+    """A bucket of tokens, one for each event.
+
+    Args:
+        rate: events per second in the long run.
+        now: the time, in seconds of any clock.
+    """
+
+    def __init__(self, rate: float, now: float) -> None:
+        self._rate = rate
+        self._next = now - BURST_SECONDS  # when an event would come if all came at the rate
+
+    def wait(self, now: float) -> float:
+        """Count an event; returns the seconds for which no other one should be read."""
+        self._next = max(self._next, now - BURST_SECONDS) + 1 / self._rate
+        return max(0.0, self._next - now)
+
+
+def refusal(status: int, message: str, code: str) -> bytes:
+    """The bytes of an answer after which the connection is closed."""
+    response = HttpError(status, message, code=code).response()
+    headers = "".join(f"{name}: {value}\r\n" for name, value in response.headers.items())
+    head = f"HTTP/1.1 {status} {REASONS[status]}\r\n{headers}connection: close\r\n\r\n"
+    return head.encode() + bytes(response.body)

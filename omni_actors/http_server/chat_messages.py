@@ -32,7 +32,21 @@ class TextPart(Part, frozen=True, tag="text"):
     text: Text
 
 
-class InputAudio(Strict, frozen=True):
+class InputText(Part, frozen=True, tag="input_text"):
+    """Text for the model, in a response or a realtime session."""
+
+    text: Text
+
+
+class OutputText(Part, frozen=True, tag="output_text"):
+    """Text of the model, as it came, in a response or a realtime session."""
+
+    text: Text
+    annotations: Anything = ABSENT  # ignored, as is the next one
+    logprobs: Anything = ABSENT
+
+
+class AudioData(Strict, frozen=True):
     """A sound in the body itself."""
 
     data: LongString  # base64 of a file
@@ -42,7 +56,7 @@ class InputAudio(Strict, frozen=True):
 class AudioPart(Part, frozen=True, tag="input_audio"):
     """A sound in a message, as OpenAI's clients send it."""
 
-    input_audio: InputAudio
+    input_audio: AudioData
 
 
 class Url(Strict, frozen=True):
@@ -94,19 +108,19 @@ UserContent = Text | Annotated[list[AnyPart], Meta(max_length=MAX_PARTS)]
 TextContent = Text | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]
 
 
-class Message(Strict, frozen=True, tag_field="role"):
+class RoleMessage(Strict, frozen=True, tag_field="role"):
     """A message of a chat."""
 
     name: str | None = None  # ignored
 
 
-class UserMessage(Message, frozen=True, kw_only=True, tag="user"):
+class UserMessage(RoleMessage, frozen=True, kw_only=True, tag="user"):
     """What the user says: text, or parts with media."""
 
     content: UserContent
 
 
-class SystemMessage(Message, frozen=True, kw_only=True, tag="system"):
+class SystemMessage(RoleMessage, frozen=True, kw_only=True, tag="system"):
     """Instructions to the model, text only."""
 
     content: TextContent
@@ -141,14 +155,14 @@ class CalledTool(Strict, frozen=True):
     index: int | None = None  # of a stream; ignored
 
 
-class ToolMessage(Message, frozen=True, kw_only=True, tag="tool"):
+class ToolMessage(RoleMessage, frozen=True, kw_only=True, tag="tool"):
     """What a call of the last answer gave."""
 
     content: TextContent
     tool_call_id: CallId
 
 
-class AssistantMessage(Message, frozen=True, kw_only=True, tag="assistant"):
+class AssistantMessage(RoleMessage, frozen=True, kw_only=True, tag="assistant"):
     """An earlier answer as it came, or what matters of it: its text, or the id of its audio."""
 
     content: TextContent | None = None

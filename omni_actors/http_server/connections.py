@@ -11,15 +11,17 @@ import asyncio
 import contextlib
 import ssl
 import types
+from array import array
 from asyncio.events import TimerHandle
 from collections.abc import Coroutine, Generator
 from typing import Any, TypeVar
 
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
 from omni_actors.errors import ErrorCode
-from omni_actors.http_server.bounded_websocket import EARLY, BoundedWebSocket
+from omni_actors.http_server.bounded_websocket import EARLY, BoundedWebSocket, refusal
 from omni_actors.http_server.errors import STOPPING
-from omni_actors.http_server.pipelining import PipelinedProtocol
-from omni_actors.http_server.refusals import refusal
 from omni_actors.http_server.settings import ServerSettings, tls_context
 from omni_actors.logs import get_logger
 
@@ -29,7 +31,7 @@ T = TypeVar("T")
 RESERVED_FILES = 64  # for all but connections: logs, sockets to the pipeline, media that are fetched
 TLS_CLOSE_SECONDS = 2.0  # for the peer to answer the end of its encrypted connection
 LINGER_SECONDS = 1.0  # for which what a refused client still sends is read and discarded, so that it sees why
-PIPELINED_REQUESTS = 16  # that may wait for the answer to an earlier one on the same connection
+BEHIND_BYTES = 65_536  # that are read and discarded behind a request that is not answered yet
 
 
 def bounded_protocol(settings: ServerSettings, connections: int) -> type[asyncio.Protocol]:
@@ -58,12 +60,26 @@ def _begun(coroutine: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
     return rest()
 
 
-class BoundedProtocol(PipelinedProtocol):
+class _Parser(httptools.HttpRequestParser):
+    """Knows whether something stood behind a request to go on with another protocol, which uvicorn drops."""
+
+    behind_upgrade = False
+
+    def feed_data(self, data: bytes | bytearray | memoryview[int] | array[int]) -> None:
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self.behind_upgrade = upgrade.args[0] < len(data)
+            raise
+
+
+class BoundedProtocol(HttpToolsProtocol):
     """Refuses what exceeds its limits, with 400, 408, 431 or 503, and closes the connection.
 
     A head lasts from the start of the connection (so it includes a TLS handshake), or the first byte after the request
     before, to its empty line. If there are too many connections, the one that has been without a request for longest is
-    closed for the new one.
+    closed for the new one. A request that is sent before the one in front of it is answered gets no answer: the
+    connection closes after that one. uvicorn would stop reading until then, and not see that the client is gone.
     """
 
     head_limit: int
@@ -74,6 +90,9 @@ class BoundedProtocol(PipelinedProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser: _Parser = _Parser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self._behind: int | None = None  # bytes discarded behind the request that is being answered
         self._in_head = True
         self._head_bytes = self._trailer_bytes = 0
         self._clock: TimerHandle | None = None
@@ -138,6 +157,11 @@ class BoundedProtocol(PipelinedProtocol):
         if self._handshake is not None:
             self._early.append(data)
             return
+        if self._behind is not None:
+            self._behind += len(data)
+            if self._behind > BEHIND_BYTES:
+                self.transport.close()
+            return
         while data and not self._refused and not self._upgraded and not self.transport.is_closing():
             if not self._in_head:
                 super().data_received(data)
@@ -157,7 +181,6 @@ class BoundedProtocol(PipelinedProtocol):
     def handle_websocket_upgrade(self) -> None:
         """Hand the connection, which still counts, to a WebSocket, unless it carries something else, too."""
         if self._answering():
-            self._refuse(400, "A WebSocket cannot begin before the answer to the request before.", "invalid_http")
             return
         if self.parser.behind_upgrade:
             self._refuse(400, EARLY, "invalid_http")
@@ -166,6 +189,13 @@ class BoundedProtocol(PipelinedProtocol):
         super().handle_websocket_upgrade()
 
     # -- callbacks of the parser
+
+    def on_message_begin(self) -> None:
+        """Begin a request, or discard it if the one before it is not answered yet."""
+        if self._answering():
+            self._behind = 0
+            self.cycle.keep_alive = False
+        super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header. The trailer of a chunked body, which nothing here reads, is only counted."""
@@ -178,24 +208,30 @@ class BoundedProtocol(PipelinedProtocol):
             self._refuse(431, message, "head_too_large", linger=True)
 
     def on_headers_complete(self) -> None:
-        """Stop the clock and run the request, unless too many wait for its turn."""
+        """Stop the clock and run the request."""
+        if self._behind is not None:
+            return
         self._in_head = False
         self._head_bytes = self._trailer_bytes = 0
         self._leave_idle()
-        if len(self.pipeline) >= PIPELINED_REQUESTS:
-            self._refuse(400, f"At most {PIPELINED_REQUESTS} requests may wait on one connection.", "too_many_requests")
         if not self._refused:
             super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        """Pass a piece of the body on."""
+        if self._behind is None:
+            super().on_body(body)
+
     def on_message_complete(self) -> None:
         """Take what follows as the next head."""
-        super().on_message_complete()
-        self._in_head = True
+        if self._behind is None:
+            super().on_message_complete()
+            self._in_head = True
 
     def on_response_complete(self) -> None:
         """Mark the connection as one without a request, if that was its last."""
         super().on_response_complete()
-        if not self.pipeline and not self.transport.is_closing():
+        if not self.transport.is_closing():
             self.idle[self] = None
 
     # -- the clock, and refusals

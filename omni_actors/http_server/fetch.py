@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpcore
 
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.reservations import reserve
+from omni_actors.http_server.shares import reserve
 
 FETCH_SECONDS = 20.0
 HTTPS_PORT = 443

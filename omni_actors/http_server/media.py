@@ -31,8 +31,8 @@ from omni_actors.http_server.chat_messages import (
 from omni_actors.http_server.decoding import decode
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
-from omni_actors.http_server.reservations import reserve
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.shares import reserve
 from omni_actors.http_server.stores import FileStore, Transcripts
 from omni_actors.media.decoders import Decoder, DecoderThreads
 from omni_actors.media.limits import (

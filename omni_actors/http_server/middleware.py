@@ -17,9 +17,9 @@ from starlette.websockets import WebSocket
 from omni_actors.errors import ErrorCode
 from omni_actors.host.addresses import is_loopback
 from omni_actors.http_server.errors import STOPPING, HttpError
-from omni_actors.http_server.reservations import RESERVATION, BodyBytes, Reservation
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.web_page import PAGE_FILES
+from omni_actors.http_server.shares import RESERVATION, BodyBytes, Reservation
+from omni_actors.http_server.status import PAGE_FILES
 from omni_actors.logs import get_logger
 from omni_actors.protocol.fields import TRACEPARENT
 

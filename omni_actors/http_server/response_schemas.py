@@ -8,12 +8,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 from msgspec import Meta, Raw
 
 from omni_actors.http_server import chat_messages as chat
-from omni_actors.http_server.chat_messages import MAX_MESSAGES, MAX_PARTS
+from omni_actors.http_server.chat_messages import MAX_MESSAGES, MAX_PARTS, InputText, OutputText, Part
 from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.fields import (
     ABSENT,
     NULLABLE_OBJECT,
-    Anything,
     Modalities,
     OptionalLongString,
     StagedSubmission,
@@ -45,31 +44,13 @@ Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 # Input
 
 
-class InputPart(Strict, frozen=True, tag_field="type"):
-    """A part of an item's content."""
-
-
-class InputText(InputPart, frozen=True, tag="input_text"):
-    """What is said to the model."""
-
-    text: Text
-
-
-class OutputText(InputPart, frozen=True, tag="output_text"):
-    """What the model said, as it came."""
-
-    text: Text
-    annotations: Anything = ABSENT  # ignored, as is the next one
-    logprobs: Anything = ABSENT
-
-
-class Refusal(InputPart, frozen=True, tag="refusal"):
+class Refusal(Part, frozen=True, tag="refusal"):
     """A refusal of the model."""
 
     refusal: Text
 
 
-class InputImage(InputPart, frozen=True, tag="input_image"):
+class InputImage(Part, frozen=True, tag="input_image"):
     """A picture, by URL or as an uploaded file."""
 
     image_url: OptionalLongString = ABSENT
@@ -77,13 +58,13 @@ class InputImage(InputPart, frozen=True, tag="input_image"):
     detail: str | None = None  # ignored, as in chats
 
 
-class InputAudioPart(InputPart, frozen=True, tag="input_audio"):
+class InputAudioPart(Part, frozen=True, tag="input_audio"):
     """A sound."""
 
-    input_audio: chat.InputAudio
+    input_audio: chat.AudioData
 
 
-class InputFile(InputPart, frozen=True, tag="input_file"):
+class InputFile(Part, frozen=True, tag="input_file"):
     """A file, uploaded before or in the body."""
 
     file_id: str | None = None

@@ -29,8 +29,8 @@ from omni_actors.http_server.bodies import JsonBody
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fields import OF_RESPONSES, free_form
 from omni_actors.http_server.generation import TextFormat, audio_format, voice_name
-from omni_actors.http_server.reservations import reserve
 from omni_actors.http_server.response_schemas import Located, ResponsesRequest, messages_of
+from omni_actors.http_server.shares import reserve
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.protocol.client import Description
 from omni_actors.protocol.payloads import PositionLogprobs

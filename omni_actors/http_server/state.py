@@ -16,11 +16,9 @@ from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.media import MediaReader
 from omni_actors.http_server.realtime.shared import Realtime
-from omni_actors.http_server.reservations import BodyBytes
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.shares import BodyBytes, TenantNames, Turns
 from omni_actors.http_server.stores import FileStore, Responses, Transcripts
-from omni_actors.http_server.tenants import TenantNames
-from omni_actors.http_server.turns import Turns
 from omni_actors.http_server.voice_store import VoiceStore
 from omni_actors.logs import get_logger
 from omni_actors.media.decoders import DecoderThreads

@@ -19,13 +19,13 @@ from omni_actors.http_server.answer import DONE_EVENT, EVENTS, Answer, AnswerRes
 from omni_actors.http_server.bodies import Form, FormBody
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fields import OF_TRANSCRIPTIONS, Submission, Temperature
-from omni_actors.http_server.state import ServerState, json_response
-from omni_actors.http_server.transcription_questions import (
+from omni_actors.http_server.generation import (
     Language,
     TranscriptionPrompt,
     transcription_question,
     translation_question,
 )
+from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.protocol.client import Description
 from omni_actors.protocol.results import StageUsage
 

@@ -126,7 +126,7 @@ def test_text_that_is_no_utf8_after_the_end_of_a_session_is_discarded(quiet: Htt
         assert rest_of(connection).count(b"\x88") == 1
 
 
-def test_a_websocket_behind_requests_that_wait_ends_them_all(quiet: HttpPipeline) -> None:
+def test_no_websocket_begins_behind_a_request_that_is_not_answered(quiet: HttpPipeline) -> None:
     body = json.dumps({"model": "echo", "messages": [{"role": "user", "content": "one two " * 20}], "stream": True})
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     post = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()

@@ -14,7 +14,7 @@ import pytest
 import soundfile
 from playwright.sync_api import Browser, Page, WebSocketRoute, expect
 
-from omni_actors.http_server.realtime.session_config import RATE
+from omni_actors.http_server.realtime.config import RATE
 from tests.support.browser import axe_violations, chromium, in_flight, needs_chromium, open_page, sent_messages, until
 from tests.support.paths import REPOSITORY
 from tests.support.realtime import speech

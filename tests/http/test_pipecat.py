@@ -36,7 +36,7 @@ from pipecat.services.openai.realtime.llm import OpenAIRealtimeLLMService
 from pipecat.turns.user_turn_strategies import ExternalUserTurnStrategies
 from pipecat.workers.runner import WorkerRunner
 
-from omni_actors.http_server.realtime.session_config import RATE
+from omni_actors.http_server.realtime.config import RATE
 from tests.support.realtime import speech
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import eventually

@@ -15,8 +15,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from omni_actors.client import OmniClient
-from omni_actors.http_server.realtime.ahead_of_turn import MARGIN
-from omni_actors.http_server.realtime.session_config import RATE
+from omni_actors.http_server.realtime.config import RATE
+from omni_actors.http_server.realtime.turns import MARGIN
 from tests.support.paths import REPOSITORY
 from tests.support.realtime import answer_on, speech
 from tests.support.servers import HttpPipeline

@@ -18,13 +18,12 @@ from pydantic import BaseModel, TypeAdapter
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.bounded_websocket import bounded_websocket
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.realtime.ahead_of_turn import AheadOfTurn
-from omni_actors.http_server.realtime.client_events import parse
-from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, Send, Session, Transcribe
-from omni_actors.http_server.realtime.session_config import RATE, Pipeline, ServerVad, SessionConfig
-from omni_actors.http_server.realtime.turn_detection import Window
-from omni_actors.http_server.reservations import BodyBytes
+from omni_actors.http_server.realtime.config import RATE, Pipeline, ServerVad, SessionConfig
+from omni_actors.http_server.realtime.events import parse
+from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, RealtimeSession, Send, Transcribe
+from omni_actors.http_server.realtime.turns import AheadOfTurn, SpeechWindow
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.shares import BodyBytes
 from tests.support.servers import serving
 
 OPENAI = TypeAdapter(RealtimeServerEvent)
@@ -64,7 +63,9 @@ class Talk:
         **config: Any,
     ) -> None:
         first = SessionConfig(model="echo", output="audio" if pipeline.speaks else "text", turn_detection=vad, **config)
-        self.session = Session(first, pipeline, detects=True, audio_seconds=audio_seconds, expires=0, ahead=ahead)
+        self.session = RealtimeSession(
+            first, pipeline, detects=True, audio_seconds=audio_seconds, expires=0, ahead=ahead
+        )
         self.instructions: Instructions = []
         self.events: list[dict[str, Any]] = []
         self.asked: list[Ask] = []
@@ -109,11 +110,11 @@ class Talk:
         events = self.append(bytes(2 * WINDOW * windows))
         return [*events, *self.take(self.session.detect(self.windows(probability, windows)))]
 
-    def windows(self, probability: float, count: int) -> list[Window]:
+    def windows(self, probability: float, count: int) -> list[SpeechWindow]:
         """The next windows of a detector."""
         found = []
         for _ in range(count):
-            found.append(Window(self._position, self._position + WINDOW, probability))
+            found.append(SpeechWindow(self._position, self._position + WINDOW, probability))
             self._position += WINDOW
         return found
 

@@ -21,10 +21,9 @@ from omni_actors.http_server import state as server_state
 from omni_actors.http_server.answer import Answer, AnswerResponse, event
 from omni_actors.http_server.app import create_routes
 from omni_actors.http_server.audio_formats import encoded, feed, make_encoder, pcm16
-from omni_actors.http_server.reservations import BodyBytes
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.shares import BodyBytes, Turns
 from omni_actors.http_server.state import ServerState
-from omni_actors.http_server.turns import Turns
 from omni_actors.protocol.client import Description, Done
 
 RATE = 24_000

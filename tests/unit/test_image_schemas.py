@@ -11,8 +11,7 @@ from openai.types import image_edit_params, image_generate_params
 
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.image_formats import background_of, flattened
-from omni_actors.http_server.image_schemas import ImageRequest, params_of
-from omni_actors.http_server.images import EDIT, GENERATION
+from omni_actors.http_server.images import EDIT, GENERATION, ImageRequest, params_of
 from omni_actors.protocol.payloads import Parameter, StageParams
 
 DECLARED = {

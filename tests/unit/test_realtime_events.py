@@ -18,22 +18,22 @@ from openai.types.realtime import (
 from openai.types.realtime.realtime_audio_input_turn_detection import ServerVad as OpenAIServerVad
 
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.realtime.client_events import (
+from omni_actors.http_server.realtime.config import (
+    AudioFields,
+    InputAudioFields,
+    OutputAudioFields,
+    PcmFormat,
+    ServerVad,
+    SessionFields,
+    Transcription,
+)
+from omni_actors.http_server.realtime.events import (
     AnyEvent,
     CreateResponse,
     ResponseAudio,
     ResponseFields,
     event_id_of,
     parse,
-)
-from omni_actors.http_server.realtime.session_config import (
-    Audio,
-    AudioFormat,
-    InputAudio,
-    OutputAudio,
-    ServerVad,
-    SessionFields,
-    Transcription,
 )
 from tests.support.realtime import known_types
 
@@ -56,9 +56,9 @@ def test_events_have_openais_fields(name: str) -> None:
     [
         (SessionFields, RealtimeSessionCreateRequest, {"seed", "stage_params"}),
         (ResponseFields, RealtimeResponseCreateParams, {"seed", "stage_params"}),
-        (InputAudio, RealtimeAudioConfigInput, set()),
+        (InputAudioFields, RealtimeAudioConfigInput, set()),
         (Transcription, AudioTranscription, set()),
-        (OutputAudio, RealtimeAudioConfigOutput, set()),
+        (OutputAudioFields, RealtimeAudioConfigOutput, set()),
         (ServerVad, OpenAIServerVad, set()),
     ],
 )
@@ -161,10 +161,10 @@ WITH_FIELDS: list[tuple[type[msgspec.Struct], Callable[[dict[str, None]], dict[s
     (ResponseFields, lambda null: {"type": "response.create", "response": null}),
     (ResponseAudio, lambda null: {"type": "response.create", "response": {"audio": null}}),
     (SessionFields, lambda null: session_of(**null)),
-    (Audio, lambda null: session_of(audio=null)),
-    (InputAudio, lambda null: session_of(audio={"input": null})),
-    (OutputAudio, lambda null: session_of(audio={"output": null})),
-    (AudioFormat, lambda null: session_of(audio={"input": {"format": {"type": "audio/pcm", **null}}})),
+    (AudioFields, lambda null: session_of(audio=null)),
+    (InputAudioFields, lambda null: session_of(audio={"input": null})),
+    (OutputAudioFields, lambda null: session_of(audio={"output": null})),
+    (PcmFormat, lambda null: session_of(audio={"input": {"format": {"type": "audio/pcm", **null}}})),
     (ServerVad, lambda null: session_of(audio={"input": {"turn_detection": {"type": "server_vad", **null}}})),
     (Transcription, lambda null: session_of(audio={"input": {"transcription": null}})),
 ]

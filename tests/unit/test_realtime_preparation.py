@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from omni_actors.http_server.realtime.ahead_of_turn import MARGIN, AheadOfTurn
+from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, RATE, Pipeline, ServerVad
 from omni_actors.http_server.realtime.session import EndPreparation, Prepare
-from omni_actors.http_server.realtime.session_config import BYTES_PER_SECOND, RATE, Pipeline, ServerVad
+from omni_actors.http_server.realtime.turns import MARGIN, AheadOfTurn
 from tests.support.realtime import PIPELINE, SECOND, WINDOW, Talk
 
 VAD = ServerVad(prefix_padding_ms=64, silence_duration_ms=160)

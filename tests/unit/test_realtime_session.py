@@ -9,9 +9,8 @@ import msgspec
 import pytest
 
 from omni_actors.http_server.chat_messages import MAX_MESSAGES
-from omni_actors.http_server.realtime.conversation import Conversation
-from omni_actors.http_server.realtime.items import Item, Part
-from omni_actors.http_server.realtime.session_config import Pipeline
+from omni_actors.http_server.realtime.config import Pipeline
+from omni_actors.http_server.realtime.conversation import ItemPart, MessageItem, RealtimeConversation
 from tests.support.realtime import PIPELINE, SECOND, Talk, error_of, kinds
 
 ITEM_ADDED = ["conversation.item.added", "conversation.item.done"]
@@ -202,9 +201,9 @@ def test_the_oldest_items_make_room() -> None:
 
 
 def test_a_conversation_has_so_many_items() -> None:
-    conversation = Conversation(10.0, None)
+    conversation = RealtimeConversation(10.0, None)
     for number in range(MAX_MESSAGES + 1):
-        conversation.add(Item(f"{number}", "user", [Part("input_text", "four")]))
+        conversation.add(MessageItem(f"{number}", "user", [ItemPart("input_text", "four")]))
     assert conversation.drop_oldest() == ["0"]
     assert conversation.size == 4 * MAX_MESSAGES
 

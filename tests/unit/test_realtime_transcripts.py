@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.realtime.server_events import ServerEvent
+from omni_actors.http_server.realtime.config import ServerVad, Transcription
+from omni_actors.http_server.realtime.events import Event
 from omni_actors.http_server.realtime.session import Ask, Send, Transcribe
-from omni_actors.http_server.realtime.session_config import ServerVad, Transcription
 from tests.support.realtime import SECOND, Talk, kinds
 
 USAGE = {"type": "tokens", "input_tokens": 1, "output_tokens": 2, "total_tokens": 3}
@@ -17,7 +17,7 @@ DELTA, COMPLETED, FAILED = (
 )
 
 
-def sent(talk: Talk, events: Sequence[ServerEvent]) -> list[dict[str, Any]]:
+def sent(talk: Talk, events: Sequence[Event]) -> list[dict[str, Any]]:
     """Events as the client sees them, after they were compared with OpenAI's."""
     return talk.take([Send(event) for event in events])
 

@@ -7,18 +7,17 @@ import itertools
 import numpy
 import pytest
 
-from omni_actors.http_server.realtime.heard import heard
-from omni_actors.http_server.realtime.pacing import BURST_SECONDS, Lag, Pace
-from omni_actors.http_server.realtime.session_config import RATE, ServerVad
-from omni_actors.http_server.realtime.turn_detection import TurnBegins, TurnDetector, TurnEnds, Window
-from omni_actors.http_server.realtime.voice_activity import VoiceActivity
+from omni_actors.http_server.bounded_websocket import BURST_SECONDS, EventRate
+from omni_actors.http_server.realtime.config import RATE, ServerVad
+from omni_actors.http_server.realtime.conversation import heard
+from omni_actors.http_server.realtime.turns import Lag, SpeechWindow, TurnBegins, TurnDetector, TurnEnds, VoiceActivity
 from tests.support.realtime import WINDOW, Talk, error_of, kinds, speech
 
 VAD = ServerVad(prefix_padding_ms=64, silence_duration_ms=160)  # two and five windows
 
 
 def found(detector: TurnDetector, probabilities: list[float]) -> list[TurnBegins | TurnEnds]:
-    windows = [Window(index * WINDOW, (index + 1) * WINDOW, value) for index, value in enumerate(probabilities)]
+    windows = [SpeechWindow(index * WINDOW, (index + 1) * WINDOW, value) for index, value in enumerate(probabilities)]
     return [event for window in windows if (event := detector.feed(window)) is not None]
 
 
@@ -165,7 +164,7 @@ def test_what_was_heard_ends_with_a_whole_word(text: str, end: float, complete: 
 
 
 def test_too_many_events_are_slowed_down() -> None:
-    pace = Pace(10, now=0.0)
+    pace = EventRate(10, now=0.0)
     burst = int(10 * BURST_SECONDS)
     assert [pace.wait(0.0) for _ in range(burst)] == pytest.approx([0.0] * burst)
     assert pace.wait(0.0) == pytest.approx(0.1)

@@ -6,8 +6,8 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from omni_actors.http_server.middleware import RequestMiddleware
-from omni_actors.http_server.reservations import reserve
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.shares import reserve
 
 BODY = b"x" * 90_000
 SCOPE = {

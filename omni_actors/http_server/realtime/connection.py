@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,39 +14,46 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from omni_actors.client import Audio, Text
 from omni_actors.errors import OmniError
 from omni_actors.http_server.audio_formats import pcm16
+from omni_actors.http_server.bounded_websocket import EventRate
 from omni_actors.http_server.decoding import SHORT
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.realtime import client_events as client
-from omni_actors.http_server.realtime import server_events as server
-from omni_actors.http_server.realtime.answers import Latency, response_usage, submit, was_cut
-from omni_actors.http_server.realtime.outbox import ANSWER_BYTES, EVENT_BYTES, Outbox
-from omni_actors.http_server.realtime.pacing import LAG_SECONDS, Lag, Pace
-from omni_actors.http_server.realtime.preparation import Preparation
+from omni_actors.http_server.realtime import events
+from omni_actors.http_server.realtime.config import BYTES_PER_SECOND
+from omni_actors.http_server.realtime.events import error_event
+from omni_actors.http_server.realtime.requests import (
+    ANSWER_BYTES,
+    Latency,
+    Outbox,
+    Prefiller,
+    Transcriber,
+    response_usage,
+    submit,
+    was_cut,
+)
 from omni_actors.http_server.realtime.session import (
     Ask,
     Cancel,
     EndPreparation,
     Instructions,
+    RealtimeSession,
     Send,
-    Session,
     Transcribe,
 )
-from omni_actors.http_server.realtime.session_config import BYTES_PER_SECOND
-from omni_actors.http_server.realtime.transcriber import Transcriber
-from omni_actors.http_server.realtime.voice_activity import VoiceActivity
-from omni_actors.http_server.reservations import Reservation
+from omni_actors.http_server.realtime.turns import LAG_SECONDS, Lag, VoiceActivity
+from omni_actors.http_server.shares import Reservation
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.telemetry.metric_table import REALTIME_INTERRUPTIONS, REALTIME_LAG, REALTIME_RESPONSES
 
 logger = get_logger(__name__)
 
+EVENT_BYTES = 4 << 20  # that may wait before no more events of the client are taken
 GOING_AWAY = 1001  # code that closes a WebSocket
 INTERNAL = "Internal error: see the server's log."
 INTERRUPTIONS = ("turn_detected", "client_cancelled")
 
 
-class Connection:
+class SessionConnection:
     """Runs one session until the client leaves, a limit is reached, or the server stops.
 
     Args:
@@ -55,7 +62,7 @@ class Connection:
     """
 
     def __init__(
-        self, websocket: WebSocket, state: ServerState, session: Session, reservation: Reservation, tenant: str
+        self, websocket: WebSocket, state: ServerState, session: RealtimeSession, reservation: Reservation, tenant: str
     ) -> None:
         self._websocket = websocket
         self._state = state
@@ -65,7 +72,7 @@ class Connection:
         self._traceparent: str | None = websocket.state.traceparent
         self._outbox = Outbox(websocket.send_text, state.settings.write_timeout)
         self._transcriber = Transcriber(session.transcripts, self._outbox, state, tenant, self._traceparent)
-        self._preparation = Preparation(state, tenant, self._traceparent)
+        self._prefiller = Prefiller(state, tenant, self._traceparent)
         self._activity: VoiceActivity | None = None
         self._lag = Lag()
         self._answers: dict[str, asyncio.Task[None]] = {}
@@ -80,7 +87,7 @@ class Connection:
         try:
             await asyncio.wait((reader, writer, transcriber), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            tasks = (writer, reader, transcriber, *self._answers.values(), *self._preparation.tasks)
+            tasks = (writer, reader, transcriber, *self._answers.values(), *self._prefiller.tasks)
             for error in await _end(tasks):
                 if isinstance(error, TimeoutError):
                     logger.warning("the client of a realtime session does not read; the session ends", extra=about)
@@ -92,7 +99,7 @@ class Connection:
     async def _read(self) -> None:
         settings = self._state.settings
         expires = time.monotonic() + settings.realtime_session_seconds
-        pace = Pace(settings.realtime_events_per_second, time.monotonic())
+        pace = EventRate(settings.realtime_events_per_second, time.monotonic())
         while True:
             now = time.monotonic()
             try:
@@ -123,16 +130,16 @@ class Connection:
         """Let the session take an event, if it can be decoded and there is room for it."""
         try:
             self._reservation.add(len(data))
-            event = client.parse(data) if len(data) <= SHORT else await asyncio.to_thread(client.parse, data)
+            event = events.parse(data) if len(data) <= SHORT else await asyncio.to_thread(events.parse, data)
         except HttpError as error:
-            self._outbox.put(server.Error.of(error, client.event_id_of(data)))
+            self._outbox.put(error_event(error, events.event_id_of(data)))
         else:
             before = self._session.position
             self._carry_out(self._session.receive(event))
-            if isinstance(event, client.AppendAudio) and self._session.position > before:
+            if isinstance(event, events.AppendAudio) and self._session.position > before:
                 await self._listen(event.audio, before)
-                if not self._preparation.tasks and (prepare := self._session.prepare()) is not None:
-                    self._preparation.start(prepare)
+                if not self._prefiller.tasks and (prepare := self._session.prepare()) is not None:
+                    self._prefiller.start(prepare)
         self._reservation.settle(self._session.held)
 
     async def _listen(self, pcm: bytes, position: int) -> None:
@@ -161,11 +168,11 @@ class Connection:
             about = {"request_id": self._websocket.state.request_id}
             logger.warning("%s No session begins meanwhile.", message, extra=about)
             hint = "Find them yourself (turn_detection: null), or come back later."
-            self._outbox.put(server.Error.of(HttpError(503, f"{message} {hint}", code="detection_lags")))
+            self._outbox.put(error_event(HttpError(503, f"{message} {hint}", code="detection_lags")))
 
     async def _close(self, message: str, code: str) -> None:
         """Say why, and end the session."""
-        self._outbox.put(server.Error.of(HttpError(408, message, code=code)))
+        self._outbox.put(error_event(HttpError(408, message, code=code)))
         await self._outbox.room(0)
         await self._websocket.close(GOING_AWAY, code)
 
@@ -176,22 +183,22 @@ class Connection:
             match instruction:
                 case Send(event):
                     self._outbox.put(event)
-                    if isinstance(event, server.ResponseDone):
-                        self._count(event)
+                    if event["type"] == "response.done":
+                        self._count(event["response"])
                 case Cancel(response_id):
                     self._answers[response_id].cancel()
                 case EndPreparation():
-                    self._preparation.end()
+                    self._prefiller.end()
                 case Transcribe():
                     self._transcriber.put(instruction)
                 case Ask(response_id):
                     answer = self._answers[response_id] = _task(self._answer(instruction), "realtime answer")
                     answer.add_done_callback(partial(self._answered, response_id))
 
-    def _count(self, done: server.ResponseDone) -> None:
+    def _count(self, response: Mapping[str, Any]) -> None:
         meters = self._state.realtime.meters
-        meters.count(REALTIME_RESPONSES, done.response["status"])
-        reason = (done.response["status_details"] or {}).get("reason")
+        meters.count(REALTIME_RESPONSES, response["status"])
+        reason = (response["status_details"] or {}).get("reason")
         if reason in INTERRUPTIONS:
             meters.count(REALTIME_INTERRUPTIONS, reason)
 

@@ -1,20 +1,274 @@
-"""The conversation of a session: its items in order, bounded."""
+"""The conversation of a session: its items, the prompt that they make, and transcripts of the user's turns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import base64
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
-from omni_actors.http_server.chat_messages import MAX_MESSAGES
+import numpy
+
+from omni_actors.http_server.chat_messages import MAX_MESSAGES, InputText, OutputText
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.fields import MAX_TEXT
-from omni_actors.http_server.realtime.items import Weight
-from omni_actors.http_server.realtime.prompts import AnyItem
-from omni_actors.http_server.realtime.session_config import BYTES_PER_SECOND
+from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, RATE
+from omni_actors.http_server.realtime.events import (
+    Event,
+    FunctionCall,
+    FunctionCallOutput,
+    GivenMessage,
+    InputSound,
+    OutputSound,
+    event,
+    new_id,
+)
 
 FIRST = "root"  # `previous_item_id` of an item that is to be the first
+Kind = Literal["input_text", "input_audio", "output_text", "output_audio"]
+ALLOWED: dict[str, tuple[type, ...]] = {
+    "user": (InputText, InputSound),
+    "assistant": (OutputText, OutputSound),
+    "system": (InputText,),
+}
 
 
-class Conversation:
+# ---------------------------------------------------------------------------------------------------------------------
+# Items
+
+
+class Weight(NamedTuple):
+    """What items take of a conversation's bounds."""
+
+    characters: int = 0
+    audio_bytes: int = 0
+    audios: int = 0
+
+    def __add__(self, other: tuple[int, ...]) -> Weight:  # type: ignore[override]
+        return Weight(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def __sub__(self, other: tuple[int, ...]) -> Weight:
+        return Weight(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+@dataclass
+class ItemPart:
+    """A part of an item.
+
+    Args:
+        text: the text, or the transcript of sound; that of the user's is "" until there is one.
+        audio: PCM of the user. The sound of answers is not kept, only its length.
+        seconds: length of a spoken answer's sound that was sent.
+    """
+
+    kind: Kind
+    text: str = ""
+    audio: bytes = b""
+    seconds: float = 0.0
+
+    def shown(self, with_audio: bool) -> dict[str, Any]:
+        """The part as clients see it."""
+        if self.kind == "output_audio":
+            return {"type": self.kind, "transcript": self.text}
+        if self.kind != "input_audio":
+            return {"type": self.kind, "text": self.text}
+        sound = {"audio": base64.b64encode(self.audio).decode()} if with_audio else {}
+        return {"type": self.kind, "transcript": self.text or None, **sound}
+
+    def prompt(self) -> dict[str, Any]:
+        """The part as the client library takes it."""
+        if self.kind == "input_audio":
+            return {"type": "audio", "audio": (numpy.frombuffer(self.audio, "<i2"), RATE)}
+        return {"type": "text", "text": self.text}
+
+
+@dataclass
+class MessageItem:
+    """An item; `complete` is false while its answer is made, and stays so if that was cut short."""
+
+    id: str
+    role: str
+    parts: list[ItemPart]
+    status: Literal["in_progress", "completed", "incomplete"] = "completed"
+
+    @classmethod
+    def of(cls, message: GivenMessage, where: str) -> MessageItem:
+        """Convert an item of a client. Raises `HttpError` 400 for content that its role cannot have."""
+        parts = []
+        for index, content in enumerate(message.content):
+            if not isinstance(content, ALLOWED[message.role]):
+                allowed = " or ".join(kind.__struct_config__.tag for kind in ALLOWED[message.role])  # type: ignore[attr-defined]
+                raise bad_field(f"{where}.content[{index}].type", f"The content of {message.role} is {allowed}.")
+            if isinstance(content, InputSound) and (not content.audio or len(content.audio) % 2):
+                raise bad_field(f"{where}.content[{index}].audio", "The audio must be samples of two bytes each.")
+            parts.append(_part(content))
+        return cls(message.id or new_id("item"), message.role, parts)
+
+    @classmethod
+    def of_sound(cls, item_id: str, pcm: bytes) -> MessageItem:
+        """A spoken turn of the user."""
+        return cls(item_id, "user", [ItemPart("input_audio", audio=pcm)])
+
+    @property
+    def weight(self) -> Weight:
+        """What its content takes of a conversation's bounds."""
+        return Weight(
+            sum(len(part.text) for part in self.parts),
+            sum(len(part.audio) for part in self.parts),
+            sum(bool(part.audio) for part in self.parts),
+        )
+
+    def shown(self, *, with_audio: bool = False, with_parts: bool = True) -> dict[str, Any]:
+        """The item as clients see it."""
+        return {
+            "id": self.id,
+            "object": "realtime.item",
+            "type": "message",
+            "role": self.role,
+            "status": self.status,
+            "content": [part.shown(with_audio) for part in self.parts] if with_parts else [],
+        }
+
+    def check_truncation(self, content_index: int, end_ms: int) -> None:
+        """Raise `HttpError` 400 unless this is a spoken answer with so much sound."""
+        if self.role != "assistant" or content_index >= len(self.parts):
+            message = "Only a part of an answer can be truncated, and this item has no such part."
+            raise bad_field("content_index", message)
+        part = self.parts[content_index]
+        if part.kind != "output_audio" or not part.seconds:
+            raise bad_field("item_id", "This item has no sound of this session that could be truncated.")
+        length = round(part.seconds * 1000)
+        if end_ms > length:
+            raise bad_field("audio_end_ms", f"The sound of this item has {length} ms; it cannot end at {end_ms} ms.")
+
+    def truncate(self, content_index: int, end_ms: int, characters_per_second: float | None) -> None:
+        """Cut a spoken answer where the user stopped hearing it, after `check_truncation`.
+
+        Args:
+            characters_per_second: how fast answers of this session are spoken, if that is known.
+        """
+        part = self.parts[content_index]
+        complete = self.status == "completed"
+        own_rate = len(part.text) / part.seconds
+        # The text of an answer that was cut short is longer than its sound.
+        rate = own_rate if complete else min(characters_per_second or own_rate, own_rate)
+        part.text = heard(part.text, end_ms / 1000, part.seconds, rate, complete=complete)
+        part.seconds = end_ms / 1000
+
+
+def _part(content: InputText | InputSound | OutputText | OutputSound) -> ItemPart:
+    match content:
+        case InputText(text=text):
+            return ItemPart("input_text", text)
+        case OutputText(text=text):
+            return ItemPart("output_text", text)
+        case OutputSound(transcript=text):
+            return ItemPart("output_audio", text)
+        case InputSound(audio=audio):
+            return ItemPart("input_audio", audio=audio)
+
+
+def seconds_of(pcm: bytes) -> float:
+    """Length of PCM."""
+    return len(pcm) / BYTES_PER_SECOND
+
+
+def heard(text: str, end: float, seconds: float, rate: float, *, complete: bool) -> str:
+    """Estimate the part of a transcript that was heard until the playback of its sound was stopped.
+
+    The model makes the text before its sound, and does not say which sound belongs to which word. The estimate
+    takes the speech as even, and cuts at the last whole word before that point.
+
+    Args:
+        end: seconds of sound that were played.
+        seconds: length of all sound that was sent.
+        rate: characters per second.
+        complete: whether the sound is that of the whole text.
+    """
+    if complete and end >= seconds:
+        return text
+    count = min(int(end * rate), len(text))
+    if count == len(text) or text[count].isspace() or not count:
+        return text[:count].rstrip()
+    words = text[:count]
+    border = max((index for index, character in enumerate(words) if character.isspace()), default=-1)
+    if border < 0:  # one word, or a script without spaces
+        return words if not text[count].isascii() else ""
+    return words[:border].rstrip()
+
+
+@dataclass
+class CallItem:
+    """A call that the model has made."""
+
+    call_id: str
+    name: str = ""
+    arguments: str = ""
+    id: str = field(default_factory=lambda: new_id("item"))
+    status: Literal["in_progress", "completed", "incomplete"] = "completed"
+    role = "assistant"
+
+    @classmethod
+    def of(cls, given: FunctionCall) -> CallItem:
+        """Convert an item of a client, as of an earlier conversation."""
+        return cls(given.call_id or new_id("call"), given.name, given.arguments, given.id or new_id("item"))
+
+    @property
+    def weight(self) -> Weight:
+        """What it takes of a conversation's bounds."""
+        return Weight(characters=len(self.name) + len(self.arguments))
+
+    def shown(self, **_: bool) -> dict[str, Any]:
+        """The item as clients see it."""
+        return {
+            "id": self.id,
+            "object": "realtime.item",
+            "type": "function_call",
+            "status": self.status,
+            "call_id": self.call_id,
+            "name": self.name,
+            "arguments": self.arguments,
+        }
+
+
+@dataclass
+class ResultItem:
+    """What a call has brought."""
+
+    call_id: str
+    output: str
+    id: str
+    role = "tool"
+
+    @classmethod
+    def of(cls, given: FunctionCallOutput) -> ResultItem:
+        """Convert an item of a client."""
+        return cls(given.call_id, given.output, given.id or new_id("item"))
+
+    @property
+    def weight(self) -> Weight:
+        """What it takes of a conversation's bounds."""
+        return Weight(characters=len(self.output))
+
+    def shown(self, **_: bool) -> dict[str, Any]:
+        """The item as clients see it."""
+        return {
+            "id": self.id,
+            "object": "realtime.item",
+            "type": "function_call_output",
+            "status": "completed",
+            "call_id": self.call_id,
+            "output": self.output,
+        }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The conversation
+
+AnyItem = MessageItem | CallItem | ResultItem
+
+
+class RealtimeConversation:
     """Items that the model is shown. When they become too many, the oldest are dropped.
 
     Args:
@@ -119,3 +373,76 @@ class Conversation:
             or weight.audio_bytes > self._audio_seconds * BYTES_PER_SECOND
             or (self._max_audios is not None and weight.audios > self._max_audios)
         )
+
+
+def prompt_of(instructions: str, items: Iterable[AnyItem]) -> Sequence[dict[str, Any]]:
+    """The messages, as the client library takes them.
+
+    Calls belong to the assistant's message before them. A result whose call was dropped is left out.
+    """
+    messages: list[dict[str, Any]] = []
+    called: set[str] = set()
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    for item in items:
+        match item:
+            case MessageItem():
+                parts = [part.prompt() for part in item.parts if part.text or part.audio]
+                if parts:
+                    messages.append({"role": item.role, "content": parts})
+            case CallItem():
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                call = {"id": item.call_id, "name": item.name, "arguments": item.arguments}
+                messages[-1].setdefault("tool_calls", []).append(call)
+                called.add(item.call_id)
+            case ResultItem():
+                if item.call_id in called:
+                    messages.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
+    return messages
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is written down of the user's turns
+
+
+class TurnTranscripts:
+    """Of the turns of one conversation. The methods return the events to send, none for a turn that is gone."""
+
+    def __init__(self, conversation: RealtimeConversation) -> None:
+        self._conversation = conversation
+
+    def messages(self, item_id: str, question: str) -> Sequence[Mapping[str, Any]]:
+        """The prompt that asks about a turn, empty if it is gone."""
+        item = self._turn(item_id)
+        if item is None:
+            return ()
+        return [{"role": "user", "content": [item.parts[0].prompt(), {"type": "text", "text": question}]}]
+
+    def delta(self, item_id: str, text: str) -> Sequence[Event]:
+        """The next text."""
+        return [_transcription("delta", item_id, delta=text)] if self._turn(item_id) is not None else ()
+
+    def completed(self, item_id: str, text: str, usage: Mapping[str, Any]) -> Sequence[Event]:
+        """The whole text, which the item keeps."""
+        item = self._turn(item_id)
+        if item is None:
+            return ()
+        item.parts[0].text = text
+        self._conversation.weigh(item)
+        return [_transcription("completed", item_id, transcript=text, usage=dict(usage))]
+
+    def failed(self, item_id: str, error: HttpError) -> Sequence[Event]:
+        """There will be no text."""
+        if self._turn(item_id) is None:
+            return ()
+        return [_transcription("failed", item_id, error=error.body()["error"])]
+
+    def _turn(self, item_id: str) -> MessageItem | None:
+        found = next((item for item in self._conversation if item.id == item_id), None)
+        return found if isinstance(found, MessageItem) else None
+
+
+def _transcription(kind: str, item_id: str, **fields: Any) -> Event:
+    kind = f"conversation.item.input_audio_transcription.{kind}"
+    return event(kind, item_id=item_id, content_index=0, **fields)

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from omni_actors.http_server.realtime import server_events as events
-from omni_actors.http_server.realtime.call_items import CallItem
-from omni_actors.http_server.realtime.conversation import Conversation
-from omni_actors.http_server.realtime.items import Item, Part, seconds_of
-from omni_actors.http_server.realtime.session_config import AudioFormat, SessionConfig
+from omni_actors.http_server.realtime.config import PcmFormat, SessionConfig
+from omni_actors.http_server.realtime.conversation import (
+    CallItem,
+    ItemPart,
+    MessageItem,
+    RealtimeConversation,
+    seconds_of,
+)
+from omni_actors.http_server.realtime.events import Event, event, new_id
 from omni_actors.protocol.tools import ToolCallPiece
 
 Status = Literal["in_progress", "completed", "cancelled", "failed", "incomplete"]
-Events = list[events.ServerEvent]
+Events = list[Event]
 
 
-class Response:
+class RunningResponse:
     """The state of an answer from its creation to its end.
 
     Args:
@@ -27,19 +31,19 @@ class Response:
     def __init__(
         self,
         config: SessionConfig,
-        conversation: Conversation | None,
+        conversation: RealtimeConversation | None,
         conversation_id: str,
         metadata: Mapping[str, str] | None,
     ) -> None:
-        self.id = events.new_id("resp")
+        self.id = new_id("resp")
         self.config = config
-        self.item: Item | None = None
+        self.item: MessageItem | None = None
         self._conversation = conversation
         self._conversation_id = conversation_id if conversation is not None else None
         self._metadata = metadata
         self._previous: str | None = None
         self._requests = 0
-        self._output: list[Item | CallItem] = []
+        self._output: list[MessageItem | CallItem] = []
         self._call_previous: dict[str, str | None] = {}
         self._calls: dict[int, tuple[int, CallItem]] = {}  # with their places in the output
 
@@ -55,39 +59,41 @@ class Response:
 
     def created(self) -> Events:
         """The first event."""
-        return [events.ResponseCreated(response=self.shown("in_progress"))]
+        return [event("response.created", response=self.shown("in_progress"))]
 
     def text(self, delta: str) -> Events:
         """The next text."""
         sent = self._begin()
         part, ids = self._part, self._ids
         part.text += delta
-        kind = events.TranscriptDelta if self.spoken else events.TextDelta
-        return [*sent, kind(**ids, delta=delta)]
+        kind = "output_audio_transcript" if self.spoken else "output_text"
+        return [*sent, event(f"response.{kind}.delta", **ids, delta=delta)]
 
     def sound(self, pcm: bytes) -> Events:
         """The next sound."""
         sent = self._begin()
         self._part.seconds += seconds_of(pcm)
-        return [*sent, events.AudioDelta(**self._ids, delta=pcm)]
+        return [*sent, event("response.output_audio.delta", **self._ids, delta=pcm)]
 
     def call(self, piece: ToolCallPiece) -> Events:
         """The next piece of a call of a tool, which has an item of its own."""
         sent: Events = []
         if piece.index not in self._calls:
-            made = CallItem(piece.id or events.new_id("call"), piece.name, status="in_progress")
+            made = CallItem(piece.id or new_id("call"), piece.name, status="in_progress")
             self._calls[piece.index] = (len(self._output), made)
             self._output.append(made)
             shown = made.shown()
-            sent.append(events.OutputItemAdded(response_id=self.id, output_index=len(self._output) - 1, item=shown))
+            sent.append(
+                event("response.output_item.added", response_id=self.id, output_index=len(self._output) - 1, item=shown)
+            )
             if self._conversation is not None:
                 previous = self._call_previous[made.id] = self._conversation.add(made)
-                sent.append(events.ItemAdded(item=shown, previous_item_id=previous))
+                sent.append(event("conversation.item.added", item=shown, previous_item_id=previous))
         index, call = self._calls[piece.index]
         call.arguments += piece.arguments
         if piece.arguments:
             ids = self._call_ids(index, call)
-            sent.append(events.ArgumentsDelta(**ids, delta=piece.arguments))
+            sent.append(event("response.function_call_arguments.delta", **ids, delta=piece.arguments))
         return sent
 
     def end(
@@ -107,7 +113,7 @@ class Response:
             sent += self._end_call(index, call) if status == "completed" else self._drop_call(call)
         details = None if status == "completed" else {"type": status, "reason": reason, "error": error}
         shown = self.shown(status, status_details=details, usage=usage)
-        return [*sent, events.ResponseDone(response=shown), events.RateLimits()]
+        return [*sent, event("response.done", response=shown), event("rate_limits.updated", rate_limits=[])]
 
     def shown(
         self, status: Status, status_details: Any = None, usage: Mapping[str, Any] | None = None
@@ -122,7 +128,7 @@ class Response:
             "conversation_id": self._conversation_id,
             "output_modalities": [self.config.output],
             "max_output_tokens": self.config.max_output_tokens,
-            "audio": {"output": {"format": AudioFormat(), "voice": self.config.voice}},
+            "audio": {"output": {"format": PcmFormat(), "voice": self.config.voice}},
             "metadata": self._metadata,
             "usage": usage,
         }
@@ -133,37 +139,50 @@ class Response:
         """Make the item with the first piece, so that an answer that fails before has none."""
         if self.item is not None:
             return []
-        part = Part("output_audio" if self.spoken else "output_text")
-        self.item = Item(events.new_id("item"), "assistant", [part], "in_progress")
+        part = ItemPart("output_audio" if self.spoken else "output_text")
+        self.item = MessageItem(new_id("item"), "assistant", [part], "in_progress")
         self._output.append(self.item)
         shown = self.item.shown(with_parts=False)
-        sent: Events = [events.OutputItemAdded(response_id=self.id, output_index=self._place, item=shown)]
+        sent: Events = [event("response.output_item.added", response_id=self.id, output_index=self._place, item=shown)]
         if self._conversation is not None:
             self._previous = self._conversation.add(self.item)
-            sent.append(events.ItemAdded(item=shown, previous_item_id=self._previous))
-        return [*sent, events.PartAdded(**self._ids, part=self._shown_part())]
+            sent.append(event("conversation.item.added", item=shown, previous_item_id=self._previous))
+        return [*sent, event("response.content_part.added", **self._ids, part=self._shown_part())]
 
-    def _end_item(self, item: Item) -> Events:
+    def _end_item(self, item: MessageItem) -> Events:
         ids, text = self._ids, self._part.text
         if self.spoken:
-            sent: Events = [events.AudioDone(**ids), events.TranscriptDone(**ids, transcript=text)]
+            sent: Events = [
+                event("response.output_audio.done", **ids),
+                event("response.output_audio_transcript.done", **ids, transcript=text),
+            ]
         else:
-            sent = [events.TextDone(**ids, text=text)]
-        sent.append(events.PartDone(**ids, part=self._shown_part()))
+            sent = [event("response.output_text.done", **ids, text=text)]
+        sent.append(event("response.content_part.done", **ids, part=self._shown_part()))
         if self._conversation is not None:
             self._conversation.weigh(item)
-            sent.append(events.ItemDone(item=item.shown(), previous_item_id=self._previous))
-        return [*sent, events.OutputItemDone(response_id=self.id, output_index=self._place, item=item.shown())]
+            sent.append(event("conversation.item.done", item=item.shown(), previous_item_id=self._previous))
+        return [
+            *sent,
+            event("response.output_item.done", response_id=self.id, output_index=self._place, item=item.shown()),
+        ]
 
     def _end_call(self, index: int, call: CallItem) -> Events:
         call.status = "completed"
         sent: Events = [
-            events.ArgumentsDone(**self._call_ids(index, call), name=call.name, arguments=call.arguments),
-            events.OutputItemDone(response_id=self.id, output_index=index, item=call.shown()),
+            event(
+                "response.function_call_arguments.done",
+                **self._call_ids(index, call),
+                name=call.name,
+                arguments=call.arguments,
+            ),
+            event("response.output_item.done", response_id=self.id, output_index=index, item=call.shown()),
         ]
         if self._conversation is not None:
             self._conversation.weigh(call)
-            sent.append(events.ItemDone(item=call.shown(), previous_item_id=self._call_previous.get(call.id)))
+            sent.append(
+                event("conversation.item.done", item=call.shown(), previous_item_id=self._call_previous.get(call.id))
+            )
         return sent
 
     def _drop_call(self, call: CallItem) -> Events:
@@ -172,7 +191,7 @@ class Response:
         if self._conversation is None or call not in self._conversation:
             return []
         self._conversation.remove(call.id)
-        return [events.ItemDeleted(item_id=call.id)]
+        return [event("conversation.item.deleted", item_id=call.id)]
 
     def _call_ids(self, index: int, call: CallItem) -> dict[str, Any]:
         return {"response_id": self.id, "item_id": call.id, "output_index": index, "call_id": call.call_id}
@@ -189,7 +208,7 @@ class Response:
         )
 
     @property
-    def _part(self) -> Part:
+    def _part(self) -> ItemPart:
         if self.item is None:
             raise ValueError("The response has no item yet.")
         return self.item.parts[0]
@@ -200,4 +219,5 @@ class Response:
             "response_id": self.id,
             "item_id": self.item.id if self.item is not None else "",
             "output_index": self._place,
+            "content_index": 0,
         }

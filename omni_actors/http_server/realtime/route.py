@@ -7,10 +7,10 @@ import time
 from starlette.websockets import WebSocket
 
 from omni_actors.http_server.errors import bad_field
-from omni_actors.http_server.realtime.ahead_of_turn import AheadOfTurn
-from omni_actors.http_server.realtime.connection import Connection
-from omni_actors.http_server.realtime.session import Session
-from omni_actors.http_server.realtime.session_config import RATE, Pipeline, ServerVad, SessionConfig
+from omni_actors.http_server.realtime.config import RATE, Pipeline, ServerVad, SessionConfig
+from omni_actors.http_server.realtime.connection import SessionConnection
+from omni_actors.http_server.realtime.session import RealtimeSession
+from omni_actors.http_server.realtime.turns import AheadOfTurn
 from omni_actors.http_server.state import ServerState
 from omni_actors.protocol.client import Description
 
@@ -27,7 +27,7 @@ async def realtime(websocket: WebSocket) -> None:
     with state.realtime.session(tenant) as reservation:
         await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
         session = _session(state, description, model)
-        await Connection(websocket, state, session, reservation, tenant).run()
+        await SessionConnection(websocket, state, session, reservation, tenant).run()
 
 
 def _model(websocket: WebSocket, state: ServerState, description: Description) -> str:
@@ -42,7 +42,7 @@ def _hears(description: Description, pipeline: Pipeline) -> bool:
     return description.outputs.get("text") in pipeline.stages[:2]
 
 
-def _session(state: ServerState, description: Description, model: str) -> Session:
+def _session(state: ServerState, description: Description, model: str) -> RealtimeSession:
     settings = state.settings
     pipeline = Pipeline(
         voices=description.voices,
@@ -57,7 +57,7 @@ def _session(state: ServerState, description: Description, model: str) -> Sessio
         output="audio" if pipeline.speaks else "text",
         turn_detection=ServerVad() if state.realtime.detects else None,
     )
-    return Session(
+    return RealtimeSession(
         config,
         pipeline,
         detects=state.realtime.detects,

@@ -11,25 +11,36 @@ from typing import Any, NamedTuple
 
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.realtime import client_events as client
-from omni_actors.http_server.realtime import server_events as server
-from omni_actors.http_server.realtime.ahead_of_turn import AheadOfTurn
-from omni_actors.http_server.realtime.audio_buffer import MIN_COMMIT, AudioBuffer, milliseconds
-from omni_actors.http_server.realtime.call_items import CallItem, ResultItem
-from omni_actors.http_server.realtime.conversation import Conversation
-from omni_actors.http_server.realtime.items import Item
-from omni_actors.http_server.realtime.prompts import AnyItem, prompt_of
-from omni_actors.http_server.realtime.response import Response
-from omni_actors.http_server.realtime.session_config import RATE, Pipeline, SessionConfig
-from omni_actors.http_server.realtime.transcripts import Transcripts
-from omni_actors.http_server.realtime.turn_detection import TurnBegins, TurnDetector, TurnEnds, Window
+from omni_actors.http_server.realtime import events
+from omni_actors.http_server.realtime.config import RATE, Pipeline, SessionConfig
+from omni_actors.http_server.realtime.conversation import (
+    AnyItem,
+    CallItem,
+    MessageItem,
+    RealtimeConversation,
+    ResultItem,
+    TurnTranscripts,
+    prompt_of,
+)
+from omni_actors.http_server.realtime.events import Event, error_event, event, new_id
+from omni_actors.http_server.realtime.response import RunningResponse
+from omni_actors.http_server.realtime.turns import (
+    MIN_COMMIT,
+    AheadOfTurn,
+    AudioBuffer,
+    SpeechWindow,
+    TurnBegins,
+    TurnDetector,
+    TurnEnds,
+    milliseconds,
+)
 from omni_actors.protocol.tools import ToolCallPiece
 
 
 class Send(NamedTuple):
-    """Send an event to the client."""
+    """Send an event to the events."""
 
-    event: server.ServerEvent
+    event: Event
 
 
 class Ask(NamedTuple):
@@ -75,7 +86,7 @@ Instruction = Send | Ask | Cancel | Transcribe | EndPreparation
 Instructions = list[Instruction]
 
 
-class Session:
+class RealtimeSession:
     """One conversation.
 
     Args:
@@ -97,20 +108,20 @@ class Session:
         expires: int,
         ahead: AheadOfTurn | None = None,
     ) -> None:
-        self.id = server.new_id("sess")
+        self.id = new_id("sess")
         self._config = config
         self._pipeline = pipeline
         self._detects = detects
         self._expires = expires
-        self._conversation = Conversation(audio_seconds, pipeline.max_audios)
-        self._conversation_id = server.new_id("conv")
-        self.transcripts = Transcripts(self._conversation)
+        self._conversation = RealtimeConversation(audio_seconds, pipeline.max_audios)
+        self._conversation_id = new_id("conv")
+        self.transcripts = TurnTranscripts(self._conversation)
         self._buffer = AudioBuffer(audio_seconds)
         self._detector = TurnDetector(config.turn_detection) if config.turn_detection is not None else None
         self._ahead = ahead or AheadOfTurn(0.0)
         self._turn_id = ""
         self._turn_start = 0
-        self._response: Response | None = None
+        self._response: RunningResponse | None = None
         self._aside: Sequence[AnyItem] | None = None  # what the response answers in place of the conversation
         self._spoken_characters, self._spoken_seconds = 0, 0.0  # of the answers that were complete
 
@@ -136,94 +147,104 @@ class Session:
 
     def opened(self) -> Instructions:
         """The first events of a session."""
-        return [Send(server.SessionCreated(session=self._config.shown(self.id, self._expires)))]
+        return [Send(event("session.created", session=self._config.shown(self.id, self._expires)))]
 
-    def receive(self, event: client.AnyEvent) -> Instructions:
-        """Take an event of the client."""
+    def receive(self, given: events.AnyEvent) -> Instructions:
+        """Take an event of the events."""
         try:
-            return self._receive(event)
+            return self._receive(given)
         except HttpError as error:
-            return [Send(server.Error.of(error, event.event_id))]
+            return [Send(error_event(error, given.event_id))]
 
-    def _receive(self, event: client.AnyEvent) -> Instructions:
-        match event:
-            case client.UpdateSession():
-                return self._update(event)
-            case client.AppendAudio():
-                self._buffer.append(event.audio)
+    def _receive(self, given: events.AnyEvent) -> Instructions:
+        match given:
+            case events.UpdateSession():
+                return self._update(given)
+            case events.AppendAudio():
+                self._buffer.append(given.audio)
                 return []
-            case client.CommitAudio():
+            case events.CommitAudio():
                 return self._commit()
-            case client.ClearAudio():
+            case events.ClearAudio():
                 self._buffer.take()
                 self._forget_turn()
-                return [EndPreparation(), Send(server.AudioCleared())]
-            case client.CreateItem():
-                return self._add(self._item_of(event.item, "item"), event.previous_item_id)
-            case client.RetrieveItem():
-                return [Send(server.ItemRetrieved(item=self._conversation.find(event.item_id).shown(with_audio=True)))]
-            case client.DeleteItem():
-                self._conversation.remove(event.item_id)
-                return [Send(server.ItemDeleted(item_id=event.item_id))]
-            case client.TruncateItem():
-                return self._truncate(event)
-            case client.CreateResponse():
-                return self._respond_to(event.response or client.ResponseFields())
-            case client.CancelResponse():
-                return self._cancel(event)
+                return [EndPreparation(), Send(event("input_audio_buffer.cleared"))]
+            case events.CreateItem():
+                return self._add(self._item_of(given.item, "item"), given.previous_item_id)
+            case events.RetrieveItem():
+                return [
+                    Send(
+                        event(
+                            "conversation.item.retrieved",
+                            item=self._conversation.find(given.item_id).shown(with_audio=True),
+                        )
+                    )
+                ]
+            case events.DeleteItem():
+                self._conversation.remove(given.item_id)
+                return [Send(event("conversation.item.deleted", item_id=given.item_id))]
+            case events.TruncateItem():
+                return self._truncate(given)
+            case events.CreateResponse():
+                return self._respond_to(given.response or events.ResponseFields())
+            case events.CancelResponse():
+                return self._cancel(given)
 
     # -- configuration and items --------------------------------------------------------------------------------------
 
-    def _update(self, event: client.UpdateSession) -> Instructions:
-        config = self._config.updated(event.session, self._pipeline, self._detects)
+    def _update(self, given: events.UpdateSession) -> Instructions:
+        config = self._config.updated(given.session, self._pipeline, self._detects)
         if config.turn_detection != self._config.turn_detection:
             self._detector = TurnDetector(config.turn_detection) if config.turn_detection is not None else None
         self._config = config
-        return [Send(server.SessionUpdated(session=config.shown(self.id, self._expires)))]
+        return [Send(event("session.updated", session=config.shown(self.id, self._expires)))]
 
-    def _item_of(self, given: client.AnyMessage, where: str) -> AnyItem:
+    def _item_of(self, given: events.GivenItem, where: str) -> AnyItem:
         match given:
-            case client.FunctionCall():
+            case events.FunctionCall():
                 return CallItem.of(given)
-            case client.FunctionCallOutput():
+            case events.FunctionCallOutput():
                 if not any(isinstance(item, CallItem) and item.call_id == given.call_id for item in self._conversation):
                     raise bad_field(f"{where}.call_id", "The conversation has no function_call with this call_id.")
                 return ResultItem.of(given)
-            case client.Message():
-                return Item.of(given, where)
+            case events.GivenMessage():
+                return MessageItem.of(given, where)
 
     def _add(self, item: AnyItem, after: str | None = None) -> Instructions:
         previous = self._conversation.add(item, after)
         shown = item.shown()
         return [
-            Send(server.ItemAdded(item=shown, previous_item_id=previous)),
-            Send(server.ItemDone(item=shown, previous_item_id=previous)),
+            Send(event("conversation.item.added", item=shown, previous_item_id=previous)),
+            Send(event("conversation.item.done", item=shown, previous_item_id=previous)),
             *self._deleted(self._conversation.drop_oldest()),
         ]
 
     def _deleted(self, item_ids: Sequence[str]) -> Instructions:
-        return [Send(server.ItemDeleted(item_id=item_id)) for item_id in item_ids]
+        return [Send(event("conversation.item.deleted", item_id=item_id)) for item_id in item_ids]
 
-    def _truncate(self, event: client.TruncateItem) -> Instructions:
-        item = self._conversation.find(event.item_id)
+    def _truncate(self, given: events.TruncateItem) -> Instructions:
+        item = self._conversation.find(given.item_id)
         running = self._response if self._response is not None and self._response.item is item else None
         rate = self._spoken_characters / self._spoken_seconds if self._spoken_seconds else None
-        if not isinstance(item, Item):
+        if not isinstance(item, MessageItem):
             raise bad_field("item_id", "This item is no spoken answer.")
-        item.check_truncation(event.content_index, event.audio_end_ms)
+        item.check_truncation(given.content_index, given.audio_end_ms)
         done: Instructions = []
         if running is not None:
             done = [Cancel(running.id), *self._end("cancelled", reason="client_cancelled")]
-        item.truncate(event.content_index, event.audio_end_ms, rate)
+        item.truncate(given.content_index, given.audio_end_ms, rate)
         self._conversation.weigh(item)
-        truncated = server.ItemTruncated(
-            item_id=item.id, content_index=event.content_index, audio_end_ms=event.audio_end_ms
+        truncated = event(
+            "conversation.item.truncated",
+            item_id=item.id,
+            content_index=given.content_index,
+            audio_end_ms=given.audio_end_ms,
         )
         return [*done, Send(truncated)]
 
     # -- the user's turn ----------------------------------------------------------------------------------------------
 
-    def detect(self, windows: Sequence[Window]) -> Instructions:
+    def detect(self, windows: Sequence[SpeechWindow]) -> Instructions:
         """Look for turns in windows of the sound that was received."""
         done: Instructions = []
         for window in windows:
@@ -241,23 +262,25 @@ class Session:
         return done
 
     def _begin_turn(self, start: int) -> Instructions:
-        self._turn_id = server.new_id("item")
+        self._turn_id = new_id("item")
         self._turn_start = max(start, self._buffer.start)
-        started = server.SpeechStarted(audio_start_ms=milliseconds(self._turn_start), item_id=self._turn_id)
+        started = event(
+            "input_audio_buffer.speech_started", audio_start_ms=milliseconds(self._turn_start), item_id=self._turn_id
+        )
         detection = self._config.turn_detection
         if self._response is None or detection is None or not detection.interrupt_response:
             return [Send(started)]
         return [Cancel(self._response.id), Send(started), *self._end("cancelled", reason="turn_detected")]
 
     def _end_turn(self, end: TurnEnds) -> Instructions:
-        stopped = server.SpeechStopped(audio_end_ms=milliseconds(end.end), item_id=self._turn_id)
+        stopped = event("input_audio_buffer.speech_stopped", audio_end_ms=milliseconds(end.end), item_id=self._turn_id)
         done: Instructions = [Send(stopped)]
         try:
             done += self._commit_sound(self._turn_id, self._buffer.take(self._turn_start, end.end))
             if self._config.turn_detection is not None and self._config.turn_detection.create_response:
-                done += self._respond_to(client.ResponseFields(), silence=end.silence / RATE)
+                done += self._respond_to(events.ResponseFields(), silence=end.silence / RATE)
         except HttpError as error:
-            done.append(Send(server.Error.of(error)))
+            done.append(Send(error_event(error)))
         return [*done, *self._transcribe(self._turn_id)]
 
     def _commit(self) -> Instructions:
@@ -267,14 +290,14 @@ class Session:
             )
             raise HttpError(400, message, code="input_audio_buffer_commit_empty")
         speaking = self._detector is not None and self._detector.speaking
-        item_id = self._turn_id if speaking else server.new_id("item")
+        item_id = self._turn_id if speaking else new_id("item")
         start = self._turn_start if speaking else None
         self._forget_turn()
         return [*self._commit_sound(item_id, self._buffer.take(start)), *self._transcribe(item_id)]
 
     def _commit_sound(self, item_id: str, pcm: bytes) -> Instructions:
-        committed = server.AudioCommitted(item_id=item_id, previous_item_id=self._conversation.last_id)
-        return [EndPreparation(), Send(committed), *self._add(Item.of_sound(item_id, pcm))]
+        committed = event("input_audio_buffer.committed", item_id=item_id, previous_item_id=self._conversation.last_id)
+        return [EndPreparation(), Send(committed), *self._add(MessageItem.of_sound(item_id, pcm))]
 
     def _transcribe(self, item_id: str) -> Instructions:
         """Comes after the answer has been asked for, which is more urgent."""
@@ -289,7 +312,7 @@ class Session:
         end = self._ahead.due(start, self._buffer.end, self._conversation.audio_bytes)
         if end is None:
             return None
-        turn = Item.of_sound("", self._buffer.read(start, end))
+        turn = MessageItem.of_sound("", self._buffer.read(start, end))
         if not self._conversation.has_room(turn):
             return None
         return Prepare(self._config, prompt_of(self._config.instructions, [*self._conversation, turn]))
@@ -300,7 +323,7 @@ class Session:
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
-    def _respond_to(self, fields: client.ResponseFields, silence: float = 0.0) -> Instructions:
+    def _respond_to(self, fields: events.ResponseFields, silence: float = 0.0) -> Instructions:
         config = self._config.with_answer(fields, fields.audio.output, self._pipeline, "response")
         if self._response is not None:
             message = f"The response {self._response.id} is running: wait for its end, or send response.cancel."
@@ -308,14 +331,14 @@ class Session:
         aside = self._aside_of(fields.input) if fields.input is not None else None
         conversation = self._conversation if fields.conversation == "auto" else None
         self._aside = aside
-        self._response = Response(config, conversation, self._conversation_id, fields.metadata)
+        self._response = RunningResponse(config, conversation, self._conversation_id, fields.metadata)
         return [*map(Send, self._response.created()), self._ask(self._response, silence)]
 
-    def _aside_of(self, given: Sequence[client.AnyMessage | client.ItemReference]) -> Sequence[AnyItem]:
+    def _aside_of(self, given: Sequence[events.GivenItem | events.ItemReference]) -> Sequence[AnyItem]:
         items: list[AnyItem] = []
         for index, entry in enumerate(given):
             where = f"response.input[{index}]"
-            if not isinstance(entry, client.ItemReference):
+            if not isinstance(entry, events.ItemReference):
                 items.append(self._item_of(entry, where))
                 continue
             try:
@@ -324,14 +347,14 @@ class Session:
                 raise bad_field(f"{where}.id", error.message, "item_not_found") from None
         return items
 
-    def _ask(self, response: Response, silence: float) -> Ask:
+    def _ask(self, response: RunningResponse, silence: float) -> Ask:
         items = self._aside if self._aside is not None else self._conversation
         messages = prompt_of(response.config.instructions, items)
         return Ask(response.id, response.next_request_id(), response.config, messages, silence)
 
-    def _cancel(self, event: client.CancelResponse) -> Instructions:
+    def _cancel(self, given: events.CancelResponse) -> Instructions:
         running = self._response
-        if running is None or event.response_id not in (None, running.id):
+        if running is None or given.response_id not in (None, running.id):
             message = "There is no response to cancel." if running is None else f"The response {running.id} is running."
             raise HttpError(400, message, param="response_id", code="response_cancel_not_active")
         return [Cancel(running.id), *self._end("cancelled", reason="client_cancelled")]
@@ -342,7 +365,7 @@ class Session:
         if response is None:
             return []
         sent = response.text(delta) if delta else []
-        return [Send(event) for event in (*sent, *(event for piece in calls for event in response.call(piece)))]
+        return [*map(Send, sent), *(Send(made) for piece in calls for made in response.call(piece))]
 
     def sound(self, response_id: str, pcm: bytes) -> Instructions:
         """Take the next sound of an answer."""
@@ -370,9 +393,9 @@ class Session:
         if too_long and response.config.truncation == "auto" and (dropped := self._conversation.drop_half()):
             return [*self._deleted(dropped), self._ask(response, 0.0)]
         about = {"type": error.kind, "code": error.code}
-        return [Send(server.Error.of(error)), *self._end("failed", error=about)]
+        return [Send(error_event(error)), *self._end("failed", error=about)]
 
-    def _running(self, response_id: str) -> Response | None:
+    def _running(self, response_id: str) -> RunningResponse | None:
         return self._response if self._response is not None and self._response.id == response_id else None
 
     def _end(self, status: Any, **options: Any) -> Instructions:

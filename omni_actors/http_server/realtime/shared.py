@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from omni_actors.coordinator.core.slots import reserved
 from omni_actors.host.processes import give_back_memory
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.realtime.pacing import LAG_SECONDS
-from omni_actors.http_server.realtime.voice_activity import available
-from omni_actors.http_server.reservations import BodyBytes, Reservation
+from omni_actors.http_server.realtime.turns import LAG_SECONDS, available
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.shares import BodyBytes, Reservation
 from omni_actors.telemetry.meters import Meters
 from omni_actors.telemetry.metric_table import REALTIME_SESSIONS
 

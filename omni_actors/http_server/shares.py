@@ -1,10 +1,16 @@
-"""A bound on the bytes that all requests hold together: bodies, and the media, files and turns that they refer to."""
+"""What requests have to share: bytes in memory, the pipeline's slots, and turns of the event loop."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import ipaddress
+import secrets
 from contextvars import ContextVar
 
 from omni_actors.http_server.errors import HttpError
+
+IPV6_NETWORK = 64  # bits; who has one of its addresses usually has them all
 
 
 class BodyBytes:
@@ -48,3 +54,36 @@ def reserve(size: int) -> None:
     """Count bytes for the request that this task handles, if it has a reservation. Raises as `Reservation.add`."""
     if (reservation := RESERVATION.get(None)) is not None:
         reservation.add(size)
+
+
+class TenantNames:
+    """Names of clients, among which slots are shared: told apart by address, which the pipeline does not learn."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+
+    def name(self, host: str) -> str:
+        """Return 16 hexadecimal digits for the address of a connection, "" for none."""
+        try:
+            address = ipaddress.ip_address(host.partition("%")[0])
+        except ValueError:
+            return ""
+        if isinstance(address, ipaddress.IPv6Address):
+            address = address.ipv4_mapped or ipaddress.ip_network((address, IPV6_NETWORK), strict=False).network_address
+        return hashlib.blake2b(address.packed, digest_size=8, key=self._secret).hexdigest()
+
+
+class Turns:
+    """Spreads work over turns of the event loop, so that whatever else is ready goes between.
+
+    A step of a vocoder ends with sound for many answers. To encode all of it in one turn would hold up every text that
+    arrives meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def take(self) -> None:
+        """Wait for a turn of the loop in which no other caller works. Callers come in the order of their calls."""
+        async with self._lock:
+            await asyncio.sleep(0)

@@ -1,22 +1,23 @@
-"""The events that a client may send, and their decoding."""
+"""The events of a session: those that a client may send, and those that the server sends."""
 
 from __future__ import annotations
 
+import uuid
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from omni_actors.http_server.chat_messages import MAX_MESSAGES, MAX_PARTS
+from omni_actors.http_server.chat_messages import MAX_MESSAGES, MAX_PARTS, InputText, OutputText, Part
 from omni_actors.http_server.decoding import MAX_VALUES, check_bounds, decode
-from omni_actors.http_server.fields import MAX_TEXT, Strict
-from omni_actors.http_server.realtime.session_config import AnswerFields, Fields, OrNull, OutputAudio, SessionFields
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.fields import Strict, Text
+from omni_actors.http_server.realtime.config import AnswerFields, Fields, OrNull, OutputAudioFields, SessionFields
 from omni_actors.protocol.tools import CallId, Json, ToolName
 
 MAX_ID = 128
 Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
 EventId = Annotated[str, Meta(max_length=512)]
-Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 
 
@@ -24,30 +25,14 @@ Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_l
 # Items
 
 
-class Content(Strict, frozen=True, tag_field="type"):
-    """A part of an item's content."""
-
-
-class InputText(Content, frozen=True, tag="input_text"):
-    """Text of the user or of the system."""
-
-    text: Text
-
-
-class InputSound(Content, frozen=True, tag="input_audio"):
+class InputSound(Part, frozen=True, tag="input_audio"):
     """Sound of the user, base64 of PCM."""
 
     audio: bytes
     transcript: None = None
 
 
-class OutputText(Content, frozen=True, tag="output_text"):
-    """Text of an earlier answer."""
-
-    text: Text
-
-
-class OutputSound(Content, frozen=True, tag="output_audio"):
+class OutputSound(Part, frozen=True, tag="output_audio"):
     """A spoken answer of an earlier conversation, by its transcript: the model is shown no sound of its own."""
 
     transcript: Text
@@ -57,7 +42,7 @@ class OutputSound(Content, frozen=True, tag="output_audio"):
 AnyContent = InputText | InputSound | OutputText | OutputSound
 
 
-class Message(Strict, frozen=True, tag_field="type", tag="message"):
+class GivenMessage(Strict, frozen=True, tag_field="type", tag="message"):
     """An item of a conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -88,7 +73,7 @@ class FunctionCallOutput(Strict, frozen=True, tag_field="type", tag="function_ca
     status: Literal["completed", "incomplete", "in_progress"] | None = None  # without effect
 
 
-AnyMessage = Message | FunctionCall | FunctionCallOutput
+GivenItem = GivenMessage | FunctionCall | FunctionCallOutput
 
 
 class ItemReference(Strict, frozen=True, tag_field="type", tag="item_reference"):
@@ -98,7 +83,7 @@ class ItemReference(Strict, frozen=True, tag_field="type", tag="item_reference")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Events
+# Events of the client
 
 
 class ClientEvent(Strict, frozen=True, kw_only=True, tag_field="type"):
@@ -130,7 +115,7 @@ class ClearAudio(ClientEvent, frozen=True, kw_only=True, tag="input_audio_buffer
 class CreateItem(ClientEvent, frozen=True, kw_only=True, tag="conversation.item.create"):
     """Add an item: at the end, behind `previous_item_id`, or first if that is "root"."""
 
-    item: AnyMessage
+    item: GivenItem
     previous_item_id: Id | None = None
 
 
@@ -157,7 +142,7 @@ class TruncateItem(ClientEvent, frozen=True, kw_only=True, tag="conversation.ite
 class ResponseAudio(Fields, frozen=True):
     """The sound of a single response; there is nothing to set about its input."""
 
-    output: OrNull[OutputAudio] = OutputAudio()
+    output: OrNull[OutputAudioFields] = OutputAudioFields()
 
 
 class ResponseFields(AnswerFields, frozen=True, kw_only=True):
@@ -170,7 +155,7 @@ class ResponseFields(AnswerFields, frozen=True, kw_only=True):
 
     audio: OrNull[ResponseAudio] = ResponseAudio()
     conversation: OrNull[Literal["auto", "none"]] = "auto"
-    input: Annotated[list[AnyMessage | ItemReference], Meta(max_length=MAX_MESSAGES)] | None = None
+    input: Annotated[list[GivenItem | ItemReference], Meta(max_length=MAX_MESSAGES)] | None = None
     metadata: Metadata | None = None
 
 
@@ -220,3 +205,28 @@ def event_id_of(data: bytes) -> str | None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return found[:512] if isinstance(found, str) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Events of the server. Tests hold each of them against the types of the `openai` package.
+
+Event = dict[str, Any]
+
+
+def new_id(kind: str) -> str:
+    """An id such as `item_3f2a...`."""
+    return f"{kind}_{uuid.uuid4().hex[:24]}"
+
+
+def event(kind: str, **fields: Any) -> Event:
+    """An event of the server; bytes become base64."""
+    return {"type": kind, "event_id": new_id("event"), **fields}
+
+
+def error_event(error: HttpError, event_id: str | None = None) -> Event:
+    """Say that something was refused or has failed. The session goes on.
+
+    Args:
+        event_id: of the client's event that is at fault.
+    """
+    return event("error", error={**error.body()["error"], "event_id": event_id})

