@@ -453,3 +453,23 @@ def test_a_signal_to_a_stage_that_has_just_been_forked_is_not_lost() -> None:
     """Before it has set its own handler: the launcher would wait its whole shutdown_timeout in vain."""
     done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["-15"] * 4
+
+
+def test_the_http_server_has_the_shutdown_timeout_to_end(launch: Launch) -> None:
+    """It may have many clients to tell; this one is stopped and cannot end at all."""
+    seconds = 7.0
+    data = {**chain(), "coordinator": {"shutdown_timeout": seconds}}
+    launcher = launch(data, "--http", "127.0.0.1:0").wait_ready()
+    children = psutil.Process(launcher.process.pid).children
+    server = until(lambda: next((child for child in children() if child.cmdline()[0] == "omni:http"), None))
+    server.suspend()
+    launcher.process.terminate()
+
+    def asked() -> bool:
+        pending = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{server.pid}/status").read_text(), re.MULTILINE)
+        return pending is not None and bool(int(pending[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+    until(asked, 10, "the launcher to ask the server to end")
+    began = time.monotonic()
+    assert launcher.wait_end(30) == 0
+    assert time.monotonic() - began > seconds - 1
