@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 # The cores of a process share vLLM's process groups, which a core's shutdown destroys, so they shut down when the last
-# of them does. A stage process has one core; a caller of StageLLM may have several.
+# of them that has groups does. Those of a dense model have none for experts: a model with experts starts only when they
+# are gone. A stage process has one core; a caller of StageLLM may have several.
 _ALIVE: list[VllmCore] = []
 _ENDED: list[EngineCore] = []
 
@@ -92,12 +93,15 @@ def make_request(
 class VllmCore:
     """An EngineCore in this process.
 
+    Args:
+        has_groups: whether its workers make vLLM's process groups.
+
     Raises:
         ConfigError: the scheduler or the worker is not one of ours.
         StartupError: the core does not start.
     """
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, has_groups: bool = True) -> None:
         if not vllm_config.use_v2_model_runner:
             raise ConfigError("vLLM chose its V1 model runner.", hint="Call engine.platform.prepare before vLLM.")
         scheduler_class = vllm_config.scheduler_config.get_scheduler_cls()
@@ -107,6 +111,7 @@ class VllmCore:
                 hint="Take the configuration from OmniEngineArgs.create_engine_config, which chooses the scheduler.",
             )
         self.vllm_config = vllm_config
+        self.has_groups = has_groups
         self.statistics = CoreStatistics()
         if vllm_config.parallel_config.use_ray:
             place_workers(vllm_config.parallel_config)
@@ -228,13 +233,13 @@ class VllmCore:
         return gone
 
     def shutdown(self) -> None:
-        """Drop all requests. With the last core of this process, also free everything. Idempotent."""
+        """Drop all requests. With the last core of this process that has groups, also free everything. Idempotent."""
         if self not in _ALIVE:
             return
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         _ALIVE.remove(self)
         _ENDED.append(self._core)
-        if not _ALIVE:
+        if not any(core.has_groups for core in _ALIVE):
             for core in _ENDED:
                 core.shutdown()
             _ENDED.clear()

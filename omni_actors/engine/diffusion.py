@@ -84,7 +84,7 @@ class DiffusionEngine(VllmEngine[_Running]):
     """
 
     def __init__(self, arguments: OmniEngineArgs) -> None:
-        super().__init__(VllmCore(arguments.create_engine_config()))
+        super().__init__(VllmCore(arguments.create_engine_config(), has_groups=False))
         self._runner = cast("DiffusionWorker", self.core.worker).model_runner
         self._facts = self._runner.facts
         self._jobs: dict[str, str] = {}  # id of a job in the core -> request

@@ -198,7 +198,6 @@ def test_qwen2_5_omni_equals_transformers(draw: str, tmp_path: Path) -> None:
     close(sound, spoken.waveform)
 
 
-@pytest.mark.nightly  # an engine with experts does not start in a process in which one without is left
 @DRAWS
 def test_qwen3_omni_equals_transformers(draw: str, tmp_path: Path) -> None:
     generator = Random(f"qwen3-omni {draw}")

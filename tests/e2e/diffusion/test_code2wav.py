@@ -36,6 +36,7 @@ from omni_actors.protocol.tensors import DType, HostTensor  # noqa: E402
 from omni_actors.stage.engine_interface import AudioEvent, ErrorEvent, FinishedEvent, StageInputs, StageRequest  # noqa: E402
 from tests.support.code2wav import WHOLE, arguments, codec_tokens, difference, expected  # noqa: E402
 from tests.support.reference import Reference  # noqa: E402
+from tests.support.stage_driver import make_engine  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
@@ -314,6 +315,18 @@ def test_autoregressive_requests_take_the_ordinary_path(tiny_checkpoint: Path, a
         answers.append(tokens)
     assert [len(tokens) for tokens in answers[0].values()] == [6, 6]
     assert answers[0] == answers[1]
+
+
+def test_a_vocoder_does_not_keep_what_ended_engines_shared(engine: DiffusionEngine, tiny_checkpoint: Path):
+    """An engine with experts starts only where the process groups of those without are gone."""
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
+
+    thinker = make_engine(tiny_checkpoint, "thinker")
+    assert model_parallel_is_initialized()
+    thinker.shutdown()
+    assert not model_parallel_is_initialized()
+    start(engine, "r", MIX[0])
+    assert "r" in drain(engine)[0]
 
 
 def test_bf16_moves_sound_but_not_far(
