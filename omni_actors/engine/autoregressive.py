@@ -15,7 +15,7 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 from omni_actors.engine.adapter import AutoregressiveAdapter, PromptOnly, RequestOutputs
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore
-from omni_actors.engine.grammars import GrammarCompiler, Prepared, needs_grammar
+from omni_actors.engine.grammars import GrammarCompiler, Prepared, TimedGrammar, needs_grammar
 from omni_actors.engine.row_cache import FollowedRows
 from omni_actors.engine.vllm_engine import VllmEngine
 from omni_actors.engine.worker_base import attach, attachment_of
@@ -59,6 +59,7 @@ class _Running:
     input_tokens: int
     follows_rows: bool = False
     rows: FollowedRows | None = None
+    grammar: TimedGrammar | None = None
     output_tokens: int = 0
 
 
@@ -140,6 +141,9 @@ class AutoregressiveEngine(VllmEngine[_Running]):
     def _add(self, request: EngineCoreRequest, running: _Running, prepared: Prepared | None = None) -> None:
         try:
             prepared = prepared or self.core.prepare(request)
+            structured = prepared[0].structured_output_request
+            if structured is not None and isinstance(structured.grammar, TimedGrammar):
+                running.grammar = structured.grammar
             if running.follows_rows:
                 running.rows = self._scheduler.follow(prepared[0])
             self.core.add(prepared)
@@ -250,6 +254,8 @@ class AutoregressiveEngine(VllmEngine[_Running]):
                 raise EngineError(f"vLLM ended the request: {output.finish_reason}.")
             if output.num_nans_in_logits:
                 raise ModelOutputInvalid(f"The model's logits hold NaN ({output.num_nans_in_logits} of them).")
+            if running.grammar is not None:
+                running.grammar.check()
             if running.rows is not None and (emitted := attachment_of(output)):
                 attach(output, running.rows.complete(emitted))
             events = list(running.outputs.convert(output))

@@ -1,6 +1,7 @@
 """Compiles the grammars of structured outputs outside the engine's loop, where they would stall every other request.
 
-Other work that a request needs before vLLM can have it, such as encoding a clip, is done there, too.
+What a grammar takes of the engine's steps afterwards is limited, because the requests of a step wait for one another.
+Other work that a request needs before vLLM can have it, such as encoding a clip, is done by the same thread.
 """
 
 from __future__ import annotations
@@ -8,22 +9,28 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.protocol.payloads import STRUCTURES
 
 LOWEST_PRIORITY = 19
+# Processor time of one answer's grammar. A usual one takes 0.1 ms of a token, with a large vocabulary up to 1 ms.
+GRAMMAR_SECONDS, TOKEN_SECONDS = 0.5, 0.005
 Prepared = tuple[Request, int]  # what vLLM's core makes of a request before it adds it
 
 
@@ -34,6 +41,55 @@ class Compilation:
     request: EngineCoreRequest
     prepared: Prepared | None = None
     error: OmniError | None = None
+
+
+class TimedGrammar(StructuredOutputGrammar):
+    """The grammar of one request, and what it has taken of the engine's steps."""
+
+    def __init__(self, grammar: StructuredOutputGrammar, form: str) -> None:
+        self._grammar = grammar
+        self._form = form
+        self._seconds = 0.0
+        self._tokens = 0
+
+    def check(self) -> None:
+        """Raise `InvalidRequest` if it takes so long that others would wait for it."""
+        if self._seconds > GRAMMAR_SECONDS + TOKEN_SECONDS * self._tokens:
+            raise InvalidRequest(
+                f"structured_outputs.{self._form} takes too long: {self._seconds:.2f} s for {self._tokens} tokens.",
+                hint="Write it so that there are fewer ways to read the same text.",
+                field=f"structured_outputs.{self._form}",
+            )
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """See `StructuredOutputGrammar`, here and below."""
+        self._tokens += len(tokens)
+        with self._timed():
+            return self._grammar.accept_tokens(request_id, tokens)
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:  # noqa: D102
+        with self._timed():
+            return self._grammar.validate_tokens(tokens)
+
+    def rollback(self, num_tokens: int) -> None:  # noqa: D102
+        with self._timed():
+            self._grammar.rollback(num_tokens)
+
+    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:  # noqa: D102
+        with self._timed():
+            self._grammar.fill_bitmask(bitmask, batch_index)
+
+    def is_terminated(self) -> bool:  # noqa: D102
+        return self._grammar.is_terminated()
+
+    def reset(self) -> None:  # noqa: D102
+        self._grammar.reset()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.thread_time()
+        yield
+        self._seconds += time.thread_time() - began
 
 
 def needs_grammar(request: EngineCoreRequest) -> bool:
@@ -109,9 +165,12 @@ class GrammarCompiler:
         params.verify(config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer)
 
     def _end(self, request: EngineCoreRequest, prepared: Prepared | None, error: BaseException | None) -> None:
+        structured = prepared[0].structured_output_request if prepared is not None else None
         if error is not None:
             self._ended.put(Compilation(request, error=_as_error(request, error)))
         else:
+            if structured is not None and isinstance(structured.grammar, StructuredOutputGrammar):
+                structured.grammar = TimedGrammar(structured.grammar, _form(request))
             self._ended.put(Compilation(request, prepared))
         self._wake()
 
@@ -124,11 +183,15 @@ def _yield_to_all() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
 
 
+def _form(request: EngineCoreRequest) -> str:
+    structured: Any = request.sampling_params.structured_outputs if request.sampling_params is not None else None
+    return next((name for name in STRUCTURES if getattr(structured, name, None) is not None), "")
+
+
 def _as_error(request: EngineCoreRequest, error: BaseException) -> OmniError:
     if isinstance(error, OmniError):
         return error
-    structured: Any = request.sampling_params.structured_outputs if request.sampling_params is not None else None
-    form = next((name for name in STRUCTURES if getattr(structured, name, None) is not None), "")
+    form = _form(request)
     # What vLLM's backends raise for a grammar that they cannot take.
     if form and isinstance(error, ValueError | TypeError | RuntimeError | KeyError | VLLMClientError):
         return InvalidRequest(

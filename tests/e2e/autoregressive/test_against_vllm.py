@@ -216,6 +216,19 @@ def test_a_form_that_cannot_be_used_fails_its_request_alone(thinker, answers, fo
 
 
 @SYNC
+def test_a_grammar_that_takes_too_long_of_each_token_fails_its_request_alone(thinker, answers):
+    """There are ever more ways to read the text."""
+    inputs = token_inputs(answers[0].prompt_token_ids)
+    ambiguous = StructuredOutputs(grammar='root ::= a "\\u20ac"\na ::= [a-z ] | a a | a a a')
+    thinker.start("slow", inputs, max_tokens=200, structured_outputs=ambiguous)
+    thinker.start("other", inputs, max_tokens=60, ignore_eos=True)
+    thinker.run()
+    assert isinstance(thinker.error("slow"), InvalidRequest)
+    assert thinker.error("slow").field == "structured_outputs.grammar"
+    assert len(thinker.tokens("other")) == 60
+
+
+@SYNC
 def test_a_request_that_ends_while_its_grammar_is_compiled_leaves_nothing(thinker, answers):
     """Its id may be used again at once, with another form."""
     inputs = token_inputs(answers[0].prompt_token_ids)
