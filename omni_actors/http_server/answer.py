@@ -148,7 +148,7 @@ class AnswerResponse(Response):
     """Sends the pieces of an answer as they arrive, those that are ready at once in one write; closes it at the end.
 
     Args:
-        pieces: bytes to send. Raises `HttpError` for a failure that the format cannot express; the connection is then
+        pieces: bytes to send. An `HttpError` becomes the last event of `EVENTS`. In other formats the connection is
             cut, so that the client does not mistake a part for the whole.
         write_timeout: seconds for which the client may leave a piece unread before its request is ended.
     """
@@ -190,7 +190,10 @@ class AnswerResponse(Response):
         except TimeoutError:
             logger.warning("the client does not read; its request is aborted", extra=about)
         except HttpError as error:
-            if error.code != Aborted.code:
+            if self.media_type == EVENTS:
+                held.append(event(error.body()))
+                await send({"type": "http.response.body", "body": b"".join(held), "more_body": False})
+            elif error.code != Aborted.code:
                 logger.warning("response cut short: %s", error.code, extra=about)
         finally:
             await self._answer.close()

@@ -153,7 +153,7 @@ class AacEncoder:
         self._pieces = av.AudioResampler("fltp", "mono", rate, frame_size=self._stream.codec_context.frame_size or 1024)
 
     def begin(self) -> bytes:
-        """Nothing: there is no header before the first frame."""
+        """Nothing: ADTS has no header before the first frame."""
         return b""
 
     def feed(self, samples: Samples) -> bytes:

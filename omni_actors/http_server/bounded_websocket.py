@@ -1,4 +1,4 @@
-"""WebSockets whose peers flood, break the protocol, leave, or read nothing: they end, and quietly.
+"""Ends WebSockets whose peers flood, break the protocol, leave, or do not read.
 
 uvicorn parses all frames of a read at once, answers pings among them, and keeps what is not complete. Here it is given
 a little at a time, and nothing more while a message waits for the application; what it keeps is counted.
@@ -24,7 +24,9 @@ CLOSE_SECONDS = 5.0  # for a WebSocket's client to read what was sent to it befo
 LINGER_SECONDS = 1.0  # the same where the server ends it; to close while the client sends would reset the connection
 SLICE_BYTES = 4 << 10  # that are parsed at a time: at most 683 frames, some 10 ms
 SMALL_BYTES = 1 << 10  # of a piece of a message, below which it costs more to parse than it brings
-FREE_BYTES = 64 << 10  # of a message that arrives whatever others hold; the session refuses it then, and goes on
+FREE_BYTES = (
+    64 << 10
+)  # of a message that may arrive even when the budget is used up: the session then refuses it and goes on
 REASONS = {
     400: "Bad Request",
     408: "Request Timeout",
@@ -43,8 +45,8 @@ def bounded_websocket(settings: ServerSettings, bodies: BodyBytes) -> type[Bound
 class BoundedWebSocket(WebSocketsSansIOProtocol):
     """Ends a session that floods or breaks the protocol, and does not wait for a client that leaves its end unread.
 
-    Whole messages are parsed as fast as the application takes them. Pings, pongs and small pieces of messages, of which
-    it sees nothing, end the session with 1008 if there are more than `frames_per_second`.
+    Whole messages are parsed as fast as the application takes them. Pings, pongs and small pieces of messages, which
+    it does not see, end the session with 1008 if there are more than `frames_per_second`.
     """
 
     frames_per_second: float
@@ -127,7 +129,7 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
             self.send_receive_event_to_app()
 
     def send_receive_event_to_app(self) -> None:
-        """Pass a message on, as bytes: a text could take four times as many. One that is no UTF-8 ends the session."""
+        """Pass a message on, as bytes: a text could take four times as many. Invalid UTF-8 ends the session."""
         data = self.frames[0]
         if self.curr_msg_data_type == "text":
             try:

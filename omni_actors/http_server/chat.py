@@ -30,7 +30,7 @@ from omni_actors.http_server.answer import (
 from omni_actors.http_server.audio_formats import encoded_base64, pcm16
 from omni_actors.http_server.bodies import JsonBody
 from omni_actors.http_server.chat_messages import MAX_MESSAGES, AnyMessage
-from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.fields import OF_CHATS, Modalities, Strict
 from omni_actors.http_server.generation import (
     AudioParameters,
@@ -171,7 +171,7 @@ class ChatChoice:
             message["audio"] = {
                 "id": self._audio_id,
                 "data": await encoded_base64(samples, audio_format, rate),
-                "expires_at": self._state.transcripts.add(self._audio_id, text),
+                "expires_at": self._state.transcripts.add(self._audio_id, text, len(text)),
                 "transcript": text,
             }
         return {"index": self._index, "message": message, **self._end(end), "logprobs": chat_logprobs(self._logprobs)}
@@ -200,7 +200,8 @@ class ChatChoice:
     def end(self, end: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The last choices of the stream's chunks."""
         if self._spoken:
-            expires = self._state.transcripts.add(self._audio_id, "".join(self._texts))
+            text = "".join(self._texts)
+            expires = self._state.transcripts.add(self._audio_id, text, len(text))
             yield self._chunk({"audio": {"id": self._audio_id, "expires_at": expires}})
         yield self._chunk({}, self._end(end))
 
@@ -244,19 +245,15 @@ class ChatReply:
         return content
 
     async def events(self, include_usage: bool) -> AsyncIterator[bytes]:
-        """Stream chat.completion.chunk objects as server-sent events. A later failure becomes an error event."""
+        """Stream chat.completion.chunk objects as server-sent events."""
         usage = {"usage": None} if include_usage else {}
         head = {**self._head, "object": "chat.completion.chunk", **usage}
         for choice in self._choices:
             yield event({**head, "choices": [choice.begin()]})
-        try:
-            async for index, item in self._answer.choices():
-                choice = self._choices[index]
-                for piece in choice.end(self._ending(index)) if item is None else choice.chunks(item):
-                    yield event({**head, "choices": [piece]})
-        except HttpError as error:
-            yield event(error.body())
-            return
+        async for index, item in self._answer.choices():
+            choice = self._choices[index]
+            for piece in choice.end(self._ending(index)) if item is None else choice.chunks(item):
+                yield event({**head, "choices": [piece]})
         if include_usage:
             yield event({**head, "choices": [], "usage": self._usage()})
         yield DONE_EVENT

@@ -26,7 +26,7 @@ from omni_actors.http_server.answer import (
 )
 from omni_actors.http_server.bodies import JsonBody
 from omni_actors.http_server.decoding import MAX_TOKEN_VALUES, decode
-from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.fields import MAX_TOKENS, OF_COMPLETIONS
 from omni_actors.http_server.fields import Text as FieldText
 from omni_actors.http_server.generation import Likeliest, Sampling
@@ -111,15 +111,11 @@ async def completions(request: Request, state: ServerState, body: CompletionRequ
         return ending(answer.usages[index], description)
 
     async def events() -> AsyncIterator[bytes]:
-        try:
-            async for index, item in answer.choices():
-                if isinstance(item, Text):
-                    yield event({**head, "choices": [choice(index, item.text, GOES_ON, item.logprobs)]})
-                elif item is None:
-                    yield event({**head, "choices": [choice(index, "", finished(index))]})
-        except HttpError as error:
-            yield event(error.body())
-            return
+        async for index, item in answer.choices():
+            if isinstance(item, Text):
+                yield event({**head, "choices": [choice(index, item.text, GOES_ON, item.logprobs)]})
+            elif item is None:
+                yield event({**head, "choices": [choice(index, "", finished(index))]})
         if body.stream_options and body.stream_options.include_usage:
             yield event({**head, "choices": [], "usage": usage_of_choices(answer.usages, description)})
         yield DONE_EVENT

@@ -1,6 +1,6 @@
 """Bounds on connections: how many there are, how slow a TLS handshake and how large and slow a head may be.
 
-uvicorn's parser keeps whatever a head holds, before anything could check a key. Here bytes are counted before they are
+uvicorn's parser keeps all of a head before a key can be checked. Here bytes are counted before they are
 parsed, so that a connection costs at most one head. uvicorn would also leave TLS to asyncio, which counts no
 connections during the handshake and gives each a minute; so it begins here, on connections that are counted.
 """

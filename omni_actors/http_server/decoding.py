@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from omni_actors.errors import suggest
-from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.errors import HttpError, bad_field, too_large
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ def _escaped(body: bytes, start: int, quote: int) -> bool:
 
 
 def _beyond(what: str) -> HttpError:
-    return HttpError(413, f"The body has more than {what}; send less in one request.", code="body_too_large")
+    return too_large(f"The body has more than {what}; send less in one request.", code="body_too_large")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -132,9 +132,8 @@ def decode(data: bytes | msgspec.Raw, kind: type[T], where: str = "") -> T:
         reason = str(error).removeprefix("JSON is malformed: ")
         if reason == "Input data was truncated":
             reason = "it ends too early, or a \\u escape lacks its other half"
-    raise HttpError(
-        400, f"The {where or 'body'} is not valid JSON: {reason}.", param=where or None, code="invalid_json"
-    )
+    message = f"The {where or 'body'} is not valid JSON: {reason}."
+    raise HttpError(400, message, param=where or None, code="invalid_json")
 
 
 def _of(message: str, kind: Any, where: str) -> HttpError:

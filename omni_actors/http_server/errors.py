@@ -95,6 +95,11 @@ class HttpError(Exception):
         return Response(content, self.status, headers, media_type="application/json")
 
 
+def too_large(message: str, param: str | None = None, code: str = "media_too_large") -> HttpError:
+    """Make an error 413."""
+    return HttpError(413, message, param=param, code=code)
+
+
 def bad_field(param: str, message: str, code: str = "invalid_value") -> HttpError:
     """Make an error 400 for one field."""
     return HttpError(400, message, param=param, code=code)

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpcore
 
-from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.errors import bad_field, too_large
 from omni_actors.http_server.shares import reserve
 
 FETCH_SECONDS = 20.0
@@ -140,15 +140,11 @@ class Fetcher:
         if parts.username is not None or parts.password is not None or port not in self._ports:
             raise bad_field(param, "The URL must have no credentials and no unusual port.", "url_not_allowed")
         if not url.isascii() or any(character.isspace() or character == "\\" for character in url):
-            raise bad_field(
-                param, "This is not a valid URL: escape spaces, backslashes and non-ASCII characters.", "invalid_url"
-            )
+            message = "This is not a valid URL: escape spaces, backslashes and non-ASCII characters."
+            raise bad_field(param, message, "invalid_url")
         if not any(host == name.removeprefix(".") or (name[0] == "." and host.endswith(name)) for name in self._hosts):
-            raise bad_field(
-                param,
-                f"Media may not be fetched from {host!r}: its operator can allow that with --media-host.",
-                "url_not_allowed",
-            )
+            message = f"Media may not be fetched from {host!r}: its operator can allow that with --media-host."
+            raise bad_field(param, message, "url_not_allowed")
 
     async def fetch(self, url: str, param: str) -> bytes:
         """Fetch `url`. What it holds counts towards the bytes of the request that this task handles.
@@ -180,9 +176,7 @@ class Fetcher:
             async for piece in response.aiter_stream():
                 size += len(piece)
                 if size > self._limit:
-                    raise HttpError(
-                        413, f"The file at this URL exceeds {self._limit} bytes.", param=param, code="media_too_large"
-                    )
+                    raise too_large(f"The file at this URL exceeds {self._limit} bytes.", param)
                 reserve(len(piece))
                 pieces.append(piece)
         return b"".join(pieces)

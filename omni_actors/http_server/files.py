@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -9,10 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.http_server.bodies import Form, FormBody
-from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.errors import HttpError, bad_field, too_large
 from omni_actors.http_server.fields import Strict
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.http_server.stores import UploadedFile
+
+MAX_NAME_BYTES = 255
 
 
 class UploadForm(Strict, frozen=True):
@@ -28,16 +32,24 @@ async def upload(request: Request, state: ServerState, form: Form[UploadForm]) -
     """Upload an image, audio or video for `{"type": "file", "file": {"file_id": ...}}`."""
     data = form.files[0]
     if not data:
-        raise HttpError(400, "The file is empty.", param="file", code="invalid_value")
+        raise bad_field("file", "The file is empty.")
     if len(data) > state.settings.media_bytes:
-        message = f"Each file is limited to {state.settings.media_bytes} bytes."
-        raise HttpError(413, message, param="file", code="media_too_large")
-    return json_response(_file(state.files.add(form.names[0], form.fields.purpose, data)))
+        raise too_large(f"Each file is limited to {state.settings.media_bytes} bytes.", "file")
+    if len(data) > state.settings.files_bytes:
+        raise too_large(f"All files together are limited to {state.settings.files_bytes} bytes.", "file")
+    name = form.names[0]
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise bad_field("file", f"The file's name has more than {MAX_NAME_BYTES} bytes.")
+    now = time.time()
+    expires = int(now + state.settings.file_seconds)
+    file = UploadedFile(f"file-{uuid.uuid4().hex}", name, form.fields.purpose, data, int(now), expires)
+    state.files.add(file.id, file, len(data))
+    return json_response(_file(file))
 
 
 async def files(request: Request, state: ServerState) -> Response:
     """All uploaded files."""
-    found = [_file(file) for file in state.files.list()]
+    found = [_file(file) for file in state.files.values()]
     return json_response({"object": "list", "data": found, "has_more": False})
 
 

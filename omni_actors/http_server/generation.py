@@ -145,7 +145,7 @@ def tool_options(
         message = f"{where}.name: there is no tool of this name.{suggest(choice.name[:100], known)}"
         raise bad_field(f"{where}.name", message)
     if choice == "required" and not functions:
-        raise bad_field(where.removesuffix(".function"), "The request has no tools of which one could be called.")
+        raise bad_field(where.removesuffix(".function"), "tool_choice requires a tool, and there are none.")
     if not functions:
         return {}
     return {
@@ -327,7 +327,7 @@ class Sampling(StagedSubmission, frozen=True, kw_only=True):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What an omni model is asked about a recording that it is to write down, as a user would ask it
+# Prompts that ask an omni model to transcribe or translate a recording
 
 MAX_PROMPT = 16_384  # characters
 TRANSCRIBE = "Write down what is said in this recording, word for word, in the language that is spoken{language}."

@@ -27,8 +27,8 @@ UP = 2  # the filter: each row as its difference from the one above it
 LEVEL = 1  # zlib's: a fifth of the time of its default, for files that are a little larger
 WINDOW = 15  # of zlib, as the base-2 logarithm of its bytes
 HEADER = b"\x78\x01"  # of a zlib stream with this window and level
-# Where more than this part of a strip's bytes are as in the pixel before, its compressor looks for repetitions. In
-# photographs it finds none that would pay: without, it takes a third of the time, and the files are a little smaller.
+# If a larger share of a strip's bytes equals the pixel before, its compressor searches for repetitions. In photographs
+# the search finds little: without it, compression takes a third of the time, and files are a little smaller.
 ALIKE = 0.6
 SAMPLED = 8  # every 8th row is sampled for that
 STRIP_BYTES = 1 << 18  # less is not worth a thread

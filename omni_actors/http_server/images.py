@@ -223,26 +223,22 @@ class Pictures:
         }
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Stream previews and the picture, and progress if it is asked for. A later failure becomes an error event."""
+        """Stream previews and the picture, and progress if it is asked for."""
         previews = 0
         last: dict[str, Any] | None = None
-        try:
-            async for item in self._answer:
-                if isinstance(item, Progress) and self._fields.progress:
-                    yield self._event("progress", step=item.step, steps=item.steps, stage=item.stage)
-                elif isinstance(item, Image):
-                    picture = {"b64_json": await self._file(item.pixels), **self._about(item.pixels)}
-                    picture["created_at"] = int(time.time())
-                    if item.preview:
-                        yield self._event("partial_image", **picture, partial_image_index=previews)
-                        previews += 1
-                    else:
-                        last, pixels = picture, item.pixels
-            if last is None:
-                raise _no_picture()
-        except HttpError as error:
-            yield event(error.body())
-            return
+        async for item in self._answer:
+            if isinstance(item, Progress) and self._fields.progress:
+                yield self._event("progress", step=item.step, steps=item.steps, stage=item.stage)
+            elif isinstance(item, Image):
+                picture = {"b64_json": await self._file(item.pixels), **self._about(item.pixels)}
+                picture["created_at"] = int(time.time())
+                if item.preview:
+                    yield self._event("partial_image", **picture, partial_image_index=previews)
+                    previews += 1
+                else:
+                    last, pixels = picture, item.pixels
+        if last is None:
+            raise _no_picture()
         usage = image_usage(self._answer.usage, [pixels], self._description)
         yield self._event("completed", **last, usage=usage)
 

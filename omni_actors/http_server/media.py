@@ -22,18 +22,16 @@ from omni_actors.http_server.chat_messages import (
     AudioUrlPart,
     FilePart,
     ImageUrlPart,
-    SystemMessage,
     TextPart,
     ToolMessage,
-    UserMessage,
     VideoUrlPart,
 )
 from omni_actors.http_server.decoding import decode
-from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.errors import HttpError, bad_field, too_large
 from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.shares import reserve
-from omni_actors.http_server.stores import FileStore, Transcripts
+from omni_actors.http_server.stores import Store, UploadedFile
 from omni_actors.media.decoders import Decoder, DecoderThreads
 from omni_actors.media.limits import (
     AUDIO_FILE,
@@ -65,11 +63,7 @@ class _Medium(NamedTuple):
     param: str
 
 
-class _Reading(NamedTuple):
-    """A medium that is being read, and the empty part of a message that it will fill."""
-
-    task: asyncio.Task[_Medium]
-    part: dict[str, Any]
+_Reading = tuple[asyncio.Task[_Medium], dict[str, Any]]  # a medium, and the empty part of a message that it will fill
 
 
 class MediaReader:
@@ -79,8 +73,8 @@ class MediaReader:
         self,
         settings: ServerSettings,
         fetcher: Fetcher,
-        files: FileStore,
-        transcripts: Transcripts,
+        files: Store[UploadedFile],
+        transcripts: Store[str],
         decoders: DecoderThreads,
     ) -> None:
         self._settings = settings
@@ -145,9 +139,7 @@ class MediaReader:
         Raises:
             HttpError: 400 or 413, as for the media of messages.
         """
-        if not data:
-            raise bad_field(param, "The file is empty.")
-        self._check_size(len(data), param)
+        self._check_file(data, param)
         items = [(Item(AUDIO_FILE, "The file", len(data)), data)]
         measured = await self._on_decoder(lambda decoder: decoder.measure(items, self._limits()), param)
         return {"type": "audio", "audio": data}, measured.seconds
@@ -158,9 +150,7 @@ class MediaReader:
         Raises:
             HttpError: 400 or 413, as for the media of messages.
         """
-        if not data:
-            raise bad_field(param, "The file is empty.")
-        self._check_size(len(data), param)
+        self._check_file(data, param)
         limits = dataclasses.replace(self._limits(), audio_seconds=most_seconds, audio_rate=rate)
         items = [(Item(AUDIO_FILE, "The recording", len(data)), data)]
         (samples,) = await self._on_decoder(lambda decoder: decoder.decode(items, limits), param)
@@ -178,9 +168,7 @@ class MediaReader:
         if len(files) > most:
             raise bad_field(param, f"There are {len(files)} pictures; at most {most} are allowed.")
         for data in files:
-            if not data:
-                raise bad_field(param, "The file is empty.")
-            self._check_size(len(data), param)
+            self._check_file(data, param)
         values = await self._checked([_Medium("image", data, param) for data in files])
         return [{"type": "image", "image": value} for value in values]
 
@@ -188,15 +176,13 @@ class MediaReader:
         parts = [part for message in messages for part in message.content or () if not isinstance(part, str)]
         count = sum(not isinstance(part, TextPart) for part in parts)
         if count > self._settings.media_parts:
-            raise bad_field(
-                "messages", f"The messages have {count} media; at most {self._settings.media_parts} are allowed."
-            )
+            message = f"The messages have {count} media; at most {self._settings.media_parts} are allowed."
+            raise bad_field("messages", message)
 
     def _message(self, message: AnyMessage, where: str, reading: list[_Reading]) -> dict[str, Any]:
         """A message whose media are empty parts: they are filled when what is added to `reading` has been read."""
-        role = "user" if isinstance(message, UserMessage) else "assistant"
-        if isinstance(message, SystemMessage):
-            role = "system"
+        tag = str(message.__struct_config__.tag)
+        role = "system" if tag == "developer" else tag
         content: str | Sequence[AnyPart] = message.content or ""
         calls: dict[str, Any] = {}
         if isinstance(message, AssistantMessage):
@@ -207,7 +193,7 @@ class MediaReader:
                     for call in message.tool_calls
                 ]
         if isinstance(message, ToolMessage):
-            role, calls["tool_call_id"] = "tool", message.tool_call_id
+            calls["tool_call_id"] = message.tool_call_id
         if isinstance(content, str):
             return {"role": role, "content": content, **calls}
         parts: list[dict[str, Any]] = []
@@ -217,19 +203,20 @@ class MediaReader:
                 continue
             parts.append({})
             task = asyncio.create_task(self._part(part, f"{where}.content[{index}]"), name="medium")
-            reading.append(_Reading(task, parts[-1]))
+            reading.append((task, parts[-1]))
         return {"role": role, "content": parts, **calls}
 
     def _said(self, message: AssistantMessage, where: str) -> str:
         if message.audio is None:
             return message.refusal or ""
         text = self._transcripts.find(message.audio.id)
-        if text is None and message.audio.transcript is None:
-            raise bad_field(
-                f"{where}.audio.id",
-                "This audio is not known, or no longer: send its text as content, or as the transcript beside its id.",
+        text = message.audio.transcript if text is None else text
+        if text is None:
+            unknown = (
+                "This audio is not known, or no longer: send its text as content, or its transcript beside its id."
             )
-        return text if text is not None else message.audio.transcript or ""
+            raise bad_field(f"{where}.audio.id", unknown)
+        return text
 
     async def _part(self, part: MediaPart, where: str) -> _Medium:
         medium = await self._read(part, where)
@@ -244,14 +231,10 @@ class MediaReader:
             return await self._base64(text, "audio", param)
         if isinstance(part, FilePart):
             return await self._file(part, f"{where}.file")
-        if isinstance(part, ImageUrlPart):
-            modality, url = "image", part.image_url.url
-        elif isinstance(part, AudioUrlPart):
-            modality, url = "audio", part.audio_url.url
-        else:
-            modality, url = "video", part.video_url.url
-        param = f"{where}.{modality}_url.url"
-        return await self._url(await asyncio.to_thread(_string_of, url, param), modality, param)
+        tag: Any = part.__struct_config__.tag  # image_url, audio_url or video_url
+        param = f"{where}.{tag}.url"
+        text = await asyncio.to_thread(_string_of, getattr(part, tag).url, param)
+        return await self._url(text, tag.removesuffix("_url"), param)
 
     async def _file(self, part: FilePart, where: str) -> _Medium:
         if (part.file.file_id is None) == (not part.file.is_inline):
@@ -263,9 +246,8 @@ class MediaReader:
         param = f"{where}.file_id"
         file = self._files.find(part.file.file_id or "")
         if file is None:
-            raise bad_field(
-                param, f"There is no file {part.file.file_id!r}, or no longer: upload it again.", "file_not_found"
-            )
+            message = f"There is no file {part.file.file_id!r}, or no longer: upload it again."
+            raise bad_field(param, message, "file_not_found")
         reserve(len(file.data))  # it is sent to the pipeline as if it were in the body
         items = [(Item(UNKNOWN_FILE, "The file", len(file.data)), file.data)]
         measured = await self._on_decoder(lambda decoder: decoder.measure(items, MediaLimits()), param)
@@ -275,12 +257,11 @@ class MediaReader:
         start = bytes(url[:MAX_URL])
         if start[:5].lower() != b"data:":
             if looks_like_base64(start):
-                raise bad_field(
-                    param,
-                    f"This is base64 without its type: put data:{modality}/TYPE;base64, in front of it. Else a URL is "
-                    "https://, on a host that the operator allows with --media-host.",
-                    "invalid_url",
+                message = (
+                    f"This is base64 without its type: put data:{modality}/TYPE;base64, in front of it. Else a URL "
                 )
+                message += "is https://, on a host that the operator allows with --media-host."
+                raise bad_field(param, message, "invalid_url")
             if len(url) > MAX_URL:
                 raise bad_field(param, f"A URL is limited to {MAX_URL} bytes.", "invalid_url")
             data = await self._fetcher.fetch(start.decode(errors="replace"), param)
@@ -297,11 +278,15 @@ class MediaReader:
         self._check_size((len(text) - 4) * 3 // 4, param)
         return _Medium(modality, await asyncio.to_thread(_base64_of, text, param), param)
 
+    def _check_file(self, data: bytes, param: str) -> None:
+        if not data:
+            raise bad_field(param, "The file is empty.")
+        self._check_size(len(data), param)
+
     def _check_size(self, size: int, param: str) -> None:
         limit = self._settings.media_bytes
         if size > limit:
-            message = f"Each image, audio or video is limited to {limit} bytes."
-            raise HttpError(413, message, param=param, code="media_too_large")
+            raise too_large(f"Each image, audio or video is limited to {limit} bytes.", param)
 
     def _limits(self) -> MediaLimits:
         return MediaLimits(
@@ -338,11 +323,8 @@ class MediaReader:
 
     async def _sound_track(self, medium: _Medium, limits: MediaLimits, used: int) -> int:
         """The bytes of a video's sound track after decoding."""
-        item = Item(AUDIO_FILE, "The sound track that use_audio_in_video asks for", len(medium.data))
-        measured = await self._on_decoder(
-            lambda decoder: decoder.measure([(item, medium.data)], limits, used), medium.param
-        )
-        return measured.size
+        items = [(Item(AUDIO_FILE, "The sound track that use_audio_in_video asks for", len(medium.data)), medium.data)]
+        return (await self._on_decoder(lambda decoder: decoder.measure(items, limits, used), medium.param)).size
 
     async def _on_decoder(self, work: Callable[[Decoder], T], param: str) -> T:
         """Run `work` on a thread with a decoder: C code reads these files, in a process that it alone can break."""
@@ -362,7 +344,7 @@ def _named(param: str) -> Iterator[None]:
     try:
         yield
     except MediaTooLarge as error:
-        raise HttpError(413, str(error), param=param, code="media_too_large") from None
+        raise too_large(str(error), param) from None
     except MalformedMedia as error:
         raise bad_field(param, error.message, "malformed_media") from None
     except InvalidRequest as error:

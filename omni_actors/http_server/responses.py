@@ -32,6 +32,7 @@ from omni_actors.http_server.generation import TextFormat, audio_format, voice_n
 from omni_actors.http_server.response_schemas import Located, ResponsesRequest, messages_of
 from omni_actors.http_server.shares import reserve
 from omni_actors.http_server.state import ServerState, json_response
+from omni_actors.http_server.stores import KeptResponse
 from omni_actors.protocol.client import Description
 from omni_actors.protocol.payloads import PositionLogprobs
 from omni_actors.protocol.tools import CollectedCalls, ToolCallPiece
@@ -47,6 +48,7 @@ FIELDS: dict[str, str] = {
     "structured_outputs.json": "text.format.schema",
     "structured_outputs": "text.format",
 }
+REPEATED = ("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p", "user")
 MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 Conversation = list[dict[str, Any]]
 
@@ -73,7 +75,9 @@ async def create(request: Request, state: ServerState, body: ResponsesRequest) -
 
     def keep(content: bytes) -> None:
         if body.store is not False:
-            state.responses.add(reply.id, content, [*before, *asked, reply.message()])
+            conversation = [*before, *asked, reply.message()]
+            size = _size(conversation)
+            state.responses.add(reply.id, KeptResponse(content, conversation, size), len(content) + size)
 
     if body.stream:
         pieces = reply.events(answer, keep)
@@ -87,15 +91,35 @@ async def create(request: Request, state: ServerState, body: ResponsesRequest) -
 
 async def retrieve(request: Request, state: ServerState) -> Response:
     """A response that is still kept."""
-    return Response(state.responses.find(request.path_params["response_id"]).content, media_type="application/json")
+    return Response(_kept(request.path_params["response_id"], state).content, media_type="application/json")
 
 
 async def delete(request: Request, state: ServerState) -> Response:
     """Forget a response."""
     response_id = request.path_params["response_id"]
-    state.responses.find(response_id)
+    _kept(response_id, state)
     state.responses.remove(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+def _kept(response_id: str, state: ServerState) -> KeptResponse:
+    """The response with this id. Raises `HttpError` 404 if it is not kept, or no longer."""
+    found = state.responses.find(response_id)
+    if found is None:
+        message = f"There is no response {response_id[:100]!r}, or no longer: send its items again."
+        raise HttpError(404, message, param="response_id", code="response_not_found")
+    return found
+
+
+def _size(value: Any) -> int:
+    """Bytes of the texts and media in nested lists and mappings, with something for each container."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return 64 + sum(_size(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return 64 + sum(_size(item) for item in value)
+    return int(getattr(value, "nbytes", 8))
 
 
 def _before(body: ResponsesRequest, state: ServerState) -> Conversation:
@@ -103,7 +127,7 @@ def _before(body: ResponsesRequest, state: ServerState) -> Conversation:
     if body.previous_response_id is None:
         return []
     try:
-        found = state.responses.find(body.previous_response_id)
+        found = _kept(body.previous_response_id, state)
     except HttpError as error:
         raise bad_field("previous_response_id", error.message, "previous_response_not_found") from None
     reserve(found.conversation_bytes)
@@ -188,24 +212,19 @@ class ResponseReply:
             "status": status,
             "error": None if error is None else {"code": "server_error", "message": error.message},
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            **{name: getattr(body, name) for name in REPEATED},
             "metadata": free_form(body.metadata, dict[str, str], "metadata") or {},
             "model": self._model,
             "output": self._output(status) if status in ("completed", "incomplete") else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
             "store": body.store is not False,
-            "temperature": body.temperature,
             "text": {"format": _plain((body.text and body.text.format) or TextFormat())},
             "tool_choice": body.tool_choice or "auto",
             "tools": _plain(body.tools or []),
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": body.top_p,
             "truncation": "disabled",
             "usage": self._usage,
-            "user": body.user,
         }
 
     def message(self) -> dict[str, Any]:
@@ -227,13 +246,8 @@ class ResponseReply:
         content: list[dict[str, Any]] = []
         if status != "in_progress":
             content.append(_text_part("".join(self._texts), self._logprobs))
-        item: dict[str, Any] = {
-            "id": f"msg_{self.id[5:]}",
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
+        item: dict[str, Any] = {"id": f"msg_{self.id[5:]}", "type": "message", "role": "assistant", "status": status}
+        item["content"] = content
         if self._audio is not None:  # OpenAI has no such field
             item["audio"] = {"data": self._audio, "transcript": "".join(self._texts)}
         return item

@@ -149,11 +149,11 @@ def server_settings(http: HttpConfig, endpoint: str, keys: str | None, options: 
 
 
 def media_hosts(options: argparse.Namespace) -> tuple[str, ...]:
-    """Hosts from which media may be fetched, from flags and environment. Raises `ConfigError` for what is no host."""
+    """Hosts from which media may be fetched, from flags and environment. Raises `ConfigError` for an invalid name."""
     hosts = tuple(dict.fromkeys([*envs.media_hosts(), *(host.lower() for host in options.media_host)]))
     for host in hosts:
         if not MEDIA_HOST.fullmatch(host):
-            raise ConfigError(f"--media-host: {host!r} is no host name.", hint="For instance media.example.com.")
+            raise ConfigError(f"--media-host: {host!r} is not a host name.", hint="For instance media.example.com.")
     return hosts
 
 
@@ -189,7 +189,7 @@ def check_listening(address: str, config: HttpConfig, api_key: str | None, insec
 
 
 def tls_context(config: HttpConfig) -> ssl.SSLContext | None:
-    """What connections are encrypted with; `None` if there is no certificate.
+    """The TLS context of connections; `None` without a certificate.
 
     Raises:
         ConfigError: certificate or key are missing, cannot be read, or do not belong together.

@@ -74,7 +74,7 @@ class TenantNames:
 
 
 class Turns:
-    """Spreads work over turns of the event loop, so that whatever else is ready goes between.
+    """Spreads work over turns of the event loop, so that other callbacks run in between.
 
     A step of a vocoder ends with sound for many answers. To encode all of it in one turn would hold up every text that
     arrives meanwhile.

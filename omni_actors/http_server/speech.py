@@ -21,7 +21,7 @@ from omni_actors.errors import ErrorCode, suggest
 from omni_actors.http_server.answer import EVENTS, Answer, AnswerResponse, event, token_counts, usage_of
 from omni_actors.http_server.audio_formats import MEDIA_TYPES, encoded, feed, make_encoder
 from omni_actors.http_server.bodies import JsonBody
-from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.fields import StagedSubmission
 from omni_actors.http_server.generation import VoiceId, voice_name
 from omni_actors.http_server.state import ServerState
@@ -90,7 +90,7 @@ async def speech(request: Request, state: ServerState, body: SpeechRequest) -> R
             chunks = [item.samples async for item in answer if isinstance(item, Audio)]
             samples = numpy.concatenate(chunks) if chunks else numpy.zeros(0, numpy.float32)
             return Response(await encoded(samples, "flac", description.sample_rate), media_type=MEDIA_TYPES["flac"])
-    pieces = _encoded(answer, body.response_format, description)
+    pieces = _encoded(answer, body.response_format, description, [])
     return AnswerResponse(answer, pieces, MEDIA_TYPES[body.response_format], timeout)
 
 
@@ -139,12 +139,15 @@ async def _spoken(
     return body.input, {"modalities": ["audio"], "additional_information": information}
 
 
-async def _encoded(answer: Answer, name: str, description: Description) -> AsyncIterator[bytes]:
+async def _encoded(answer: Answer, name: str, description: Description, texts: list[str]) -> AsyncIterator[bytes]:
+    """Encode the sound of an answer; its text goes into `texts`."""
     encoder = make_encoder(name, description.sample_rate)
     if head := encoder.begin():
         yield head
     async for item in answer:
-        if isinstance(item, Audio) and (data := await feed(encoder, item.samples)):
+        if isinstance(item, Text):
+            texts.append(item.text)
+        elif isinstance(item, Audio) and (data := await feed(encoder, item.samples)):
             yield data
     if data := encoder.finish():
         yield data
@@ -156,28 +159,9 @@ async def _events(answer: Answer, name: str, description: Description, given: st
     Args:
         given: that text, if the model speaks what it is given; `None` if it answers.
     """
-    encoder = make_encoder(name, description.sample_rate)
     texts: list[str] = []
-
-    def delta(data: bytes) -> bytes:
-        return event({"type": "speech.audio.delta", "audio": data})
-
-    try:
-        if head := encoder.begin():
-            yield delta(head)
-        async for item in answer:
-            if isinstance(item, Text):
-                texts.append(item.text)
-            elif isinstance(item, Audio) and (data := await feed(encoder, item.samples)):
-                yield delta(data)
-        if data := encoder.finish():
-            yield delta(data)
-    except HttpError as error:
-        yield event(error.body())
-        return
-    done: dict[str, Any] = {
-        "type": "speech.audio.done",
-        "usage": token_counts(usage_of(answer.usage, description)),
-        "transcript": "".join(texts) if given is None else given,
-    }
-    yield event(done)
+    async for data in _encoded(answer, name, description, texts):
+        yield event({"type": "speech.audio.delta", "audio": data})
+    usage = token_counts(usage_of(answer.usage, description))
+    transcript = "".join(texts) if given is None else given
+    yield event({"type": "speech.audio.done", "usage": usage, "transcript": transcript})

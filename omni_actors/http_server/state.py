@@ -18,7 +18,16 @@ from omni_actors.http_server.media import MediaReader
 from omni_actors.http_server.realtime.shared import Realtime
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.shares import BodyBytes, TenantNames, Turns
-from omni_actors.http_server.stores import FileStore, Responses, Transcripts
+from omni_actors.http_server.stores import (
+    KEPT_SECONDS,
+    MAX_BYTES,
+    MAX_FILES,
+    MAX_RESPONSES,
+    MAX_TRANSCRIPTS,
+    KeptResponse,
+    Store,
+    UploadedFile,
+)
 from omni_actors.http_server.voice_store import VoiceStore
 from omni_actors.logs import get_logger
 from omni_actors.media.decoders import DecoderThreads
@@ -40,9 +49,9 @@ class ServerState:
         self.settings = settings
         self.realtime = Realtime(settings, bodies)
         self.client = AsyncOmniClient(settings.endpoint, keys=settings.keys)
-        self.files = FileStore(settings.files_bytes, settings.file_seconds)
-        self.transcripts = Transcripts()
-        self.responses = Responses()
+        self.files: Store[UploadedFile] = Store(MAX_FILES, settings.files_bytes, settings.file_seconds)
+        self.transcripts: Store[str] = Store(MAX_TRANSCRIPTS, MAX_BYTES, KEPT_SECONDS)
+        self.responses: Store[KeptResponse] = Store(MAX_RESPONSES, MAX_BYTES, KEPT_SECONDS)
         self.voices = VoiceStore(settings.voices_dir, settings.voices)
         self._decoders = DecoderThreads()
         fetcher = fetcher or Fetcher(settings.media_hosts, settings.media_bytes)
@@ -64,9 +73,9 @@ class ServerState:
         return await asyncio.shield(self._ask_once())
 
     async def facts(self, model: str | None = None) -> Description:
-        """The same for what stays as it is: names, outputs, stages. No request waits for it while others come.
+        """The same for names, outputs and stages, which stay while a pipeline runs; rarely waits for an answer.
 
-        Only a `model` that is not known yet is waited for: the pipeline may have been started again with more names.
+        An unknown `model` is waited for, because the pipeline may have been started again with more names.
 
         A description that is older than `FRESH_SECONDS` is asked for again, and used until the answer is there, but
         not for longer than `KNOWN_SECONDS`. If then no answer comes, requests go on with the last one for a while: a
@@ -124,13 +133,9 @@ class ServerState:
         if name is None:
             return names[0]
         if name not in names and (self.settings.served_names or name != description.model):
-            raise HttpError(
-                404,
-                f"The model {name[:200]!r} does not exist; this server has {', '.join(names)}. "
-                "Its operator can add names with --served-name.",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"The model {name[:200]!r} does not exist; this server has {', '.join(names)}. "
+            message += "Its operator can add names with --served-name."
+            raise HttpError(404, message, param="model", code="model_not_found")
         return name
 
     async def model(self, name: str | None) -> tuple[Description, str]:
@@ -149,12 +154,11 @@ class ServerState:
         known = {*description.voices, "default"}
         alias_of = self.settings.voice_aliases.get(name) if name is not None and name not in known else None
         if alias_of is not None and alias_of not in known:
-            raise bad_field(
-                param,
-                f"{name!r} is an alias of {alias_of!r}, which is no voice of this pipeline: its operator must change "
-                f"http.voice_aliases. The voices are {', '.join(description.voices) or 'none'}.",
-                "unknown_voice",
+            message = (
+                f"{name!r} is an alias of {alias_of!r}, which this pipeline does not have: its operator must change "
             )
+            message += f"http.voice_aliases. The voices are {', '.join(description.voices) or 'none'}."
+            raise bad_field(param, message, "unknown_voice")
         found = alias_of or name
         return None if found == "default" else found
 

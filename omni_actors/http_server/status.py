@@ -18,6 +18,8 @@ from omni_actors.telemetry.metric_table import HTTP_TABLE
 from omni_actors.telemetry.prometheus import render
 from omni_actors.telemetry.timeline import as_json
 
+PIPELINE_FIELDS = ("pipeline", "modalities", "parameters", "speech", "outputs", "sample_rate", "healthy", "in_flight")
+STAGE_FIELDS = ("stage", "replica", "state", "spare", "joining", "leaving", "in_flight", "counts")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -49,46 +51,17 @@ async def model(request: Request, state: ServerState) -> Response:
 
 def _model(name: str, state: ServerState, parent: str | None = None) -> dict[str, Any]:
     """OpenAI's fields, then those of vLLM's that its tools need (`vllm bench serve` reads `root`)."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": state.started,
-        "owned_by": "omni_actors",
-        "root": name,
-        "parent": parent,
-    }
+    of_openai = {"id": name, "object": "model", "created": state.started, "owned_by": "omni_actors"}
+    return {**of_openai, "root": name, "parent": parent}
 
 
 async def status(request: Request, state: ServerState) -> Response:
     """The state of the pipeline and its replicas, as the web page shows it."""
     description = await state.describe()
-    return json_response(
-        {
-            "pipeline": description.pipeline,
-            "models": state.model_names(description),
-            "modalities": description.modalities,
-            "parameters": description.parameters,
-            "voices": [*description.voices, *(voice.name for voice in await asyncio.to_thread(state.voices.all))],
-            "speech": description.speech,
-            "outputs": description.outputs,
-            "sample_rate": description.sample_rate,
-            "healthy": description.healthy,
-            "in_flight": description.in_flight,
-            "stages": [
-                {
-                    "stage": stage.stage,
-                    "replica": stage.replica,
-                    "state": stage.state,
-                    "spare": stage.spare,
-                    "joining": stage.joining,
-                    "leaving": stage.leaving,
-                    "in_flight": stage.in_flight,
-                    "counts": stage.counts,
-                }
-                for stage in description.stages
-            ],
-        }
-    )
+    voices = [*description.voices, *(voice.name for voice in await asyncio.to_thread(state.voices.all))]
+    stages = [{name: getattr(stage, name) for name in STAGE_FIELDS} for stage in description.stages]
+    pipeline = {name: getattr(description, name) for name in PIPELINE_FIELDS}
+    return json_response({**pipeline, "models": state.model_names(description), "voices": voices, "stages": stages})
 
 
 async def metrics(request: Request, state: ServerState) -> Response:

@@ -17,7 +17,7 @@ from omni_actors.client import Text
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import DONE_EVENT, EVENTS, Answer, AnswerResponse, event, token_counts, usage_of
 from omni_actors.http_server.bodies import Form, FormBody
-from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.fields import OF_TRANSCRIPTIONS, Submission, Temperature
 from omni_actors.http_server.generation import (
     Language,
@@ -163,14 +163,10 @@ def _segment(text: str, seconds: float, temperature: float) -> dict[str, Any]:
 async def _events(answer: Answer, description: Description) -> AsyncIterator[bytes]:
     """Stream OpenAI's transcript.text.delta and transcript.text.done events."""
     texts: list[str] = []
-    try:
-        async for item in answer:
-            if isinstance(item, Text) and item.text:
-                texts.append(item.text)
-                yield event({"type": "transcript.text.delta", "delta": item.text})
-    except HttpError as error:
-        yield event(error.body())
-        return
+    async for item in answer:
+        if isinstance(item, Text) and item.text:
+            texts.append(item.text)
+            yield event({"type": "transcript.text.delta", "delta": item.text})
     yield event(
         {"type": "transcript.text.done", "text": "".join(texts), "usage": token_usage(answer.usage, description)}
     )

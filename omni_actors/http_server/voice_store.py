@@ -171,7 +171,7 @@ class VoiceStore:
             reason = str(error)
         if path not in self._damaged:
             self._damaged.add(path)
-            logger.error("%s is no voice and is left out: %s", path, reason)
+            logger.error("%s is not a voice and is left out: %s", path, reason)
         return None
 
 
@@ -180,7 +180,7 @@ def _opened(path: Path) -> BinaryIO:
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
     return file
 
 

@@ -128,18 +128,13 @@ def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-def test_launcher_refuses_wrong_addresses() -> None:
+def test_a_launch_whose_address_is_taken_ends_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        addresses = (f"127.0.0.1:{taken.getsockname()[1]}", "0.0.0.0:0", "127.0.0.1:port")
-        with ThreadPoolExecutor() as pool:
-            in_use, without_key, no_port = pool.map(lambda address: launch("--http", address), addresses)
-    assert in_use.returncode == 2, in_use.stderr
-    assert "Cannot listen" in in_use.stderr, in_use.stderr
-    assert without_key.returncode == 2, without_key.stderr
-    assert "OMNI_ACTORS_API_KEY" in without_key.stderr, without_key.stderr
-    assert no_port.returncode == 2
+        done = launch("--http", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert done.returncode == 2, done.stderr
+    assert "Cannot listen" in done.stderr, done.stderr
 
 
 def test_health_names_a_dead_stage_and_the_server_comes_back() -> None:

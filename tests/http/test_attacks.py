@@ -21,9 +21,9 @@ LARGE = 600_000  # bytes, of a megabyte that all requests may hold
 
 @pytest.fixture(scope="module")
 def small_pipeline() -> Iterator[HttpPipeline]:
-    overrides: dict[str, object] = dict.fromkeys(("http.body_bytes", "http.bodies_bytes"), 1 << 20)
-    overrides |= {"http.write_timeout": 1, "stages.code2wav.engine.samples_per_token": 48_000}
-    with HttpPipeline(overrides=overrides) as pipeline:
+    overrides = {"http.bodies_bytes": 1 << 20, "http.write_timeout": 1, "http.media_parts": 2}
+    overrides["stages.code2wav.engine.samples_per_token"] = 48_000
+    with HttpPipeline(overrides=overrides, arguments=[f"--http-body-bytes={1 << 20}"]) as pipeline:
         yield pipeline
 
 
@@ -88,3 +88,14 @@ def test_what_is_kept_counts_as_if_it_were_in_the_body(small: HttpPipeline) -> N
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "overloaded"
         assert chat(file).status_code == 200, "all is free again"
+
+
+def test_the_servers_process_has_the_settings_of_the_yaml_and_of_flags(small: HttpPipeline) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    body = {"model": "echo", "messages": [{"role": "user", "content": 3 * [part]}]}
+    answer = httpx.post(f"{small.url}{CHAT}", json=body)
+    assert answer.status_code == 400
+    assert "at most 2 are allowed" in answer.text
+    answer = httpx.post(f"{small.url}{CHAT}", json={**body, "user": "x" * (1 << 20)})
+    assert answer.status_code == 413
+    assert f"limit of {1 << 20} bytes" in answer.text

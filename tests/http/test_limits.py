@@ -17,9 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from omni_actors.client import OmniClient
 from omni_actors.http_server.app import create_app
-from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.stores import FileStore, Transcripts
+from omni_actors.http_server.stores import Store
 from tests.support.servers import HttpPipeline, film, picture, serving, sound
 from tests.support.waiting import PATIENCE, eventually, until
 
@@ -282,17 +281,21 @@ def test_unknown_paths_and_methods_answer_with_openai_errors(small: str) -> None
 # -- files and video --------------------------------------------------------------------------------------------------
 
 
-def test_files_are_bounded_in_bytes_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = FileStore(limit=100, seconds=60)
-    with pytest.raises(HttpError, match="limited to 100 bytes") as refused:
-        files.add("a", "user_data", b"x" * 101)
-    assert (refused.value.status, refused.value.code) == (413, "media_too_large")
-    first = files.add("a", "user_data", b"x" * 60)
-    second = files.add("b", "user_data", b"x" * 60)
-    assert files.find(first.id) is None, "the oldest goes first"
-    assert files.find(second.id) is second
+def test_what_is_kept_is_bounded_in_bytes_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: Store[str] = Store(3, 100, 60)
+    kept.add("large", "too large", 101)
+    assert kept.values() == []
+    kept.add("a", "first", 60)
+    kept.add("b", "second", 60)
+    assert kept.values() == ["second"], "the oldest goes first"
+    for number in range(4):
+        kept.add(f"{number}", f"{number}", 1)
+    assert kept.values() == ["1", "2", "3"]
+    assert [kept.remove("2"), kept.remove("2"), kept.find("2")] == [True, False, None]
     later(monkeypatch, 61)
-    assert files.find(second.id) is None
+    assert kept.find("3") is None
+    kept.add("new", "new", 100)
+    assert kept.values() == ["new"], "what has gone no longer counts"
 
 
 def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -300,31 +303,18 @@ def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: usual() + seconds)
 
 
-def test_files_are_bounded_in_number_and_their_names_in_length() -> None:
-    files = FileStore(limit=1 << 20, seconds=60)
-    for number in range(FileStore.FILES + 7):
-        files.add(f"{number}", "user_data", b"x")
-    assert [len(files.list()), files.list()[0].name] == [FileStore.FILES, "7"]
-    files.add("\u00e9" * 127, "user_data", b"x")
-    with pytest.raises(HttpError, match="more than 255 bytes"):
-        files.add("\u00e9" * 128, "user_data", b"x")
-
-
 @pytest.mark.parametrize("jump", [-3600.0, 3600.0])
-def test_a_jump_of_the_clock_removes_no_file_or_transcript_and_keeps_none(
+def test_a_jump_of_the_clock_removes_nothing_that_is_kept_and_keeps_nothing(
     monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
-    files, transcripts = FileStore(limit=100, seconds=60), Transcripts()
-    kept = files.add("a", "user_data", b"x")
-    transcripts.add("spoken", "a text")
+    kept: Store[str] = Store(10, 100, 60)
+    kept.add("a", "a text", 6)
     usual = time.time
     monkeypatch.setattr(time, "time", lambda: usual() + 2 * jump)
-    assert files.find(kept.id) is kept
-    assert transcripts.find("spoken") == "a text"
-    transcripts.add("later", "another")
-    assert transcripts.find("spoken") == "a text"
+    kept.add("b", "another", 7)
+    assert kept.values() == ["a text", "another"]
     later(monkeypatch, 61)
-    assert files.find(kept.id) is None
+    assert kept.values() == []
 
 
 def test_uploads_touch_no_disk(echo_pipeline: HttpPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +327,9 @@ def test_uploads_touch_no_disk(echo_pipeline: HttpPipeline, monkeypatch: pytest.
 def test_uploads_are_limited(small: str) -> None:
     response = httpx.post(f"{small}/v1/files", files={"file": ("a", b"x" * 50_001)})
     assert (response.status_code, response.json()["error"]["code"]) == (413, "media_too_large")
-    response = httpx.post(f"{small}/v1/files", files={"file": ("a" * 3000, b"x")})
+    response = httpx.post(f"{small}/v1/files", files={"file": ("\u00e9" * 127, b"x")})
+    assert response.status_code == 200
+    response = httpx.post(f"{small}/v1/files", files={"file": ("\u00e9" * 128, b"x")})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "file"
     response = httpx.post(f"{small}/v1/files", files={"file": ("a", b"")})

@@ -124,6 +124,7 @@ def speak_and_hear(page: Page, line: Line) -> int:
     return turn
 
 
+@pytest.mark.nightly
 def test_several_turns_are_spoken_and_written_down(echo: HttpPipeline, page: Page, line: Line) -> None:
     converse(page, echo, "sea")
     expect(page.locator("#mute")).to_be_focused()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 
 import httpx
 import hypothesis
@@ -55,13 +56,18 @@ CASES = [(*operation, schemathesis.GenerationMode.POSITIVE) for operation in OPE
 CASES += [(*operation, schemathesis.GenerationMode.NEGATIVE) for operation in OPERATIONS if operation[0] == "POST"]
 
 
+@functools.cache
+def schema_of(url: str) -> schemathesis.schemas.BaseSchema:
+    return schemathesis.openapi.from_url(f"{url}/openapi.json")
+
+
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
 def test_generated_requests(
     echo: HttpPipeline, pictures: HttpPipeline, method: str, path: str, mode: schemathesis.GenerationMode
 ) -> None:
     """In both of the generator's modes: requests that fit the schema, and requests that do not."""
     url = pictures.url if path.startswith("/v1/images/") else echo.url
-    operation = schemathesis.openapi.from_url(f"{url}/openapi.json")[path][method]
+    operation = schema_of(url)[path][method]
     statuses: collections.Counter[int] = collections.Counter()
 
     @settings(max_examples=settings().max_examples // 2, suppress_health_check=list(HealthCheck))

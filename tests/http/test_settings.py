@@ -143,18 +143,6 @@ def test_flags_win_over_the_yaml(tmp_path: Path) -> None:
     assert shown["http.cors_origins"][0] == '["https://a.example"]'
 
 
-def test_the_servers_process_gets_what_the_yaml_says() -> None:
-    with HttpPipeline(overrides={"http.media_parts": 1}, arguments=["--http-body-bytes=3000"]) as pipeline:
-        part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-        body = {"model": "echo", "messages": [{"role": "user", "content": [part, part]}]}
-        answer = httpx.post(f"{pipeline.url}/v1/chat/completions", json=body)
-        assert answer.status_code == 400
-        assert "at most 1 are allowed" in answer.text
-        answer = httpx.post(f"{pipeline.url}/v1/chat/completions", json={**HELLO, "user": "x" * 3000})
-        assert answer.status_code == 413
-        assert "limit of 3000 bytes" in answer.text
-
-
 # -- pages of other origins -------------------------------------------------------------------------------------------
 
 OURS, THEIRS = "https://a.example", "https://evil.example"

@@ -354,6 +354,7 @@ def test_the_example_makes_a_voice_and_speaks_with_it(cloning: HttpPipeline, tmp
 
 
 @needs_chromium
+@pytest.mark.nightly
 def test_the_web_page_has_what_is_written_spoken_with_a_voice_of_a_recording(cloning: HttpPipeline) -> None:
     with chromium() as browser, watched_page(browser) as page:
         open_page(page, cloning)

@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, expect
 from tests.support.browser import answered, ask, data, needs_chromium, open_page, until, watched_page
 from tests.support.servers import HttpPipeline, picture
 
-pytestmark = [needs_chromium, pytest.mark.e2e]
+pytestmark = [needs_chromium, pytest.mark.e2e, pytest.mark.nightly]
 
 
 def test_speech_in_and_out_with_the_tiny_model(tiny_http: HttpPipeline, browser: Browser) -> None:

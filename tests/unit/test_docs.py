@@ -21,7 +21,7 @@ from omni_actors.config import CoordinatorConfig, FlowConfig, HttpConfig, Pipeli
 from omni_actors.config.schema import ClusterConfig
 from omni_actors.errors import ERROR_CLASSES, ErrorCode
 from omni_actors.http_server import chat, chat_messages, completions, decoding
-from omni_actors.http_server.stores import FileStore
+from omni_actors.http_server.stores import MAX_FILES
 from omni_actors.media import decoders
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.header import Limits
@@ -253,7 +253,7 @@ def test_the_known_limits_are_those_of_the_code() -> None:
         found[name] = int(number) * UNITS.get(unit, 1)
     message, media = Limits(), MediaLimits()
     assert found == {
-        "uploaded files, the oldest of which make room": FileStore.FILES,
+        "uploaded files, the oldest of which make room": MAX_FILES,
         "stages of a pipeline": most(PipelineConfig, "stages"),
         "nodes": most(ClusterConfig, "nnodes"),
         "JSON of an HTTP request without its media": decoding.MAX_TEXT_BYTES,

@@ -18,7 +18,7 @@ from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.media import MediaReader
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.stores import FileStore, Transcripts
+from omni_actors.http_server.stores import Store, UploadedFile
 from omni_actors.media.decoders import DecoderThreads
 from tests.support.servers import film, picture, sound
 from tests.support.waiting import PATIENCE
@@ -32,13 +32,15 @@ def decoders() -> Iterator[DecoderThreads]:
 
 
 @pytest.fixture
-def files() -> FileStore:
-    return FileStore(1 << 20, 60.0)
+def files() -> Store[UploadedFile]:
+    return Store(10, 1 << 20, 60.0)
 
 
 @pytest.fixture
-def reader(decoders: DecoderThreads, files: FileStore) -> MediaReader:
-    return MediaReader(ServerSettings(endpoint="ipc:///nowhere"), Fetcher([], 1), files, Transcripts(), decoders)
+def reader(decoders: DecoderThreads, files: Store[UploadedFile]) -> MediaReader:
+    return MediaReader(
+        ServerSettings(endpoint="ipc:///nowhere"), Fetcher([], 1), files, Store(10, 1 << 20, 60.0), decoders
+    )
 
 
 def part(modality: str, data: bytes) -> dict:
@@ -51,7 +53,7 @@ def messages(*parts: dict) -> list[AnyMessage]:
 
 
 async def test_more_media_than_a_prompt_may_have_are_refused_before_any_is_read(
-    reader: MediaReader, files: FileStore, decoders: DecoderThreads
+    reader: MediaReader, files: Store[UploadedFile], decoders: DecoderThreads
 ) -> None:
     broken = part("audio", b"this would be malformed_media")
     with pytest.raises(HttpError, match=r"3 media of the kind audio; at most 2") as refused:
@@ -60,8 +62,10 @@ async def test_more_media_than_a_prompt_may_have_are_refused_before_any_is_read(
     assert decoders.pids == []
 
 
-async def test_uploaded_files_are_counted_as_what_they_are(reader: MediaReader, files: FileStore) -> None:
-    upload = {"type": "file", "file": {"file_id": files.add("a", "user_data", picture(8, 8)).id}}
+async def test_uploaded_files_are_counted_as_what_they_are(reader: MediaReader, files: Store[UploadedFile]) -> None:
+    data = picture(8, 8)
+    files.add("file-1", UploadedFile("file-1", "a", "user_data", data, 0, 0), len(data))
+    upload = {"type": "file", "file": {"file_id": "file-1"}}
     with pytest.raises(HttpError, match=r"2 media of the kind image; at most 1"):
         await reader.messages(messages(upload, part("image", picture(8, 8))), {"image": 1})
 
@@ -144,9 +148,11 @@ class MeetingFetcher(Fetcher):
         return picture(8, 8) if url.endswith("1") else sound(0.1)
 
 
-async def test_media_of_one_request_are_fetched_side_by_side(decoders: DecoderThreads, files: FileStore) -> None:
+async def test_media_of_one_request_are_fetched_side_by_side(
+    decoders: DecoderThreads, files: Store[UploadedFile]
+) -> None:
     settings = ServerSettings(endpoint="ipc:///nowhere")
-    reader = MediaReader(settings, MeetingFetcher(), files, Transcripts(), decoders)
+    reader = MediaReader(settings, MeetingFetcher(), files, Store(10, 1 << 20, 60.0), decoders)
     parts = [
         {"type": "image_url", "image_url": {"url": "https://a.example/1"}},
         {"type": "audio_url", "audio_url": {"url": "https://a.example/2"}},

@@ -109,7 +109,7 @@ REFUSED = [
     (("--http-insecure",), "--http-insecure goes with --http"),
     (("--http", ":0", "--http-audio-seconds", "nan"), "argument --http-audio-seconds: 'nan' is not a finite number"),
     (("--http", ":0", "--http-body-bytes", "1" + "0" * 30), "does not fit in 64 bits"),
-    (("--http", ":0", "--media-host", "https://a.example"), "--media-host: 'https://a.example' is no host name"),
+    (("--http", ":0", "--media-host", "https://a.example"), "--media-host: 'https://a.example' is not a host name"),
     (("--http", ":0", "--served-name", ""), "argument --served-name: "),
     (("--http", ":0", "--http-certificate", "one.pem"), "certificate and http.key go together"),
     (("--http", ":0", "--http-certificate", "none.pem", "--http-key", "one.key"), "http.certificate: cannot read "),

@@ -47,7 +47,7 @@ def test_what_is_no_regular_file_is_no_voice(tmp_path: Path, caplog: pytest.LogC
     (tmp_path / "voice_link.voice").symlink_to(tmp_path / f"{mara.id}.voice")
     assert store.all() == [mara]
     assert store.find("Ben") is None
-    assert "it is no regular file" in caplog.text
+    assert "it is not a regular file" in caplog.text
     store.add(ben, SAMPLES)
     assert store.all() == [ben, mara]
 

@@ -41,6 +41,10 @@ Instructions = Annotated[str, Meta(max_length=MAX_TEXT)]
 OutputTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | Annotated[str, Meta(pattern=r"^inf\Z")]
 Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
 
+# Fields of `AnswerFields` that a configuration has under the same name, and those of it that are shown as they are.
+ANSWER_FIELDS = ["tools", "tool_choice", "parallel_tool_calls", "instructions", "max_output_tokens"]
+ANSWER_FIELDS += ["seed", "stage_params"]
+SHOWN = ["model", "instructions", "tool_choice", "parallel_tool_calls", "max_output_tokens", "truncation", "seed"]
 NULL_IS_ABSENT = "null is absent"
 if TYPE_CHECKING:
     OrNull = Annotated[T, NULL_IS_ABSENT]
@@ -232,18 +236,8 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
                 raise bad_field(f"{where}.stage_params", message)
         tools, choice = _given(fields.tools, self.tools), _given(fields.tool_choice, self.tool_choice)
         tool_options(tools, choice, None, f"{where}.tool_choice")
-        return msgspec.structs.replace(
-            self,
-            tools=tools,
-            tool_choice=choice,
-            parallel_tool_calls=_given(fields.parallel_tool_calls, self.parallel_tool_calls),
-            output=output,
-            voice=voice,
-            instructions=_given(fields.instructions, self.instructions),
-            max_output_tokens=_given(fields.max_output_tokens, self.max_output_tokens),
-            seed=_given(fields.seed, self.seed),
-            stage_params=stage_params,
-        )
+        given = {name: value for name in ANSWER_FIELDS if (value := getattr(fields, name)) is not UNSET}
+        return msgspec.structs.replace(self, **given, output=output, voice=voice)
 
     def updated(self, fields: SessionFields, pipeline: Pipeline, detects: bool) -> SessionConfig:
         """The configuration after `session.update`. Raises `HttpError` 400 and then nothing has changed.
@@ -276,19 +270,11 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
             "type": "realtime",
             "object": "realtime.session",
             "id": session_id,
-            "model": self.model,
+            **{name: getattr(self, name) for name in SHOWN},
             "output_modalities": [self.output],
-            "instructions": self.instructions,
             "tools": [{"type": "function", **tool.definition()} for tool in self.tools],
-            "tool_choice": self.tool_choice,
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "max_output_tokens": self.max_output_tokens,
-            "tracing": None,
-            "truncation": self.truncation,
-            "prompt": None,
+            **dict.fromkeys(("tracing", "prompt", "include")),
             "expires_at": expires,
-            "include": None,
-            "seed": self.seed,
             "stage_params": {stage: params.given() for stage, params in self.stage_params.items()},
             "audio": {
                 "input": {

@@ -22,12 +22,12 @@ from omni_actors.http_server.realtime.config import BYTES_PER_SECOND
 from omni_actors.http_server.realtime.events import error_event
 from omni_actors.http_server.realtime.requests import (
     ANSWER_BYTES,
+    Asker,
     Latency,
     Outbox,
     Prefiller,
     Transcriber,
     response_usage,
-    submit,
     was_cut,
 )
 from omni_actors.http_server.realtime.session import (
@@ -58,7 +58,7 @@ class SessionConnection:
 
     Args:
         reservation: accounts for the bytes that the session holds.
-        tenant: whom the requests are for.
+        tenant: the client whose share of the slots the requests use.
     """
 
     def __init__(
@@ -68,11 +68,10 @@ class SessionConnection:
         self._state = state
         self._session = session
         self._reservation = reservation
-        self._tenant = tenant
-        self._traceparent: str | None = websocket.state.traceparent
+        self._asker = Asker(state, tenant, websocket.state.traceparent)
         self._outbox = Outbox(websocket.send_text, state.settings.write_timeout)
-        self._transcriber = Transcriber(session.transcripts, self._outbox, state, tenant, self._traceparent)
-        self._prefiller = Prefiller(state, tenant, self._traceparent)
+        self._transcriber = Transcriber(session.transcripts, self._outbox, self._asker)
+        self._prefiller = Prefiller(self._asker)
         self._activity: VoiceActivity | None = None
         self._lag = Lag()
         self._answers: dict[str, asyncio.Task[None]] = {}
@@ -226,7 +225,7 @@ class SessionConnection:
 
     async def _relay(self, ask: Ask, latency: Latency) -> bool:
         description = await self._state.facts()
-        stream = await submit(ask, self._state, description, self._tenant, self._traceparent)
+        stream = await self._asker.answer(ask, description)
         try:
             async for item in stream:
                 if isinstance(item, Text):

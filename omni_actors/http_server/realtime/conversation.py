@@ -120,14 +120,8 @@ class MessageItem:
 
     def shown(self, *, with_audio: bool = False, with_parts: bool = True) -> dict[str, Any]:
         """The item as clients see it."""
-        return {
-            "id": self.id,
-            "object": "realtime.item",
-            "type": "message",
-            "role": self.role,
-            "status": self.status,
-            "content": [part.shown(with_audio) for part in self.parts] if with_parts else [],
-        }
+        content = [part.shown(with_audio) for part in self.parts] if with_parts else []
+        return _shown(self.id, "message", self.status, role=self.role, content=content)
 
     def check_truncation(self, content_index: int, end_ms: int) -> None:
         """Raise `HttpError` 400 unless this is a spoken answer with so much sound."""
@@ -220,15 +214,8 @@ class CallItem:
 
     def shown(self, **_: bool) -> dict[str, Any]:
         """The item as clients see it."""
-        return {
-            "id": self.id,
-            "object": "realtime.item",
-            "type": "function_call",
-            "status": self.status,
-            "call_id": self.call_id,
-            "name": self.name,
-            "arguments": self.arguments,
-        }
+        call = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
+        return _shown(self.id, "function_call", self.status, **call)
 
 
 @dataclass
@@ -252,14 +239,11 @@ class ResultItem:
 
     def shown(self, **_: bool) -> dict[str, Any]:
         """The item as clients see it."""
-        return {
-            "id": self.id,
-            "object": "realtime.item",
-            "type": "function_call_output",
-            "status": "completed",
-            "call_id": self.call_id,
-            "output": self.output,
-        }
+        return _shown(self.id, "function_call_output", "completed", call_id=self.call_id, output=self.output)
+
+
+def _shown(item_id: str, kind: str, status: str, **content: Any) -> dict[str, Any]:
+    return {"id": item_id, "object": "realtime.item", "type": kind, "status": status, **content}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -81,23 +81,39 @@ class Outbox:
             self._drained.set()
 
 
-async def submit(
-    ask: Ask, state: ServerState, description: Description, tenant: str, traceparent: str | None
-) -> RequestStream:
-    """Send the request of a response. Raises `OmniError` or `HttpError`."""
-    config = ask.config
-    limit = {} if config.max_output_tokens == "inf" else {"max_tokens": config.max_output_tokens}
-    return await state.client.submit(
-        prompting(config, ask.messages),
-        modalities=["text", "audio"] if config.output == "audio" else ["text"],
-        voice=config.voice if config.output == "audio" else None,
-        params=state.stage_params(config.model, config.stage_params, description, limit),
-        seed=config.seed,
-        timeout=state.settings.request_timeout,
-        request_id=ask.request_id,
-        traceparent=traceparent,
-        tenant=tenant,
-    )
+class Asker:
+    """Sends a session's requests to the pipeline.
+
+    Args:
+        tenant: the client whose share of the slots the requests use.
+        traceparent: trace context of the session.
+    """
+
+    def __init__(self, state: ServerState, tenant: str, traceparent: str | None) -> None:
+        self.state = state
+        self._common: dict[str, Any] = {
+            "timeout": state.settings.request_timeout,
+            "tenant": tenant,
+            "traceparent": traceparent,
+        }
+
+    async def submit(self, prompt: Any, **options: Any) -> RequestStream:
+        """Send a request. Raises `OmniError` or `HttpError`."""
+        return await self.state.client.submit(prompt, **self._common, **options)
+
+    async def answer(self, ask: Ask, description: Description) -> RequestStream:
+        """Send the request of a response. Raises `OmniError` or `HttpError`."""
+        config = ask.config
+        limit = {} if config.max_output_tokens == "inf" else {"max_tokens": config.max_output_tokens}
+        spoken = config.output == "audio"
+        return await self.submit(
+            prompting(config, ask.messages),
+            modalities=["text", "audio"] if spoken else ["text"],
+            voice=config.voice if spoken else None,
+            params=self.state.stage_params(config.model, config.stage_params, description, limit),
+            seed=config.seed,
+            request_id=ask.request_id,
+        )
 
 
 def prompting(config: SessionConfig, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -148,21 +164,12 @@ class Latency:
 
 
 class Transcriber:
-    """One per session.
+    """Has the turns of a session written down, one after the other."""
 
-    Args:
-        tenant: whom the requests are for.
-        traceparent: trace context of the session.
-    """
-
-    def __init__(
-        self, transcripts: TurnTranscripts, outbox: Outbox, state: ServerState, tenant: str, traceparent: str | None
-    ) -> None:
+    def __init__(self, transcripts: TurnTranscripts, outbox: Outbox, asker: Asker) -> None:
         self._transcripts = transcripts
         self._outbox = outbox
-        self._state = state
-        self._tenant = tenant
-        self._traceparent = traceparent
+        self._asker = asker
         self._waiting: asyncio.Queue[Transcribe] = asyncio.Queue()  # of items, whose number the conversation bounds
 
     def put(self, turn: Transcribe) -> None:
@@ -184,16 +191,14 @@ class Transcriber:
         messages = self._transcripts.messages(turn.item_id, turn.question)
         if not messages:
             return
-        description = await self._state.facts()
-        stream = await self._state.client.submit(
+        state = self._asker.state
+        description = await state.facts()
+        stream = await self._asker.submit(
             messages,
             modalities=["text"],
-            params={self._state.text_stage(description): StageParams(temperature=0.0)},
+            params={state.text_stage(description): StageParams(temperature=0.0)},
             priority=TRANSCRIPT_PRIORITY,
-            timeout=self._state.settings.request_timeout,
             request_id=turn.item_id,
-            traceparent=self._traceparent,
-            tenant=self._tenant,
         )
         texts: list[str] = []
         try:
@@ -217,17 +222,13 @@ class Transcriber:
 
 
 class Prefiller:
-    """At most one request of a session at a time. Its failure costs time only: the answer computes what is missing.
+    """Has the prompt of a turn computed before the turn ends, with at most one request of a session at a time.
 
-    Args:
-        tenant: whom the requests are for.
-        traceparent: trace context of the session.
+    Its failure costs time only: the answer computes what is missing.
     """
 
-    def __init__(self, state: ServerState, tenant: str, traceparent: str | None) -> None:
-        self._state = state
-        self._tenant = tenant
-        self._traceparent = traceparent
+    def __init__(self, asker: Asker) -> None:
+        self._asker = asker
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -259,21 +260,19 @@ class Prefiller:
             outcome = "failed"
             logger.info("a turn is not computed before its end: %s", error)
         finally:
-            self._state.realtime.meters.count(REALTIME_PREPARATIONS, outcome)
+            self._asker.state.realtime.meters.count(REALTIME_PREPARATIONS, outcome)
 
     async def _compute(self, prepare: Prepare) -> None:
-        description = await self._state.describe()
+        state = self._asker.state
+        description = await state.describe()
         if _busy(description):
             raise HttpError(429, "the pipeline is busy with answers.", code="overloaded")
         config = prepare.config
-        stream = await self._state.client.submit(
+        stream = await self._asker.submit(
             prompting(config, prepare.messages),
             modalities=["text"],
-            params=self._state.stage_params(config.model, {}, description, {"max_tokens": 0}),
+            params=state.stage_params(config.model, {}, description, {"max_tokens": 0}),
             priority=PREFILL_PRIORITY,
-            timeout=self._state.settings.request_timeout,
-            traceparent=self._traceparent,
-            tenant=self._tenant,
         )
         try:
             await stream.result()

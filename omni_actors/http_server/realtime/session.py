@@ -1,4 +1,4 @@
-"""What a session does about each event: a state machine without I/O and clocks.
+"""The state machine of a session, without I/O and clocks.
 
 Every method returns instructions, in the order in which they are to be carried out. An event that is refused changes
 nothing and becomes an `error` event.
@@ -72,7 +72,7 @@ class Transcribe(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """Have the pipeline compute a prompt whose last turn is not over yet; it is not answered."""
+    """Have the pipeline compute a prompt whose last turn is not over yet, without an answer."""
 
     config: SessionConfig
     messages: Sequence[Mapping[str, Any]]
@@ -227,7 +227,7 @@ class RealtimeSession:
         running = self._response if self._response is not None and self._response.item is item else None
         rate = self._spoken_characters / self._spoken_seconds if self._spoken_seconds else None
         if not isinstance(item, MessageItem):
-            raise bad_field("item_id", "This item is no spoken answer.")
+            raise bad_field("item_id", "This item is not a spoken answer.")
         item.check_truncation(given.content_index, given.audio_end_ms)
         done: Instructions = []
         if running is not None:

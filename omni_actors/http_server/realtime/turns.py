@@ -21,9 +21,9 @@ MODEL_RATE = 16_000
 MODEL_WINDOW = 512  # samples at MODEL_RATE
 WINDOW = MODEL_WINDOW * RATE // MODEL_RATE
 
-# Samples behind what is to be computed: where sound ends, resampling and features see that it does.
+# Samples after the part to compute: resampling and features differ where sound ends.
 MARGIN = RATE // 20
-SHARE = 1 / 30  # of all sound of a conversation, which travels with each request
+SHARE = 1 / 30  # of the conversation's sound that must be new, because all of it is sent with each request
 
 LAG_SECONDS = 0.5  # behind real time, from which turns are found too late
 
@@ -201,10 +201,10 @@ class VoiceActivity:
 
 
 class AheadOfTurn:
-    """Says when there is enough new sound for a request of its own.
+    """Decides when enough new sound has come to compute the prompt so far.
 
     Args:
-        seconds: of sound that make one; those of a window of the model's encoder are best. 0 for none.
+        seconds: sound per request; best is a window of the model's encoder. 0 turns it off.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -213,7 +213,7 @@ class AheadOfTurn:
         self._done = 0  # samples of the turn
 
     def due(self, start: int, end: int, conversation_bytes: int) -> int | None:
-        """The position up to which to compute a turn now; `None`: nothing that is worth it has come.
+        """The position up to which to compute the turn now; `None` for not yet.
 
         Args:
             start: position of the turn's first sample.
@@ -237,7 +237,7 @@ class AheadOfTurn:
 
 
 class Lag:
-    """How far the work on a stream of sound is behind a sender in real time, while more waits than is worked on."""
+    """How far processing lags behind a sender who sends in real time."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -245,9 +245,9 @@ class Lag:
         self._told = False
 
     def add(self, began: float, ended: float, seconds: float) -> bool:
-        """Count a piece of sound, of which the work began and ended at these times of any clock.
+        """Record that a piece of sound was processed from `began` to `ended` (seconds of any clock).
 
-        Returns whether the work has fallen behind by more than `LAG_SECONDS`, once until it has caught up.
+        Returns true once when the lag exceeds `LAG_SECONDS`, and again only after it was 0.
         """
         waited = self.seconds if began - self._ended < LAG_SECONDS else 0.0  # longer pauses are the sender's
         self._ended = ended
