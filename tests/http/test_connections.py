@@ -111,11 +111,14 @@ def test_a_request_behind_one_that_is_not_answered_is_discarded(address: tuple[s
 
 
 def test_what_is_sent_behind_a_request_is_bounded(address: tuple[str, int]) -> None:
-    models = GET.replace(b"/style.css", b"/v1/models")  # for which the pipeline is asked, which does not answer
-    with connect(address) as made, contextlib.suppress(ConnectionError):
-        made.sendall(models + b"\r\n" + GET + b"\r\n")
-        made.sendall(b"x" * 2 * BEHIND_BYTES)
-        assert made.recv(65536) == b"", "it is closed before the first of them is answered"
+    models = GET.replace(b"/v1/files", b"/v1/models")  # for which the pipeline is asked, which does not answer
+    with connect(address) as made:
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            made.sendall(models + b"\r\n" + POST + b"Content-Length: %d\r\n\r\n" % (4 * BEHIND_BYTES))
+            made.sendall(b"x" * 4 * BEHIND_BYTES)
+            received = made.recv(65536)
+    assert received == b"", "it is closed before the first of them is answered"
 
 
 def test_what_is_not_http_is_refused_in_the_format_of_all_errors(address: tuple[str, int]) -> None:
