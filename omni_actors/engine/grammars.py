@@ -10,11 +10,10 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from vllm.config import VllmConfig
@@ -31,6 +30,7 @@ from omni_actors.protocol.payloads import STRUCTURES
 LOWEST_PRIORITY = 19
 # Processor time of one answer's grammar. A usual one takes 0.1 ms of a token, with a large vocabulary up to 1 ms.
 GRAMMAR_SECONDS, TOKEN_SECONDS = 0.5, 0.005
+T = TypeVar("T")
 Prepared = tuple[Request, int]  # what vLLM's core makes of a request before it adds it
 
 
@@ -43,14 +43,12 @@ class Compilation:
     error: OmniError | None = None
 
 
-class TimedGrammar(StructuredOutputGrammar):
-    """The grammar of one request, and what it has taken of the engine's steps."""
+class TimedGrammar:
+    """The grammar of one request, and the processor time that it has taken of the engine's steps."""
 
     def __init__(self, grammar: StructuredOutputGrammar, form: str) -> None:
-        self._grammar = grammar
-        self._form = form
-        self._seconds = 0.0
-        self._tokens = 0
+        self._grammar, self._form = grammar, form
+        self._seconds, self._tokens = 0.0, 0
 
     def check(self) -> None:
         """Raise `InvalidRequest` if it takes so long that others would wait for it."""
@@ -61,35 +59,23 @@ class TimedGrammar(StructuredOutputGrammar):
                 field=f"structured_outputs.{self._form}",
             )
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grammar, name)
+
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """See `StructuredOutputGrammar`, here and below."""
+        """Advance by tokens, as vLLM asks."""
         self._tokens += len(tokens)
-        with self._timed():
-            return self._grammar.accept_tokens(request_id, tokens)
+        return self._timed(self._grammar.accept_tokens, request_id, tokens)
 
-    def validate_tokens(self, tokens: list[int]) -> list[int]:  # noqa: D102
-        with self._timed():
-            return self._grammar.validate_tokens(tokens)
+    def fill_bitmask(self, bitmask: torch.Tensor, index: int) -> None:
+        """Mark the tokens that may come next, as vLLM asks."""
+        self._timed(self._grammar.fill_bitmask, bitmask, index)
 
-    def rollback(self, num_tokens: int) -> None:  # noqa: D102
-        with self._timed():
-            self._grammar.rollback(num_tokens)
-
-    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:  # noqa: D102
-        with self._timed():
-            self._grammar.fill_bitmask(bitmask, batch_index)
-
-    def is_terminated(self) -> bool:  # noqa: D102
-        return self._grammar.is_terminated()
-
-    def reset(self) -> None:  # noqa: D102
-        self._grammar.reset()
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _timed(self, work: Callable[..., T], *arguments: Any) -> T:
         began = time.thread_time()
-        yield
+        done = work(*arguments)
         self._seconds += time.thread_time() - began
+        return done
 
 
 def needs_grammar(request: EngineCoreRequest) -> bool:
@@ -170,7 +156,7 @@ class GrammarCompiler:
             self._ended.put(Compilation(request, error=_as_error(request, error)))
         else:
             if structured is not None and isinstance(structured.grammar, StructuredOutputGrammar):
-                structured.grammar = TimedGrammar(structured.grammar, _form(request))
+                structured.grammar = cast("Any", TimedGrammar(structured.grammar, _form(request)))
             self._ended.put(Compilation(request, prepared))
         self._wake()
 
