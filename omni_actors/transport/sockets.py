@@ -168,15 +168,25 @@ class Sockets:
         socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5 * TCP_HEARTBEAT_MS)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         return socket
 
+    def _connecting(self, kind: int) -> Socket:
+        """A socket to be connected, which sends the heartbeats by which both ends miss each other.
+
+        A bound one sends none: libzmq 4.3.5 aborts the process if one is due on a connection from which it reads no
+        more, because too much waits, and whose peer is gone.
+        """
+        socket = self._socket(kind, LINGER_MS)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5 * TCP_HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, 5 * TCP_HEARTBEAT_MS)
+        return socket
+
     def push(self, endpoint: str) -> Socket:
         """A PUSH to exactly one PULL. Connected to several replicas it would spread requests at random."""
-        socket = self._socket(zmq.PUSH, LINGER_MS)
+        socket = self._connecting(zmq.PUSH)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         self.connect(socket, endpoint)
         return socket
@@ -199,12 +209,10 @@ class Sockets:
 
     def dealer(self, endpoint: str, identity: bytes) -> tuple[Socket, HandshakeMonitor]:
         """A connected DEALER with a fixed identity, and the monitor that reports why it is refused or disconnected."""
-        socket = self._socket(zmq.DEALER, LINGER_MS)
+        socket = self._connecting(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, identity)
         # Nothing may be left in the connection itself, for heartbeats would be behind it: credit bounds what comes.
         socket.setsockopt(zmq.RCVHWM, 0)
-        # The ROUTER then misses us also while it cannot send: its own questions wait behind what we do not read.
-        socket.setsockopt(zmq.HEARTBEAT_TTL, 5 * TCP_HEARTBEAT_MS)
         monitor = HandshakeMonitor(socket, endpoint, self.keys)
         try:
             self.connect(socket, endpoint)

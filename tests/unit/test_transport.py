@@ -282,3 +282,41 @@ def test_queue_wakes_up_its_reader_and_keeps_order() -> None:
     assert got == list(range(1000))
     assert items.drain() == []  # the last items may have been taken before their wake-up was sent
     assert not poller.poll(0)
+
+
+FLOODED = """
+import sys, time
+from omni_actors.transport.sockets import Sockets, try_send, TCP_HEARTBEAT_MS
+sockets = Sockets()
+router, _ = sockets.router(sys.argv[1])
+print("bound", flush=True)
+peer = router.recv_multipart()[0]
+while try_send(router, [peer, bytes(4000)]):
+    pass
+print("full", flush=True)
+sys.stdin.readline()
+time.sleep(3 * TCP_HEARTBEAT_MS / 1000)
+"""
+FLOODING = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.DEALER)
+socket.setsockopt(zmq.SNDHWM, 0)
+socket.setsockopt(zmq.RCVHWM, 1)
+socket.connect(sys.argv[1])
+for _ in range(20_000):
+    socket.send(bytes(1000))
+sys.stdin.readline()
+"""
+
+
+def test_a_process_that_reads_nothing_outlives_a_flooding_peer_that_is_killed(short_path: Path) -> None:
+    """libzmq would abort it at the next heartbeat."""
+    arguments = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    endpoint = f"ipc://{short_path}/router"
+    with subprocess.Popen([sys.executable, "-c", FLOODED, endpoint], **arguments) as flooded:
+        assert flooded.stdout.readline() == "bound\n"
+        with subprocess.Popen([sys.executable, "-c", FLOODING, endpoint], **arguments) as peer:
+            assert flooded.stdout.readline() == "full\n"
+            peer.kill()
+        _, errors = flooded.communicate("\n", timeout=60)
+    assert (flooded.returncode, errors) == (0, "")
