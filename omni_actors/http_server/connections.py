@@ -162,7 +162,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._behind > BEHIND_BYTES:
                 self.transport.close()
             return
-        while data and not self._refused and not self._upgraded and not self.transport.is_closing():
+        while data and self._behind is None and not (self._refused or self._upgraded or self.transport.is_closing()):
             if not self._in_head:
                 super().data_received(data)
                 return
@@ -172,7 +172,7 @@ class BoundedProtocol(HttpToolsProtocol):
             piece, data = data[:room], data[room:]
             self._head_bytes += len(piece)
             super().data_received(piece)
-            if self._in_head and self._head_bytes >= self.head_limit:
+            if self._behind is None and self._in_head and self._head_bytes >= self.head_limit:
                 message = f"The head of a request is limited to {self.head_limit} bytes."
                 self._refuse(431, message, "head_too_large", linger=True)
         if data and isinstance(upgraded := self.transport.get_protocol(), BoundedWebSocket):
