@@ -291,11 +291,8 @@ def _added(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
 
 def token_counts(usage: Mapping[str, Any]) -> dict[str, int]:
     """The counts of a `usage_of`, as OpenAI's newer routes name them."""
-    return {
-        "input_tokens": usage["prompt_tokens"],
-        "output_tokens": usage["completion_tokens"],
-        "total_tokens": usage["total_tokens"],
-    }
+    names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens", "total_tokens": "total_tokens"}
+    return {newer: usage[older] for newer, older in names.items()}
 
 
 def _speaker(order: list[str], text_stage: str, audio_stage: str) -> str:

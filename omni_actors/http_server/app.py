@@ -220,11 +220,8 @@ async def _answer(connection: HTTPConnection, error: Exception) -> Response | No
             found = HttpError(405, f"{connection.url.path[:200]} takes {allowed}, not {method}.", code="http_405")
             found.headers["allow"] = allowed
         case _:
-            logger.error(
-                "a request failed: %s",
-                trace_of(error),
-                extra={"request_id": getattr(connection.state, "request_id", "")},
-            )
+            about = {"request_id": getattr(connection.state, "request_id", "")}
+            logger.error("a request failed: %s", trace_of(error), extra=about)
             found = HttpError(500, "Internal error: see the server's log.", code="internal_error")
     if isinstance(connection, WebSocket):
         await connection.send_denial_response(found.response())
@@ -237,23 +234,10 @@ async def _answer(connection: HTTPConnection, error: Exception) -> Response | No
 
 ERROR_STATUSES = ("400", "401", "403", "404", "408", "413", "415", "429", "500", "503", "504")
 ERROR = {"description": "Error", "content": {"application/json": {"schema": {"$ref": REFERENCE.format(name="Error")}}}}
-NULLABLE_TEXT = {"type": ["string", "null"]}
-ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": NULLABLE_TEXT,
-                "code": NULLABLE_TEXT,
-            },
-        }
-    },
-}
+TEXT, NULLABLE_TEXT = {"type": "string"}, {"type": ["string", "null"]}
+ERROR_FIELDS: dict[str, Any] = {"message": TEXT, "type": TEXT, "param": NULLABLE_TEXT, "code": NULLABLE_TEXT}
+ERROR_BODY = {"type": "object", "required": list(ERROR_FIELDS), "properties": ERROR_FIELDS}
+ERROR_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": ERROR_BODY}}
 
 
 def openapi_document() -> dict[str, Any]:

@@ -93,12 +93,8 @@ async def completions(request: Request, state: ServerState, body: CompletionRequ
         ),
         n=body.answers(description.max_in_flight),
     )
-    head = {
-        "id": f"cmpl-{request.state.request_id}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-    }
+    head: dict[str, Any] = {"id": f"cmpl-{request.state.request_id}", "object": "text_completion", "model": model}
+    head["created"] = int(time.time())
 
     logprobs = [CompletionLogprobs() for _ in answer.usages]
 

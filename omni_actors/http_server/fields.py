@@ -46,62 +46,62 @@ ANY = None
 Ignored = Mapping[str, tuple[Any, ...] | None]
 
 
-def _all(names: str, *values: Any) -> dict[str, tuple[Any, ...] | None]:
+def _only(names: str, *values: Any) -> dict[str, tuple[Any, ...] | None]:
     return dict.fromkeys(names.split(), values)
 
 
 OF_OPENAI: Ignored = {
     **dict.fromkeys(("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), ANY),
-    **_all("prompt_cache_options", {}),
+    **_only("prompt_cache_options", {}),
 }
 OF_TEXTS: Ignored = {
     **OF_OPENAI,
     **dict.fromkeys(("user", "metadata", "store", "session_id", "truncation_side"), ANY),
-    **_all("cache_salt repetition_detection request_id thinking_token_budget truncate_prompt_tokens"),
-    **_all("echo return_mm_kwargs return_token_ids return_token_offsets return_tokens_as_token_ids", False),
-    **_all("use_beam_search watermarking", False),
-    **_all("length_penalty stream_interval", 1),
-    **_all("routed_experts_prompt_start", 0),
-    **_all("mm_payload", "tensors"),
-    **_all("logprob_token_ids", []),
-    **_all("ec_transfer_params kv_transfer_params vllm_xargs", {}),
+    **_only("cache_salt repetition_detection request_id thinking_token_budget truncate_prompt_tokens"),
+    **_only("echo return_mm_kwargs return_token_ids return_token_offsets return_tokens_as_token_ids", False),
+    **_only("use_beam_search watermarking", False),
+    **_only("length_penalty stream_interval", 1),
+    **_only("routed_experts_prompt_start", 0),
+    **_only("mm_payload", "tensors"),
+    **_only("logprob_token_ids", []),
+    **_only("ec_transfer_params kv_transfer_params vllm_xargs", {}),
 }
 OF_CHATS: Ignored = {
     **OF_TEXTS,
     **dict.fromkeys(("include_reasoning", "reasoning_effort", "verbosity"), ANY),
-    **_all("chat_template moderation prediction web_search_options"),
-    **_all("add_special_tokens continue_final_message return_prompt_text", False),
-    **_all("add_generation_prompt", True),
-    **_all("documents functions", []),
-    **_all("media_io_kwargs", {}),
-    **_all("function_call", "none", "auto"),
-    **_all("chat_template_kwargs", {}, {"enable_thinking": False}, {"add_generation_prompt": True}),
+    **_only("chat_template moderation prediction web_search_options"),
+    **_only("add_special_tokens continue_final_message return_prompt_text", False),
+    **_only("add_generation_prompt", True),
+    **_only("documents functions", []),
+    **_only("media_io_kwargs", {}),
+    **_only("function_call", "none", "auto"),
+    **_only("chat_template_kwargs", {}, {"enable_thinking": False}, {"add_generation_prompt": True}),
 }
 OF_COMPLETIONS: Ignored = {
     **OF_TEXTS,
-    **_all("prompt_embeds"),
-    **_all("add_special_tokens", True),
-    **_all("best_of", 1),
-    **_all("suffix", ""),
-    **_all("mm_processor_kwargs", {}, {"use_audio_in_video": False}),
+    **_only("prompt_embeds"),
+    **_only("add_special_tokens", True),
+    **_only("best_of", 1),
+    **_only("suffix", ""),
+    **_only("mm_processor_kwargs", {}, {"use_audio_in_video": False}),
 }
 OF_RESPONSES: Ignored = {
     **OF_OPENAI,
-    **_all("conversation max_tool_calls moderation prompt"),
-    **_all("background", False),
-    **_all("context_management", []),
-    **_all("reasoning", {}),
-    **_all("truncation", "disabled"),
+    **_only("conversation max_tool_calls moderation prompt"),
+    **_only("background", False),
+    **_only("context_management", []),
+    **_only("reasoning", {}),
+    **_only("truncation", "disabled"),
 }
 OF_IMAGES: Ignored = {
     **dict.fromkeys(("user", "safety_identifier", "moderation"), ANY),
-    **_all("complexity frame_count frame_duration_ms svg"),
-    **_all("response_format", "b64_json"),
-    **_all("quality", "auto", "standard"),
+    **_only("complexity frame_count frame_duration_ms svg"),
+    **_only("response_format", "b64_json"),
+    **_only("quality", "auto", "standard"),
 }
-OF_NEW_IMAGES: Ignored = {**OF_IMAGES, **_all("style")}
-OF_EDITS: Ignored = {**OF_IMAGES, **_all("mask markup input_fidelity")}
-OF_TRANSCRIPTIONS: Ignored = _all("include keywords languages known_speaker_names known_speaker_references", [])
+OF_NEW_IMAGES: Ignored = {**OF_IMAGES, **_only("style")}
+OF_EDITS: Ignored = {**OF_IMAGES, **_only("mask markup input_fidelity")}
+OF_TRANSCRIPTIONS: Ignored = _only("include keywords languages known_speaker_names known_speaker_references", [])
 
 INSTEAD = {
     "chat_template": "The template is the model's own.",

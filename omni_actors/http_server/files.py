@@ -75,13 +75,6 @@ def _no_file(file_id: str) -> HttpError:
 
 
 def _file(file: UploadedFile) -> dict[str, Any]:
-    return {
-        "id": file.id,
-        "object": "file",
-        "bytes": len(file.data),
-        "created_at": file.created,
-        "expires_at": file.expires,
-        "filename": file.name,
-        "purpose": file.purpose,
-        "status": "processed",
-    }
+    times = {"created_at": file.created, "expires_at": file.expires}
+    about = {"filename": file.name, "purpose": file.purpose, "status": "processed"}
+    return {"id": file.id, "object": "file", "bytes": len(file.data), **times, **about}

@@ -248,12 +248,8 @@ class Pictures:
     def _about(self, pixels: NDArray[numpy.uint8]) -> dict[str, Any]:
         height, width, _ = pixels.shape
         opaque = self._fields.background == "opaque" or self._format == "jpeg"
-        return {
-            "size": f"{width}x{height}",
-            "output_format": self._format,
-            "background": "opaque" if opaque else background_of(pixels),
-            "quality": "auto",
-        }
+        background = "opaque" if opaque else background_of(pixels)
+        return {"size": f"{width}x{height}", "output_format": self._format, "background": background, "quality": "auto"}
 
     async def _file(self, pixels: NDArray[numpy.uint8]) -> msgspec.Raw:
         """The picture as a file, in base64 as a string of JSON."""

@@ -75,15 +75,9 @@ class RequestMiddleware:
             await HttpError(503, STOPPING, code=ErrorCode.STAGE_UNAVAILABLE).response()(scope, receive, answer)
         finally:
             quiet = scope["path"] in POLLED_PATHS and status < 500
-            logger.log(
-                logging.DEBUG if quiet else logging.INFO,
-                "%s %s %d in %.3f s",
-                scope.get("method", "WEBSOCKET"),
-                _printable(scope["path"][:200]),
-                status,
-                time.monotonic() - began,
-                extra={"request_id": request_id},
-            )
+            level, method = logging.DEBUG if quiet else logging.INFO, scope.get("method", "WEBSOCKET")
+            what = (method, _printable(scope["path"][:200]), status, time.monotonic() - began)
+            logger.log(level, "%s %s %d in %.3f s", *what, extra={"request_id": request_id})
 
     async def _check_and_run(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         reservation = Reservation(self._bodies)
@@ -128,11 +122,10 @@ class RequestMiddleware:
         except ValueError:
             name = ""
         if not is_loopback(name):
-            raise HttpError(
-                403,
-                "This server has no API key, so it answers only to loopback names such as 127.0.0.1 and localhost.",
-                code="host_not_allowed",
+            message = (
+                "This server has no API key, so it answers only to loopback names such as 127.0.0.1 and localhost."
             )
+            raise HttpError(403, message, code="host_not_allowed")
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
         """Refuse what the page of another site sends to a server without a key.
@@ -149,12 +142,9 @@ class RequestMiddleware:
         # A link on another site may lead to the page.
         linked = scope.get("method") in ("GET", "HEAD") and scope["path"] in OPEN_PATHS
         if not own or (headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not linked):
-            raise HttpError(
-                403,
-                "This server has no API key, so it answers no web page of another site; the section http of the "
-                "configuration can name the site in cors_origins.",
-                code="origin_not_allowed",
-            )
+            message = "This server has no API key, so it answers no web page of another site; the section http of the "
+            message += "configuration can name the site in cors_origins."
+            raise HttpError(403, message, code="origin_not_allowed")
 
     def _check_key(self, path: str, headers: Headers) -> None:
         key = self._settings.api_key
@@ -164,9 +154,8 @@ class RequestMiddleware:
         if not given:
             scheme, given = "bearer", _key_of_subprotocols(headers)
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
-            raise HttpError(
-                401, "The API key is missing or wrong: send Authorization: Bearer KEY.", code="invalid_api_key"
-            )
+            message = "The API key is missing or wrong: send Authorization: Bearer KEY."
+            raise HttpError(401, message, code="invalid_api_key")
 
 
 def _key_of_subprotocols(headers: Headers) -> str:

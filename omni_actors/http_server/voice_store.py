@@ -109,11 +109,8 @@ class VoiceStore:
                 if it cannot be written.
         """
         if self._folder is None:
-            raise HttpError(
-                400,
-                "This server keeps no voices: its operator must name a folder with --http-voices-dir.",
-                code="unsupported_parameter",
-            )
+            message = "This server keeps no voices: its operator must name a folder with --http-voices-dir."
+            raise HttpError(400, message, code="unsupported_parameter")
         path = self._folder / f"{voice.id}{SUFFIX}"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -116,11 +116,5 @@ def loudest(samples: numpy.ndarray, rate: int) -> float:
 
 
 def _shown(voice: Voice) -> dict[str, Any]:
-    return {
-        "id": voice.id,
-        "object": "audio.voice",
-        "name": voice.name,
-        "created_at": voice.created,
-        "seconds": round(voice.seconds, 3),
-        "transcript": voice.transcript,
-    }
+    recording = {"seconds": round(voice.seconds, 3), "transcript": voice.transcript}
+    return {"id": voice.id, "object": "audio.voice", "name": voice.name, "created_at": voice.created, **recording}

@@ -6,7 +6,7 @@ from scripts import lines_per_package
 from tests.support.paths import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-CODE_LINES = 31_848  # a ceiling that moves down only; the goal is 26,000
+CODE_LINES = 31_773  # a ceiling that moves down only; the goal is 26,000
 FILES = 341  # the same; 220
 
 

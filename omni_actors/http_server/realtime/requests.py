@@ -91,11 +91,8 @@ class Asker:
 
     def __init__(self, state: ServerState, tenant: str, traceparent: str | None) -> None:
         self.state = state
-        self._common: dict[str, Any] = {
-            "timeout": state.settings.request_timeout,
-            "tenant": tenant,
-            "traceparent": traceparent,
-        }
+        self._common: dict[str, Any] = {"tenant": tenant, "traceparent": traceparent}
+        self._common["timeout"] = state.settings.request_timeout
 
     async def submit(self, prompt: Any, **options: Any) -> RequestStream:
         """Send a request. Raises `OmniError` or `HttpError`."""
@@ -127,11 +124,8 @@ def prompting(config: SessionConfig, messages: Sequence[Mapping[str, Any]]) -> d
 def response_usage(usage: Mapping[str, StageUsage], description: Description) -> dict[str, Any]:
     """The usage of a response, as OpenAI names it; `stages` is an extension."""
     found = usage_of(usage, description)
-    return {
-        **token_counts(found),
-        "output_token_details": found["completion_tokens_details"],
-        "stages": found["stages"],
-    }
+    details = {"output_token_details": found["completion_tokens_details"], "stages": found["stages"]}
+    return {**token_counts(found), **details}
 
 
 def was_cut(usage: Mapping[str, StageUsage], description: Description) -> bool:

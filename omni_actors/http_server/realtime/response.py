@@ -162,27 +162,20 @@ class RunningResponse:
         if self._conversation is not None:
             self._conversation.weigh(item)
             sent.append(event("conversation.item.done", item=item.shown(), previous_item_id=self._previous))
-        return [
-            *sent,
-            event("response.output_item.done", response_id=self.id, output_index=self._place, item=item.shown()),
-        ]
+        place = {"response_id": self.id, "output_index": self._place}
+        return [*sent, event("response.output_item.done", **place, item=item.shown())]
 
     def _end_call(self, index: int, call: CallItem) -> Events:
         call.status = "completed"
+        whole = {**self._call_ids(index, call), "name": call.name, "arguments": call.arguments}
         sent: Events = [
-            event(
-                "response.function_call_arguments.done",
-                **self._call_ids(index, call),
-                name=call.name,
-                arguments=call.arguments,
-            ),
+            event("response.function_call_arguments.done", **whole),
             event("response.output_item.done", response_id=self.id, output_index=index, item=call.shown()),
         ]
         if self._conversation is not None:
             self._conversation.weigh(call)
-            sent.append(
-                event("conversation.item.done", item=call.shown(), previous_item_id=self._call_previous.get(call.id))
-            )
+            previous = self._call_previous.get(call.id)
+            sent.append(event("conversation.item.done", item=call.shown(), previous_item_id=previous))
         return sent
 
     def _drop_call(self, call: CallItem) -> Events:
@@ -201,11 +194,8 @@ class RunningResponse:
         return next(index for index, item in enumerate(self._output) if item is self.item)
 
     def _shown_part(self) -> dict[str, str]:
-        return (
-            {"type": "audio", "transcript": self._part.text}
-            if self.spoken
-            else {"type": "text", "text": self._part.text}
-        )
+        text = self._part.text
+        return {"type": "audio", "transcript": text} if self.spoken else {"type": "text", "text": text}
 
     @property
     def _part(self) -> ItemPart:
@@ -215,9 +205,5 @@ class RunningResponse:
 
     @property
     def _ids(self) -> dict[str, Any]:
-        return {
-            "response_id": self.id,
-            "item_id": self.item.id if self.item is not None else "",
-            "output_index": self._place,
-            "content_index": 0,
-        }
+        item_id = self.item.id if self.item is not None else ""
+        return {"response_id": self.id, "item_id": item_id, "output_index": self._place, "content_index": 0}
