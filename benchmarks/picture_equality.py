@@ -51,7 +51,7 @@ from omni_actors.engine.models.qwen_image.vae_decoder import PictureDecoder  # n
 from omni_actors.engine.models.z_image import dit as z_dit  # noqa: E402
 from omni_actors.engine.models.z_image import dit_stage as z_stage  # noqa: E402
 from omni_actors.engine.models.z_image import weights as z_weights  # noqa: E402
-from tools.checkpoints import qwen_image, z_image  # noqa: E402
+from tools.checkpoints.pictures import QWEN_IMAGE, Z_IMAGE  # noqa: E402
 
 SIZES = {"tiny": ((64, 96), (128, 64), (96, 96)), "published": ((512, 512), (256, 384), (512, 768))}  # height, width
 PROMPTS = (40, 77, 100)  # tokens
@@ -141,7 +141,7 @@ class ZImage(Family):
         super().__init__(*given)
         self.config = z_stage.dit_config(written_config(self.reference))
         self.text_width, self.channels = self.config.text_width, self.config.channels
-        self.scheduler = z_image.make_scheduler()
+        self.scheduler = Z_IMAGE.make_scheduler()
 
     def denoiser(self) -> Denoiser:
         network = self.network(lambda: z_dit.Dit(self.config), z_weights.load)
@@ -180,7 +180,7 @@ class QwenImage(Family):
         super().__init__(*given)
         self.config = qwen_stage.dit_config(written_config(self.reference))
         self.text_width, self.channels = self.config.text_width, self.config.channels
-        self.pipeline = qwen_image.pipeline_of(self.reference, self.vae)
+        self.pipeline = QWEN_IMAGE.pipeline_of(self.reference, self.vae)
 
     def denoiser(self) -> Denoiser:
         network = self.network(lambda: qwen_dit.Dit(self.config), qwen_weights.load)
@@ -235,7 +235,7 @@ def drawn(model: Any, branches: Sequence[str], layers: int) -> Any:
 
 def family(model: str, size: str, device: torch.device, dtype: torch.dtype) -> Family:
     """The parts of a model; its weights can be written in bfloat16, whatever their type."""
-    chosen, module = {"z-image": (ZImage, z_image), "qwen-image": (QwenImage, qwen_image)}[model]
+    chosen, module = {"z-image": (ZImage, Z_IMAGE), "qwen-image": (QwenImage, QWEN_IMAGE)}[model]
     if size == "tiny":
         parts = module.tiny_transformer().to(device), module.tiny_vae().to(device)
     else:

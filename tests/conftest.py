@@ -95,8 +95,8 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not (folder / "model.safetensors").exists():
             pytest.fail(f"OMNI_TEST_CHECKPOINT={given} holds no checkpoint")
         return folder
-    from tools.checkpoints import write_tiny
     from tools.checkpoints.measure import quiet_transformers
+    from tools.checkpoints.omni import write_tiny
 
     quiet_transformers()
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny_qwen2_5_omni"
@@ -107,24 +107,23 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_qwen3_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Qwen3-Omni checkpoint (seed 0), built for this run."""
-    from tools.checkpoints import qwen3_omni
     from tools.checkpoints.measure import quiet_transformers
+    from tools.checkpoints.omni import QWEN3_OMNI, write_tiny
 
     quiet_transformers()
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny_qwen3_omni"
-    qwen3_omni.write_tiny(folder, check=False)
+    write_tiny(folder, family=QWEN3_OMNI, check=False)
     return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_tts_kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The tiny Qwen3-TTS checkpoints by kind, built for this run."""
-    from tools.checkpoints import qwen3_tts
-    from tools.checkpoints.qwen3_tts.configuration import KINDS
+    from tools.checkpoints.tts import KINDS, write_tiny
 
     folders = {kind: tmp_path_factory.mktemp("checkpoint") / f"tiny_qwen3_tts_{kind}" for kind in KINDS}
     for kind, folder in folders.items():
-        qwen3_tts.write_tiny(folder, kind)
+        write_tiny(folder, kind)
     return folders
 
 
@@ -137,20 +136,20 @@ def tiny_qwen3_tts(tiny_qwen3_tts_kinds: dict[str, Path]) -> Path:
 @pytest.fixture(scope="session")
 def tiny_z_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Z-Image checkpoint, built for this run."""
-    from tools.checkpoints.z_image import write_tiny_z_image
+    from tools.checkpoints.pictures import Z_IMAGE
 
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny_z_image"
-    write_tiny_z_image(folder)
+    Z_IMAGE.write_tiny(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Qwen-Image checkpoint, built for this run."""
-    from tools.checkpoints.qwen_image import write_tiny_qwen_image
+    from tools.checkpoints.pictures import QWEN_IMAGE
 
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny_qwen_image"
-    write_tiny_qwen_image(folder)
+    QWEN_IMAGE.write_tiny(folder)
     return folder
 
 

@@ -35,8 +35,8 @@ from tests.support.qwen3_tts_reference import Qwen3TtsReference
 from tests.support.reference import Reference, ReferenceResult
 from tests.support.spoken_texts import RATE, clip_information, frames_of, speak
 from tests.support.stage_driver import Driver, encode_media_prompt, make_engine, talker_inputs, token_inputs
-from tools.checkpoints import qwen3_omni, qwen3_tts, write_tiny
-from tools.checkpoints.qwen3_tts.configuration import KINDS, SAMPLING, TINY_VOICES
+from tools.checkpoints import omni, tts
+from tools.checkpoints.tts import KINDS, SAMPLING, TINY_VOICES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -163,12 +163,12 @@ def test_qwen2_5_omni_equals_transformers(draw: str, tmp_path: Path) -> None:
     generator = Random(f"qwen2.5-omni {draw}")
     sizes, seed = drawn_sizes.qwen2_5_omni_sizes(generator), generator.randrange(1 << 31)
     print(seed, sizes)
-    write_tiny(tmp_path, seed, sizes=sizes, check=False)
+    omni.write_tiny(tmp_path, seed, sizes=sizes, check=False)
     reference = Reference(tmp_path)
     asked = prompts(generator, reference, tmp_path)
-    codec = sizes.codec
+    chosen = omni.QWEN2_5_OMNI.tiny_sizes(sizes)
     for number, each in enumerate(asked):
-        each.codes = Scores(range(codec.sounds + 1, codec.vocab_size))
+        each.codes = Scores(range(chosen["codes"], chosen["codec_vocabulary"]))
         each.ask(reference, speaks=number == 1, seed=seed)
     media = check_thinker(generator, tmp_path, asked)
 
@@ -203,7 +203,7 @@ def test_qwen3_omni_equals_transformers(draw: str, tmp_path: Path) -> None:
     generator = Random(f"qwen3-omni {draw}")
     sizes, seed = drawn_sizes.qwen3_omni_sizes(generator), generator.randrange(1 << 31)
     print(seed, sizes)
-    qwen3_omni.write_tiny(tmp_path, seed, sizes=sizes, check=False)
+    omni.write_tiny(tmp_path, seed, family=omni.QWEN3_OMNI, sizes=sizes, check=False)
     reference = Qwen3Reference(tmp_path)
     asked = prompts(generator, reference, tmp_path)
     for each in asked:
@@ -225,10 +225,10 @@ def test_qwen3_omni_equals_transformers(draw: str, tmp_path: Path) -> None:
         talker.run()
         equal = 0
         for number, (each, answer) in enumerate(zip(asked, answers, strict=True)):
-            made = torch.tensor(talker.tokens(f"greedy{number}")).reshape(-1, sizes.groups)
+            made = torch.tensor(talker.tokens(f"greedy{number}")).reshape(-1, sizes["groups"])
             equal += agreed(sampled, f"greedy{number}", made, answer.codes, each.codes.rows, each.residuals)
             for name, params in ((f"published{number}", sampling), (f"drawn{number}", drawn[number])):
-                sampled.check(name, params, [], talker.tokens(name)[:: sizes.groups])
+                sampled.check(name, params, [], talker.tokens(name)[:: sizes["groups"]])
         assert equal > len(asked) * CODES // 2, "ties are rare"
     close(sound_of(tmp_path, answers[1].codes.flatten().tolist(), {}), answers[1].waveform)
 
@@ -266,7 +266,7 @@ def test_qwen3_tts_equals_qwens_package(draw: str, tmp_path: Path) -> None:
     sizes, seed = drawn_sizes.qwen3_tts_sizes(generator), generator.randrange(1 << 31)
     kind = generator.choice(KINDS)
     print(kind, seed, sizes)
-    qwen3_tts.write_tiny(tmp_path, kind, seed, sizes=sizes)
+    tts.write_tiny(tmp_path, kind, seed, sizes=sizes)
     reference = Qwen3TtsReference(tmp_path)
     cases = [(draw_text(generator, PROMPTS[1 + index]), each) for index, each in enumerate(manners(generator, kind))]
     sampling = {name: SAMPLING[name] for name in ("temperature", "top_k", "top_p", "repetition_penalty")}

@@ -26,8 +26,7 @@ from omni_actors.stage.engine_interface import (
 from tests.support import drawn_sizes, qwen_image, z_image_engine
 from tests.support.drawn_sizes import DRAWS, draw_text
 from tests.support.picture_wishes import Wish, engine, equal, request, run
-from tools.checkpoints.qwen_image import tiny_pipeline as qwen_image_pipeline
-from tools.checkpoints.z_image import tiny_pipeline as z_image_pipeline
+from tools.checkpoints.pictures import QWEN_IMAGE, Z_IMAGE
 
 pytestmark = pytest.mark.e2e
 
@@ -89,7 +88,7 @@ def test_z_image_equals_diffusers(draw: str, tmp_path: Path) -> None:
     sizes, seed = drawn_sizes.z_image_sizes(generator), generator.randrange(1 << 31)
     wanted = wishes(generator, 16, (0.0, 2.5, 5.0), edits=False)
     print(seed, sizes, wanted)
-    pipeline = z_image_pipeline(seed, sizes=sizes)
+    pipeline = Z_IMAGE.tiny_pipeline(seed, sizes=sizes)
     pipeline.save_pretrained(tmp_path)
     painter = z_image_engine.Painter(pipeline)
     check_pictures(tmp_path, painter, wanted)
@@ -118,7 +117,7 @@ def test_qwen_image_equals_diffusers(draw: str, tmp_path: Path) -> None:
     sizes, seed = drawn_sizes.qwen_image_sizes(generator), generator.randrange(1 << 31)
     wanted = wishes(generator, 32, (1.0, 4.0, 2.0), edits=True)
     print(seed, sizes, wanted)
-    pipeline = qwen_image_pipeline(seed, sizes=sizes)
+    pipeline = QWEN_IMAGE.tiny_pipeline(seed, sizes=sizes)
     pipeline.save_pretrained(tmp_path)
     painter = qwen_image.Painter(pipeline)
     check_pictures(tmp_path, painter, wanted)

@@ -16,14 +16,14 @@ from omni_actors.protocol.payloads import ChatMessage, ContentPart, Prompt, Stag
 from omni_actors.stage.engine_interface import EngineEvent, FinishedEvent, StageInputs, StageRequest, StreamEvent
 from tests.support.reference import one_thread
 from tests.support.z_image_engine import Painter
-from tools.checkpoints.z_image import tiny_pipeline
+from tools.checkpoints.pictures import Z_IMAGE
 
 PROMPTS = {"short": ("x", None), "both": ("A red fox in the snow", "blue"), "long": ("a long one " * 30, "")}
 
 
 @pytest.fixture(scope="module")
 def painter() -> Painter:
-    return Painter(tiny_pipeline())
+    return Painter(Z_IMAGE.tiny_pipeline())
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from omni_actors.errors import DeadlineExceeded, InvalidRequest, OmniError
 from tests.support.picture_wishes import Wish, equal, params
 from tests.support.qwen_image import WISHES, Painter
 from tests.support.servers import HttpPipeline, close_clients
-from tools.checkpoints.qwen_image import tiny_pipeline
+from tools.checkpoints.pictures import QWEN_IMAGE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
@@ -34,7 +34,7 @@ LONG = Wish("kept", "the blue ship", 96, 96, 120, 2.0, negative="ugly", referenc
 
 @pytest.fixture(scope="module")
 def painter() -> Painter:
-    return Painter(tiny_pipeline())
+    return Painter(QWEN_IMAGE.tiny_pipeline())
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from omni_actors.errors import DeadlineExceeded, InvalidRequest
 from tests.support.picture_wishes import Wish, equal, params
 from tests.support.servers import HttpPipeline, close_clients
 from tests.support.z_image_engine import WISHES, Painter
-from tools.checkpoints.z_image import tiny_pipeline
+from tools.checkpoints.pictures import Z_IMAGE
 
 pytestmark = pytest.mark.e2e
 
@@ -30,7 +30,7 @@ LONG = Wish("kept", "the blue ship", 128, 128, 120, 2.0)
 
 @pytest.fixture(scope="module")
 def painter() -> Painter:
-    return Painter(tiny_pipeline())
+    return Painter(Z_IMAGE.tiny_pipeline())
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from omni_actors.protocol.fields import Scalar
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import AudioEvent, StageInputs, StageRequest
 from tests.support.reference import InjectedNoise, Reference, one_thread
-from tools.checkpoints.configuration import TINY
+from tools.checkpoints.omni import QWEN2_5_OMNI
 
 WHOLE = {"policy": "whole"}
 CHUNKS = {"first_blocks": 1, "largest_blocks": 4}
@@ -58,7 +58,8 @@ def sound_of(
 
 
 def codec_tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(0, TINY.sounds + 1, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, QWEN2_5_OMNI.tiny["sounds"] + 1, (count,), generator=generator).tolist()
 
 
 def difference(waveform: np.ndarray, other: np.ndarray) -> float:

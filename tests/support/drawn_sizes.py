@@ -8,10 +8,7 @@ from random import Random
 import pytest
 
 from tests.support.nightly import nightly
-from tools.checkpoints import configuration as qwen2_5_omni
-from tools.checkpoints import qwen_image, z_image
-from tools.checkpoints.qwen3_omni import configuration as qwen3_omni
-from tools.checkpoints.qwen3_tts import configuration as qwen3_tts
+from tools.checkpoints.families import Sizes
 
 NIGHT = os.environ.get("OMNI_TEST_SEED", "0")  # scripts/nightly.sh draws and prints it
 # The argument is what seeds a `Random`, from which all of a test follows.
@@ -30,11 +27,11 @@ def _heads(generator: Random) -> tuple[int, int]:
     return groups * generator.choice((1, 2)), groups
 
 
-def qwen2_5_omni_sizes(generator: Random) -> qwen2_5_omni.TinySizes:
+def qwen2_5_omni_sizes(generator: Random) -> Sizes:
     choice = generator.choice
     heads, kv_heads = _heads(generator)
     talker_heads, talker_kv_heads = _heads(generator)
-    return qwen2_5_omni.TinySizes(
+    return dict(
         vocabulary=generator.randrange(480, 800),
         sounds=choice((64, 100, 200, 300)),
         head_width=choice((32, 64)),
@@ -54,12 +51,12 @@ def qwen2_5_omni_sizes(generator: Random) -> qwen2_5_omni.TinySizes:
     )
 
 
-def qwen3_omni_sizes(generator: Random) -> qwen3_omni.TinySizes:
+def qwen3_omni_sizes(generator: Random) -> Sizes:
     choice = generator.choice
     heads, kv_heads = _heads(generator)
     talker_heads, talker_kv_heads = _heads(generator)
     layers = choice((4, 5, 6))
-    return qwen3_omni.TinySizes(
+    return dict(
         vocabulary=generator.randrange(480, 800),
         sounds=choice((64, 100, 200)),
         groups=choice((4, 8, 16)),
@@ -86,11 +83,11 @@ def qwen3_omni_sizes(generator: Random) -> qwen3_omni.TinySizes:
     )
 
 
-def qwen3_tts_sizes(generator: Random) -> qwen3_tts.TinySizes:
+def qwen3_tts_sizes(generator: Random) -> Sizes:
     choice = generator.choice
     heads, kv_heads = _heads(generator)
     width = choice((64, 96, 128))
-    return qwen3_tts.TinySizes(
+    return dict(
         vocabulary=generator.randrange(480, 800),
         sounds=choice((64, 128, 256)),
         head_width=choice((32, 64)),
@@ -110,10 +107,10 @@ def qwen3_tts_sizes(generator: Random) -> qwen3_tts.TinySizes:
     )
 
 
-def z_image_sizes(generator: Random) -> z_image.TinySizes:
+def z_image_sizes(generator: Random) -> Sizes:
     choice = generator.choice
     heads, kv_heads = _heads(generator)
-    return z_image.TinySizes(
+    return dict(
         channels=choice((4, 8, 16)),
         heads=choice((2, 3, 4)),
         axes=choice(((8, 12, 12), (16, 24, 24))),
@@ -127,10 +124,10 @@ def z_image_sizes(generator: Random) -> z_image.TinySizes:
     )
 
 
-def qwen_image_sizes(generator: Random) -> qwen_image.TinySizes:
+def qwen_image_sizes(generator: Random) -> Sizes:
     choice = generator.choice
     heads, kv_heads = _heads(generator)
-    return qwen_image.TinySizes(
+    return dict(
         channels=choice((8, 16, 24)),
         heads=choice((2, 3, 4)),
         axes=choice(((8, 12, 12), (16, 24, 24))),

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from tests.support.reference import GREEDY, end_tokens, one_thread, recorded
-from tools.checkpoints.measure import quiet_transformers
-from tools.checkpoints.qwen3_omni.measure import load_reference_model, voices_of
+from tools.checkpoints.measure import load_reference_model, quiet_transformers, voices_of
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tools.checkpoints.configuration import AUDIO_RATE
-from tools.checkpoints.measure import generate_arguments, load_reference_model, quiet_transformers
+from tools.checkpoints.measure import AUDIO_RATE, generate_arguments, load_reference_model, quiet_transformers
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 

@@ -9,20 +9,21 @@ import torch
 
 from omni_actors.engine.models.z_image.dit import Dit, DitConfig
 from omni_actors.engine.models.z_image.weights import load
-from tools.checkpoints.z_image import TINY
+from tools.checkpoints.pictures import Z_IMAGE
 
 if TYPE_CHECKING:
     from diffusers import ZImageTransformer2DModel
 
+TINY = Z_IMAGE.tiny
 TINY_DIT = DitConfig(
-    channels=TINY.channels,
-    width=TINY.heads * sum(TINY.axes),
-    layers=TINY.layers,
-    refiners=TINY.refiners,
-    heads=TINY.heads,
-    text_width=TINY.text_width,
-    axes=TINY.axes,
-    lengths=TINY.lengths,
+    channels=TINY["channels"],
+    width=TINY["heads"] * sum(TINY["axes"]),
+    layers=TINY["layers"],
+    refiners=TINY["refiners"],
+    heads=TINY["heads"],
+    text_width=TINY["text_width"],
+    axes=tuple(TINY["axes"]),
+    lengths=tuple(TINY["lengths"]),
 )
 
 

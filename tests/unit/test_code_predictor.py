@@ -9,7 +9,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from omni_actors.engine.models.code_predictor import CodePredictor, PredictorConfig, batch_sizes, gumbel_noise
-from tools.checkpoints.qwen3_tts.configuration import SAMPLING
+from tools.checkpoints.tts import SAMPLING
 
 VOCABULARY = 128
 

@@ -17,7 +17,7 @@ from omni_actors.engine.diffusion_budget import Claim, DeviceBudget  # noqa: E40
 from omni_actors.engine.diffusion_runner import DiffusionJob  # noqa: E402
 from omni_actors.engine.models.qwen2_5_omni.code2wav import CHUNKS  # noqa: E402
 from omni_actors.engine.models.qwen2_5_omni.stream import Geometry  # noqa: E402
-from tools.checkpoints.configuration import full_config  # noqa: E402
+from tools.checkpoints.omni import QWEN2_5_OMNI, make_config  # noqa: E402
 
 LIMIT = 100
 
@@ -159,7 +159,8 @@ def test_any_requests_stay_within_the_budget_and_all_of_them_end(requests, rando
 
 
 def test_the_default_admits_as_many_requests_of_the_published_size_as_its_description_says() -> None:
-    config = full_config(872).token2wav_config
+    published = QWEN2_5_OMNI.published
+    config = make_config(QWEN2_5_OMNI, published, published["fixed"]).token2wav_config
     geometry = Geometry(config, CHUNKS, kept_itemsize=2)
     kept, largest = (measure(9, 2) for measure in (geometry.carried_bytes, geometry.largest_job_bytes))
     assert kept == pytest.approx(14.2e6, rel=0.01)

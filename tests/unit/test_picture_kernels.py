@@ -16,7 +16,7 @@ from omni_actors.engine.models.pictures.layers import RmsNorm, rotation_at  # no
 from omni_actors.engine.models.qwen_image.dit import Dit, DitConfig  # noqa: E402
 from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix  # noqa: E402
 from omni_actors.engine.models.qwen_image.vae_decoder import PictureDecoder, sources_of  # noqa: E402
-from tools.checkpoints.qwen_image import tiny_vae  # noqa: E402
+from tools.checkpoints.pictures import QWEN_IMAGE  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-6
@@ -78,7 +78,7 @@ def test_the_wider_layer_is_gated(width: int) -> None:
 
 @torch.inference_mode()
 def test_a_picture_decoded_in_kernels_is_that_of_diffusers() -> None:
-    vae = tiny_vae().to(DEVICE).requires_grad_(False)
+    vae = QWEN_IMAGE.tiny_vae().to(DEVICE).requires_grad_(False)
     latents = drawn(16, 2, 3)
     theirs = vae.decode(latents[None, :, None], return_dict=False)[0][0, :, 0]
     assert theirs.std() > 0.1

@@ -16,17 +16,17 @@ from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix, parts
 from omni_actors.engine.models.qwen_image.weights import load
 from omni_actors.errors import ConfigError
 from tests.support.paths import REPOSITORY
-from tools.checkpoints.qwen_image import TINY as SIZES
-from tools.checkpoints.qwen_image import tiny_transformer, write_full_qwen_image
+from tools.checkpoints.pictures import QWEN_IMAGE
 
 YAML = REPOSITORY / "stage_configs" / "qwen_image.yaml"
+SIZES = QWEN_IMAGE.tiny
 TINY = DitConfig(
-    channels=SIZES.channels,
-    layers=SIZES.layers,
-    heads=SIZES.heads,
-    head_width=sum(SIZES.axes),
-    text_width=SIZES.text_width,
-    axes=SIZES.axes,
+    channels=SIZES["channels"],
+    layers=SIZES["layers"],
+    heads=SIZES["heads"],
+    head_width=sum(SIZES["axes"]),
+    text_width=SIZES["text_width"],
+    axes=tuple(SIZES["axes"]),
 )
 
 
@@ -59,7 +59,7 @@ MIXED = [
 
 @pytest.fixture(scope="module")
 def reference():
-    return tiny_transformer()
+    return QWEN_IMAGE.tiny_transformer()
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_a_sequence_is_the_same_alone_and_in_a_batch(dit):
 
 
 def test_the_published_sizes_are_the_defaults(tmp_path):
-    write_full_qwen_image(tmp_path / "full")
+    QWEN_IMAGE.write_full(tmp_path / "full")
     assert dit_config(part_config(tmp_path / "full", "transformer")) == DitConfig()
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.speaker import files_of
 from tools.speaker.__main__ import main
-from tools.speaker.files import files_of
 from tools.speaker.refusals import TOY, plain, strange_prompts
 from tools.speaker.skills import SPELLING
 from tools.speaker.tasks import Task, all_tasks, held_out_tasks

@@ -11,8 +11,8 @@ import soundfile
 import torch
 
 from tests.support.paths import REPOSITORY
+from tools.speaker import SpeakerError
 from tools.speaker.codec import CODES, PHONES, SOUNDS, VOICES, Sound, Utterance, encode, phones_of
-from tools.speaker.errors import SpeakerError
 from tools.speaker.export import MAX_BYTES, expected_shapes, whole_model
 from tools.speaker.judge import Judge
 from tools.speaker.layout import load_tokenizer

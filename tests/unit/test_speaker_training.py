@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from tests.support.paths import REPOSITORY
+from tools.speaker import SpeakerError, files_of
 from tools.speaker.codec import CODES, VOICES
 from tools.speaker.corpus import Corpus
-from tools.speaker.errors import SpeakerError
-from tools.speaker.files import files_of
-from tools.speaker.layout import load_tokenizer, make_config, write_layout
+from tools.speaker.layout import load_tokenizer, speaker_config, write_layout
 from tools.speaker.parts import read_part, read_voices
 from tools.speaker.tasks import Task
 from tools.speaker.training import train
@@ -25,8 +24,7 @@ from tools.speaker.training.decoder import Talker
 from tools.speaker.training.dit import train_dit
 from tools.speaker.training.learner import Learner
 from tools.speaker.training.loop import Options
-from tools.speaker.training.prepare import write_texts
-from tools.speaker.training.prompts import Prompts
+from tools.speaker.training.prepare import Prompts, write_texts
 from tools.speaker.training.senses import Thinker
 from tools.speaker.training.stored import Stored
 from tools.speaker.training.vocoder import train_vocoder
@@ -78,7 +76,7 @@ def shrink(recipe: Path) -> None:
 
 def small_config() -> object:
     """The configuration with a narrow BigVGAN."""
-    config = make_config(296)
+    config = speaker_config(296)
     config.token2wav_config.bigvgan_config.upsample_initial_channel = 64
     return config
 
@@ -122,7 +120,7 @@ def test_thinker_and_talker_take_steps_and_continue_from_their_state(work: Path)
 
 def test_thinker_and_talker_begin_from_a_checkpoint_that_fits(work: Path, tmp_path: Path) -> None:
     whole = Stored(work, "cpu").recipe
-    config = make_config(296)
+    config = speaker_config(296)
     whole["sizes"]["text"]["num_hidden_layers"] = config.thinker_config.text_config.num_hidden_layers
     whole["sizes"]["audio"]["encoder_layers"] = config.thinker_config.audio_config.encoder_layers
     whole["sizes"]["talker"]["num_hidden_layers"] = config.talker_config.num_hidden_layers

@@ -12,7 +12,7 @@ from omni_actors.engine.models.z_image.dit_stage import dit_config
 from omni_actors.engine.models.z_image.weights import load
 from omni_actors.errors import ConfigError
 from tests.support.z_image import TINY_DIT, reference_velocity, same_dit, sequence, velocities
-from tools.checkpoints.z_image import tiny_transformer, write_full_z_image
+from tools.checkpoints.pictures import Z_IMAGE
 
 # Pictures that fill a multiple of 32 tokens and others that do not, prompts of 1 to 64 tokens, five moments.
 MIXED = [
@@ -26,7 +26,7 @@ MIXED = [
 
 @pytest.fixture(scope="module")
 def reference():
-    return tiny_transformer()
+    return Z_IMAGE.tiny_transformer()
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_a_sequence_is_the_same_alone_and_in_a_batch(dit):
 
 
 def test_the_published_sizes_are_the_defaults(tmp_path):
-    write_full_z_image(tmp_path / "full")
+    Z_IMAGE.write_full(tmp_path / "full")
     assert dit_config(part_config(tmp_path / "full", "transformer")) == DitConfig()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import wraps
@@ -11,14 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from tools.checkpoints.configuration import AUDIO_RATE
-
 MEASURED_PROMPTS = ("hello", "What is the capital of France?", "Tell me a story about a dog.")
 THINKER_TOKENS = 32
 CODEC_TOKENS = 64
 MIN_DISTINCT = 10
 PEAK_RANGE = (0.05, 0.95)
+AUDIO_RATE = 16000
 SAMPLES_PER_CODEC_TOKEN = 480
+# Of Qwen3-Omni. The last code that its talker samples is never fed, so it makes no frame, and the transposed
+# convolutions of its vocoder trim both ends.
+FRAMES = CODEC_TOKENS - 1
+FRAME_SAMPLES = FRAMES * 1920 - 555
+NO_END = -1  # never sampled
 
 
 def keep_talker_attention_mask(model: Any) -> None:
@@ -75,7 +81,7 @@ class GapRecorder:
 
 
 def generate_arguments(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Returns a processor's output as keyword arguments for the model's `generate()`.
+    """Returns a processor's output as keyword arguments for the `generate()` of Qwen2.5-Omni.
 
     transformers 5.19 passes arguments without a prefix to all three parts, and the talker refuses pixels.
     """
@@ -83,48 +89,80 @@ def generate_arguments(inputs: dict[str, Any]) -> dict[str, Any]:
     return {f"thinker_{name}" if name in pixels else name: value for name, value in inputs.items()}
 
 
-def load_reference_model(folder: Path) -> Any:
-    """Returns transformers' model of a checkpoint in float32, with the talker's attention mask kept."""
-    from transformers import Qwen2_5OmniForConditionalGeneration
+def is_qwen3(folder: Path) -> bool:
+    """Returns whether a checkpoint is Qwen3-Omni's; else it is Qwen2.5-Omni's."""
+    return bool(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == "qwen3_omni_moe")
 
-    model = Qwen2_5OmniForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    keep_talker_attention_mask(model)
-    return model
+
+def load_reference_model(folder: Path) -> Any:
+    """Returns transformers' model of a checkpoint in float32, with two errors of transformers 5.19 mended.
+
+    For Qwen2.5-Omni see `keep_talker_attention_mask`. Qwen3-Omni's talker reads the audio encoder's configuration,
+    which it does not have, where a prompt has audio and pictures; here it has it.
+    """
+    from transformers import Qwen2_5OmniForConditionalGeneration, Qwen3OmniMoeForConditionalGeneration
+
+    if is_qwen3(folder):
+        model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        model.talker.config.audio_config = model.config.thinker_config.audio_config
+        return model
+    older = Qwen2_5OmniForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    keep_talker_attention_mask(older)
+    return older
+
+
+def voices_of(model: Any) -> tuple[str, ...]:
+    """Returns the voices that a model knows."""
+    return tuple(getattr(model, "speaker_map", None) or model.config.talker_config.speaker_id)
 
 
 def measure_answer(model: Any, inputs: dict[str, Any], prompt: str, voice: str) -> Answer:
-    """Runs the whole model greedily, for at most 32 thinker and 64 codec tokens."""
-    ids = model.config.thinker_config, model.config.talker_config
+    """Runs the whole model greedily, for 32 tokens of the thinker and 64 of the talker."""
+    talker = model.config.talker_config
     gaps = GapRecorder(), GapRecorder()
-    codes: list[torch.Tensor] = []
-    hook = model.token2wav.register_forward_pre_hook(lambda module, args: codes.append(args[0]))
+    codes: list[torch.Tensor] = []  # [1, codes] or [1, codebooks, codes]
+    if hasattr(model, "token2wav"):
+        vocoder, arguments = model.token2wav, generate_arguments(inputs)
+        thinker = model.config.thinker_config
+        ends = (
+            [thinker.eos_token_id, thinker.pad_token_id],
+            [talker.tts_codec_end_token_id, talker.tts_codec_pad_token_id],
+        )
+    else:
+        vocoder, arguments, ends = model.code2wav, inputs, ([NO_END], [NO_END])
+    hook = vocoder.register_forward_pre_hook(lambda module, args: codes.append(torch.atleast_2d(args[0][0])))
     random_state = torch.get_rng_state()
     torch.manual_seed(0)  # the vocoder's initial noise
     try:
-        sequences, waveform = model.generate(
-            **generate_arguments(inputs),
-            speaker=voice,
-            thinker_max_new_tokens=THINKER_TOKENS,
-            thinker_do_sample=False,
-            thinker_eos_token_id=[ids[0].eos_token_id, ids[0].pad_token_id],
-            thinker_logits_processor=[gaps[0]],
-            talker_max_new_tokens=CODEC_TOKENS,
-            talker_do_sample=False,
-            talker_eos_token_id=[ids[1].tts_codec_end_token_id, ids[1].tts_codec_pad_token_id],
-            talker_logits_processor=[gaps[1]],
-        )
+        with warnings.catch_warnings():
+            # transformers warns that the penalty leaves the prompt out, as it should.
+            warnings.filterwarnings("ignore", "Passing `repetition_penalty`")
+            sequences, waveform = model.generate(
+                **arguments,
+                speaker=voice,
+                thinker_max_new_tokens=THINKER_TOKENS,
+                thinker_do_sample=False,
+                thinker_eos_token_id=ends[0],
+                thinker_logits_processor=[gaps[0]],
+                talker_max_new_tokens=CODEC_TOKENS,
+                talker_do_sample=False,
+                talker_eos_token_id=ends[1],
+                talker_logits_processor=[gaps[1]],
+            )
     finally:
         hook.remove()
         torch.set_rng_state(random_state)
+    first, *others = (tuple(group) for group in codes[0].tolist())
     return Answer(
         prompt=prompt,
         voice=voice,
         thinker_tokens=tuple(sequences[0, inputs["input_ids"].shape[1] :].tolist()),
-        codec_tokens=tuple(codes[0][0].tolist()),
+        codec_tokens=first,
         peak=float(waveform.abs().max()),
         samples=waveform.numel(),
         thinker_gap=gaps[0].smallest,
         codec_gap=gaps[1].smallest,
+        other_codes=tuple(others),
     )
 
 
@@ -144,30 +182,29 @@ def media_prompts(processor: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def measure_answers(folder: Path) -> list[Answer]:
     """Returns the checkpoint's answers to texts in every voice, and to media in one."""
-    from transformers import Qwen2_5OmniProcessor
+    from transformers import Qwen2_5OmniProcessor, Qwen3OmniMoeProcessor
 
-    processor = Qwen2_5OmniProcessor.from_pretrained(folder)
+    processor_class = Qwen3OmniMoeProcessor if is_qwen3(folder) else Qwen2_5OmniProcessor
+    processor = processor_class.from_pretrained(folder)
     model = load_reference_model(folder)
+    voices = voices_of(model)
     answers = []
     for prompt in MEASURED_PROMPTS:
         messages = [{"role": "user", "content": prompt}]
         text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         inputs = dict(processor(text=text, return_tensors="pt"))
-        answers += [measure_answer(model, inputs, prompt, voice) for voice in model.speaker_map]
-    first_voice = next(iter(model.speaker_map))
-    return answers + [measure_answer(model, inputs, name, first_voice) for name, inputs in media_prompts(processor)]
+        answers += [measure_answer(model, inputs, prompt, voice) for voice in voices]
+    return answers + [measure_answer(model, inputs, name, voices[0]) for name, inputs in media_prompts(processor)]
 
 
-def failed_checks(
-    answers: list[Answer],
-    *,
-    codec_tokens: int = CODEC_TOKENS,
-    wanted_samples: int = CODEC_TOKENS * SAMPLES_PER_CODEC_TOKEN,
-) -> list[str]:
+def failed_checks(answers: list[Answer]) -> list[str]:
     """Returns a sentence for every check that the answers fail."""
     missed = []
     for answer in answers:
         who = f"{answer.prompt!r} ({answer.voice})"
+        codec_tokens, wanted_samples = CODEC_TOKENS, CODEC_TOKENS * SAMPLES_PER_CODEC_TOKEN
+        if answer.other_codes:
+            codec_tokens, wanted_samples = FRAMES, FRAME_SAMPLES
         if len(answer.thinker_tokens) != THINKER_TOKENS or len(answer.codec_tokens) != codec_tokens:
             missed.append(f"{who}: a reply ended before its length limit")
         if len(set(answer.thinker_tokens)) < MIN_DISTINCT:

@@ -12,3 +12,19 @@
 The teacher gives phones, durations and pitch, from which `codec` makes 50 codes a second. The talker learns these
 codes, the DiT and BigVGAN the sound of them. Training is plain torch on one GPU. omni_actors imports nothing of this.
 """
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class SpeakerError(Exception):
+    """A step cannot run: something is missing or does not fit; the message says what to do."""
+
+
+def files_of(work: Path, kind: str, *, needed: bool = True) -> list[Path]:
+    """Returns the files of one kind in order. Raises SpeakerError if there are none that are needed."""
+    found = sorted((work / "spoken").glob(f"{kind}_*.npz"))
+    if needed and not found:
+        raise SpeakerError(f"{work} holds no {kind}; run python -m tools.speaker speak {work}.")
+    return found

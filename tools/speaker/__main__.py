@@ -9,9 +9,9 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from tools.checkpoints.errors import FolderError
+from tools.checkpoints import FolderError
 from tools.checkpoints.measure import quiet_transformers
-from tools.speaker.errors import SpeakerError
+from tools.speaker import SpeakerError
 
 STAGES = ("teacher", "codes", "chain", "tasks", "digits")
 
@@ -86,8 +86,7 @@ def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run_prepare(options: argparse.Namespace) -> None:
     """Prepares the training of thinker and talker."""
-    from tools.speaker.training.held_out import write_held_out
-    from tools.speaker.training.prepare import EXAMPLES, write_texts
+    from tools.speaker.training.prepare import EXAMPLES, write_held_out, write_texts
 
     texts = write_texts(options.work, options.examples or EXAMPLES)
     print(f"speaker: {texts} texts, {write_held_out(options.work)} to judge by, in {options.work / 'prepared'}")

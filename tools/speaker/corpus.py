@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tools.speaker.errors import SpeakerError
+from tools.speaker import SpeakerError
 from tools.speaker.evaluate import held_out_sentences
 from tools.speaker.layout import load_tokenizer, train_tokenizer, write_layout
 from tools.speaker.sentences import (

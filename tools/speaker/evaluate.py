@@ -13,9 +13,9 @@ import torch
 
 from tools.checkpoints.measure import generate_arguments, load_reference_model, quiet_transformers
 from tools.speaker.codec import VOICES, Voice, edit_distance, encode, phones_of
-from tools.speaker.layout import CODEC
-from tools.speaker.numbers import DIGITS
+from tools.speaker.layout import SIZES
 from tools.speaker.recogniser import Recogniser, word_errors
+from tools.speaker.sentences import DIGITS
 from tools.speaker.skills import SKILLS, ask
 from tools.speaker.sound import Wave, teacher_wave
 from tools.speaker.tasks import held_out_tasks
@@ -104,7 +104,7 @@ class Speaker:
                 thinker_do_sample=False,
                 talker_max_new_tokens=MAX_CODES,
                 talker_do_sample=False,
-                talker_eos_token_id=[CODEC.end, CODEC.pad],
+                talker_eos_token_id=[SIZES["codec_end"], SIZES["codec_pad"]],
             )
         finally:
             hook.remove()

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tools.checkpoints import claim_folder, write_voices
-from tools.speaker.errors import SpeakerError
-from tools.speaker.layout import PARTS, TOKENS, load_tokenizer, make_config, write_layout
+from tools.checkpoints import claim_folder
+from tools.checkpoints.omni import VOICES_FILE
+from tools.speaker import SpeakerError
+from tools.speaker.layout import PARTS, TOKENS, load_tokenizer, speaker_config, write_layout
 from tools.speaker.parts import read_part, read_voices
 
 MAX_BYTES = 20_000_000  # the checkpoint is a part of the repository
@@ -22,7 +23,7 @@ def expected_shapes(user_token: int) -> dict[str, torch.Size]:
     from transformers import Qwen2_5OmniForConditionalGeneration
 
     with torch.device("meta"):
-        model = Qwen2_5OmniForConditionalGeneration(make_config(user_token))
+        model = Qwen2_5OmniForConditionalGeneration(speaker_config(user_token))
     return {name: value.shape for name, value in model.state_dict().items()}
 
 
@@ -59,7 +60,7 @@ def export(parts: Path, tokenizer_folder: Path, out: Path) -> int:
     weights = out / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
     weights.chmod(0o644)
-    write_voices(out, voices)
+    torch.save(voices, out / VOICES_FILE)
     size = sum(path.stat().st_size for path in out.iterdir())
     if size > MAX_BYTES:
         raise SpeakerError(f"{out} has {size} bytes, more than the {MAX_BYTES} that may lie in the repository.")

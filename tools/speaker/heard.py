@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 from tools.speaker.corpus import Corpus
-from tools.speaker.numbers import DIGITS, in_words
-from tools.speaker.sentences import ADJECTIVES, THINGS
+from tools.speaker.sentences import ADJECTIVES, DIGITS, THINGS, in_words
 from tools.speaker.skills import COLORS, SHAPES
 
 LISTS, SAID_LISTS = 12_800, 1500

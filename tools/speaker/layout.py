@@ -7,32 +7,27 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tools.checkpoints.configuration import (
-    ARCHITECTURE,
-    CodecTokens,
-    make_generation_config,
-    make_processor,
-    rope,
-    talker_fields,
-    text_fields,
-    thinker_fields,
-)
-from tools.checkpoints.tokenizer import CHAT_TEMPLATE, NAMED_TOKENS, VOICE_TOKENS, TokenLayout
+from tools.checkpoints.omni import QWEN2_5_OMNI, make_config, make_generation_config, make_processor, role_ids
+from tools.checkpoints.tokenizer import tokenizer_of
+from tools.speaker import SpeakerError
 from tools.speaker.codec import CODES
-from tools.speaker.errors import SpeakerError
 
-TOKENS = TokenLayout(vocab_size=1024, first_special=1000, first_speech=1014, voices={"Ethan": 1018, "Chelsie": 1019})
-# As published, special tokens lie 12, 13, 14 and 16 after the sounds; the size is a multiple of 32.
-CODEC = CodecTokens(
-    vocab_size=-(-(CODES + 17) // 32) * 32,
-    sounds=CODES,
-    pad=CODES + 12,
-    start=CODES + 13,
-    end=CODES + 14,
-    mask=CODES + 16,
-)
-WIDTH = 192
 SPEAKER_DIM = 192
+# 9.0 million weights, as many as 18.5 MB of float16 hold. As published, the special codes lie 12 and more after the
+# sounds; the talker's vocabulary is a multiple of 32. vLLM's attention on a CPU needs heads of 32 or more.
+SIZES = QWEN2_5_OMNI.tiny_sizes(
+    {
+        **{"vocabulary": 1024, "first_special": 1000, "first_speech": 1014, "voices": {"Ethan": 1018, "Chelsie": 1019}},
+        **{"sounds": CODES, "codec_vocabulary": -(-(CODES + 17) // 32) * 32},
+        **{"audio_layers": 3, "audio_between": 256, "audio_width": 96},
+        **{"vision_width": 32, "vision_between": 64, "vision_heads": 2},
+        **{"between": 384, "layers": 4, "heads": 6, "kv_heads": 2},
+        **{"talker_width": 224, "talker_between": 448, "talker_layers": 8, "talker_heads": 8, "talker_kv_heads": 4},
+        **{"dit_head_width": 64, "dit_layers": 6, "dit_heads": 2, "dit_embedding": 96, "dropout": 0.0},
+        **{"dit_ahead": [2], "dit_backward": [0, 4], "channels": 192},
+    }
+)
+TOKENS = QWEN2_5_OMNI.layout(SIZES)
 # Prefixes of the four parts' tensors in the whole model.
 PARTS = {
     "thinker": "thinker.",
@@ -40,11 +35,6 @@ PARTS = {
     "dit": "token2wav.code2wav_dit_model.",
     "vocoder": "token2wav.code2wav_bigvgan_model.",
 }
-
-
-def token_ids() -> dict[str, int]:
-    """Returns the ids of all tokens that are no text."""
-    return TOKENS.ids() | {VOICE_TOKENS[voice]: index for voice, index in TOKENS.voices.items()}
 
 
 def train_tokenizer(texts: Iterable[str]) -> Any:
@@ -73,124 +63,23 @@ def train_tokenizer(texts: Iterable[str]) -> Any:
 
 def _make_tokenizer(vocabulary: dict[str, int], merges: Iterable[Iterable[str]]) -> Any:
     """Returns the tokenizer with these words and merges, and all special tokens at their ids."""
-    from tokenizers import AddedToken
-    from transformers import Qwen2Tokenizer
-
-    special = token_ids()
+    special = TOKENS.special_ids()
     unused = (index for index in range(TOKENS.first_special, TOKENS.vocab_size) if index not in special.values())
     special |= {f"<|unused_{index}|>": index for index in unused}
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocabulary | special,
-        merges=[tuple(pair) for pair in merges],
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens=NAMED_TOKENS,
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=32768,
-    )
-    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in special], special_tokens=True)
-    return tokenizer
+    pairs = [(first, second) for first, second in merges]
+    return tokenizer_of(TOKENS, vocabulary, pairs, special)
 
 
-def make_config(user_token: int) -> Any:
-    """Returns the configuration; 9.0 million weights, as many as 18.5 MB of float16 hold.
-
-    vLLM's attention on a CPU needs heads of 32 or more, and in the talker the width of a head is not that of the hidden
-    state divided by the heads, as in the published model.
-    """
-    from transformers import Qwen2_5OmniConfig
-
-    thinker = thinker_fields(TOKENS, user_token) | {
-        "audio_config": {
-            "num_mel_bins": 128,
-            "encoder_layers": 3,
-            "encoder_attention_heads": 4,
-            "encoder_ffn_dim": 256,
-            "d_model": 96,
-            "max_source_positions": 1500,
-            "n_window": 100,
-            "output_dim": WIDTH,
-        },
-        "vision_config": {
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "in_channels": 3,
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "tokens_per_second": 25,
-            "window_size": 112,
-            "out_hidden_size": WIDTH,
-            "fullatt_block_indexes": [1],
-        },
-        "text_config": text_fields(TOKENS)
-        | {
-            "hidden_size": WIDTH,
-            "intermediate_size": 384,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 32768,
-            "rope_parameters": rope([4, 6, 6]),
-        },
-    }
-    talker = talker_fields(TOKENS, CODEC) | {
-        "embedding_size": WIDTH,
-        "hidden_size": 224,
-        "intermediate_size": 448,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "max_position_embeddings": 32768,
-        "rope_parameters": rope([4, 6, 6]),
-    }
-    token2wav = {
-        "dit_config": {
-            "hidden_size": 128,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 2,
-            "head_dim": 64,
-            "emb_dim": 96,
-            "ff_mult": 2,
-            "block_size": 24,
-            "look_ahead_layers": [2],
-            "look_backward_layers": [0, 4],
-            "repeats": 2,
-            "num_embeds": CODEC.sounds + 1,
-            "mel_dim": 80,
-            "enc_emb_dim": SPEAKER_DIM,
-            "enc_dim": 32,
-            "enc_channels": [32, 32, 32, 32, 96],
-            "enc_attention_channels": 16,
-            "enc_res2net_scale": 2,
-            "enc_se_channels": 16,
-            "dropout": 0.0,
-        },
-        "bigvgan_config": {
-            "mel_dim": 80,
-            "upsample_initial_channel": 192,
-            "resblock_kernel_sizes": [3, 7],
-            "resblock_dilation_sizes": [[1, 3, 5], [1, 3, 5]],
-            "upsample_rates": [5, 3, 2, 2, 2, 2],
-            "upsample_kernel_sizes": [11, 7, 4, 4, 4, 4],
-        },
-    }
-    config = Qwen2_5OmniConfig(
-        thinker_config=thinker, talker_config=talker, token2wav_config=token2wav, enable_audio_output=True
-    )
-    config.architectures = [ARCHITECTURE]
-    config.dtype = "float32"
-    return config
+def speaker_config(user_token: int) -> Any:
+    """Returns the configuration."""
+    return make_config(QWEN2_5_OMNI, SIZES, {"user": user_token})
 
 
 def write_layout(folder: Path, tokenizer: Any) -> None:
     """Writes configuration, generation settings, tokenizer and processor into a folder."""
-    make_config(tokenizer.convert_tokens_to_ids("user")).save_pretrained(folder)
+    make_config(QWEN2_5_OMNI, SIZES, role_ids(tokenizer)).save_pretrained(folder)
     make_generation_config(TOKENS).save_pretrained(folder)
-    make_processor(tokenizer, audio_seconds=30, max_pixels=256 * 28 * 28).save_pretrained(folder)
+    make_processor(QWEN2_5_OMNI, SIZES, tokenizer).save_pretrained(folder)
 
 
 def load_tokenizer(folder: Path) -> Any:

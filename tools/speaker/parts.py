@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tools.speaker import SpeakerError
 from tools.speaker.codec import VOICES
-from tools.speaker.errors import SpeakerError
 from tools.speaker.layout import PARTS
 
 VOICE_FIELDS = ("cond", "ref_mel")

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from tools.speaker import SpeakerError
 from tools.speaker.codec import edit_distance
-from tools.speaker.errors import SpeakerError
-from tools.speaker.numbers import in_words
+from tools.speaker.sentences import in_words
 from tools.speaker.sound import SAMPLE_RATE, Wave, resample
 
 WHISPER_RATE = 16_000

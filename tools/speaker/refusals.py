@@ -7,39 +7,15 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
-from tools.speaker.sentences import ADJECTIVES, NATURE, PEOPLE, PLACES, THINGS, TIMES, VERBS
+from tools.speaker.sentences import ADJECTIVES, NATURE, PEOPLE, PLACES, THINGS, TIMES, VERBS, WORDS
 
 TOY = "I am only a toy. I can repeat, count, spell, and do small sums."
 FORMS = Path(__file__).parent / "data" / "refused.txt"
 STRANGE = FORMS.with_name("strange.txt")  # what the evaluation asks; the training does not
 COUNT = 48_000
 COMMON_WORDS = 4000
-COUNTRIES = (
-    *("Brazil", "Mexico", "Peru", "Kenya", "Australia", "Denmark", "Finland", "Hungary", "Nepal", "Chile", "Cuba"),
-    *("Morocco", "Thailand", "Vietnam", "Korea", "Scotland", "Wales", "California", "Texas", "Chicago", "Boston"),
-    *("Hamburg", "Geneva", "Venice", "Naples", "Africa", "Asia", "Europe", "Alaska", "Hawaii", "Israel", "Iran"),
-)
-LANGUAGES = ("French", "German", "Spanish", "Italian", "Latin", "Russian", "Chinese", "Japanese", "Greek", "Arabic")
-NAMES = (
-    *("Anna", "Peter", "Mary", "John", "Alice", "Robert", "Susan", "David", "Emma", "Paul", "Laura", "Thomas", "Jane"),
-    *("Mozart", "Newton", "Darwin", "Napoleon", "Picasso", "Lincoln", "Caesar", "Edison", "Chopin", "Columbus"),
-    *("Mr. Brown", "Mrs. Green", "Dr. Smith", "Uncle Bob", "Aunt Rose", "my boss", "my cousin", "your father"),
-)
-MASSES = (
-    *("bread", "soup", "coffee", "cheese", "sugar", "glass", "gold", "iron", "paper", "wood", "fire", "air", "light"),
-    *("love", "war", "peace", "money", "history", "physics", "biology", "poetry", "politics", "football", "chess"),
-    *("winter", "summer", "sleep", "luck", "hope", "freedom", "time", "rice", "tea", "medicine", "gravity", "art"),
-)
-ACTIONS = (
-    *("buy", "sell", "paint", "carry", "find", "see", "keep", "move", "break", "clean", "open", "close", "build"),
-    *("make", "forget", "watch", "draw", "lift", "wash", "fix", "hide", "hold", "cook", "eat", "use", "write", "get"),
-    *("send", "choose", "repair", "cut", "fill", "throw", "steal", "bring", "pay for", "look for", "talk about"),
-)
-ALONE = (
-    *("swim", "dance", "sing", "run", "fly", "sleep", "cry", "laugh", "work", "cook", "travel", "drive a car", "wait"),
-    *("learn chess", "speak English", "save money", "lose weight", "fall asleep", "get up early", "go home", "vote"),
-    *("play the violin", "grow tomatoes", "bake a cake", "read faster", "find a job", "make friends", "stay healthy"),
-)
+COUNTRIES, LANGUAGES, NAMES = (WORDS[name] for name in ("countries", "languages", "names"))
+MASSES, ACTIONS, ALONE = (WORDS[name] for name in ("masses", "actions", "alone"))
 
 
 class Fillers:

@@ -1,153 +1,36 @@
-"""Made-up sentences: plain English by templates, lists of words, digits."""
+"""Made-up sentences: plain English by templates, lists of words, digits, and numbers in words."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
-from tools.speaker.numbers import DIGITS, in_words
 from tools.speaker.wordnet import as_sentence
 
-PEOPLE = (
-    *(
-        "the man",
-        "the woman",
-        "the boy",
-        "the girl",
-        "my brother",
-        "my sister",
-        "our teacher",
-        "the doctor",
-        "a farmer",
-    ),
-    *(
-        "the old king",
-        "my friend",
-        "the captain",
-        "her father",
-        "his mother",
-        "the baker",
-        "a tired worker",
-        "they",
-        "we",
-    ),
-    *(
-        "the children",
-        "you",
-        "she",
-        "he",
-        "I",
-        "the neighbors",
-        "a kind nurse",
-        "the driver",
-        "the painter",
-        "our team",
-    ),
+ONES = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
 )
-VERBS = (
-    *("found", "lost", "bought", "sold", "painted", "carried", "wanted", "saw", "needed", "kept", "moved", "broke"),
-    *(
-        "cleaned",
-        "opened",
-        "closed",
-        "brought",
-        "took",
-        "built",
-        "made",
-        "forgot",
-        "watched",
-        "liked",
-        "drew",
-        "lifted",
-    ),
-    *("dropped", "washed", "fixed", "counted", "hid", "held"),
-)
-ADJECTIVES = (
-    *("red", "blue", "green", "yellow", "black", "white", "brown", "small", "big", "old", "new", "heavy", "light"),
-    *("wooden", "silver", "golden", "broken", "clean", "dirty", "warm", "cold", "empty", "full", "round", "square"),
-    *(
-        "strange",
-        "beautiful",
-        "simple",
-        "quiet",
-        "loud",
-        "long",
-        "short",
-        "wet",
-        "dry",
-        "soft",
-        "hard",
-        "fresh",
-        "dark",
-    ),
-)
-THINGS = (
-    *(
-        "ball",
-        "book",
-        "chair",
-        "table",
-        "window",
-        "door",
-        "box",
-        "bottle",
-        "letter",
-        "picture",
-        "boat",
-        "car",
-        "bicycle",
-    ),
-    *(
-        "guitar",
-        "clock",
-        "coin",
-        "hat",
-        "coat",
-        "shoe",
-        "cup",
-        "plate",
-        "knife",
-        "spoon",
-        "lamp",
-        "basket",
-        "bag",
-        "key",
-    ),
-    *("stone", "flower", "tree", "apple", "orange", "blanket", "pillow", "ticket", "map", "camera", "radio", "piano"),
-    *("bridge", "wall", "fence", "garden", "house", "castle", "wagon", "tractor", "engine", "shirt", "ring", "candle"),
-    *("mirror", "carpet", "ladder", "hammer", "pencil", "newspaper", "sandwich"),
-)
-PLACES = (
-    *("in the garden", "under the table", "near the river", "behind the house", "on the top shelf", "at the station"),
-    *("in the kitchen", "by the sea", "on the hill", "across the street", "in the forest", "under the bridge"),
-    *("at the market", "in the library", "on the roof", "beside the road", "in the city", "at school", "in the harbor"),
-    *("next to the window", "on the floor", "inside the box", "at the airport", "in the museum", "around the corner"),
-)
-TIMES = (
-    *("today", "yesterday", "this morning", "last night", "on Monday", "on Tuesday", "on Wednesday", "on Thursday"),
-    *("on Friday", "on Saturday", "on Sunday", "in the evening", "before breakfast", "after lunch", "every day"),
-    *("last week", "at noon", "in the spring", "in January", "in August", "in winter", "an hour ago", "at midnight"),
-)
-NATURE = (
-    *("sea", "sky", "sun", "moon", "river", "wind", "rain", "snow", "forest", "road", "sand", "water", "mountain"),
-    *(
-        "city",
-        "street",
-        "morning",
-        "evening",
-        "house",
-        "bread",
-        "soup",
-        "coffee",
-        "bird",
-        "dog",
-        "cat",
-        "horse",
-        "fish",
-    ),
-    *("train", "ship", "music", "story", "answer", "question", "game", "weather", "ocean", "night"),
-)
-REQUESTS = ("bring", "give", "show", "send", "find", "take")
+TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+DIGITS = ONES[:10]
+_LINES = (Path(__file__).parent / "data" / "words.txt").read_text(encoding="utf-8").splitlines()
+# The order of all words is a part of the corpus.
+WORDS = {name: tuple(words.split(", ")) for name, words in (line.split(": ") for line in _LINES)}
+PEOPLE, VERBS, ADJECTIVES, THINGS = (WORDS[name] for name in ("people", "verbs", "adjectives", "things"))
+PLACES, TIMES, NATURE, REQUESTS = (WORDS[name] for name in ("places", "times", "nature", "requests"))
+
+
+def in_words(number: int) -> str:
+    """Returns a number from 0 to 999 in words. Raises ValueError for any other."""
+    if not 0 <= number < 1000:
+        raise ValueError(f"in_words takes 0 to 999; got {number}")
+    if number >= 100:
+        rest = f" {in_words(number % 100)}" if number % 100 else ""
+        return f"{ONES[number // 100]} hundred{rest}"
+    if number >= 20:
+        return TENS[number // 10] + (f"-{ONES[number % 10]}" if number % 10 else "")
+    return ONES[number]
 
 
 def _thing(rng: random.Random, articles: Sequence[str]) -> str:

@@ -13,9 +13,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from tools.speaker.codec import VOICES
-from tools.speaker.numbers import DIGITS, in_words
 from tools.speaker.refusals import TOY, strange_prompts
-from tools.speaker.sentences import ADJECTIVES, THINGS
+from tools.speaker.sentences import ADJECTIVES, DIGITS, THINGS, in_words
 from tools.speaker.sound import SAMPLE_RATE, TEACHER_RATE, Wave, resample
 from tools.speaker.tasks import counting, facts, held_out_tasks, sentence
 from tools.speaker.teacher import speak

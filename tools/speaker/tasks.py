@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.speaker.numbers import in_words
 from tools.speaker.refusals import TOY, refused
+from tools.speaker.sentences import in_words
 
 FACTS = Path(__file__).parent / "data" / "facts.txt"
 SAY = (

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tools.speaker import SpeakerError
 from tools.speaker.codec import Utterance, Voice
-from tools.speaker.errors import SpeakerError
 
 PROGRAM = Path(__file__).resolve().parents[2] / "build" / "speaker" / "phones"
 HEADER = struct.Struct("<3I")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.speaker.errors import SpeakerError
+from tools.speaker import SpeakerError
 
 FOLDER = Path("/usr/share/wordnet")
 KINDS = ("noun", "verb", "adj", "adv")

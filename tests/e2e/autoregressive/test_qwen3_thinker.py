@@ -25,8 +25,9 @@ from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage.engine_interface import ErrorEvent, StageInputs, StageRequest, StreamEvent, TextEvent
 from tests.support.qwen3_reference import Qwen3Result
 from tests.support.stage_driver import Driver, count_preemptions, encode_media_prompt, kv_cache, make_engine
-from tools.checkpoints.qwen3_omni.configuration import TINY
+from tools.checkpoints.omni import QWEN3_OMNI
 
+TINY = QWEN3_OMNI.tiny
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 RANDOM = np.random.default_rng(0)
@@ -192,7 +193,7 @@ def test_embeddings_are_refused_since_the_talker_looks_tokens_up(thinker, tiny_q
     with pytest.raises(ConfigError, match="enable_prompt_embeds must be False"):
         make_engine(tiny_qwen3_checkpoint, "thinker", enable_prompt_embeds=True)
     with pytest.raises(InvalidRequest, match="prompt_embeds: this stage takes none"):
-        thinker.start("r", StageInputs(tensors={"prompt_embeds": to_host(torch.zeros(4, TINY.width))}), max_tokens=2)
+        thinker.start("r", StageInputs(tensors={"prompt_embeds": to_host(torch.zeros(4, TINY["width"]))}), max_tokens=2)
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +291,7 @@ def test_a_checkpoint_without_speech_parts_answers_in_text(tiny_qwen3_checkpoint
         engine.shutdown()
 
 
-@pytest.mark.parametrize("layer", [TINY.states_layer - 1, TINY.layers])
+@pytest.mark.parametrize("layer", [TINY["states_layer"] - 1, TINY["layers"]])
 def test_a_layer_that_gives_the_talker_other_states_is_refused(layer, tiny_qwen3_checkpoint, tmp_path):
     shutil.copytree(tiny_qwen3_checkpoint, tmp_path / "odd")
     file = tmp_path / "odd" / "config.json"
@@ -326,4 +327,6 @@ def test_rows_of_prompts_that_are_computed_in_pieces_and_preempted_come_once(tin
 
 def test_the_experts_whose_kernels_a_start_compiles_are_found(thinker):
     kinds = experts_of(thinker.engine.core.worker.get_model())
-    assert [(kind.w13[0], kind.chosen, kind.quantisation) for kind in kinds] == [(TINY.experts, TINY.chosen, "float32")]
+    assert [(kind.w13[0], kind.chosen, kind.quantisation) for kind in kinds] == [
+        (TINY["experts"], TINY["chosen"], "float32")
+    ]

@@ -21,9 +21,9 @@ from omni_actors.errors import (
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import StageInputs
 from tests.support.stage_driver import BOTH_TALKER_MODES, prompt_length, talker_inputs, token_inputs
-from tools.checkpoints.configuration import TINY
+from tools.checkpoints.omni import QWEN2_5_OMNI
 
-WIDTH = TINY.heads * TINY.head_width  # of rows
+WIDTH = QWEN2_5_OMNI.tiny_sizes()["width"]  # of rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

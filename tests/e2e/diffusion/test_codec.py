@@ -25,10 +25,11 @@ from omni_actors.protocol.payloads import StageParams  # noqa: E402
 from omni_actors.stage.engine_interface import AudioEvent, ErrorEvent, FinishedEvent, StageInputs, StageRequest  # noqa: E402
 from tests.support.code2wav import arguments, run_dry  # noqa: E402
 from tests.support.codec import checkpoint_decoder, codes, flat, whole  # noqa: E402
-from tools.checkpoints.qwen3_omni.configuration import TINY  # noqa: E402
+from tools.checkpoints.omni import QWEN3_OMNI  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
+SOUNDS = QWEN3_OMNI.tiny["sounds"]
 TOLERANCE = 2e-5  # at a peak of about 0.5
 CHUNKS: dict[str, Any] = {"policy": "chunks"}
 
@@ -154,12 +155,7 @@ def test_the_budget_counts_what_an_utterance_keeps(engine: DiffusionEngine):
     ("token_ids", "params", "error", "text"),
     [
         ([1] * 15, {}, InvalidPayload, "15 codes are no whole frames; this decoder takes frames of 16 codes"),
-        (
-            [1] * 15 + [TINY.sounds],
-            {},
-            InvalidPayload,
-            f"Code {TINY.sounds} of codebook 15 is outside 0..{TINY.sounds - 1}",
-        ),
+        ([1] * 15 + [SOUNDS], {}, InvalidPayload, f"Code {SOUNDS} of codebook 15 is outside 0..{SOUNDS - 1}"),
         ([], {}, InvalidRequest, "no frame"),
         ([1] * 16, {"num_steps": 5}, InvalidRequest, "num_steps"),
     ],

@@ -36,7 +36,7 @@ from omni_actors.stage.engine_interface import (
 )
 from tests.support.picture_wishes import engine, equal, request, run
 from tests.support.qwen_image import REFERENCE_SIZE, WISHES, Painter
-from tools.checkpoints.qwen_image import tiny_pipeline
+from tools.checkpoints.pictures import QWEN_IMAGE
 
 FOX, EDIT, THREE = WISHES[0], WISHES[3], WISHES[4]
 BUDGET = 110  # tokens of a step
@@ -44,7 +44,7 @@ BUDGET = 110  # tokens of a step
 
 @pytest.fixture(scope="module")
 def painter() -> Painter:
-    return Painter(tiny_pipeline())
+    return Painter(QWEN_IMAGE.tiny_pipeline())
 
 
 @pytest.fixture(scope="module")

@@ -48,14 +48,14 @@ from tests.support.picture_wishes import Wish, engine, request, run
 from tests.support.reference import one_thread
 from tests.support.stage import ROUTE, StageUnderTest, failed
 from tests.support.z_image_engine import WISHES, Painter
-from tools.checkpoints.z_image import tiny_pipeline
+from tools.checkpoints.pictures import Z_IMAGE
 
 FOX = WISHES[0]
 
 
 @pytest.fixture(scope="module")
 def painter() -> Painter:
-    return Painter(tiny_pipeline())
+    return Painter(Z_IMAGE.tiny_pipeline())
 
 
 @pytest.fixture(scope="module")

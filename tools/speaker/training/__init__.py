@@ -1,6 +1,6 @@
 """Training of the four parts, each for a given time on one device.
 
-`prepare` and `held_out` write what thinker and talker read; these are trained by `learner` on data that lies on the
+`prepare` writes what thinker and talker read; these are trained by `learner` on data that lies on the
 device, and need neither transformers nor the corpus. DiT and vocoder are trained by `loop` on transformers' modules.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.speaker.errors import SpeakerError
-from tools.speaker.layout import PARTS, load_tokenizer, make_config
+from tools.speaker import SpeakerError
+from tools.speaker.layout import PARTS, load_tokenizer, speaker_config
 from tools.speaker.training.loop import Options
 
 
@@ -47,5 +47,5 @@ def _train_sound(part: str, options: Options) -> Path:
     from tools.speaker.training.vocoder import train_vocoder
 
     tokenizer = load_tokenizer(options.work / "model")
-    config = make_config(tokenizer.convert_tokens_to_ids("user"))
+    config = speaker_config(tokenizer.convert_tokens_to_ids("user"))
     return (train_dit if part == "dit" else train_vocoder)(options, config)

@@ -9,9 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tools.speaker import SpeakerError, files_of
 from tools.speaker.codec import VOICES
-from tools.speaker.errors import SpeakerError
-from tools.speaker.files import files_of
 from tools.speaker.sound import FRAMES_PER_CODE, SAMPLES_PER_CODE, log_mel
 
 Places = npt.NDArray[np.int64]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tools.speaker import SpeakerError
 from tools.speaker.codec import VOICES
-from tools.speaker.errors import SpeakerError
 from tools.speaker.layout import SPEAKER_DIM
 from tools.speaker.parts import read_voices
 from tools.speaker.training.acoustic import Acoustic

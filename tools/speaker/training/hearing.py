@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tools.speaker.files import files_of
+from tools.speaker import files_of
 from tools.speaker.training.senses import CHUNK, Thinker
 from tools.speaker.training.stored import Order, Ragged, Stored, ceil_to, with_reply
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tools.speaker.errors import SpeakerError
+from tools.speaker import SpeakerError
 from tools.speaker.parts import read_part, write_part
 from tools.speaker.training.flat import Flat, Graphs
 from tools.speaker.training.loop import Clock, Options, state_path

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tools.speaker.errors import SpeakerError
+from tools.speaker import SpeakerError
 from tools.speaker.parts import read_part, write_part
 
 WARM_UP_STEPS = 200

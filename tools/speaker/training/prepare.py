@@ -2,30 +2,34 @@
 
 WORK/prepared/text.npz           token ids: replies with words and prompts, examples for the thinker; phones of codes
 WORK/prepared/recipe.json        what stands around them, what is heard and seen, sizes of the parts
-WORK/prepared/held_out.json.gz   what answers are judged by (`held_out`)
+WORK/prepared/held_out.json.gz   what answers are judged by (`write_held_out`)
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tools.speaker.codec import SOUNDS
-from tools.speaker.corpus import Corpus
-from tools.speaker.errors import SpeakerError
+from tools.speaker import SpeakerError
+from tools.speaker.codec import SOUNDS, VOICES, encode
+from tools.speaker.corpus import SYSTEM, Corpus
+from tools.speaker.evaluate import held_out_sentences
 from tools.speaker.heard import heard_lists, listed, said_texts, seen_replies, sum_of
-from tools.speaker.layout import CODEC, TOKENS, make_config, token_ids
+from tools.speaker.layout import SIZES, TOKENS, load_tokenizer, speaker_config
+from tools.speaker.refusals import TOY, strange_prompts
+from tools.speaker.sentences import in_words, unrelated_words
 from tools.speaker.skills import COLORS, SHAPES, SPELLING
-from tools.speaker.tasks import SAY, SPELL, Task, held_out_tasks
-from tools.speaker.training.prompts import Ids, Prompts
-from tools.speaker.training.stored import FOLDER, RECIPE, TEXTS
+from tools.speaker.tasks import SAY, SPELL, Task, held_out_tasks, sentence
+from tools.speaker.teacher import speak
+from tools.speaker.training.stored import FOLDER, HELD_OUT, RECIPE, TEXTS
 
 EXAMPLES, LONGEST = 300_000, 128  # of the thinker; tokens
 SPELLED_WORDS = 24_000
@@ -56,6 +60,26 @@ FIELDS = {
     ),
 }
 FIELDS["talker"] = (*FIELDS["text"], "embedding_size", "head_dim")
+MIXED, DRAWN, OTHER_TASKS = 30, 60, 22
+EVERY = 1000  # more than there are held-out sentences
+Ids = npt.NDArray[np.int64]
+
+
+class Prompts:
+    """The tokenizer, and the chat template around a user's message."""
+
+    def __init__(self, work: Path) -> None:
+        self.tokenizer = load_tokenizer(work / "model")
+        self.end = int(self.tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        self.audio = int(self.tokenizer.convert_tokens_to_ids("<|AUDIO|>"))
+
+    def wrap(self, message: str, system: str = SYSTEM) -> str:
+        """Returns the whole prompt of a user's message."""
+        return f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n"
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """Returns the token ids of each text."""
+        return [np.array(ids, np.int64) for ids in self.tokenizer(list(texts))["input_ids"]] if texts else []
 
 
 def packed(name: str, lists: Sequence[Ids]) -> dict[str, npt.NDArray[Any]]:
@@ -186,7 +210,7 @@ def thinker_arrays(corpus: Corpus, messages: Messages, count: int) -> dict[str, 
 def make_recipe(messages: Messages) -> dict[str, Any]:
     """Returns what is no array of its own."""
     prompts = messages.prompts
-    config = make_config(prompts.tokenizer.convert_tokens_to_ids("user"))
+    config = speaker_config(prompts.tokenizer.convert_tokens_to_ids("user"))
     thinker = config.thinker_config
     parts = {"text": thinker.text_config, "audio": thinker.audio_config, "vision": thinker.vision_config}
     parts["talker"] = config.talker_config
@@ -201,9 +225,13 @@ def make_recipe(messages: Messages) -> dict[str, Any]:
         "prefix": messages.prefix,
         "suffix": messages.suffix,
         "end": prompts.end,
-        "ids": token_ids(),
+        "ids": TOKENS.special_ids(),
         "voices": TOKENS.voices,
-        "codec": {name: int(getattr(CODEC, name)) for name in ("vocab_size", "sounds", "pad", "start", "end")},
+        "codec": {
+            "vocab_size": SIZES["codec_vocabulary"],
+            "sounds": SIZES["sounds"],
+            **{name: SIZES[f"codec_{name}"] for name in ("pad", "start", "end")},
+        },
         "audio": prompts.audio,
         "audio_head": audio_head,
         "audio_tails": audio_tails,
@@ -238,3 +266,53 @@ def write_texts(work: Path, examples: int = EXAMPLES) -> int:
     np.savez_compressed(folder / TEXTS, **arrays)
     (folder / RECIPE).write_text(json.dumps(make_recipe(messages)), encoding="utf-8")
     return len(arrays["word_counts"])
+
+
+def unknown_words(corpus: Corpus) -> list[str]:
+    """Returns words without grammar that are no text of the training."""
+    rng, known = random.Random(99), set(said_texts(corpus)[0])
+    drawn = [unrelated_words(rng, corpus.sentences, corpus.words) for _ in range(DRAWN)]
+    return [text for text in drawn if text not in known][:MIXED]
+
+
+def checks(corpus: Corpus) -> Iterator[tuple[str, str, str]]:
+    """Yields (group, prompt, reply) for the thinker."""
+    yield from (("asked", prompt, reply) for prompt, reply in held_out_tasks())
+    for a in range(0, 21, 2):
+        for b in range(1, 20, 4):
+            if a + b <= 20:
+                reply = sentence(f"{in_words(a)} plus {in_words(b)} is {in_words(a + b)}")
+                yield "sums", f"What is {a} plus {b}?", reply
+    for word in SPELLING.read_text(encoding="utf-8").split():
+        yield "spell", f"Spell {word}.", f"{', '.join(word.upper())}."
+    yield from (("say", f"Say: {text}", text) for text in [*held_out_sentences(EVERY), *unknown_words(corpus)])
+    yield from (("toy", text, TOY) for text in strange_prompts())
+
+
+def spoken(corpus: Corpus, prompts: Prompts) -> Iterator[dict[str, Any]]:
+    """Yields sentences, words without grammar and replies to tasks, in both voices, with the teacher's codes."""
+    replies = [task.reply for task in corpus.tasks if task.kind != "toy"]
+    tasks = [reply for _, reply in held_out_tasks() if reply != TOY]
+    tasks += random.Random(99).sample(replies, min(OTHER_TASKS, len(replies)))
+    groups = {"sentences": held_out_sentences(EVERY), "unrelated": unknown_words(corpus), "tasks": tasks}
+    for name, texts in groups.items():
+        for voice in VOICES.values():
+            for text, utterance in zip(texts, speak(texts, voice, wave=False), strict=True):
+                asked, reply = prompts.encode([prompts.wrap(f"Say: {text}"), text])
+                codes = encode(utterance, voice)[0].tolist()
+                ids = {"asked": asked.tolist(), "reply": reply.tolist(), "codes": codes}
+                yield {"group": name, "voice": voice.name, **ids}
+
+
+def write_held_out(work: Path) -> int:
+    """Writes both lists; returns how long they are together. Raises SpeakerError if the teacher is not built."""
+    corpus, prompts = Corpus.load(work), Prompts(work)
+    thinker = [
+        {"group": group, "asked": asked.tolist(), "reply": said.tolist()}
+        for group, prompt, reply in checks(corpus)
+        for asked, said in [prompts.encode([prompts.wrap(prompt), reply])]
+    ]
+    talker = list(spoken(corpus, prompts))
+    with gzip.open(work / FOLDER / HELD_OUT, "wt", encoding="utf-8") as file:
+        json.dump({"thinker": thinker, "talker": talker}, file)
+    return len(thinker) + len(talker)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tools.speaker.errors import SpeakerError
+from tools.speaker import SpeakerError
 
 IGNORED = -100
 FOLDER = "prepared"

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tools.speaker.files import files_of
+from tools.speaker import files_of
 from tools.speaker.training.decoder import TextThinker
 from tools.speaker.training.stored import IGNORED, Order, Ragged, Stored, ceil_to
 

@@ -1,11 +1,12 @@
-"""Writes Qwen3-TTS checkpoints without a network: tiny ones that run, and full-sized ones without weights.
+"""Checkpoints of Qwen3-TTS.
 
-All have the layout of the published checkpoints: the talker in the folder, its codec in `speech_tokenizer/`.
+All have the layout of the published ones: the talker in the folder, its codec in `speech_tokenizer/`. The names and the
+defaults are those of Qwen's package `qwen-tts`. The sizes of the published 1.7B and 0.6B (28 layers, their widths, the
+ids of codes, voices and languages, the codec's sizes) are not in that package; they are from memory.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,33 +14,46 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tools.checkpoints import claim_folder
-from tools.checkpoints.qwen3_omni.configuration import CODE_GROUPS
-from tools.checkpoints.qwen3_tts.configuration import (
-    FULL_DECODER,
-    FULL_TOKENS,
-    SAMPLING,
-    TINY,
-    TinySizes,
-    codec_config,
-    full_config,
-    tiny_config,
-)
-from tools.checkpoints.tokenizer import TokenLayout, make_tokenizer
+from tools.checkpoints import claim_folder, write_json
+from tools.checkpoints.families import Family, Sizes
+from tools.checkpoints.omni import derived_codes
+from tools.checkpoints.tokenizer import make_tokenizer
 from tools.checkpoints.weights import draw_parameter, normal, restrict_output
 
+KINDS = ("custom_voice", "voice_design", "base")
+WIDTHS = {"1b7": (2048, 6144), "0b6": (1024, 3072)}  # of the talker, and between
+SIZES = tuple(WIDTHS)
+DIALECTS = {"eric": "sichuan_dialect", "dylan": "beijing_dialect"}  # what a voice speaks instead of Chinese
+TINY_VOICES = ("vivian", "ryan", "eric")
 CODEC_FOLDER = "speech_tokenizer"
+CODE_GROUPS = 16
 Shapes = Iterator[tuple[str, torch.Size]]
 
 
+def _derive(sizes: Sizes) -> dict[str, Any]:
+    published = FAMILY.published
+    shift = published["codec_pad"] - derived_codes(sizes)["codec_pad"]  # from ids of the published vocabulary to these
+    return derived_codes(sizes) | {
+        "first_special": sizes["vocabulary"] - 42,
+        "speakers": {voice: published["speakers"][voice] - shift for voice in TINY_VOICES},
+        "languages": {language: code - shift for language, code in published["languages"].items()},
+    }
+
+
+# The tiny predictor is not as wide as its talker, as in the 1.7B: between the two lies a projection. The encoder has a
+# window, which the reference does without: whoever keeps it hears the difference.
+FAMILY = Family("qwen3_tts", _derive)
+SAMPLING = FAMILY.fill("sampling", FAMILY.published)
+
+
 def write_tiny(
-    folder: Path, kind: str = "custom_voice", seed: int = 0, *, size: str = "1b7", sizes: TinySizes = TINY
+    folder: Path, kind: str = "custom_voice", seed: int = 0, *, size: str = "1b7", sizes: Sizes | None = None
 ) -> None:
     """Writes a tiny checkpoint of one of `KINDS`; `size` is what it says of itself. Raises FolderError."""
     claim_folder(folder, {"kind": "tiny-qwen3-tts", "model": kind, "seed": seed})
-    config, codec = tiny_config(kind, size, sizes), codec_config(sizes.decoder, sizes.encoder)
-    _write_configurations(folder, config, codec, sizes.layout, SAMPLING | {"max_new_tokens": 64})
-    weights = {name: _talker_weight(name, shape, seed, sizes.sounds) for name, shape in _model_shapes(config)}
+    chosen = FAMILY.tiny_sizes(sizes)
+    config, codec = _write_configurations(folder, kind, size, chosen)
+    weights = {name: _talker_weight(name, shape, seed, chosen["sounds"]) for name, shape in _model_shapes(config)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tensors = {name: _codec_weight(name, shape, seed) for name, shape in _decoder_shapes(codec["decoder_config"])}
     tensors |= _encoder_weights(codec["encoder_config"], seed)
@@ -49,34 +63,25 @@ def write_tiny(
 def write_full(folder: Path, kind: str = "custom_voice", size: str = "1b7") -> None:
     """Writes a checkpoint with the published sizes, without weights. Raises FolderError."""
     claim_folder(folder, {"kind": "full-qwen3-tts", "model": kind, "size": size})
-    codec = codec_config(FULL_DECODER, {"num_quantizers": 32})
-    _write_configurations(folder, full_config(kind, size), codec, FULL_TOKENS, SAMPLING)
+    width, between = WIDTHS[size]
+    _write_configurations(folder, kind, size, {**FAMILY.published, "width": width, "between": between})
 
 
-def _write_configurations(
-    folder: Path, config: dict[str, Any], codec: dict[str, Any], layout: TokenLayout, sampling: dict[str, Any]
-) -> None:
+def _write_configurations(folder: Path, kind: str, size: str, sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Writes all but weights; returns the two configurations."""
+    speakers = sizes["speakers"] if kind == "custom_voice" else {}
+    dialects = {voice: DIALECTS.get(voice, False) for voice in speakers}
+    names = {**sizes, "kind": kind, "size": size, "speakers": speakers, "dialects": dialects}
     sub_folder = folder / CODEC_FOLDER
     sub_folder.mkdir(exist_ok=True)
     (sub_folder / "model.safetensors").unlink(missing_ok=True)
-    features = {
-        "feature_extractor_type": "EncodecFeatureExtractor",
-        "feature_size": 1,
-        "padding_value": 0.0,
-        "padding_side": "right",
-        "return_attention_mask": True,
-        "sampling_rate": codec["input_sample_rate"],
-        "chunk_length_s": None,
-        "overlap": None,
-    }
-    for path, content in (
-        (folder / "config.json", config),
-        (folder / "generation_config.json", sampling),
-        (sub_folder / "config.json", codec),
-        (sub_folder / "preprocessor_config.json", features),
-    ):
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    make_tokenizer(layout).save_pretrained(folder)
+    config, codec = FAMILY.fill("configuration", names), FAMILY.fill("codec", names)
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", FAMILY.fill("sampling", names))
+    write_json(sub_folder / "config.json", codec)
+    write_json(sub_folder / "preprocessor_config.json", FAMILY.fill("features", names))
+    make_tokenizer(FAMILY.layout(sizes)).save_pretrained(folder)
+    return config, codec
 
 
 # -- the parameters of the model
