@@ -3,7 +3,7 @@
     python benchmarks/playback_simulation.py [--concurrency N ...] [--policy 1,1,2,4,8 ...] [--order ORDER ...]
 
 A discrete-event model of thinker, talker and vocoder on one GPU, with step times that were measured on an H200
-(docs/benchmarks.md, docs/benchmarks_history.md) and a simple rule of how much the stages slow one another down. The
+(docs/benchmarks.md) and a simple rule of how much the stages slow one another down. The
 vocoder's order is decided by the function that its scheduler calls, and who yields to whom by `DevicePriority`. It
 takes seconds and no GPU. It tells orders and policies apart; absolute figures are for `benchmarks/serve.py` to measure.
 

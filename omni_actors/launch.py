@@ -102,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="any value of the YAML, for instance stages.talker.engine.max_num_seqs=8",
     )
-    nodes = parser.add_argument_group("several hosts", "The same command on each of them; see docs/nodes.md.")
+    nodes = parser.add_argument_group("several hosts", "The same command on each of them; see docs/deploying.md.")
     nodes.add_argument("--nnodes", type=int, help="number of hosts")
     nodes.add_argument("--node-rank", type=int, help="rank of this host; 0 runs the coordinator")
     nodes.add_argument("--master-addr", metavar="HOST", help="host of node 0")

@@ -10,7 +10,7 @@ ARROW = re.compile(r"^ *(\S+) --> (\S+?)(?:: (\S+))?$", re.M)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the diagrams of state-machines.md, which GitHub draws, by tables; to draw them would load a script."""
+    """Replace the diagrams of architecture.md, which GitHub draws, by tables; to draw them would load a script."""
     return DIAGRAM.sub(_table, markdown)
 
 

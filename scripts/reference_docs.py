@@ -184,13 +184,13 @@ def errors() -> str:
 
 def fields() -> str:
     """Render what is done with each field of OpenAI's and vLLM's requests."""
-    names = sorted({*chat.BODY.kind.__struct_fields__, *completions.BODY.kind.__struct_fields__})
-    rows = [("Field", "Chat", "Completions", "Instead")]
-    for name in names:
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted({*chat.BODY.kind.__struct_fields__, *completions.BODY.kind.__struct_fields__}):
         treatments = [treatment(chat.BODY.kind, OF_CHATS, name), treatment(completions.BODY.kind, OF_COMPLETIONS, name)]
         hint = "" if "yes" in treatments else INSTEAD.get(name, "")
-        rows.append((f"`{name}`", *treatments, hint))
-    return table(rows)
+        alike.setdefault((*treatments, hint), []).append(name)
+    rows = [(", ".join(f"`{name}`" for name in names), *treated) for treated, names in alike.items()]
+    return table([("Fields", "Chat", "Completions", "Instead"), *rows])
 
 
 def treatment(request: type[Struct], ignored: Ignored, name: str) -> str:
@@ -209,7 +209,7 @@ def treatment(request: type[Struct], ignored: Ignored, name: str) -> str:
 PARTS = {
     "configuration": ("configuration.md", configuration),
     "errors": ("troubleshooting.md", errors),
-    "fields": ("fields.md", fields),
+    "fields": ("http.md", fields),
 }
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/state-machines.md from the transition tables in the code."""
+"""Writes the state machines in docs/architecture.md from the transition tables in the code."""
 
 from __future__ import annotations
 
@@ -8,17 +8,25 @@ from omni_actors.coordinator.core import states
 from omni_actors.stage.attempts import ATTEMPT_TRANSITIONS, AttemptState
 from omni_actors.transitions import mermaid
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "state-machines.md"
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
+BEGIN, END = "<!-- written by scripts/state_diagrams.py -->\n", "<!-- end of what is written -->\n"
 
 
 def document() -> str:
-    """Return the text of the whole page."""
-    return f"""# State machines
+    """Return the text that the page should have."""
+    head, _, rest = TARGET.read_text().partition(BEGIN)
+    return f"{head}{BEGIN}{diagrams()}{END}{rest.partition(END)[2]}"
+
+
+def diagrams() -> str:
+    """Return the section about the state machines."""
+    return f"""
+## State machines
 
 Written by `scripts/state_diagrams.py` from the tables in `omni_actors/coordinator/core/states.py` and
 `omni_actors/stage/attempts.py`; a test compares them.
 
-## A replica
+### A replica
 
 Every process of a replica has a new epoch. Ready and draining replicas hold requests, the others hold none.
 
@@ -26,7 +34,7 @@ Every process of a replica has a new epoch. Ready and draining replicas hold req
 {mermaid(states.REPLICA_TRANSITIONS, states.ReplicaState.STARTING)}
 ```
 
-## A node
+### A node
 
 A node that comes back keeps the processes that still run there.
 
@@ -34,13 +42,13 @@ A node that comes back keeps the processes that still run there.
 {mermaid(states.NODE_TRANSITIONS, states.NodeState.EXPECTED)}
 ```
 
-## The launch
+### The launch
 
 ```mermaid
 {mermaid(states.LAUNCH_TRANSITIONS, states.LaunchState.STARTING)}
 ```
 
-## A request, in the coordinator
+### A request, in the coordinator
 
 Each way from `running` back to `waiting` is a new attempt. Each of the two ends sends the client exactly one message.
 
@@ -48,7 +56,7 @@ Each way from `running` back to `waiting` is a new attempt. Each of the two ends
 {mermaid(states.REQUEST_TRANSITIONS, states.RequestState.WAITING)}
 ```
 
-## An attempt at a request, in one stage
+### An attempt at a request, in one stage
 
 The engine has it while it is `running` or `input_complete`. `finished` keeps the output until the request has ended
 in every stage.
@@ -56,6 +64,7 @@ in every stage.
 ```mermaid
 {mermaid(ATTEMPT_TRANSITIONS, AttemptState.OPEN)}
 ```
+
 """
 
 

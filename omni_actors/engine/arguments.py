@@ -120,7 +120,7 @@ class OmniEngineArgs:
             if name in OF_HOSTS:
                 raise ConfigError(
                     f"{self.where}.{name}: the workers of a replica are on one host, or on GPUs of a Ray cluster.",
-                    hint="Remove it; for workers on several hosts, give the stage `executor: ray` (docs/nodes.md).",
+                    hint="Remove it; for workers on several hosts, give the stage `executor: ray` (docs/deploying.md).",
                 )
             if name in RESERVED:
                 raise ConfigError(f"{self.where}.{name} is set by omni_actors itself.", hint="Remove it.")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import REPOSITORY
-from tests.support.printed_examples import DOCS, EXAMPLES, Example
+from tests.support.printed_examples import CLIENT, DOCS, EXAMPLES, Example
 from tests.support.servers import HttpPipeline
 
 NEED_NO_MODEL = [example for example in EXAMPLES if not example.needs_model]
@@ -32,14 +32,17 @@ def test_example(
     example.run(pipeline, "echo", tmp_path, capfd)
 
 
-def test_a_page_of_an_api_shows_curl_and_the_openai_package() -> None:
+def test_the_section_of_an_api_shows_curl_and_the_openai_package() -> None:
     """And says what is refused, and how."""
-    pages = {page.stem: page.read_text() for page in (DOCS / "http").glob("*.md")}
-    del pages["web_page"]
-    for name, text in pages.items():
-        assert re.search(r"^```bash\n(?:(?!```).)*curl", text, re.M | re.S), name
-        assert re.search(r"^```python\n(?:(?!```).)*OpenAI\(", text, re.M | re.S), name
-        assert re.search(r"^## Errors\n.*^## Not supported\n", text, re.M | re.S), name
+    page = (DOCS / "http.md").read_text()
+    assert page.count(CLIENT) == 1
+    sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
+    apis = re.findall(r"^\| [^|]* \| \[([^]]*)\]\(#", sections["The APIs"], re.M)
+    assert len(apis) >= 8
+    for name in {*apis, "Media input"} - {"Web page"}:
+        assert re.search(r"^```bash\n(?:(?!```).)*curl", sections[name], re.M | re.S), name
+        assert re.search(r"^```python\n(?:(?!```).)*client\.", sections[name], re.M | re.S), name
+        assert re.search(r"^\*\*Errors\b.*^\*\*Not supported\.\*\* ", sections[name], re.M | re.S), name
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

@@ -14,6 +14,11 @@ from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, picture, sound
 
 DOCS = REPOSITORY / "docs"
+# With this docs/http.md says that its programs begin.
+CLIENT = """from openai import OpenAI
+
+client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+"""
 
 
 class Example(NamedTuple):
@@ -32,7 +37,9 @@ class Example(NamedTuple):
         """Run it in `folder`, the working directory, and check what it writes."""
         (folder / "sea.png").write_bytes(picture())
         (folder / "question.wav").write_bytes(sound())
-        code = self.code.replace("http://127.0.0.1:8000", pipeline.url).replace("tiny-speaker", model)
+        begins = self.language == "python" and "client." in self.code and "OpenAI(" not in self.code
+        code = (CLIENT if begins else "") + self.code
+        code = code.replace("http://127.0.0.1:8000", pipeline.url).replace("tiny-speaker", model)
         if self.language == "bash":
             run("bash", "-euo", "pipefail", "-c", code.replace("curl ", "curl --fail-with-body "))
         elif "\nclient = OpenAI(" in code:
@@ -52,7 +59,7 @@ def run(*command: str) -> None:
     subprocess.run(command, check=True, timeout=60)
 
 
-PAGES = [*sorted((DOCS / "http").glob("*.md")), DOCS / "http.md", DOCS / "realtime.md", DOCS / "migrating.md"]
+PAGES = [DOCS / "http.md", DOCS / "realtime.md", DOCS / "migrating.md"]
 EXAMPLES = [
     Example(f"{page.stem}-{number}-{language}", language, code)
     for page in PAGES

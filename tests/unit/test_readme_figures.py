@@ -12,7 +12,7 @@ from tests.support.paths import REPOSITORY
 
 README = (REPOSITORY / "README.md").read_text()
 BENCHMARKS = (REPOSITORY / "docs" / "benchmarks.md").read_text()
-LIMITS = " ".join((REPOSITORY / "docs" / "limits.md").read_text().split())
+LIMITS = " ".join((REPOSITORY / "docs" / "security.md").read_text().split())
 OUTSIDE = "### From outside, over HTTP"
 BESIDE = "### Beside vllm-omni"
 QWEN3 = "### Qwen3-Omni-30B-A3B"

@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md are read by what would run them, and the code of the first pages fits a page."""
+"""The recipes of docs/deploying.md are read by what would run them, and the code of the first pages fits a page."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from omni_actors import config, launch
 from omni_actors.config import PipelineConfig, StageConfig
 from tests.support.paths import REPOSITORY
 
-PAGE = (REPOSITORY / "docs" / "recipes.md").read_text()
-SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
+PAGE = (REPOSITORY / "docs" / "deploying.md").read_text()
+SECTIONS = dict(re.findall(r"^##+ (.*?)\n(.*?)(?=^##+ |\Z)", PAGE, re.M | re.S))
 GPUS = {  # section -> number of GPUs, GiB of each
     "One GPU of 80 GB": (1, 74.5),
     "One GPU of 48 GB": (1, 44.7),
@@ -25,7 +25,7 @@ GPUS = {  # section -> number of GPUs, GiB of each
     "Two GPUs of 80 GB": (2, 74.5),
     "A cascade of models": (1, 74.5),
 }
-# GiB, from docs/benchmarks_history.md: weights of the 7B model, and what vLLM's profile found to be needed with them.
+# GiB, from docs/benchmarks.md: weights of the 7B model, and what vLLM's profile found to be needed with them.
 MEASURED = {"thinker": 16.78, "talker": 2.62}
 WORKING = {"thinker": 2.36, "talker": 2.52}
 ENCODERS = 2.6
@@ -37,7 +37,7 @@ VOCODER = 4.7  # GiB, of 32 requests
 POSITION_GIB = 56 / 2**20  # of a KV cache, at most
 LEAST_CACHE = 0.8  # GiB
 WIDEST = 90  # characters of code in a window of 1280 pixels
-PAGES = sorted(set((REPOSITORY / "docs").glob("*.md")) - {REPOSITORY / "docs" / "benchmarks_history.md"})
+PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 
 
 def thinker_gib(model: str, quantization: str | None = None) -> float:

@@ -1,6 +1,6 @@
 """Transition tables of replicas, nodes, the launch and requests: what is not in them cannot happen.
 
-`scripts/state_diagrams.py` draws them into `docs/state-machines.md`.
+`scripts/state_diagrams.py` draws them into `docs/architecture.md`.
 """
 
 from __future__ import annotations

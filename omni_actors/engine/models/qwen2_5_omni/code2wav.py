@@ -43,7 +43,7 @@ SAMPLE_RATE = 24_000  # Hz
 MAX_STEPS = 1000
 DUMMY_SEED = 0
 WEIGHT_PREFIX = "token2wav."
-# What "auto" means; measured in docs/benchmarks_history.md.
+# What "auto" means; measured in docs/benchmarks.md.
 AUTO_PRECISION = {"cuda": "bf16", "cpu": "float32"}
 CHUNKS = ChunkPolicy(first=1, largest=8, look_ahead=1)
 WHOLE_ROWS = 544  # of a step that decodes whole utterances, for the graphs; larger steps run without one
