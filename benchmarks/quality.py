@@ -8,7 +8,7 @@ The vocoder stage decodes the true codes of held-out sentences, the two voices i
 talker's mistakes. Each row is one change to the defaults. Columns, the first three against the first row: the whole
 decode in float32 of the same tokens and noise.
 
-* mel: mean distance of natural-log mels. LSD: log-spectral distance in dB (benchmarks/code2wav.py).
+* mel: mean distance of natural-log mels. LSD: log-spectral distance in dB.
 * edge: largest step between two samples where chunks meet, divided by the 99.9 % quantile of all steps of the whole
   decode; above 1 is a click.
 * frames: part of the frames of 10 ms that do not sound like the phone of their code, by a linear judge
@@ -34,7 +34,6 @@ from omni_actors.engine.platform import prepare
 prepare()
 
 import torch  # noqa: E402
-from code2wav import log_spectral_distance  # noqa: E402
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa: E402
 from omni_actors.engine.diffusion import DiffusionEngine  # noqa: E402
@@ -121,6 +120,18 @@ def decode(way: Way, lines: list[Line], checkpoint: str) -> list[list[np.ndarray
     finally:
         engine.shutdown()
     return [heard[str(index)] for index in range(len(lines))]
+
+
+def log_spectral_distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Root mean square difference of the log spectra in decibel, bins more than 80 dB below the peak left out."""
+
+    def spectrum(wave: np.ndarray) -> torch.Tensor:
+        window = torch.hann_window(1024)
+        return torch.stft(torch.from_numpy(wave.copy()), 1024, 256, window=window, return_complex=True).abs()
+
+    first, second = spectrum(one), spectrum(other)
+    floor = second.max() * 1e-4
+    return float((20 * torch.log10(first.clamp(min=floor) / second.clamp(min=floor))).square().mean(0).sqrt().mean())
 
 
 def mel_distance(one: np.ndarray, other: np.ndarray) -> float:
