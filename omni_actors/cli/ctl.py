@@ -60,7 +60,7 @@ def _add_wait(command: argparse.ArgumentParser) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) > LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to {LARGEST}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {LARGEST}")
     return int(text)
 
 

@@ -154,7 +154,7 @@ class AsyncOmniClient:
             traceparent: the caller's span (W3C Trace Context), which becomes the parent of the request's spans.
             additional_information: values by name for the stages that want them: numbers, texts, lists of these, and
                 arrays. A name that no stage of the request wants is refused.
-            tenant: whom this client sends the request for, in up to 64 characters. Its tenants share its slots fairly.
+            tenant: the user behind this request, in up to 64 characters. Tenants share its slots fairly.
 
         Raises:
             InvalidRequest, InvalidPayload, MalformedMedia: the request is wrong; nothing was sent.
@@ -206,7 +206,7 @@ class AsyncOmniClient:
         try:
             for choice in range(n):
                 streams.append(await self.submit(prompt, **of_choice(options, choice)))
-        except BaseException:  # a cancelled task's, too: no answer of which the caller never hears may go on
+        except BaseException:  # also when the task is cancelled: the caller never hears of this answer, so it must end
             for stream in streams:
                 await stream.abort()
             raise

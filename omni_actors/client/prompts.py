@@ -199,7 +199,7 @@ def _with_tracks(given: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _multi_modal_data(data: Any) -> dict[str, list[Any]]:
-    """The media of each modality, of which one may be given without a list."""
+    """The media of each modality; a single one may be given without a list."""
     if data is None:
         return {}
     if not isinstance(data, Mapping):
@@ -354,7 +354,7 @@ def host_tensor(value: Any, where: str) -> HostTensor:
         where: name of the field, for errors.
 
     Raises:
-        InvalidRequest: it is no array, or has a dtype that cannot be sent.
+        InvalidRequest: it is not an array, or has a dtype that cannot be sent.
     """
     if isinstance(value, HostTensor):
         return value.validate(where)

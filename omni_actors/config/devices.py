@@ -71,7 +71,7 @@ def replica_devices(stage: StageConfig, index: int, devices: int) -> list[int]:
 
 
 def devices_by_replica(stage: StageConfig, devices: int) -> list[list[int]]:
-    """Return `replica_devices` of all replicas, of which there may be thousands."""
+    """Return `replica_devices` of all replicas; there may be thousands."""
     by_slot = _devices_by_slot(stage, devices)
     return [by_slot[slot_of(stage, index) % len(by_slot)] for index in range(stage.processes)]
 
@@ -82,7 +82,7 @@ def slot_of(stage: StageConfig, index: int) -> int:
 
 
 def slots(stage: StageConfig, devices: int) -> int:
-    """Return how many replicas a node with so many GPUs holds before two of them share one; 1 without GPUs."""
+    """Return how many replicas fit on a node before two of them share a GPU; 1 without GPUs."""
     return len(_devices_by_slot(stage, devices))
 
 

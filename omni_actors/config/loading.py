@@ -145,7 +145,7 @@ def explain(error: ValidationError, struct: type[Struct]) -> tuple[Place, str]:
 
 
 def _types_at(place: Place, struct: type[Struct]) -> list[Any]:
-    """All types of which the annotation at a place is made."""
+    """All types in the annotation at a place."""
     kinds: list[Any] = [struct]
     for step in place:
         if isinstance(step, str):  # the types of a list hold those of its items

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-JUMP_SECONDS = 1.0  # smaller differences between wall clock and monotonic clock are no jumps
+JUMP_SECONDS = 1.0  # smaller differences between wall clock and monotonic clock do not count as jumps
 
 
 def _wall() -> float:

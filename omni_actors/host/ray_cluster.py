@@ -126,7 +126,7 @@ def reserve(bundles: Sequence[Bundle], strategy: str, seconds: float, what: str)
 def too_small(nodes: Sequence[Bundle], bundles: Sequence[Bundle], strategy: str) -> str:
     """Say why bundles cannot be placed even on an idle cluster of these nodes; "" if nothing is in the way.
 
-    Bundles that may share a node are only compared with the sums, so that "" is no promise.
+    Bundles that may share a node are only compared with the sums, so "" promises nothing.
     """
     for name in sorted({name for bundle in bundles for name in bundle}):
         needed, present = (sum(each.get(name, 0.0) for each in some) for some in (bundles, nodes))

@@ -59,5 +59,5 @@ def _check_models(pipeline: PipelineConfig, stages: Sequence[StageConfig]) -> st
     check_arguments(pipeline, stages, with_checkpoint=has_device and not elsewhere)
     if has_device and not elsewhere:
         return "engine options checked with vLLM and the checkpoint"
-    missing = f"{elsewhere[0]} is no local folder" if elsewhere else "this host has no GPU"
+    missing = f"{elsewhere[0]} is not a local folder" if elsewhere else "this host has no GPU"
     return f"engine options checked by name and type only, as {missing}"

@@ -23,7 +23,7 @@ def check_platform() -> None:
 
 
 def check_packages(what: str, names: Sequence[str], *extras: str) -> None:
-    """Raise `ConfigError`, with the extras of which one must be installed, if one of these modules is missing."""
+    """Raise `ConfigError` if one of these modules is missing, and name the extras that have it."""
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
         raise ConfigError(
             f"{what} needs packages that are not installed: {', '.join(missing)}.",

@@ -46,7 +46,7 @@ def _opened(data: bytes) -> InputContainer:
 
 
 def modality_of(data: bytes) -> str:
-    """What a container holds: "video", or "audio" if that is all. A picture of a cover is no video."""
+    """What a container holds: "video", or "audio" if that is all. A cover picture is not a video."""
     with _opened(data) as container:
         films = [stream for stream in container.streams.video if not _is_cover(stream)]
         return "audio" if container.streams.audio and not films else "video"

@@ -61,7 +61,7 @@ class MediaLimits:
         video_frames: frames of one video that are kept.
         video_pixels: width * height of one frame that is kept.
         film_pixels: width * height of one frame of a video file, before it is scaled down.
-        film_frames: frames of one video file, most of which are not kept.
+        film_frames: frames of one video file; most are not kept.
         min_side: smallest width or height of an image or a frame.
         channels: audio channels in a file, which are averaged.
         rate: highest sample rate in Hz.

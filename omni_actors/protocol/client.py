@@ -97,7 +97,7 @@ class Description(Body, tag="description", frozen=True):
         counts: what the coordinator refused or dropped, by reason.
         outputs: the stage that produces each modality.
         sampling_stages: stages for which a request may set parameters, in the pipeline's order.
-        adapters: names of LoRA adapters, each of which is also the name of a model.
+        adapters: names of LoRA adapters; each is also the name of a model.
         max_media: how many media a prompt may have, by modality; no limit for those that are missing.
         parameters: those that a stage's model declares, by stage; stages whose model declares none are missing.
         speech: what the pipeline can do if it speaks the text that it is given; `None` if it answers.

@@ -13,7 +13,7 @@ from omni_actors.protocol.telemetry import Snapshot
 
 
 class ArenaAddress(Struct, frozen=True, array_like=True):
-    """The shared memory of process `pid`: its file `descriptor`, of `size` bytes, the first 16 of which are `token`."""
+    """The shared memory of process `pid`: its file `descriptor`, of `size` bytes, the first 16 being `token`."""
 
     pid: Annotated[int, Meta(ge=1, le=2**31)]
     descriptor: Annotated[int, Meta(ge=0, le=2**31)]

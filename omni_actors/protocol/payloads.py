@@ -126,7 +126,7 @@ class StructuredOutputs(Struct, frozen=True, omit_defaults=True, forbid_unknown_
         json: JSON schema, as text.
         json_object: any JSON object.
         regex: regular expression.
-        choice: the texts of which one is the answer.
+        choice: the texts to choose the answer from.
         grammar: context-free grammar in EBNF or Lark.
         structural_tag: JSON of free text with tags between which schemas hold.
         disable_any_whitespace: no spaces or newlines between the parts of JSON.
@@ -188,7 +188,7 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         logprobs: how many of the likeliest tokens to report at each position, with the logarithms of their
             probabilities and that of the token taken; only for stages with text.
         prompt_logprobs: the same for each position of the prompt but the first; the prompt is computed without the
-            prefix cache, and may have so many tokens that 32,768 probabilities are reported.
+            prefix cache, and may not ask for more than 32,768 probabilities.
         stop_token_ids: tokens that end generation, in addition to the model's own; not part of the text.
         ignore_eos: continue past the model's own end tokens.
         adapter: LoRA adapter for the model, by its name in the pipeline's `adapters`; only for stages with text.

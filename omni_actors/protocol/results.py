@@ -66,7 +66,7 @@ class AudioChunk(Body, tag="audio", frozen=True):
 class ImageChunk(Body, tag="image", frozen=True):
     """Stage -> coordinator -> client: a whole picture, u8 [height, width, channels], 3 channels for RGB or 4 for RGBA.
 
-    A `preview` shows the picture while it is made; it is no part of the answer.
+    A `preview` shows the picture while it is made; it is not part of the answer.
     """
 
     modality: ClassVar[str] = "image"

@@ -188,5 +188,5 @@ def chrome_trace(timeline: RequestTimeline) -> dict[str, Any]:
 
 
 def _rounded(seconds: float) -> float:
-    """To microseconds: the clocks are no better."""
+    """To microseconds: the clocks are not more exact."""
     return max(0.0, round(seconds, 6))

@@ -77,7 +77,7 @@ class Verdict:
         else:
             reason, hint = "it has other keys", f"Compare cluster.key in {self._keys.folder} with its own"
         hint += ", and check that the endpoint is right."
-        self._refuse(f"hangs up during the handshake: {reason}, or it is no pipeline", hint, final=False)
+        self._refuse(f"hangs up during the handshake: {reason}, or it is not a pipeline", hint, final=False)
 
     def _refuse(self, what: str, hint: str, final: bool) -> None:
         self._refusal = (f"The peer at {self._endpoint} {what}.", hint)
