@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,96 +12,12 @@ import msgspec
 import pytest
 
 from omni_actors.errors import ErrorCode, InvalidPayload
-from omni_actors.protocol.client import (
-    ClientToCoordinator,
-    CoordinatorToClient,
-    Describe,
-    Description,
-    Done,
-    EdgeStatus,
-    Observation,
-    Observe,
-    Operate,
-    Operation,
-    Report,
-    RequestStatus,
-    StageStatus,
-    Subject,
-    Submit,
-)
+from omni_actors.protocol import client, control, nodes, payloads, results, stage, telemetry
 from omni_actors.protocol.codec import MAGIC, Decoder, encode
 from omni_actors.protocol.common import Abort, Credit, Failed
-from omni_actors.protocol.control import (
-    ArenaAddress,
-    CoordinatorToStage,
-    Fatal,
-    Heartbeat,
-    Hello,
-    Loading,
-    Peer,
-    Peers,
-    Ready,
-    Reregister,
-    Shutdown,
-    StageToCoordinator,
-    Welcome,
-)
 from omni_actors.protocol.fields import pack_token_ids, unpack_token_ids
 from omni_actors.protocol.header import PROTOCOL_VERSION, Body, Header, ReplicaId
-from omni_actors.protocol.nodes import (
-    CoordinatorToNode,
-    KillReplica,
-    Launched,
-    NodeBeat,
-    NodeHello,
-    NodeLeaving,
-    NodeToCoordinator,
-    NodeWelcome,
-    ReplicaEnded,
-    RunningReplica,
-    StartReplica,
-)
-from omni_actors.protocol.payloads import (
-    AUTOREGRESSIVE_PARAMS,
-    DIFFUSION_PARAMS,
-    AdditionalInformationEntry,
-    AdditionalInformationPayload,
-    ChatMessage,
-    ContentPart,
-    Media,
-    MediaEncoding,
-    Parameter,
-    PositionLogprobs,
-    Prompt,
-    PromptEmbedsPayload,
-    PromptPosition,
-    SpeechAbility,
-    StageParams,
-    TokenLogprob,
-)
-from omni_actors.protocol.results import (
-    AudioChunk,
-    FinishReason,
-    FromStage,
-    ImageChunk,
-    LatentsChunk,
-    Progress,
-    StageDone,
-    StageUsage,
-    TextDelta,
-    Unreachable,
-)
-from omni_actors.protocol.stage import Begin, Chunk, Ended, IntoStage, OpenRequest, Resend
-from omni_actors.protocol.telemetry import (
-    EndedWork,
-    HistogramSample,
-    RequestTimeline,
-    Sample,
-    Snapshot,
-    StageTimeline,
-    TimelineEvent,
-    TransferTimeline,
-)
+from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.protocol.tools import ToolCall, ToolCallPiece, Tools
 
@@ -112,11 +29,11 @@ REF = TensorRef(DType.BF16, (2, 4), 0)
 # -- golden bytes -----------------------------------------------------------------------------------------------------
 
 REPLICA = ReplicaId("talker", 1, 3)
-PROMPT = Prompt(
-    messages=(ChatMessage("user", (ContentPart(text="hi"), ContentPart(media=0))),),
-    media=(Media("audio", MediaEncoding.ARRAY, TensorRef(DType.F32, (2,), 0), sample_rate=16_000),),
+PROMPT = payloads.Prompt(
+    messages=(payloads.ChatMessage("user", (payloads.ContentPart(text="hi"), payloads.ContentPart(media=0))),),
+    media=(payloads.Media("audio", payloads.MediaEncoding.ARRAY, TensorRef(DType.F32, (2,), 0), sample_rate=16_000),),
 )
-USAGE = StageUsage(FinishReason.LENGTH, 3, 4, 0.5, 1.5)
+USAGE = results.StageUsage(results.FinishReason.LENGTH, 3, 4, 0.5, 1.5)
 PARAMS = StageParams(
     max_tokens=8,
     min_tokens=1,
@@ -136,17 +53,17 @@ PICTURE_PARAMS = StageParams(
     num_steps=4, width=64, height=32, negative_prompt="fog", previews=2, extra_args={"shift": 3.5, "mode": "soft"}
 )
 PARAMETERS = (
-    Parameter("width", "int", least=64, most=2048, multiple_of=16, default=1024, about="pixels"),
-    Parameter("mode", "text", choices=("soft", "hard")),
+    payloads.Parameter("width", "int", least=64, most=2048, multiple_of=16, default=1024, about="pixels"),
+    payloads.Parameter("mode", "text", choices=("soft", "hard")),
 )
-INFORMATION = AdditionalInformationPayload(
+INFORMATION = payloads.AdditionalInformationPayload(
     {
-        "number": AdditionalInformationEntry(scalar=3),
-        "names": AdditionalInformationEntry(list=(1, 2.5, "x")),
-        "rows": AdditionalInformationEntry(tensor=TensorRef(DType.U8, (1,), 1)),
+        "number": payloads.AdditionalInformationEntry(scalar=3),
+        "names": payloads.AdditionalInformationEntry(list=(1, 2.5, "x")),
+        "rows": payloads.AdditionalInformationEntry(tensor=TensorRef(DType.U8, (1,), 1)),
     }
 )
-TIMELINE = StageTimeline(
+TIMELINE = telemetry.StageTimeline(
     "talker",
     1,
     3,
@@ -161,16 +78,16 @@ TIMELINE = StageTimeline(
     3.0,
     4,
     5,
-    (TransferTimeline("thinker/0", 2, 64, 0.5, 1.25, 1.5, 2.0),),
+    (telemetry.TransferTimeline("thinker/0", 2, 64, 0.5, 1.25, 1.5, 2.0),),
 )
-ARENA = ArenaAddress(42, 7, 1 << 20, bytes(range(16)))
+ARENA = control.ArenaAddress(42, 7, 1 << 20, bytes(range(16)))
 BODIES: list[tuple[Body, list[bytes]]] = [
-    (Submit(prompt=PROMPT, voice="Ethan", params={"thinker": PARAMS}, seed=1, priority=2), [bytes(8)]),
-    (Submit(prompt=Prompt(token_ids=pack_token_ids([1, 2])), modalities=("text",)), []),
+    (client.Submit(prompt=PROMPT, voice="Ethan", params={"thinker": PARAMS}, seed=1, priority=2), [bytes(8)]),
+    (client.Submit(prompt=payloads.Prompt(token_ids=pack_token_ids([1, 2])), modalities=("text",)), []),
     (Abort(), []),
-    (Describe(), []),
+    (client.Describe(), []),
     (
-        Description(
+        client.Description(
             pipeline="p",
             model="m",
             modalities=("text",),
@@ -180,139 +97,157 @@ BODIES: list[tuple[Body, list[bytes]]] = [
             in_flight=1,
             max_in_flight=9,
             requests=("r",),
-            stages=(StageStatus("thinker", 0, 1, "ready", 42, 1, {"requests": 1}),),
+            stages=(client.StageStatus("thinker", 0, 1, "ready", 42, 1, {"requests": 1}),),
             counts={"rejected_client_magic": 1},
         ),
         [],
     ),
-    (TextDelta(text="hé", token_ids=pack_token_ids([5])), []),
-    (TextDelta(text="", tool_calls=(ToolCallPiece(0, "call_1", "f"), ToolCallPiece(1, arguments="{"))), []),
+    (results.TextDelta(text="hé", token_ids=pack_token_ids([5])), []),
+    (results.TextDelta(text="", tool_calls=(ToolCallPiece(0, "call_1", "f"), ToolCallPiece(1, arguments="{"))), []),
     (
-        Submit(
-            prompt=Prompt(
+        client.Submit(
+            prompt=payloads.Prompt(
                 messages=(
-                    ChatMessage("assistant", (), (ToolCall("call_1", "f", "{}"),)),
-                    ChatMessage("tool", (ContentPart(text="1"),), tool_call_id="call_1"),
+                    payloads.ChatMessage("assistant", (), (ToolCall("call_1", "f", "{}"),)),
+                    payloads.ChatMessage("tool", (payloads.ContentPart(text="1"),), tool_call_id="call_1"),
                 ),
                 tools=Tools(('{"name":"f"}',), "required", "f", parallel=False),
             )
         ),
         [],
     ),
-    (AudioChunk(samples=TensorRef(DType.F32, (2,), 0), sample_rate=24_000), [bytes(8)]),
+    (results.AudioChunk(samples=TensorRef(DType.F32, (2,), 0), sample_rate=24_000), [bytes(8)]),
     (
-        TextDelta(
+        results.TextDelta(
             text="a",
             token_ids=pack_token_ids([1]),
-            logprobs=(PositionLogprobs(TokenLogprob(1, "a", -0.5), (TokenLogprob(2, "b", -0.25),)),),
+            logprobs=(
+                payloads.PositionLogprobs(payloads.TokenLogprob(1, "a", -0.5), (payloads.TokenLogprob(2, "b", -0.25),)),
+            ),
         ),
         [],
     ),
     (
-        TextDelta(
-            text="", prompt_logprobs=(PromptPosition(TokenLogprob(1, "a", -2.5), 9, (TokenLogprob(2, "b", -0.25),)),)
+        results.TextDelta(
+            text="",
+            prompt_logprobs=(
+                payloads.PromptPosition(
+                    payloads.TokenLogprob(1, "a", -2.5), 9, (payloads.TokenLogprob(2, "b", -0.25),)
+                ),
+            ),
         ),
         [],
     ),
-    (Done(usage={"thinker": USAGE}), []),
+    (client.Done(usage={"thinker": USAGE}), []),
     (Failed(ErrorCode.OVERLOADED, "full", "wait", "thinker", True, 1.0), []),
-    (OpenRequest(route=(REPLICA,), params=PARAMS, seed=9, voice="Ethan", priority=1, prompt=PROMPT), [bytes(8)]),
+    (stage.OpenRequest(route=(REPLICA,), params=PARAMS, seed=9, voice="Ethan", priority=1, prompt=PROMPT), [bytes(8)]),
     (
-        Chunk(token_ids=pack_token_ids([1]), tensors={"f": REF}, information=INFORMATION, start=2, final=True),
+        stage.Chunk(token_ids=pack_token_ids([1]), tensors={"f": REF}, information=INFORMATION, start=2, final=True),
         [bytes(16), b"x"],
     ),
-    (Chunk(rows=PromptEmbedsPayload(TensorRef(DType.BF16, (2, 3), 0)), start=4), [bytes(12)]),
-    (StageDone(usage=USAGE), []),
-    (Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x"), []),
-    (Welcome(results="ipc:///r"), []),
-    (Loading(phase="weights"), []),
-    (Ready(seconds=1.5, voices=("Ethan",), sample_rate=24_000, max_input_tokens=99), []),
-    (Peers(peers=(Peer("talker", 0, 1, "ipc:///t"),)), []),
-    (Heartbeat(progress=5, counts={"requests": 1}), []),
-    (Shutdown(reason="end"), []),
-    (Fatal(message="no"), []),
+    (stage.Chunk(rows=payloads.PromptEmbedsPayload(TensorRef(DType.BF16, (2, 3), 0)), start=4), [bytes(12)]),
+    (results.StageDone(usage=USAGE), []),
+    (control.Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x"), []),
+    (control.Welcome(results="ipc:///r"), []),
+    (control.Loading(phase="weights"), []),
+    (control.Ready(seconds=1.5, voices=("Ethan",), sample_rate=24_000, max_input_tokens=99), []),
+    (control.Peers(peers=(control.Peer("talker", 0, 1, "ipc:///t"),)), []),
+    (control.Heartbeat(progress=5, counts={"requests": 1}), []),
+    (control.Shutdown(reason="end"), []),
+    (control.Fatal(message="no"), []),
     (Credit(messages=3, bytes=2**40, released=(7, 2**53), mapped=True), []),
-    (Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x", arena=ARENA), []),
-    (Peers(peers=(), sources=(Peer("prompt", 0, 1, "ipc:///p", ARENA),)), []),
-    (Operate(operation=Operation.RESTART, stage="talker", replica=1), []),
-    (Operate(operation=Operation.SCALE, stage="talker", count=3, node=1), []),
+    (control.Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x", arena=ARENA), []),
+    (control.Peers(peers=(), sources=(control.Peer("prompt", 0, 1, "ipc:///p", ARENA),)), []),
+    (client.Operate(operation=client.Operation.RESTART, stage="talker", replica=1), []),
+    (client.Operate(operation=client.Operation.SCALE, stage="talker", count=3, node=1), []),
     (
-        Report(
+        client.Report(
             text="x",
-            description=Description("p", "m", ("text",), (), 0, True, 1, 9, ()),
-            edges=(EdgeStatus("talker", 1, 3, 4, 5, 6, 1, 0.5, 0.25, "ready"),),
-            requests=(RequestStatus("r", "running", 1, ("talker/1",), ("prompt",), 3.5, ("talker/0: died",)),),
+            description=client.Description("p", "m", ("text",), (), 0, True, 1, 9, ()),
+            edges=(client.EdgeStatus("talker", 1, 3, 4, 5, 6, 1, 0.5, 0.25, "ready"),),
+            requests=(client.RequestStatus("r", "running", 1, ("talker/1",), ("prompt",), 3.5, ("talker/0: died",)),),
         ),
         [],
     ),
-    (Reregister(), []),
-    (NodeHello(1, "0.1.0", "abc", (RunningReplica("talker", 1, 3, 42),), launched=True), []),
-    (NodeWelcome(), []),
-    (NodeBeat(), []),
-    (NodeLeaving(reason="SIGTERM"), []),
-    (StartReplica("talker", 1, 3), []),
-    (KillReplica("talker", 1, 3), []),
-    (ReplicaEnded("talker", 1, 3, "killed by signal 9", "last words", -9), []),
-    (Launched(), []),
-    (Resend(receiver=REPLICA, attempt=2), []),
-    (Ended(request_ids=("r1", "r2")), []),
-    (Unreachable(receiver=REPLICA, attempt=1), []),
-    (Submit(prompt=Prompt(token_ids=pack_token_ids([1])), traceparent=f"00-{'a' * 32}-{'b' * 16}-01", sent=1.5), []),
-    (Heartbeat(progress=5, sent=2.5), []),
+    (control.Reregister(), []),
+    (nodes.NodeHello(1, "0.1.0", "abc", (nodes.RunningReplica("talker", 1, 3, 42),), launched=True), []),
+    (nodes.NodeWelcome(), []),
+    (nodes.NodeBeat(), []),
+    (nodes.NodeLeaving(reason="SIGTERM"), []),
+    (nodes.StartReplica("talker", 1, 3), []),
+    (nodes.KillReplica("talker", 1, 3), []),
+    (nodes.ReplicaEnded("talker", 1, 3, "killed by signal 9", "last words", -9), []),
+    (nodes.Launched(), []),
+    (stage.Resend(receiver=REPLICA, attempt=2), []),
+    (stage.Ended(request_ids=("r1", "r2")), []),
+    (results.Unreachable(receiver=REPLICA, attempt=1), []),
     (
-        Snapshot(
-            samples=(Sample("omni_stage_requests", ("talker", "1"), 2.0),),
-            histograms=(HistogramSample("omni_stage_step_seconds", ("talker", "1"), (1, 0, 2), 0.5),),
-            ended=(EndedWork("r", StageTimeline("talker", 1, 3, outcome="dropped", expected=1.0, ended=2.0)),),
+        client.Submit(
+            prompt=payloads.Prompt(token_ids=pack_token_ids([1])), traceparent=f"00-{'a' * 32}-{'b' * 16}-01", sent=1.5
         ),
         [],
     ),
-    (StageDone(usage=USAGE, timeline=TIMELINE), []),
-    (Observe(subject=Subject.TIMELINE, request_id="r"), []),
+    (control.Heartbeat(progress=5, sent=2.5), []),
     (
-        Observation(
+        telemetry.Snapshot(
+            samples=(telemetry.Sample("omni_stage_requests", ("talker", "1"), 2.0),),
+            histograms=(telemetry.HistogramSample("omni_stage_step_seconds", ("talker", "1"), (1, 0, 2), 0.5),),
+            ended=(
+                telemetry.EndedWork(
+                    "r", telemetry.StageTimeline("talker", 1, 3, outcome="dropped", expected=1.0, ended=2.0)
+                ),
+            ),
+        ),
+        [],
+    ),
+    (results.StageDone(usage=USAGE, timeline=TIMELINE), []),
+    (client.Observe(subject=client.Subject.TIMELINE, request_id="r"), []),
+    (
+        client.Observation(
             timelines=(
-                RequestTimeline(
+                telemetry.RequestTimeline(
                     "r",
                     "a" * 32,
                     "done",
                     1,
-                    (TimelineEvent("bound", 1.5, "talker/1"),),
+                    (telemetry.TimelineEvent("bound", 1.5, "talker/1"),),
                     (TIMELINE,),
-                    (TransferTimeline("talker/1", 1, 4, 3.0, 3.5, 3.0, 3.5),),
+                    (telemetry.TransferTimeline("talker/1", 1, 4, 3.0, 3.5, 3.0, 3.5),),
                 ),
             )
         ),
         [],
     ),
     (
-        Submit(
-            prompt=Prompt(embeds=PromptEmbedsPayload(TensorRef(DType.F16, (1, 2), 0)), token_ids=pack_token_ids([7])),
+        client.Submit(
+            prompt=payloads.Prompt(
+                embeds=payloads.PromptEmbedsPayload(TensorRef(DType.F16, (1, 2), 0)), token_ids=pack_token_ids([7])
+            ),
             information=INFORMATION,
         ),
         [bytes(4), b"x"],
     ),
     (
-        OpenRequest(
+        stage.OpenRequest(
             route=(REPLICA,),
             params=StageParams(),
             seed=9,
-            prompt=Prompt(embeds=PromptEmbedsPayload(TensorRef(DType.BF16, (1, 2), 0))),
+            prompt=payloads.Prompt(embeds=payloads.PromptEmbedsPayload(TensorRef(DType.BF16, (1, 2), 0))),
             information=INFORMATION,
         ),
         [bytes(4), b"x"],
     ),
-    (Ready(seconds=1.5, wants_information=("speed", "names")), []),
-    (Ready(seconds=1.5, max_media={"image": 4, "video": 1}), []),
-    (Begin(), []),
-    (OpenRequest(route=(REPLICA,), params=StageParams(), seed=9, held=True), []),
-    (ImageChunk(pixels=TensorRef(DType.U8, (2, 1, 3), 0), preview=True, sent=1.5), [bytes(6)]),
-    (LatentsChunk(latents=TensorRef(DType.BF16, (1, 2), 0)), [bytes(4)]),
-    (Progress(step=3, steps=8, stage="dit"), []),
-    (OpenRequest(route=(REPLICA,), params=PICTURE_PARAMS, seed=9), []),
-    (Ready(seconds=1.5, parameters=PARAMETERS), []),
-    (Ready(seconds=1.5, speech=SpeechAbility(("German",), "optional", "required", 1.0, 20.0)), []),
-    (Description("p", "m", ("image",), (), 0, True, 1, 9, (), parameters={"dit": PARAMETERS}), []),
+    (control.Ready(seconds=1.5, wants_information=("speed", "names")), []),
+    (control.Ready(seconds=1.5, max_media={"image": 4, "video": 1}), []),
+    (stage.Begin(), []),
+    (stage.OpenRequest(route=(REPLICA,), params=StageParams(), seed=9, held=True), []),
+    (results.ImageChunk(pixels=TensorRef(DType.U8, (2, 1, 3), 0), preview=True, sent=1.5), [bytes(6)]),
+    (results.LatentsChunk(latents=TensorRef(DType.BF16, (1, 2), 0)), [bytes(4)]),
+    (results.Progress(step=3, steps=8, stage="dit"), []),
+    (stage.OpenRequest(route=(REPLICA,), params=PICTURE_PARAMS, seed=9), []),
+    (control.Ready(seconds=1.5, parameters=PARAMETERS), []),
+    (control.Ready(seconds=1.5, speech=payloads.SpeechAbility(("German",), "optional", "required", 1.0, 20.0)), []),
+    (client.Description("p", "m", ("image",), (), 0, True, 1, 9, (), parameters={"dit": PARAMETERS}), []),
 ]
 HEADER = Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
 
@@ -351,14 +286,14 @@ def kinds_of(channel: object) -> set[str]:
 @pytest.mark.parametrize(
     ("row", "channel"),
     [
-        ("client → coordinator", ClientToCoordinator),
-        ("coordinator → client", CoordinatorToClient),
-        ("into a stage's inbox", IntoStage),
-        ("stage → coordinator, results", FromStage),
-        ("stage → coordinator, control", StageToCoordinator),
-        ("coordinator → stage, control", CoordinatorToStage),
-        ("node agent → coordinator, control", NodeToCoordinator),
-        ("coordinator → node agent, control", CoordinatorToNode),
+        ("client → coordinator", client.ClientToCoordinator),
+        ("coordinator → client", client.CoordinatorToClient),
+        ("into a stage's inbox", stage.IntoStage),
+        ("stage → coordinator, results", results.FromStage),
+        ("stage → coordinator, control", control.StageToCoordinator),
+        ("coordinator → stage, control", control.CoordinatorToStage),
+        ("node agent → coordinator, control", nodes.NodeToCoordinator),
+        ("coordinator → node agent, control", nodes.CoordinatorToNode),
     ],
 )
 def test_the_documentation_lists_the_messages_of_every_channel(row: str, channel: object) -> None:
@@ -374,40 +309,29 @@ def test_kinds_are_unique() -> None:
 
 # -- payloads ---------------------------------------------------------------------------------------------------------
 
+Entry, Chat, Part = payloads.AdditionalInformationEntry, payloads.ChatMessage, payloads.ContentPart
+
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"tensor": REF, "scalar": 1},
-        {"list": (1,), "scalar": 1},
-        {"tensor": REF, "list": (1,)},
-        {"tensor": REF, "list": (1,), "scalar": 0},
-    ],
+    "given", [{}, {"tensor": REF, "scalar": 1}, {"list": (1,), "scalar": 1}, {"tensor": REF, "list": (1,), "scalar": 0}]
 )
 def test_information_entry_holds_exactly_one(given: dict) -> None:
     with pytest.raises(InvalidPayload, match="exactly one"):
-        AdditionalInformationEntry(**given)
+        Entry(**given)
     with pytest.raises(InvalidPayload, match="exactly one"):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=AdditionalInformationEntry)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=Entry)
 
 
 @pytest.mark.parametrize("given", [{"scalar": 0}, {"scalar": False}, {"scalar": ""}, {"list": ()}, {"tensor": REF}])
 def test_information_entry_takes_falsy_values(given: dict) -> None:
-    entry = AdditionalInformationEntry(**given)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(entry), type=AdditionalInformationEntry) == entry
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(Entry(**given)), type=Entry) == Entry(**given)
 
 
-def test_information_limits() -> None:
-    with pytest.raises(InvalidPayload, match="65536"):
-        AdditionalInformationEntry(scalar="x" * 65_537)
+def test_information_limits_and_lookup() -> None:
     many = {f"n{i}": {"scalar": 1} for i in range(65)}
     for wrong in ({"entries": many}, {"entries": {"": {"scalar": 1}}}, {"entries": {"n": {"list": [1] * 65_537}}}):
         with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(wrong, AdditionalInformationPayload)
-
-
-def test_information_scalar_lookup() -> None:
+            msgspec.convert(wrong, payloads.AdditionalInformationPayload)
     assert INFORMATION.scalar("number") == 3
     for name in ("names", "missing"):
         with pytest.raises(InvalidPayload, match=name):
@@ -415,153 +339,101 @@ def test_information_scalar_lookup() -> None:
     assert INFORMATION.tensor_refs() == (TensorRef(DType.U8, (1,), 1),)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape"),
-    [
-        (DType.F32, (3,)),
-        (DType.F32, (0, 3)),
-        (DType.F32, (3, 0)),
-        (DType.F32, (1, 2, 3)),
-        (DType.I32, (2, 2)),
-        (DType.U8, (2, 2)),
+EMBEDS, AUDIO, OPERATE = payloads.PromptEmbedsPayload, results.AudioChunk, client.Operate
+ONE_TOKEN = payloads.TokenLogprob(0, "a", -0.5)
+REFUSED: list[tuple[str, Callable[[], object]]] = [
+    ("65536", lambda: Entry(scalar="x" * 65_537)),
+    *(
+        ("Prompt embeddings", lambda dtype=dtype, shape=shape: EMBEDS(TensorRef(dtype, shape, 0)))
+        for dtype, *shapes in ((DType.F32, (3,), (0, 3), (3, 0), (1, 2, 3)), (DType.I32, (2, 2)), (DType.U8, (2, 2)))
+        for shape in shapes
+    ),
+    (
+        "4 bytes of token ids, but log probabilities of 2 tokens",
+        lambda: results.TextDelta(text="a", token_ids=bytes(4), logprobs=(payloads.PositionLogprobs(ONE_TOKEN),) * 2),
+    ),
+    ("exactly one", payloads.Prompt),
+    ("exactly one", lambda: payloads.Prompt(messages=(Chat("user", (Part(text="x"),)),), token_ids=bytes(4))),
+    ("multiple of 4", lambda: payloads.Prompt(token_ids=bytes(5))),
+    ("names media 0", lambda: payloads.Prompt(messages=(Chat("user", (Part(media=0),)),))),
+    ("Tools go with messages", lambda: payloads.Prompt(token_ids=bytes(4), tools=Tools(("{}",)))),
+    ("exactly one", Part),
+    ("exactly one", lambda: Part(text="x", media=0)),
+    ("Audio must be f32", lambda: AUDIO(samples=TensorRef(DType.F32, (1, 2), 0), sample_rate=24_000)),
+    ("Audio must be f32", lambda: AUDIO(samples=TensorRef(DType.F16, (2,), 0), sample_rate=24_000)),
+    ("multiple of 4", lambda: unpack_token_ids(b"abc")),
+    ("multiple of 4", lambda: stage.Chunk(token_ids=b"abc")),
+    *(("stage", lambda word=word: OPERATE(client.Operation(word), "")) for word in ("drain", "restart", "scale")),
+    *(("stage", lambda word=word: OPERATE(client.Operation(word), "x")) for word in ("status", "shutdown")),
+    ("needs a count", lambda: OPERATE(client.Operation.SCALE, "talker")),
+    ("does not take a count", lambda: OPERATE(client.Operation.DRAIN, "talker", count=2)),
+    ("does not take a node", lambda: OPERATE(client.Operation.RESTART, "talker", node=1)),
+    ("rows: .*needs 16 bytes, got 15", lambda: HostTensor(DType.I64, (2,), bytes(15)).validate("rows")),
+]
+
+
+@pytest.mark.parametrize(("words", "make"), REFUSED)
+def test_structs_that_contradict_themselves_are_refused(words: str, make: Callable[[], object]) -> None:
+    with pytest.raises(InvalidPayload, match=words):
+        make()
+
+
+def test_what_is_just_allowed() -> None:
+    for dtype in (DType.F32, DType.F16, DType.BF16):
+        assert EMBEDS(TensorRef(dtype, (1, 1), 0)).tensor.dtype is dtype
+    HostTensor(DType.I64, (2,), bytes(16)).validate()
+    ids = [0, 1, 2**31 - 1]
+    assert unpack_token_ids(pack_token_ids(ids)) == ids
+    assert pack_token_ids([1]) == b"\x01\x00\x00\x00"
+
+
+WRONG_PARAMS: dict[str, list[Any]] = {
+    "max_tokens": [-1, 1_000_001, "8"],
+    "min_tokens": [-1],
+    "temperature": [-0.1, 101.0],
+    "top_p": [0.0, 1.1],
+    "top_k": [-2],
+    "min_p": [1.5],
+    "repetition_penalty": [0.0],
+    "stop_token_ids": [[-1], [2**31], [1] * 257],
+    "frequency_penalty": [2.1],
+    "presence_penalty": [-2.1],
+    "logit_bias": [{-1: 1.0}, {1: 101.0}, dict.fromkeys(range(1025), 1.0)],
+    "allowed_token_ids": [[], [1] * 1025],
+    "bad_words": [[""]],
+    "stop": [[""], ["x" * 1025], ["x"] * 65],
+    "logprobs": [21],
+    "prompt_logprobs": [21],
+    "structured_outputs": [
+        *({}, {"json": "{}", "regex": "a"}, {"json_object": False}, {"json": "x" * 65_537}, {"choice": []})
     ],
-)
-def test_prompt_embeds_shape_and_dtype(dtype: DType, shape: tuple[int, ...]) -> None:
-    with pytest.raises(InvalidPayload):
-        PromptEmbedsPayload(TensorRef(dtype, shape, 0))
+    "seed": [-1, 2**63],
+    "num_steps": [0, 1001],
+    "guidance_scale": [-1.0],
+    "sway_coefficient": [11.0],
+    "width": [0],
+    "height": [65_537],
+    "negative_prompt": ["x" * 65_537],
+    "previews": [17],
+    "extra_args": [{"": 1}, {"list": [1]}, {str(number): number for number in range(65)}],
+    "max_token": [8],
+}
 
 
-@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])
-def test_prompt_embeds_good(dtype: DType) -> None:
-    assert PromptEmbedsPayload(TensorRef(dtype, (1, 1), 0)).tensor.dtype is dtype
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"max_tokens": -1},
-        {"max_tokens": 1_000_001},
-        {"min_tokens": -1},
-        {"temperature": -0.1},
-        {"temperature": 101.0},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"top_k": -2},
-        {"min_p": 1.5},
-        {"repetition_penalty": 0.0},
-        {"stop_token_ids": [-1]},
-        {"stop_token_ids": [2**31]},
-        {"stop_token_ids": [1] * 257},
-        {"frequency_penalty": 2.1},
-        {"presence_penalty": -2.1},
-        {"logit_bias": {-1: 1.0}},
-        {"logit_bias": {1: 101.0}},
-        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
-        {"allowed_token_ids": []},
-        {"allowed_token_ids": [1] * 1025},
-        {"bad_words": [""]},
-        {"stop": [""]},
-        {"stop": ["x" * 1025]},
-        {"stop": ["x"] * 65},
-        {"logprobs": 21},
-        {"prompt_logprobs": 21},
-        {"structured_outputs": {}},
-        {"structured_outputs": {"json": "{}", "regex": "a"}},
-        {"structured_outputs": {"json_object": False}},
-        {"structured_outputs": {"json": "x" * 65_537}},
-        {"structured_outputs": {"choice": []}},
-        {"seed": -1},
-        {"seed": 2**63},
-        {"num_steps": 0},
-        {"num_steps": 1001},
-        {"guidance_scale": -1.0},
-        {"sway_coefficient": 11.0},
-        {"width": 0},
-        {"height": 65_537},
-        {"negative_prompt": "x" * 65_537},
-        {"previews": 17},
-        {"extra_args": {"": 1}},
-        {"extra_args": {"list": [1]}},
-        {"extra_args": {str(number): number for number in range(65)}},
-        {"max_tokens": "8"},
-        {"max_token": 8},
-    ],
-)
-def test_stage_params_limits(wrong: dict) -> None:
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(wrong, StageParams, strict=True)
-
-
-def test_log_probabilities_are_those_of_the_tokens() -> None:
-    with pytest.raises(InvalidPayload, match="4 bytes of token ids, but log probabilities of 2 tokens"):
-        TextDelta(text="a", token_ids=bytes(4), logprobs=(PositionLogprobs(TokenLogprob(0, "a", -0.5)),) * 2)
+@pytest.mark.parametrize("name", WRONG_PARAMS)
+def test_stage_params_limits(name: str) -> None:
+    for value in WRONG_PARAMS[name]:
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert({name: value}, StageParams, strict=True)
 
 
 def test_stage_params_merge() -> None:
     merged = StageParams(max_tokens=4, temperature=0.0).merged_over(StageParams(max_tokens=9, top_k=3))
     assert merged.given() == {"max_tokens": 4, "temperature": 0.0, "top_k": 3}
-    assert set(StageParams.__struct_fields__) == AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS
-    assert {"seed"} == AUTOREGRESSIVE_PARAMS & DIFFUSION_PARAMS
+    assert set(StageParams.__struct_fields__) == payloads.AUTOREGRESSIVE_PARAMS | payloads.DIFFUSION_PARAMS
+    assert {"seed"} == payloads.AUTOREGRESSIVE_PARAMS & payloads.DIFFUSION_PARAMS
     own = StageParams(extra_args={"shift": 2.0}).merged_over(StageParams(extra_args={"shift": 3.0, "mode": "soft"}))
     assert own.extra_args == {"shift": 2.0, "mode": "soft"}
-
-
-def test_prompt_is_messages_or_tokens() -> None:
-    message = ChatMessage("user", (ContentPart(text="x"),))
-    for wrong in ({}, {"messages": (message,), "token_ids": bytes(4)}):
-        with pytest.raises(InvalidPayload, match="exactly one"):
-            Prompt(**wrong)
-    with pytest.raises(InvalidPayload, match="multiple of 4"):
-        Prompt(token_ids=bytes(5))
-    with pytest.raises(InvalidPayload, match="names media 0"):
-        Prompt(messages=(ChatMessage("user", (ContentPart(media=0),)),))
-    with pytest.raises(InvalidPayload, match="Tools go with messages"):
-        Prompt(token_ids=pack_token_ids([1]), tools=Tools(("{}",)))
-    for wrong_part in ({}, {"text": "x", "media": 0}):
-        with pytest.raises(InvalidPayload, match="exactly one"):
-            ContentPart(**wrong_part)
-
-
-def test_audio_chunk_is_flat_f32() -> None:
-    for ref in (TensorRef(DType.F32, (1, 2), 0), TensorRef(DType.F16, (2,), 0)):
-        with pytest.raises(InvalidPayload, match="Audio must be f32"):
-            AudioChunk(samples=ref, sample_rate=24_000)
-
-
-def test_token_ids_travel_as_bytes() -> None:
-    ids = [0, 1, 2**31 - 1]
-    assert unpack_token_ids(pack_token_ids(ids)) == ids
-    assert pack_token_ids([1]) == b"\x01\x00\x00\x00"
-    for unpack in (unpack_token_ids, lambda data: Chunk(token_ids=data)):
-        with pytest.raises(InvalidPayload, match="multiple of 4"):
-            unpack(b"abc")
-
-
-@pytest.mark.parametrize(
-    ("operation", "stage"), [("drain", ""), ("restart", ""), ("scale", ""), ("status", "x"), ("shutdown", "x")]
-)
-def test_an_operation_names_a_stage_if_it_needs_one(operation: str, stage: str) -> None:
-    with pytest.raises(InvalidPayload, match="stage"):
-        Operate(operation=Operation(operation), stage=stage)
-
-
-@pytest.mark.parametrize(
-    ("operation", "fields", "word"),
-    [
-        ("scale", {"stage": "talker"}, "needs a count"),
-        ("drain", {"stage": "talker", "count": 2}, "does not take a count"),
-        ("restart", {"stage": "talker", "node": 1}, "does not take a node"),
-    ],
-)
-def test_only_scaling_takes_a_count_and_a_node(operation: str, fields: dict[str, Any], word: str) -> None:
-    with pytest.raises(InvalidPayload, match=word):
-        Operate(operation=Operation(operation), **fields)
-
-
-def test_host_tensor_validates() -> None:
-    HostTensor(DType.I64, (2,), bytes(16)).validate()
-    with pytest.raises(InvalidPayload, match=r"rows: .*needs 16 bytes, got 15"):
-        HostTensor(DType.I64, (2,), bytes(15)).validate("rows")
 
 
 if __name__ == "__main__":
