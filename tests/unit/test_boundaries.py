@@ -62,16 +62,6 @@ def test_only_the_coordinator_opens_and_ends(kind: OpenRequest | Abort | Resend 
     assert stage.actor.dropped == {"not_the_coordinator": 1}
 
 
-def test_an_abort_of_an_attempt_before_touches_nothing() -> None:
-    stage = StageUnderTest("thinker")
-    body = OpenRequest(route=ROUTE, params=StageParams(), seed=1)
-    stage.actor.receive(Envelope(Header("expect", "r1", attempt=2), body))
-    stage.actor.receive(Envelope(Header("abort", "r1", attempt=1), Abort()))
-    assert stage.actor.counts()["requests"] == 1
-    stage.actor.receive(Envelope(Header("abort", "r1", attempt=2), Abort()))
-    assert stage.held() == EMPTY
-
-
 # -- stage -> stage ---------------------------------------------------------------------------------------------------
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from omni_actors.coordinator.core.fleet import KILL_SECONDS, STOP_SECONDS, TICK_SECONDS
-from omni_actors.coordinator.core.instructions import Level, Log, Measured, ReplicaLost
+from omni_actors.coordinator.core.fleet import STOP_SECONDS, TICK_SECONDS
+from omni_actors.coordinator.core.instructions import Level, Log, ReplicaLost
 from omni_actors.coordinator.core.states import Evidence, LaunchState, ReplicaState
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.client import Operation
-from omni_actors.protocol.control import Heartbeat, Loading, Ready, Reregister, Shutdown, Welcome
+from omni_actors.protocol.control import Heartbeat, Ready, Reregister, Shutdown
 from omni_actors.protocol.header import ReplicaId
 from omni_actors.protocol.nodes import KillReplica, NodeLeaving, ReplicaEnded
-from tests.support.fleet import T, World, announced, gives_up, losses, one_host, starts, to_node, to_stage, two_hosts
+from tests.support.fleet import T, World, announced, losses, one_host, starts, to_node, to_stage, two_hosts
 
 # -- stuck processes --------------------------------------------------------------------------------------------------
 
@@ -26,14 +26,6 @@ def test_a_stuck_replica_is_killed_once_and_restarts() -> None:
     (why,) = losses(ended).values()
     assert why == "no sign of life for 4.0 s; killed by signal 9"
     assert starts(ended) == ["talker/0"]
-
-
-def test_a_kill_that_is_not_answered_counts_as_done() -> None:
-    world = World(heartbeat_timeout=4.0).launch()
-    silent = world.wait(4.2 + KILL_SECONDS, "talker/0")
-    (why,) = losses(silent).values()
-    assert why.endswith("; its node does not answer")
-    assert starts(silent) == ["talker/0"]
 
 
 def test_a_replica_behind_a_silent_link_is_not_killed_at_once() -> None:
@@ -72,24 +64,6 @@ def test_a_process_that_registers_again_loses_its_requests_without_blame() -> No
     assert world.replica("talker").spawn_epoch == epoch
     assert not starts(again)
     assert to_stage(world.take(world.fleet.link_cut(lost.replica.replica_id)), Reregister) == ["talker/0"]
-
-
-def test_messages_out_of_order_are_dropped_and_counted() -> None:
-    world = World()
-    world.node_hello()
-    assert to_stage(world.says("talker", Loading("x")), Reregister) == ["talker/0"], "it has not said hello"
-    world.ready("talker")
-    assert not to_stage(world.says("talker", Ready(seconds=1.0)), Welcome)
-    world.hello("talker")
-    assert world.fleet.dropped == {"control_out_of_order": 2}
-    assert world.state("talker") is ReplicaState.READY
-
-
-def test_heartbeats_are_passed_on_as_measured() -> None:
-    world = World().launch()
-    beat = Heartbeat(progress=3, counts={"requests": 2})
-    assert world.says("talker", beat) == [Measured(world.replica("talker"), beat)]
-    assert world.replica("talker").counts == {"requests": 2}
 
 
 # -- restarts ---------------------------------------------------------------------------------------------------------
@@ -211,31 +185,3 @@ def test_a_shutdown_lets_requests_finish_and_then_tells_everyone() -> None:
     assert world.fleet.launch.state is LaunchState.STOPPING
     assert announced(world.ended("thinker")) == []
     assert world.state("thinker") is ReplicaState.DEAD
-
-
-def test_a_stop_during_the_start_ends_at_once_and_is_no_failure() -> None:
-    world = World()
-    world.node_hello()
-    world.fleet.stop()
-    assert world.fleet.launch.ending
-    assert not gives_up(world.ended("talker"))
-    assert not gives_up(world.node(NodeLeaving("a signal")))
-    assert world.fleet.launch.failure == ""
-    world.fleet.stop()
-    world.fleet.end()
-    assert world.fleet.launch.state is LaunchState.STOPPING
-
-
-def test_a_process_that_cannot_be_told_anything_is_replaced_and_a_node_counts_as_away_until_it_is_back() -> None:
-    world = World(two_hosts()).launch()
-    talker = world.replica("talker", 1)
-    done = world.take(world.fleet.unreachable(talker.replica_id, "it takes nothing", world.now))
-    assert [kill.replica for kill in to_node(done, KillReplica, rank=1)] == [1]
-    assert world.take(world.fleet.unreachable(talker.replica_id, "it takes nothing", world.now)) == []
-    world.ended("talker", 1, exit_code=-9)
-    world.wait(2)
-    assert world.state("talker", 1) is ReplicaState.STARTING
-    away = world.take(world.fleet.node_unreachable(1, "it takes nothing", world.now))
-    assert losses(away) == {"talker/1": "node 1 is away: it takes nothing"}
-    assert world.take(world.fleet.node_unreachable(1, "it takes nothing", world.now)) == []
-    assert starts(world.node_hello(rank=1), rank=1) == ["talker/1"]

@@ -12,7 +12,7 @@ from omni_actors.coordinator.core.memory import FleetMemory
 from omni_actors.coordinator.core.states import ReplicaState
 from omni_actors.coordinator.memory_file import MemoryFile
 from omni_actors.errors import StartupError
-from omni_actors.host.run_directory import FLEET, RunDirectory
+from omni_actors.host.run_directory import FLEET
 from omni_actors.protocol.client import Operation
 from omni_actors.protocol.control import Shutdown
 from omni_actors.protocol.nodes import KillReplica, StartReplica
@@ -80,29 +80,6 @@ def test_a_drain_and_a_restart_are_remembered(operation: Operation) -> None:
     assert stops == (["talker/1"] if operation is Operation.RESTART else [])
 
 
-def test_an_order_ends_with_its_process() -> None:
-    world = scaled(2)
-    world.operate(Operation.RESTART, "talker", 1)
-    world.ended("talker", 1)
-    world.ready("talker", 1)
-    world.restart_coordinator()
-    world.ready("talker", 1)
-    assert world.state("talker", 1) is ReplicaState.READY
-
-
-def test_spares_stay_spares() -> None:
-    world = scaled(2, spares=1)
-    world.restart_coordinator()
-    assert sum(replica.spare for replica in world.fleet.replicas.of("talker")) == 1
-
-
-def test_without_an_operator_nothing_is_remembered() -> None:
-    world = World().launch()
-    world.ended("talker", 0)
-    world.ready("talker", 0)
-    assert world.memory is None
-
-
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
@@ -157,15 +134,3 @@ def test_a_broken_file_is_refused_with_what_to_do(name: str, tmp_path: Path) -> 
     assert str(tmp_path / FLEET) in str(refused.value)
     assert "remove it, and the pipeline goes on with the replicas of its configuration" in str(refused.value)
     assert (tmp_path / FLEET).read_bytes() == content
-
-
-def test_a_disk_without_room_is_logged_with_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    MemoryFile(str(tmp_path / "gone")).write(memory_of(scaled()))
-    assert "make room, and give the command again" in caplog.text
-
-
-def test_the_next_launch_in_the_same_folder_forgets(short_path: Path) -> None:
-    (short_path / FLEET).write_bytes(b"{}")
-    run_directory = RunDirectory(str(short_path))
-    assert not (short_path / FLEET).exists()
-    run_directory.close()

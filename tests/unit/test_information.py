@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -16,13 +15,12 @@ from omni_actors.protocol.codec import BufferList, Decoder, Envelope, encode
 from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Header
 from omni_actors.protocol.payloads import AdditionalInformationPayload, Prompt, PromptEmbedsPayload, StageParams
-from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.stage import Chunk, IntoStage, OpenRequest
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
-from omni_actors.stage.engine_interface import EngineFacts, FinishedEvent, StreamEvent
+from omni_actors.stage.engine_interface import EngineFacts, StreamEvent
 from omni_actors.stage.outgoing import chunk_of
-from omni_actors.stage.processors import PROCESSORS, Action, Passthrough, Piece, StreamProcessor
-from tests.support.requests import ALICE, NOW, bring_back, failure, lose, opened_stages, ready
+from omni_actors.stage.processors import Passthrough, Piece
+from tests.support.requests import ALICE, NOW, failure, lose, opened_stages, ready
 from tests.support.stage import ROUTE, RecordingEngine, StageUnderTest, failed
 
 TABLE = HostTensor(DType.I32, (2,), b"tableaux")
@@ -120,62 +118,7 @@ def test_a_later_stage_that_starts_again_gets_its_information_again() -> None:
     assert arrived(opened) == {"talker": ({"table": TABLE, "speed": 1.5}, None), "code2wav": ({}, None)}
 
 
-def test_what_is_sent_counts_for_what_may_be_kept() -> None:
-    state = wanting(ready(), talker=("text", "table", "numbers"))
-    ask(state, {"text": "x" * 100, "table": TABLE, "numbers": [1, 2.0, "abc"]})
-    assert state.retained_bytes == 16 + 100 + 8 + 8 + 8 + 3
-
-
-def test_a_stage_cannot_start_again_without_information_that_was_not_kept() -> None:
-    state = wanting(ready(retain_bytes=0), talker=("speed",))
-    ask(state, {"speed": 1.5}, embeds=None)
-    lose(state, "code2wav")
-    assert opened_stages(bring_back(state, "code2wav")) == [("code2wav", 1)], "it wants none"
-    lose(state, "talker")
-    before = state.replicas.current("talker", 0)
-    state.replicas.add("talker", 0, before.epoch + 1).wants_information = ("speed",)
-    state.replicas.current("talker", 0).update(state=ReplicaState.READY)
-    assert failure(state.reopen(NOW)).code is ErrorCode.STAGE_LOST
-
-
-def test_long_embeddings_are_refused_as_long_prompts_are() -> None:
-    state = ready()
-    for replica in state.replicas:
-        replica.max_input_tokens = 1
-    body = failure(ask(state, {}))
-    assert body.code is ErrorCode.PROMPT_TOO_LONG
-    assert "2 tokens; at most 1" in body.message
-
-
-def test_a_message_names_the_tensors_of_its_prompt_first() -> None:
-    prompt = Prompt(embeds=PromptEmbedsPayload(TensorRef(DType.F32, (1, 1), 1)))
-    information = AdditionalInformationPayload.of({"a": TABLE}, lambda tensor: TensorRef(DType.I32, (2,), 0))
-    with pytest.raises(InvalidPayload, match="come after those of the prompt"):
-        Submit(prompt=prompt, information=information)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"token_ids": pack_token_ids([1])}, "have 2 positions, but there are 1 token ids"),
-        ({"messages": ({"role": "user", "content": []},)}, "cannot go with messages or media"),
-    ],
-)
-def test_embeddings_stand_for_the_whole_prompt(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidPayload, match=words):
-        Prompt(embeds=PromptEmbedsPayload(TensorRef(DType.F32, (2, 2), 0)), **fields)
-
-
 # -- a stage ----------------------------------------------------------------------------------------------------------
-
-
-class Curious(Passthrough):
-    """Puts the information that it was given into the input of its engine."""
-
-    wants_information: ClassVar[tuple[str, ...]] = ("names",)
-
-    def feed(self, source: str, piece: Piece) -> list[Action]:
-        return super().feed(source, Piece(lists={"names": self.information["names"]}, final=True))
 
 
 def open_with(stage: StageUnderTest, values: dict[str, Any], prompt: Prompt | None = None, tensors: tuple = ()) -> list:
@@ -185,30 +128,6 @@ def open_with(stage: StageUnderTest, values: dict[str, Any], prompt: Prompt | No
     information = AdditionalInformationPayload.of(values, buffers.add) if values else None
     body = OpenRequest(route=ROUTE, params=StageParams(), seed=3, prompt=prompt, information=information)
     return stage.actor.receive(Envelope(Header("open_request", "r1"), body, tuple(buffers.buffers)))
-
-
-def test_a_processor_and_an_engine_get_the_information(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PROCESSORS, "curious", Curious)
-    stage = StageUnderTest("thinker", processor="curious")
-    assert open_with(stage, VALUES) == []
-    assert stage.chunk(final=True) == []
-    ((_, request, inputs),) = stage.engine.calls
-    assert request.information == VALUES
-    assert inputs.lists == {"names": VALUES["names"]}
-
-
-def test_an_ended_request_keeps_its_output_and_not_its_information() -> None:
-    stage = StageUnderTest("thinker")
-    data = memoryview(b"data")
-    held = weakref.ref(data)
-    open_with(stage, {"table": HostTensor(DType.U8, (4,), data)})
-    stage.tokens("ab")
-    stage.engine.calls.clear()
-    del data
-    assert held() is not None
-    stage.do(FinishedEvent("r1", FinishReason.STOP, 1, 1))
-    assert stage.held()["retained"] == 1
-    assert held() is None
 
 
 class TakesEmbeddings(RecordingEngine):
@@ -276,14 +195,3 @@ def test_tensors_among_the_information_of_a_chunk_are_tensors_of_the_piece() -> 
     assert piece.tensors == {"table": TABLE, "noise": NOISE}
     assert piece.lists == {"names": VALUES["names"]}
     assert piece.scalars == {"speed": 1.5}
-
-
-def test_a_processor_without_information_has_an_empty_mapping() -> None:
-    class Own(StreamProcessor):
-        def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
-            """Not calling the base class is no reason to fail."""
-
-        def feed(self, source: str, piece: Piece) -> list[Action]:
-            return []
-
-    assert dict(Own(0, ()).information) == {}

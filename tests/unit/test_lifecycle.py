@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
 from omni_actors.config import StageKind, load
 from omni_actors.coordinator.core.admission import admit
-from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToStage
-from omni_actors.coordinator.core.replicas import ReplicaTable
+from omni_actors.coordinator.core.instructions import Instruction, ToClient
 from omni_actors.coordinator.core.states import ReplicaState
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, InvalidRequest, SlowClient
-from omni_actors.protocol.client import Done, Submit
-from omni_actors.protocol.common import Abort, Failed, Tombstones
+from omni_actors.protocol.client import Done
+from omni_actors.protocol.common import Failed, Tombstones
 from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Header
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
@@ -56,50 +57,37 @@ def test_submit_opens_later_stages_first_and_gives_the_prompt_to_the_entry() -> 
         assert item.request_id == "r1"
         assert item.attempt == 0
         assert item.deadline == NOW + 600
-
-
-def test_text_only_stops_at_the_thinker() -> None:
-    instructions = ask(ready(), "r1", ALICE, "text")
-    assert [item.replica_id.stage for item in instructions] == ["thinker", "prompt"]
-
-
-def test_given_seed_and_deadline_are_kept() -> None:
     state = ready()
-    instructions = state.submit(ALICE, Header("", "r1", deadline=NOW + 5), submit(seed=3), [], NOW)
-    assert {(item.body.seed, item.deadline) for item in instructions} == {(3, NOW + 5)}
+    given = state.submit(ALICE, Header("", "r1", deadline=NOW + 5), submit("text", seed=3), [], NOW)
+    assert [(item.replica_id.stage, item.body.seed, item.deadline) for item in given] == [
+        ("thinker", 3, NOW + 5),
+        ("prompt", 3, NOW + 5),
+    ]
 
 
-def test_long_prompts_of_tokens_are_refused_before_any_stage_sees_them() -> None:
-    def prompt(tokens: int) -> Submit:
-        return Submit(prompt=Prompt(token_ids=pack_token_ids([1] * tokens)), modalities=("text",))
+def test_prompts_that_no_replica_takes_are_refused_before_any_stage_sees_them() -> None:
+    def tokens(count: int) -> Prompt:
+        return Prompt(token_ids=pack_token_ids([1] * count))
+
+    def images(count: int) -> Prompt:
+        parts = tuple(ContentPart(media=index) for index in range(count))
+        media = (Media("image", MediaEncoding.FILE, TensorRef(DType.U8, (5,), 0)),) * count
+        return Prompt(messages=(ChatMessage("user", parts),), media=media)
 
     state = ready(replicas=2)
-    assert state.submit(ALICE, Header("", "r0"), prompt(1000), [], NOW)[0].body.prompt is None, "no limit is known"
+    assert len(ask(state, "r0", ALICE, "text", prompt=tokens(1000))) == 2, "no limit is known"
     for replica in state.replicas:
         replica.max_input_tokens = {"prompt": 20 - replica.index, "code2wav": 3}.get(replica.stage, 0)
-    body = failure(state.submit(ALICE, Header("", "r1"), prompt(20), [], NOW))
-    assert body.code is ErrorCode.PROMPT_TOO_LONG
-    assert "20 tokens; at most 19" in body.message
-    assert failure_free(state.submit(ALICE, Header("", "r2"), prompt(19), [], NOW)), "as many as all replicas take"
-
-
-def test_more_media_than_every_replica_takes_are_refused_before_any_stage_sees_them() -> None:
-    def prompt(*modalities: str) -> Submit:
-        media = tuple(Media(modality, MediaEncoding.FILE, TensorRef(DType.U8, (5,), 0)) for modality in modalities)
-        message = ChatMessage("user", tuple(ContentPart(media=index) for index in range(len(media))))
-        return Submit(prompt=Prompt(messages=(message,), media=media), modalities=("text",))
-
-    state = ready(replicas=2)
-    for replica, most in zip(state.replicas, ({"image": 3, "audio": 1}, {"image": 2}), strict=False):
-        replica.max_media = most
-    body = failure(state.submit(ALICE, Header("", "r1"), prompt(*["image"] * 3), [b"media"], NOW))
-    assert body.code is ErrorCode.INVALID_REQUEST
-    assert "3 media of the kind image; at most 2" in body.message
-    assert failure_free(state.submit(ALICE, Header("", "r2"), prompt("image", "image", "audio"), [b"media"], NOW))
-
-
-def failure_free(instructions: list[Instruction]) -> bool:
-    return not any(isinstance(item, ToClient) for item in instructions) and bool(instructions)
+        replica.max_media = {"image": 3 - replica.index}
+    for prompt, code, words in (
+        (tokens(20), ErrorCode.PROMPT_TOO_LONG, "20 tokens; at most 19"),
+        (images(3), ErrorCode.INVALID_REQUEST, "3 media of the kind image; at most 2"),
+    ):
+        body = failure(ask(state, "r1", ALICE, "text", prompt=prompt))
+        assert body.code is code
+        assert words in body.message
+    for name, prompt in (("r2", tokens(19)), ("r3", images(2))):
+        assert len(ask(state, name, ALICE, "text", prompt=prompt)) == 2, "what all replicas take"
 
 
 @pytest.mark.parametrize(
@@ -128,43 +116,69 @@ def test_refusals_name_what_would_be_right(modalities, fields, code, words) -> N
     assert len(ask(state)) == 4, "the id of a refused request may be used again"
 
 
-def test_parameters_of_the_wrong_kind_of_stage() -> None:
-    config = pipeline()
-    stages = list(config.stages)
-    stages[1] = msgspec.structs.replace(stages[1], kind=StageKind.AUTOREGRESSIVE)
-    config = msgspec.structs.replace(config, stages=stages)
-    with pytest.raises(InvalidRequest, match="num_steps does not apply to stage 'thinker'"):
-        admit(config, submit("text", params={"thinker": StageParams(num_steps=3)}), voices=())
-
-
-def test_the_vocoders_number_of_points_is_a_key_of_the_pipeline_that_a_request_may_change() -> None:
+def test_a_request_may_change_the_pipelines_number_of_points() -> None:
     pipeline = load("qwen2_5_omni.yaml", {"stages.code2wav.sampling.num_steps": "6"}, devices=1).pipeline
     own = submit("audio", params={"code2wav": StageParams(num_steps=20)})
     points = [admit(pipeline, request, voices=("Ethan",)).params["code2wav"].num_steps for request in (submit(), own)]
     assert points == [6, 20]
 
 
-def test_parameters_about_text_need_a_stage_with_text() -> None:
+@pytest.mark.parametrize(
+    ("kind", "stage", "params", "words"),
+    [
+        ("autoregressive", "thinker", {"num_steps": 3}, "num_steps does not apply to stage 'thinker'"),
+        (
+            "autoregressive",
+            "code2wav",
+            {"stop": (".",)},
+            "stop does not apply to stage 'code2wav', which makes no text",
+        ),
+    ],
+)
+def test_parameters_of_another_kind_of_stage(kind: str, stage: str, params: dict, words: str) -> None:
     config = pipeline()
-    stages = [msgspec.structs.replace(stage, kind=StageKind.AUTOREGRESSIVE) for stage in config.stages]
+    stages = [msgspec.structs.replace(stage, kind=StageKind(kind)) for stage in config.stages]
     config = msgspec.structs.replace(config, stages=stages)
-    params = StageParams(stop=(".",))
-    assert admit(config, submit("text", params={"thinker": params}), voices=()).params["thinker"] == params
-    with pytest.raises(InvalidRequest, match="stop does not apply to stage 'code2wav', which makes no text") as caught:
-        admit(config, submit("text", params={"code2wav": params}), voices=())
-    assert caught.value.field == "stop"
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        admit(config, submit("text", params={stage: StageParams(**params)}), voices=())
+    assert caught.value.field == next(iter(params))
 
 
-def test_overload_says_when_to_come_back() -> None:
+@pytest.mark.parametrize(
+    ("header", "code"),
+    [
+        (Header("", ""), ErrorCode.INVALID_REQUEST),
+        (Header("", "a\n2026-11-22 ERROR forged"), ErrorCode.INVALID_REQUEST),
+        (Header("", "\x1b[2J"), ErrorCode.INVALID_REQUEST),
+        (Header("", "a\u202eb"), ErrorCode.INVALID_REQUEST),
+        (Header("", "r1", deadline=NOW), ErrorCode.DEADLINE_EXCEEDED),
+        (Header("", "r1", deadline=-5.0), ErrorCode.DEADLINE_EXCEEDED),
+        (Header("", "r1", deadline=float("nan")), ErrorCode.INVALID_REQUEST),
+        (Header("", "r1", deadline=float("inf")), ErrorCode.INVALID_REQUEST),
+        (Header("", "r1", deadline=NOW + 86_401), ErrorCode.INVALID_REQUEST),
+        (Header("", "r1", deadline=NOW + 86_399), None),
+    ],
+)
+def test_ids_that_would_forge_a_line_of_a_log_and_deadlines_that_say_nothing(header: Header, code: object) -> None:
+    state = ready()
+    instructions = state.submit(ALICE, header, submit(), [], NOW)
+    assert state.in_flight == (code is None)
+    if code is not None:
+        assert failure(instructions).code is code
+        assert failure(instructions).message.isprintable()
+
+
+def test_a_missing_stage_is_named_and_overload_says_when_to_come_back() -> None:
     state = ready(max_in_flight=2, max_queued=0)
-    ask(state, "a")
-    ask(state, "b")
-    body = failure(ask(state, "c"))
-    assert body.code is ErrorCode.OVERLOADED
-    assert body.retryable
-    assert body.retry_after == 1.0
+    state.replicas.find("talker", 0, 1).update(state=ReplicaState.DEAD)
+    body = failure(ask(state))
+    assert (body.code, body.stage, body.retryable) == (ErrorCode.STAGE_UNAVAILABLE, "talker", True)
+    for name in "ab":
+        assert len(ask(state, name, ALICE, "text")) == 2
+    body = failure(ask(state, "c", ALICE, "text"))
+    assert (body.code, body.retry_after, body.retryable) == (ErrorCode.OVERLOADED, 1.0, True)
     state.abort(ALICE, "a", NOW)
-    assert len(ask(state, "d")) == 4
+    assert len(ask(state, "d", ALICE, "text")) == 2
 
 
 def test_ids_are_used_once() -> None:
@@ -176,49 +190,6 @@ def test_ids_are_used_once() -> None:
     assert failure(ask(state)).code is ErrorCode.INVALID_REQUEST
     state.tick(NOW + 61)
     assert len(ask(state)) == 4
-    assert failure(ask(state, "")).code is ErrorCode.INVALID_REQUEST
-
-
-@pytest.mark.parametrize("request_id", ["a\n2026-11-22 ERROR forged", "\x1b[2J", "a\u202eb", "\x00"])
-def test_ids_that_would_forge_a_line_of_a_log_are_refused(request_id: str) -> None:
-    state = ready()
-    body = failure(ask(state, request_id))
-    assert body.code is ErrorCode.INVALID_REQUEST
-    assert body.message.isprintable()
-    assert state.in_flight == 0
-
-
-@pytest.mark.parametrize("deadline", [NOW, NOW - 1, -5.0])
-def test_deadline_in_the_past(deadline: float) -> None:
-    state = ready()
-    instructions = state.submit(ALICE, Header("", "r1", deadline=deadline), submit(), [], NOW)
-    assert failure(instructions).code is ErrorCode.DEADLINE_EXCEEDED
-
-
-@pytest.mark.parametrize("deadline", [float("nan"), float("inf")])
-def test_deadline_that_never_passes(deadline: float) -> None:
-    instructions = ready().submit(ALICE, Header("", "r1", deadline=deadline), submit(), [], NOW)
-    assert failure(instructions).code is ErrorCode.INVALID_REQUEST
-
-
-def test_deadline_ends_the_request_everywhere() -> None:
-    state = ready(default_timeout=5)
-    ask(state)
-    assert state.tick(NOW + 4.9) == []
-    instructions = state.tick(NOW + 5)
-    assert failure(instructions).code is ErrorCode.DEADLINE_EXCEEDED
-    assert sorted(aborts(instructions)) == sorted(STAGES)
-    assert state.tick(NOW + 6) == []
-
-
-def test_missing_stage_is_named() -> None:
-    state = ready()
-    state.replicas.find("talker", 0, 1).update(state=ReplicaState.DEAD)
-    body = failure(ask(state))
-    assert body.code is ErrorCode.STAGE_UNAVAILABLE
-    assert body.stage == "talker"
-    assert body.retryable
-    assert len(ask(state, "r2", ALICE, "text")) == 2
 
 
 def test_results_reach_the_client_numbered_and_filtered() -> None:
@@ -230,14 +201,51 @@ def test_results_reach_the_client_numbered_and_filtered() -> None:
     assert say(state, "code2wav", CHUNK, 0, buffers=(b"1234",)) == [ToClient(ALICE, "r1", 1, CHUNK, (b"1234",))]
     assert say(state, "talker", TextDelta(text="x"), 0) == [], "the talker has no outputs"
     assert say(state, "thinker", CHUNK, 1) == [], "the thinker has no audio output"
+    ask(state, "r2", ALICE, "audio")
+    (begin,) = say(state, "thinker", TextDelta(text="a"), request_id="r2")
+    assert isinstance(begin.body, Begin), "to the talker; audio was asked for, so the client gets no text"
+    assert say(state, "code2wav", CHUNK, request_id="r2") == [ToClient(ALICE, "r2", 0, CHUNK)]
 
 
-def test_audio_only_gets_no_text() -> None:
+@pytest.mark.parametrize(
+    ("event", "code"),
+    [
+        (lambda state: say(state, "talker", Failed.from_error(EngineError("boom"), "talker")), ErrorCode.ENGINE_ERROR),
+        (
+            lambda state: state.reject_from_stage(header_from(replica_id("talker"), "r1"), InvalidPayload("bad"), NOW),
+            ErrorCode.INVALID_PAYLOAD,
+        ),
+        (lambda state: state.reject(ALICE, Header("", "r1"), InvalidPayload("bad"), NOW), ErrorCode.INVALID_PAYLOAD),
+        (lambda state: state.abort(ALICE, "r1", NOW), ErrorCode.ABORTED),
+        (lambda state: state.tick(NOW + 600), ErrorCode.DEADLINE_EXCEEDED),
+        (lambda state: state.end_client(ALICE, SlowClient("too slow"), NOW), ErrorCode.SLOW_CLIENT),
+        (lambda state: state.shut_down(NOW), ErrorCode.STAGE_UNAVAILABLE),
+        (lambda state: state.client_gone(ALICE, NOW), None),
+    ],
+)
+def test_every_end_takes_the_request_out_of_all_stages_and_is_told_once(event: Callable, code: object) -> None:
+    state = ready(default_timeout=600)
+    ask(state)
+    ask(state, "other", BOB)
+    instructions = [item for item in event(state) if item.request_id == "r1"]
+    assert sorted(aborts(instructions)) == sorted(STAGES)
+    if code is None:
+        assert len(instructions) == 4, "a client that is gone gets nothing"
+    else:
+        assert failure(instructions).code is code
+    assert state.requests_of(ALICE) == ()
+    assert not aborts([item for item in event(state) if item.request_id == "r1"]), "once"
+
+
+def test_only_the_owner_ends_its_request_and_a_stage_that_shuts_down_takes_no_more() -> None:
     state = ready()
-    ask(state, "r1", ALICE, "audio")
-    (begin,) = say(state, "thinker", TextDelta(text="a"))
-    assert isinstance(begin.body, Begin), "to the talker"
-    assert say(state, "code2wav", CHUNK) == [ToClient(ALICE, "r1", 0, CHUNK)]
+    ask(state)
+    assert state.abort(BOB, "r1", NOW) == []
+    assert state.dropped == {"abort_of_unknown_request": 1}
+    assert failure(state.reject(BOB, Header("", "r1"), InvalidPayload("bad"), NOW)).code is ErrorCode.INVALID_PAYLOAD
+    assert state.in_flight == 1, "another client's garbage does not end this request"
+    state.shut_down(NOW)
+    assert failure(ask(state, "too late")).code is ErrorCode.STAGE_UNAVAILABLE
 
 
 def test_done_when_the_last_stage_is_done_whatever_the_order() -> None:
@@ -253,18 +261,6 @@ def test_done_when_the_last_stage_is_done_whatever_the_order() -> None:
     assert not any(replica.requests for replica in state.replicas)
     assert say(state, "thinker", TextDelta(text="late"), 1) == []
     assert state.dropped == {"late": 1}
-
-
-def test_stage_failure_ends_the_request_once() -> None:
-    state = ready()
-    ask(state)
-    instructions = say(state, "talker", Failed.from_error(EngineError("boom"), "talker"))
-    body = failure(instructions)
-    assert body.code is ErrorCode.ENGINE_ERROR
-    assert body.message == "boom"
-    assert body.stage == "talker"
-    assert sorted(aborts(instructions)) == sorted(STAGES)
-    assert say(state, "code2wav", Failed.from_error(EngineError("again"))) == []
 
 
 def test_gap_in_the_results_is_an_error_but_hides_no_failure() -> None:
@@ -295,35 +291,6 @@ def test_foreign_results_are_dropped_and_counted(header: Header, reason: str) ->
     assert state.in_flight == 1
 
 
-def test_only_the_owner_aborts() -> None:
-    state = ready()
-    ask(state)
-    assert state.abort(BOB, "r1", NOW) == []
-    instructions = state.abort(ALICE, "r1", NOW)
-    assert failure(instructions).code is ErrorCode.ABORTED
-    assert sorted(aborts(instructions)) == sorted(STAGES)
-    assert state.abort(ALICE, "r1", NOW) == []
-    assert state.dropped == {"abort_of_unknown_request": 2}
-
-
-def test_undecodable_client_message() -> None:
-    state = ready()
-    ask(state)
-    error = InvalidPayload("bad")
-    assert failure(state.reject(BOB, Header("", "r1"), error, NOW)).code is ErrorCode.INVALID_PAYLOAD
-    assert state.in_flight == 1, "another client's garbage does not end this request"
-    assert len(aborts(state.reject(ALICE, Header("", "r1"), error, NOW))) == 4
-    (answer,) = state.reject(ALICE, Header("", "new"), error, NOW)
-    assert answer.body.code is ErrorCode.INVALID_PAYLOAD
-
-
-def test_undecodable_result_ends_its_request() -> None:
-    state = ready()
-    ask(state)
-    instructions = state.reject_from_stage(header_from(replica_id("talker"), "r1"), InvalidPayload("bad"), NOW)
-    assert failure(instructions).code is ErrorCode.INVALID_PAYLOAD
-
-
 def test_lost_replica_fails_what_it_held_only() -> None:
     state = ready()
     ask(state, "both")
@@ -337,35 +304,6 @@ def test_lost_replica_fails_what_it_held_only() -> None:
     assert sorted(aborts(instructions)) == ["code2wav", "prompt", "thinker"], "nothing is sent to the dead"
     assert state.requests_of(BOB) == ("text",)
     assert state.requests_of(ALICE) == ()
-
-
-def test_lost_client_gets_nothing_more() -> None:
-    state = ready()
-    ask(state, "a")
-    ask(state, "b")
-    ask(state, "c", BOB)
-    instructions = state.client_gone(ALICE, NOW)
-    assert all(isinstance(item, ToStage) and isinstance(item.body, Abort) for item in instructions)
-    assert len(instructions) == 8
-    assert state.in_flight == 1
-
-
-def test_shutdown_answers_every_client() -> None:
-    state = ready()
-    ask(state, "a")
-    ask(state, "b", BOB)
-    instructions = state.shut_down(NOW)
-    answers = {item.client: item.body.code for item in instructions if isinstance(item, ToClient)}
-    assert answers == {ALICE: ErrorCode.STAGE_UNAVAILABLE, BOB: ErrorCode.STAGE_UNAVAILABLE}
-    assert failure(ask(state, "too late")).code is ErrorCode.STAGE_UNAVAILABLE
-    assert state.in_flight == 0
-
-
-def test_deadline_is_bounded() -> None:
-    far = ready().submit(ALICE, Header("", "r1", deadline=NOW + 86_401), submit(), [], NOW)
-    assert far[0].body.code is ErrorCode.INVALID_REQUEST
-    assert "at most 86400 s" in far[0].body.message
-    assert len(ready().submit(ALICE, Header("", "r1", deadline=NOW + 86_399), submit(), [], NOW)) == 4
 
 
 def test_requests_wait_in_the_queue_for_a_slot_and_may_be_aborted_there() -> None:
@@ -436,21 +374,6 @@ def test_stage_without_credit_holds_requests_back_and_says_so_when_too_many_wait
     assert len(state.submit(ALICE, Header("", "r3"), submit(), [], NOW)) == 4
 
 
-def test_slow_client_loses_its_requests_and_hears_of_it() -> None:
-    state = ready()
-    for client, name in ((ALICE, "a1"), (ALICE, "a2"), (b"bob", "b1")):
-        state.submit(client, Header("", name), submit(), [], NOW)
-    assert state.clients() == {ALICE, b"bob"}
-    instructions = state.end_client(ALICE, SlowClient("too slow"), NOW)
-    told = [item for item in instructions if isinstance(item, ToClient)]
-    assert {(item.client, item.request_id, item.body.code) for item in told} == {
-        (ALICE, "a1", ErrorCode.SLOW_CLIENT),
-        (ALICE, "a2", ErrorCode.SLOW_CLIENT),
-    }
-    assert len(instructions) == 2 + 2 * 4, "and every stage drops them"
-    assert state.in_flight == 1
-
-
 # -- replicas and tombstones ------------------------------------------------------------------------------------------
 
 
@@ -461,29 +384,6 @@ def test_requests_that_wait_for_a_stage_enter_it_by_priority_and_arrival() -> No
         assert ask(state, request_id, priority=priority) == []
     opened = [item.request_id for item in bring_back(state, "thinker") if item.replica_id.stage == "prompt"]
     assert opened == ["urgent", "first", "second", "later"]
-
-
-def test_least_loaded_replica_is_chosen() -> None:
-    state = ready(replicas=2)
-    chosen = [[item.replica_id.replica for item in ask(state, f"r{i}")] for i in range(4)]
-    assert chosen == [[0] * 4, [1] * 4, [0] * 4, [1] * 4]
-    state.abort(ALICE, "r1", NOW)
-    assert {item.replica_id.replica for item in ask(state, "next")} == {1}
-
-
-def test_replica_table_epochs() -> None:
-    table = ReplicaTable()
-    first = table.add("talker", 0, 1)
-    assert table.choose("talker") is None
-    assert table.find("talker", 0, 1) is first
-    second = table.add("talker", 0, 2)
-    assert table.find("talker", 0, 1) is None
-    assert table.find("talker", 0, 2) is second
-    assert [replica.name for replica in table.missing()] == ["talker/0"]
-    second.inbox = "ipc:///x"
-    assert [peer.epoch for peer in table.peers(("talker",))] == [2]
-    second.update(state=ReplicaState.DEAD)
-    assert table.peers(("talker",)) == ()
 
 
 def test_tombstones_age_and_bound() -> None:

@@ -52,11 +52,6 @@ def test_hello_of_a_process(spawn_epoch: int, epoch: int, expected: HelloKind) -
     assert classify_hello(World().replica(), epoch, spawn_epoch) is expected
 
 
-def test_hello_before_its_node_and_of_an_unknown_process() -> None:
-    assert classify_hello(World(spawn_epoch=0).replica(), 7, 7) is HelloKind.EARLY
-    assert classify_hello(None, 7, 7) is HelloKind.FOREIGN
-
-
 def test_a_hello_may_not_reset_what_works_but_may_renew_what_was_lost() -> None:
     working = advanced(World().replica(), ReplicaEvent.HELLO, ReplicaEvent.READY)
     assert classify_hello(working, 7, 7) is HelloKind.REPEATED
@@ -64,46 +59,6 @@ def test_a_hello_may_not_reset_what_works_but_may_renew_what_was_lost() -> None:
     lost = advanced(World().replica(), ReplicaEvent.GIVEN_UP)
     assert classify_hello(lost, 7, 7) is HelloKind.REPEATED
     assert classify_hello(lost, 8, 7) is HelloKind.RENEWED
-
-
-def test_a_first_hello_starts_everything() -> None:
-    takeover = World(spawn_epoch=0).take_over()
-    assert takeover.start == (("prompt", 0), ("thinker", 0), ("talker", 0), ("code2wav", 0))
-    assert not any([takeover.adopt, takeover.ended, takeover.kill])
-
-
-def test_what_a_new_coordinator_takes_over() -> None:
-    takeover = World(spawn_epoch=0).take_over(prompt=5, thinker=5, talker=6)
-    assert [(item.stage, item.spawn_epoch) for item in takeover.adopt] == [("prompt", 5), ("thinker", 5), ("talker", 6)]
-    assert takeover.start == (("code2wav", 0),)
-
-
-def test_a_node_that_says_hello_again_changes_nothing() -> None:
-    takeover = World().take_over(prompt=7, thinker=7, talker=7, code2wav=7)
-    assert not any([takeover.adopt, takeover.start, takeover.ended, takeover.kill])
-
-
-def test_what_a_node_lost_on_the_way() -> None:
-    world = World()
-    takeover = world.take_over(prompt=7, thinker=7, talker=7)
-    assert takeover.ended == (world.replica("code2wav"),)
-    assert not takeover.start
-
-
-def test_what_had_left_with_its_node_is_taken_back_or_started() -> None:
-    world = World()
-    for stage in ("talker", "code2wav"):
-        advanced(world.replica(stage), ReplicaEvent.GIVEN_UP).left_with_node = True
-    takeover = world.take_over(prompt=7, thinker=7, talker=7)
-    assert [item.stage for item in takeover.adopt] == ["talker"]
-    assert takeover.start == (("code2wav", 0),)
-
-
-def test_what_was_given_up_for_dying_stays_dead() -> None:
-    world = World()
-    advanced(world.replica(), ReplicaEvent.GIVEN_UP)
-    takeover = world.take_over(prompt=7, thinker=7, code2wav=7)
-    assert not any([takeover.adopt, takeover.start, takeover.ended])
 
 
 def test_a_process_that_is_not_placed_there_is_killed() -> None:

@@ -306,15 +306,6 @@ def test_a_replay_that_says_something_else_or_less_fails() -> None:
         assert "did not repeat" in body.message
 
 
-def test_losses_of_several_stages_are_no_poison_but_bounded() -> None:
-    state = ready(max_attempts=3)
-    ask(state)
-    for stage in ("talker", "thinker"):
-        assert not [item for item in lose(state, stage) if isinstance(item, ToClient)]
-        bring_back(state, stage)
-    assert failure(lose(state, "code2wav")).code is ErrorCode.STAGE_LOST
-
-
 def test_a_stage_that_has_finished_is_not_missed() -> None:
     state = ready()
     ask(state)
@@ -326,17 +317,6 @@ def test_a_stage_that_has_finished_is_not_missed() -> None:
     assert lose(state, "prompt") == []
     assert state.in_flight == 1
     assert state.replicas.current("prompt", 0).requests == set(), "a dead replica owns nothing"
-
-
-def test_a_stage_that_cannot_reach_another_one_tries_again() -> None:
-    state = ready()
-    ask(state)
-    lost = Failed.from_error(StageLost("talker/0 takes no messages."), "thinker")
-    instructions = say(state, "thinker", lost)
-    assert not [item for item in instructions if isinstance(item, ToClient)]
-    assert opened_stages(instructions) == [("code2wav", 1), ("talker", 1), ("thinker", 1)]
-    assert resends(instructions) == [("prompt", "thinker", 1)]
-    assert state.active["r1"].losses == [], "no request is blamed"
 
 
 def test_over_the_budget_nothing_is_kept() -> None:
@@ -369,14 +349,6 @@ def test_waiting_requests_end_when_no_replica_comes_or_time_is_up() -> None:
     body = failure(lose(state, "talker", restart=False, why="bad checkpoint"))
     assert body.code is ErrorCode.STAGE_UNAVAILABLE
     assert body.stage == "talker"
-
-
-def test_a_client_may_abort_what_waits() -> None:
-    state = ready()
-    ask(state)
-    lose(state, "talker")
-    assert failure(state.abort(ALICE, "r1", NOW)).code is ErrorCode.ABORTED
-    assert bring_back(state, "talker") == []
 
 
 def test_draining_replica_takes_nothing_new_and_is_waited_for_when_it_will_be_back() -> None:

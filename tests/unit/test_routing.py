@@ -13,8 +13,7 @@ from omni_actors.coordinator.core.request import ActiveRequest
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.coordinator.core.routing import ABOVE_MEAN
 from omni_actors.coordinator.core.states import ReplicaState
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.payloads import ChatMessage, ContentPart, Prompt, StageParams
+from omni_actors.protocol.payloads import ChatMessage, ContentPart, Prompt
 from omni_actors.protocol.results import FinishReason, StageDone, StageUsage
 from tests.support.builders import chain, header_from
 from tests.support.requests import ALICE, NOW, CheckedRequestMachine, ask, bring_back, lose, ready
@@ -97,15 +96,6 @@ def test_the_next_turn_goes_to_the_replica_that_has_the_first() -> None:
     assert state.planner.router.chosen["prefix"] == 1
 
 
-def test_so_does_a_longer_prompt_of_tokens() -> None:
-    state = ready(replicas=2)
-    ask(state, "other", ALICE, "text")
-    ask(state, "one", ALICE, "text", prompt=Prompt(token_ids=pack_token_ids(range(600))))
-    ask(state, "two", ALICE, "text", prompt=Prompt(token_ids=pack_token_ids(range(900))))
-    ask(state, "three", ALICE, "text", prompt=Prompt(token_ids=pack_token_ids(range(1, 901))))
-    assert [at(state, name) for name in ("one", "two", "three")] == [1, 1, 0]
-
-
 @pytest.mark.parametrize("loss", ["killed", "back", "drains", "spare", "full"])
 def test_a_conversation_whose_replica_is_gone_or_busy_goes_elsewhere(loss: str) -> None:
     state = ready(replicas=2)
@@ -125,14 +115,6 @@ def test_a_conversation_whose_replica_is_gone_or_busy_goes_elsewhere(loss: str) 
         ask(state, "busy", ALICE, "text")
     ask(state, "two", ALICE, "text", prompt=chat(QUESTION, "Paris.", "And of Italy?"))
     assert at(state, "two") == 1
-
-
-def test_an_adapter_has_a_prefix_of_its_own() -> None:
-    state = ready(replicas=2)
-    router = state.planner.router
-    plain, other = ({"thinker": StageParams(adapter=adapter)} for adapter in (None, "x"))
-    assert router.parts(chat(QUESTION), (), plain) == router.parts(chat(QUESTION), (), plain)
-    assert router.parts(chat(QUESTION), (), plain) != router.parts(chat(QUESTION), (), other)
 
 
 @given(st.integers(2, 6), st.integers(1, 60))
@@ -162,33 +144,6 @@ def test_what_is_remembered_of_conversations_is_bounded(monkeypatch: pytest.Monk
 
 
 # -- hosts ------------------------------------------------------------------------------------------------------------
-
-
-def test_speech_stays_on_the_host_of_the_text_among_replicas_that_have_as_little_to_do() -> None:
-    state = on_two_hosts(2)
-    for number in range(8):
-        ask(state, f"r{number}")
-    for request in state.active:
-        nodes = {state.replicas.at(replica).node for replica in request.route}
-        assert len(nodes) == 1
-    assert len({at(state, request.request_id) for request in state.active}) == 4
-
-
-def test_of_two_talkers_with_as_little_to_do_the_one_beside_the_thinker_speaks() -> None:
-    state = on_two_hosts(1)
-    state.replicas.current("thinker", 0).update(congested=True)
-    ask(state, "r")
-    assert (at(state, "r"), at(state, "r", "talker")) == (1, 1)
-    assert state.planner.router.chosen["host"] == 2, "for the talker, and the vocoder after it"
-
-
-def test_a_busy_host_gives_its_speech_away() -> None:
-    state = on_two_hosts(1)
-    ask(state, "first")
-    assert (at(state, "first"), at(state, "first", "talker")) == (0, 0)
-    state.replicas.current("thinker", 1).update(congested=True)
-    ask(state, "r")
-    assert (at(state, "r"), at(state, "r", "talker")) == (0, 1)
 
 
 # -- always -----------------------------------------------------------------------------------------------------------
