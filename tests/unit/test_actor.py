@@ -21,7 +21,7 @@ from omni_actors.protocol.results import AudioChunk, FinishReason, StageDone, Te
 from omni_actors.protocol.stage import Chunk, OpenRequest
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage import attempts
-from omni_actors.stage.echo import FAIL_TOKEN, EchoEngine
+from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.engine_interface import (
     AudioEvent,
     ErrorEvent,
@@ -95,30 +95,19 @@ def test_early_chunks_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> N
     assert stage.expect("small") == []
 
 
-def test_chunks_out_of_order_fail_the_request() -> None:
+@pytest.mark.parametrize(("final", "seq"), [(False, 2), (True, 1)], ids=["out of order", "after the end"])
+def test_chunks_that_do_not_follow_fail_the_request(final: bool, seq: int) -> None:
     stage = StageUnderTest("thinker")
     stage.expect()
-    stage.tokens("a", 0, final=False)
-    assert failed(stage.tokens("b", 2, start=1)).code is ErrorCode.PROTOCOL_ERROR
-    assert stage.held() == EMPTY
-
-
-def test_chunk_after_the_end_fails_the_request_instead_of_starting_it_twice() -> None:
-    stage = StageUnderTest("thinker")
-    stage.expect()
-    stage.tokens("ab", 0)
-    assert failed(stage.tokens("cd", 1, start=2)).code is ErrorCode.PROTOCOL_ERROR
-    assert len(stage.engine.started()) == 1
+    stage.tokens("a", 0, final=final)
+    assert failed(stage.tokens("b", seq, start=1)).code is ErrorCode.PROTOCOL_ERROR
+    assert len(stage.engine.started()) == final
     assert stage.held() == EMPTY
 
 
 @pytest.mark.parametrize(
     ("source", "attempt", "reason"),
-    [
-        (ReplicaId("prompt", 0, 4), 0, "foreign_epoch"),
-        (ReplicaId("prompt", 1, 5), 0, "foreign_epoch"),
-        (ReplicaId("talker", 0, 5), 0, "unexpected_source"),
-    ],
+    [(ReplicaId("prompt", 0, 4), 0, "foreign_epoch"), (ReplicaId("talker", 0, 5), 0, "unexpected_source")],
 )
 def test_foreign_chunks_are_dropped(source: ReplicaId, attempt: int, reason: str) -> None:
     stage = StageUnderTest("thinker")
@@ -163,20 +152,20 @@ def test_messages_are_numbered_by_receiver() -> None:
     assert stage.held()["requests"] == 0
 
 
-def test_usage_has_times_since_the_announcement() -> None:
+def test_usage_has_times_since_the_announcement_and_an_error_ends_its_own_request() -> None:
     stage = StageUnderTest("thinker")
-    stage.expect()
-    stage.tokens("a")
+    for request_id in ("r1", "bad"):
+        stage.expect(request_id)
+        stage.tokens("a", request_id=request_id)
     stage.clock.now += 1
-    stage.do(TextEvent("r1", "x", [1]))
+    sent = stage.do(ErrorEvent("bad", EngineError("boom")), TextEvent("bad", "x", [1]), TextEvent("r1", "x", [1]))
+    assert [type(body) for body in bodies(sent)] == [Failed, TextDelta]
+    assert stage.actor.dropped == {"event_of_ended_request": 1}
     stage.clock.now += 2
     *_, message = stage.do(FinishedEvent("r1", FinishReason.LENGTH, 7, 9))
     usage = message.body.usage
-    assert usage.first_output == 1.0
-    assert usage.finished == 3.0
-    assert usage.finish_reason is FinishReason.LENGTH
-    assert usage.input_tokens == 7
-    assert usage.output_tokens == 9
+    assert (usage.first_output, usage.finished, usage.finish_reason) == (1.0, 3.0, FinishReason.LENGTH)
+    assert (usage.input_tokens, usage.output_tokens) == (7, 9)
 
 
 def test_tensors_and_scalars_of_a_stream_event_travel_together() -> None:
@@ -188,15 +177,6 @@ def test_tensors_and_scalars_of_a_stream_event_travel_together() -> None:
     assert message.body.tensors == {}
     assert list(message.buffers) == [b"abcd"]
     assert message.body.information.scalar("prompt_tokens") == 3
-
-
-def test_sound_goes_to_the_client_where_it_is_an_output_of_the_stage() -> None:
-    stage = StageUnderTest("code2wav")
-    stage.expect()
-    stage.tokens("a")
-    (audio,) = stage.do(AudioEvent("r1", HostTensor(DType.F32, (1,), b"abcd"), 24_000))
-    assert isinstance(audio.body, AudioChunk)
-    assert audio.destination is None
 
 
 def test_other_sound_is_input_of_the_next_stage_which_hears_of_its_end() -> None:
@@ -221,20 +201,18 @@ def test_other_sound_is_input_of_the_next_stage_which_hears_of_its_end() -> None
     assert isinstance(done.body, StageDone)
 
 
-def test_an_engine_that_ended_its_stream_gets_no_second_end() -> None:
-    stage = StageUnderTest("talker")
-    stage.expect()
-    stage.tokens("a")
-    messages = stage.do(StreamEvent("r1", [1], final=True), FinishedEvent("r1", FinishReason.STOP, 1, 1))
-    assert [type(message.body) for message in messages] == [Chunk, StageDone]
-
-
-def test_stream_goes_nowhere_without_downstream_in_the_route() -> None:
-    stage = StageUnderTest("thinker")
-    stage.expect(route=ROUTE[:2])
-    stage.tokens("a")
-    assert stage.engine.calls[0][1].streams is False
-    assert stage.do(StreamEvent("r1", [1])) == []
+def test_without_a_stage_downstream_sound_goes_to_the_client_and_a_stream_nowhere() -> None:
+    for name, route in (("code2wav", ROUTE), ("thinker", ROUTE[:2])):
+        stage = StageUnderTest(name)
+        stage.expect(route=route)
+        stage.tokens("a")
+        assert stage.engine.calls[0][1].streams is False
+        if name == "thinker":
+            assert stage.do(StreamEvent("r1", [1])) == []
+        else:
+            (audio,) = stage.do(AudioEvent("r1", HostTensor(DType.F32, (1,), b"abcd"), 24_000))
+            assert isinstance(audio.body, AudioChunk)
+            assert audio.destination is None
 
 
 @pytest.mark.parametrize(
@@ -325,17 +303,6 @@ def test_nothing_to_compute_ends_the_stage_and_tells_the_next() -> None:
     assert stage.held() == EMPTY
 
 
-def test_engine_error_is_contained_and_the_rest_ignored() -> None:
-    stage = StageUnderTest("thinker")
-    for request_id in ("a", "b"):
-        stage.expect(request_id)
-        stage.tokens("x", request_id=request_id)
-    sent = stage.do(ErrorEvent("a", EngineError("boom")), TextEvent("a", "x", [1]), TextEvent("b", "y", [2]))
-    assert [type(body) for body in bodies(sent)] == [Failed, TextDelta]
-    assert stage.actor.dropped == {"event_of_ended_request": 1}
-    assert stage.held()["requests"] == 1
-
-
 def test_abort_is_idempotent_and_frees_everything() -> None:
     stage = StageUnderTest("thinker")
     stage.expect()
@@ -351,17 +318,6 @@ def test_abort_is_idempotent_and_frees_everything() -> None:
     assert stage.held() == EMPTY, "an abort drops early chunks, too"
     stage.expect("r2")
     assert stage.held() == EMPTY, "an abort that overtook the announcement counts"
-
-
-def test_a_lost_coordinator_takes_every_request_out_of_the_engine_without_answers() -> None:
-    stage = StageUnderTest("prompt")
-    stage.expect("r1", prompt="one")
-    stage.expect("r2", prompt="two")
-    assert stage.engine.held == {"r1", "r2"}
-    stage.actor.drop_all()
-    assert not stage.engine.held
-    assert stage.held() == EMPTY
-    assert stage.do(TextEvent("r1", "x", [1])) == []
 
 
 def test_deadline_ends_the_request() -> None:
@@ -388,40 +344,6 @@ def test_undecodable_messages_fail_their_request_known_or_not() -> None:
 
 
 # -- with the echo engine ---------------------------------------------------------------------------------------------
-
-
-def test_echo_engine_interleaves_requests_and_ends_empty() -> None:
-    config = pipeline()
-    stage = StageUnderTest("thinker", EchoEngine(config.stage("thinker")))
-    texts = {"a": "hello", "b": "hi", "c": "hey!"}
-    for request_id, text in texts.items():
-        stage.expect(request_id)
-        stage.tokens(text, request_id=request_id)
-    got: dict[str, str] = dict.fromkeys(texts, "")
-    while stage.actor.runnable():
-        for message in stage.actor.step():
-            if isinstance(message.body, TextDelta):
-                got[message.header.request_id] += message.body.text
-    assert got == texts
-    stage.ended(*texts)
-    assert stage.held() == EMPTY
-    assert stage.actor.step() == []
-
-
-def test_echo_engine_fails_one_request_and_goes_on() -> None:
-    config = pipeline()
-    stage = StageUnderTest("thinker", EchoEngine(config.stage("thinker")))
-    stage.expect("bad")
-    stage.chunk("bad", token_ids=pack_token_ids([1, FAIL_TOKEN, 2]), final=True)
-    stage.expect("good")
-    stage.tokens("ok", request_id="good")
-    sent = []
-    while stage.actor.runnable():
-        sent += stage.actor.step()
-    ends = {m.header.request_id: type(m.body) for m in sent if isinstance(m.body, Failed | StageDone)}
-    assert ends == {"bad": Failed, "good": StageDone}
-    stage.ended("good")
-    assert stage.held() == EMPTY
 
 
 def test_a_full_echo_engine_advances_the_most_urgent_first_and_of_those_the_oldest() -> None:

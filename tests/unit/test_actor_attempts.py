@@ -7,13 +7,12 @@ import pytest
 from omni_actors.config import FlowConfig
 from omni_actors.errors import EngineError, ErrorCode
 from omni_actors.protocol.codec import Envelope
-from omni_actors.protocol.common import Abort, Credit
+from omni_actors.protocol.common import Abort
 from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Header
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.stage import OpenRequest
-from omni_actors.stage import actor as actor_module
 from omni_actors.stage.engine_interface import FinishedEvent, TextEvent
 from omni_actors.stage.outgoing import Outgoing
 from tests.support.stage import EMPTY, ROUTE, StageUnderTest, failed
@@ -87,35 +86,6 @@ def test_old_attempts_touch_nothing() -> None:
     assert stage.actor.dropped == {"opened_twice": 2, "late": 1}
 
 
-def test_an_abort_before_its_announcement_is_remembered() -> None:
-    stage = StageUnderTest("thinker")
-    abort_attempt(stage, 0)
-    expect_attempt(stage, 0)
-    assert stage.held() == EMPTY
-    expect_attempt(stage, 1)
-    assert stage.held()["requests"] == 1
-
-
-def test_chunks_that_are_too_early_for_the_next_attempt_leave_nothing_of_the_one_before() -> None:
-    stage = StageUnderTest("thinker")
-    expect_attempt(stage, 0)
-    tokens_of_attempt(stage, 0)
-    tokens_of_attempt(stage, 1)
-    stage.clock.now += FlowConfig().early_chunk_seconds
-    message = failed(stage.actor.tick())
-    assert message.code is ErrorCode.PROTOCOL_ERROR
-    assert stage.held() == EMPTY
-
-
-@pytest.mark.parametrize("deadline", [float("nan"), float("inf"), 1000.0 + 100.0 + actor_module.CLOCK_SECONDS + 1])
-def test_deadline_that_is_too_far_away_is_refused(deadline: float) -> None:
-    """A request without an end would be held for ever."""
-    stage = StageUnderTest("talker", max_timeout=100.0)
-    assert failed(stage.expect(deadline=deadline)).code is ErrorCode.PROTOCOL_ERROR
-    assert stage.held() == EMPTY
-    assert stage.expect("r2", deadline=1100.0) == []
-
-
 def test_request_without_a_deadline_gets_one() -> None:
     stage = StageUnderTest("talker", default_timeout=50.0)
     stage.expect()
@@ -158,9 +128,3 @@ def test_saturated_only_by_whole_requests_and_while_the_engine_can_work() -> Non
     stage.expect("r4")
     stage.tokens("c", request_id="r4")
     assert stage.actor.saturated
-
-
-def test_credit_is_not_the_actors() -> None:
-    stage = StageUnderTest("talker")
-    assert stage.actor.receive(Envelope(Header("credit"), Credit(messages=1))) == []
-    assert stage.actor.dropped == {"credit": 1}

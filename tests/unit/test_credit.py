@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from omni_actors.transport import link as link_module
-from omni_actors.transport.credit import ReceivedCredit, Window, wire_size
+from omni_actors.transport.credit import ReceivedCredit, Window
 from omni_actors.transport.link import STALL_SECONDS, Link
 from omni_actors.transport.sockets import Socket, Sockets, drain
 from tests.support.clock import Clock
@@ -41,10 +41,6 @@ def test_received_credit_is_granted_by_the_quarter_and_the_rest_on_the_tick() ->
     assert received.take("b", 1), "100 of 400 bytes"
     assert received.collect(everything=True) == [("b", 2, 100)]
     assert received.collect(everything=True) == []
-
-
-def test_wire_size_counts_every_frame() -> None:
-    assert wire_size([b"abc", bytearray(4), memoryview(bytes(16)).cast("f")]) == 23
 
 
 def test_link_keeps_what_has_no_credit_and_sends_it_when_credit_comes(sockets: Sockets, short_path: Path) -> None:
@@ -133,21 +129,3 @@ def test_client_that_grants_nothing_counts_as_stalled(sockets: Sockets, short_pa
     assert not link.stalled()
     clock.now += 5.1
     assert link.stalled()
-
-
-def test_urgent_messages_go_first_when_the_peer_comes_late(sockets: Sockets, short_path: Path) -> None:
-    endpoint = f"ipc://{short_path}/late"
-    link = Link(sockets.push(endpoint), Clock(), window=Window(10, 1000))
-    link.send("r", [b"first"])
-    link.send_urgent("", [b"urgent"])
-    pull, _ = sockets.pull(endpoint)
-    got: list[bytes] = []
-
-    def both() -> bool:
-        link.flush()
-        got.extend(frames[0] for frames in drain(pull))
-        return len(got) == 2
-
-    until(both, what="both messages")
-    assert got == [b"urgent", b"first"]
-    assert link.backlog_bytes == 0

@@ -204,16 +204,6 @@ def test_death_of_the_launcher_stops_the_stage(short_path: Path, launcher: subpr
     harness.close()
 
 
-def test_launcher_that_is_dead_already(short_path: Path, launcher: subprocess.Popen) -> None:
-    launcher.kill()
-    launcher.wait()
-    harness = Harness(short_path, launcher.pid)
-    stop = harness.next(2)
-    assert isinstance(stop, Stop)
-    assert stop.failed
-    harness.close()
-
-
 def test_a_thread_that_fails_says_so(short_path: Path, launcher: subprocess.Popen) -> None:
     harness = Harness(short_path, launcher.pid, inbox="missing/inbox")
     stop = harness.next(2)

@@ -72,17 +72,6 @@ def collect(harness: Harness, count: int, timeout: float = 0.5) -> list[str]:
     return got
 
 
-def test_the_waiting_thread_reads_and_wakes_no_other(harness: Harness) -> None:
-    harness.start()
-    time.sleep(0.1)
-    for number in range(20):
-        timer = threading.Timer(0.01, harness.send, [number])
-        timer.start()
-        assert collect(harness, 1) == [str(number)]
-        timer.join()
-    assert harness.reads == 0
-
-
 def test_the_other_thread_reads_while_the_main_thread_computes(harness: Harness) -> None:
     harness.start()
     assert harness.take(0) == []
@@ -134,26 +123,3 @@ def test_what_the_other_thread_reads_wakes_a_main_thread_that_waits(harness: Har
     assert harness.inbox._wakeup.clear()
     harness.inbox._waiting = False
     assert harness.take(0) == ["late"]
-
-
-def test_what_others_put_wakes_the_main_thread(harness: Harness) -> None:
-    began = time.monotonic()
-    timer = threading.Timer(0.05, harness.inbox.put, [Stop("now")])
-    timer.start()
-    assert harness.take(5.0) == ["now"]
-    assert time.monotonic() - began < 2
-    assert harness.take(0.05) == [], "once"
-
-
-def test_an_inbox_that_is_not_open_yet_or_closed(short_path: Path) -> None:
-    inbox = Inbox()
-    inbox.put(Stop("early"))
-    assert inbox.take(0.01) == [Stop("early")]
-    assert inbox.take(0.01) == []
-    harness = Harness(short_path)
-    harness.send("last")
-    harness.inbox.put(Stop("kept"))
-    harness.close()
-    harness.inbox.read()
-    assert harness.take(0.01) == ["kept"]
-    assert harness.take(0.01) == []

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from omni_actors import config
 from omni_actors.config.devices import shared_devices
 from omni_actors.errors import ConfigError
 from omni_actors.host.run_directory import RunDirectory
@@ -59,31 +58,6 @@ def test_what_computes_alone_or_on_no_gpu_shares_nothing(tmp_path: Path) -> None
     only_one = models(code2wav={"devices": [1]}, talker={"kind": "echo", "devices": [0], "engine": {}})
     only_one["stages"][0]["devices"] = [0]  # the prompt stage computes on the CPU
     assert shared(tmp_path, only_one) == {}
-
-
-def test_replicas_of_one_stage_share_a_gpu(tmp_path: Path) -> None:
-    data = models(talker={"devices": [1], "replicas": 2}, code2wav={"devices": [1]})
-    assert shared(tmp_path, data) == {1: [("talker", 0), ("talker", 1), ("code2wav", 0)]}
-
-
-def test_custom_stages_with_devices_count(tmp_path: Path) -> None:
-    custom = {"kind": "custom", "engine_class": "omni_actors.stage.echo.EchoEngine"}
-    assert shared(tmp_path, models(code2wav={**custom, "devices": [0]}))[0][-1] == ("code2wav", 0)
-    assert ("code2wav", 0) not in shared(tmp_path, models(code2wav=custom))[0]
-
-
-def test_each_node_counts_its_own(tmp_path: Path) -> None:
-    data = models(code2wav={"node": 1, "replicas": 2, "devices": [0]}, talker={"node": [0, 1], "replicas": 2})
-    data["cluster"] = {"nnodes": 2}
-    assert shared(tmp_path, data) == {0: [("thinker", 0), ("talker", 0)]}
-    assert shared(tmp_path, data, rank=1) == {0: [("talker", 1), ("code2wav", 0), ("code2wav", 1)]}
-
-
-def test_the_daemon_gets_all_gpus_of_a_replica_that_shares_one(tmp_path: Path) -> None:
-    wide = {"devices": [0, 1], "engine": {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.2}}
-    data = models(thinker=wide, talker={"devices": [1]}, code2wav={"devices": [2]})
-    assert shared(tmp_path, data, devices=3) == {1: [("thinker", 0), ("talker", 0)]}
-    assert daemon_gpus(load(tmp_path, data, devices=3).pipeline, 3) == [0, 1]
 
 
 LISTENER = """
@@ -144,11 +118,3 @@ def test_it_is_switched_off_in_the_yaml_the_environment_or_the_command_line(
     for wrong in ("on", True, 1):
         with pytest.raises(ConfigError, match="mps"):
             load(tmp_path, chain(), {"mps": str(wrong)})
-
-
-def test_check_shows_what_shares_a_gpu(tmp_path: Path) -> None:
-    data = models()
-    line = "GPU 0 is shared, {}: thinker/0, talker/0, code2wav/0"
-    assert line.format("under CUDA MPS, where that works") in config.describe(load(tmp_path, data, devices=1), 1)
-    assert line.format("in turns (mps: off)") in config.describe(load(tmp_path, data, {"mps": "off"}, devices=1), 1)
-    assert "is shared" not in config.describe(load(tmp_path, data, devices=0), 0)

@@ -228,45 +228,6 @@ def test_oversize_is_refused_before_anything_is_sent(short_path: Path) -> None:
     harness.close()
 
 
-def test_after_its_end_nothing_is_sent_and_nothing_breaks(short_path: Path) -> None:
-    """A thread that has failed, or a session that is over, may still be spoken to."""
-    harness = Harness(short_path)
-    harness.bind(TALKER)
-    harness.peers(TALKER)
-    harness.outbound.finish()
-    harness.outbound.join(5)
-    harness.peers(TALKER, OTHER)
-    harness.outbound.send(chunk(TALKER))
-    harness.outbound.send([text(0)])
-    harness.outbound.grant(None, 1, 1)
-    harness.outbound.granted(TALKER, Credit(messages=1))
-    harness.outbound.wake()
-    assert harness.events.empty()
-    harness.close()
-
-
-def test_bytes_hold_up_too(short_path: Path) -> None:
-    harness = Harness(short_path, FlowConfig(outbox_bytes=150_000))
-    harness.peers(TALKER)
-    harness.outbound.send(chunk(TALKER, data=LARGE))
-    assert not harness.outbound.congested
-    harness.outbound.send(chunk(TALKER, data=LARGE))
-    assert harness.outbound.congested
-    harness.bind(TALKER)
-    harness.receive(TALKER, 2)
-    until(lambda: not harness.outbound.congested)
-    harness.close()
-
-
-def test_peer_that_joins_late_gets_all_in_order(harness: Harness) -> None:
-    harness.peers(TALKER)
-    for seq in range(20):
-        harness.outbound.send(chunk(TALKER, seq=seq))
-    time.sleep(0.2)
-    harness.bind(TALKER)
-    assert [envelope.header.seq for envelope in harness.receive(TALKER, 20)] == list(range(20))
-
-
 def test_restarted_peer_is_another_one(harness: Harness) -> None:
     """Nothing that was meant for the former life goes to the new one, and its blocks are freed."""
     harness.bind(TALKER)
@@ -306,17 +267,6 @@ def test_peer_that_never_comes_ends_its_requests(harness: Harness, monkeypatch: 
     until(lambda: harness.outbound.waiting == 0)
 
 
-def test_sources_hear_whether_their_arena_was_mapped(harness: Harness) -> None:
-    source = ReplicaId("prompt", 0, 5)
-    harness.bind(source)
-    harness.peers(sources=(source,))
-    harness.outbound.grant(source, 3, 300)
-    first, second = harness.receive(source, 2)
-    assert first.body == Credit(mapped=False)
-    assert second.body == Credit(messages=3, bytes=300)
-    harness.outbound.grant(ReplicaId("gone", 0, 5), 1, 1)
-
-
 def test_what_comes_before_the_address_of_a_new_life_waits_for_it(harness: Harness) -> None:
     again = ReplicaId("talker", 0, 6)
     harness.bind(TALKER, again)
@@ -332,13 +282,3 @@ def test_what_comes_before_the_address_of_a_new_life_waits_for_it(harness: Harne
     harness.outbound.send(chunk(TALKER, seq=1))
     rejected = harness.events.get(timeout=2)
     assert isinstance(rejected.error, StageLost), "its former life is gone for good"
-
-
-def test_what_waits_for_an_address_that_never_comes_is_rejected(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("omni_actors.stage.sender.ADDRESS_SECONDS", 0.2)
-    harness.outbound.send(chunk(TALKER, seq=0))
-    rejected = harness.events.get(timeout=2)
-    assert isinstance(rejected, Undelivered)
-    assert "never announced" in rejected.error.message

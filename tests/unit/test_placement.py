@@ -10,21 +10,11 @@ import pytest
 from omni_actors import config, launch
 from omni_actors.config import placement
 from omni_actors.config.devices import devices_by_replica
-from omni_actors.config.loading import slurm_overrides
 from omni_actors.coordinator.core.replicas import ReplicaTable
 from omni_actors.errors import ConfigError
 from omni_actors.host import addresses
 from omni_actors.host.addresses import resolve, resolve_eventually, source_address
-from omni_actors.protocol.control import ArenaAddress
 from tests.support.builders import chain, load, write
-
-
-@pytest.fixture(autouse=True)
-def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_ADDR"):
-        monkeypatch.delenv(f"OMNI_ACTORS_{name}", raising=False)
-    for name in ("SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_NODELIST"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def spread(nnodes: int = 2, **stages: Any) -> dict[str, Any]:
@@ -53,20 +43,6 @@ def test_senders_use_the_network_only_to_other_nodes() -> None:
     assert [table.peers(("talker",), node)[0].inbox for node in (0, 1)] == ["tcp://10.0.0.2:5", "ipc:///talker"]
 
 
-def test_a_node_with_nothing_placed_on_it_may_come_to_run_models(tmp_path: Path) -> None:
-    data = spread(3, talker={"node": 1}, thinker={"kind": "autoregressive"})
-    pipeline = load(tmp_path, data).pipeline
-    assert [placement.runs_models(pipeline, rank) for rank in range(3)] == [True, False, True]
-
-
-def test_memory_is_shared_within_a_node_only() -> None:
-    table = ReplicaTable()
-    talker = table.add("talker", 0, 1, node=1)
-    talker.inbox, talker.arena = "tcp://10.0.0.2:5", ArenaAddress(1, 2, 3, bytes(16))
-    assert table.peers(("talker",), 1)[0].arena == talker.arena
-    assert table.peers(("talker",), 0)[0].arena is None
-
-
 @pytest.mark.parametrize(
     ("stages", "words"),
     [
@@ -79,33 +55,6 @@ def test_memory_is_shared_within_a_node_only() -> None:
 def test_wrong_placement(tmp_path: Path, stages: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load(tmp_path, spread(2, **stages))
-
-
-def test_a_rank_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.node_rank: there is no node 2"):
-        load(tmp_path, spread(2), {"cluster.node_rank": "2"})
-
-
-def test_memory_shares_are_counted_per_device_of_each_node(tmp_path: Path) -> None:
-    stage = {"kind": "autoregressive", "devices": [0], "engine": {"gpu_memory_utilization": 0.6}}
-    data = spread(2, thinker={**stage, "node": 0}, talker={**stage, "node": 1})
-    loaded = load(tmp_path, data, devices=1)
-    assert config.memory_plan(loaded.pipeline, 1) == {(0, 0): [("thinker", 0.6)], (1, 0): [("talker", 0.6)]}
-    text = config.describe(loaded, 1)
-    assert "memory of GPU 0 of node 1: talker 0.6 = 0.60" in text
-    assert "talker: 1 x autoregressive on GPU 0 of node 1" in text
-    both = spread(2, thinker={**stage, "node": 1}, talker={**stage, "node": 1})
-    with pytest.raises(ConfigError, match=r"GPU 0 of node 1 is promised 1\.20 of its memory"):
-        load(tmp_path, both, devices=1)
-    twice = spread(2, thinker={**stage, "node": [0, 1], "replicas": 2})
-    load(tmp_path, twice, devices=1)
-
-
-def test_devices_of_other_nodes_are_not_looked_for_here(tmp_path: Path) -> None:
-    data = spread(2, talker={"node": 1, "devices": [3]})
-    load(tmp_path, data, devices=0)
-    with pytest.raises(ConfigError, match="there is no device 3"):
-        load(tmp_path, data, {"cluster.node_rank": "1"}, devices=0)
 
 
 def test_nodes_agree_on_the_pipeline_and_not_on_what_is_their_own(tmp_path: Path) -> None:
@@ -151,15 +100,6 @@ def test_each_value_has_one_source(
     arguments = ["--nnodes", "5", "--node-rank", "1", "--master-addr", "h", "--master-port", "9", "--node-addr", "a"]
     values = {key: value for key, (value, source) in shown(path, capsys, *arguments).items() if "command" in source}
     assert values == {"nnodes": "5", "node_rank": "1", "master_addr": "h", "master_port": "9", "node_addr": "a"}
-
-
-def test_slurm_says_nothing_for_one_node_and_must_say_the_first_host() -> None:
-    assert slurm_overrides({"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "n3"}) == {}
-    assert slurm_overrides({}) == {}
-    environ = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[3-4]"}
-    with pytest.raises(ConfigError, match="scontrol cannot expand it"):
-        slurm_overrides(environ)
-    assert "cluster.master_addr" not in slurm_overrides(environ, known={"cluster.master_addr"})
 
 
 def test_addresses() -> None:
@@ -229,20 +169,3 @@ def test_devices_must_come_in_groups(tmp_path: Path, how: str) -> None:
     stage = {"kind": "autoregressive", "devices": [0, 1, 2], "engine": {f"{how}_parallel_size": 2}}
     with pytest.raises(ConfigError, match="names 3 GPUs, but a replica takes 2"):
         load(tmp_path, spread(2, talker=stage), devices=4)
-
-
-def test_a_replica_of_several_gpus_takes_the_first_ones(tmp_path: Path) -> None:
-    engine = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "gpu_memory_utilization": 0.3}
-    data = spread(1, talker={"kind": "autoregressive", "engine": engine})
-    talker = load(tmp_path, data, devices=4).pipeline.stage("talker")
-    assert config.replica_devices(talker, 0, 4) == [0, 1, 2, 3]
-    with pytest.raises(ConfigError, match="there is no device 3; this host has devices 0 to 2"):
-        load(tmp_path, data, devices=3)
-
-
-@pytest.mark.parametrize(
-    ("has_device", "replicas", "cores", "threads"),
-    [(True, 1, 16, 1), (True, 4, 2, 1), (False, 3, 16, 5), (False, 4, 2, 1)],
-)
-def test_threads_of_a_stage(has_device: bool, replicas: int, cores: int, threads: int) -> None:
-    assert placement.threads_of(has_device, replicas, cores) == threads

@@ -6,11 +6,9 @@ import array
 
 import pytest
 
-from omni_actors.config import BUILT_IN_PROCESSORS
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.processors import (
-    PROCESSORS,
     Extend,
     Passthrough,
     PicturesOnly,
@@ -19,8 +17,6 @@ from omni_actors.stage.processors import (
     Start,
     Talker2Code2Wav,
     Thinker2Talker,
-    concatenate_rows,
-    slice_rows,
 )
 
 
@@ -48,10 +44,6 @@ def thinker2talker(start_after: int = 2) -> Thinker2Talker:
     return Thinker2Talker(start_after, ("thinker",))
 
 
-def test_configuration_knows_the_registry() -> None:
-    assert set(BUILT_IN_PROCESSORS) == set(PROCESSORS)
-
-
 # -- thinker2talker ---------------------------------------------------------------------------------------------------
 
 
@@ -70,24 +62,6 @@ def test_starts_after_two_steps_then_streams() -> None:
     assert positions(extend.rows) == [4]
     assert not extend.complete
     assert processor.feed("thinker", Piece(final=True, start=5)) == [Extend(None, True)]
-
-
-def test_the_start_waits_for_start_after_minus_one_reply_rows() -> None:
-    processor = thinker2talker(4)
-    for position in range(2):
-        assert processor.feed("thinker", thinker_piece(position, 1, prompt=1)) == []
-    assert processor.feed("thinker", thinker_piece(2, 1)) == []
-    (start,) = processor.feed("thinker", thinker_piece(3, 1))
-    assert positions(start.inputs.tensors["prompt_rows"]) == [0, 1]
-    assert positions(start.inputs.tensors["reply_rows"]) == [2, 3]
-
-
-def test_prompt_in_pieces_as_in_chunked_prefill() -> None:
-    processor = thinker2talker()
-    assert processor.feed("thinker", thinker_piece(0, 2, prompt=5)) == []
-    assert processor.feed("thinker", thinker_piece(2, 3)) == []
-    (start,) = processor.feed("thinker", thinker_piece(5, 1))
-    assert positions(start.inputs.tensors["prompt_rows"]) == [0, 1, 2, 3, 4, 5]
 
 
 def test_rows_that_come_again_are_dropped_by_position() -> None:
@@ -117,24 +91,6 @@ def test_an_empty_reply_has_no_speech(pieces: list[Piece]) -> None:
     assert actions == [Skip()]
 
 
-def test_a_reply_of_one_row_starts_when_it_is_final() -> None:
-    processor = thinker2talker(5)
-    processor.feed("thinker", thinker_piece(0, 3, prompt=3))
-    processor.feed("thinker", thinker_piece(3, 1))
-    (start,) = processor.feed("thinker", Piece(final=True))
-    assert start.inputs.complete
-    assert "reply_rows" not in start.inputs.tensors
-
-
-def test_start_after_zero_waits_for_everything() -> None:
-    processor = thinker2talker(0)
-    for position in range(6):
-        assert processor.feed("thinker", thinker_piece(position, 1, prompt=2)) == []
-    (start,) = processor.feed("thinker", thinker_piece(6, 1, final=True))
-    assert positions(start.inputs.tensors["reply_rows"]) == [3, 4, 5, 6]
-    assert start.inputs.complete
-
-
 @pytest.mark.parametrize(
     "piece",
     [
@@ -149,14 +105,6 @@ def test_start_after_zero_waits_for_everything() -> None:
 def test_pieces_that_do_not_fit(piece: Piece) -> None:
     with pytest.raises(InvalidPayload):
         thinker2talker().feed("thinker", piece)
-
-
-@pytest.mark.parametrize("other", [rows(1, 1, width=3), HostTensor(DType.BF16, (1, 2), bytes(4))])
-def test_rows_of_another_width_or_dtype(other: HostTensor) -> None:
-    processor = thinker2talker()
-    processor.feed("thinker", thinker_piece(0, 1, prompt=1))
-    with pytest.raises(InvalidPayload, match="do not continue"):
-        processor.feed("thinker", Piece(tensors={"rows": other}, start=1))
 
 
 def test_positions_may_come_as_token_ids_with_other_tensors_by_name() -> None:
@@ -176,12 +124,6 @@ def test_positions_may_come_as_token_ids_with_other_tensors_by_name() -> None:
         processor.feed("thinker", Piece(token_ids=[1], start=9))
 
 
-def test_positions_come_in_one_form() -> None:
-    piece = Piece(token_ids=[1], tensors={"rows": rows(0, 1)}, scalars={"prompt_tokens": 1})
-    with pytest.raises(InvalidPayload, match="as rows and as token ids"):
-        thinker2talker().feed("thinker", piece)
-
-
 # -- talker2code2wav, passthrough -------------------------------------------------------------------------------------
 
 
@@ -194,26 +136,6 @@ def test_code2wav_gets_codec_tokens_as_they_come() -> None:
     assert processor.feed("talker", Piece(token_ids=[8, 9], start=3)) == [Extend(None, False, [8, 9])]
     assert processor.feed("talker", Piece(token_ids=[9], start=4)) == []
     assert processor.feed("talker", Piece(final=True, start=5)) == [Extend(None, True, ())]
-
-
-def test_code2wav_of_a_short_or_silent_reply() -> None:
-    for start_after in (0, 3):
-        processor = Talker2Code2Wav(start_after, ("talker",))
-        assert processor.feed("talker", Piece(token_ids=[5, 6], start=0)) == []
-        (start,) = processor.feed("talker", Piece(final=True, start=2))
-        assert list(start.inputs.token_ids) == [5, 6]
-        assert start.inputs.complete
-    assert Talker2Code2Wav(2, ("talker",)).feed("talker", Piece(final=True)) == [Skip()]
-    with pytest.raises(InvalidPayload, match="position 2 came where 0"):
-        Talker2Code2Wav(2, ("talker",)).feed("talker", Piece(token_ids=[1], start=2))
-
-
-def test_code2wav_may_wait_for_the_whole_reply() -> None:
-    processor = Talker2Code2Wav(0, ("talker",))
-    assert processor.feed("talker", Piece(token_ids=list(range(50)), start=0)) == []
-    (start,) = processor.feed("talker", Piece(token_ids=[50], start=50, final=True))
-    assert len(start.inputs.token_ids) == 51
-    assert start.inputs.complete
 
 
 def test_passthrough_joins_sources_in_the_order_of_the_configuration() -> None:
@@ -229,18 +151,6 @@ def test_passthrough_joins_sources_in_the_order_of_the_configuration() -> None:
     assert start.inputs.complete
 
 
-@pytest.mark.parametrize("sides", [("text", "pictures"), ("pictures", "text")])
-def test_a_join_starts_with_the_last_piece_of_the_last_side(sides: tuple[str, str]) -> None:
-    processor = Passthrough(2, ("text", "pictures"))
-    tensors = {name: HostTensor(DType.U8, (1,), name[:1].encode()) for name in sides}
-    first, second = sides
-    assert processor.feed(first, Piece(tensors={first: tensors[first]})) == []
-    assert processor.feed(first, Piece(final=True)) == []
-    assert processor.feed(second, Piece(tensors={second: tensors[second]})) == []
-    (start,) = processor.feed(second, Piece(final=True))
-    assert start.inputs.tensors == tensors
-
-
 def test_a_stage_for_pictures_gets_them_alone_and_has_nothing_to_do_without() -> None:
     pixels = HostTensor(DType.U8, (1, 1, 4), b"rgba")
     processor = PicturesOnly(2, ("prompt",))
@@ -252,16 +162,3 @@ def test_a_stage_for_pictures_gets_them_alone_and_has_nothing_to_do_without() ->
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
-
-
-def test_slices_are_views() -> None:
-    tensor = rows(0, 4)
-    part = slice_rows(tensor, 1, 3)
-    assert positions(part) == [1, 2]
-    assert part.data.obj is tensor.data
-    assert slice_rows(tensor, 9).shape == (0, 2)
-    assert slice_rows(rows(0, 0), 0).validate().shape == (0, 2)
-
-
-def test_concatenation() -> None:
-    assert positions(concatenate_rows([rows(0, 2), slice_rows(rows(0, 4), 2)])) == [0, 1, 2, 3]

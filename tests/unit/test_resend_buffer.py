@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 import pytest
 
 from omni_actors.errors import ErrorCode, InvalidPayload, StageLost
-from omni_actors.host.clocks import AnchoredClock
 from omni_actors.protocol.codec import Envelope
-from omni_actors.protocol.common import Abort, Failed
+from omni_actors.protocol.common import Abort
 from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Header, ReplicaId
 from omni_actors.protocol.payloads import PromptEmbedsPayload, StageParams
@@ -19,10 +16,8 @@ from omni_actors.protocol.stage import Chunk, OpenRequest, Resend
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage import actor as actor_module
 from omni_actors.stage.engine_interface import FinishedEvent, StreamEvent
-from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outgoing import Outgoing
 from omni_actors.stage.resend_buffer import COPIED_BYTES, ENTRY_BYTES, JOINED_BYTES, Budget, ResendBuffer
-from omni_actors.telemetry import metric_table as table
 from tests.support.stage import EMPTY, ROUTE, StageUnderTest
 
 TALKER, AGAIN = ROUTE[2], ReplicaId("talker", 0, 6)
@@ -80,46 +75,6 @@ def test_what_was_sent_is_sent_again_and_what_follows_goes_on_from_there() -> No
     assert chunks([end]) == [(AGAIN, 1, 3, b"", True)]
     assert type(result.body) is StageDone
     assert result.header.attempt == 0, "this stage's own attempt is what it was"
-
-
-class Time:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_what_is_sent_again_is_no_output_and_says_when_it_was_sent_again() -> None:
-    time = Time()
-    meter = StageMeter("talker", 0, 5, AnchoredClock(lambda: 0.0, lambda: time.now))
-    time.now = 1000.0
-    stage = StageUnderTest("talker", meter=meter)
-    stage.expect()
-    stage.tokens("ab")
-    moments = []
-    for index in range(2):
-        time.now += 1.0
-        moments += [item.body.sent for item in stage.do(dataclasses.replace(row(index), final=index == 1))]
-    assert moments == [meter.clock() - 1.0, meter.clock()]
-    time.now += 5.0
-    resend(stage, ReplicaId("code2wav", 0, 6))
-    again = stage.actor.step()
-    assert [item.body.sent for item in again] == [meter.clock()] * 2
-    assert [item.body.start for item in again] == [0, 1]
-    time.now += 1.0
-    stage.engine.held.clear()
-    (last,) = stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 2))
-    resend(stage, ReplicaId("code2wav", 0, 7), 2)
-    assert [item.body.sent for item in stage.actor.step()] == [meter.clock()] * 2
-    assert meter.output_tokens == 2
-    timeline = last.body.timeline
-    assert (timeline.first_output, timeline.last_output) == tuple(moments), "not when it was sent again"
-    (refused,) = stage.actor.reject(Header("", "r1", "talker", 0, 5), InvalidPayload("too large to send"))
-    assert isinstance(refused.body, Failed)
-    ends = {labels: value for (name, labels), value in meter.meters.values.items() if name == table.STAGE_REQUESTS.name}
-    assert ends == {("talker", "0", "done"): 1}, "an attempt ends once"
-    assert meter.take_unreported(1 << 20) == ()
 
 
 def test_much_is_sent_a_few_messages_a_step_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,17 +181,6 @@ def test_a_receiver_that_takes_nothing_is_reported_and_what_is_made_meanwhile_ke
     (told,) = stage.actor.undelivered("r1", AGAIN, StageLost("gone"))
     assert told.body == Unreachable(receiver=AGAIN, attempt=1)
     assert told.header.seq == 2, "also when it is finished here"
-
-
-def test_a_receiver_that_takes_nothing_ends_what_cannot_be_kept() -> None:
-    config = StageUnderTest("thinker").stage
-    stage = started(stage=msgspec.structs.replace(config, retain_bytes=ENTRY_BYTES + 10))
-    stage.do(row(0))
-    stage.actor.undelivered("r1", TALKER, StageLost("gone"))
-    (failed,) = stage.do(row(1))
-    assert isinstance(failed.body, Failed)
-    assert failed.body.code is ErrorCode.STAGE_LOST
-    assert stage.held() == EMPTY
 
 
 def test_a_resend_of_another_attempt_is_not_for_this_one() -> None:

@@ -65,23 +65,6 @@ def test_what_two_replicas_hold_stays_until_both_are_dead(tmp_path: Path, path: 
     assert not os.path.exists(path)
 
 
-def test_what_others_hold_too_is_not_ours(tmp_path: Path, path: str, hold: Start) -> None:
-    ledger = SegmentLedger(tmp_path / "segments")
-    hold(path)
-    ledger.look({TALKER: hold(path).pid})
-    ledger.sweep([TALKER])
-    ledger.close()
-    assert os.path.exists(path)
-
-
-def test_what_was_there_before_is_not_ours(tmp_path: Path, path: str, hold: Start) -> None:
-    Path(path).touch()
-    ledger = SegmentLedger(tmp_path / "segments")
-    ledger.look({TALKER: hold(path).pid})
-    ledger.sweep([TALKER])
-    assert os.path.exists(path)
-
-
 def test_a_file_that_took_the_same_name_is_not_removed(path: str) -> None:
     Path(path).touch()
     name = Path(path).name
@@ -102,9 +85,3 @@ def test_the_next_launcher_removes_what_a_killed_one_has_listed(short_path: Path
     finally:
         run.close()
     assert [entry.name for entry in folder.iterdir()] == ["logs"]
-
-
-def test_a_broken_list_removes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "list").write_text("[[")
-    segments.remove_listed(tmp_path / "list")
-    segments.remove_listed(tmp_path / "none")

@@ -20,10 +20,8 @@ from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.control import Shutdown, Welcome
 from omni_actors.protocol.header import Header, ReplicaId
-from omni_actors.stage.device_priority import POLL_SECONDS, DemandFlag
+from omni_actors.stage.device_priority import DemandFlag
 from omni_actors.stage.echo import EchoEngine
-from omni_actors.stage.engine_loop import CONGESTED_SECONDS, TICK_SECONDS, pause
-from omni_actors.stage.meter import HeldBack
 from omni_actors.stage.process import ReplicaSpec, StageProcess, build_engine
 from omni_actors.transport.sockets import Sockets
 from tests.support.builders import chain, load, pipeline
@@ -81,36 +79,6 @@ class Coordinator:
         self._control.close()
 
 
-def open_resources() -> tuple[int, list[str]]:
-    """Shared memory that this process has open, and the threads of its sockets."""
-    files = []
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the listing itself
-            files.append(os.readlink(entry))
-    threads = [(path / "comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
-    return sum("memfd:omni-arena" in file for file in files), sorted(name for name in threads if "ZMQ" in name)
-
-
-def test_an_engine_that_fails_to_end_keeps_nothing_open(
-    spec: ReplicaSpec, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage = msgspec.structs.replace(pipeline().stage("thinker"), engine={"fail_shutdown": "it does not want to end"})
-    monkeypatch.setattr("omni_actors.stage.process.build_engine", lambda *arguments: EchoEngine(stage))
-    before = open_resources()
-    process = StageProcess(spec)
-    opened = open_resources()[0]
-    assert opened > before[0]
-    coordinator = Coordinator(spec)
-    assert process.run() == 0
-    coordinator.leave()
-    coordinator.sockets.context.destroy(linger=0)
-    assert "it does not want to end" in caplog.text
-    assert not {"inbound", "outbound"} & {thread.name for thread in threading.enumerate()}
-    assert open_resources()[0] < opened, "other processes can still open the arena"
-    assert open_resources()[1] == before[1]
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0, "the timer that ends a process that takes too long still runs"
-
-
 def test_an_engine_that_ends_with_its_process_is_not_shut_down_before(
     spec: ReplicaSpec, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,19 +114,6 @@ def test_a_coordinator_that_ends_takes_the_stage_along(
     coordinator.sockets.context.destroy(linger=0)
     assert "stopping: the launcher stops" in caplog.text
     assert "registering again" not in caplog.text
-
-
-def test_a_process_sees_its_gpu_among_those_that_were_left_to_us(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("omni_actors.launcher.replica_processes.host_devices", lambda: 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    data = chain()
-    data["stages"][2] |= {"devices": [1]}
-    config = load(short_path, data, devices=2).pipeline
-    with contextlib.closing(RunDirectory(str(short_path / "run"))) as run:
-        spec = ReplicaProcesses(config, run, "ipc:///control").spec(ReplicaId("talker", 0, 7), 0)
-    assert spec.devices == ("5",)
 
 
 def test_a_process_is_told_what_it_needs(short_path: Path) -> None:
@@ -203,19 +158,3 @@ def test_a_stage_yields_to_a_replica_that_is_added_to_its_gpu(
 
     assert not wants(first)
     until(lambda: wants(added))
-
-
-@pytest.mark.parametrize(
-    ("runnable", "congested", "yields", "seconds", "held_back"),
-    [
-        (True, False, False, 0.0, None),
-        (True, False, True, POLL_SECONDS, HeldBack.DEVICE_PRIORITY),
-        (True, True, True, CONGESTED_SECONDS, HeldBack.CREDIT),
-        (False, True, False, CONGESTED_SECONDS, None),
-        (False, False, True, TICK_SECONDS, None),
-    ],
-)
-def test_how_long_a_stage_waits_before_a_step(
-    runnable: bool, congested: bool, yields: bool, seconds: float, held_back: HeldBack | None
-) -> None:
-    assert pause(runnable, congested, yields) == (seconds, held_back)

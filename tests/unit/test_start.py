@@ -12,9 +12,8 @@ from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
 from omni_actors.engine import platform
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
-from omni_actors.engine.device_memory import GIB, MEMORY_SECONDS, wait_for_memory
+from omni_actors.engine.device_memory import GIB, wait_for_memory
 from omni_actors.engine.gpu import OmniGPUWorker
-from omni_actors.stage import start_phases
 from omni_actors.vllm_version import Platform
 
 # -- phases -----------------------------------------------------------------------------------------------------------
@@ -33,31 +32,6 @@ class Clock:
         self.now += seconds
 
 
-def test_a_phase_does_not_count_what_phases_within_it_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("omni_actors.stage.start_phases.time.monotonic", clock)
-
-    @start_phases.phase("inner of a test")
-    def inner() -> None:
-        clock.sleep(3.0)
-
-    @start_phases.phase("failing of a test")
-    def fail() -> None:
-        clock.sleep(2.0)
-        raise ValueError("wrong")
-
-    with start_phases.phase("outer of a test"):
-        clock.sleep(1.0)
-        inner()
-        inner()
-        with pytest.raises(ValueError, match="wrong"):
-            fail()
-    seconds = start_phases.seconds()
-    names = ("outer of a test", "inner of a test", "failing of a test")
-    assert [seconds[name] for name in names] == pytest.approx([1.0, 6.0, 2.0])
-    assert "inner of a test 6.00" in start_phases.listed()
-
-
 # -- memory of the device ---------------------------------------------------------------------------------------------
 
 
@@ -66,13 +40,6 @@ def test_a_start_waits_until_the_memory_of_a_killed_process_is_free(caplog: pyte
     assert wait_for_memory(lambda: (next(free), 80 * GIB), 0.5, clock=clock, sleep=clock.sleep)
     assert next(free, None) is None
     assert "waiting for memory of the device: 10.0 GiB are free, 40.0 GiB needed" in caplog.text
-
-
-def test_the_wait_for_memory_has_an_end(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
-    assert not wait_for_memory(lambda: (1, 80 * GIB), 0.5, clock=clock, sleep=clock.sleep)
-    assert 100.0 + MEMORY_SECONDS <= clock.now < 101.0 + MEMORY_SECONDS
-    assert "another process holds it" in caplog.text
 
 
 def test_the_worker_looks_at_its_own_device_before_vllm_does(
@@ -110,17 +77,3 @@ def test_kernels_are_cached_in_one_place_whether_graphs_are_compiled_or_loaded(
     for inductor in ("/made", "/loaded"):
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", inductor)
         assert triton_cache_dir(0) == (given or "/cache/triton_cache")
-
-
-@pytest.mark.parametrize(
-    ("variables", "folder"),
-    [({"XDG_CACHE_HOME": "/xdg"}, "/xdg/vllm/triton_cache"), ({"HOME": "/home"}, "/home/.cache/vllm/triton_cache")],
-)
-def test_kernels_are_cached_where_vllm_keeps_its_own(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], folder: str
-) -> None:
-    for name in ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert platform.triton_cache() == folder

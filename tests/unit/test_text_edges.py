@@ -14,7 +14,7 @@ from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, Media
 from omni_actors.protocol.tensors import DType, TensorRef
 from omni_actors.stage.engine_interface import StreamEvent, TextEvent
 from omni_actors.stage.outgoing import divide
-from omni_actors.stage.processors import Piece, Start, Text2Prompt
+from omni_actors.stage.processors import Piece, Text2Prompt
 from tests.support.builders import load
 
 LISTENER, PROMPT, CHAT = 1, 2, 3
@@ -36,15 +36,6 @@ def cascade() -> dict[str, Any]:
 
 def user(*parts: ContentPart, role: str = "user") -> ChatMessage:
     return ChatMessage(role=role, content=parts)
-
-
-def test_pieces_of_text_become_one_message() -> None:
-    processor = Text2Prompt(2, ("listener",))
-    assert processor.feed("listener", Piece(scalars={"text": " Good"})) == []
-    assert processor.feed("listener", Piece(scalars={"text": " day."}, start=5)) == []
-    (start,) = processor.feed("listener", Piece(start=10, final=True))
-    assert isinstance(start, Start)
-    assert start.inputs.prompt == Prompt(messages=(user(ContentPart(text="Good day.")),))
 
 
 def test_missing_text_is_an_error() -> None:
@@ -108,8 +99,3 @@ def test_a_cascade_that_cannot_work_is_refused(
     data["stages"][stage] |= change
     with pytest.raises(ConfigError, match=problem):
         load(tmp_path, data)
-
-
-def test_a_cascade_calls_no_tools(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tool_call_parser: the calls would be those of the stage before 'again'"):
-        load(tmp_path, {**cascade(), "tool_call_parser": "hermes"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import select
 import socket as sockets_of_python
@@ -19,8 +18,7 @@ import pytest
 from zmq import EVENTS
 
 from omni_actors.errors import ConfigError, InvalidRequest, ProtocolError
-from omni_actors.host.run_directory import RunDirectory, clear_abandoned, short_temporary_folder
-from omni_actors.transport import link as link_module
+from omni_actors.host.run_directory import RunDirectory, clear_abandoned
 from omni_actors.transport.link import Link
 from omni_actors.transport.reader import SocketReader
 from omni_actors.transport.sockets import PeerGone, Sockets, drain, try_send
@@ -47,18 +45,6 @@ def test_temporary_folder_is_private_and_removed() -> None:
     run.close()
 
 
-def test_kept_folder_loses_only_its_sockets() -> None:
-    run = RunDirectory()
-    run.keep = True
-    leave_socket(run.path / "inbox")
-    run.log_file("talker/0").write_text("log")
-    run.close()
-    assert [entry.name for entry in run.path.iterdir()] == ["logs"]
-    (run.logs / "talker-0.log").unlink()
-    run.logs.rmdir()
-    run.path.rmdir()
-
-
 def test_given_folder_is_swept_locked_and_kept(short_path: Path) -> None:
     folder = short_path / "run"
     folder.mkdir(mode=0o755)
@@ -73,34 +59,6 @@ def test_given_folder_is_swept_locked_and_kept(short_path: Path) -> None:
     run.close()
     assert sorted(entry.name for entry in folder.iterdir()) == ["logs", "note"]
     RunDirectory(str(folder)).close()
-
-
-def test_a_folder_open_to_others_is_refused_and_left_as_it_is(short_path: Path) -> None:
-    folder = short_path / "shared"
-    folder.mkdir()
-    folder.chmod(0o777)
-    with pytest.raises(ConfigError, match="can be written to by others"):
-        RunDirectory(str(folder))
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o777
-    assert not list(folder.iterdir())
-
-
-def test_too_long_path_makes_nothing(short_path: Path) -> None:
-    folder = short_path / ("x" * 60)
-    with pytest.raises(ConfigError, match="too long: socket paths may have 107 bytes"):
-        RunDirectory(str(folder))
-    assert not folder.exists()
-
-
-def test_long_temporary_folder_is_not_used(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(short_path / ("y" * 80)))
-    assert short_temporary_folder() == "/tmp"
-
-
-def test_path_that_is_no_folder(short_path: Path) -> None:
-    (short_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"coordinator.run_dir: .*file is not a folder"):
-        RunDirectory(str(short_path / "file"))
 
 
 @pytest.mark.parametrize("temporary", [True, False])
@@ -135,12 +93,6 @@ def test_bad_endpoints_are_typed_errors(sockets: Sockets, short_path: Path) -> N
         sockets.pull(f"ipc://{short_path}/missing/inbox")
 
 
-def test_port_zero_becomes_a_number(sockets: Sockets) -> None:
-    _, endpoint = sockets.router("tcp://127.0.0.1:0")
-    assert endpoint.startswith("tcp://127.0.0.1:")
-    assert not endpoint.endswith(":0")
-
-
 def test_router_raises_when_a_peer_is_gone(sockets: Sockets, short_path: Path) -> None:
     router, endpoint = sockets.router(f"ipc://{short_path}/r")
     with pytest.raises(PeerGone):
@@ -161,56 +113,6 @@ def test_router_raises_when_a_peer_is_gone(sockets: Sockets, short_path: Path) -
     until(gone, what="the loss of the peer")
 
 
-def test_other_send_errors_are_not_swallowed(sockets: Sockets, short_path: Path) -> None:
-    pull, _ = sockets.pull(f"ipc://{short_path}/p")
-    with pytest.raises(Exception, match="not supported") as caught:
-        try_send(pull, [b"x"])
-    assert caught.value.errno == errno.ENOTSUP
-
-
-def test_link_keeps_order_until_its_peer_listens(sockets: Sockets, short_path: Path) -> None:
-    endpoint = f"ipc://{short_path}/inbox"
-    clock = Clock()
-    link = Link(sockets.push(endpoint), clock)
-    for number in range(50):
-        assert link.send(f"r{number % 3}", [b"%d" % number])
-    assert link.backlog == 50, "IMMEDIATE: zmq takes nothing for an absent peer"
-    clock.now = link_module.STALL_SECONDS
-    assert not link.stalled()
-    clock.now += 0.1
-    assert link.stalled()
-    pull, _ = sockets.pull(endpoint)
-    poller = select.poll()
-    poller.register(link.descriptor, select.POLLIN)
-    got: list[bytes] = []
-
-    def all_there() -> bool:
-        if poller.poll(50):
-            link.wake()
-        got.extend(frames[0] for frames in drain(pull))
-        return len(got) == 50
-
-    until(all_there, what="all messages")
-    assert got == [b"%d" % number for number in range(50)]
-    assert link.backlog == 0
-    assert not link.stalled()
-
-
-def test_link_that_moves_is_not_stalled(sockets: Sockets, short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    link = Link(sockets.push(f"ipc://{short_path}/absent"), clock)
-    for _ in range(3):
-        link.send("r", [b"x"])
-    for _ in range(2):
-        clock.now += link_module.STALL_SECONDS - 1
-        answers = iter([True, False])
-        monkeypatch.setattr(link_module, "try_send", lambda *_, copy, answers=answers: next(answers))
-        link.flush()
-        assert not link.stalled()
-    clock.now += link_module.STALL_SECONDS + 1
-    assert link.stalled()
-
-
 def test_link_is_bounded_in_messages_and_bytes(sockets: Sockets, short_path: Path) -> None:
     link = Link(sockets.push(f"ipc://{short_path}/absent"), Clock(), outbox_messages=3, outbox_bytes=100)
     assert link.send("big", [bytes(200)]), "one message may be larger than the bound"
@@ -220,23 +122,6 @@ def test_link_is_bounded_in_messages_and_bytes(sockets: Sockets, short_path: Pat
     assert [link.send(name, [b"x"]) for name in ("a", "b", "a", "c")] == [True, True, True, False]
     assert link.give_up() == ["a", "b"]
     assert link.send("d", [bytes(100)])
-
-
-async def test_reader_drains_bursts(sockets: Sockets, short_path: Path) -> None:
-    pull, endpoint = sockets.pull(f"ipc://{short_path}/p")
-    push = sockets.push(endpoint)
-    for number in range(600):
-        until(lambda number=number: try_send(push, [b"%d" % number]), what="room for a message")
-    got: list[bytes] = []
-    quiet: list[int] = []
-    reader = SocketReader(pull, lambda frames: got.append(frames[0]), lambda: quiet.append(len(got)))
-    await eventually(lambda: quiet and quiet[-1] == 600, what="600 messages")
-    assert got == [b"%d" % number for number in range(600)]
-    reader.close()
-    reader.close()
-    try_send(push, [b"after"])
-    await asyncio.sleep(0.05)
-    assert len(got) == 600
 
 
 async def test_reader_survives_a_callback_that_raises(sockets: Sockets, short_path: Path) -> None:
