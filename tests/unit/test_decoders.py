@@ -99,13 +99,6 @@ def test_one_that_crashes_is_replaced_and_the_medium_is_named(threads: DecoderTh
         failing.future.result(60)
 
 
-def test_one_that_died_while_it_was_idle_costs_nobody_anything(threads: DecoderThreads) -> None:
-    process = psutil.Process(threads.pids[0])
-    process.kill()
-    until(lambda: process.status() == psutil.STATUS_ZOMBIE)
-    assert works(threads)
-
-
 def test_one_that_hangs_is_ended_at_its_deadline() -> None:
     threads = DecoderThreads(count=1, seconds=5.0)
     try:

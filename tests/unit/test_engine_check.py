@@ -10,7 +10,6 @@ import yaml
 from omni_actors import config, launch
 from omni_actors.errors import ConfigError
 from omni_actors.host.processes import EXIT_OK, EXIT_USAGE
-from omni_actors.launcher import engine_check
 from omni_actors.launcher.engine_check import check_engines
 from tests.support.builders import chain, load, write
 from tests.support.paths import REPOSITORY
@@ -106,23 +105,6 @@ def test_a_custom_stage_checks_its_own_options(
         "engine options checked: prompt, thinker, code2wav",
         "not checked: stages.talker.engine, as tests.support.stage.RecordingEngine has no check_options",
     ]
-
-
-def test_with_a_checkpoint_vllm_checks_more(tiny_checkpoint: Path) -> None:
-    tiny = REPOSITORY / "stage_configs" / "tiny_qwen2_5_omni.yaml"
-    model = {"model": str(tiny_checkpoint)}
-    lines = check(tiny, **model)
-    assert lines == ["engine options checked with vLLM and the checkpoint: prompt, thinker, talker, code2wav"]
-    with pytest.raises(ConfigError, match="vLLM refuses the arguments of the talker"):
-        check(tiny, **model, stages__talker__engine__max_model_len="10000000")
-
-
-def test_without_vllm_it_says_what_was_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> None:
-        raise ConfigError("vLLM is not installed.")
-
-    monkeypatch.setattr(engine_check, "find_installed", none)
-    assert check(FULL) == ["engine options not checked, as vLLM is not installed: prompt, thinker, talker, code2wav"]
 
 
 def test_the_command_line_exits_2(

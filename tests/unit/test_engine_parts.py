@@ -9,17 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.core import EngineLost, StepFailed, device_is_lost
 from omni_actors.engine.encoded_requests import check_feature
 from omni_actors.engine.models import chat, checkpoint_architecture, find_model_spec, load_plugins, registry
 from omni_actors.engine.models.placeholder import PlaceholderModel
 from omni_actors.engine.models.qwen2_5_omni.thinker import Qwen2_5OmniThinkerAdapter
-from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
 from omni_actors.engine.sampling import check_prompt_logprobs, make_sampling_params
-from omni_actors.engine.stage_llm import join
 from omni_actors.engine.tensors import check_rows, to_host, to_torch
-from omni_actors.engine.worker_base import HostCopy
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.protocol.tensors import DType, HostTensor
@@ -38,15 +34,6 @@ def test_tensors_survive_both_ways(dtype, shape):
     assert torch.equal(to_torch(HostTensor(host.dtype, host.shape, bytes(host.data))), tensor)
 
 
-def test_to_torch_copies_and_to_host_takes_any_layout():
-    data = bytearray(8)
-    tensor = to_torch(HostTensor(DType.F32, (2,), data))
-    data[0] = 255
-    assert torch.equal(tensor, torch.zeros(2))
-    assert torch.equal(to_torch(to_host(torch.arange(6.0).reshape(2, 3).T)), torch.arange(6.0).reshape(2, 3).T)
-    assert torch.equal(to_torch(to_host(torch.ones(2, requires_grad=True))), torch.ones(2))
-
-
 def test_tensors_that_may_not_cross():
     with pytest.raises(InvalidPayload, match="float64"):
         to_host(torch.zeros(2, dtype=torch.float64))
@@ -58,29 +45,12 @@ def test_tensors_that_may_not_cross():
     check_rows(to_host(torch.zeros(1, 4)), 4, "rows", minimum=1)
 
 
-def test_host_copy_on_the_cpu_is_the_tensor_itself():
-    tensor = torch.ones(3)
-    assert HostCopy({"rows": tensor}).wait()["rows"] is tensor
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling parameters
 
 
 def make(params: StageParams, **options):
     return make_sampling_params(params, **{"seed": 7, "end_token_ids": [3, 2], "vocabulary": 10, **options})
-
-
-def test_sampling_defaults_are_neutral():
-    made = make(StageParams(max_tokens=5))
-    assert made.max_tokens == 5
-    assert made.temperature == 0.0
-    assert made.top_p == 1.0
-    assert made.repetition_penalty == 1.0
-    assert made.seed == 7
-    assert made.stop_token_ids == [2, 3]
-    assert made.extra_args is None
-    assert not made.skip_reading_prefix_cache
 
 
 def test_sampling_carries_what_is_given():
@@ -196,36 +166,6 @@ def test_plugins_that_are_refused(plugin, models_text, word):
         plugin(models_text)
 
 
-def test_plugins_that_cannot_be_loaded(plugin):
-    plugin("{('OwnModel', 'thinker'): 'plugin_of_test.own'}", spec="SPEC = 3")
-    with pytest.raises(ConfigError, match="is not a ModelSpec"):
-        find_model_spec("OwnModel", "thinker")
-    for name, word in (("plugin_of_test.nothing", "cannot load"), ("json", "outside the allowed")):
-        with pytest.raises(ConfigError, match=word):
-            load_plugins([name])
-
-
-def test_voices_must_be_complete(tmp_path):
-    with pytest.raises(ConfigError, match=r"spk_dict\.pt"):
-        load_voices(str(tmp_path))
-    torch.save({"A": {"bos_token": 1}}, tmp_path / "spk_dict.pt")
-    with pytest.raises(ConfigError, match="'A'"):
-        load_voices(str(tmp_path))
-    torch.save({}, tmp_path / "spk_dict.pt")
-    with pytest.raises(ConfigError, match="no voices"):
-        load_voices(str(tmp_path))
-
-
-def test_argument_names_are_checked_without_a_checkpoint():
-    config = OmniModelConfig("nowhere", "thinker")
-    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
-        OmniEngineArgs(config, "autoregressive", {"gpu_memory_utilisation": 0.5})
-    with pytest.raises(ConfigError, match="itself"):
-        OmniEngineArgs(config, "autoregressive", {"scheduler_cls": "x"})
-    with pytest.raises(ConfigError, match="row_budget_bytes"):
-        OmniModelConfig("nowhere", "thinker", row_budget_bytes=0)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The rest
 
@@ -312,12 +252,6 @@ def test_codec_tokens_leave_by_blocks_of_the_vocoder(count: int, ends: bool) -> 
     assert [event.start for event in events] == list(range(0, max(spoken, 1), 12))[: len(events)] or spoken % 12 == 0
     assert [event.final for event in events] == [False] * (len(events) - 1) + [True]
     assert all(len(event.token_ids) == 12 for event in events[:-1])
-
-
-def test_stage_llm_joins_streamed_tensors():
-    parts = [to_host(torch.zeros(2, 3)), to_host(torch.ones(1, 3))]
-    assert torch.equal(to_torch(join(parts)), torch.cat([torch.zeros(2, 3), torch.ones(1, 3)]))
-    assert join(parts[:1]) is parts[0]
 
 
 def test_a_checkpoint_without_a_talker_says_what_to_do():

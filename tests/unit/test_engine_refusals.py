@@ -49,14 +49,6 @@ def test_vllms_own_scheduler_is_refused(vllm_config: VllmConfig) -> None:
     assert "create_engine_config" in caught.value.hint
 
 
-def test_vllms_former_model_runner_is_refused(vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The variable that decides is read once in a process, when the first engine starts.
-    monkeypatch.setattr(type(vllm_config), "use_v2_model_runner", False)
-    with pytest.raises(ConfigError, match="V1 model runner") as caught:
-        VllmCore(vllm_config)
-    assert "platform.prepare" in caught.value.hint
-
-
 def test_wrong_types_within_a_config_json_are_named(tiny_checkpoint: Path, tmp_path: Path) -> None:
     config = json.loads((tiny_checkpoint / "config.json").read_text())
     config["thinker_config"]["text_config"]["hidden_size"] = "many"

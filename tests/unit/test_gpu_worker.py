@@ -86,14 +86,6 @@ def test_the_cache_gets_what_this_process_leaves_of_its_share(
     assert device.happened == ["reset", f"largest batch, {8 * GIB} bytes reserved", "emptied"]
 
 
-def test_a_cache_of_a_given_size_is_not_measured(worker: OmniGPUWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch, worker, peak=100 * GIB)
-    worker.cache_config.kv_cache_memory_bytes = 5 * GIB
-    worker.requested_memory = 8 * GIB
-    assert worker.determine_available_memory() == 5 * GIB
-    assert device.happened == [f"largest batch, {5 * GIB} bytes reserved"]
-
-
 def test_a_share_without_room_for_a_cache_is_refused_with_both_sizes() -> None:
     with pytest.raises(ConfigError) as caught:
         kv_cache_bytes(8 * GIB, 8 * GIB - OUTSIDE_TORCH_BYTES, 0.1)

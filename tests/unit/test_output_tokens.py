@@ -12,9 +12,7 @@ prepare()
 
 from vllm.v1.engine import EngineCoreOutput, FinishReason  # noqa: E402
 
-from omni_actors.engine.adapter import RequestOutputs  # noqa: E402
 from omni_actors.engine.models.frame_talker.outputs import FrameOutputs  # noqa: E402
-from omni_actors.engine.models.qwen2_5_omni.talker_adapter import CodecOutputs  # noqa: E402
 from omni_actors.engine.models.qwen3_omni.thinker import TokenOutputs  # noqa: E402
 from omni_actors.engine.worker_base import attach  # noqa: E402
 from omni_actors.stage.engine_interface import OutputEvent, StreamEvent, TextEvent  # noqa: E402
@@ -47,12 +45,6 @@ def test_a_frame_counts_once_and_the_frames_of_a_clip_do_not(lead: int) -> None:
     outputs.lead([7] * 16 * lead)
     events = [event for output in steps(frames=True) for event in outputs.convert(output)]
     assert sum(len(event.token_ids) for event in events if isinstance(event, StreamEvent)) == 16 * (SAMPLED - 1 + lead)
-    assert counted(events) == SAMPLED
-
-
-def test_the_token_that_ends_the_speech_counts() -> None:
-    outputs: RequestOutputs = CodecOutputs("r", frozenset({END}), 4)
-    events = [event for output in steps() for event in outputs.convert(output)]
     assert counted(events) == SAMPLED
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from omni_actors import config
 from omni_actors.engine.models.pictures.packing import (
     attend_each,
     attend_varlen,
@@ -19,8 +17,6 @@ from omni_actors.engine.models.pictures.packing import (
     pack,
     vllm_attention,
 )
-from omni_actors.engine.models.z_image.dit import filled
-from tests.support.paths import REPOSITORY
 
 KERNELS = "vllm.vllm_flash_attn"
 
@@ -81,14 +77,3 @@ def test_vllms_attention_gets_the_sequences_of_the_batch_and_the_best_version_of
     assert attend is not None
     torch.testing.assert_close(attend(query, key, value, packing), attend_each(query, key, value, packing))
     assert module.used == [(best, 5, 5)]
-
-
-@pytest.mark.parametrize(("name", "branches"), [("z_image", 2), ("z_image_turbo", 1)])
-def test_a_step_takes_one_picture_of_512_pixels_and_no_second_one(name: str, branches: int):
-    stages = config.load(Path(REPOSITORY, "stage_configs", f"{name}.yaml"), {}, devices=1).pipeline.stages
-    dit = next(stage for stage in stages if stage.name == "dit")
-    budget = dit.engine["max_num_batched_tokens"]
-    picture, smaller = (branches * (filled((size // 16) ** 2) + filled(100)) for size in (512, 256))
-    assert picture <= budget < 2 * picture
-    assert 3 * smaller <= budget
-    assert not dit.engine.get("enforce_eager"), "compiled"

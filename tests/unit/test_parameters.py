@@ -5,13 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from omni_actors.config import StageConfig, StageKind, check_parameters
+from omni_actors.config import check_parameters
 from omni_actors.config.checks import with_defaults
-from omni_actors.errors import ConfigError, ErrorCode, InvalidRequest
+from omni_actors.errors import ErrorCode, InvalidRequest
 from omni_actors.protocol.control import Ready
 from omni_actors.protocol.payloads import Parameter, StageParams
-from omni_actors.stage.engine_interface import EngineFacts
-from omni_actors.stage.process import check_defaults
 from tests.support.requests import ask, failure, opened_requests, ready
 
 WIDTH = Parameter("width", "int", least=64, most=2048, multiple_of=16)
@@ -73,12 +71,6 @@ def test_clients_see_the_defaults_of_the_yaml_where_it_sets_them() -> None:
     assert with_defaults(None, StageParams()) is None
 
 
-def test_a_model_that_declares_nothing_takes_the_parameters_of_its_kind_and_none_of_pictures() -> None:
-    check_parameters("code2wav", None, StageParams(num_steps=4, guidance_scale=0.5, seed=1))
-    with pytest.raises(InvalidRequest, match="'code2wav' has no parameter 'width'"):
-        check_parameters("code2wav", None, StageParams(width=64))
-
-
 def test_a_request_is_checked_before_any_stage_hears_of_it() -> None:
     state = ready()
     replica = state.replicas.current("code2wav", 0)
@@ -88,10 +80,3 @@ def test_a_request_is_checked_before_any_stage_hears_of_it() -> None:
     refused = failure(ask(state, params={"code2wav": StageParams(width=100)}))
     assert (refused.code, refused.field) == (ErrorCode.INVALID_REQUEST, "width")
     assert "r2" in opened_requests(ask(state, "r2", params={"code2wav": StageParams(width=128)}))
-
-
-def test_the_defaults_of_the_yaml_are_checked_when_the_model_is_loaded() -> None:
-    stage = StageConfig(name="dit", kind=StageKind.DIFFUSION, sampling=StageParams(width=100))
-    with pytest.raises(ConfigError, match=r"stages\.dit\.sampling\.width: width of stage 'dit' must be a multiple"):
-        check_defaults(stage, EngineFacts(parameters=DECLARED))
-    check_defaults(msgspec.structs.replace(stage, sampling=StageParams(width=128)), EngineFacts(parameters=DECLARED))

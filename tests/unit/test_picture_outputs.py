@@ -28,10 +28,6 @@ def test_a_picture_is_a_preview_if_its_job_is_one():
         assert event.preview is preview
 
 
-def test_a_step_without_a_picture_is_no_event():
-    assert picture_events("a", {"audio": torch.zeros(5)}, preview=False) == []
-
-
 @pytest.mark.parametrize(
     ("result", "message"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omni_actors.engine.models.pictures.denoising import PictureSpec
 from omni_actors.engine.models.pictures.schedule import FlowSchedule
 from omni_actors.errors import ConfigError
 
@@ -46,19 +45,3 @@ def test_the_shares_of_noise_are_those_of_diffusers(config):
 def test_another_kind_of_schedule_is_refused(config):
     with pytest.raises(ConfigError, match="The checkpoint's scheduler"):
         FlowSchedule.from_config(config)
-
-
-@pytest.mark.parametrize(
-    ("steps", "previews", "shown"),
-    [(8, 0, []), (8, 3, [2, 4, 6]), (50, 1, [25]), (1, 3, []), (2, 1, [1]), (3, 16, [1, 2])],
-)
-def test_previews_are_spread_evenly_and_none_follows_the_last_step(steps, previews, shown):
-    spec = PictureSpec((2, 2), steps, 0, torch.zeros(1, 4), previews=previews)
-    assert [step for step in range(1, steps + 1) if spec.shows_after(step)] == shown
-
-
-def test_a_checkpoint_may_fix_the_steps():
-    schedule = FlowSchedule.from_config({"shift": 1.0}, rising=False, fixed=(1.0, 0.75, 0.25))
-    sigmas = schedule.sigmas(3, 16)
-    assert sigmas.tolist() == [1.0, 0.75, 0.25, 0.0]
-    assert torch.equal(schedule.moments(sigmas), sigmas), "the network takes the shares of noise themselves"

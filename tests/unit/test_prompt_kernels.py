@@ -56,25 +56,12 @@ def test_every_kernel_that_a_prompt_can_need_is_compiled_once(
         assert kind.kernels(size) not in all_kernels([kind], [*begun, *(other for other in sizes if other < size)])
 
 
-def test_sizes_for_the_published_models_on_an_h200(tuned_for: Tuned) -> None:
-    """Two kernels each, so these are 12 and 16 compilations."""
-    tuned_for("NVIDIA_H200")
-    assert prompt_sizes([THINKER], GRAPHS, 2048) == [257, 385, 386, 769, 770, 1281]
-    assert prompt_sizes([TALKER], GRAPHS[:19], 4096) == [129, 193, 200, 385, 392, 769, 776, 1793]
-
-
 def test_several_kinds_of_experts_share_their_sizes(tuned_for: Tuned) -> None:
     tuned_for("NVIDIA_H200")
     kinds = [THINKER, TALKER]
     sizes = prompt_sizes(kinds, GRAPHS, 2048)
     assert all_kernels(kinds, [*GRAPHS, 2048, *sizes]) == all_kernels(kinds, [*GRAPHS, *range(256, 2049)])
     assert len(sizes) < len(prompt_sizes([THINKER], GRAPHS, 2048)) + len(prompt_sizes([TALKER], GRAPHS, 2048))
-
-
-def test_a_model_without_experts_runs_nothing_more() -> None:
-    """Its kernels know multiples of 16 and others, and graphs are captured of both; without graphs, one is missing."""
-    assert prompt_sizes([], GRAPHS, 2048) == []
-    assert prompt_sizes([], [], 2048) == [2]
 
 
 def test_a_batch_that_fits_a_graph_needs_nothing(tuned_for: Tuned) -> None:

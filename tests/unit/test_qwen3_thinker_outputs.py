@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from omni_actors.engine.models.qwen3_omni.thinker import SPEC, Qwen3OmniThinkerAdapter, TokenOutputs
-from omni_actors.engine.models.qwen3_omni.thinker_state import flat_where_sound_is_in_video
+from omni_actors.engine.models.qwen3_omni.thinker import SPEC, TokenOutputs
 from omni_actors.engine.tensors import to_torch
 from omni_actors.engine.worker_base import attach
 
@@ -44,22 +43,9 @@ def test_rows_of_positions_that_are_computed_twice_come_once():
     assert (list(last.token_ids), last.start, last.final) == ([21], len(PROMPT) + 1, True)
 
 
-def test_the_number_of_embeddings_of_a_sound_is_that_of_transformers():
-    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
-
-    frames = [*range(1, 260), 3000]
-    wanted = _get_feat_extract_output_lengths(torch.tensor(frames)).tolist()
-    assert [Qwen3OmniThinkerAdapter.audio_embeddings(count) for count in frames] == wanted
-
-
 def test_a_second_of_video_has_the_positions_that_the_checkpoint_says(tiny_qwen3_checkpoint):
     from transformers import AutoConfig
 
     assert SPEC.media is not None
     config = AutoConfig.from_pretrained(tiny_qwen3_checkpoint)
     assert SPEC.media.positions_per_second(config) == config.thinker_config.position_id_per_seconds == 13
-
-
-def test_positions_without_shared_places_stay_as_they_are():
-    positions = torch.arange(7).expand(3, -1)
-    assert torch.equal(flat_where_sound_is_in_video(positions, []), positions)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from omni_actors.engine.row_cache import FollowedRows, RowCache
-from omni_actors.errors import EngineError
 
 SIZE, WIDTH = 4, 2
 BLOCK_BYTES = SIZE * WIDTH * 4
@@ -70,16 +69,6 @@ def test_rows_are_kept_by_whole_blocks_however_they_come(pieces: list[int]) -> N
     assert cache.held_bytes == 4 * BLOCK_BYTES
 
 
-def test_a_preempted_request_computes_again_what_it_has_given() -> None:
-    cache = RowCache(1 << 20, SIZE)
-    request = follow(cache, "r", "ab")
-    request.use(0)
-    computed(request, 0, 9)
-    assert request.use(8) == 8
-    assert computed(request, 8, 9) == (8, [8]), "the adapter leaves out what it has"
-    assert computed(request, 9, 10) == (9, [9])
-
-
 def test_memory_is_bounded_and_the_beginning_of_a_used_prefix_goes_last() -> None:
     cache = RowCache(4 * BLOCK_BYTES, SIZE)
     old = follow(cache, "old", "abc")
@@ -126,11 +115,3 @@ def test_no_request_waits_for_one_that_has_ended_or_for_rows_that_are_not_kept()
     unkept = RowCache(0, SIZE)
     follow(unkept, "1", "ab").use(0)
     assert not follow(unkept, "2", "ab").waits()
-
-
-def test_rows_that_are_missing_are_an_error() -> None:
-    cache = RowCache(1 << 20, SIZE)
-    request = follow(cache, "r", "ab")
-    request.use(8)
-    with pytest.raises(EngineError, match="Rows 0 to 8 of request 'r' are missing"):
-        computed(request, 8, 9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import importlib
 import random
 
 import pytest
@@ -15,7 +14,6 @@ from vllm.sampling_params import SamplingParams
 from omni_actors.engine.models import SpeechLimit
 from omni_actors.engine.row_budget import RowBudget
 from omni_actors.engine.scheduler import OmniSchedulerInterface, RowStream
-from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.payloads import AdditionalInformationEntry, AdditionalInformationPayload
 from omni_actors.protocol.results import StageDone
 from omni_actors.protocol.tensors import DType, HostTensor
@@ -68,41 +66,6 @@ def test_a_preempted_request_waits_in_the_queue_for_the_row_of_its_last_token():
     assert list(output.omni_row_updates) == ["a"], "in the step that makes the request known to the worker again"
 
 
-def test_rows_wait_until_the_worker_knows_the_request():
-    scheduler = StreamScheduler()
-    scheduler.open_stream("a", RowStream(0, False, 0))
-    scheduler.push_rows("a", torch.zeros(1, 3), complete=False)
-    assert not scheduler.schedule().omni_row_updates
-    scheduler.add_request(CountedRequest("a"))
-    assert list(scheduler.schedule().omni_row_updates) == ["a"]
-
-
-def test_freeing_forgets_everything():
-    scheduler = StreamScheduler()
-    request = CountedRequest("a")
-    scheduler.open_stream("a", RowStream(0, False, 100))
-    scheduler.add_request(request)
-    scheduler.push_rows("a", torch.zeros(2, 3), complete=False)
-    scheduler.finish(request)
-    scheduler.push_rows("a", torch.zeros(2, 3), complete=False)  # on its way when the request ended
-    assert not any(scheduler.omni_counts().values())
-    assert not scheduler.has_runnable()
-
-
-def test_streams_are_opened_once_and_end_once():
-    scheduler = StreamScheduler()
-    scheduler.open_stream("a", RowStream(0, False, 60))
-    with pytest.raises(InvalidRequest):
-        scheduler.open_stream("a", RowStream(0, False, 1))
-    scheduler.push_rows("a", torch.zeros(10, 1), complete=True)
-    with pytest.raises(InvalidRequest):
-        scheduler.push_rows("a", None, complete=True)
-    assert scheduler.budget.held_bytes == 100
-    scheduler.close_stream("a")
-    scheduler.close_stream("a")
-    assert scheduler.budget.held_bytes == 0
-
-
 def test_a_scheduler_that_found_nothing_sleeps_until_something_happens():
     scheduler = StreamScheduler(places=1)
     scheduler.open_stream("a", RowStream(0, False, 0))
@@ -146,22 +109,6 @@ def test_a_speech_ends_at_the_latest_where_its_text_allows(asked, params, longes
     assert request.max_tokens == longest
 
 
-@pytest.mark.parametrize(("family", "rate"), [("qwen2_5_omni", 50), ("qwen3_omni", 12.5), ("qwen3_tts", 12.5)])
-def test_speech_may_last_as_long_as_the_documentation_says(family, rate):
-    """3 s, and 1.5 s for each token of the text."""
-    limit = importlib.import_module(f"omni_actors.engine.models.{family}.talker").SPEC.speech_limit
-    assert limit.base / rate == pytest.approx(3, abs=0.05)
-    assert limit.per_token / rate == pytest.approx(1.5, abs=0.05)
-
-
-def test_a_text_stage_has_no_longest_speech():
-    scheduler = StreamScheduler()
-    scheduler.open_stream("a", RowStream(1, True, 0))
-    request = CountedRequest("a", max_tokens=1000)
-    scheduler.add_request(request)
-    assert request.max_tokens == 1000
-
-
 # -- the budget -------------------------------------------------------------------------------------------------------
 
 
@@ -172,17 +119,6 @@ def admitted(scheduler: StreamScheduler, **sizes: int) -> set[str]:
         scheduler.add_request(CountedRequest(name))
     scheduler.schedule()
     return scheduler.running_ids()
-
-
-def test_requests_wait_for_the_budget_in_order_and_none_overtakes():
-    scheduler = StreamScheduler(row_budget_bytes=10)
-    assert admitted(scheduler, a=6, b=6, c=4) == {"a"}
-    assert scheduler.budget.waiting == 2
-    assert scheduler.budget.held_bytes == 16, "what waits is held, too"
-    scheduler.finish(scheduler.requests["a"])
-    scheduler.schedule()
-    assert scheduler.running_ids() == {"b", "c"}
-    assert scheduler.budget.waiting == 0
 
 
 def test_an_urgent_request_is_the_next_to_get_room():
@@ -223,29 +159,6 @@ def test_what_was_admitted_gets_all_its_rows_and_its_place_back():
     scheduler.finish(request)
     scheduler.schedule()
     assert scheduler.running_ids() == {"b"}
-
-
-def test_requests_without_rows_do_not_wait_for_the_budget():
-    scheduler = StreamScheduler(row_budget_bytes=10)
-    assert admitted(scheduler, a=9, b=9) == {"a"}
-    scheduler.add_request(CountedRequest("ordinary"))
-    scheduler.schedule()
-    assert scheduler.running_ids() == {"a", "ordinary"}
-
-
-def test_rows_for_a_request_that_waits_for_the_budget_make_no_step():
-    scheduler = StreamScheduler(row_budget_bytes=10)
-    scheduler.open_stream("a", RowStream(0, False, 9))
-    scheduler.add_request(CountedRequest("a"))
-    scheduler.open_stream("b", RowStream(0, False, 9))
-    scheduler.add_request(CountedRequest("b"))
-    for _ in range(2):
-        scheduler.schedule()
-    assert not scheduler.has_runnable()
-    scheduler.push_rows("b", torch.zeros(1, 1), complete=False)
-    assert not scheduler.has_runnable()
-    scheduler.push_rows("a", torch.zeros(1, 1), complete=False)
-    assert scheduler.has_runnable()
 
 
 @given(SEEDS, st.integers(1, 40))

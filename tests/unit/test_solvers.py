@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 
 import pytest
@@ -35,16 +34,6 @@ def solve(name: str, slope: Slope, times: list[float]) -> tuple[float, int]:
 
         state = solver.advance(state, torch.tensor(end - start, dtype=torch.float64), here)
     return float(state), calls
-
-
-@pytest.mark.parametrize(("name", "order", "evaluations"), [("rk4", 4, 4), ("midpoint", 2, 2), ("euler", 1, 1)])
-def test_the_error_falls_with_the_methods_order(name: str, order: int, evaluations: int):
-    errors = []
-    for intervals in (4, 8):
-        result, calls = solve(name, lambda _, y: y, [index / intervals for index in range(intervals + 1)])
-        assert calls == evaluations * intervals
-        errors.append(abs(result - math.e))
-    assert math.log2(errors[0] / errors[1]) == pytest.approx(order, abs=0.3)
 
 
 def test_rk4_is_the_method_of_transformers():

@@ -62,10 +62,3 @@ def test_sound_is_played_in_order_and_stopped_within_a_piece(monkeypatch: pytest
     until(lambda: len(device.played) == 2, 5, "the next answer")
     assert device.played == pytest.approx([0.1, 0.3])
     assert device.rates == [50, 100]
-
-
-def test_without_a_device_or_the_package_there_is_no_speaker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sounddevice", Device(has_output=False))
-    assert find_speaker() is None
-    monkeypatch.setitem(sys.modules, "sounddevice", None)
-    assert find_speaker() is None

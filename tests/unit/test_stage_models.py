@@ -51,13 +51,6 @@ def test_a_prompt_stage_cannot_prepare_prompts_for_another_checkpoint(tmp_path: 
     load(tmp_path, data)
 
 
-def test_a_stage_without_a_checkpoint_cannot_have_one_of_its_own(tmp_path: Path) -> None:
-    data = chain()
-    data["stages"][THINKER]["model"] = "someone/model"
-    with pytest.raises(ConfigError, match=r"stages\.thinker\.model does not apply to a stage of kind echo"):
-        load(tmp_path, data)
-
-
 def test_every_stage_reads_its_own_checkpoint(tmp_path: Path) -> None:
     from omni_actors.engine.factory import stage_arguments
 

@@ -43,13 +43,6 @@ def read(tokenizer: Any, text: str, **params: Any) -> tuple[str, list[int], bool
     return given, released, decoder.stopped
 
 
-def test_without_stop_strings_every_token_is_released_at_once(tokenizer: Any) -> None:
-    given, released, stopped = read(tokenizer, "The tide is full.")
-    assert given == "The tide is full."
-    assert released == list(range(1, len(released) + 1))
-    assert not stopped
-
-
 def test_what_may_begin_a_stop_string_is_kept_back(tokenizer: Any) -> None:
     given, released, stopped = read(tokenizer, "The tide is full.", stop=["tide was"])
     assert "The tide is full.".startswith(given)

@@ -34,19 +34,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # -- policy -----------------------------------------------------------------------------------------------------------
 
 
-def boundaries(policy: ChunkPolicy, count: int) -> list[int]:
-    ends = [0]
-    for _ in range(count):
-        ends.append(policy.end(ends[-1]))
-    return ends[1:]
-
-
-def test_chunks_grow_up_to_the_largest():
-    assert boundaries(ChunkPolicy(1, 8, 1), 7) == [1, 2, 4, 8, 16, 24, 32]
-    assert boundaries(ChunkPolicy(2, 16, 1), 6) == [2, 4, 8, 16, 32, 48]
-    assert boundaries(ChunkPolicy(3, 3, 0), 3) == [3, 6, 9]
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -64,14 +51,6 @@ def test_chunks_grow_up_to_the_largest():
 def test_bad_decode_options(options: dict[str, object], text: str):
     with pytest.raises(ConfigError, match=text):
         DecodeOptions.from_mapping(options, ChunkPolicy(), tuple(SOLVERS))
-
-
-def test_decode_options_over_the_models_own():
-    assert DecodeOptions.from_mapping({}, ChunkPolicy(1, 8, 1)) == DecodeOptions(ChunkPolicy(1, 8, 1), "auto")
-    assert DecodeOptions.from_mapping({"first_blocks": 20}, ChunkPolicy(1, 8, 1)).policy == ChunkPolicy(20, 20, 1)
-    given = {"policy": "chunks", "first_blocks": None, "look_ahead_blocks": 0, "precision": "tf32"}
-    assert DecodeOptions.from_mapping(given, ChunkPolicy(1, 8, 1)) == DecodeOptions(ChunkPolicy(1, 8, 0), "tf32")
-    assert DecodeOptions.from_mapping({"policy": "whole"}, ChunkPolicy()).policy is None
 
 
 # -- noise ------------------------------------------------------------------------------------------------------------
@@ -127,23 +106,6 @@ def test_receptive_field_is_enough_and_tight(small_bigvgan: Qwen2_5OmniToken2Wav
     places = reached.nonzero().flatten()
     reach = max(middle - int(places.min()), int(places.max()) - middle)
     assert context - 2 <= reach <= context
-
-
-def test_a_window_with_context_gives_the_samples_of_the_whole(small_bigvgan: Qwen2_5OmniToken2WavBigVGANModel):
-    vocoder = bigvgan.Vocoder(small_bigvgan)
-    context, rate = bigvgan.receptive_frames(small_bigvgan.config), vocoder.samples_per_frame
-    mel = torch.randn(1, 4, 2 * context + 40, dtype=torch.float64)
-    whole = vocoder(mel)
-    for begin, end in ((0, 10), (20, 30), (context + 7, context + 12)):
-        start = max(0, begin - context)
-        part = vocoder(mel[:, :, start : end + context])[:, (begin - start) * rate : (end - start) * rate]
-        assert torch.allclose(part, whole[:, begin * rate : end * rate], rtol=0, atol=1e-12)
-    short = vocoder(mel[:, :, 20 : 30 + context])[:, : 10 * rate]
-    assert not torch.allclose(short, whole[:, 20 * rate : 30 * rate], atol=1e-6), "the context must matter"
-
-
-def test_published_receptive_field():
-    assert bigvgan.receptive_frames(Qwen2_5OmniBigVGANConfig()) == 35
 
 
 def test_channels_last_vocoder_is_the_same(
@@ -239,8 +201,3 @@ def test_attention_kernel(back: int, ahead: int):
         for form in (False, True)
     )
     assert torch.allclose(plain, fused, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(("count", "batches"), [(1, [1]), (2, [2]), (3, [2, 1]), (4, [4]), (11, [4, 4, 2, 1])])
-def test_graphs_run_any_number_of_windows(count: int, batches: list[int]):
-    assert bigvgan.graph_batches(count) == batches

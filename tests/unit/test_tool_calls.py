@@ -71,14 +71,6 @@ def test_a_call_is_separated_from_the_text_before_it(tokenizer: Any) -> None:
     assert tokenizer.decode(tokenizer(f"Let me look.\n{CALL}")["input_ids"][: found.spoken]) == "Let me look.\n"
 
 
-def test_several_calls_have_ids_of_their_own_unless_one_is_wanted(tokenizer: Any) -> None:
-    _, calls, _ = read_all(reader(tokenizer), tokenizer, f"{CALL}\n{CALL}")
-    assert len(calls) == len({call.id for call in calls}) == 2
-    only = Tools(TOOLS.definitions, parallel=False)
-    _, calls, _ = read_all(reader(tokenizer, only), tokenizer, f"{CALL}\n{CALL}")
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize("answer", ["Nothing to call.", "a < b and <tool", "<", "Grüße 🌊"])
 def test_text_that_is_no_call_is_all_there_and_all_spoken(tokenizer: Any, answer: str) -> None:
     found = reader(tokenizer)
@@ -95,14 +87,6 @@ def test_text_that_is_no_call_is_all_there_and_all_spoken(tokenizer: Any, answer
     assert not found.calling
     assert found.spoken == len(token_ids)
     assert answer.startswith(said)
-
-
-def test_definitions_that_vllm_refuses_are_the_requests_error(tokenizer: Any) -> None:
-    with pytest.raises(InvalidRequest, match="tools"):
-        reader(tokenizer, Tools((json.dumps({"name": "f", "parameters": [1]}),)))
-    for text in ("{", "[]", "{}"):
-        with pytest.raises(InvalidRequest, match="tools: a definition"):
-            reader(tokenizer, Tools((text,)))
 
 
 def test_a_call_that_must_be_made_has_a_grammar(tokenizer: Any) -> None:
@@ -154,20 +138,6 @@ def test_the_talker_gets_no_rows_of_a_call_and_its_end_early(tokenizer: Any) -> 
     assert [event.final for event in streams].count(True) == 1
     assert streams[-1].final
     assert [event.start for event in streams] == sorted(event.start for event in streams)
-
-
-def test_an_answer_that_only_calls_gives_the_talker_nothing_to_say(tokenizer: Any) -> None:
-    texts, streams = outputs_of(tokenizer, CALL)
-    assert "".join(event.text for event in texts) == ""
-    assert rows_in(streams) == PROMPT_TOKENS
-    assert streams[-1].final
-
-
-def test_an_answer_without_calls_is_spoken_whole(tokenizer: Any) -> None:
-    answer = "It is <tool"
-    _, streams = outputs_of(tokenizer, answer)
-    assert rows_in(streams) == PROMPT_TOKENS + len(tokenizer(answer)["input_ids"]) - 1, "the last has no row yet"
-    assert streams[-1].final
 
 
 # -- prompts ----------------------------------------------------------------------------------------------------------

