@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from scripts import lines_per_package
 from tests.support.paths import REPOSITORY
 
@@ -10,8 +12,13 @@ CODE_LINES = 31_773  # a ceiling that moves down only; the goal is 26,000
 FILES = 341  # the same; 220
 
 
+@cache  # it reads the whole package
+def sizes_of_files() -> list[lines_per_package.Size]:
+    return lines_per_package.sizes()
+
+
 def test_the_package_does_not_grow() -> None:
-    sizes = lines_per_package.sizes()
+    sizes = sizes_of_files()
     assert sum(size.code for size in sizes) <= CODE_LINES
     assert len(sizes) <= FILES
 
@@ -42,7 +49,7 @@ two lines
 
 
 def test_every_package_is_described() -> None:
-    packages = sorted({size.package for size in lines_per_package.sizes()} - {"(top level)"})
+    packages = sorted({size.package for size in sizes_of_files()} - {"(top level)"})
     assert len(packages) >= 13
     for package in packages:
         assert f"`{package}/" in PAGE

@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from omni_actors import __version__, launch
+from omni_actors import launch
 from omni_actors.cli.completion import script
-from omni_actors.cli.connection import only_one, with_flag
+from omni_actors.cli.connection import with_flag
 from omni_actors.cli.main import SUBCOMMANDS, main
-from omni_actors.cli.top import fitting
-from omni_actors.errors import ConfigError
 from omni_actors.host.processes import EXIT_OK, EXIT_USAGE
-from omni_actors.host.run_directory import Running
 from tests.support.builders import chain, write
 
 HELP_HAS = {
@@ -29,14 +26,6 @@ HELP_HAS = {
     "keys": "--operator NAME",
     "completion": "bash-completion",
 }
-
-
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_lists_every_subcommand(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([flag]) == EXIT_OK
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "usage: omni-actors COMMAND ..."
-    assert [line.split()[0] for line in shown if line.startswith("  ")] == list(SUBCOMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +71,6 @@ def test_the_command_is_a_module_too(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "nonsense"], capture_output=True, text=True, timeout=60)
     assert done.returncode == EXIT_USAGE
     assert "unknown command 'nonsense'" in done.stderr
-
-
-def test_the_launcher_keeps_its_own_module() -> None:
-    command = [sys.executable, "-m", "omni_actors.launch", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == EXIT_OK
-    assert done.stdout.strip() == __version__
 
 
 @pytest.mark.parametrize(
@@ -155,33 +137,3 @@ def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_an_endpoint_may_stand_anywhere(given: list[str], understood: list[str]) -> None:
     assert with_flag(given) == understood
-
-
-def test_of_several_pipelines_one_must_be_named() -> None:
-    one, two = (Running(name, f"ipc:///tmp/{name}/client", pid) for name, pid in (("one", 7), ("two", 8)))
-    assert only_one([one]) is one
-    with pytest.raises(ConfigError, match="no pipeline of this user runs here"):
-        only_one([])
-    with pytest.raises(ConfigError, match="2 pipelines run here") as caught:
-        only_one([one, two])
-    assert "ipc:///tmp/one/client  one, process 7" in str(caught.value)
-
-
-@pytest.mark.parametrize("width", [60, 80, 100, 200])
-def test_top_leaves_out_columns_that_do_not_fit(width: int) -> None:
-    row = {
-        "replica": "code2wav/0",
-        "state": "ready (spare)",
-        "pid": "4194304",
-        "requests": "256",
-        "tokens/s": "1234.5",
-        "step": "12.3 ms",
-        "queue": "640 ms",
-        "memory": "11.5 GiB",
-        "device": "35.1 GiB",
-        "restarts": "0",
-    }
-    shown = fitting([row], width)
-    assert sum(max(len(name), len(row[name])) + 2 for name in shown) <= width
-    assert {"replica", "state", "requests", "tokens/s"} <= set(shown)
-    assert ("pid" in shown) == (width == 200)

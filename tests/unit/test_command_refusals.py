@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
 from omni_actors.cli.main import main
-from omni_actors.errors import ConfigError
 from omni_actors.host.processes import EXIT_FAILED, EXIT_USAGE
 from omni_actors.http_server import __main__ as http_server
-from omni_actors.transport.curve import load_keys
 
 NONE = "ipc:///tmp/no-coordinator-here"
 
@@ -71,10 +66,3 @@ def test_the_http_server_refuses_what_it_could_not_serve_with(
     monkeypatch.setattr(http_server.setproctitle, "setproctitle", lambda title: None)
     assert http_server.main([*arguments, "--http", "127.0.0.1:0"]) == EXIT_USAGE
     assert problem in capsys.readouterr().err
-
-
-def test_pipes_are_not_waited_for(short_path: Path) -> None:
-    os.mkfifo(short_path / "cluster.key")
-    short_path.chmod(0o700)
-    with pytest.raises(ConfigError, match="it is not a regular file"):
-        load_keys(short_path)

@@ -18,12 +18,6 @@ from scripts import reference_docs
 from tests.support.builders import chain, load
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMNI_ACTORS_RUN_DIR", "OMNI_ACTORS_MODEL", "OMNI_ACTORS_MAX_IN_FLIGHT", "OMNI_ACTORS_MPS"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def refused(folder: Path, data: Any, overrides: dict[str, str] | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
         load(folder, data, overrides)
@@ -62,14 +56,6 @@ def test_every_number_has_a_range_and_every_text_a_length(path: str, section: ty
 BOUNDED_BY_THE_READER = {"stages.NAME": {"environment": [int], "engine": [str]}}
 
 
-@pytest.mark.parametrize("key", ["header_bytes", "body_bytes", "buffers", "buffer_bytes", "message_bytes"])
-@pytest.mark.parametrize("number", [0, -1, 10**15, 10**30])
-def test_limits_that_no_pipeline_can_run_with(tmp_path: Path, key: str, number: int) -> None:
-    message = refused(tmp_path, {**chain(), "limits": {key: number}})
-    assert "pipeline.yaml, line " in message
-    assert f"limits.{key}: Expected `int` " in message or "does not fit in 64 bits" in message
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -102,20 +88,6 @@ def test_values_that_do_not_fit(tmp_path: Path, change: dict[str, Any], problem:
     assert problem in refused(tmp_path, {**chain(), **change})
 
 
-def test_values_that_do_fit(tmp_path: Path) -> None:
-    otlp = {"otlp_endpoint": "host:4317", "otlp_protocol": "grpc"}
-    load(tmp_path, {**chain(), "coordinator": otlp, "flow": {"arena_bytes": 0}})
-    sizes = {"header_bytes": 1024, "body_bytes": 8192, "buffers": 16, "buffer_bytes": 16384, "message_bytes": 32768}
-    assert load(tmp_path, {**chain(), "limits": sizes}).pipeline.limits.message_bytes == 32768
-
-
-@pytest.mark.parametrize("name", ["thinker\n", "Thinker", "x" * 33])
-def test_names_of_stages(tmp_path: Path, name: str) -> None:
-    data = chain()
-    data["stages"][3]["name"] = name
-    assert "name: Expected `str` matching regex" in refused(tmp_path, data)
-
-
 @pytest.mark.parametrize(("name", "text"), [("X=Y", "1"), ("X", "a\0b"), ("X", [1]), ("X\n", "1"), ("X", "y" * 40_000)])
 def test_environments_that_no_process_can_have(tmp_path: Path, name: str, text: Any) -> None:
     data = chain()
@@ -143,16 +115,6 @@ def test_an_error_names_the_line(tmp_path: Path, line: str, message: str) -> Non
     assert refused(tmp_path, text) == message.replace("line 5", "line 7")
 
 
-def test_an_error_names_what_replaced_the_value_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    message = refused(tmp_path, chain(), {"stages.talker.replicas": "0"})
-    assert message == "command line: stages.talker.replicas: Expected `int` >= 1."
-    message = refused(tmp_path, chain(), {"stages.talker.engine": "{a: &a [*a]}"})
-    assert message.startswith("command line: the value of 'stages.talker.engine', line 1: more than 50 levels")
-    assert "more than 50 levels" in refused(tmp_path, chain(), {f"stages.talker.engine{'.a' * 60}": "1"})
-    monkeypatch.setenv("OMNI_ACTORS_MAX_IN_FLIGHT", "0")
-    assert refused(tmp_path, chain()).startswith("env OMNI_ACTORS_MAX_IN_FLIGHT: coordinator.max_in_flight: ")
-
-
 def test_a_missing_key_is_named_with_the_mapping_that_lacks_it(tmp_path: Path) -> None:
     assert refused(tmp_path, "name: x\nmodel: echo\n") == "pipeline.yaml: Object missing required field `stages`."
     message = refused(tmp_path, "name: x\nmodel: echo\nstages:\n- name: a\n")
@@ -163,14 +125,6 @@ def test_a_missing_key_is_named_with_the_mapping_that_lacks_it(tmp_path: Path) -
 def test_texts_of_the_environment_stand_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("OMNI_ACTORS_RUN_DIR", text)
     assert load(tmp_path, chain()).pipeline.coordinator.run_dir == text
-
-
-def test_other_values_of_the_environment_are_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMNI_ACTORS_MAX_IN_FLIGHT", " 7 ")
-    monkeypatch.setenv("OMNI_ACTORS_MPS", "off")
-    pipeline = load(tmp_path, chain()).pipeline
-    assert pipeline.coordinator.max_in_flight == 7
-    assert pipeline.mps == "off"
 
 
 def test_a_value_set_for_one_stage_does_not_change_those_that_share_its_anchor(tmp_path: Path) -> None:
@@ -205,7 +159,3 @@ def test_a_wrong_value_of_a_stage_is_named_with_the_nearest_one(
     assert "stages.thinker" in message
     assert said in message
     assert "$" not in message
-
-
-def test_a_wrong_word_at_the_top_names_the_possible_ones(tmp_path: Path) -> None:
-    assert "mps: there is no 'on' here. Known: auto, off." in refused(tmp_path, {**chain(), "mps": "on"})

@@ -12,7 +12,6 @@ from omni_actors.http_server.chat import BODY as CHAT
 from omni_actors.http_server.completions import CompletionRequest
 from omni_actors.http_server.decoding import decode
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.speech import SpeechRequest
 from omni_actors.protocol.payloads import StructuredOutputs
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
@@ -84,13 +83,6 @@ def test_the_error_names_the_field(body: bytes, param: str | None, code: str | N
     assert said in error.message
     if code is not None:
         assert error.code == code
-
-
-def test_errors_of_the_other_routes_name_the_field() -> None:
-    assert refusal(b'{"model":"echo"}', CompletionRequest).param == "prompt"
-    speed = refusal(b'{"model":"echo","input":"x","speed":9}', SpeechRequest)
-    assert speed.param == "speed"
-    assert "at most 4" in speed.message
 
 
 def completion(prompt: Any) -> CompletionRequest:
@@ -269,13 +261,6 @@ def test_a_field_that_is_not_supported_is_refused_with_any_other_value(field: st
         assert error.param == field
         assert error.code == "unsupported_parameter"
         assert len(error.message) < 200
-
-
-def test_the_refusal_says_which_values_are_accepted() -> None:
-    error = refused(add_generation_prompt=False)
-    assert error is not None
-    assert error.message == "add_generation_prompt is not supported. Leave it out, or give true."
-    assert refused(request_id="a").message.endswith("The response's x-request-id names the request.")
 
 
 def test_a_schema_that_is_not_utf8_is_an_error_of_its_field() -> None:

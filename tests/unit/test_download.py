@@ -85,16 +85,6 @@ def test_a_model_that_is_not_here_is_announced_with_its_size_and_the_room(
     assert said(tmp_path, HF_ENDPOINT=address).startswith(f"refused: {MODEL} has 1073741827.5 GiB, and {tmp_path}/hub")
 
 
-def test_the_models_of_all_stages_count_together(hub: tuple[str, list[int]], tmp_path: Path) -> None:
-    address, sizes = hub
-    sizes.append(3 << 30)
-    both = f"{MODEL}-two and {MODEL}"
-    assert said(tmp_path, f"{MODEL}-two", HF_ENDPOINT=address).startswith(f"{both} are downloaded first (6.0 GiB, to ")
-    assert said(tmp_path, f"{MODEL}-two", MODEL, str(tmp_path), HF_HUB_OFFLINE="1").startswith(
-        f"refused: {MODEL}-two is neither"
-    )
-
-
 def test_without_a_network_it_is_refused_at_once_and_a_cached_one_needs_none(tmp_path: Path) -> None:
     refused = said(tmp_path, HF_HUB_OFFLINE="1")
     assert refused.startswith(

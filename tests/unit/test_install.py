@@ -15,11 +15,8 @@ import pytest
 from omni_actors import launch
 from omni_actors.config import load
 from omni_actors.config.loading import find_config, shipped
-from omni_actors.errors import ConfigError
 from omni_actors.host.processes import EXIT_USAGE
-from omni_actors.launcher import extras
 from omni_actors.vllm_version import check_installed
-from tests.support.builders import chain, write
 from tests.support.paths import REPOSITORY
 
 NAMES = sorted(path.stem for path in (REPOSITORY / "stage_configs").glob("*.yaml"))
@@ -83,14 +80,6 @@ def test_names_paths_and_what_lies_in_the_current_folder_are_all_understood(
     assert load(REPOSITORY / "stage_configs" / "echo.yaml").pipeline == load("stage_configs/echo.yaml").pipeline
 
 
-def test_an_unknown_name_is_answered_with_the_nearest_one_and_all_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Did you mean 'qwen2_5_omni'\?") as caught:
-        find_config("qwen2.5_omni")
-    assert ", ".join(NAMES) in str(caught.value)
-    with pytest.raises(ConfigError, match="No such file"):
-        find_config(tmp_path / "echo.yaml")
-
-
 def test_a_missing_vllm_is_one_line_before_anything_starts(
     tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,13 +109,3 @@ def test_a_package_that_a_stage_needs_is_named_with_its_extra_before_the_start(
     (line,) = capsys.readouterr().err.splitlines()
     assert "The stage prompt needs packages that are not installed: a_package_that_is_missing." in line
     assert "pip install 'omni_actors[cuda]' or pip install 'omni_actors[cpu]'" in line
-
-
-def test_another_system_is_told_that_only_the_client_works_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(extras.sys, "platform", "darwin")
-    monkeypatch.setattr(launch.logs, "configure", lambda process: None)
-    assert launch.main([str(write(tmp_path, chain()))]) == EXIT_USAGE
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "Pipelines run on Linux only, and this is darwin. The client library works here" in line

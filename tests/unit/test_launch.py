@@ -9,15 +9,10 @@ import pytest
 from omni_actors import launch
 from omni_actors.client.offline import as_prompts
 from omni_actors.errors import ConfigError
-from omni_actors.host.processes import EXIT_OK, EXIT_USAGE
+from omni_actors.host.processes import EXIT_OK
 from omni_actors.launch import main
 from omni_actors.launcher.one_request import needed_modalities
 from tests.support.builders import chain, write
-
-
-@pytest.fixture(autouse=True)
-def _no_logging(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.logs, "configure", lambda process: None)
 
 
 def overrides(*arguments: str) -> dict[str, str]:
@@ -69,33 +64,6 @@ def test_check_prints_and_starts_nothing(
     assert "stages.talker.replicas" in out
     assert "[command line]" in out
     assert "talker: 3 x echo" in out
-
-
-def test_check_may_be_for_a_host_with_other_gpus(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "Launcher", None)
-    data = chain()
-    data["stages"][2]["devices"] = [0, 2]
-    check = [str(write(tmp_path, data)), "--check", "--gpus"]
-    assert main([*check, "3"]) == EXIT_OK
-    assert "talker: 1 x echo on GPU 0, takes" in capsys.readouterr().out
-    assert main([*check, "2"]) == EXIT_USAGE
-    assert "there is no device 2; this host has devices 0 to 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [["--set", "nonsense=1"], ["--set", "x"], ["--listen", "tcp://*:1"]])
-def test_wrong_configuration_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture, arguments: list[str]) -> None:
-    assert main([str(write(tmp_path, chain())), *arguments]) == EXIT_USAGE
-    assert capsys.readouterr().err.startswith("configuration error: ")
-
-
-def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture) -> None:
-    for arguments in ([], ["c.yaml", "--nonsense"], ["c.yaml", "--seed", "x"]):
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert caught.value.code == EXIT_USAGE
-    capsys.readouterr()
 
 
 def test_one_prompt_or_many() -> None:

@@ -14,19 +14,17 @@ from omni_actors.host.clocks import AnchoredClock
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.header import Header, Limits, ReplicaId
 from omni_actors.protocol.telemetry import HistogramSample, Sample, Snapshot
-from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage import snapshot as stage_snapshot
 from omni_actors.stage.actor import StageActor
 from omni_actors.stage.echo import EchoEngine
-from omni_actors.stage.engine_interface import AudioEvent, BudgetStatistics, EngineStatistics
+from omni_actors.stage.engine_interface import BudgetStatistics, EngineStatistics
 from omni_actors.stage.meter import KEPT_TIMELINES, StageMeter
 from omni_actors.stage.snapshot import Baseline
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.collector import StageMeters, TelemetryCollector
-from omni_actors.telemetry.meters import Histogram, Meters, edge_metrics
+from omni_actors.telemetry.meters import Meters
 from omni_actors.telemetry.metric_table import TABLE, Kind
 from omni_actors.telemetry.prometheus import render
-from omni_actors.transport.credit import EdgeMetrics, Traffic
 from tests.support.builders import pipeline
 from tests.support.clock import Clock
 from tests.support.paths import REPOSITORY
@@ -84,14 +82,6 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_histogram_counts_a_bound_into_its_own_bucket() -> None:
-    histogram = Histogram((1.0, 2.0))
-    for value in (-5.0, 1.0, 1.5, 2.0, 3.0):
-        histogram.observe(value)
-    assert histogram.counts == [2, 2, 1]
-    assert histogram.total == 7.5  # a negative value counts as zero
 
 
 def snapshot(tokens: float = 0, steps: tuple[int, ...] | None = None, held: float = 0) -> Snapshot:
@@ -189,38 +179,6 @@ def test_rendered_text_is_what_prometheus_reads() -> None:
     assert found["omni_stage_step_seconds_count"] == {("0", "talker"): 2}
 
 
-def test_edges_that_are_gone_keep_their_counts_only() -> None:
-    traffic = Traffic()
-    traffic.messages, traffic.bytes, traffic.shared_bytes = 3, 300, 4000
-    meters = Meters()
-    edge_metrics(meters, "a/0", {"b/0": traffic.metrics()._replace(open=True, messages_out=1, credit=9, waiting=2)})
-    assert meters.values[(table.EDGE_CREDIT.name, ("a/0", "b/0"))] == 9
-    edge_metrics(meters, "a/0", {"b/0": EdgeMetrics(4, 400, 4000)})
-    assert meters.values == {
-        (table.EDGE_MESSAGES.name, ("a/0", "b/0")): 4,
-        (table.EDGE_BYTES.name, ("a/0", "b/0")): 400,
-        (table.EDGE_SHARED.name, ("a/0", "b/0")): 4000,
-    }
-
-
-class CountingEngine(EchoEngine):
-    """An echo engine whose scheduler has counted before the session."""
-
-    preemptions, running = 5, 1
-
-    def statistics(self) -> EngineStatistics:
-        return EngineStatistics(self.running, 0, 0.5, self.preemptions, 10 * self.preemptions, self.preemptions)
-
-
-def test_a_session_reports_only_what_came_after_its_beginning() -> None:
-    engine = CountingEngine(pipeline().stage("talker"))
-    baseline = Baseline(engine)
-    engine.preemptions, engine.running = 7, 3
-    assert baseline.statistics() == EngineStatistics(3, 0, 0.5, 2, 20, 2)
-    assert 0 <= baseline.processor_time < 5
-    assert Baseline(EchoEngine(pipeline().stage("talker"))).statistics() is None
-
-
 def next_snapshot(meter: StageMeter, limit: int) -> Snapshot:
     """The next snapshot of a stage that counts with `meter`."""
     engine = EchoEngine(pipeline().stage("talker"))
@@ -255,23 +213,6 @@ def test_a_snapshot_says_what_the_engine_holds_of_its_budget() -> None:
     }
 
 
-def test_how_much_sound_a_stage_makes_is_known_from_its_steps_after_some_seconds_of_it() -> None:
-    clock = Clock(0.0)
-    meter = StageMeter("decoder", 0, 1, AnchoredClock(Clock(1000.0), clock))
-    track = meter.opened("r1", 0, has_input=True)
-    piece = AudioEvent("r1", HostTensor(DType.F32, (24_000,), bytes(96_000)), 24_000)
-    found = []
-    for _ in range(12):
-        began = meter.clock()
-        clock.now += 0.25
-        meter.stepped(began, took_all=True)
-        clock.now += 5.0  # with nothing to do
-        meter.output(track, piece)
-        found.append(meter.listeners)
-    assert set(found[:4]) == {0}
-    assert found[-1] in (3, 4)
-
-
 def end_many(meter: StageMeter, count: int, sources: int = 1) -> list[str]:
     """Let `count` requests fail; returns the names of the last ones, whose timelines the meter keeps."""
     names = [f"request-{index:04}" for index in range(count)]
@@ -302,22 +243,3 @@ def test_a_snapshot_fits_its_message_and_the_next_ones_bring_the_remaining_timel
         assert size > limits.body_bytes - 300, "as many as fit"
     assert seen == names
     assert next_snapshot(meter, 1 << 20).ended == ()
-
-
-def test_a_snapshot_fits_its_message_whatever_the_limit() -> None:
-    meter = StageMeter("talker", 0, 5, AnchoredClock(Clock(1000.0), Clock(0.0)))
-    end_many(meter, 1)
-    metrics_alone = len(encode(Header(""), next_snapshot(meter, 0))[2])
-    for room in range(1000, 1300, 5):  # finer than the name of a field, and over more than one timeline
-        end_many(meter, 20)
-        limits = Limits(body_bytes=metrics_alone + room)
-        encode(Header(""), next_snapshot(meter, limits.body_bytes), limits=limits)  # raises if it does not fit
-        meter.take_unreported(1 << 20)
-
-
-def test_a_timeline_that_fits_no_message_does_not_block_the_others() -> None:
-    meter = StageMeter("talker", 0, 5, AnchoredClock(Clock(1000.0), Clock(0.0)))
-    end_many(meter, 1, sources=60)
-    names = end_many(meter, 3)
-    assert [work.request_id for work in meter.take_unreported(2000)] == names
-    assert meter.take_unreported(1 << 20) == ()

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-import pkgutil
 import re
-import typing
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import pytest
 
 import omni_actors.engine.stage_llm  # noqa: F401 - the table names classes around vLLM; scripts/check.sh skips such files
 from omni_actors import config
 from tests.support.paths import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "migrating.md").read_text()
-DOTTED = re.compile(r"`(omni_actors(?:\.\w+)+)`")
 KNOWN_THERE = """
     OmniLLM StageLLM Stage OmniEngineArgs OmniModelConfig OmniScheduler DiffusionScheduler GPUARWorker GPUARModelRunner
     GPUDiffusionWorker GPUDiffusionModelRunner OmniModelRunnerOutput OmniTokensPrompt OmniRequestOutput Omni AsyncOmni
@@ -43,42 +37,9 @@ def shown(default: Any) -> str:
     return repr(default) if type(default) in (type(None), bool, int, float, str, tuple) else "..."
 
 
-def arguments_of(found: Any) -> str:
-    """The arguments as the table shows them: names and simple defaults."""
-    if typing.is_typeddict(found):
-        return "{" + ", ".join(found.__annotations__) + "}"
-    parts, named = [], False
-    for parameter in inspect.signature(found).parameters.values():
-        if parameter.name == "self":
-            continue
-        if parameter.kind is parameter.KEYWORD_ONLY and not named:
-            parts.append("*")
-        named = named or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
-        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        default = "" if parameter.default is parameter.empty else f"={shown(parameter.default)}"
-        parts.append(f"{star}{parameter.name}{default}")
-    return f"({', '.join(parts)})"
-
-
 def test_every_name_that_they_know_is_in_the_table() -> None:
     named = {name for row in rows() for name in re.findall(r"`(\w+)`", row.theirs)}
     assert set(KNOWN_THERE.split()) <= named
-
-
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.theirs)
-def test_a_counterpart_has_the_arguments_shown(row: Row) -> None:
-    paths = DOTTED.findall(row.ours)
-    assert row.differs, "what differs"
-    if not paths:
-        assert row.ours == "none"
-        assert row.arguments == ""
-    for path in paths:
-        assert row.arguments == f"`{arguments_of(pkgutil.resolve_name(path))}`"
-
-
-@pytest.mark.parametrize("path", sorted(set(DOTTED.findall(PAGE))))
-def test_a_dotted_name_on_the_page_exists(path: str) -> None:
-    assert pkgutil.resolve_name(path) is not None
 
 
 def test_the_yaml_after_the_move_is_valid_and_keeps_the_values(tmp_path: Path) -> None:

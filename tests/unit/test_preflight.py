@@ -10,10 +10,7 @@ import pytest
 import trustme
 
 from omni_actors import launch
-from omni_actors.config.checkpoint import MAX_BYTES, read_checkpoint_config
-from omni_actors.errors import ConfigError
 from omni_actors.host.processes import EXIT_OK, EXIT_USAGE
-from omni_actors.launcher import preflight
 from tests.support.builders import chain, write
 
 
@@ -172,17 +169,6 @@ def test_a_picture_needs_a_name_that_says_its_format(here: Path, capsys: pytest.
     assert run(here, drawing, *ASK, "--save-image", "a.PNG", "--check") == EXIT_OK
 
 
-def test_http_needs_its_packages(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(preflight, "HTTP_PACKAGES", ("starlette", "a_package_that_is_missing"))
-    assert run(here, chain(), "--http", ":0") == EXIT_USAGE
-    assert "not installed: a_package_that_is_missing. Run pip install 'omni_actors[http]'" in capsys.readouterr().err
-
-
-def test_a_value_of_the_file_is_refused_with_its_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(here, {**chain(), "limits": {"message_bytes": 0}}) == EXIT_USAGE
-    assert "pipeline.yaml, line " in capsys.readouterr().err
-
-
 # -- config.json of the checkpoint ------------------------------------------------------------------------------------
 
 
@@ -215,14 +201,3 @@ def test_a_config_json_that_is_none_is_named_before_anything_starts(
     assert problem in message
     with pytest.raises(Started):
         run(here, chain(), "--model", str(model))  # no stage reads it
-
-
-def test_a_huge_config_json_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    with path.open("wb") as file:
-        file.truncate(MAX_BYTES + 1)
-    with pytest.raises(ConfigError, match="more than 16 MiB"):
-        read_checkpoint_config(path)
-    path.unlink()
-    with pytest.raises(ConfigError, match=r"model: cannot read .*config.json: No such file"):
-        read_checkpoint_config(path)

@@ -140,12 +140,6 @@ def test_a_video_brings_its_sound_in_every_form_of_a_prompt() -> None:
     assert convert(as_vllm_takes_them)[0] == in_tokens
 
 
-def test_without_a_video_its_sound_means_nothing() -> None:
-    data = {"prompt_token_ids": [5], "multi_modal_data": {"audio": SOUND}}
-    assert convert(data | USED)[0] == convert(data)[0]
-    assert convert({"messages": [MESSAGE], **USED})[0] == convert([MESSAGE])[0]
-
-
 @pytest.mark.parametrize(
     ("prompt", "given", "words"),
     [

@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 
 from omni_actors.cli import ray_job
-from omni_actors.config import Executor, describe
-from omni_actors.engine import ray_check
+from omni_actors.config import Executor
 from omni_actors.engine.executor import executor_backend
-from omni_actors.errors import ConfigError, StartupError
+from omni_actors.errors import ConfigError
 from omni_actors.host import ray_cluster
 from omni_actors.launcher import ray_room
 from omni_actors.launcher.ray_node import RayNode
 from omni_actors.transport.curve import make_client, make_cluster
-from tests.support.builders import load, write
-from tests.support.ray_nodes import spread_chain
+from tests.support.builders import load
 
 CPU, GPUS = {"CPU": 4.0}, {"CPU": 4.0, "GPU": 2.0}
 
@@ -134,23 +132,6 @@ def test_a_cluster_that_is_too_small_even_when_idle_is_known_at_once(nodes, bund
     assert bool(problem) == bool(said)
 
 
-def test_every_node_reserves_the_gpus_that_its_stages_name(tmp_path: Path) -> None:
-    data = spread_chain() | {"cluster": {"nnodes": 3}}
-    assert ray_job.bundles_of(load(tmp_path, data).pipeline, with_gpus=True) == [{"CPU": 1.0}] * 3
-    data["stages"][2] |= {"kind": "custom", "engine_class": "omni_actors.stage.echo.EchoEngine", "devices": [2]}
-    pipeline = load(tmp_path, data, devices=3).pipeline
-    assert ray_job.bundles_of(pipeline, with_gpus=False) == [{"CPU": 1.0}, {"CPU": 1.0, "GPU": 3.0}, {"CPU": 1.0}]
-
-
-def test_a_stage_on_ray_takes_no_gpu_of_its_host(tmp_path: Path) -> None:
-    model = tmp_path / "a"
-    model.mkdir()
-    loaded = load(tmp_path, with_thinker(engine={"tensor_parallel_size": 4}), devices=1)
-    assert ray_job.bundles_of(loaded.pipeline, with_gpus=True) == [{"CPU": 1.0}]
-    assert "thinker: 1 x autoregressive on 4 x GPU of the Ray cluster" in describe(loaded, devices=1)
-    assert "memory of" not in describe(loaded, devices=1)
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -173,34 +154,6 @@ def test_vllm_gets_its_own_executor_for_ray(monkeypatch: pytest.MonkeyPatch) -> 
     assert executor_backend(2) == "mp"
 
 
-def test_the_cpu_platform_of_vllm_has_no_ray_executor() -> None:
-    from vllm.platforms import current_platform
-
-    from omni_actors.engine.ray_workers import device_key
-
-    assert current_platform.ray_device_key == ""
-    with pytest.raises(ConfigError, match="platform of the vLLM here, 'cpu', has no Ray executor"):
-        device_key()
-
-
-def test_a_launcher_hands_on_what_the_check_of_rays_room_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ray_check.main(2, "thinker") == 1
-    found = ray_room.failure_of(capsys.readouterr().out, "")
-    assert isinstance(found, ConfigError)
-    assert "has no Ray executor" in found.message
-    assert "omni_actors[cuda,ray]" in found.hint
-    monkeypatch.setattr(ray_room, "CHECK", "no_such_module")  # a check that breaks is an error, too
-    with pytest.raises(StartupError, match="No module named no_such_module"):
-        ray_room.check_room(load(tmp_path, with_thinker(), devices=0).pipeline)
-
-
-def test_stages_without_ray_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_room, "CHECK", "no_such_module")
-    ray_room.check_room(load(tmp_path, with_thinker(executor="host"), devices=0).pipeline)
-
-
 def test_nodes_get_the_keys_of_the_pipeline_and_no_secret_of_a_client(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     make_cluster(folder)
@@ -211,29 +164,6 @@ def test_nodes_get_the_keys_of_the_pipeline_and_no_secret_of_a_client(tmp_path: 
     assert files["cluster.key_secret"] == (folder / "cluster.key_secret").read_text()
     with pytest.raises(ConfigError, match="a client's folder"):
         ray_job.key_files(str(handed))
-
-
-def test_without_keys_a_job_makes_its_own() -> None:
-    first, second = ray_job.key_files(None), ray_job.key_files(None)
-    assert sorted(first) == ["cluster.key", "cluster.key_secret"]
-    assert first["cluster.key_secret"] != second["cluster.key_secret"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--node-rank", "1"], "--node-rank is set by this job itself"),
-        (["--master-addr", "10.0.0.1"], "--master-addr is set by this job itself"),
-        (["--set", "stages.talker.node=2"], "there is no node 2"),
-        (["--keys", "/nowhere"], "/nowhere"),
-    ],
-)
-def test_a_job_that_cannot_be_is_refused_before_ray_is_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
-    config = write(tmp_path, spread_chain())
-    assert ray_job.main([str(config), "--nnodes", "2", *arguments]) == 2
-    assert said in capsys.readouterr().err
 
 
 def test_an_actor_passes_on_what_its_launcher_prints_and_holds_it_until_it_is_stopped(
@@ -252,8 +182,3 @@ def test_an_actor_passes_on_what_its_launcher_prints_and_holds_it_until_it_is_st
     assert list(tmp_path.glob("omni-keys-*")) == []
     node.stop()
     node.stop()
-
-
-def test_check_describes_the_pipeline_and_asks_no_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ray_job.main([str(write(tmp_path, spread_chain())), "--nnodes", "2", "--check"]) == 0
-    assert "talker: 1 x echo on CPU of node 1" in capsys.readouterr().out

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from omni_actors.errors import EngineError, Overloaded, StageLost
 from omni_actors.protocol.header import ReplicaId
-from omni_actors.protocol.results import ImageChunk, Progress
-from omni_actors.protocol.telemetry import EndedWork, StageTimeline, TransferTimeline
-from omni_actors.protocol.tensors import DType, TensorRef
+from omni_actors.protocol.telemetry import StageTimeline, TransferTimeline
 from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.request_log import KEPT, SETTLE_SECONDS
+from omni_actors.telemetry.request_log import KEPT
 from omni_actors.telemetry.timeline import stages
 from tests.support.request_log import Observed
 
@@ -55,34 +53,6 @@ def test_a_done_request_is_counted_and_timed() -> None:
     assert [finished.timeline for finished in seen.settled] == [timeline]
 
 
-def test_pictures_are_counted_and_the_first_one_or_preview_is_timed() -> None:
-    seen = Observed()
-    seen.begin()
-    for preview in (True, False, False):
-        seen.clock.now += 0.5
-        seen.log.delivered("r", ImageChunk(pixels=TensorRef(DType.U8, (1, 2, 3), 0), preview=preview))
-    seen.log.delivered("r", Progress(step=1, steps=2))
-    seen.log.ended("r", None)
-    assert seen.observations(table.FIRST_PICTURE) == (1, 0.5)
-    assert seen.value(table.PICTURES) == 2
-    timeline = seen.log.timeline("r")
-    assert timeline is not None
-    assert [event.name for event in timeline.events][-2:] == ["first_image", "ended"]
-
-
-def test_sound_that_comes_late_is_a_gap_and_delays_the_smooth_start() -> None:
-    seen = Observed()
-    seen.begin("late")
-    for seconds in (1.0, 1.75, 0.5):  # of pieces that last a second each
-        seen.audio(seconds, "late")
-    seen.log.ended("late", None)
-    seen.begin("failed")
-    seen.audio(1.0, "failed")
-    seen.log.ended("failed", EngineError("no"))
-    assert seen.observations(table.SMOOTH_START) == (1, 1.75)
-    assert seen.observations(table.AUDIO_GAPS) == (1, 0.75)
-
-
 def test_refused_and_failed_requests_are_counted_by_code() -> None:
     seen = Observed()
     seen.log.refused(Overloaded("full"))
@@ -92,36 +62,6 @@ def test_refused_and_failed_requests_are_counted_by_code() -> None:
     assert seen.value(table.REQUESTS, "failed", "engine_error") == 1
     assert seen.observations(table.REQUEST_SECONDS)[0] == 0
     assert seen.log.timeline("r").outcome == "engine_error"
-
-
-def test_a_failed_request_waits_for_the_reports_of_its_stages() -> None:
-    seen = Observed()
-    seen.begin()
-    seen.log.ended("r", EngineError("no"))
-    work = EndedWork("r", StageTimeline("thinker", 0, 1, outcome="dropped", expected=1000.0, ended=1000.5))
-    seen.log.stage_ended("talker", 1, work)  # the sender is the one the connection belongs to
-    assert seen.settled == []
-    seen.clock.now += SETTLE_SECONDS
-    seen.log.tick()
-    seen.log.tick()
-    (finished,) = seen.settled
-    assert [(stage.stage, stage.replica, stage.outcome) for stage in finished.timeline.stages] == [
-        ("talker", 1, "dropped")
-    ]
-
-
-def test_a_replayed_request_shows_both_attempts() -> None:
-    seen = Observed()
-    seen.begin()
-    seen.log.replayed("r", EngineError("lost"), counts=True)
-    seen.log.stage_ended("thinker", 0, EndedWork("r", StageTimeline("thinker", outcome="dropped", expected=1000.0)))
-    seen.log.bound("r", 1, (ReplicaId("thinker", 0, 2),), ("thinker",))
-    seen.stage(StageTimeline("thinker", 0, 2, attempt=1, expected=1000.0, ended=1001.0))
-    seen.log.ended("r", None)
-    assert seen.value(table.REPLAYS) == 1
-    timeline = seen.log.timeline("r")
-    assert [(stage.attempt, stage.outcome) for stage in timeline.stages] == [(0, "dropped"), (1, "done")]
-    assert [event.name for event in timeline.events][-4:] == ["bound", "replayed", "bound", "ended"]
 
 
 def test_a_stage_that_goes_on_keeps_its_attempt_and_its_clock() -> None:
@@ -180,12 +120,3 @@ def test_the_callers_trace_is_kept_and_only_the_last_requests_are() -> None:
     assert [timeline.request_id for timeline in seen.log.recent(2)] == [f"r{KEPT + 4}", f"r{KEPT + 3}"]
     assert seen.settled[0].parent_id == "b" * 16
     assert seen.settled[0].sampled
-
-
-def test_a_running_request_has_a_timeline_and_an_unknown_one_has_none() -> None:
-    seen = Observed()
-    seen.begin()
-    assert seen.log.timeline("r").outcome == "running"
-    assert seen.log.timeline("x") is None
-    seen.log.ended("x", None)
-    assert seen.value(table.REQUESTS, "done", "ok") == 0

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 
 import msgspec
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from rich.console import Console
 
-from omni_actors.cli.formatting import duration, size
-from omni_actors.cli.trace import show
 from omni_actors.protocol.telemetry import RequestTimeline, StageTimeline, TimelineEvent, TransferTimeline
 from omni_actors.telemetry.otlp import OtlpExporter
 from omni_actors.telemetry.request_log import Finished
 from omni_actors.telemetry.timeline import as_json, chrome_trace
-from tests.support.builders import submit
 from tests.support.request_log import Observed
 
 
@@ -81,15 +76,6 @@ def test_transfers_go_from_the_first_message_sent_to_the_last_one_received() -> 
     assert second["target"] == "coordinator"
 
 
-def test_a_clock_that_is_a_little_off_makes_no_phase_negative() -> None:
-    thinker, _ = as_json(recorded(first_input=999.0, started=1000.3))["stages"]
-    assert thinker["phases"] == [
-        {"name": "waiting", "at": 0.35, "seconds": 0.0},
-        {"name": "gathering", "at": 0.35, "seconds": 0.2},
-        {"name": "ending", "at": 0.55, "seconds": 0.5},
-    ]
-
-
 @pytest.mark.parametrize("request_id", ["r", 'a<b>&"c\x00\x1b', "ä" * 100])
 def test_a_chrome_trace_has_a_row_for_each_stage_and_transfer_whatever_the_id(request_id: str) -> None:
     trace = json.loads(msgspec.json.encode(chrome_trace(recorded(request_id, outcome="engine_error"))))
@@ -108,20 +94,6 @@ def test_a_chrome_trace_has_a_row_for_each_stage_and_transfer_whatever_the_id(re
     assert transfer["args"]["bytes"] == 2048
     marks = [event["name"] for event in events if event["ph"] == "i"]
     assert marks == ["submitted", "admitted", "bound", "first_audio", "ended"]
-
-
-def test_slices_of_a_chrome_trace_lie_within_those_around_them() -> None:
-    """Viewers nest slices of one row by their times; one that sticks out of its parent would be misplaced."""
-    timeline = recorded(first_input=1000.1000004, started=1000.3333336, first_step=1000.7999996)
-    slices = [event for event in chrome_trace(timeline)["traceEvents"] if event["ph"] == "X"]
-    (request,) = [event for event in slices if event["cat"] == "request"]
-    stages = {event["tid"]: event for event in slices if event["cat"] == "stage"}
-    found = [(event, stages[event["tid"]]) for event in slices if event["cat"] == "phase"]
-    assert len(found) == 4 + 6
-    for inner, outer in [*found, *((stage, request) for stage in stages.values())]:
-        assert outer["ts"] <= inner["ts"]
-        assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
-        assert inner["dur"] >= 0
 
 
 def test_a_transfer_belongs_to_the_attempt_that_sent() -> None:
@@ -147,32 +119,3 @@ def test_a_transfer_belongs_to_the_attempt_that_sent() -> None:
         ("thinker/0 to coordinator", ("thinker", 0)),
         *[("thinker/0 to talker/0", ("thinker", 0))] * 3,
     ]
-
-
-def test_an_empty_timeline_has_every_form() -> None:
-    seen = Observed()
-    seen.log.admitted("r", submit())
-    empty = msgspec.structs.replace(seen.log.timeline("r"), events=())
-    shown = as_json(empty)
-    assert shown["seconds"] == 0.0
-    assert shown["stages"] == []
-    assert shown["transfers"] == []
-    (request,) = [event for event in chrome_trace(empty)["traceEvents"] if event["ph"] == "X"]
-    assert request["dur"] == 0
-    console = Console(file=io.StringIO(), width=80)
-    show(empty, console)
-    assert "request r: running after 0 µs" in console.file.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 µs"), (0.00064, "640 µs"), (0.0123, "12.3 ms"), (0.64, "640 ms"), (4.56, "4.56 s")]
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "text"), [(44, "44 B"), (7168, "7.0 KiB"), (1.5 * 2**20, "1.5 MiB"), (3 * 2**30, "3.0 GiB")]
-)
-def test_sizes(n_bytes: float, text: str) -> None:
-    assert size(n_bytes) == text

@@ -46,18 +46,6 @@ def test_values_are_what_json_could_hold(text: str, expected: Any) -> None:
     assert value(text) == expected
 
 
-def test_an_alias_is_a_copy() -> None:
-    first, second = value("[&a {x: [1]}, *a]")
-    assert first == second
-    first["x"].append(2)
-    assert second == {"x": [1]}
-
-
-def test_merge_keys_give_defaults() -> None:
-    text = "a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: {y: 5, <<: [*a, {x: 9, z: 1}]}\nd: {'<<': 1}"
-    assert value(text) == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}, "c": {"x": 1, "y": 5, "z": 1}, "d": {"<<": 1}}
-
-
 def test_a_document_knows_on_which_line_its_values_stand() -> None:
     document = read("a: 1\nb:\n  - c: 2\n    d: 3\n", "f.yaml")
     assert document.line(("a",)) == 1
@@ -104,11 +92,6 @@ def test_what_is_refused_is_named_with_its_line(text: str, problem: str) -> None
     assert problem in message
 
 
-@pytest.mark.parametrize("text", ['a: "\\U99999999"', "a: \x07", "a: \0", "a: \udcff"])
-def test_texts_that_are_no_yaml(text: str) -> None:
-    assert "not valid YAML" in refused(text)
-
-
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "missing", "endless name", "latin-1", "UTF-16"])
 def test_only_regular_files_of_text_are_read(tmp_path: Path, kind: str) -> None:
     path = tmp_path / ("x" * 300 if kind == "endless name" else "f.yaml")
@@ -122,11 +105,6 @@ def test_only_regular_files_of_text_are_read(tmp_path: Path, kind: str) -> None:
         path.write_text("a: ä", encoding=kind)
     with pytest.raises(ConfigError, match=r"regular file|cannot read|not encoded in UTF-8"):
         read_file(path)
-
-
-def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
-    (tmp_path / "f.yaml").write_text("a: ü€😀", encoding="utf-8-sig")
-    assert read_file(tmp_path / "f.yaml").value == {"a": "ü€😀"}
 
 
 # -- bounds -----------------------------------------------------------------------------------------------------------
@@ -178,11 +156,3 @@ def test_what_is_just_within_the_bounds_is_read() -> None:
         (deep,) = deep
     assert deep == []
     assert value(f"'{'x' * (MAX_BYTES - 2)}'") == "x" * (MAX_BYTES - 2)
-
-
-def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "huge.yaml"
-    with path.open("wb") as file:
-        file.truncate(1 << 40)  # a hole
-    with pytest.raises(ConfigError, match="has more than 128 KiB"):
-        read_file(path)
