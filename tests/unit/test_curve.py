@@ -17,8 +17,8 @@ from zmq.utils import z85
 from omni_actors.cli.keys import main
 from omni_actors.client import AsyncOmniClient
 from omni_actors.client import async_client as client_module
-from omni_actors.errors import ConfigError, InvalidRequest, OmniError, Unauthorized
-from omni_actors.host.addresses import stays_on_host, tcp_host
+from omni_actors.errors import ConfigError, InvalidRequest, OmniError, RequestTimeout, Unauthorized
+from omni_actors.host.addresses import is_loopback, stays_on_host, tcp_host
 from omni_actors.protocol.control import Hello
 from omni_actors.protocol.header import Limits, ReplicaId
 from omni_actors.stage.events import Stop
@@ -29,7 +29,7 @@ from omni_actors.transport import sockets as sockets_module
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.curve import load_keys, make_client, make_cluster
 from omni_actors.transport.handshake_monitor import HandshakeMonitor
-from omni_actors.transport.sockets import Sockets, drain, try_send
+from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
 from omni_actors.transport.zap import EVERYONE, LOCAL, MEMBERS, ZapAuthenticator
 from tests.support import zmtp
 from tests.support.tcp import closed
@@ -232,6 +232,19 @@ def test_a_broken_file_locks_out_one(tmp_path: Path, contexts: list[Sockets]) ->
     assert refusal_of(contexts, handed, coordinator.client_endpoint, coordinator.clients) is None
 
 
+def test_wrong_keys_are_refused_with_the_reason(folder: Path, other: Path, contexts: list[Sockets]) -> None:
+    """Another pipeline's member and client, whose handshake cannot even be read, and a peer without keys."""
+    coordinator = Coordinator(contexts, folder)
+    for keys in (other, other / "clients" / "carol"):
+        refusal = refusal_of(contexts, keys, coordinator.client_endpoint, coordinator.clients)
+        assert isinstance(refusal, Unauthorized)
+        assert "hangs up" in str(refusal)
+        assert str(keys) in str(refusal)
+    refusal = refusal_of(contexts, None, coordinator.control_endpoint, coordinator.control)
+    assert isinstance(refusal, Unauthorized)
+    assert "asks for keys" in str(refusal)
+
+
 def test_keys_towards_a_pipeline_without(folder: Path, contexts: list[Sockets]) -> None:
     coordinator = Coordinator(contexts, None)
     refusal = refusal_of(contexts, folder, coordinator.control_endpoint, coordinator.control)
@@ -327,6 +340,13 @@ def test_loopback_needs_no_keys(contexts: list[Sockets], endpoint: str) -> None:
     assert refusal_of(contexts, None, reached, socket) is None
 
 
+def test_with_keys_all_addresses_may_be_bound(folder: Path, contexts: list[Sockets]) -> None:
+    contexts.append(Sockets(keys=load_keys(folder)))
+    socket, reached = contexts[0].pull("tcp://0.0.0.0:0")
+    port = reached.rpartition(":")[2]
+    assert refusal_of(contexts, folder, f"tcp://127.0.0.1:{port}", socket) is None
+
+
 def test_a_client_binds_nothing(folder: Path, contexts: list[Sockets]) -> None:
     contexts.append(Sockets(keys=load_keys(folder / "clients" / "alice")))
     with pytest.raises(ConfigError, match="client's keys"):
@@ -340,6 +360,14 @@ def test_other_schemes_are_refused(contexts: list[Sockets], endpoint: str) -> No
     contexts.append(Sockets())
     with pytest.raises(InvalidRequest, match="is not an endpoint"):
         contexts[0].push(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("localhost", True), ("127.9.9.9", True), ("::1", True), ("10.0.0.1", False), ("example.com", False), ("", False)],
+)
+def test_loopback_hosts(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
 
 
 def test_hosts_of_endpoints() -> None:
@@ -376,6 +404,36 @@ async def test_a_refused_client_knows_why_at_once_in_every_wait(
         assert time.monotonic() - began < REFUSED_SECONDS
         with pytest.raises(Unauthorized):
             await client.submit("again", modalities=["text"])
+
+
+async def test_a_client_that_was_refused_before_it_sends_knows_why(
+    tmp_path: Path, folder: Path, contexts: list[Sockets], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its event loop has not read the refusal yet, and zmq takes no message while it ends the connection."""
+    coordinator = Coordinator(contexts, folder)
+    monitors: list[HandshakeMonitor] = []
+    make_dealer = Sockets.dealer
+
+    def recorded(sockets: Sockets, endpoint: str, identity: bytes) -> tuple[Socket, HandshakeMonitor]:
+        socket, monitor = make_dealer(sockets, endpoint, identity)
+        monitors.append(monitor)
+        return socket, monitor
+
+    monkeypatch.setattr(Sockets, "dealer", recorded)
+    async with AsyncOmniClient(coordinator.client_endpoint, keys=revoked_client(tmp_path, folder)) as client:
+        # Blocks the event loop, which would read the refusal.
+        until(lambda: monitors[0].socket.poll(0), what="the refusal")
+        monkeypatch.setattr(client_module, "try_send", lambda *_: False)
+        with pytest.raises(Unauthorized):
+            await client.submit("hello", modalities=["text"])
+
+
+async def test_an_accepted_client_waits_for_answers(folder: Path, contexts: list[Sockets]) -> None:
+    coordinator = Coordinator(contexts, folder)
+    async with AsyncOmniClient(coordinator.client_endpoint, keys=folder / "clients" / "alice") as client:
+        with pytest.raises(RequestTimeout):  # no one reads the coordinator's socket
+            await client.describe(timeout=0.5)
+    assert drain(coordinator.clients)
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------

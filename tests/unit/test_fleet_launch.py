@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import omni_actors
-from omni_actors.coordinator.core.fleet import ABSENT_SECONDS
-from omni_actors.coordinator.core.instructions import Progress, ReplicaLost, ReplicaReady, ReplicaRegistered
+from omni_actors.coordinator.core.fleet import ABSENT_SECONDS, LAST_LOG_SECONDS
+from omni_actors.coordinator.core.instructions import (
+    Progress,
+    ReplicaLost,
+    ReplicaReady,
+    ReplicaRegistered,
+    ReplicaSpawned,
+)
+from omni_actors.coordinator.core.launch import Launch
 from omni_actors.coordinator.core.states import LaunchState, ReplicaState
 from omni_actors.protocol.client import Operation
 from omni_actors.protocol.control import Fatal, Hello, Loading, Ready, Reregister, Shutdown, Welcome
@@ -24,6 +31,7 @@ from tests.support.fleet import (
     announced,
     gives_up,
     losses,
+    one_host,
     progress,
     starts,
     to_node,
@@ -61,6 +69,24 @@ def test_a_first_start_from_the_hello_of_the_node_to_ready() -> None:
     assert world.fleet.launch.state is LaunchState.LAUNCHED
 
 
+def test_every_replica_is_expected_before_its_node_has_come() -> None:
+    world = World(two_hosts())
+    assert [item for item in world.seen if isinstance(item, ReplicaSpawned)][-1] == ReplicaSpawned("code2wav", 0, 0)
+    world.node_hello()
+    (report,) = [report for report in progress(world.wait(5.1)) if report.is_line]
+    assert "missing: node 1, " in report.text
+    assert "talker/1 (waiting for node 1)" in report.text
+
+
+def test_progress_is_redrawn_all_the_time_and_printed_ever_more_seldom() -> None:
+    fleet = World().fleet
+    launch = Launch(fleet.replicas, fleet.nodes, fleet.health, 0.0, 0.0, started=-2.0)
+    seen = {quarter / 4: report for quarter in range(400) for report in launch.reports(quarter / 4)}
+    assert list(seen) == [half / 2 for half in range(1, 200)]
+    assert [time for time, report in seen.items() if report.is_line] == [5.0, 15.0, 35.0, 75.0]
+    assert seen[15.0].text.startswith("0 of 4 ready after 17 s; missing: ")
+
+
 def test_a_stage_left_without_replicas_ends_the_launch_with_its_log() -> None:
     world = World()
     world.node_hello()
@@ -79,6 +105,27 @@ def test_a_stage_left_without_replicas_ends_the_launch_with_its_log() -> None:
     assert to_node(end, Shutdown) == [Shutdown(reason=reason, failed=True)]
 
 
+def test_one_of_two_replicas_that_dies_at_the_start_restarts() -> None:
+    world = World(one_host(talker={"replicas": 2}))
+    world.node_hello()
+    ended = world.ended("talker", 1, "killed by signal 9")
+    assert announced(ended) == [
+        "talker/1 died (killed by signal 9) while starting process.\ntalker/1 restarts in 0.0 s",
+        "starting talker/1 again",
+    ]
+    assert starts(ended) == ["talker/1"]
+    assert not gives_up(ended)
+
+
+def test_a_pipeline_is_ready_without_a_replica_that_was_given_up_at_the_start() -> None:
+    world = World(one_host(talker={"replicas": 2, "restarts": 0}))
+    world.node_hello()
+    assert announced(world.ended("talker", 1))[0].startswith("degraded: talker/1 died")
+    for stage in STAGES:
+        ready = world.ready(stage)
+    assert announced(ready)[-1].startswith("ready after")
+
+
 def test_a_startup_timeout_ends_the_launch_with_the_log_of_the_late_one() -> None:
     world = World(startup_timeout=3.0)
     world.node_hello()
@@ -91,6 +138,23 @@ def test_a_startup_timeout_ends_the_launch_with_the_log_of_the_late_one() -> Non
     (reason,) = gives_up(world.ended("thinker", how="killed by signal 9", log="still loading"))
     assert reason.startswith("thinker/0 is not ready in time while starting process.")
     assert "still loading" in reason
+
+
+def test_a_startup_timeout_does_not_wait_for_ever_for_the_log() -> None:
+    world = World(two_hosts(), startup_timeout=3.0)
+    world.node_hello()
+    assert not gives_up(world.wait(2.1))
+    (reason,) = gives_up(world.wait(LAST_LOG_SECONDS))
+    assert reason == "prompt/0 is not ready in time while starting process."
+
+
+def test_a_lost_node_ends_a_launch_that_has_not_come_up() -> None:
+    world = World(two_hosts())
+    world.node_hello()
+    world.node_hello(rank=1)
+    assert gives_up(world.node(NodeLeaving("a signal"), 1)) == [
+        "Node 1 was lost while the pipeline started: it leaves: a signal"
+    ]
 
 
 def test_a_node_with_another_configuration_is_refused() -> None:
@@ -131,6 +195,15 @@ def test_a_restarted_coordinator_adopts_what_runs_and_starts_what_is_missing() -
     assert world.state("talker") is ReplicaState.LOADING
     assert world.replica("talker").phase == "registering again"
     assert announced(world.says("talker", Ready(seconds=0.1)))[0].startswith("talker/0 ready in 0.1 s")
+
+
+def test_a_hello_before_that_of_its_node_waits_for_it() -> None:
+    world = World()
+    assert world.hello("talker", epoch=501, spawn_epoch=500) == []
+    hello = world.node_hello(*running(*STAGES), launched=True)
+    assert to_stage(hello, Welcome) == ["talker/0"]
+    assert world.state("talker") is ReplicaState.LOADING
+    assert world.state("thinker") is ReplicaState.STARTING
 
 
 def test_a_process_that_the_pipeline_does_not_need_is_killed_by_its_node_and_refused() -> None:
@@ -174,6 +247,31 @@ def test_a_silent_node_is_away_and_takes_back_what_still_runs_when_it_returns() 
     world.hello("talker", 1, epoch=epoch + 1, spawn_epoch=epoch)
     world.says("talker", Ready(seconds=0.0), 1)
     assert world.state("talker", 1) is ReplicaState.READY
+
+
+def test_a_node_that_returns_empty_starts_its_replicas() -> None:
+    world = World(two_hosts()).launch()
+    world.node(NodeLeaving("a signal"), 1)
+    assert world.state("talker", 1) is ReplicaState.DEAD
+    assert starts(world.node_hello(rank=1), 1) == ["talker/1"]
+
+
+def test_a_node_may_be_lost_while_a_replica_waits_for_its_restart() -> None:
+    world = World(two_hosts(restart_backoff=20.0)).launch()
+    world.ended("talker", 1)
+    world.ended("talker", 1)
+    assert world.state("talker", 1) is ReplicaState.WAITING
+    world.node(NodeLeaving("a signal"), 1)
+    assert world.state("talker", 1) is ReplicaState.DEAD
+    assert starts(world.node_hello(rank=1), 1) == ["talker/1"]
+
+
+def test_what_a_node_no_longer_runs_has_died() -> None:
+    world = World().launch()
+    others = [world.replica(stage) for stage in ("prompt", "thinker", "code2wav")]
+    hello = world.node_hello(*(RunningReplica(item.stage, 0, item.spawn_epoch, 7) for item in others))
+    assert losses(hello) == {"talker/0": "its node knows nothing of it"}
+    assert starts(hello) == ["talker/0"]
 
 
 def test_a_replica_does_not_restart_while_its_node_is_away() -> None:

@@ -2,10 +2,77 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "omni_actors"
+CORE = PACKAGE / "coordinator" / "core"
+
+ONLY_IN = {  # third-party module -> who may import it
+    "zmq": {"transport"},
+    "vllm": {"engine"},
+    "torch": {"engine"},
+    "transformers": {"engine"},
+    "prometheus_client": {"telemetry", "cli"},
+    "opentelemetry": {"telemetry"},
+    "rich": {"cli", "client"},
+    "pickle": set(),
+    "cloudpickle": set(),
+    "marshal": set(),
+    "shelve": set(),
+    "dill": set(),
+}
+PURE = {
+    "zmq",
+    "asyncio",
+    "threading",
+    "socket",
+    "time",
+    "queue",
+    "subprocess",
+    "logging",
+    "os",
+}  # not in coordinator/core
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def owner(path: Path) -> str:
+    """The package or module of the table that a file belongs to."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports(path: Path) -> list[tuple[str, ast.AST]]:
+    """Dotted names that a file imports, wherever in it."""
+    found: list[tuple[str, ast.AST]] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module == "omni_actors":
+                found += [(f"omni_actors.{alias.name}", node) for alias in node.names]
+            else:
+                found.append((node.module or "", node))
+    return found
+
+
+def test_libraries_are_imported_by_their_owners_only() -> None:
+    for path in modules():
+        me = owner(path)
+        for name, node in imports(path):
+            library = name.split(".")[0]
+            if library in ONLY_IN:
+                assert me in ONLY_IN[library], f"{path}:{node.lineno}: {me} may not import {library}"
+            if CORE in path.parents:
+                assert library not in PURE, f"{path}:{node.lineno}: the core is pure, {library} is not"
 
 
 def loaded_by(code: str) -> set[str]:
@@ -36,3 +103,7 @@ def test_the_launcher_loads_no_coordinator() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout == "[]\n"
+
+
+def test_core_loads_no_zmq() -> None:
+    assert "zmq" not in loaded_by("import omni_actors.coordinator.core.requests")

@@ -9,7 +9,7 @@ import pytest
 
 from omni_actors.cli.keys import main
 from omni_actors.errors import ConfigError
-from omni_actors.transport.curve import load_keys, make_client, make_cluster
+from omni_actors.transport.curve import Keys, load_keys, make_client, make_cluster
 from omni_actors.transport.zap import REVOKED_SECONDS, KeyOwner, KeyOwners
 
 
@@ -35,6 +35,12 @@ def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture) -> 
     assert main([str(folder), "--client", "alice"]) == 2
     assert "exists already" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["", "../x", "Alice", "a/b", ".x", "x" * 65, "cluster"])
+def test_names_of_clients_are_plain(folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="not a valid name"):
+        make_client(folder, name)
 
 
 def test_a_client_cannot_allow_clients(folder: Path) -> None:
@@ -63,6 +69,13 @@ def test_what_others_can_reach_is_refused(tmp_path: Path, name: str, mode: int) 
         load_keys(tmp_path / "k")
     with pytest.raises(ConfigError, match="Others may use"):
         make_client(tmp_path / "k", "alice")
+
+
+def test_making_keys_refuses_an_open_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="Others may use the folder"):
+        make_cluster(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -132,3 +145,18 @@ def test_who_may_operate(tmp_path: Path) -> None:
         for operator in (False, True):
             with pytest.raises(ConfigError, match="exists already"):
                 make_client(tmp_path / "k", taken, operator)
+
+
+def test_the_files_are_read_once_a_second_for_a_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much a locked-out client sends."""
+    reads: list[int] = []
+    read = KeyOwners.read
+
+    def counted(owners: KeyOwners, keys: Keys) -> dict[bytes, KeyOwner]:
+        reads.append(1)
+        return read(owners, keys)
+
+    monkeypatch.setattr(KeyOwners, "read", counted)
+    owners = KeyOwners(load_keys(folder), lambda: 0.0)
+    assert {owners.of(b"x" * 40) for _ in range(100)} == {None}
+    assert len(reads) == 1

@@ -114,6 +114,17 @@ def test_a_flac_that_hides_its_length_is_refused_at_the_limit() -> None:
     assert len(read(AUDIO_FILE, bytes(data))) == AUDIO_RATE
 
 
+def test_a_wav_that_announces_more_than_it_holds_is_read_to_its_end() -> None:
+    data = wav_header(AUDIO_RATE, 1, 0xFFFFFF00) + bytes(2 * 800)
+    assert header(AUDIO_FILE, data) == 4 * 800
+    assert len(read(AUDIO_FILE, data)) == 800
+
+
+def test_an_ogg_of_several_streams_is_read_like_its_first() -> None:
+    chained = sound((8000, 1), 8000, "OGG", "VORBIS") + sound((48_000, 2), 48_000, "OGG", "VORBIS")
+    assert len(read(AUDIO_FILE, chained)) <= 2 * AUDIO_RATE
+
+
 @pytest.mark.parametrize(
     ("data", "error", "text"),
     [
@@ -173,6 +184,12 @@ def test_recordings_of_phones_and_browsers_are_read(kind: str) -> None:
         assert abs(header(AUDIO_FILE, data) - 48_000 * 2 * 4) < 48_000
 
 
+def test_a_cover_is_no_video() -> None:
+    data = recording("mp4", cover=True)
+    assert sniff(data) == "audio"
+    assert len(read(AUDIO_FILE, data)) > AUDIO_RATE * 7 // 8
+
+
 @pytest.mark.parametrize("kind", RECORDINGS)
 def test_recordings_are_limited_by_their_header_and_by_what_they_hold(kind: str) -> None:
     data = recording(kind, seconds=2.0)
@@ -198,6 +215,27 @@ def test_samples_that_are_not_finite_are_refused_in_any_block() -> None:
     samples[-1] = np.nan
     with pytest.raises(MalformedMedia, match="NaN"):
         read(AUDIO_ARRAY, samples.tobytes(), 48_000)
+
+
+def test_an_image_announces_its_pixels_and_is_refused_before_it_is_unpacked() -> None:
+    data = picture(2000, 1500)
+    assert header(IMAGE_FILE, data) == 2000 * 1500 * 3
+    with pytest.raises(MediaTooLarge, match="2000 x 1500 pixels; at most 2000000"):
+        header(IMAGE_FILE, data, image_pixels=2_000_000)
+    with pytest.raises(MediaTooLarge, match="exceed 8999999 bytes"):
+        read(IMAGE_FILE, data, decoded_bytes=8_999_999)
+    assert read(IMAGE_FILE, data, decoded_bytes=9_000_000).shape == (1500, 2000, 3)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF"])
+def test_of_an_animation_only_the_first_picture_is_read(kind: str) -> None:
+    pixels = read(IMAGE_FILE, picture(64, 32, kind, frames=30), decoded_bytes=64 * 32 * 3)
+    assert pixels.shape == (32, 64, 3)
+
+
+def test_other_image_formats_are_not_read() -> None:
+    with pytest.raises(MalformedMedia, match="PNG, JPEG, WEBP or GIF"):
+        read(IMAGE_FILE, picture(64, 32, "TIFF", frames=30))
 
 
 def test_a_photograph_of_too_many_pixels_is_decoded_smaller() -> None:
@@ -238,3 +276,7 @@ def test_a_video_that_names_other_files_is_not_followed(
     monkeypatch.chdir(folder)
     with pytest.raises(MalformedMedia):
         read(VIDEO_FILE, b"ffconcat version 1.0\nfile secret.mp4\n")
+
+
+def test_files_are_told_apart_by_their_content() -> None:
+    assert [sniff(data) for data in (picture(8, 8), sound((99, 1), 16_000), film(2, 64))] == ["image", "audio", "video"]

@@ -67,6 +67,15 @@ def test_so_do_the_tenants_of_one_client_within_what_it_can_have() -> None:
     assert granted(made) == ["library"]
 
 
+def test_a_client_gains_nothing_by_inventing_tenants() -> None:
+    made = slots(256)
+    for number in range(1000):
+        flood(made, 1, "inventor", tenant=str(number))
+    assert len(granted(made)) == 240
+    flood(made, 1, "honest")
+    assert granted(made) == ["honest"]
+
+
 # -- whose turn it is -------------------------------------------------------------------------------------------------
 
 
@@ -102,6 +111,33 @@ def test_within_their_shares_urgent_requests_go_first_then_those_of_clients_with
     for late in (ticket("b", 3), ticket("c", 3), ticket("c", 2), ticket("d", 3), ticket("a", -9)):
         made.enter(late)
     assert turns(made, running, 2) == ["c", "d"], "the one with priority 2, then one that had nothing yet"
+
+
+def test_of_two_below_their_share_the_one_with_fewer_slots_goes_first() -> None:
+    made = slots(12)
+    running = [ticket("few"), *(ticket("more") for _ in range(4)), ticket("few"), *(ticket("rest") for _ in range(5))]
+    for one in running:
+        made.enter(one)
+        made.next()
+    flood(made, 3, "few")
+    flood(made, 3, "more")
+    running[0], running[-1] = running[-1], running[0]
+    made.enter(ticket("rest"))
+    made.leave(running.pop().request_id)
+    assert turns(made, running, 2) == ["few", "few"], "although it got its last slot later"
+
+
+def test_a_blocked_request_does_not_hold_up_those_of_others() -> None:
+    blocked = {"talker"}
+    made = slots(4, blocked=blocked)
+    made.enter(ticket("a", stages=("prompt", "talker")))
+    assert granted(made) == []
+    made.enter(ticket("b", stages=("prompt",)))
+    assert granted(made) == ["b"]
+    blocked.clear()
+    assert granted(made) == [], "nobody has said that anything changed"
+    made.look_again()
+    assert granted(made) == ["a"]
 
 
 # -- a line that is too long ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from omni_actors.coordinator.core.instructions import Instruction, ToClient
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.coordinator.core.states import Evidence, ReplicaEvent, ReplicaState, evidence_of
-from omni_actors.coordinator.core.suspects import EMPTY_SECONDS, GUILTY, MARGIN_SECONDS, SUSPECT
+from omni_actors.coordinator.core.suspects import EMPTY_SECONDS, GUILTY, MARGIN_SECONDS, RUN_SECONDS, SUSPECT
 from omni_actors.errors import ErrorCode
 from omni_actors.protocol.client import Done
 from omni_actors.protocol.common import Abort, Failed
@@ -107,6 +107,40 @@ def test_suspects_that_the_stage_finishes_are_cleared_and_the_next_group_runs() 
     assert opened_requests(state.tick(NOW)) == {"n"}
 
 
+def test_a_suspect_that_runs_for_longer_than_it_took_to_crash_is_cleared() -> None:
+    state = ready(max_in_flight=9)
+    ask_all(state, "ab")
+    for seconds in (1.0, 4.0):
+        lose(state, "thinker", now=NOW + seconds)
+        bring_back(state, "thinker", now=NOW + seconds)
+    assert on(state) == "a"
+    began = NOW + 4.0
+    passes = 2 * 3.0 + MARGIN_SECONDS  # of the two runs the second was the longer one
+    assert opened_requests(state.tick(began + passes - 0.1)) == set()
+    ask_all(state, "n")
+    assert "n" not in on(state)
+    state.tick(began + passes)
+    assert state.active["a"].suspected_by is None
+    assert on(state) == "a", "the replica is to be empty for the other suspect"
+    state.tick(began + passes + EMPTY_SECONDS)
+    assert on(state) == "ab", "but that is not waited for as long as the other one may take"
+    lost = lose(state, "thinker", now=began + passes + EMPTY_SECONDS + 1)
+    assert not [item for item in lost if isinstance(item, ToClient)], "it was not alone"
+    bring_back(state, "thinker")
+    assert on(state) == "b"
+    assert failure(lose(state, "thinker")).code is ErrorCode.POISON
+
+
+def test_no_run_lasts_longer_than_a_minute() -> None:
+    state = ready(max_in_flight=9, default_timeout=1000)
+    ask_all(state, "ab")
+    for seconds in (100.0, 200.0):
+        lose(state, "thinker", now=NOW + seconds)
+        bring_back(state, "thinker", now=NOW + seconds)
+    state.tick(NOW + 200.0 + RUN_SECONDS)
+    assert state.active["a"].suspected_by is None
+
+
 def test_a_request_is_poison_only_if_it_ran_alone_at_the_crash() -> None:
     """Another poisonous request comes each time: the one that was there at every loss has done nothing."""
     state = ready(max_in_flight=9)
@@ -120,6 +154,15 @@ def test_a_request_is_poison_only_if_it_ran_alone_at_the_crash() -> None:
     assert on(state) == "i"
     finish(state, "i")
     assert state.in_flight == 0
+
+
+def test_a_crash_in_company_condemns_no_one_whatever_came_before() -> None:
+    state = ready(max_in_flight=9)
+    ask_all(state, "a")
+    crash(state)
+    ask_all(state, "b")
+    assert not [item for item in crash(state) if isinstance(item, ToClient)]
+    assert on(state) == "a", "it is a suspect now, and runs alone"
 
 
 def test_two_kills_count_as_much_as_one_crash() -> None:
@@ -172,6 +215,38 @@ def test_a_loss_without_evidence_is_not_recorded() -> None:
     assert state.active["r1"].losses == []
 
 
+def test_several_groups_run_at_a_time_but_one_replica_stays_for_the_others() -> None:
+    state = ready(replicas=3, max_in_flight=20)
+    ask_all(state, "abcdefghi")
+    crash(state, 0)
+    crash(state, 1)
+    crash(state, 2)
+    for index in range(3):
+        crash(state, index)
+    groups = [index for index in range(3) if state.replicas.current("thinker", index).reserved]
+    assert len(groups) == 2
+    ask_all(state, "n")
+    (free,) = {0, 1, 2} - set(groups)
+    assert "n" in on(state, free)
+
+
+def test_of_two_replicas_the_one_that_is_left_takes_others_while_the_other_restarts() -> None:
+    state = ready(replicas=2, max_in_flight=9)
+    ask_all(state, "abcd")  # a and c on thinker/0
+    lose(state, "thinker", 0)
+    lose(state, "thinker", 1)
+    bring_back(state, "thinker", 0)
+    assert on(state, 0) == "bd", "a and c are suspects"
+    bring_back(state, "thinker", 1)
+    assert on(state, 1) == "a"
+    lose(state, "thinker", 1, evidence=Evidence.NONE)
+    assert on(state, 0) == "bd"
+    assert not state.replicas.current("thinker", 0).reserved
+    state.replicas.current("thinker", 1).on(ReplicaEvent.GIVEN_UP)
+    state.tick(NOW)
+    assert state.replicas.current("thinker", 0).reserved, "there will be no other one"
+
+
 def test_nothing_stays_reserved_when_suspects_end() -> None:
     state = ready(max_in_flight=9)
     ask_all(state, "abcd")
@@ -182,6 +257,22 @@ def test_nothing_stays_reserved_when_suspects_end() -> None:
     assert not any(replica.reserved for replica in state.replicas)
     ask_all(state, "n")
     assert on(state) == "n"
+
+
+def test_a_group_whose_members_wait_for_another_stage_lets_others_in() -> None:
+    state = ready(max_in_flight=9)
+    for name in "ab":
+        ask(state, name)
+    crash(state)
+    crash(state)
+    lose(state, "talker")
+    assert state.replicas.current("thinker", 0).requests == {"a"}, "it goes on"
+    lose(state, "prompt")
+    assert on(state) == ""
+    state.tick(NOW)
+    ask_all(state, "n")
+    bring_back(state, "prompt")
+    assert on(state) == "n", "the suspects wait for the talker"
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
