@@ -81,12 +81,12 @@ class Stage:
 
     def __init__(self, pipeline: config.PipelineConfig, stage: config.StageConfig, output_tokens: int) -> None:
         from omni_actors.engine.factory import build_stage_engine
-        from omni_actors.engine.models.qwen2_5_omni.talker_adapter import TalkerAdapter
+        from omni_actors.engine.models.qwen2_5_omni.talker_adapter import CodeTalkerAdapter
 
         self.name = stage.name
         self.engine = build_stage_engine(pipeline, stage, lambda phase: print(phase, file=sys.stderr, flush=True))
         self.diffusion = stage.kind is config.StageKind.DIFFUSION
-        self.takes_rows = not self.diffusion and isinstance(self.engine.adapter, TalkerAdapter)
+        self.takes_rows = not self.diffusion and isinstance(self.engine.adapter, CodeTalkerAdapter)
         self._output_tokens = output_tokens
 
     def inputs(self, tokens: int) -> Any:

@@ -28,7 +28,7 @@ from omni_actors.stage.engine_interface import (
     StageInputs,
     StageRequest,
 )
-from omni_actors.stage.processors import Action, Extend, Piece, Skip, Start, StreamProcessor
+from omni_actors.stage.processors import Action, Extend, InputPiece, Skip, Start, StreamProcessor
 
 # --8<-- [start:processor]
 
@@ -40,7 +40,7 @@ class SoundPieces(StreamProcessor):
         super().__init__(start_after, sources)
         self._started = False
 
-    def feed(self, source: str, piece: Piece) -> list[Action]:
+    def feed(self, source: str, piece: InputPiece) -> list[Action]:
         samples = piece.tensors.get(SAMPLES)
         if self._started:
             return [Extend(samples, complete=piece.final)]

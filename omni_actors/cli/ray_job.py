@@ -26,7 +26,7 @@ from omni_actors.config.devices import MOST_GPUS
 from omni_actors.errors import ConfigError, OmniError, StartupError
 from omni_actors.host import ray_cluster
 from omni_actors.host.processes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
-from omni_actors.launcher.ray_node import ACTOR_VARIABLES, RayNode, Report, describe_end
+from omni_actors.launcher.ray_node import ACTOR_VARIABLES, LauncherOutput, RayNode, describe_end
 from omni_actors.transport.curve import ALLOWED, CLUSTER, OPERATORS, PUBLIC, SECRET, load_keys, make_cluster
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class _Job:
         self._pipeline, self._arguments, self._keys = pipeline, arguments, keys
         self._nodes: list[Any] = []  # handles of the actors; Ray's types know none of their methods
         self._names: list[str] = []
-        self._running: dict[ObjectRef[Report], int] = {}
+        self._running: dict[ObjectRef[LauncherOutput], int] = {}
         self._code = EXIT_OK
         self._signals = 0
         self._kill_at: float | None = None
@@ -148,7 +148,7 @@ class _Job:
         for reference in ready:
             rank = self._running.pop(reference)
             try:
-                report: Report = ray.get(reference)
+                report: LauncherOutput = ray.get(reference)
             except ray.exceptions.RayError as error:
                 self._ended(rank, EXIT_FAILED, f"is lost ({type(error).__name__}: its Ray node or its actor has died)")
                 continue

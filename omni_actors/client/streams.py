@@ -15,8 +15,7 @@ from omni_actors.errors import OmniError
 from omni_actors.protocol.client import Done
 from omni_actors.protocol.fields import Scalar, unpack_token_ids
 from omni_actors.protocol.payloads import PositionLogprobs, PromptPosition
-from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Output, StageUsage, TextDelta
-from omni_actors.protocol.results import Progress as ProgressMessage
+from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Output, StageUsage, StepsDone, TextDelta
 from omni_actors.protocol.tensors import HostTensor, TensorRef
 from omni_actors.protocol.tools import CollectedCalls, ToolCall, ToolCallPiece
 
@@ -161,7 +160,7 @@ def item_of(body: Output, tensor: Callable[[TensorRef], HostTensor]) -> StreamIt
         case LatentsChunk():
             latents = tensor(body.latents)
             return Latents(latents._replace(data=bytes(latents.data)))
-        case ProgressMessage():
+        case StepsDone():
             return Progress(body.stage, body.step, body.steps)
 
 

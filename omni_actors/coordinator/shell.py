@@ -25,13 +25,13 @@ from omni_actors.coordinator.core.instructions import (
     Instruction,
     Log,
     Measured,
-    Progress,
     Remember,
     ReplicaLost,
     ReplicaReady,
     ReplicaRegistered,
     ReplicaRemoved,
     ReplicaSpawned,
+    ShowProgress,
     TellNode,
     TellReplica,
     ToClient,
@@ -351,7 +351,7 @@ class Coordinator:
         match instruction:
             case Announce(text):
                 say(text)
-            case Progress(text, is_line):
+            case ShowProgress(text, is_line):
                 redraw(text, is_line)
             case Log(level, text, stage):
                 logger.log(level, "%s", text, extra={"stage": stage})

@@ -42,7 +42,7 @@ FIRST_JOB = "/0"  # suffix of the id of a request's first job
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningStream:
     """A request; `job_id` is the job in the core, if there is one, `jobs` and `steps` count those submitted so far.
 
     `job` is the one in the core, of which `done` steps are done, and `answered` says that there was output. `claim` is
@@ -72,7 +72,7 @@ class _Running:
         return self.made.runs_out if self.made.first else self.first_due
 
 
-class DiffusionEngine(VllmEngine[_Running]):
+class DiffusionEngine(VllmEngine[_RunningStream]):
     """Runs a `DiffusionModelRunner`, whose output is sound, a picture or latents.
 
     A request is a `DiffusionStream`; its jobs become requests of vLLM, one after the other, so that whatever vLLM does
@@ -90,7 +90,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         self._jobs: dict[str, str] = {}  # id of a job in the core -> request
         self._keeps = bool(arguments.model_config.decode.get("smooth_start", True))  # first sounds, for a while
         self._forecast = Forecast(self._scheduler.places)
-        self._keeping: dict[str, _Running] = {}  # requests with sound that has not left
+        self._keeping: dict[str, _RunningStream] = {}  # requests with sound that has not left
 
     @property
     def _scheduler(self) -> DiffusionMixin:
@@ -106,7 +106,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         self._check_new(request.request_id)
         stream = self._runner.open(request, inputs)
         first_due = self._scheduler.clock() + FIRST_SECONDS
-        running = _Running(request, stream, first_due, self._forecast.arrivals())
+        running = _RunningStream(request, stream, first_due, self._forecast.arrivals())
         self._requests[request.request_id] = running
         running.arrivals.add(self._scheduler.clock(), stream.input_tokens)
         self._submit(running)
@@ -135,7 +135,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         running = self._requests.get(request_id)
         return running is not None and running.job_id is None
 
-    def _submit(self, running: _Running) -> None:
+    def _submit(self, running: _RunningStream) -> None:
         """Add the next job of a request to the core, if its input has arrived."""
         stream = running.stream
         job = stream.next_job()
@@ -160,7 +160,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         running.steps += job.num_steps
         self._jobs[job_id] = running.request.request_id
 
-    def _rank(self, running: _Running) -> float:
+    def _rank(self, running: _RunningStream) -> float:
         """By which its pieces are ordered: those of a listener who hears already come before those of others."""
         return running.due - (HEARD_SECONDS if self._keeps and running.left else 0.0)
 
@@ -175,7 +175,7 @@ class DiffusionEngine(VllmEngine[_Running]):
             self.core.abort([running.job_id])
         self._release(running)
 
-    def _release(self, running: _Running) -> None:
+    def _release(self, running: _RunningStream) -> None:
         """Free the device memory of a request that has ended, and its claim."""
         running.stream.close()
         self._scheduler.release(running.request.request_id)
@@ -245,7 +245,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         return [*events, done]
 
     def _take_audio(
-        self, request_id: str, running: _Running, job: DiffusionJob | None, audio: torch.Tensor | None
+        self, request_id: str, running: _RunningStream, job: DiffusionJob | None, audio: torch.Tensor | None
     ) -> None:
         """Check a piece of sound, and keep it until it leaves."""
         if audio is None:  # all of it is held back until the next chunk, or this is no sound
@@ -269,7 +269,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         for running in kept:
             running.leaves = outlooks[running.request.request_id].leaves()
 
-    def _outlook(self, running: _Running) -> Outlook:
+    def _outlook(self, running: _RunningStream) -> Outlook:
         """What is to be made of a request."""
         job = running.job if running.job_id is not None else None
         now = [Ahead(running.made.seconds, job.share, max(1, job.num_steps - running.done))] if job is not None else []
@@ -283,7 +283,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         leaving = [running for running in self._keeping.values() if running.leaves <= now]
         return [event for running in leaving for event in self._let_go(running)]
 
-    def _let_go(self, running: _Running) -> list[EngineEvent]:
+    def _let_go(self, running: _RunningStream) -> list[EngineEvent]:
         """The request's sound, which may leave now."""
         self._keeping.pop(running.request.request_id, None)
         running.left |= bool(running.kept)
@@ -325,7 +325,7 @@ class DiffusionEngine(VllmEngine[_Running]):
         super().shutdown()
 
 
-def _progress(running: _Running) -> list[ProgressEvent]:
+def _progress(running: _RunningStream) -> list[ProgressEvent]:
     """That one more step of the request's job is done, if the job is one that says so."""
     running.done += 1
     if running.job is None or not running.job.reports_progress:

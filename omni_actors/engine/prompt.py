@@ -27,7 +27,7 @@ from omni_actors.engine.prompt_processing import PromptProcessor
 from omni_actors.engine.text_prompts import TextPromptProcessor
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.logs import trace_of
-from omni_actors.media.decoders import THREADS, Decoder, DecoderThreads
+from omni_actors.media.decoders import THREADS, DecoderThreads, MediaDecoder
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.payloads import Prompt
 from omni_actors.protocol.results import FinishReason
@@ -78,7 +78,7 @@ class PromptEngine(StageEngine):
         self._instruction = arguments.model_config.instruction
         self._texts: dict[str, _Waiting] = {}  # by request, in order of arrival; so are the two below
         self._media: dict[str, _Waiting] = {}
-        self._running: dict[str, tuple[_Waiting, Decoder]] = {}
+        self._running: dict[str, tuple[_Waiting, MediaDecoder]] = {}
         self._threads = DecoderThreads()
         self._free = THREADS  # those that have neither work nor a result that no step has taken
         self._ready: queue.SimpleQueue[tuple[_Waiting, Future[Processed]]] = queue.SimpleQueue()
@@ -205,10 +205,10 @@ class PromptEngine(StageEngine):
             self._running[request_id] = waiting, decoder
             decoder.future.add_done_callback(self._reporter(waiting))
 
-    def _submit(self, waiting: _Waiting) -> Decoder:
+    def _submit(self, waiting: _Waiting) -> MediaDecoder:
         return self._threads.submit(lambda decoder: self._process(waiting, decoder))
 
-    def _process(self, waiting: _Waiting, decoder: Decoder | None = None) -> Processed:
+    def _process(self, waiting: _Waiting, decoder: MediaDecoder | None = None) -> Processed:
         request = waiting.request
         return self.prompts.process(request.request_id, waiting.prompt, waiting.tensors, decoder, request.params)
 

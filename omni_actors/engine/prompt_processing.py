@@ -22,7 +22,7 @@ from omni_actors.engine.models import PromptMedia
 from omni_actors.engine.sound_pieces import in_pieces
 from omni_actors.engine.text_prompts import NO_PARAMS, TextPromptProcessor
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest
-from omni_actors.media.decoders import Decoder
+from omni_actors.media.decoders import MediaDecoder
 from omni_actors.media.limits import (
     AUDIO_ARRAY,
     AUDIO_FILE,
@@ -143,7 +143,7 @@ class PromptProcessor(TextPromptProcessor):
         request_id: str,
         prompt: Prompt,
         tensors: Sequence[HostTensor],
-        decoder: Decoder | None = None,
+        decoder: MediaDecoder | None = None,
         params: StageParams = NO_PARAMS,
     ) -> tuple[list[int], dict[str, HostTensor]]:
         """Return the token ids of a checked prompt, and its media or embeddings as tensors.
@@ -158,7 +158,7 @@ class PromptProcessor(TextPromptProcessor):
         with self._one_at_a_time:
             return self._with_media(request_id, prompt, decoded)
 
-    def _decode(self, media: Sequence[Media], tensors: Sequence[HostTensor], decoder: Decoder) -> list[DecodedMedia]:
+    def _decode(self, media: Sequence[Media], tensors: Sequence[HostTensor], by: MediaDecoder) -> list[DecodedMedia]:
         """Decode media, files and other sample rates in the decoder's process; nothing shares memory with `tensors`."""
         names = [f"media {index} ({medium.modality})" for index, medium in enumerate(media)]
         given = list(zip(media, tensors, names, strict=True))
@@ -166,7 +166,7 @@ class PromptProcessor(TextPromptProcessor):
         used = sum(
             memoryview(tensor.data).nbytes for medium, tensor, _ in given if medium.encoding is MediaEncoding.ARRAY
         )
-        arrays = iter(decoder.decode(sent, self.limits, used) if sent else ())
+        arrays = iter(by.decode(sent, self.limits, used) if sent else ())
         decoded = [
             _media_of(medium, next(arrays) if _item(medium, tensor, name) else _array(tensor), name)
             for medium, tensor, name in given

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from omni_actors.engine.bursts import BurstOutput, BurstRunnerMixin, burst_of, first_step
 from omni_actors.engine.scheduler import RowUpdate
-from omni_actors.engine.step_output import EmittedOutput, EmittingState, RequestState, Step, StreamedInputState
+from omni_actors.engine.step_output import EmittedOutput, EmittingState, PerRequestState, Step, StreamedInputState
 from omni_actors.engine.worker_base import OmniRunnerBase
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class OmniRunnerMixin(OmniRunnerBase, BurstRunnerMixin):
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Forget requests that have ended."""
-        if isinstance(self.model_state, RequestState):
+        if isinstance(self.model_state, PerRequestState):
             # vLLM treats preempted requests as finished too; only these have really ended.
             for request_id in scheduler_output.finished_req_ids:
                 self.model_state.drop_request(request_id)
@@ -113,7 +113,7 @@ class OmniRunnerMixin(OmniRunnerBase, BurstRunnerMixin):
     def omni_counts(self) -> dict[str, int]:
         """Requests in the worker, and what the model's ModelState holds for them."""
         counts = {"worker_requests": len(self.req_states.req_id_to_index)}
-        if isinstance(self.model_state, RequestState):
+        if isinstance(self.model_state, PerRequestState):
             counts |= self.model_state.omni_counts()
         return counts
 

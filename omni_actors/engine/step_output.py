@@ -67,7 +67,7 @@ class Emission:
     split: Callable[[Mapping[str, torch.Tensor]], Attachments]
 
 
-class RequestState(ABC):
+class PerRequestState(ABC):
     """A ModelState that holds something for requests beyond their time in the batch."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ class RequestState(ABC):
         """State held for requests, by name; all zero when idle."""
 
 
-class StreamedInputState(RequestState):
+class StreamedInputState(PerRequestState):
     """A ModelState whose requests receive rows while they run."""
 
     @abstractmethod
@@ -87,7 +87,7 @@ class StreamedInputState(RequestState):
         """Take the rows that arrived since the last step."""
 
 
-class EmittingState(RequestState):
+class EmittingState(PerRequestState):
     """A ModelState that computes something after sampling, or gives a later stage more than the sampled tokens.
 
     Attributes:

@@ -12,8 +12,8 @@ from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.chat_template import ChatTemplate
 from omni_actors.engine.tensors import check_rows, embeds_width
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
-from omni_actors.media.decoders import Decoder
-from omni_actors.media.limits import Budget, MediaLimits, check_counts, check_media
+from omni_actors.media.decoders import MediaDecoder
+from omni_actors.media.limits import MediaBudget, MediaLimits, check_counts, check_media
 from omni_actors.protocol.fields import unpack_token_ids
 from omni_actors.protocol.payloads import MEDIA_MODALITIES, PROMPT_EMBEDS, Parameter, Prompt, StageParams
 from omni_actors.protocol.tensors import HostTensor
@@ -76,7 +76,7 @@ class TextPromptProcessor:
         """
         if len(inputs.media) != len(prompt.media):
             raise InvalidPayload(f"The prompt names {len(prompt.media)} media, but has {len(inputs.media)} tensors.")
-        budget = Budget(self.limits)
+        budget = MediaBudget(self.limits)
         for index, (media, tensor) in enumerate(zip(prompt.media, inputs.media, strict=True)):
             check_media(media, tensor, self.limits, budget, index)
         check_counts((media.modality for media in prompt.media), self.max_media)
@@ -119,7 +119,7 @@ class TextPromptProcessor:
         request_id: str,
         prompt: Prompt,
         tensors: Sequence[HostTensor],
-        decoder: Decoder | None = None,
+        decoder: MediaDecoder | None = None,
         params: StageParams = NO_PARAMS,
     ) -> tuple[list[int], dict[str, HostTensor]]:
         """Return the token ids of a checked prompt, and its embeddings if it came as such.

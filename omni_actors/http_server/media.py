@@ -32,7 +32,7 @@ from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.shares import reserve
 from omni_actors.http_server.stores import Store, UploadedFile
-from omni_actors.media.decoders import Decoder, DecoderThreads
+from omni_actors.media.decoders import DecoderThreads, MediaDecoder
 from omni_actors.media.limits import (
     AUDIO_FILE,
     DEFAULT_VIDEO_RATE,
@@ -326,7 +326,7 @@ class MediaReader:
         items = [(Item(AUDIO_FILE, "The sound track that use_audio_in_video asks for", len(medium.data)), medium.data)]
         return (await self._on_decoder(lambda decoder: decoder.measure(items, limits, used), medium.param)).size
 
-    async def _on_decoder(self, work: Callable[[Decoder], T], param: str) -> T:
+    async def _on_decoder(self, work: Callable[[MediaDecoder], T], param: str) -> T:
         """Run `work` on a thread with a decoder: C code reads these files, in a process that it alone can break."""
         task = self._decoders.submit(work)
         try:

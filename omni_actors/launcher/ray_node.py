@@ -49,7 +49,7 @@ class Order(msgspec.Struct, frozen=True):
     keys: dict[str, str] = {}
 
 
-class Report(NamedTuple):
+class LauncherOutput(NamedTuple):
     """What a launcher has printed since the last report, and its exit code once all of it is there."""
 
     lines: list[str]
@@ -103,16 +103,16 @@ class RayNode:
             process.stdout.close()
         self._lines.put(None)
 
-    def follow(self) -> Report:
+    def follow(self) -> LauncherOutput:
         """Wait a moment for lines of the launcher, or for its end."""
         lines: list[str] = []
         with contextlib.suppress(queue.Empty):
             while len(lines) < MOST_LINES:
                 line = self._lines.get(timeout=0 if lines else FOLLOW_SECONDS)
                 if line is None:
-                    return Report(lines, self._process.wait() if self._process is not None else None)
+                    return LauncherOutput(lines, self._process.wait() if self._process is not None else None)
                 lines.append(line)
-        return Report(lines, None)
+        return LauncherOutput(lines, None)
 
     def stop(self) -> None:
         """Ask the launcher to end in order. Idempotent."""

@@ -14,7 +14,7 @@ from omni_actors.media.limits import (
     DEFAULT_VIDEO_RATE,
     PIXEL_BYTES,
     SAMPLE_BYTES,
-    Budget,
+    MediaBudget,
     MediaLimits,
     MediaTooLarge,
     check_rate,
@@ -89,7 +89,7 @@ def sound_rate(data: bytes, limits: MediaLimits, what: str) -> int:
         return rate
 
 
-def sound_blocks(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Iterator[Samples]:
+def sound_blocks(data: bytes, limits: MediaLimits, what: str, budget: MediaBudget) -> Iterator[Samples]:
     """Blocks of mono samples f32 at the file's own rate."""
     import av
 
@@ -112,7 +112,7 @@ def sound_blocks(data: bytes, limits: MediaLimits, what: str, budget: Budget) ->
 # Video
 
 
-def decode_video(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Pixels:
+def decode_video(data: bytes, limits: MediaLimits, what: str, budget: MediaBudget) -> Pixels:
     """Frames u8 [n, height, width, 3] of a video file, `DEFAULT_VIDEO_RATE` per second."""
     kept: list[Pixels] = []
     with _opened(data) as container:

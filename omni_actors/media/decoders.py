@@ -38,8 +38,8 @@ from omni_actors.media.limits import (
     IMAGE_MODES,
     SOUNDS,
     UNKNOWN_FILE,
-    Budget,
     Item,
+    MediaBudget,
     MediaLimits,
     MediaTooLarge,
 )
@@ -151,7 +151,7 @@ def _end(process: subprocess.Popen[bytes]) -> str:
     return describe_exit(process.wait())
 
 
-class Decoder:
+class MediaDecoder:
     """Work on a thread of `DecoderThreads`, with the process that decodes for it at the moment.
 
     The work's result is in `future`. Only `cancel` may be called from another thread.
@@ -172,7 +172,7 @@ class Decoder:
             if self.process is not None:
                 self.process.kill()
 
-    def run(self, work: Callable[[Decoder], Any]) -> None:
+    def run(self, work: Callable[[MediaDecoder], Any]) -> None:
         """Do the work."""
         if not self.future.set_running_or_notify_cancel():
             return
@@ -300,11 +300,11 @@ class DecoderThreads:
         self._executor = ThreadPoolExecutor(count, thread_name_prefix="media")
         self._idle: list[subprocess.Popen[bytes]] = []
         self._limits = seconds, memory_bytes
-        self._running: set[Decoder] = set()
+        self._running: set[MediaDecoder] = set()
 
-    def submit(self, work: Callable[[Decoder], Any]) -> Decoder:
+    def submit(self, work: Callable[[MediaDecoder], Any]) -> MediaDecoder:
         """Run `work` on the next free thread."""
-        decoder = Decoder(self._idle, *self._limits)
+        decoder = MediaDecoder(self._idle, *self._limits)
         self._running.add(decoder)
         decoder.future.add_done_callback(lambda _: self._running.discard(decoder))
         self._executor.submit(decoder.run, work)
@@ -370,7 +370,7 @@ def _serve(job: Job, data: list[bytes], replies: IO[bytes]) -> None:
     if job.items and job.items[0].kind == UNKNOWN_FILE:
         _send(replies, Reply(modality=sniff(data[0])))
         return
-    announced, budget = Budget(job.limits, job.used), Budget(job.limits, job.used)
+    announced, budget = MediaBudget(job.limits, job.used), MediaBudget(job.limits, job.used)
     measured = []
     for item, content in zip(job.items, data, strict=True):
         measured.append(measure(item.kind, content, job.limits, item.what))

@@ -82,7 +82,7 @@ class MediaLimits:
     audio_rate: int = AUDIO_RATE
 
 
-class Budget:
+class MediaBudget:
     """The bytes that a request's media may still take after decoding; `used` of them are taken."""
 
     def __init__(self, limits: MediaLimits, used: int = 0) -> None:
@@ -114,7 +114,7 @@ def check_counts(modalities: Iterable[str], allowed: Mapping[str, int]) -> None:
             )
 
 
-def check_media(media: Media, tensor: HostTensor, limits: MediaLimits, budget: Budget, index: int) -> None:
+def check_media(media: Media, tensor: HostTensor, limits: MediaLimits, budget: MediaBudget, index: int) -> None:
     """Check one medium without decoding a file.
 
     Args:

@@ -22,7 +22,7 @@ from omni_actors.media.limits import (
     AUDIO_FILE,
     IMAGE_MODES,
     SAMPLE_BYTES,
-    Budget,
+    MediaBudget,
     MediaLimits,
     MediaTooLarge,
     check_finite,
@@ -74,7 +74,7 @@ def measure(kind: str, data: bytes, limits: MediaLimits, what: str) -> Announced
     return Announced()  # arrays have been counted, and a video's frames are counted as they are decoded
 
 
-def decode(kind: str, data: bytes, rate: int, limits: MediaLimits, budget: Budget, what: str) -> Decoded:
+def decode(kind: str, data: bytes, rate: int, limits: MediaLimits, budget: MediaBudget, what: str) -> Decoded:
     """Decode a medium.
 
     Sound becomes f32 [samples] at `limits.audio_rate`, a picture u8 [height, width, 3 or 4] and a video u8 [frames,
@@ -187,7 +187,7 @@ def _check_audio_header(file: soundfile.SoundFile, limits: MediaLimits, what: st
     return Announced(int(frames * file.channels * SAMPLE_BYTES), frames / file.samplerate)
 
 
-def _decode_audio(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Samples:
+def _decode_audio(data: bytes, limits: MediaLimits, what: str, budget: MediaBudget) -> Samples:
     """Mono f32 [samples] at `limits.audio_rate` from a file that libsndfile (WAV, FLAC, Ogg, MP3) or FFmpeg knows."""
     if not _is_known(data):
         rate = containers.sound_rate(data, limits, what)
@@ -197,7 +197,7 @@ def _decode_audio(data: bytes, limits: MediaLimits, what: str, budget: Budget) -
         return resampled(_mono_blocks(file, limits, what, budget), file.samplerate, limits.audio_rate, what)
 
 
-def _mono_blocks(file: soundfile.SoundFile, limits: MediaLimits, what: str, budget: Budget) -> Iterator[Samples]:
+def _mono_blocks(file: soundfile.SoundFile, limits: MediaLimits, what: str, budget: MediaBudget) -> Iterator[Samples]:
     block = BLOCK_BYTES // SAMPLE_BYTES // file.channels
     total = 0
     while len(samples := file.read(block, dtype="float32", always_2d=True)):
@@ -265,7 +265,7 @@ def _measure_image(data: bytes, mode: str, limits: MediaLimits, what: str) -> An
         return Announced(image.width * image.height * len(mode))
 
 
-def _decode_image(data: bytes, mode: str, limits: MediaLimits, what: str, budget: Budget) -> Pixels:
+def _decode_image(data: bytes, mode: str, limits: MediaLimits, what: str, budget: MediaBudget) -> Pixels:
     with _open_image(data, limits, what) as image:
         budget.take(image.width * image.height * len(mode), what)
         return np.asarray(ImageOps.exif_transpose(image).convert(mode))

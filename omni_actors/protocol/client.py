@@ -12,7 +12,7 @@ from omni_actors.protocol.common import Abort, Credit, Failed
 from omni_actors.protocol.fields import TRACEPARENT, Moment, Name, Priority, ReplicaIndex, Seed, StageNameOrEmpty
 from omni_actors.protocol.header import Body
 from omni_actors.protocol.payloads import AdditionalInformationPayload, Parameter, Prompt, SpeechAbility, StageParams
-from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Progress, StageUsage, TextDelta
+from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, StageUsage, StepsDone, TextDelta
 from omni_actors.protocol.telemetry import RequestTimeline
 from omni_actors.protocol.tensors import TensorRef
 
@@ -226,5 +226,5 @@ class Observation(Body, tag="observation", frozen=True):
 
 ClientToCoordinator = Submit | Abort | Describe | Credit | Operate | Observe
 CoordinatorToClient = (
-    TextDelta | AudioChunk | ImageChunk | LatentsChunk | Progress | Done | Failed | Description | Report | Observation
+    TextDelta | AudioChunk | ImageChunk | LatentsChunk | StepsDone | Done | Failed | Description | Report | Observation
 )

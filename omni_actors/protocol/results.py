@@ -107,7 +107,7 @@ class LatentsChunk(Body, tag="latents", frozen=True):
         return (self.latents,)
 
 
-class Progress(Body, tag="progress", frozen=True):
+class StepsDone(Body, tag="progress", frozen=True):
     """Stage -> coordinator -> client: `step` of `steps` are done. The coordinator fills in the `stage` that sent it."""
 
     modality: ClassVar[str] = ""  # for every client
@@ -122,7 +122,7 @@ class Progress(Body, tag="progress", frozen=True):
             raise InvalidPayload(f"Progress cannot be {self.step} of {self.steps} steps.")
 
 
-Output = TextDelta | AudioChunk | ImageChunk | LatentsChunk | Progress  # what goes on to the client
+Output = TextDelta | AudioChunk | ImageChunk | LatentsChunk | StepsDone  # what goes on to the client
 
 
 class FinishReason(enum.StrEnum):
@@ -162,4 +162,4 @@ class Unreachable(Body, tag="unreachable", frozen=True):
     attempt: Attempt
 
 
-FromStage = TextDelta | AudioChunk | ImageChunk | LatentsChunk | Progress | StageDone | Failed | Unreachable | Credit
+FromStage = TextDelta | AudioChunk | ImageChunk | LatentsChunk | StepsDone | StageDone | Failed | Unreachable | Credit

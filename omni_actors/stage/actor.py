@@ -35,8 +35,8 @@ from omni_actors.stage.engine_interface import (
 )
 from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outgoing import Outgoing, chunk_of, divide, length_of, result_of
-from omni_actors.stage.processors import Action, Extend, Piece, Skip, Start, StreamProcessor, start_of
-from omni_actors.stage.resend_buffer import Budget, Receiver, ResendBuffer
+from omni_actors.stage.processors import Action, Extend, InputPiece, Skip, Start, StreamProcessor, start_of
+from omni_actors.stage.resend_buffer import Receiver, ResendBudget, ResendBuffer
 
 logger = get_logger(__name__)
 
@@ -76,7 +76,7 @@ class StageActor:
         self._attempts = Attempts()
         self._early = EarlyChunks(pipeline.flow.early_chunk_seconds)
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
-        self._budget = Budget(stage.retain_bytes)
+        self._budget = ResendBudget(stage.retain_bytes)
         self._resending: collections.deque[tuple[Attempt, Receiver]] = collections.deque()
         self._runs = 0
         self._backlog_requests = pipeline.flow.backlog_requests
@@ -298,7 +298,7 @@ class StageActor:
             return self._fail(header.request_id, error)
         size = len(chunk.token_ids) + sum(memoryview(buffer).nbytes for buffer in envelope.buffers)
         self._meter.received(attempt.track, source.name, chunk.sent, size)
-        return self._apply(attempt, lambda: processor.feed(header.stage, Piece.of(chunk, envelope)))
+        return self._apply(attempt, lambda: processor.feed(header.stage, InputPiece.of(chunk, envelope)))
 
     def _apply(self, attempt: Attempt, decide: Callable[[], Iterable[Action]]) -> list[Outgoing]:
         """Carry out a processor's actions; an error of the processor or the engine fails the request."""

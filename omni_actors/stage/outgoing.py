@@ -9,7 +9,7 @@ from omni_actors.protocol.codec import BufferList, Frame
 from omni_actors.protocol.fields import pack_token_ids
 from omni_actors.protocol.header import Body, Header, ReplicaId
 from omni_actors.protocol.payloads import AdditionalInformationPayload, PromptEmbedsPayload
-from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Progress, TextDelta
+from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, StepsDone, TextDelta
 from omni_actors.protocol.stage import LATENTS, PIXELS, ROWS, SAMPLE_RATE, SAMPLES, TEXT, Chunk
 from omni_actors.stage.engine_interface import (
     AudioEvent,
@@ -101,7 +101,7 @@ def result_of(event: ForClient, sent: float) -> tuple[Body, Sequence[Frame]]:
         case LatentsEvent():
             body = LatentsChunk(latents=buffers.add(event.latents), sent=sent)
         case ProgressEvent():
-            body = Progress(step=event.step, steps=event.steps, sent=sent)
+            body = StepsDone(step=event.step, steps=event.steps, sent=sent)
     return body, buffers.buffers
 
 

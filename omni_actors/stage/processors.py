@@ -21,7 +21,7 @@ from omni_actors.stage.engine_interface import EngineFacts, StageInputs
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class InputPiece:
     """One chunk of a source stage's output, decoded. `start` is the position of its first row or token."""
 
     token_ids: Sequence[int] = ()
@@ -32,7 +32,7 @@ class Piece:
     lists: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, chunk: Chunk, envelope: Envelope[Any]) -> Piece:
+    def of(cls, chunk: Chunk, envelope: Envelope[Any]) -> InputPiece:
         """Decode `envelope`, whose body is `chunk`. Raises `InvalidPayload` if two of its tensors have one name."""
         tensors = {name: envelope.tensor(ref) for name, ref in chunk.tensors.items()}
         if chunk.rows is not None:
@@ -122,7 +122,7 @@ class StreamProcessor(ABC):
         self.sources = sources
 
     @abstractmethod
-    def feed(self, source: str, piece: Piece) -> list[Action]:
+    def feed(self, source: str, piece: InputPiece) -> list[Action]:
         """Take the next piece from a source stage. Raises `InvalidPayload` if it does not fit the earlier ones."""
 
 
@@ -140,7 +140,7 @@ class Passthrough(StreamProcessor):
         self._lists: dict[str, Sequence[Scalar]] = {}
         self._open = set(sources)
 
-    def feed(self, source: str, piece: Piece) -> list[Action]:
+    def feed(self, source: str, piece: InputPiece) -> list[Action]:
         """Collect the piece; start when every source has sent its last."""
         tokens = self._token_ids[source]
         tokens.extend(_unseen_tokens(piece, len(tokens)))
@@ -158,10 +158,10 @@ class Passthrough(StreamProcessor):
 class PicturesOnly(Passthrough):
     """Like `Passthrough`, but for pictures alone, and with nothing to do for a prompt that has none."""
 
-    def feed(self, source: str, piece: Piece) -> list[Action]:
+    def feed(self, source: str, piece: InputPiece) -> list[Action]:
         """Collect the pictures of a piece; start, or skip, when every source has sent its last."""
         pictures = {name: tensor for name, tensor in piece.tensors.items() if name.startswith(PICTURE)}
-        only = Piece(tensors=pictures, start=piece.start, final=piece.final)
+        only = InputPiece(tensors=pictures, start=piece.start, final=piece.final)
         actions = super().feed(source, only)
         return [Skip()] if actions and not self._tensors else actions
 
@@ -184,7 +184,7 @@ class Thinker2Talker(StreamProcessor):
         self._prompt_tokens: int | None = None
         self._started = False
 
-    def feed(self, source: str, piece: Piece) -> list[Action]:
+    def feed(self, source: str, piece: InputPiece) -> list[Action]:
         """Collect positions until the talker can start, then pass on those that it has not had."""
         if "prompt_tokens" in piece.scalars:
             self._prompt_tokens = _whole_number(piece.scalars["prompt_tokens"], "prompt_tokens")
@@ -202,7 +202,7 @@ class Thinker2Talker(StreamProcessor):
             self._rows.append(rows)
         return self._start_if_enough(piece.final)
 
-    def _unseen_rows(self, piece: Piece) -> HostTensor | None:
+    def _unseen_rows(self, piece: InputPiece) -> HostTensor | None:
         rows = piece.tensors.get("rows")
         if rows is None:
             return None
@@ -251,7 +251,7 @@ class Talker2Code2Wav(StreamProcessor):
         self._received = 0
         self._started = False
 
-    def feed(self, source: str, piece: Piece) -> list[Action]:
+    def feed(self, source: str, piece: InputPiece) -> list[Action]:
         """Collect codec tokens until the vocoder can start, then pass on those that it has not had."""
         tokens = _unseen_tokens(piece, self._received)
         self._received += len(tokens)
@@ -278,7 +278,7 @@ class Latents2Image(StreamProcessor):
         super().__init__(start_after, sources)
         self._started = False
 
-    def feed(self, source: str, piece: Piece) -> list[Action]:
+    def feed(self, source: str, piece: InputPiece) -> list[Action]:
         """Pass on latents. Raises `InvalidPayload` if the source ends without those of the picture."""
         latents = piece.tensors.get(LATENTS)
         if latents is None:
@@ -300,7 +300,7 @@ class Text2Prompt(StreamProcessor):
         self._pieces: list[str] = []
         self._received = 0
 
-    def feed(self, source: str, piece: Piece) -> list[Action]:
+    def feed(self, source: str, piece: InputPiece) -> list[Action]:
         """Collect a piece; start with the whole text. Raises `InvalidRequest` if there is none."""
         text = piece.scalars.get(TEXT, "")
         if not isinstance(text, str) or piece.start != self._received:
@@ -326,7 +326,7 @@ PROCESSORS: dict[str, type[StreamProcessor]] = {
 }
 
 
-def _unseen_tokens(piece: Piece, received: int) -> Sequence[int]:
+def _unseen_tokens(piece: InputPiece, received: int) -> Sequence[int]:
     """Return the tokens of a piece that are new; raises `InvalidPayload` for a gap."""
     if not piece.token_ids:
         return ()

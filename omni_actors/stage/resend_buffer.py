@@ -31,7 +31,7 @@ class Receiver:
     unreachable: bool = False  # it takes nothing, and the coordinator knows
 
 
-class _Entry:
+class _Kept:
     """One message, or several that held nothing but consecutive tokens."""
 
     def __init__(self, chunk: Chunk, buffers: Sequence[Frame]) -> None:
@@ -61,10 +61,10 @@ class _Entry:
 class ResendBuffer:
     """Everything that one attempt at a request gave to the stages after this one."""
 
-    def __init__(self, budget: Budget, receivers: Iterable[ReplicaId], attempt: int) -> None:
+    def __init__(self, budget: ResendBudget, receivers: Iterable[ReplicaId], attempt: int) -> None:
         self.receivers = {replica_id.stage: Receiver(replica_id, attempt) for replica_id in receivers}
         self._budget = budget
-        self._entries: list[_Entry] = []
+        self._entries: list[_Kept] = []
         self.size = 0
         self.intact = True  # nothing of it was released
 
@@ -78,7 +78,7 @@ class ResendBuffer:
             if last.join(chunk):
                 self._grow(last.size - before)
                 return
-        entry = _Entry(chunk, buffers)
+        entry = _Kept(chunk, buffers)
         self._entries.append(entry)
         self._grow(entry.size)
 
@@ -115,7 +115,7 @@ class ResendBuffer:
 
 
 @dataclass
-class Budget:
+class ResendBudget:
     """Bytes that all buffers of a stage may keep together."""
 
     limit: int

@@ -16,7 +16,7 @@ from omni_actors.protocol.telemetry import Snapshot
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.meters import Labels, Meters, edge_metrics, process_metrics
 from omni_actors.telemetry.metric_table import TABLE, Kind, Metric
-from omni_actors.telemetry.request_log import Finished, RequestLog
+from omni_actors.telemetry.request_log import FinishedRequest, RequestLog
 from omni_actors.transport.credit import EdgeMetrics
 
 logger = get_logger(__name__)
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 class Exporter(Protocol):
     """Takes requests that have ended, for instance to an OpenTelemetry collector."""
 
-    def export(self, finished: Finished) -> None:
+    def export(self, finished: FinishedRequest) -> None:
         """Take one finished request, without waiting."""
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class TelemetryCollector:
         self._rejected_snapshots = 0
         self.requests = RequestLog(self._meters, clock or AnchoredClock(), self._export)
 
-    def _export(self, finished: Finished) -> None:
+    def _export(self, finished: FinishedRequest) -> None:
         if self._exporter is not None:
             self._exporter.export(finished)
 

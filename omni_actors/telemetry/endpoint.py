@@ -39,7 +39,7 @@ class _PipelineCollector(Collector):
         return text_string_to_metric_families(text)
 
 
-class _Handler(WSGIRequestHandler):
+class _MetricsHandler(WSGIRequestHandler):
     timeout = READ_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -117,7 +117,7 @@ class MetricsEndpoint:
                 port,
                 _for_loopback(application) if is_loopback(host) else application,
                 _ServerOfIPv6 if ":" in host else _Server,
-                _Handler,
+                _MetricsHandler,
             )
         except OSError as error:
             raise ConfigError(

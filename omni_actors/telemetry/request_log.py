@@ -17,7 +17,7 @@ from omni_actors.coordinator.core.instructions import Observer
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import Submit
 from omni_actors.protocol.header import Header, ReplicaId
-from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Output, Progress, StageDone, TextDelta
+from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Output, StageDone, StepsDone, TextDelta
 from omni_actors.protocol.telemetry import EndedWork, RequestTimeline, StageTimeline, TimelineEvent, TransferTimeline
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.meters import Histogram, Meters, TransferTrack, track_of
@@ -51,7 +51,7 @@ class _RunningRequest:
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRequest:
     """A request that has ended."""
 
     timeline: RequestTimeline
@@ -68,13 +68,13 @@ class RequestLog(Observer):
     """
 
     def __init__(
-        self, meters: Meters, clock: Callable[[], float], on_settled: Callable[[Finished], None] = lambda _: None
+        self, meters: Meters, clock: Callable[[], float], on_settled: Callable[[FinishedRequest], None] = lambda _: None
     ) -> None:
         self._meters = meters
         self._clock = clock
         self._on_settled = on_settled
         self._running: dict[str, _RunningRequest] = {}
-        self._finished: collections.OrderedDict[str, Finished] = collections.OrderedDict()
+        self._finished: collections.OrderedDict[str, FinishedRequest] = collections.OrderedDict()
         self._settling: collections.deque[tuple[float, str]] = collections.deque()
         self._offsets: collections.defaultdict[str, ClockOffset] = collections.defaultdict(ClockOffset)
         self._request_seconds = meters.histogram(table.REQUEST_SECONDS)
@@ -164,7 +164,7 @@ class RequestLog(Observer):
             case ImageChunk():
                 self._meters.count(table.PICTURES, by=int(not body.preview))
                 self._note_first(request, "first_image", self._first_picture)
-            case LatentsChunk() | Progress():
+            case LatentsChunk() | StepsDone():
                 pass
 
     def _note_first(self, request: _RunningRequest, name: str, seconds: Histogram) -> None:
@@ -204,7 +204,7 @@ class RequestLog(Observer):
                 self._smooth_start.observe(request.playback.smooth_start - request.arrived)
                 self._audio_gaps.observe(request.playback.gaps)
         timeline = self._timeline(request_id, request, "done" if error is None else code)
-        self._finished[request_id] = Finished(timeline, request.parent_id, request.sampled)
+        self._finished[request_id] = FinishedRequest(timeline, request.parent_id, request.sampled)
         if error is None:
             self._on_settled(self._finished[request_id])
         else:
@@ -225,7 +225,7 @@ class RequestLog(Observer):
             reported = msgspec.structs.replace(work.timeline, stage=stage, replica=replica)
             stages = (*finished.timeline.stages, self._in_our_time(reported))
             timeline = msgspec.structs.replace(finished.timeline, stages=stages)
-            self._finished[work.request_id] = Finished(timeline, finished.parent_id, finished.sampled)
+            self._finished[work.request_id] = FinishedRequest(timeline, finished.parent_id, finished.sampled)
 
     def tick(self) -> None:
         """Pass on requests that failed a while ago. Call it a few times a second."""

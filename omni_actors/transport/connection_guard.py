@@ -47,7 +47,7 @@ class Counters(NamedTuple):
 
 
 @dataclass
-class Connection:
+class GuardedConnection:
     """An accepted connection.
 
     Attributes:
@@ -78,9 +78,9 @@ class Connections:
     def __init__(self, limit: int, message_bytes: int) -> None:
         self._limit = limit
         self._message_bytes = message_bytes
-        self.open: dict[int, Connection] = {}  # by descriptor, the oldest first
+        self.open: dict[int, GuardedConnection] = {}  # by descriptor, the oldest first
 
-    def add(self, descriptor: int, connection: Connection) -> tuple[int, str] | None:
+    def add(self, descriptor: int, connection: GuardedConnection) -> tuple[int, str] | None:
         """Take note of a new connection and return which one has to make room, if any, and why."""
         self.open.pop(descriptor, None)  # its end was not seen
         self.open[descriptor] = connection
@@ -211,7 +211,7 @@ class ConnectionGuard(threading.Thread):
                 self._connections.remove(descriptor)
             elif (cookie := _cookie(descriptor, bytes(event["endpoint"]))) is not None:
                 leaving = self._connections.add(
-                    descriptor, Connection(cookie, self._encrypted, self._monitors[monitor])
+                    descriptor, GuardedConnection(cookie, self._encrypted, self._monitors[monitor])
                 )
                 if leaving is not None:
                     self._close(*leaving)

@@ -56,7 +56,7 @@ class DisconnectDetector(Generic[Name]):
             self.forget(name)
 
 
-class Connection(NamedTuple):
+class PeerConnection(NamedTuple):
     """An accepted connection: its descriptor in this process, and its inode, which no other connection has."""
 
     descriptor: int
@@ -71,7 +71,7 @@ class PeerConnections:
     """
 
     def __init__(self) -> None:
-        self._connections: dict[bytes, Connection] = {}
+        self._connections: dict[bytes, PeerConnection] = {}
         self._since: dict[bytes, float] = {}
 
     def heard(self, peer: bytes, descriptor: bytes) -> bool:
@@ -81,7 +81,7 @@ class PeerConnections:
         """
         if not descriptor:
             return False
-        connection = Connection(int(descriptor), _inode(int(descriptor)))
+        connection = PeerConnection(int(descriptor), _inode(int(descriptor)))
         before = self._connections.get(peer)
         self._connections[peer] = connection
         if connection.inode:  # else it is closed already

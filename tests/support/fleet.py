@@ -14,9 +14,9 @@ from omni_actors.coordinator.core.instructions import (
     Announce,
     FleetInstruction,
     GiveUp,
-    Progress,
     Remember,
     ReplicaLost,
+    ShowProgress,
     TellNode,
     TellReplica,
 )
@@ -259,8 +259,8 @@ def announced(instructions: list[FleetInstruction]) -> list[str]:
     return [item.text for item in instructions if isinstance(item, Announce)]
 
 
-def progress(instructions: list[FleetInstruction]) -> list[Progress]:
-    return [item for item in instructions if isinstance(item, Progress)]
+def progress(instructions: list[FleetInstruction]) -> list[ShowProgress]:
+    return [item for item in instructions if isinstance(item, ShowProgress)]
 
 
 def to_node(instructions: list[FleetInstruction], kind: type[Body], rank: int = 0) -> list[Any]:

@@ -11,7 +11,7 @@ from omni_actors.protocol.telemetry import StageTimeline
 from omni_actors.protocol.tensors import DType, TensorRef
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.meters import Meters
-from omni_actors.telemetry.request_log import Finished, RequestLog
+from omni_actors.telemetry.request_log import FinishedRequest, RequestLog
 from tests.support.builders import submit
 from tests.support.clock import Clock
 
@@ -22,7 +22,7 @@ class Observed:
     def __init__(self) -> None:
         self.clock = Clock(1000.0)
         self.meters = Meters()
-        self.settled: list[Finished] = []
+        self.settled: list[FinishedRequest] = []
         self.log = RequestLog(self.meters, self.clock, self.settled.append)
 
     def begin(self, request_id: str = "r", **fields: object) -> None:

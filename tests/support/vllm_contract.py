@@ -222,7 +222,7 @@ OURS = (
     "omni_actors.engine.step_output:EmittedOutput",
     "omni_actors.engine.models.qwen2_5_omni.thinker:Qwen2_5OmniThinker",
     "omni_actors.engine.models.qwen2_5_omni.talker:Qwen2_5OmniTalker",
-    "omni_actors.engine.models.qwen2_5_omni.talker:TalkerDecoder",
+    "omni_actors.engine.models.qwen2_5_omni.talker:CodeTalkerDecoder",
     "omni_actors.engine.models.qwen2_5_omni.talker:TalkerModelState",
 )
 

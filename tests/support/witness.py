@@ -22,7 +22,7 @@ from omni_actors.stage.engine_interface import (
     StreamEvent,
     TextEvent,
 )
-from omni_actors.stage.processors import Action, Passthrough, Piece, Start
+from omni_actors.stage.processors import Action, InputPiece, Passthrough, Start
 
 ENVIRONMENT = {"OMNI_ACTORS_ALLOW_IMPORTS": "tests.support"}
 WIDTH = 4
@@ -54,7 +54,7 @@ class Attentive(Passthrough):
 
     wants_information: ClassVar[tuple[str, ...]] = ("processor",)
 
-    def feed(self, source: str, piece: Piece) -> list[Action]:
+    def feed(self, source: str, piece: InputPiece) -> list[Action]:
         actions = super().feed(source, piece)
         for action in actions:
             if isinstance(action, Start):

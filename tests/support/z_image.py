@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from omni_actors.engine.models.z_image.dit import Dit, DitConfig
+from omni_actors.engine.models.z_image.dit import ZImageConfig, ZImageNetwork
 from omni_actors.engine.models.z_image.weights import load
 from tools.checkpoints.pictures import Z_IMAGE
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from diffusers import ZImageTransformer2DModel
 
 TINY = Z_IMAGE.tiny
-TINY_DIT = DitConfig(
+TINY_DIT = ZImageConfig(
     channels=TINY["channels"],
     width=TINY["heads"] * sum(TINY["axes"]),
     layers=TINY["layers"],
@@ -44,15 +44,15 @@ def sequence(height: int, width: int, prompt: int, moment: float, seed: int = 0)
     return Sequence(height, width, moment, latents, torch.randn(prompt, TINY_DIT.text_width, generator=generator))
 
 
-def same_dit(reference: ZImageTransformer2DModel) -> Dit:
+def same_dit(reference: ZImageTransformer2DModel) -> ZImageNetwork:
     """Our network with the weights of diffusers'."""
-    dit = Dit(TINY_DIT).eval()
+    dit = ZImageNetwork(TINY_DIT).eval()
     load(dit, reference.state_dict().items())
     return dit
 
 
 @torch.inference_mode()
-def velocities(dit: Dit, sequences: list[Sequence]) -> list[torch.Tensor]:
+def velocities(dit: ZImageNetwork, sequences: list[Sequence]) -> list[torch.Tensor]:
     """Of each sequence's latents, all computed in one batch."""
     batch = dit.lay_out(
         [(each.height, each.width) for each in sequences], dit.condition([each.states for each in sequences])

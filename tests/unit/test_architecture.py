@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from collections import Counter
 from functools import cache
 
 from scripts import lines_per_package
@@ -46,6 +48,14 @@ two lines
                 2)
 '''
     assert lines_per_package.code_lines(source) == 7
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    sources = [path.read_text("utf-8") for path in lines_per_package.PACKAGE.rglob("*.py")]
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    counts = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert len(counts) > 500
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def test_every_package_is_described() -> None:

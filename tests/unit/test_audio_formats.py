@@ -7,7 +7,7 @@ import pytest
 
 from omni_actors.http_server.audio_formats import encode, make_encoder
 from omni_actors.http_server.errors import HttpError
-from omni_actors.media.limits import AUDIO_FILE, AUDIO_RATE, Budget, MediaLimits
+from omni_actors.media.limits import AUDIO_FILE, AUDIO_RATE, MediaBudget, MediaLimits
 from omni_actors.media.readers import decode
 
 RATE = 24_000
@@ -16,7 +16,7 @@ TONE = (0.5 * numpy.sin(2 * numpy.pi * 440 * numpy.arange(RATE) / RATE)).astype(
 
 def test_aac_holds_the_sound() -> None:
     limits = MediaLimits()
-    samples = decode(AUDIO_FILE, encode(TONE, "aac", RATE), 0, limits, Budget(limits), "it")
+    samples = decode(AUDIO_FILE, encode(TONE, "aac", RATE), 0, limits, MediaBudget(limits), "it")
     assert abs(len(samples) - AUDIO_RATE) < AUDIO_RATE // 8, "coders add and cut a little"
     assert abs(int(numpy.abs(numpy.fft.rfft(samples)).argmax()) * AUDIO_RATE / len(samples) - 440) < 5
     assert abs(float(samples.std()) - 0.5 / numpy.sqrt(2)) < 0.03

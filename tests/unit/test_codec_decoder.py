@@ -15,7 +15,7 @@ from omni_actors.engine.diffusion_runner import DiffusionJob  # noqa: E402
 from omni_actors.engine.models.chunks import ChunkPolicy  # noqa: E402
 from omni_actors.engine.models.codec_decoder.batches import BatchedDecoder  # noqa: E402
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder  # noqa: E402
-from omni_actors.engine.models.codec_decoder.stream import Carry, CodecChunk, CodecStream, Cutting  # noqa: E402
+from omni_actors.engine.models.codec_decoder.stream import CodecChunk, CodecStream, Cutting, DecoderCarry  # noqa: E402
 from omni_actors.engine.models.qwen3_omni.code2wav import MeanEmbedding  # noqa: E402
 from omni_actors.errors import InvalidPayload, InvalidRequest, OmniError, PromptTooLong  # noqa: E402
 from tests.support.codec import CODEBOOK, WINDOW, codes, flat, liven, own_decoder, whole  # noqa: E402
@@ -87,9 +87,9 @@ def test_a_decoder_that_trims_nothing_and_projects_its_frames_is_the_same_in_any
 
 def test_an_utterance_is_cut_in_the_same_places_whenever_its_frames_come():
     given = flat(codes(21))
-    at_once = CodecStream(cutting(), Carry())
+    at_once = CodecStream(cutting(), DecoderCarry())
     at_once.extend(given, complete=True)
-    slowly, cut = CodecStream(cutting(), Carry()), []
+    slowly, cut = CodecStream(cutting(), DecoderCarry()), []
     for begin in range(0, len(given), 48):
         slowly.extend(given[begin : begin + 48], complete=False)
         cut += chunks_of(slowly)
@@ -104,7 +104,7 @@ def test_an_utterance_is_cut_in_the_same_places_whenever_its_frames_come():
 
 
 def test_a_request_claims_its_state_until_its_last_chunk():
-    stream = CodecStream(cutting(), Carry())
+    stream = CodecStream(cutting(), DecoderCarry())
     state_bytes = cutting().state_bytes
     stream.extend(flat(codes(3)), complete=False)
     first, _ = jobs_of(stream)
@@ -130,14 +130,14 @@ def test_a_request_claims_its_state_until_its_last_chunk():
 def test_codes_that_cannot_be_decoded_are_refused_and_not_taken(
     given: list[int], complete: bool, error: type[OmniError], text: str
 ):
-    stream = CodecStream(cutting(), Carry())
+    stream = CodecStream(cutting(), DecoderCarry())
     with pytest.raises(error, match=text):
         stream.extend(given, complete=complete)
     assert (stream.input_tokens, stream.next_job()) == (0, None)
 
 
 def test_codes_after_the_last_are_refused():
-    stream = CodecStream(cutting(), Carry())
+    stream = CodecStream(cutting(), DecoderCarry())
     stream.extend(flat(codes(1)), complete=True)
     with pytest.raises(InvalidRequest, match="after the last"):
         stream.extend(flat(codes(1)), complete=True)

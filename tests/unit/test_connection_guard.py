@@ -19,9 +19,9 @@ from omni_actors.transport import sockets as sockets_module
 from omni_actors.transport.connection_guard import (
     HANDSHAKE_BYTES,
     SENT_BEFORE_ACCEPTED,
-    Connection,
     Connections,
     Counters,
+    GuardedConnection,
 )
 from omni_actors.transport.curve import load_keys, make_cluster
 from omni_actors.transport.sockets import MAX_FRAMES, MAX_IDENTITY, Discarded, Socket, Sockets, try_send
@@ -183,8 +183,8 @@ def test_a_sender_with_a_huge_identity_is_ignored(bind: Callable[..., Bound]) ->
 # -- decisions --------------------------------------------------------------------------------------------------------
 
 
-def connection(encrypted: bool = True, watched: bool = True) -> Connection:
-    return Connection(0, encrypted, watched)
+def connection(encrypted: bool = True, watched: bool = True) -> GuardedConnection:
+    return GuardedConnection(0, encrypted, watched)
 
 
 def test_the_oldest_connection_that_showed_no_key_makes_room() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import omni_actors
 from omni_actors.coordinator.core.fleet import ABSENT_SECONDS, LAST_LOG_SECONDS
 from omni_actors.coordinator.core.instructions import (
-    Progress,
     ReplicaLost,
     ReplicaReady,
     ReplicaRegistered,
     ReplicaSpawned,
+    ShowProgress,
 )
 from omni_actors.coordinator.core.launch import Launch
 from omni_actors.coordinator.core.states import LaunchState, ReplicaState
@@ -56,7 +56,7 @@ def test_a_first_start_from_the_hello_of_the_node_to_ready() -> None:
     assert ReplicaReady(world.replica("prompt")) in ready
     assert announced(ready) == ["prompt/0 ready in 0.5 s"]
     (shown,) = progress(world.wait(0.6))
-    assert shown == Progress(
+    assert shown == ShowProgress(
         "1 of 4 ready after 2 s; missing: "
         "thinker/0 (starting process), talker/0 (loading weights), code2wav/0 (starting process)",
         is_line=False,

@@ -19,7 +19,7 @@ from omni_actors.protocol.stage import Chunk, IntoStage, OpenRequest
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage.engine_interface import EngineFacts, StreamEvent
 from omni_actors.stage.outgoing import chunk_of
-from omni_actors.stage.processors import Passthrough, Piece
+from omni_actors.stage.processors import InputPiece, Passthrough
 from tests.support.requests import ALICE, NOW, failure, lose, opened_stages, ready
 from tests.support.stage import ROUTE, RecordingEngine, StageUnderTest, failed
 
@@ -166,16 +166,16 @@ def test_embeddings_that_a_stage_cannot_take_are_refused(engine: type, width: in
 # -- from stage to stage ----------------------------------------------------------------------------------------------
 
 
-def piece_of(chunk: Chunk, buffers: list[Any]) -> Piece:
+def piece_of(chunk: Chunk, buffers: list[Any]) -> InputPiece:
     decoder: Decoder[IntoStage] = Decoder(IntoStage)
     envelope = decoder.decode(encode(Header("", "r1"), chunk, buffers))
-    return Piece.of(envelope.body, envelope)
+    return InputPiece.of(envelope.body, envelope)
 
 
 def test_tensors_scalars_and_lists_pass_from_stage_to_stage() -> None:
     event = StreamEvent("r1", tensors={"table": TABLE}, scalars={"n": 1}, lists={"names": ["a", 2]}, final=True)
     piece = piece_of(*chunk_of(event, 0.0))
-    assert piece == Piece([], {"table": TABLE}, {"n": 1}, final=True, lists={"names": ["a", 2]})
+    assert piece == InputPiece([], {"table": TABLE}, {"n": 1}, final=True, lists={"names": ["a", 2]})
     (start,) = Passthrough(0, ("before",)).feed("before", piece)
     assert start.inputs.tensors == {"table": TABLE}
     assert start.inputs.scalars == {"n": 1}

@@ -19,7 +19,7 @@ from omni_actors.media.limits import (
     AUDIO_RATE,
     IMAGE_FILE,
     VIDEO_FILE,
-    Budget,
+    MediaBudget,
     MediaLimits,
     MediaTooLarge,
 )
@@ -67,7 +67,7 @@ def wav_header(rate: int, channels: int, announced: int) -> bytes:
 
 def read(kind: str, data: bytes, rate: int = 0, **limits: float) -> Decoded:
     given = MediaLimits(**limits)  # type: ignore[arg-type]
-    return decode(kind, data, rate, given, Budget(given), "it")
+    return decode(kind, data, rate, given, MediaBudget(given), "it")
 
 
 def header(kind: str, data: bytes, **limits: float) -> int:

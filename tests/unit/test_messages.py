@@ -243,7 +243,7 @@ BODIES: list[tuple[Body, list[bytes]]] = [
     (stage.OpenRequest(route=(REPLICA,), params=StageParams(), seed=9, held=True), []),
     (results.ImageChunk(pixels=TensorRef(DType.U8, (2, 1, 3), 0), preview=True, sent=1.5), [bytes(6)]),
     (results.LatentsChunk(latents=TensorRef(DType.BF16, (1, 2), 0)), [bytes(4)]),
-    (results.Progress(step=3, steps=8, stage="dit"), []),
+    (results.StepsDone(step=3, steps=8, stage="dit"), []),
     (stage.OpenRequest(route=(REPLICA,), params=PICTURE_PARAMS, seed=9), []),
     (control.Ready(seconds=1.5, parameters=PARAMETERS), []),
     (control.Ready(seconds=1.5, speech=payloads.SpeechAbility(("German",), "optional", "required", 1.0, 20.0)), []),

@@ -13,7 +13,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import QwenImage21
 
 from omni_actors.engine.models.pictures.between import Between, FusedBetween  # noqa: E402
 from omni_actors.engine.models.pictures.layers import RmsNorm, rotation_at  # noqa: E402
-from omni_actors.engine.models.qwen_image.dit import Dit, DitConfig  # noqa: E402
+from omni_actors.engine.models.qwen_image.dit import QwenImageConfig, QwenImageNetwork  # noqa: E402
 from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix  # noqa: E402
 from omni_actors.engine.models.qwen_image.vae_decoder import PictureDecoder, sources_of  # noqa: E402
 from tools.checkpoints.pictures import QWEN_IMAGE  # noqa: E402
@@ -88,8 +88,8 @@ def test_a_picture_decoded_in_kernels_is_that_of_diffusers() -> None:
 
 @torch.inference_mode()
 def test_a_step_of_two_pictures_in_kernels_is_that_of_torch() -> None:
-    config = DitConfig(channels=16, layers=2, heads=3, head_width=32, text_width=64, axes=(8, 12, 12))
-    dit = Dit(config).to(DEVICE)
+    config = QwenImageConfig(channels=16, layers=2, heads=3, head_width=32, text_width=64, axes=(8, 12, 12))
+    dit = QwenImageNetwork(config).to(DEVICE)
     torch.manual_seed(0)
     dit.draw()
     sizes = [(2, 3), (3, 4)]

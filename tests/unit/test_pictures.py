@@ -19,7 +19,7 @@ from omni_actors.protocol.stage import LATENTS, PIXELS, Chunk
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage.engine_interface import FinishedEvent, ImageEvent, LatentsEvent, ProgressEvent
 from omni_actors.stage.meter import StageMeter
-from omni_actors.stage.processors import Extend, Latents2Image, Piece, Start
+from omni_actors.stage.processors import Extend, InputPiece, Latents2Image, Start
 from omni_actors.telemetry import metric_table as table
 from tests.support.builders import done, header_from
 from tests.support.requests import ALICE, NOW, again, ask, bring_back, failure, lose, ready, replica_id, say
@@ -106,13 +106,13 @@ def test_progress_goes_to_the_client_alone_and_is_no_output() -> None:
 
 def test_latents_reach_the_decoder_one_by_one_and_the_last_is_the_picture() -> None:
     processor = Latents2Image(0, ("dit",))
-    (start,) = processor.feed("dit", Piece(tensors={LATENTS: NOISE}, scalars={"width": 16}))
+    (start,) = processor.feed("dit", InputPiece(tensors={LATENTS: NOISE}, scalars={"width": 16}))
     assert isinstance(start, Start)
     assert start.inputs.tensors == {LATENTS: NOISE}
     assert start.inputs.scalars == {"width": 16}
     assert not start.inputs.complete
-    assert processor.feed("dit", Piece()) == []
-    assert processor.feed("dit", Piece(tensors={LATENTS: RED}, final=True)) == [Extend(RED, complete=True)]
+    assert processor.feed("dit", InputPiece()) == []
+    assert processor.feed("dit", InputPiece(tensors={LATENTS: RED}, final=True)) == [Extend(RED, complete=True)]
 
 
 # -- coordinator ------------------------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ PREVIEW = ImageChunk(pixels=TensorRef(DType.U8, (1, 2, 3), 0), preview=True)
 SOME_LATENTS = LatentsChunk(latents=TensorRef(DType.F32, (4, 2), 0))
 
 
-def step(number: int) -> results.Progress:
-    return results.Progress(step=number, steps=4)
+def step(number: int) -> results.StepsDone:
+    return results.StepsDone(step=number, steps=4)
 
 
 def passed_on(state: RequestMachine, body: results.Output, seq: int, stage: str = "code2wav", attempt: int = 0) -> bool:
@@ -134,7 +134,7 @@ def passed_on(state: RequestMachine, body: results.Output, seq: int, stage: str 
         return False
     (message,) = instructions
     assert isinstance(message, ToClient)
-    if isinstance(body, results.Progress):
+    if isinstance(body, results.StepsDone):
         assert message.body == msgspec.structs.replace(body, stage=stage)
     else:
         assert message.body == body
@@ -172,7 +172,7 @@ async def test_the_result_has_pictures_and_latents_and_no_previews() -> None:
     stream = RequestStream("r1", lambda request_id: None)
     pixels, latents = TensorRef(DType.U8, (1, 2, 3), 0), TensorRef(DType.F32, (4, 2), 0)
     sent: list[tuple[results.Output, HostTensor]] = [
-        (results.Progress(step=1, steps=2, stage="dit"), NOISE),
+        (results.StepsDone(step=1, steps=2, stage="dit"), NOISE),
         (ImageChunk(pixels=pixels, preview=True), RED._replace(data=bytes(6))),
         (ImageChunk(pixels=pixels), RED),
         (LatentsChunk(latents=latents), NOISE),

@@ -10,9 +10,9 @@ from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.processors import (
     Extend,
+    InputPiece,
     Passthrough,
     PicturesOnly,
-    Piece,
     Skip,
     Start,
     Talker2Code2Wav,
@@ -35,9 +35,9 @@ def positions(tensor: HostTensor) -> list[int]:
 
 def thinker_piece(
     start: int, count: int, prompt: int | None = None, final: bool = False, **tensors: HostTensor
-) -> Piece:
+) -> InputPiece:
     scalars = {} if prompt is None else {"prompt_tokens": prompt}
-    return Piece(tensors={"rows": rows(start, count), **tensors}, scalars=scalars, start=start, final=final)
+    return InputPiece(tensors={"rows": rows(start, count), **tensors}, scalars=scalars, start=start, final=final)
 
 
 def thinker2talker(start_after: int = 2) -> Thinker2Talker:
@@ -61,7 +61,7 @@ def test_starts_after_two_steps_then_streams() -> None:
     assert isinstance(extend, Extend)
     assert positions(extend.rows) == [4]
     assert not extend.complete
-    assert processor.feed("thinker", Piece(final=True, start=5)) == [Extend(None, True)]
+    assert processor.feed("thinker", InputPiece(final=True, start=5)) == [Extend(None, True)]
 
 
 def test_rows_that_come_again_are_dropped_by_position() -> None:
@@ -83,9 +83,10 @@ def test_a_gap_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "pieces", [[thinker_piece(0, 3, 3), Piece(final=True)], [Piece(final=True)], [thinker_piece(0, 3, 3, final=True)]]
+    "pieces",
+    [[thinker_piece(0, 3, 3), InputPiece(final=True)], [InputPiece(final=True)], [thinker_piece(0, 3, 3, final=True)]],
 )
-def test_an_empty_reply_has_no_speech(pieces: list[Piece]) -> None:
+def test_an_empty_reply_has_no_speech(pieces: list[InputPiece]) -> None:
     processor = thinker2talker()
     actions = [action for piece in pieces for action in processor.feed("thinker", piece)]
     assert actions == [Skip()]
@@ -94,15 +95,15 @@ def test_an_empty_reply_has_no_speech(pieces: list[Piece]) -> None:
 @pytest.mark.parametrize(
     "piece",
     [
-        Piece(tensors={"rows": rows(0, 1)}, scalars={"prompt_tokens": -1}),
-        Piece(tensors={"rows": rows(0, 1)}, scalars={"prompt_tokens": True}),
-        Piece(tensors={"rows": rows(0, 1)}, scalars={"prompt_tokens": 1.5}),
-        Piece(tensors={"rows": HostTensor(DType.F32, (), bytes(4))}, scalars={"prompt_tokens": 1}),
-        Piece(tensors={"rows": HostTensor(DType.F32, (1, 1, 1), bytes(4))}, scalars={"prompt_tokens": 1}),
+        InputPiece(tensors={"rows": rows(0, 1)}, scalars={"prompt_tokens": -1}),
+        InputPiece(tensors={"rows": rows(0, 1)}, scalars={"prompt_tokens": True}),
+        InputPiece(tensors={"rows": rows(0, 1)}, scalars={"prompt_tokens": 1.5}),
+        InputPiece(tensors={"rows": HostTensor(DType.F32, (), bytes(4))}, scalars={"prompt_tokens": 1}),
+        InputPiece(tensors={"rows": HostTensor(DType.F32, (1, 1, 1), bytes(4))}, scalars={"prompt_tokens": 1}),
         thinker_piece(0, 2),
     ],
 )
-def test_pieces_that_do_not_fit(piece: Piece) -> None:
+def test_pieces_that_do_not_fit(piece: InputPiece) -> None:
     with pytest.raises(InvalidPayload):
         thinker2talker().feed("thinker", piece)
 
@@ -110,18 +111,18 @@ def test_pieces_that_do_not_fit(piece: Piece) -> None:
 def test_positions_may_come_as_token_ids_with_other_tensors_by_name() -> None:
     processor = thinker2talker(3)
     media = rows(0, 2)
-    first = Piece(token_ids=[7, 8, 9], tensors={"media_rows": media}, scalars={"prompt_tokens": 2})
+    first = InputPiece(token_ids=[7, 8, 9], tensors={"media_rows": media}, scalars={"prompt_tokens": 2})
     assert processor.feed("thinker", first) == []
-    (start,) = processor.feed("thinker", Piece(token_ids=[9, 10], start=2))  # token 9 comes again
+    (start,) = processor.feed("thinker", InputPiece(token_ids=[9, 10], start=2))  # token 9 comes again
     assert isinstance(start, Start)
     assert list(start.inputs.token_ids) == [7, 8, 9, 10]
     assert start.inputs.tensors == {"media_rows": media}
     assert start.inputs.scalars == {"prompt_tokens": 2}
-    assert processor.feed("thinker", Piece(token_ids=[11, 12], start=4)) == [Extend(None, False, [11, 12])]
-    assert processor.feed("thinker", Piece(token_ids=[12], start=5)) == []
-    assert processor.feed("thinker", Piece(final=True, start=6)) == [Extend(None, True, ())]
+    assert processor.feed("thinker", InputPiece(token_ids=[11, 12], start=4)) == [Extend(None, False, [11, 12])]
+    assert processor.feed("thinker", InputPiece(token_ids=[12], start=5)) == []
+    assert processor.feed("thinker", InputPiece(final=True, start=6)) == [Extend(None, True, ())]
     with pytest.raises(InvalidPayload, match="position 9 came where 6"):
-        processor.feed("thinker", Piece(token_ids=[1], start=9))
+        processor.feed("thinker", InputPiece(token_ids=[1], start=9))
 
 
 # -- talker2code2wav, passthrough -------------------------------------------------------------------------------------
@@ -129,22 +130,22 @@ def test_positions_may_come_as_token_ids_with_other_tensors_by_name() -> None:
 
 def test_code2wav_gets_codec_tokens_as_they_come() -> None:
     processor = Talker2Code2Wav(3, ("talker",))
-    assert processor.feed("talker", Piece(token_ids=[5, 6], start=0)) == []
-    (start,) = processor.feed("talker", Piece(token_ids=[6, 7], start=1))
+    assert processor.feed("talker", InputPiece(token_ids=[5, 6], start=0)) == []
+    (start,) = processor.feed("talker", InputPiece(token_ids=[6, 7], start=1))
     assert list(start.inputs.token_ids) == [5, 6, 7]
     assert not start.inputs.complete
-    assert processor.feed("talker", Piece(token_ids=[8, 9], start=3)) == [Extend(None, False, [8, 9])]
-    assert processor.feed("talker", Piece(token_ids=[9], start=4)) == []
-    assert processor.feed("talker", Piece(final=True, start=5)) == [Extend(None, True, ())]
+    assert processor.feed("talker", InputPiece(token_ids=[8, 9], start=3)) == [Extend(None, False, [8, 9])]
+    assert processor.feed("talker", InputPiece(token_ids=[9], start=4)) == []
+    assert processor.feed("talker", InputPiece(final=True, start=5)) == [Extend(None, True, ())]
 
 
 def test_passthrough_joins_sources_in_the_order_of_the_configuration() -> None:
     processor = Passthrough(2, ("left", "right"))
     extra = HostTensor(DType.U8, (1,), b"x")
-    assert processor.feed("right", Piece(token_ids=[3], start=0)) == []
-    assert processor.feed("right", Piece(token_ids=[4], start=1, final=True, scalars={"n": 1})) == []
-    assert processor.feed("left", Piece(token_ids=[1, 2], start=0)) == []
-    (start,) = processor.feed("left", Piece(token_ids=[2], start=1, final=True, tensors={"extra": extra}))
+    assert processor.feed("right", InputPiece(token_ids=[3], start=0)) == []
+    assert processor.feed("right", InputPiece(token_ids=[4], start=1, final=True, scalars={"n": 1})) == []
+    assert processor.feed("left", InputPiece(token_ids=[1, 2], start=0)) == []
+    (start,) = processor.feed("left", InputPiece(token_ids=[2], start=1, final=True, tensors={"extra": extra}))
     assert list(start.inputs.token_ids) == [1, 2, 3, 4]
     assert start.inputs.tensors == {"extra": extra}
     assert start.inputs.scalars == {"n": 1}
@@ -154,11 +155,11 @@ def test_passthrough_joins_sources_in_the_order_of_the_configuration() -> None:
 def test_a_stage_for_pictures_gets_them_alone_and_has_nothing_to_do_without() -> None:
     pixels = HostTensor(DType.U8, (1, 1, 4), b"rgba")
     processor = PicturesOnly(2, ("prompt",))
-    assert processor.feed("prompt", Piece(token_ids=[1, 2], tensors={"picture_0": pixels, "vllm.0": pixels})) == []
-    (start,) = processor.feed("prompt", Piece(start=2, final=True))
+    assert processor.feed("prompt", InputPiece(token_ids=[1, 2], tensors={"picture_0": pixels, "vllm.0": pixels})) == []
+    (start,) = processor.feed("prompt", InputPiece(start=2, final=True))
     assert start.inputs.token_ids == []
     assert start.inputs.tensors == {"picture_0": pixels}
-    assert PicturesOnly(2, ("prompt",)).feed("prompt", Piece(token_ids=[1], final=True)) == [Skip()]
+    assert PicturesOnly(2, ("prompt",)).feed("prompt", InputPiece(token_ids=[1], final=True)) == [Skip()]
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------

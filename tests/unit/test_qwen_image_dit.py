@@ -10,7 +10,7 @@ import yaml
 
 from omni_actors.engine.models.diffusers_layout import part_config
 from omni_actors.engine.models.pictures.denoising import PictureSpec
-from omni_actors.engine.models.qwen_image.dit import Dit, DitConfig
+from omni_actors.engine.models.qwen_image.dit import QwenImageConfig, QwenImageNetwork
 from omni_actors.engine.models.qwen_image.dit_stage import SPEC, dit_config
 from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix, parts
 from omni_actors.engine.models.qwen_image.weights import load
@@ -20,7 +20,7 @@ from tools.checkpoints.pictures import QWEN_IMAGE
 
 YAML = REPOSITORY / "stage_configs" / "qwen_image.yaml"
 SIZES = QWEN_IMAGE.tiny
-TINY = DitConfig(
+TINY = QwenImageConfig(
     channels=SIZES["channels"],
     layers=SIZES["layers"],
     heads=SIZES["heads"],
@@ -63,14 +63,14 @@ def reference():
 
 
 @pytest.fixture(scope="module")
-def dit(reference) -> Dit:
-    made = Dit(TINY).eval()
+def dit(reference) -> QwenImageNetwork:
+    made = QwenImageNetwork(TINY).eval()
     load(made, reference.state_dict().items())
     return made
 
 
 @torch.inference_mode()
-def velocities(dit: Dit, sequences: list[Sequence]) -> list[torch.Tensor]:
+def velocities(dit: QwenImageNetwork, sequences: list[Sequence]) -> list[torch.Tensor]:
     """Of each sequence's latents, all computed in one batch."""
     sizes = [tuple(one.latents.shape[1:]) for one in sequences]
     batch = dit.lay_out(sizes, dit.condition([Prefix(one.condition) for one in sequences]))
@@ -118,7 +118,7 @@ def test_a_sequence_is_the_same_alone_and_in_a_batch(dit):
 
 def test_the_published_sizes_are_the_defaults(tmp_path):
     QWEN_IMAGE.write_full(tmp_path / "full")
-    assert dit_config(part_config(tmp_path / "full", "transformer")) == DitConfig()
+    assert dit_config(part_config(tmp_path / "full", "transformer")) == QwenImageConfig()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_weights_that_do_not_fit_are_refused(reference, change, message):
     weights = dict(reference.state_dict())
     change(weights)
     with pytest.raises(ConfigError, match=message):
-        load(Dit(TINY), weights.items())
+        load(QwenImageNetwork(TINY), weights.items())
 
 
 def test_a_second_picture_of_512_pixels_can_join_the_first_in_the_pipeline_that_is_shipped():

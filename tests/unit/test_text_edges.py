@@ -14,7 +14,7 @@ from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, Media
 from omni_actors.protocol.tensors import DType, TensorRef
 from omni_actors.stage.engine_interface import StreamEvent, TextEvent
 from omni_actors.stage.outgoing import divide
-from omni_actors.stage.processors import Piece, Text2Prompt
+from omni_actors.stage.processors import InputPiece, Text2Prompt
 from tests.support.builders import load
 
 LISTENER, PROMPT, CHAT = 1, 2, 3
@@ -41,10 +41,10 @@ def user(*parts: ContentPart, role: str = "user") -> ChatMessage:
 def test_missing_text_is_an_error() -> None:
     processor = Text2Prompt(2, ("listener",))
     with pytest.raises(InvalidPayload, match="text from character 7 came where text from 0 was due"):
-        processor.feed("listener", Piece(scalars={"text": "day"}, start=7))
-    processor.feed("listener", Piece(scalars={"text": " \n"}))
+        processor.feed("listener", InputPiece(scalars={"text": "day"}, start=7))
+    processor.feed("listener", InputPiece(scalars={"text": " \n"}))
     with pytest.raises(InvalidRequest, match="'listener' wrote no text"):
-        processor.feed("listener", Piece(start=2, final=True))
+        processor.feed("listener", InputPiece(start=2, final=True))
 
 
 def test_text_goes_to_the_client_and_to_the_next_stage_as_each_wants_it() -> None:

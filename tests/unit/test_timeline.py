@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from omni_actors.protocol.telemetry import RequestTimeline, StageTimeline, TimelineEvent, TransferTimeline
 from omni_actors.telemetry.otlp import OtlpExporter
-from omni_actors.telemetry.request_log import Finished
+from omni_actors.telemetry.request_log import FinishedRequest
 from omni_actors.telemetry.timeline import as_json, chrome_trace
 from tests.support.request_log import Observed
 
@@ -109,7 +109,7 @@ def test_a_transfer_belongs_to_the_attempt_that_sent() -> None:
     timeline = RequestTimeline("r", "a" * 32, "done", 2, events, tuple(parts), sent)
     collected = InMemorySpanExporter()
     exporter = OtlpExporter("test", collected)
-    exporter.export(Finished(timeline, "", True))
+    exporter.export(FinishedRequest(timeline, "", True))
     exporter.close()
     spans = collected.get_finished_spans()
     names = {span.context.span_id: (span.name, span.attributes.get("omni.attempt")) for span in spans}

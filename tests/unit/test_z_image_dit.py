@@ -7,7 +7,7 @@ import torch
 
 from omni_actors.engine.models.diffusers_layout import part_config
 from omni_actors.engine.models.pictures.packing import attend_each, pack
-from omni_actors.engine.models.z_image.dit import Dit, DitConfig
+from omni_actors.engine.models.z_image.dit import ZImageConfig, ZImageNetwork
 from omni_actors.engine.models.z_image.dit_stage import dit_config
 from omni_actors.engine.models.z_image.weights import load
 from omni_actors.errors import ConfigError
@@ -30,7 +30,7 @@ def reference():
 
 
 @pytest.fixture(scope="module")
-def dit(reference) -> Dit:
+def dit(reference) -> ZImageNetwork:
     return same_dit(reference)
 
 
@@ -47,7 +47,7 @@ def test_a_sequence_is_the_same_alone_and_in_a_batch(dit):
 
 def test_the_published_sizes_are_the_defaults(tmp_path):
     Z_IMAGE.write_full(tmp_path / "full")
-    assert dit_config(part_config(tmp_path / "full", "transformer")) == DitConfig()
+    assert dit_config(part_config(tmp_path / "full", "transformer")) == ZImageConfig()
 
 
 def test_attention_stays_within_each_sequence():
@@ -74,4 +74,4 @@ def test_weights_that_do_not_fit_are_refused(reference, change, message):
     weights = dict(reference.state_dict())
     change(weights)
     with pytest.raises(ConfigError, match=message):
-        load(Dit(TINY_DIT), weights.items())
+        load(ZImageNetwork(TINY_DIT), weights.items())

@@ -57,7 +57,7 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ShowProgress:
     """Show how far the launch has come, in place of what was shown before.
 
     Args:
@@ -165,7 +165,7 @@ class GiveUp:
 
 FleetInstruction = (
     Announce
-    | Progress
+    | ShowProgress
     | Log
     | TellNode
     | TellReplica

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.core.instructions import Progress
+from omni_actors.coordinator.core.instructions import ShowProgress
 from omni_actors.coordinator.core.nodes import NodeTable
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.states import LAUNCH_TRANSITIONS, LaunchEvent, LaunchState, ReplicaEvent, ReplicaState
@@ -236,7 +236,7 @@ class Launch:
                 return replica
         return None
 
-    def reports(self, now: float) -> list[Progress]:
+    def reports(self, now: float) -> list[ShowProgress]:
         """What to show of the progress now, if anything; counts as shown."""
         is_line = now >= self._next_line
         if is_line:
@@ -245,7 +245,7 @@ class Launch:
         elif now < self._next_redraw:
             return []
         self._next_redraw = now + REDRAW_SECONDS
-        return [Progress(self.progress(now), is_line)]
+        return [ShowProgress(self.progress(now), is_line)]
 
     def after(self, now: float) -> float:
         """Seconds since the launcher's process started."""

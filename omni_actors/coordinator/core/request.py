@@ -25,7 +25,7 @@ from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.fields import TOKEN_BYTES
 from omni_actors.protocol.header import ReplicaId
 from omni_actors.protocol.payloads import AdditionalInformationEntry, AdditionalInformationPayload, Prompt, StageParams
-from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Output, Progress, StageUsage, TextDelta
+from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Output, StageUsage, StepsDone, TextDelta
 from omni_actors.protocol.tensors import TensorRef
 from omni_actors.protocol.tools import ToolCallPiece
 from omni_actors.transitions import advance
@@ -90,7 +90,7 @@ class Delivery:
                 return (body, buffers) if self._is_new("preview" if body.preview else "image") else None
             case LatentsChunk():
                 return (body, buffers) if self._is_new("latents") else None
-            case Progress():
+            case StepsDone():
                 return self._progress(stage, body)
 
     def _is_new(self, kind: str) -> bool:
@@ -100,7 +100,7 @@ class Delivery:
         self._whole[kind] += 1
         return True
 
-    def _progress(self, stage: str, body: Progress) -> Fresh | None:
+    def _progress(self, stage: str, body: StepsDone) -> Fresh | None:
         """Progress that the client has not seen yet. After a replay there is none until it has caught up."""
         if body.step <= self._steps.get(stage, 0):
             return None

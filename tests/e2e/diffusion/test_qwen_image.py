@@ -17,7 +17,7 @@ from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.diffusion_runner import StepResult
 from omni_actors.engine.models.diffusers_layout import part_config
 from omni_actors.engine.models.pictures.denoising import Denoiser, Picture
-from omni_actors.engine.models.qwen_image.dit import Dit
+from omni_actors.engine.models.qwen_image.dit import QwenImageNetwork
 from omni_actors.engine.models.qwen_image.dit_stage import QwenImageDit, dit_config
 from omni_actors.engine.models.qwen_image.prefix import Prefix
 from omni_actors.engine.tensors import to_host, to_torch
@@ -120,14 +120,14 @@ def test_with_one_place_every_picture_is_computed_alone_and_has_the_same_bits(ti
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, int]]]:
     """For each step of the stage, jobs' names with the tokens that it computes of each; the last one is under way."""
     steps: list[list[tuple[str, int]]] = [[]]
-    step, extend, denoise = QwenImageDit.step, Dit.extend, Denoiser.step
+    step, extend, denoise = QwenImageDit.step, QwenImageNetwork.extend, Denoiser.step
 
     def counted(self: QwenImageDit, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
         results = step(self, request_ids)
         steps.append([])
         return results
 
-    def extended(self: Dit, prefix: Prefix, end: int) -> None:
+    def extended(self: QwenImageNetwork, prefix: Prefix, end: int) -> None:
         if end > prefix.done:
             steps[-1].append(("edit" if prefix.given.references else "text", end - prefix.done))
         extend(self, prefix, end)
@@ -137,7 +137,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, int]]]:
         return denoise(self, pictures)
 
     monkeypatch.setattr(QwenImageDit, "step", counted)
-    monkeypatch.setattr(Dit, "extend", extended)
+    monkeypatch.setattr(QwenImageNetwork, "extend", extended)
     monkeypatch.setattr(Denoiser, "step", denoised)
     return steps
 
@@ -179,14 +179,14 @@ def test_an_edit_that_ends_while_it_is_prepared_leaves_nothing_and_the_others_go
     events = run(small_steps, leave)
     assert not [event for event in events if event.request_id == THREE.name]
     assert close(latents_of(events, FOX.name), painter.latents(FOX))
-    extend = Dit.extend
+    extend = QwenImageNetwork.extend
 
-    def failing(self: Dit, prefix: Prefix, end: int) -> None:
+    def failing(self: QwenImageNetwork, prefix: Prefix, end: int) -> None:
         if prefix.done and prefix.given.references:
             raise RuntimeError("no more")
         extend(self, prefix, end)
 
-    monkeypatch.setattr(Dit, "extend", failing)
+    monkeypatch.setattr(QwenImageNetwork, "extend", failing)
     for wish in (FOX, THREE):
         small_steps.start(request(wish), painter.inputs(wish))
     events = run(small_steps)

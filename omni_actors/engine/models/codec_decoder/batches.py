@@ -13,7 +13,7 @@ from omni_actors.engine.models.codec_decoder.stream import CodecChunk
 
 
 @dataclass(frozen=True)
-class _Graph:
+class _BatchGraph:
     """A captured pass with the tensors that it reads and writes; see `CodecDecoder.forward`."""
 
     graph: torch.cuda.CUDAGraph
@@ -33,7 +33,7 @@ class BatchedDecoder:
         self.decoder = decoder
         self._device = device
         self._most = most
-        self._graphs: dict[tuple[bool, int, int], _Graph] = {}  # by whether first, frames and batch
+        self._graphs: dict[tuple[bool, int, int], _BatchGraph] = {}  # by whether first, frames and batch
         codes = torch.zeros(1, decoder.sizes.num_quantizers, 1, dtype=torch.int64, device=device)
         with torch.inference_mode():
             _, state = decoder(codes, codes.new_zeros(1), None)
@@ -77,7 +77,7 @@ class BatchedDecoder:
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True)
 
-    def _graph(self, first: bool, frames: int, batch: int) -> _Graph | None:
+    def _graph(self, first: bool, frames: int, batch: int) -> _BatchGraph | None:
         """The smallest graph that takes the batch, if there is one."""
         sizes = (size for size in _batch_sizes(self._most) if size >= batch)
         return next((graph for size in sizes if (graph := self._graphs.get((first, frames, size)))), None)
@@ -94,7 +94,7 @@ class BatchedDecoder:
             for begins, frames in sorted(shapes, key=lambda shape: -shape[1]):
                 self._graphs[begins, frames, batch] = self._captured(begins, frames, batch, pool)
 
-    def _captured(self, first: bool, frames: int, batch: int, pool: Any) -> _Graph:
+    def _captured(self, first: bool, frames: int, batch: int, pool: Any) -> _BatchGraph:
         codes = torch.zeros(batch, self.decoder.sizes.num_quantizers, frames, dtype=torch.int64, device=self._device)
         position = torch.zeros(batch, dtype=torch.int64, device=self._device)
         state = None if first else self._before[:batch]
@@ -104,7 +104,7 @@ class BatchedDecoder:
         with torch.cuda.graph(graph, pool=pool):
             samples, after = self.decoder(codes, position, state)
             self._after[:batch].copy_(after)
-        return _Graph(graph, codes, position, samples)
+        return _BatchGraph(graph, codes, position, samples)
 
 
 def _batch_sizes(most: int) -> list[int]:

@@ -14,7 +14,7 @@ from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionModelRunn
 from omni_actors.engine.models.chunks import ChunkPolicy, DecodeOptions
 from omni_actors.engine.models.codec_decoder.batches import BatchedDecoder
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
-from omni_actors.engine.models.codec_decoder.stream import Carry, CodecChunk, CodecStream, Cutting
+from omni_actors.engine.models.codec_decoder.stream import CodecChunk, CodecStream, Cutting, DecoderCarry
 from omni_actors.engine.worker_base import omni_options
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, StartupError
 from omni_actors.protocol.payloads import StageParams
@@ -52,7 +52,7 @@ class CodecRunner(DiffusionModelRunner):
         self._policy = options.policy
         self._max_requests: int = vllm_config.scheduler_config.max_num_seqs
         self._requests: dict[str, CodecChunk] = {}
-        self._carries: weakref.WeakSet[Carry] = weakref.WeakSet()  # counted, so that a leak shows
+        self._carries: weakref.WeakSet[DecoderCarry] = weakref.WeakSet()  # counted, so that a leak shows
 
     # -- the model's own
 
@@ -135,7 +135,7 @@ class CodecRunner(DiffusionModelRunner):
             raise InvalidRequest(
                 f"Parameters {foreign} do not apply to a codec decoder.", hint="It takes none; leave them out."
             )
-        carry = Carry()
+        carry = DecoderCarry()
         self._carries.add(carry)
         stream = CodecStream(self.cutting, carry, self._unheard(inputs))
         stream.extend(tuple(inputs.token_ids), complete=inputs.complete)

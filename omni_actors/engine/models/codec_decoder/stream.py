@@ -22,7 +22,7 @@ COPIES = 4
 
 
 @dataclass(eq=False)
-class Carry:
+class DecoderCarry:
     """What the chunks of a request leave on the device for the next one: [size], None before the first."""
 
     state: torch.Tensor | None = None
@@ -46,7 +46,7 @@ class CodecChunk:
     position: int
     samples: int
     last: bool
-    carry: Carry = field(repr=False)
+    carry: DecoderCarry = field(repr=False)
     unheard: int = 0
 
     @property
@@ -93,7 +93,7 @@ class CodecStream(DiffusionStream):
         unheard: codes, from the first, whose sound is left out: they are what the others continue.
     """
 
-    def __init__(self, cutting: Cutting, carry: Carry, unheard: int = 0) -> None:
+    def __init__(self, cutting: Cutting, carry: DecoderCarry, unheard: int = 0) -> None:
         self._cutting = cutting
         self._carry = carry
         self._silent = unheard // cutting.sizes.num_quantizers  # frames
@@ -114,7 +114,7 @@ class CodecStream(DiffusionStream):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the `Carry` between two chunks; 0 if none is to come."""
+        """Bytes of the `DecoderCarry` between two chunks; 0 if none is to come."""
         return 0 if self._finished or self._cutting.policy is None else self._cutting.state_bytes
 
     @property

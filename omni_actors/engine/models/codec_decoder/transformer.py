@@ -113,7 +113,7 @@ class _Mlp(nn.Module):
         return output
 
 
-class _Layer(nn.Module):
+class _TransformerLayer(nn.Module):
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
         self.self_attn = _Attention(sizes)
@@ -135,7 +135,7 @@ class FrameTransformer(nn.Module):
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer(sizes) for _ in range(sizes.num_hidden_layers))
+        self.layers = nn.ModuleList(_TransformerLayer(sizes) for _ in range(sizes.num_hidden_layers))
         self.norm = _RmsNorm(sizes.hidden_size, sizes.rms_norm_eps)
         width, latent = sizes.hidden_size, sizes.latent_dim
         self.input_proj = nn.Linear(latent, width) if latent else nn.Identity()

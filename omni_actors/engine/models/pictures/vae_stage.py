@@ -41,7 +41,7 @@ MAX_STEPS = 16  # vLLM wants some length; each job has one
 ACTIVATIONS = 6
 
 
-class _Latents(JobQueue):
+class _PictureLatents(JobQueue):
     """The latents of a request: first those of previews, then those of the picture. Each becomes a job."""
 
     def __init__(self, runner: VaeStage, opaque: bool) -> None:
@@ -161,7 +161,7 @@ class VaeStage(DiffusionModelRunner):
     def open(self, request: StageRequest, inputs: StageInputs) -> DiffusionStream:
         """Check a request's first latents."""
         check_parameters("vae", self.facts.parameters, request.params)
-        stream = _Latents(self, (request.params.extra_args or {}).get(BACKGROUND.name) == OPAQUE)
+        stream = _PictureLatents(self, (request.params.extra_args or {}).get(BACKGROUND.name) == OPAQUE)
         first = inputs.tensors.get(LATENTS)
         if first is None:
             raise InvalidPayload(f"This stage needs a tensor {LATENTS!r}.")

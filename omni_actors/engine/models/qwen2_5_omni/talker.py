@@ -67,7 +67,7 @@ def talker_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 @support_torch_compile(dynamic_arg_dims=MROPE_DIMS)
-class TalkerDecoder(LlamaModel):
+class CodeTalkerDecoder(LlamaModel):
     """vLLM's Llama behind the projection of the thinker's rows, compiled for M-RoPE positions.
 
     The projection is compiled with it, because a piecewise CUDA graph reads its input at the address it had during
@@ -97,7 +97,7 @@ class TalkerDecoder(LlamaModel):
 class Qwen2_5OmniTalker(CodeTalker, ContinuedPositions, SupportsPP):
     """The talker as a vLLM model."""
 
-    decoder_class = TalkerDecoder
+    decoder_class = CodeTalkerDecoder
     text_rows: torch.Tensor
 
     hf_to_vllm_mapper = WeightsMapper(
@@ -131,7 +131,7 @@ class Qwen2_5OmniTalker(CodeTalker, ContinuedPositions, SupportsPP):
         never_sampled[config.tts_codec_start_token_id] = True
         self.register_buffer("never_sampled", never_sampled, persistent=False)
         self.codec_embedding = VocabParallelEmbedding(config.vocab_size, config.embedding_size)
-        self.make_empty_intermediate_tensors = cast("TalkerDecoder", self.decoder).make_empty_intermediate_tensors
+        self.make_empty_intermediate_tensors = cast("CodeTalkerDecoder", self.decoder).make_empty_intermediate_tensors
 
     @staticmethod
     def get_model_state_cls() -> type[TalkerModelState]:
@@ -153,7 +153,7 @@ class Qwen2_5OmniTalker(CodeTalker, ContinuedPositions, SupportsPP):
 
 
 @dataclass(slots=True)
-class TalkerPayload:
+class CodeTalkerPayload:
     """The worker's part of a new request.
 
     Args:
@@ -204,7 +204,7 @@ class TalkerModelState(DefaultModelState, StreamedInputState):
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Take a new request, or one that resumes after preemption, into slot `req_index`."""
         payload = payload_of(new_req_data)
-        if not isinstance(payload, TalkerPayload):  # vLLM's own warm-up requests carry none
+        if not isinstance(payload, CodeTalkerPayload):  # vLLM's own warm-up requests carry none
             super().add_request(req_index, new_req_data)
             return
         if new_req_data.req_id not in self._text:  # else it resumes after preemption and keeps its streamed rows
@@ -295,5 +295,5 @@ SPEC = ModelSpec(
     params=StageParams(max_tokens=4096, temperature=0.9, top_p=0.8, top_k=40, repetition_penalty=1.05),
     steps_per_schedule=4,  # a third of a block of the vocoder, which cannot use less
     speech_limit=SpeechLimit(150, 75),  # 3 s, and 1.5 s for each token of text, at 50 codes a second
-    adapter="omni_actors.engine.models.qwen2_5_omni.talker_adapter.TalkerAdapter",
+    adapter="omni_actors.engine.models.qwen2_5_omni.talker_adapter.CodeTalkerAdapter",
 )

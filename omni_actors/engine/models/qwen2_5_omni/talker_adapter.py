@@ -11,7 +11,7 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, RequestOutputs
 from omni_actors.engine.core import make_request
-from omni_actors.engine.models.qwen2_5_omni.talker import TalkerPayload
+from omni_actors.engine.models.qwen2_5_omni.talker import CodeTalkerPayload
 from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import RowStream
@@ -57,7 +57,7 @@ class CodecOutputs(RequestOutputs):
         return (event,)
 
 
-class TalkerAdapter(AutoregressiveAdapter):
+class CodeTalkerAdapter(AutoregressiveAdapter):
     """Turns rows of the thinker into a vLLM request over codec tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -96,7 +96,7 @@ class TalkerAdapter(AutoregressiveAdapter):
         positions = self._positions(given.pop("mrope_positions", None), n_prompt)
         if given:
             raise InvalidPayload(f"The talker takes no tensors named {sorted(given)}.")
-        payload = TalkerPayload(prompt[:n_prompt], voice, torch.cat(reply), inputs.complete, positions)
+        payload = CodeTalkerPayload(prompt[:n_prompt], voice, torch.cat(reply), inputs.complete, positions)
         params = request.params.merged_over(self.defaults)
         sampling = make_sampling_params(
             params,

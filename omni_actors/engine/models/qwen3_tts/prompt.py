@@ -31,7 +31,7 @@ NO_CODE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PromptLayout:
     """What the positions of a prompt are made of.
 
     Args:
@@ -58,7 +58,7 @@ def lay_out(
     voice: int | None = None,
     clip_text: Sequence[int] = (),
     clip_frames: int = 0,
-) -> Layout:
+) -> PromptLayout:
     """Lay out the prompt of one request.
 
     Args:
@@ -89,4 +89,4 @@ def lay_out(
         texts += [*text, eos, pad]
         codes += [*[config.codec_pad] * (len(text) + 1), config.codec_bos]
         following = []
-    return Layout(texts, codes, voice_at, clip_at, following)
+    return PromptLayout(texts, codes, voice_at, clip_at, following)

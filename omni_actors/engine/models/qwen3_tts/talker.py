@@ -10,7 +10,7 @@ from vllm.model_executor.models.qwen3 import Qwen3Model
 from omni_actors.engine.models import ModelSpec, SpeechLimit
 from omni_actors.engine.models.frame_talker.model import FrameTalker
 from omni_actors.engine.models.qwen3_tts.checkpoint import ARCHITECTURE, talker_config
-from omni_actors.engine.models.qwen3_tts.talker_state import TalkerState
+from omni_actors.engine.models.qwen3_tts.talker_state import TextTalkerState
 from omni_actors.protocol.payloads import StageParams
 
 
@@ -21,9 +21,9 @@ class Qwen3TtsTalker(FrameTalker):
     text_table_name = "talker.model.text_embedding.weight"
 
     @staticmethod
-    def get_model_state_cls() -> type[TalkerState]:
+    def get_model_state_cls() -> type[TextTalkerState]:
         """The class by which vLLM's runner prepares this model's inputs, and that completes the frames."""
-        return TalkerState
+        return TextTalkerState
 
 
 SPEC = ModelSpec(
@@ -35,5 +35,5 @@ SPEC = ModelSpec(
     # The defaults of Qwen's package, for a checkpoint without its own (`sampling_defaults`).
     params=StageParams(max_tokens=2048, temperature=0.9, top_p=1.0, top_k=50, repetition_penalty=1.05),
     speech_limit=SpeechLimit(38, 19),  # 3 s, and 1.5 s for each token of text, at 12.5 frames a second
-    adapter="omni_actors.engine.models.qwen3_tts.talker_adapter.TalkerAdapter",
+    adapter="omni_actors.engine.models.qwen3_tts.talker_adapter.TextTalkerAdapter",
 )

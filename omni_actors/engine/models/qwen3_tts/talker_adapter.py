@@ -14,7 +14,7 @@ from omni_actors.engine.models.frame_talker.outputs import FrameOutputs
 from omni_actors.engine.models.qwen3_tts.checkpoint import SAMPLE_RATE, sampling_defaults
 from omni_actors.engine.models.qwen3_tts.clip_encoder import ClipEncoder, clip_frames
 from omni_actors.engine.models.qwen3_tts.prompt import NO_CODE, lay_out
-from omni_actors.engine.models.qwen3_tts.talker_state import TalkerPayload
+from omni_actors.engine.models.qwen3_tts.talker_state import TextTalkerPayload
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import RowStream
 from omni_actors.engine.tensors import to_torch
@@ -43,7 +43,7 @@ LEAST_CODES = 2  # that are sampled before the one that ends the speech
 CHARACTERS = 16  # more of them a token than any text has: what is longer is not even counted
 
 
-class TalkerAdapter(AutoregressiveAdapter):
+class TextTalkerAdapter(AutoregressiveAdapter):
     """Turns a text, and what says how to speak it, into a vLLM request over first codes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -102,7 +102,7 @@ class TalkerAdapter(AutoregressiveAdapter):
             clip_text=clip_text,
             clip_frames=frames,
         )
-        payload = TalkerPayload(layout.following, True, (), layout)
+        payload = TextTalkerPayload(layout.following, True, (), layout)
         self.check_length(payload.length)
         outputs = FrameOutputs(request.request_id)
 

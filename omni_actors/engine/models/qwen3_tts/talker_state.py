@@ -8,11 +8,11 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from omni_actors.engine.models.frame_talker.state import FramePayload, FrameTalkerState
-from omni_actors.engine.models.qwen3_tts.prompt import NO_CODE, Layout
+from omni_actors.engine.models.qwen3_tts.prompt import NO_CODE, PromptLayout
 
 
 @dataclass(slots=True)
-class TalkerPayload(FramePayload):
+class TextTalkerPayload(FramePayload):
     """The worker's part of a new request.
 
     Args:
@@ -21,7 +21,7 @@ class TalkerPayload(FramePayload):
         clip: i64 [frames, G], the codes of a clip that is continued.
     """
 
-    layout: Layout
+    layout: PromptLayout
     voice: torch.Tensor | None = field(default=None, repr=False)
     clip: torch.Tensor | None = field(default=None, repr=False)
 
@@ -31,11 +31,11 @@ class TalkerPayload(FramePayload):
         return len(self.layout.texts)
 
 
-class TalkerState(FrameTalkerState):
+class TextTalkerState(FrameTalkerState):
     """Adds Qwen3-TTS's prompt."""
 
     @torch.inference_mode()
-    def prompt_inputs(self, payload: TalkerPayload) -> torch.Tensor:
+    def prompt_inputs(self, payload: TextTalkerPayload) -> torch.Tensor:
         """The inputs of the prompt's positions [length, width], as the table in `prompt.py` says."""
         model, layout = self.model, payload.layout
         rows = model.text_table[async_tensor_h2d(layout.texts, device=self.device, dtype=torch.int64)]

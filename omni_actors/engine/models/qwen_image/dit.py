@@ -30,7 +30,7 @@ THETA = 10_000.0
 
 
 @dataclass(frozen=True)
-class DitConfig:
+class QwenImageConfig:
     """Sizes of the network; the defaults are the published ones.
 
     Args:
@@ -65,7 +65,7 @@ class DitConfig:
 
 
 @dataclass(frozen=True)
-class Batch:
+class QwenImageBatch:
     """Where everything lies in a batch of sequences; the same for as long as the sequences are the same.
 
     Args:
@@ -109,10 +109,10 @@ class _TextNorm(nn.Module):
         return F.rms_norm(tokens.float(), self.weight.shape, self.weight.float() + 1.0, self.eps).to(tokens.dtype)
 
 
-class Block(nn.Module):
+class QwenImageBlock(nn.Module):
     """The weights of a transformer layer."""
 
-    def __init__(self, config: DitConfig) -> None:
+    def __init__(self, config: QwenImageConfig) -> None:
         super().__init__()
         width = config.width
         self.qkv = nn.Linear(width, 3 * width, bias=False)
@@ -138,7 +138,7 @@ class _Factors:
     gate_up: torch.Tensor
 
 
-class Dit(PackedNetwork):
+class QwenImageNetwork(PackedNetwork):
     """The network: predicts the velocity of latents, from noise at moment 1 to a picture at moment 0.
 
     Args:
@@ -146,13 +146,13 @@ class Dit(PackedNetwork):
         attend: the attention of its steps.
     """
 
-    def __init__(self, config: DitConfig, attend: Attention = attend_each) -> None:
+    def __init__(self, config: QwenImageConfig, attend: Attention = attend_each) -> None:
         super().__init__(config.channels, PATCH, attend)
         self.config = config
         self.between = Between()
         width = config.width
         self.embed = nn.Linear(config.channels, width, bias=False)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(QwenImageBlock(config) for _ in range(config.layers))
         self.moment_in = nn.Linear(MOMENT_WAVES, width, bias=False)
         self.moment_out = nn.Linear(width, width, bias=False)
         self.modulation = nn.Linear(width, 4 * width, bias=False)
@@ -208,7 +208,7 @@ class Dit(PackedNetwork):
         )
         return embedded
 
-    def lay_out(self, pictures: Sequence[Size], conditions: Sequence[Prefix]) -> Batch:
+    def lay_out(self, pictures: Sequence[Size], conditions: Sequence[Prefix]) -> QwenImageBatch:
         """The batch of sequences with these pictures and these prefixes."""
         lengths = [height * width for height, width in pictures]
         positions = [_grid(*size, prefix.given.reach) for size, prefix in zip(pictures, conditions, strict=True)]
@@ -217,7 +217,7 @@ class Dit(PackedNetwork):
             torch.arange(end - length, end) for length, end in zip(lengths, itertools.accumulate(whole), strict=True)
         ]
         shape = (sum(whole), self.config.heads, self.config.head_width)
-        return Batch(
+        return QwenImageBatch(
             prefixes=tuple(conditions),
             pictures=pack(lengths, self.device),
             sequences=pack(whole, self.device),
@@ -227,7 +227,7 @@ class Dit(PackedNetwork):
             values=torch.empty(shape, dtype=self.dtype, device=self.device),
         )
 
-    def forward(self, patches: torch.Tensor, moments: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def forward(self, patches: torch.Tensor, moments: torch.Tensor, batch: QwenImageBatch) -> torch.Tensor:
         """The velocity towards the picture.
 
         Args:

@@ -21,7 +21,7 @@ from omni_actors.engine.models.pictures.denoising import PictureSpec, Preparatio
 from omni_actors.engine.models.pictures.denoising_stage import MAX_STEPS, DenoisingStage, read_finite
 from omni_actors.engine.models.pictures.schedule import FlowSchedule
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
-from omni_actors.engine.models.qwen_image.dit import Dit, DitConfig
+from omni_actors.engine.models.qwen_image.dit import QwenImageConfig, QwenImageNetwork
 from omni_actors.engine.models.qwen_image.pictures import LATENT_PIXELS, MAX_REFERENCES, MULTIPLE, reference
 from omni_actors.engine.models.qwen_image.prefix import Condition, Part, Prefix, parts
 from omni_actors.engine.models.qwen_image.weights import load
@@ -71,11 +71,11 @@ class QwenImageDit(DenoisingStage):
         except (TypeError, ValueError) as error:
             raise ConfigError(f"sample_sigmas in the checkpoint's {INDEX_NAME} are no numbers: {error}.") from error
 
-    def network(self) -> Dit:
+    def network(self) -> QwenImageNetwork:
         """The network, with any weights."""
-        return Dit(self.config)
+        return QwenImageNetwork(self.config)
 
-    def load_weights(self, network: Dit, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, network: QwenImageNetwork, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Give the network its weights."""
         load(network, weights)
 
@@ -176,7 +176,7 @@ class QwenImageDit(DenoisingStage):
 
     def _extend(self, part: Part) -> None:
         for prefix, end in part:
-            cast("Dit", self.denoiser.network).extend(prefix, end)
+            cast("QwenImageNetwork", self.denoiser.network).extend(prefix, end)
 
     def _free(self, prefixes: Sequence[Prefix]) -> None:
         for prefix in prefixes:
@@ -188,7 +188,7 @@ class QwenImageDit(DenoisingStage):
         return {**super().omni_counts(), "prefix_tokens": kept}
 
 
-def dit_config(config: Mapping[str, Any]) -> DitConfig:
+def dit_config(config: Mapping[str, Any]) -> QwenImageConfig:
     """The sizes that a transformer's config.json describes.
 
     Raises:
@@ -196,7 +196,7 @@ def dit_config(config: Mapping[str, Any]) -> DitConfig:
     """
     part = PartConfig("transformer", config, "QwenImage21Transformer2DModel")
     part.expect(patch_size=1, causal_condition=True, out_channels=part["in_channels"])
-    return DitConfig(
+    return QwenImageConfig(
         channels=part["in_channels"],
         layers=part["num_layers"],
         heads=part["num_attention_heads"],

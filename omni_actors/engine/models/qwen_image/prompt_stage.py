@@ -29,7 +29,7 @@ from omni_actors.engine.models.qwen_image.prompt_template import (
 from omni_actors.engine.tensors import to_host
 from omni_actors.engine.text_prompts import NO_PARAMS, TextPromptProcessor
 from omni_actors.errors import InvalidRequest
-from omni_actors.media.decoders import Decoder
+from omni_actors.media.decoders import MediaDecoder
 from omni_actors.media.limits import LAYERED_FILE, Item, MediaLimits
 from omni_actors.protocol.payloads import Media, MediaEncoding, Parameter, Prompt, StageParams
 from omni_actors.protocol.tensors import DType, HostTensor
@@ -80,7 +80,7 @@ class QwenImagePrompts(TextPromptProcessor):
         request_id: str,
         prompt: Prompt,
         tensors: Sequence[HostTensor],
-        decoder: Decoder | None = None,
+        decoder: MediaDecoder | None = None,
         params: StageParams = NO_PARAMS,
     ) -> tuple[list[int], dict[str, HostTensor]]:
         """The token ids of a checked prompt; as tensors those of its negative prompt, and what its pictures become."""
@@ -112,7 +112,7 @@ class QwenImagePrompts(TextPromptProcessor):
             )
         return token_ids
 
-    def _decode(self, prompt: Prompt, tensors: Sequence[HostTensor], decoder: Decoder) -> list[Image.Image]:
+    def _decode(self, prompt: Prompt, tensors: Sequence[HostTensor], decoder: MediaDecoder) -> list[Image.Image]:
         """The pictures in the order of the message, with an alpha channel."""
         order = [part.media for message in prompt.messages for part in message.content if part.media is not None]
         given = [(prompt.media[index], tensors[index], f"media {index} (image)") for index in order]

@@ -1,4 +1,4 @@
-"""Published weights of Qwen-Image's diffusion transformer, as `Dit` keeps them: some are parts of one matrix."""
+"""Published weights of Qwen-Image's transformer, as `QwenImageNetwork` keeps them: some are parts of one matrix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from omni_actors.engine.models.pictures import weights
-from omni_actors.engine.models.qwen_image.dit import Dit
+from omni_actors.engine.models.qwen_image.dit import QwenImageNetwork
 
 NAMES = weights.Names(
     model="Qwen-Image",
@@ -36,6 +36,6 @@ NAMES = weights.Names(
 )
 
 
-def load(model: Dit, published: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load(model: QwenImageNetwork, published: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Copy published weights into `model`. Raises `ConfigError` if they do not fit it."""
     weights.load(model, published, NAMES)

@@ -30,7 +30,7 @@ MOMENT_HIDDEN = 1024
 
 
 @dataclass(frozen=True)
-class DitConfig:
+class ZImageConfig:
     """Sizes of the network; the defaults are the published ones.
 
     Args:
@@ -74,10 +74,10 @@ def filled(tokens: int) -> int:
     return -(-tokens // MULTIPLE) * MULTIPLE
 
 
-class Block(nn.Module):
+class ZImageBlock(nn.Module):
     """A transformer layer. With `modulated` it scales and gates by the moment of each token's sequence."""
 
-    def __init__(self, config: DitConfig, *, modulated: bool) -> None:
+    def __init__(self, config: ZImageConfig, *, modulated: bool) -> None:
         super().__init__()
         width, hidden = config.width, int(config.width / 3 * 8)
         self.heads = config.heads
@@ -138,7 +138,7 @@ class Block(nn.Module):
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EncodedPrompt:
     """What a prompt contributes to every step of its request.
 
     Args:
@@ -151,7 +151,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Batch:
+class ZImageBatch:
     """Where everything lies in a batch of sequences; the same for as long as the sequences are the same.
 
     Tokens of pictures are counted without filling (`own`) and with it (`filled`).
@@ -177,7 +177,7 @@ class Batch:
     outputs: torch.Tensor
 
 
-class Dit(PackedNetwork):
+class ZImageNetwork(PackedNetwork):
     """The network: predicts the velocity of latents, from noise at moment 0 to a picture at moment 1.
 
     Its parameters are named as in published checkpoints, but for matrices that are kept as one (see weights.py).
@@ -187,7 +187,7 @@ class Dit(PackedNetwork):
         attend: the attention to compute with; `attend_each` works everywhere.
     """
 
-    def __init__(self, config: DitConfig, attend: Attention = attend_each) -> None:
+    def __init__(self, config: ZImageConfig, attend: Attention = attend_each) -> None:
         super().__init__(config.channels, PATCH, attend)
         self.config = config
         self.embed = nn.Linear(config.patch_width, config.width)
@@ -209,7 +209,7 @@ class Dit(PackedNetwork):
             block.before = torch.compile(block.before, dynamic=True, **options)
             block.after = torch.compile(block.after, dynamic=True, **options)
 
-    def condition(self, given: Sequence[torch.Tensor]) -> list[Prompt]:
+    def condition(self, given: Sequence[torch.Tensor]) -> list[EncodedPrompt]:
         """The contributions of prompts, from the text encoder's hidden states, each [length, text_width]."""
         lengths = [filled(len(each)) for each in given]
         packing = pack(lengths, self.device)
@@ -220,9 +220,9 @@ class Dit(PackedNetwork):
         rotation = torch.cat(rotations)
         for block in self.context_refiner:
             tokens = block(tokens, None, rotation, packing, self.attend)
-        return [Prompt(part, turn) for part, turn in zip(tokens.split(lengths), rotations, strict=True)]
+        return [EncodedPrompt(part, turn) for part, turn in zip(tokens.split(lengths), rotations, strict=True)]
 
-    def lay_out(self, pictures: Sequence[Size], conditions: Sequence[Prompt]) -> Batch:
+    def lay_out(self, pictures: Sequence[Size], conditions: Sequence[EncodedPrompt]) -> ZImageBatch:
         """The batch of sequences with these pictures and these prompts."""
         prompts = conditions
         own = [height * width for height, width in pictures]
@@ -239,7 +239,7 @@ class Dit(PackedNetwork):
             for (height, width), prompt in zip(pictures, prompts, strict=True)
         ]
         parts = [part for turn, prompt in zip(turns, prompts, strict=True) for part in (turn, prompt.rotation)]
-        return Batch(
+        return ZImageBatch(
             pictures=pack(lengths, self.device),
             picture_rotation=torch.cat(turns),
             slots=None if own == lengths else moved(_places(lengths, own), self.device),
@@ -250,7 +250,7 @@ class Dit(PackedNetwork):
             outputs=moved(torch.cat(outputs), self.device),
         )
 
-    def forward(self, patches: torch.Tensor, moments: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def forward(self, patches: torch.Tensor, moments: torch.Tensor, batch: ZImageBatch) -> torch.Tensor:
         """The velocity of packed latents.
 
         Args:
@@ -285,8 +285,8 @@ class Dit(PackedNetwork):
         return moved(rotation_at(positions, self.config.axes, self.config.theta), self.device)
 
 
-def _layers(config: DitConfig, count: int, *, modulated: bool) -> nn.ModuleList:
-    return nn.ModuleList(Block(config, modulated=modulated) for _ in range(count))
+def _layers(config: ZImageConfig, count: int, *, modulated: bool) -> nn.ModuleList:
+    return nn.ModuleList(ZImageBlock(config, modulated=modulated) for _ in range(count))
 
 
 def _places(lengths: Sequence[int], own: Sequence[int]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from omni_actors.engine.models.pictures.denoising import PictureSpec
 from omni_actors.engine.models.pictures.denoising_stage import MAX_STEPS, DenoisingStage
 from omni_actors.engine.models.pictures.schedule import FlowSchedule
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
-from omni_actors.engine.models.z_image.dit import PATCH, Dit, DitConfig, filled
+from omni_actors.engine.models.z_image.dit import PATCH, ZImageConfig, ZImageNetwork, filled
 from omni_actors.engine.models.z_image.weights import load
 from omni_actors.errors import ConfigError, PromptTooLong
 from omni_actors.protocol.payloads import Parameter, StageParams
@@ -49,11 +49,11 @@ class ZImageDit(DenoisingStage):
         """The schedule that scheduler_config.json describes."""
         return FlowSchedule.from_config(config)
 
-    def network(self) -> Dit:
+    def network(self) -> ZImageNetwork:
         """The network, with any weights."""
-        return Dit(self.config)
+        return ZImageNetwork(self.config)
 
-    def load_weights(self, network: Dit, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, network: ZImageNetwork, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Give the network its weights."""
         load(network, weights)
 
@@ -96,7 +96,7 @@ class ZImageDit(DenoisingStage):
         return SingleJob(job, input_tokens)
 
 
-def dit_config(config: Mapping[str, Any]) -> DitConfig:
+def dit_config(config: Mapping[str, Any]) -> ZImageConfig:
     """The sizes that a transformer's config.json describes.
 
     Raises:
@@ -106,7 +106,7 @@ def dit_config(config: Mapping[str, Any]) -> DitConfig:
     part.expect(all_patch_size=[PATCH], all_f_patch_size=[1], qk_norm=True, siglip_feat_dim=None)
     if part["n_kv_heads"] != part["n_heads"]:
         raise ConfigError("The checkpoint's transformer shares keys between heads, which is not supported.")
-    return DitConfig(
+    return ZImageConfig(
         channels=part["in_channels"],
         width=part["dim"],
         layers=part["n_layers"],

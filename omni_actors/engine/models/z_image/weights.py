@@ -1,4 +1,4 @@
-"""Published weights of Z-Image's diffusion transformer, as `Dit` keeps them: three matrices for attention are one."""
+"""Published weights of Z-Image's transformer, as `ZImageNetwork` keeps them: three matrices for attention are one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from omni_actors.engine.models.pictures import weights
-from omni_actors.engine.models.z_image.dit import Dit
+from omni_actors.engine.models.z_image.dit import ZImageNetwork
 
 NAMES = weights.Names(
     model="Z-Image",
@@ -36,6 +36,6 @@ NAMES = weights.Names(
 )
 
 
-def load(model: Dit, published: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load(model: ZImageNetwork, published: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Copy published weights into `model`. Raises `ConfigError` if they do not fit it."""
     weights.load(model, published, NAMES)
