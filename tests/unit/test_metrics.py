@@ -22,9 +22,10 @@ from omni_actors.stage.meter import KEPT_TIMELINES, StageMeter
 from omni_actors.stage.snapshot import Baseline
 from omni_actors.telemetry import metric_table as table
 from omni_actors.telemetry.collector import StageMeters, TelemetryCollector
-from omni_actors.telemetry.meters import Meters
+from omni_actors.telemetry.meters import Meters, edge_metrics
 from omni_actors.telemetry.metric_table import TABLE, Kind
 from omni_actors.telemetry.prometheus import render
+from omni_actors.transport.credit import EdgeMetrics, Traffic
 from tests.support.builders import pipeline
 from tests.support.clock import Clock
 from tests.support.paths import REPOSITORY
@@ -177,6 +178,20 @@ def test_rendered_text_is_what_prometheus_reads() -> None:
     assert buckets == sorted(buckets), "cumulated"
     assert [buckets[0], buckets[-2], buckets[-1]] == [1, 1, 2]
     assert found["omni_stage_step_seconds_count"] == {("0", "talker"): 2}
+
+
+def test_edges_that_are_gone_keep_their_counts_only() -> None:
+    traffic = Traffic()
+    traffic.messages, traffic.bytes, traffic.shared_bytes = 3, 300, 4000
+    meters = Meters()
+    edge_metrics(meters, "a/0", {"b/0": traffic.metrics()._replace(open=True, messages_out=1, credit=9, waiting=2)})
+    assert meters.values[(table.EDGE_CREDIT.name, ("a/0", "b/0"))] == 9
+    edge_metrics(meters, "a/0", {"b/0": EdgeMetrics(4, 400, 4000)})
+    assert meters.values == {
+        (table.EDGE_MESSAGES.name, ("a/0", "b/0")): 4,
+        (table.EDGE_BYTES.name, ("a/0", "b/0")): 400,
+        (table.EDGE_SHARED.name, ("a/0", "b/0")): 4000,
+    }
 
 
 def next_snapshot(meter: StageMeter, limit: int) -> Snapshot:
