@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.reference import Reference, ReferenceResult, one_thread, vocoder_noise
-from tools import checkpoints
+from tools.checkpoints.measure import failed_checks, measure_answers
 
 PROMPTS = ("hello", "What is the capital of France?", "Tell me a story about a dog.")
 VOICES = ("Chelsie", "Ethan")
@@ -43,8 +43,8 @@ def test_outputs_vary(answers, prompt, voice):
 def test_the_promised_figures(tiny_checkpoint):
     """What the command line checks after writing: texts in both voices, and audio, images, video."""
     with one_thread():
-        answers = checkpoints.measure_answers(tiny_checkpoint)
-    assert checkpoints.failed_checks(answers) == []
+        answers = measure_answers(tiny_checkpoint)
+    assert failed_checks(answers) == []
     # float32 rounding moves a logit by up to 6e-5; a gap of that size could flip a token between two implementations.
     assert min(min(answer.thinker_gap, answer.codec_gap) for answer in answers) > 2e-4
 
