@@ -21,7 +21,7 @@ from tests.support.processes import assert_nothing_left, processes_of
 from tests.support.waiting import PATIENCE, until
 
 Launch = Callable[..., EchoLauncher]
-CALM = {"heartbeat_interval": 0.5, "heartbeat_timeout": 4.0}  # on a busy machine, too, no stage counts as stuck here
+CALM = {"heartbeat_interval": 0.5, "heartbeat_timeout": 30.0}  # on a busy machine, too, no stage counts as stuck here
 LOST = {"stage_lost", "timeout"}  # by which a client may learn that its coordinator has forgotten a request
 
 
@@ -47,13 +47,13 @@ async def pids(client: AsyncOmniClient) -> dict[str, int]:
     return {name: status.pid for name, status in (await replicas(client)).items()}
 
 
-async def test_a_killed_coordinator_comes_back_and_its_requests_end_typed(launch: Launch, short_path: Path) -> None:
+async def test_a_killed_coordinator_comes_back_and_its_requests_end_typed(launch, short_path):
     """Twice, with 50 requests in flight each: all of them end typed, and the next ones are answered."""
     launcher = launch(calm_chain(0.005)).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as watcher:
         before = await pids(client)
         for round_number in range(2):
-            streams = [await client.submit("x" * 150, timeout=60) for _ in range(50)]
+            streams = [await client.submit("x" * 1000, timeout=120) for _ in range(50)]
             for stream in streams[:10]:
                 await anext(stream)
             former = coordinator_of(short_path)
@@ -72,35 +72,10 @@ async def test_a_killed_coordinator_comes_back_and_its_requests_end_typed(launch
 
 
 @pytest.mark.nightly
-async def test_a_coordinator_killed_while_a_stage_loads_finds_it_again(launch: Launch, short_path: Path) -> None:
+async def test_a_coordinator_that_hangs_is_replaced(launch, short_path):
     data = calm_chain()
-    data["stages"][2]["engine"]["start_seconds"] = 2.0
-    launcher = launch(data)
-    until(lambda: "prompt/0 ready" in launcher.output, 20, "the first stage")
-    psutil.Process(coordinator_of(short_path)).kill()
-    launcher.wait_ready()
-    assert launcher.output.count("talker/0 ready") == 1
-    async with AsyncOmniClient(launcher.endpoint) as client:
-        await ask_and_check(client, "after all")
-
-
-@pytest.mark.nightly
-async def test_a_stage_that_dies_while_there_is_no_coordinator_is_started_again(
-    launch: Launch, short_path: Path
-) -> None:
-    launcher = launch(calm_chain()).wait_ready()
-    async with AsyncOmniClient(launcher.endpoint) as client:
-        former = await pids(client)
-        psutil.Process(coordinator_of(short_path)).kill()
-        psutil.Process(former["talker/0"]).kill()
-        await until_healthy(client)
-        await ask_and_check(client, "both are back")
-        assert (await pids(client))["thinker/0"] == former["thinker/0"]
-
-
-@pytest.mark.nightly
-async def test_a_coordinator_that_hangs_is_replaced(launch: Launch, short_path: Path) -> None:
-    launcher = launch(calm_chain()).wait_ready()
+    data["coordinator"]["heartbeat_timeout"] = 4.0
+    launcher = launch(data).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
         before = await pids(client)
         former = coordinator_of(short_path)
@@ -112,17 +87,7 @@ async def test_a_coordinator_that_hangs_is_replaced(launch: Launch, short_path: 
 
 
 @pytest.mark.nightly
-async def test_a_new_coordinator_listens_on_the_same_port(launch: Launch, short_path: Path) -> None:
-    launcher = launch(calm_chain(), "--listen", "tcp://127.0.0.1:0").wait_ready()
-    assert not launcher.endpoint.endswith(":0")
-    async with AsyncOmniClient(launcher.endpoint) as client:
-        psutil.Process(coordinator_of(short_path)).kill()
-        await until_healthy(client)
-        await ask_and_check(client, "same place")
-
-
-@pytest.mark.nightly
-def test_a_coordinator_that_keeps_dying_ends_the_launch(launch: Launch, short_path: Path) -> None:
+def test_a_coordinator_that_keeps_dying_ends_the_launch(launch, short_path):
     data = calm_chain()
     data["coordinator"]["restarts"] = 1
     launcher = launch(data).wait_ready()
@@ -134,9 +99,7 @@ def test_a_coordinator_that_keeps_dying_ends_the_launch(launch: Launch, short_pa
     assert_nothing_left(short_path, 1.0)
 
 
-async def test_scale_and_drains_outlive_the_coordinator_and_a_broken_memory_is_no_silent_reset(
-    launch: Launch, short_path: Path
-) -> None:
+async def test_scale_and_drains_outlive_the_coordinator_and_a_broken_memory_is_no_silent_reset(launch, short_path):
     launcher = launch(calm_chain()).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
         await client.operate(Operation.SCALE, "talker", count=2)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
-from omni_actors.client import AsyncOmniClient, OmniClient, SyncRequestStream
-from omni_actors.errors import OmniError, StageUnavailable
-from omni_actors.launcher.launcher import SAME_STOP_SECONDS
+from omni_actors.cli import ctl as ctl_command
+from omni_actors.client import AsyncOmniClient
+from omni_actors.errors import StageUnavailable
 from tests.support.launcher import EchoLauncher
 from tests.support.load import Load, ask_and_check, disturbed_chain, replicas, text_of, until_busy, until_in_flight
-from tests.support.paths import REPOSITORY
 from tests.support.processes import assert_nothing_left
 from tests.support.waiting import eventually, until
 
@@ -26,15 +24,20 @@ Launch = Callable[..., EchoLauncher]
 
 
 def ctl(launcher: EchoLauncher, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "omni_actors", "ctl", launcher.endpoint, *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    """What `omni-actors ctl` prints and its exit code, without a process of its own."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            code = ctl_command.main([launcher.endpoint, *arguments])
+        except SystemExit as end:  # a wrong usage
+            code = int(str(end.code))
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 async def later(work: Callable[[], object]) -> object:
     return await asyncio.to_thread(work)
 
 
-async def test_status_shows_stages_and_requests(launch: Launch) -> None:
+async def test_status_shows_stages_and_requests(launch):
     data = disturbed_chain(0.02)
     data["stages"][0]["engine"]["step_seconds"] = 0.001
     data["stages"][3]["engine"]["samples_per_token"] = 4800  # much sound, by which a stage knows how fast it makes it
@@ -59,7 +62,7 @@ async def test_status_shows_stages_and_requests(launch: Launch) -> None:
         await stream.abort()
 
 
-async def test_a_rolling_restart_fails_no_request(launch: Launch) -> None:
+async def test_a_rolling_restart_fails_no_request(launch):
     launcher = launch(disturbed_chain()).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as other:
         before = await replicas(other)
@@ -89,7 +92,7 @@ async def test_a_rolling_restart_fails_no_request(launch: Launch) -> None:
     assert "died" not in launcher.output
 
 
-async def test_a_stage_is_scaled_up_and_down_under_load_and_fails_no_request(launch: Launch) -> None:
+async def test_a_stage_is_scaled_up_and_down_under_load_and_fails_no_request(launch):
     launcher = launch(disturbed_chain()).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as other:
         before = await replicas(other)
@@ -141,20 +144,20 @@ MISTAKES = [
 ]
 
 
-async def test_mistakes_are_explained_and_shutdown_ends_the_launch(launch: Launch, short_path: Path) -> None:
+async def test_mistakes_are_explained_and_shutdown_ends_the_launch(launch, short_path):
     launcher = launch(disturbed_chain()).wait_ready()
-    done = await asyncio.gather(*(asyncio.to_thread(ctl, launcher, *arguments) for arguments, _, _ in MISTAKES))
-    for (arguments, code, words), answer in zip(MISTAKES, done, strict=True):
+    for arguments, code, words in MISTAKES:
+        answer = await asyncio.to_thread(ctl, launcher, *arguments)
         assert answer.returncode == code, arguments
         assert words in answer.stderr, arguments
     assert launcher.describe().healthy
-    assert ctl(launcher, "shutdown").stdout == "The pipeline shuts down.\n"
+    assert (await asyncio.to_thread(ctl, launcher, "shutdown")).stdout == "The pipeline shuts down.\n"
     assert launcher.wait_end() == 0
     assert "an operator asked for it" in launcher.output
     assert_nothing_left(short_path, 1.0)
 
 
-async def test_sigterm_drains_the_pipeline(launch: Launch) -> None:
+async def test_sigterm_drains_the_pipeline(launch):
     data = disturbed_chain(0.01)
     data["coordinator"]["drain_timeout"] = 10.0
     launcher = launch(data).wait_ready()
@@ -167,44 +170,3 @@ async def test_sigterm_drains_the_pipeline(launch: Launch) -> None:
             await client.generate("late", modalities=["text"])
         await asyncio.gather(*answers)
     assert launcher.wait_end() == 0
-
-
-def drains_for(launch: Launch, seconds: float) -> EchoLauncher:
-    """Launch a pipeline that gives requests in flight this long to end."""
-    data = disturbed_chain(0.01)
-    data["coordinator"]["drain_timeout"] = seconds
-    return launch(data).wait_ready()
-
-
-def stopped_while_busy(launcher: EchoLauncher, client: OmniClient, prompt: str) -> SyncRequestStream:
-    """Submit a request and, once it runs, send the launcher its first signal."""
-    stream = client.submit(prompt)
-    until(lambda: client.describe().in_flight == 1, 5, "admitted")
-    launcher.process.send_signal(signal.SIGTERM)
-    until(lambda: "stopping" in launcher.output, 5, "heard")
-    return stream
-
-
-@pytest.mark.nightly
-def test_a_second_signal_does_not_wait_for_the_drain(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omni_actors.client.async_client.PING_SECONDS", 0.1)
-    monkeypatch.setattr("omni_actors.client.async_client.ANSWER_SECONDS", 1.0)
-    launcher = drains_for(launch, 600.0)
-    with OmniClient(launcher.endpoint) as client:
-        stream = stopped_while_busy(launcher, client, "x" * 2000)
-        time.sleep(SAME_STOP_SECONDS + 0.1)
-        launcher.process.send_signal(signal.SIGTERM)
-        assert launcher.wait_end(3) == 128 + signal.SIGTERM
-        stream.abort()
-        with pytest.raises(OmniError):
-            stream.result()
-
-
-@pytest.mark.nightly
-def test_signals_close_together_count_as_one(launch: Launch) -> None:
-    """Slurm's scancel signals the nodes and the job's script, which signals the nodes as well."""
-    launcher = drains_for(launch, 30.0)
-    with OmniClient(launcher.endpoint) as client:
-        stream = stopped_while_busy(launcher, client, "x" * 50)
-        assert launcher.end(signal.SIGINT, 20) == 0
-        assert stream.result().text == "x" * 50, "what was in flight could end"

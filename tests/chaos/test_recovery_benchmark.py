@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from tests.support.paths import REPOSITORY
 pytestmark = pytest.mark.nightly
 
 
-def test_losses_under_load_with_a_spare(tmp_path: Path) -> None:
+def test_losses_under_load_with_a_spare(tmp_path):
     data = chain()
     for stage in data["stages"]:
         stage["engine"] = {"step_seconds": 0.01}

@@ -16,7 +16,7 @@ Launch = Callable[..., EchoLauncher]
 TEXT = "".join(chr(65 + number % 50) for number in range(40))
 
 
-async def test_an_answer_goes_on_though_a_replica_of_each_stage_dies_and_none_starts_again(launch: Launch) -> None:
+async def test_an_answer_goes_on_though_a_replica_of_each_stage_dies_and_none_starts_again(launch):
     """The stages may not restart at all: whatever is heard after a death comes from the spares."""
     data = disturbed_chain(0.02, spares=1, restarts=0)
     data["coordinator"]["max_attempts"] = 2 * len(STAGES)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
+import re
+from contextlib import asynccontextmanager
 
+import httpx
 import numpy
+import psutil
 import pytest
+import torch
 from PIL import Image
 
 from omni_actors.client import AsyncOmniClient, Audio, OmniClient, Text
-from omni_actors.client.streams import OmniRequestOutput
 from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError, PromptTooLong, UnknownModality, UnknownVoice
-from tests.support.pipelines import RunningPipeline
-from tests.support.reference import Reference, ReferenceResult, vocoder_noise
+from omni_actors.telemetry import metric_table as table
+from omni_actors.telemetry.timeline import chrome_trace
+from tests.support.nightly import nightly
+from tests.support.observations import LOG_LINE, STAGES, assert_causal, grown, reported, scrape_until, settled
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
+MODEL = "tiny-qwen2.5-omni"
 TEXTS = [
     "Hi",
     "What is the capital of France?",
@@ -23,200 +32,351 @@ TEXTS = [
     "One two three four five six seven eight nine ten eleven twelve. " * 3,
 ]
 PEAK_TOLERANCE = 1e-4
+SHORT = {"thinker": {"max_tokens": 8}, "talker": {"max_tokens": 12}}
+OPTIONS = {"params": SHORT, "seed": 5, "voice": "Ethan", "timeout": 120}
 
 
-def speech_like(seconds: float, rate: int) -> numpy.ndarray:
-    """A tone that glides, f32 [samples]."""
+def speech_like(seconds, rate=16_000):
+    """A tone that glides: f32 [samples], and its rate."""
     time = numpy.arange(int(seconds * rate)) / rate
-    return (0.3 * numpy.sin(2 * numpy.pi * (200 + 150 * time) * time)).astype(numpy.float32)
+    return (0.3 * numpy.sin(2 * numpy.pi * (200 + 150 * time) * time)).astype(numpy.float32), rate
 
 
-def picture(seed: int = 0) -> numpy.ndarray:
-    return numpy.random.default_rng(seed).integers(0, 255, (112, 112, 3), dtype=numpy.uint8)
+NOISE = numpy.random.default_rng(7)
+PICTURE = NOISE.integers(0, 255, (112, 112, 3), dtype=numpy.uint8)
+FILM = NOISE.integers(0, 255, (8, 112, 112, 3), dtype=numpy.uint8), 2.0  # the rate that the published processor assumes
 
 
-def film() -> numpy.ndarray:
-    return numpy.random.default_rng(7).integers(0, 255, (8, 112, 112, 3), dtype=numpy.uint8)
+@pytest.fixture
+def client(tiny_pipeline):
+    """Of a pipeline that holds nothing after the test."""
+    with OmniClient(tiny_pipeline.endpoint) as client:
+        yield client
+    tiny_pipeline.assert_idle()
 
 
-def expected(
-    reference: Reference, inputs: object, voice: str, thinker: int, talker: int, seed: int, **processing: bool
-) -> ReferenceResult:
-    return reference.generate(
-        inputs, voice=voice, thinker_max_tokens=thinker, talker_max_tokens=talker, seed=seed, num_steps=10, **processing
-    )
-
-
-def assert_equal(output: OmniRequestOutput, wanted: ReferenceResult) -> None:
+def assert_equal(output, wanted):
     assert output.token_ids == list(wanted.thinker_tokens)
     assert output.audio.shape == wanted.waveform.shape
     assert output.sample_rate == 24_000
-    peak = float(numpy.abs(numpy.asarray(wanted.waveform)).max())
+    peak = float(wanted.waveform.abs().max())
     assert peak > 0.05, "a silent reference proves nothing"
-    assert float(numpy.abs(output.audio - numpy.asarray(wanted.waveform)).max()) <= PEAK_TOLERANCE * peak
+    assert float(numpy.abs(output.audio - wanted.waveform.numpy()).max()) <= PEAK_TOLERANCE * peak
 
 
-def test_text_prompts_equal_transformers_eight_at_once(tiny_pipeline: RunningPipeline, reference: Reference) -> None:
-    """Mixed lengths, voices and seeds together: every answer is the one that the request gets alone."""
-    cases = [
-        (TEXTS[i % len(TEXTS)], ("Chelsie", "Ethan")[i % 2], 8 + 3 * (i % 5), 10 + 5 * (i % 3), 100 + i)
-        for i in range(10)
-    ]
+def asked_together(pipeline, requests):
+    """The answers to requests that are sent at once: each a prompt and options."""
 
-    async def ask_all() -> list[OmniRequestOutput]:
-        async with AsyncOmniClient(tiny_pipeline.endpoint) as client:
+    async def ask():
+        async with AsyncOmniClient(pipeline.endpoint) as client:
             return await asyncio.gather(
-                *(
-                    client.generate(
-                        text,
-                        voice=voice,
-                        seed=seed,
-                        params={"thinker": {"max_tokens": thinker}, "talker": {"max_tokens": talker}},
-                        timeout=200,
-                    )
-                    for text, voice, thinker, talker, seed in cases
-                )
+                *(client.generate(prompt, **{"timeout": 200, **options}) for prompt, options in requests)
             )
 
-    outputs = asyncio.run(ask_all())
+    return asyncio.run(ask())
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_text_prompts_equal_transformers_eight_at_once(tiny_pipeline, reference):
+    """Mixed lengths, voices and seeds together: every answer is the one that the request gets alone."""
+    cases = [(TEXTS[i % 4], ("Chelsie", "Ethan")[i % 2], 8 + 3 * (i % 5), 10 + 5 * (i % 3), 100 + i) for i in range(8)]
+    outputs = asked_together(
+        tiny_pipeline,
+        [
+            (
+                text,
+                {"voice": voice, "seed": seed, "params": {"thinker": {"max_tokens": t}, "talker": {"max_tokens": c}}},
+            )
+            for text, voice, t, c, seed in cases
+        ],
+    )
     for (text, voice, thinker, talker, seed), output in zip(cases, outputs, strict=True):
         inputs = reference.inputs([{"role": "user", "content": text}])
-        assert_equal(output, expected(reference, inputs, voice, thinker, talker, seed))
+        limits = {"thinker_max_tokens": thinker, "talker_max_tokens": talker}
+        assert_equal(output, reference.generate(inputs, voice=voice, seed=seed, **limits))
     assert len({tuple(output.token_ids) for output in outputs}) > 4
 
 
-@pytest.mark.parametrize("media", ["audio_16k", "audio_44k", "image", "video", "audio_and_image", "sound_in_video"])
-def test_multimodal_prompts_equal_transformers(
-    tiny_pipeline: RunningPipeline, reference: Reference, media: str
-) -> None:
-    text = "What is this?"
-    ask: dict = {}
-    oracle: dict = {}
-    if media == "audio_16k":
-        ask["audios"] = [(speech_like(1.0, 16_000), 16_000)]
-        oracle["audios"] = [(speech_like(1.0, 16_000), 16_000)]
+@pytest.mark.parametrize("media", ["audio_44k", "image", "video", "audio_and_image", "sound_in_video"])
+def test_multimodal_prompts_equal_transformers(client, reference, media):
+    ask, oracle, together = {}, {}, {}
     if media == "audio_44k":
         import soxr
 
-        samples = speech_like(1.0, 44_100)
-        ask["audios"] = [(samples, 44_100)]
-        oracle["audios"] = [(soxr.resample(samples, 44_100, 16_000), 16_000)]
-    if media in ("image", "audio_and_image"):
-        ask["images"] = [picture()]
-        oracle["images"] = [Image.fromarray(picture())]
+        samples, rate = speech_like(1.0, 44_100)
+        ask["audios"] = [(samples, rate)]
+        oracle["audios"] = [(soxr.resample(samples, rate, 16_000), 16_000)]
+    if "image" in media:
+        ask["images"] = [PICTURE]
+        oracle["images"] = [Image.fromarray(PICTURE)]
     if media == "audio_and_image":
-        ask["audios"] = [(speech_like(0.7, 16_000), 16_000)]
-        oracle["audios"] = [(speech_like(0.7, 16_000), 16_000)]
+        ask["audios"] = oracle["audios"] = [speech_like(0.7)]
     if media == "video":
-        ask["videos"] = [(film(), 2.0)]  # the rate that the published processor assumes
-        oracle["videos"] = [film()]
-    together: dict = {}
+        ask["videos"] = [FILM]
+        oracle["videos"] = [FILM[0]]
     if media == "sound_in_video":
-        ask["videos"] = [(film(), 2.0, (speech_like(3.0, 16_000), 16_000))]
-        oracle |= {"videos": [film()], "audios": [(speech_like(3.0, 16_000), 16_000)]}
+        ask["videos"] = [(*FILM, speech_like(3.0))]
+        oracle |= {"videos": [FILM[0]], "audios": [speech_like(3.0)]}
         together = {"use_audio_in_video": True}
-    with OmniClient(tiny_pipeline.endpoint) as client:
-        output = client.generate(
-            text,
-            voice="Ethan",
-            seed=5,
-            params={"thinker": {"max_tokens": 10}, "talker": {"max_tokens": 20}},
-            timeout=120,
-            **ask,
-        )
+    output = client.generate("What is this?", **OPTIONS, **ask)
     kinds = (("image", "images"), ("video", "videos"), ("audio", "audios"))
     content = [{"type": kind} for kind, key in kinds if key in oracle and not (together and kind == "audio")]
-    messages = [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
+    messages = [{"role": "user", "content": [*content, {"type": "text", "text": "What is this?"}]}]
     inputs = reference.inputs(messages, **oracle, **together)
-    assert_equal(output, expected(reference, inputs, "Ethan", 10, 20, 5, **together))
+    limits = {"thinker_max_tokens": 8, "talker_max_tokens": 12}
+    assert_equal(output, reference.generate(inputs, voice="Ethan", seed=5, **limits, **together))
 
 
-def test_the_talker_speaks_while_the_thinker_thinks(tiny_pipeline: RunningPipeline) -> None:
-    with OmniClient(tiny_pipeline.endpoint) as client:
-        output = client.generate(
-            TEXTS[1], params={"thinker": {"max_tokens": 96}, "talker": {"max_tokens": 24}}, seed=1, timeout=120
-        )
+def test_text_streams_modalities_are_respected_and_the_talker_speaks_while_the_thinker_thinks(client):
+    items = list(client.submit(TEXTS[0], modalities=["text"], params=SHORT, timeout=60))
+    assert [type(item) for item in items] == [Text] * 8
+    spoken = list(client.submit(TEXTS[0], modalities=["audio"], params=SHORT, timeout=60))
+    assert {type(item) for item in spoken} == {Audio}
+    assert sum(len(item.samples) for item in spoken) == 12 * 480
+    long = {"thinker": {"max_tokens": 96}, "talker": {"max_tokens": 24}}
+    usage = client.generate(TEXTS[1], params=long, seed=1, timeout=120).usage
     # Both clocks start when the coordinator announces the request to all stages at once. The talker first gives out
     # twelve tokens, a block of the vocoder, for which the thinker has to give as many of its 96.
-    assert output.usage["talker"].first_output < 0.8 * output.usage["thinker"].finished
-    assert output.usage["thinker"].output_tokens == 96
+    assert usage["talker"].first_output < 0.8 * usage["thinker"].finished
+    assert usage["thinker"].output_tokens == 96
 
 
-def test_text_streams_and_modalities_are_respected(tiny_pipeline: RunningPipeline) -> None:
-    params = {"thinker": {"max_tokens": 8}, "talker": {"max_tokens": 6}}
-    with OmniClient(tiny_pipeline.endpoint) as client:
-        items = list(client.submit(TEXTS[0], modalities=["text"], params=params, timeout=60))
-        assert len([item for item in items if isinstance(item, Text)]) == 8
-        assert not [item for item in items if isinstance(item, Audio)]
-        spoken = list(client.submit(TEXTS[0], modalities=["audio"], params=params, timeout=60))
-        assert spoken
-        assert all(isinstance(item, Audio) for item in spoken)
-        assert sum(len(item.samples) for item in spoken) == 6 * 480
-
-
-def test_same_seed_same_answer_whatever_else_runs(tiny_pipeline: RunningPipeline) -> None:
+def test_same_seed_same_answer_whatever_else_runs(tiny_pipeline):
     """Sampled decoding in both AR stages: alone, then among others."""
     sampled = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
     params = {"thinker": {"max_tokens": 10, **sampled}, "talker": {"max_tokens": 12, **sampled}}
-
-    async def ask(seeds: list[int]) -> list[OmniRequestOutput]:
-        async with AsyncOmniClient(tiny_pipeline.endpoint) as client:
-            return await asyncio.gather(
-                *(client.generate(TEXTS[seed % 4], seed=seed, params=params, timeout=200) for seed in seeds)
-            )
-
-    alone = asyncio.run(ask([41]))[0]
-    among = asyncio.run(ask([40, 41, 42, 43, 41 + 4]))
+    requests = [(TEXTS[seed % 4], {"seed": seed, "params": params}) for seed in (40, 41, 42, 43, 45)]
+    (alone,) = asked_together(tiny_pipeline, requests[1:2])
+    among = asked_together(tiny_pipeline, requests)
     assert among[1].token_ids == alone.token_ids
     numpy.testing.assert_allclose(among[1].audio, alone.audio, atol=1e-4)
     assert among[4].token_ids != alone.token_ids, "another seed must matter"
 
 
-def test_bad_requests_fail_alone_with_typed_errors(tiny_pipeline: RunningPipeline) -> None:
-    good = {"params": {"thinker": {"max_tokens": 6}, "talker": {"max_tokens": 8}}, "timeout": 120}
+def assert_same(outputs):
+    first = outputs[0]
+    assert len(first.token_ids) == 8
+    assert len(first.audio) == 12 * 480
+    for output in outputs[1:]:
+        assert output.token_ids == first.token_ids
+        assert output.text == first.text
+        assert output.usage["talker"].output_tokens == first.usage["talker"].output_tokens
+        numpy.testing.assert_allclose(output.audio, first.audio, atol=1e-4 * float(numpy.abs(first.audio).max()))
+
+
+def test_token_ids_with_media_equal_the_messages_that_they_come_from(tiny_pipeline, client, reference):
+    sounds = [speech_like(1.0), speech_like(0.5)]
+    parts = [
+        {"type": "audio", "audio": sounds[0]},
+        {"type": "image", "image": PICTURE},
+        {"type": "audio", "audio": sounds[1]},
+        {"type": "video", "video": FILM},
+        {"type": "text", "text": "What is this?"},
+    ]
+    messages = [{"role": "user", "content": parts}]
+    content = [{"type": part["type"], "text": part.get("text", "")} for part in parts]
+    prompt = reference.prompt([{"role": "user", "content": content}])
+    token_ids = list(reference.processor.tokenizer(prompt)["input_ids"])  # one placeholder for each medium
+    data = {"audio": sounds, "image": PICTURE, "video": [FILM]}
+    outputs = asked_together(
+        tiny_pipeline,
+        [
+            (messages, OPTIONS),
+            ({"messages": messages}, OPTIONS),
+            ({"prompt_token_ids": token_ids, "multi_modal_data": data}, OPTIONS),
+            ({"prompt_token_ids": token_ids}, {**OPTIONS, "audios": sounds, "images": [PICTURE], "videos": [FILM]}),
+        ],
+    )
+    swapped = {**data, "audio": sounds[::-1]}
+    other = client.generate({"prompt_token_ids": token_ids, "multi_modal_data": swapped}, **OPTIONS)
+    with pytest.raises(InvalidRequest, match="for 1 audio media"):
+        client.generate({"prompt_token_ids": token_ids, "multi_modal_data": {**data, "audio": sounds[0]}}, **OPTIONS)
+    assert_same(outputs)
+    assert other.token_ids != outputs[0].token_ids or not numpy.array_equal(other.audio, outputs[0].audio)
+
+
+def test_embeddings_equal_the_tokens_whose_embeddings_they_are(client, reference):
+    """Text and sound: what the talker gets of the prompt depends on its embeddings."""
+    token_ids = reference.inputs([{"role": "user", "content": TEXTS[1]}])["input_ids"][0].tolist()
+    rows = reference.model.thinker.get_input_embeddings().weight.detach()[torch.tensor(token_ids)]
+    width = rows.shape[1]
+    prompts = (TEXTS[1], {"prompt_embeds": rows}, {"prompt_embeds": rows.numpy(), "prompt_token_ids": token_ids})
+    outputs = [client.generate(prompt, **OPTIONS) for prompt in prompts]
+    assert_same(outputs)
+    assert outputs[1].usage["thinker"].input_tokens == len(token_ids)
+    with pytest.raises(InvalidRequest, match=f"have {width + 1} values per position; this model takes {width}"):
+        client.generate({"prompt_embeds": torch.zeros(2, width + 1)}, **OPTIONS)
+    with pytest.raises(PromptTooLong, match="2048 tokens"):
+        client.generate({"prompt_embeds": torch.zeros(2048, width)}, **OPTIONS)
+    with pytest.raises(InvalidRequest, match=r"none of the stages .* wants 'style'"):
+        client.generate("x", additional_information={"style": 1}, **OPTIONS)
+
+
+def test_bad_requests_fail_alone_with_typed_errors_and_an_abort_frees_everything(client):
+    healthy = [client.submit(text, params=SHORT, seed=3, timeout=120) for text in TEXTS[:2]]
+    nan = (numpy.full(16000, numpy.nan, numpy.float32), 16000)
     cases: list[tuple[type[OmniError], str, dict, str]] = [
         (PromptTooLong, "word " * 3000, {}, "2047"),
         (UnknownVoice, "Hi", {"voice": "Nobody"}, "Chelsie"),
         (UnknownModality, "Hi", {"modalities": ["smell"]}, "text"),
         (InvalidRequest, "Hi", {"params": {"thinkr": {}}}, "thinker"),
         (InvalidRequest, "Hi", {"params": {"thinker": {"num_steps": 3}}}, "num_steps"),
-        (InvalidRequest, "Hi", {"params": {"thinker": {"max_tokens": -1}}}, "max_tokens"),
+        (InvalidRequest, "", {}, "empty"),
         (MalformedMedia, "Hi", {"audios": [b"no audio file"]}, "audio"),
-        (MalformedMedia, "Hi", {"audios": [(numpy.full(16000, numpy.nan, numpy.float32), 16000)]}, "finite"),
+        (MalformedMedia, "Hi", {"audios": [nan]}, "finite"),
         (MalformedMedia, "Hi", {"images": [b"no image file"]}, "image"),
     ]
-
-    async def run() -> None:
-        async with AsyncOmniClient(tiny_pipeline.endpoint) as client:
-            healthy = [asyncio.create_task(client.generate(text, seed=3, **good)) for text in TEXTS[:2]]
-            for kind, prompt, options, word in cases:
-                with pytest.raises(kind) as caught:
-                    await client.generate(prompt, **{**good, **options})
-                assert word.lower() in str(caught.value).lower()
-            outputs = await asyncio.gather(*healthy)
-            assert all(len(output.audio) == 8 * 480 for output in outputs)
-            with pytest.raises(InvalidRequest):
-                await client.generate("")
-
-    asyncio.run(run())
+    for kind, prompt, options, word in cases:
+        with pytest.raises(kind, match=f"(?i){word}"):
+            client.generate(prompt, **{"params": SHORT, "timeout": 120, **options})
+    stream = client.submit(TEXTS[2], params={"thinker": {"max_tokens": 200}}, timeout=120)
+    next(iter(stream))
+    stream.abort()
+    with pytest.raises(OmniError, match="abort"):
+        stream.result()
+    assert all(len(stream.result().audio) == 12 * 480 for stream in healthy)
 
 
-def test_abort_frees_everything(tiny_pipeline: RunningPipeline) -> None:
-    async def run() -> None:
-        async with AsyncOmniClient(tiny_pipeline.endpoint) as client:
-            stream = await client.submit(TEXTS[2], params={"thinker": {"max_tokens": 200}}, timeout=120)
-            async for _ in stream:
-                await stream.abort()
-                break
-            with pytest.raises(OmniError, match="abort"):
-                async for _ in stream:
-                    pass
+# -- what is measured and written down --------------------------------------------------------------------------------
 
-    asyncio.run(run())
-    tiny_pipeline.assert_idle()
+SECRET = "my bank account is 4711-0815"
+OTHER_LOG = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b|\[transformers\]|Traceback")  # besides progress bars and C++
 
 
-def test_noise_is_the_documented_one() -> None:
-    first, again = vocoder_noise(3, 10, 80), vocoder_noise(3, 10, 80)
-    assert first.shape == (1, 10, 80)
-    assert bool((first == again).all())
+async def test_a_spoken_answer_is_timed_and_counted_and_no_log_quotes_it(tiny_http):
+    async with AsyncOmniClient(tiny_http.endpoint) as client:
+        before = await settled(client)
+        params = {"thinker": {"max_tokens": 24, "ignore_eos": True}, "talker": {"max_tokens": 24}}
+        stream = await client.submit(f"{SECRET}: why is the sea salt?", params=params)
+        answer = await stream.result()
+        timeline = await client.timeline(stream.request_id)
+        now = await scrape_until(client, functools.partial(reported, before, done=1))
+        with pytest.raises(InvalidRequest):
+            await client.generate(f"<|AUDIO|> {SECRET}", timeout=60)
+    assert sorted(stage.stage for stage in timeline.stages) == sorted(STAGES)
+    assert_causal(timeline)
+    assert all(stage.first_step for stage in timeline.stages), "vLLM reports when it schedules a request"
+    for stage, at_a_time in {"thinker": 1, "talker": 4}.items():  # tokens for one scheduling
+        assert {each.stage: each.output_tokens for each in timeline.stages}[stage] == 24
+        assert grown(before, now, table.OUTPUT_TOKENS, stage, "0") == 24
+        assert grown(before, now, table.STEP_SECONDS, stage, "0", suffix="_count") >= 24 / at_a_time
+        assert grown(before, now, table.QUEUE_SECONDS, stage, "0", suffix="_count") == 1
+    assert grown(before, now, table.STAGE_AUDIO, "code2wav", "0") == pytest.approx(24 * 480 / 24_000)
+    assert grown(before, now, table.EDGE_BYTES, "thinker/0", "talker/0") > 24 * 64 * 4, "rows of hidden size 64"
+    events = chrome_trace(timeline)["traceEvents"]
+    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {f"{stage}/0" for stage in STAGES} <= rows
+    with pytest.raises(Exception, match="AUDIO"):
+        tiny_http.openai().chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": f"<|AUDIO|> {SECRET}"}]
+        )
+    logs = {path.name: path.read_text() for path in (tiny_http.run_dir / "logs").rglob("*.log")}
+    assert set(logs) == {"http.log", *(f"{stage}-0.log" for stage in STAGES)}
+    for name, text in logs.items():
+        assert SECRET not in text, name
+        assert answer.text not in text, name
+        other = [line for line in text.splitlines() if not LOG_LINE.match(line)]
+        assert not [line for line in other if OTHER_LOG.search(line)], name
+        assert " vllm." in text or name in ("http.log", "prompt-0.log"), "its lines are there, in our format"
+
+
+async def test_metrics_that_vllm_and_the_vocoders_budget_report(tiny_pipeline):
+    async with AsyncOmniClient(tiny_pipeline.endpoint) as client:
+        params = {"thinker": {"max_tokens": 150, "ignore_eos": True}, "talker": {"max_tokens": 400}}
+        streams = [await client.submit("Tell me a long story.", params=params) for _ in range(3)]
+        busy = await scrape_until(client, lambda now: now.value(table.VLLM_RUNNING, "thinker", "0") == 3)
+        assert 0 < busy.value(table.VLLM_KV, "thinker", "0") <= 1
+        assert busy.value(table.STAGE_HELD, "thinker", "0") == 3
+        busy = await scrape_until(client, lambda now: now.value(table.BUDGET_HELD, "code2wav", "0") > 0)
+        assert (
+            busy.value(table.BUDGET_HELD, "code2wav", "0") < busy.value(table.BUDGET_BYTES, "code2wav", "0") == 2 << 30
+        )
+        assert busy.value(table.BUDGET_DEFERRALS, "code2wav", "0") == 0
+        for stream in streams:
+            await stream.abort()
+        gone = ((table.VLLM_RUNNING, "thinker"), (table.BUDGET_HELD, "code2wav"), (table.BUDGET_STEP, "code2wav"))
+        idle = await scrape_until(client, lambda now: not any(now.value(each, stage, "0") for each, stage in gone))
+        assert idle.value(table.VLLM_KV, "thinker", "0") == 0
+
+
+# -- priority ---------------------------------------------------------------------------------------------------------
+
+ORDINARY = 20  # the thinker has 16 places, so that some of them wait until others have ended
+FEW = {
+    "thinker": {"max_tokens": 4, "ignore_eos": True},
+    "talker": {"max_tokens": 13, "ignore_eos": True},
+    "code2wav": {"num_steps": 2},
+}
+
+
+@asynccontextmanager
+async def prompt_stage_stopped(client):
+    """All requests that are sent meanwhile wait when it goes on."""
+    (pid,) = [status.pid for status in (await client.describe()).stages if status.stage == "prompt"]
+    psutil.Process(pid).suspend()
+    try:
+        yield
+    finally:
+        psutil.Process(pid).resume()
+
+
+async def test_an_urgent_request_is_answered_before_ordinary_ones_that_came_earlier(tiny_pipeline):
+    first = {Text: [], Audio: []}  # requests in the order of their first text and first sound
+
+    async def read(stream):
+        async for item in stream:
+            if stream.request_id not in first[type(item)]:
+                first[type(item)].append(stream.request_id)
+
+    async with AsyncOmniClient(tiny_pipeline.endpoint) as client:
+        async with prompt_stage_stopped(client):
+            priorities = {f"prio-{number}": 0 for number in range(ORDINARY)} | {"prio-urgent": -1}
+            streams = [
+                await client.submit("Hi", request_id=name, priority=priority, params=FEW, seed=1, timeout=120)
+                for name, priority in priorities.items()
+            ]
+            assert set(priorities) <= set((await client.describe()).requests)
+        await asyncio.gather(*map(read, streams))
+    for names in first.values():
+        assert len(names) == ORDINARY + 1
+        assert "prio-urgent" in names[:16], names
+
+
+@pytest.mark.parametrize("route", ["chat/completions", nightly("audio/speech")])
+async def test_priority_counts_over_http(tiny_http, route):
+    first = []  # requests in the order of their first text or sound
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "modalities": ["text"], "stream": True}
+    own = chat if "chat" in route else {"input": "Hi", "response_format": "pcm"}
+
+    def says_something(line):
+        choices = json.loads(line.removeprefix("data: "))["choices"] if line.startswith("data: {") else ()
+        return choices and choices[0]["delta"].get("content")
+
+    async def ask(http, number, priority):
+        body = {"model": MODEL, "stage_params": FEW, "priority": priority, **own}
+        async with http.stream("POST", f"{tiny_http.url}/v1/{route}", json=body) as response:
+            assert response.status_code == 200
+            async for piece in response.aiter_lines() if own is chat else response.aiter_bytes():
+                if number not in first and (own is not chat or says_something(piece)):
+                    first.append(number)
+
+    async def in_flight(client, count):
+        async with asyncio.timeout(20):
+            while (await client.describe()).in_flight < count:
+                pass  # every question is a round trip
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with AsyncOmniClient(tiny_http.endpoint) as client, httpx.AsyncClient(limits=limits, timeout=60) as http:
+        # A stopped stage is soon taken for dead, so the connections are made before.
+        await asyncio.gather(*(http.get(f"{tiny_http.url}/health") for _ in range(ORDINARY + 1)))
+        async with prompt_stage_stopped(client):
+            asked = [asyncio.create_task(ask(http, number, 0)) for number in range(ORDINARY)]
+            await in_flight(client, ORDINARY)
+            asked.append(asyncio.create_task(ask(http, ORDINARY, -1)))
+            await in_flight(client, ORDINARY + 1)
+        await asyncio.gather(*asked)
+    assert len(first) == ORDINARY + 1
+    assert ORDINARY in first[:16], first
+    tiny_http.assert_idle()

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -38,15 +37,8 @@ CORES = sorted(os.sched_getaffinity(0))
     ],
 )
 def test_several_workers_answer_like_one_and_die_with_their_stage(
-    request: pytest.FixtureRequest,
-    short_path: Path,
-    family: str,
-    tensor: int,
-    pipeline: int,
-    stage: str,
-    start: str,
-    end: str,
-) -> None:
+    request, short_path, family, tensor, pipeline, stage, start, end
+):
     checkpoint = request.getfixturevalue(family)
     frames = family == "tiny_qwen3_checkpoint" and stage == "talker"
     workers = tensor * pipeline
@@ -113,7 +105,7 @@ def is_running(pid: int) -> bool:
         ("diffusion", "code2wav", {"pipeline_parallel_size": 2}, "one GPU"),
     ],
 )
-def test_other_ways_to_spread_a_stage_are_refused(tiny_checkpoint: Path, kind, stage, engine, match) -> None:
+def test_other_ways_to_spread_a_stage_are_refused(tiny_checkpoint, kind, stage, engine, match):
     arguments = OmniEngineArgs(OmniModelConfig(str(tiny_checkpoint), stage), kind, engine)
     with pytest.raises(ConfigError, match=match):
         arguments.create_engine_config()

@@ -6,8 +6,6 @@ import base64
 import io
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy
 import pytest
@@ -15,10 +13,9 @@ import soundfile
 from PIL import Image, ImageDraw
 
 from omni_actors.client import OmniClient
-from omni_actors.client.streams import OmniRequestOutput
 from tests.support.paths import REPOSITORY
-from tests.support.reference import Reference, ReferenceResult
-from tests.support.servers import HttpPipeline, close_clients
+from tests.support.reference import Reference
+from tests.support.servers import HttpPipeline
 from tools.speaker.codec import edit_distance, phones_of
 from tools.speaker.judge import Judge, held_out_speech
 from tools.speaker.refusals import TOY, strange_prompts
@@ -37,56 +34,48 @@ WRONG_FRAMES = 0.55
 
 
 @pytest.fixture(scope="module")
-def speaker() -> Iterator[HttpPipeline]:
+def speaker():
     """The pipeline of scripts/quickstart.sh."""
     with HttpPipeline(REPOSITORY / "stage_configs" / "tiny_speaker.yaml") as pipeline:
         yield pipeline
-        close_clients()
 
 
 @pytest.fixture(scope="module")
-def answer(speaker: HttpPipeline) -> OmniRequestOutput:
+def answer(speaker):
     """What the quickstart asks for."""
     with OmniClient(speaker.endpoint) as client:
         return client.generate(PROMPT, seed=3, timeout=120)
 
 
 @pytest.fixture(scope="module")
-def wanted() -> ReferenceResult:
+def wanted():
     """transformers' answer with the same noise."""
     reference = Reference(CHECKPOINT)
     inputs = reference.inputs([{"role": "user", "content": PROMPT}])
     return reference.generate(inputs, thinker_max_tokens=96, talker_max_tokens=900, seed=3)
 
 
-def test_the_prompt_of_the_quickstart_gives_a_sentence_and_its_sound(answer: OmniRequestOutput) -> None:
+def test_the_prompt_of_the_quickstart_gives_a_sentence_and_its_sound(answer, wanted):
+    """The talker says the phones of the sentence and ends by itself, and the sound is that of its phones."""
     quickstart = (REPOSITORY / "scripts" / "quickstart.sh").read_text()
     assert f'prompt=${{1:-"{PROMPT}"}}' in quickstart
     assert 'omni_actors.launch stage_configs/tiny_speaker.yaml --prompt "$prompt" --save-audio answer.wav' in quickstart
     assert answer.text == SENTENCE
     assert answer.sample_rate == 24_000
     assert 0.2 < numpy.abs(answer.audio).max() < 1.0
+    assert len(wanted.codec_tokens) < 250, "five seconds"
+    assert edit_distance(TEACHER.split(), phones_of(wanted.codec_tokens)) <= 1, "of 30; none is measured"
+    assert Judge.load().wrong_frames(answer.audio, wanted.codec_tokens) < WRONG_FRAMES
 
 
-def test_the_answer_is_that_of_transformers_but_for_the_chunks(
-    answer: OmniRequestOutput, wanted: ReferenceResult
-) -> None:
+def test_the_answer_is_that_of_transformers_but_for_the_chunks(answer, wanted):
     assert len(answer.audio) == wanted.waveform.numel() == 480 * len(wanted.codec_tokens)
     reference = wanted.waveform.numpy().reshape(-1)
     assert numpy.square(answer.audio - reference).mean() < CHUNK_ERROR**2 * numpy.square(reference).mean()
 
 
-def test_the_talker_says_the_phones_of_the_sentence_and_ends_by_itself(wanted: ReferenceResult) -> None:
-    assert len(wanted.codec_tokens) < 250, "five seconds"
-    assert edit_distance(TEACHER.split(), phones_of(wanted.codec_tokens)) <= 1, "of 30; none is measured"
-
-
-def test_the_sound_is_that_of_its_phones(answer: OmniRequestOutput, wanted: ReferenceResult) -> None:
-    assert Judge.load().wrong_frames(answer.audio, wanted.codec_tokens) < WRONG_FRAMES
-
-
 @pytest.mark.nightly
-def test_two_sentences_sound_right_in_chunks_and_do_not_click(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_sentences_sound_right_in_chunks_and_do_not_click(monkeypatch):
     """The teacher's codes in both voices, decoded by the defaults; measured as benchmarks/quality.py does it."""
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     import quality
@@ -106,7 +95,7 @@ def test_two_sentences_sound_right_in_chunks_and_do_not_click(monkeypatch: pytes
 
 
 @pytest.mark.nightly
-def test_two_digits_spoken_to_a_session_are_added_in_speech(speaker: HttpPipeline, tmp_path: Path) -> None:
+def test_two_digits_spoken_to_a_session_are_added_in_speech(speaker, tmp_path):
     examples = REPOSITORY / "examples"
     command = [sys.executable, str(examples / "realtime_wav.py"), str(examples / "three_four.wav"), "answer.wav"]
     command += ["--url", speaker.url, "--ask", "What is the sum?"]
@@ -128,7 +117,7 @@ def ask(speaker: HttpPipeline, *content: dict) -> str:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("said", ["Red, two.", "Nine, green, four."])
-def test_it_hears_what_it_has_said(speaker: HttpPipeline, said: str) -> None:
+def test_it_hears_what_it_has_said(speaker, said):
     with OmniClient(speaker.endpoint) as client:
         spoken = client.generate(f"Say: {said}", seed=1, timeout=120)
     file = io.BytesIO()
@@ -140,14 +129,14 @@ def test_it_hears_what_it_has_said(speaker: HttpPipeline, said: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("prompt", ["My computer is broken.", "How deep is the ocean?", "What is 518 plus 377?"])
-def test_it_says_that_it_is_a_toy_when_it_does_not_know(speaker: HttpPipeline, prompt: str) -> None:
+def test_it_says_that_it_is_a_toy_when_it_does_not_know(speaker, prompt):
     assert prompt in strange_prompts(), "no training has seen it"
     assert ask(speaker, {"type": "text", "text": prompt}) == TOY
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("color", ["red", "blue", "yellow"])
-def test_the_color_and_the_shape_of_what_is_shown_are_seen(speaker: HttpPipeline, color: str) -> None:
+def test_the_color_and_the_shape_of_what_is_shown_are_seen(speaker, color):
     picture = Image.new("RGB", (112, 112), "white" if color != "yellow" else "black")
     ImageDraw.Draw(picture).rectangle((25, 20, 85, 80), fill=COLORS[color])
     file = io.BytesIO()

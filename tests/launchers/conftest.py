@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +12,7 @@ from tests.support.scripts import Started
 
 
 @pytest.fixture
-def start(short_path: Path) -> Iterator[Callable[..., Started]]:
+def start(short_path):
     """Starts launchers with `ssh`, `srun` and `scontrol` of this machine; nothing of them may be left at the end."""
     started: list[Started] = []
 

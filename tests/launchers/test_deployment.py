@@ -17,7 +17,7 @@ from tests.support.paths import REPOSITORY
 pytestmark = pytest.mark.nightly
 
 
-def test_the_dockerfile_has_no_known_faults() -> None:
+def test_the_dockerfile_has_no_known_faults():
     linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert linter is not None, "hadolint is missing; it comes with the extra `test`"
     dockerfile = REPOSITORY / "deploy" / "Dockerfile"
@@ -32,7 +32,7 @@ def test_the_dockerfile_has_no_known_faults() -> None:
     assert read <= set(kept), "scripts/setup.sh, which the image runs, reads them"
 
 
-def test_the_service_starts_what_there_is() -> None:
+def test_the_service_starts_what_there_is():
     unit = (REPOSITORY / "deploy" / "omni_actors.service").read_text()
     (command,) = [line.partition("=")[2] for line in unit.splitlines() if line.startswith("ExecStart=")]
     python, *arguments = command.split()
@@ -42,7 +42,7 @@ def test_the_service_starts_what_there_is() -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed here")
-def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+def test_systemd_takes_the_unit(tmp_path):
     unit = (REPOSITORY / "deploy" / "omni_actors.service").read_text()
     here = tmp_path / "omni_actors.service"
     unit = unit.replace("/opt/omni_actors/.venv/bin/python", sys.executable).replace("=omni\n", "=root\n")

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -16,6 +15,7 @@ import pytest
 from omni_actors.client import OmniClient
 from omni_actors.transport.curve import make_client, make_cluster
 from tests.support import ray_platform
+from tests.support.answers import llama_answer
 from tests.support.builders import write
 from tests.support.launcher import READY
 from tests.support.paths import REPOSITORY
@@ -29,7 +29,7 @@ API_KEY = "not-for-command-lines"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayNodes]:
+def cluster():
     """The cluster that the tests share. Its path is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="or-", dir="/tmp") as folder:
         nodes = RayNodes(Path(folder))
@@ -40,7 +40,7 @@ def cluster() -> Iterator[RayNodes]:
 
 
 @pytest.fixture
-def job(cluster: RayNodes, start: Callable[..., Started], short_path: Path) -> Callable[..., Started]:
+def job(cluster, start, short_path):
     """Starts a pipeline on both nodes."""
     config = write(short_path, spread_chain())
 
@@ -59,9 +59,7 @@ def serving(job: Started) -> str:
     return found[1]
 
 
-def test_a_request_goes_through_both_nodes_and_a_cancelled_job_leaves_nothing(
-    cluster: RayNodes, job: Callable[..., Started], short_path: Path
-) -> None:
+def test_a_request_goes_through_both_nodes_and_a_cancelled_job_leaves_nothing(cluster, job, short_path):
     keys = short_path / "keys"
     make_cluster(keys)
     make_client(keys, "someone")
@@ -90,9 +88,7 @@ def test_a_request_goes_through_both_nodes_and_a_cancelled_job_leaves_nothing(
     cluster.until_nothing_is_left()
 
 
-def test_a_failed_stage_a_killed_job_and_a_killed_node_end_all_and_leave_nothing(
-    cluster: RayNodes, job: Callable[..., Started]
-) -> None:
+def test_a_failed_stage_a_killed_job_and_a_killed_node_end_all_and_leave_nothing(cluster, job):
     failing, killed, torn = job("--set", "stages.talker.engine.fail_start=broken"), job(), job()
     assert failing.end(seconds=60.0) == 1
     assert "broken" in failing.output
@@ -113,12 +109,8 @@ def test_a_failed_stage_a_killed_job_and_a_killed_node_end_all_and_leave_nothing
 
 
 @pytest.mark.e2e
-def test_a_stage_on_two_of_rays_nodes_answers_as_in_one_process(
-    cluster: RayNodes, tiny_llama: Path, short_path: Path
-) -> None:
+def test_a_stage_on_two_of_rays_nodes_answers_as_in_one_process(cluster, tiny_llama, short_path):
     """A launcher of this host, whose stage has vLLM's Ray executor: two workers, each on a node of its own."""
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
     ray_platform.install(short_path)
     engine = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "kv_cache_memory_bytes": 33554432}
     overrides = {f"stages.thinker.engine.{name}": value for name, value in engine.items()}
@@ -129,12 +121,7 @@ def test_a_stage_on_two_of_rays_nodes_answers_as_in_one_process(
         "VLLM_PLUGINS": ray_platform.NAME,
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[-2:]),
     }
-    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    messages = [{"role": "user", "content": "The tide is full."}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    tokens = tokenizer(text, return_tensors="pt").input_ids
-    model = LlamaForCausalLM.from_pretrained(tiny_llama)
-    wanted = model.generate(tokens, max_new_tokens=16, do_sample=False)[0, tokens.shape[1] :].tolist()
+    wanted, *_ = llama_answer(tiny_llama, "The tide is full.", 16)
     with (
         RunningPipeline("stage_configs/chat.yaml", {"model": tiny_llama, **overrides}, environment=environment) as chat,
         OmniClient(chat.endpoint) as client,

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -22,11 +21,10 @@ from tests.support.paths import REPOSITORY
 from tests.support.scripts import STUBS, Started
 
 BATS = REPOSITORY / "tests/launchers/launchers.bats"
-FAST_SECONDS = 5.0
 
 
 @pytest.fixture
-def nodes(start: Callable[..., Started], short_path: Path) -> Callable[..., Started]:
+def nodes(start, short_path):
     """Starts a script whose nodes are stand-ins."""
     (short_path / "hosts.txt").write_text("first\nsecond\nthird\n")
 
@@ -43,7 +41,7 @@ def tool(name: str) -> str:
     return found
 
 
-def test_the_launchers_decide_as_launchers_bats_says() -> None:
+def test_the_launchers_decide_as_launchers_bats_says():
     """Run by hand with `bats tests/launchers/launchers.bats`."""
     done = subprocess.run(
         [tool("bats"), str(BATS)],
@@ -58,23 +56,19 @@ def test_the_launchers_decide_as_launchers_bats_says() -> None:
     assert done.stdout.count("\nok ") == BATS.read_text().count("\n@test ")
 
 
-def test_no_node_outlives_a_killed_launcher(nodes: Callable[..., Started]) -> None:
+@pytest.mark.parametrize("ends", ["launcher", "node"])
+def test_no_node_outlives_a_killed_launcher_or_a_node_that_gets_a_signal(nodes, ends):
     cluster = nodes("ssh_nodes.sh", "hosts.txt", "c.yaml")
     cluster.until("called with", 3)
-    psutil.Process(cluster.process.pid).kill()
-    cluster.process.wait()
-    cluster.assert_nothing_left(FAST_SECONDS)
-    assert cluster.output.count("stops in order") == 3
-
-
-def test_a_node_that_gets_a_signal_ends_all(nodes: Callable[..., Started]) -> None:
-    cluster = nodes("ssh_nodes.sh", "hosts.txt", "c.yaml")
-    cluster.until("called with", 3)
-    wrapper = next(
-        pid for pid, command in cluster.members().items() if "exit_with_stdin" in command and "--node-rank 1" in command
-    )
-    psutil.Process(wrapper).terminate()
-    cluster.end()
+    if ends == "launcher":
+        psutil.Process(cluster.process.pid).kill()
+        cluster.process.wait()
+        cluster.assert_nothing_left()
+    else:
+        members = cluster.members().items()
+        wrapper = next(pid for pid, line in members if "exit_with_stdin" in line and "--node-rank 1" in line)
+        psutil.Process(wrapper).terminate()
+        cluster.end()
     assert cluster.output.count("stops in order") == 3
 
 
@@ -99,7 +93,7 @@ SLOW = "trap 'sleep 1; exit 9' TERM; echo up; while :; do sleep 0.1; done"
         ("printf 60 > /dev/fd/$OMNI_ACTORS_STOP_TIME; " + SLOW, 9),  # it says that it takes longer
     ],
 )
-def test_a_command_ends_when_its_standard_input_closes(command: str, code: int) -> None:
+def test_a_command_ends_when_its_standard_input_closes(command, code):
     arguments = [sys.executable, "-c", IMPATIENT, "bash", "-c", command]
     with subprocess.Popen(arguments, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as held:
         assert held.stdin is not None
@@ -113,7 +107,7 @@ def test_a_command_ends_when_its_standard_input_closes(command: str, code: int) 
 
 
 @pytest.mark.timeout(120)
-def test_a_launcher_has_the_time_that_its_pipeline_gives_requests_to_finish(short_path: Path) -> None:
+def test_a_launcher_has_the_time_that_its_pipeline_gives_requests_to_finish(short_path):
     data = chain()
     data["stages"][1]["engine"] = {"step_seconds": 0.1}
     data["coordinator"] = {"drain_timeout": 60.0, "run_dir": str(short_path / "run")}
@@ -135,7 +129,7 @@ def test_a_launcher_has_the_time_that_its_pipeline_gives_requests_to_finish(shor
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["/nowhere/at/all"], 127), ([], 2)])
-def test_a_command_that_cannot_run_gives_a_shells_exit_code(arguments: list[str], code: int) -> None:
+def test_a_command_that_cannot_run_gives_a_shells_exit_code(arguments, code):
     command = [sys.executable, "-m", "omni_actors.launcher.exit_with_stdin", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, stdin=subprocess.PIPE, capture_output=True, timeout=20, check=False)
     assert done.returncode == code
@@ -147,7 +141,7 @@ def test_a_command_that_cannot_run_gives_a_shells_exit_code(arguments: list[str]
 JOB = {"SLURM_JOB_ID": "1234567", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "OMNI_DIR": str(REPOSITORY)}
 
 
-def test_slurm_with_real_nodes(start: Callable[..., Started], short_path: Path) -> None:
+def test_slurm_with_real_nodes(start, short_path):
     """Rank, number of nodes and the first node's address are found in Slurm's variables alone."""
     data = chain()
     for stage in data["stages"][2:]:

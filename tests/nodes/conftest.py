@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from tests.support.processes import end_all
 
 
 @pytest.fixture(scope="session")
-def shared_network() -> Iterator[Network]:
+def shared_network():
     try:
         network = Network()
     except Unavailable as error:
@@ -24,14 +22,14 @@ def shared_network() -> Iterator[Network]:
 
 
 @pytest.fixture
-def network(shared_network: Network) -> Iterator[Network]:
+def network(shared_network):
     """Two hosts; the cable is whole again after each test."""
     yield shared_network
     shared_network.heal()
 
 
 @pytest.fixture
-def cluster(network: Network, short_path: Path) -> Iterator[Callable[[Any], Cluster]]:
+def cluster(network, short_path):
     made: list[Cluster] = []
 
     def make(data: Any) -> Cluster:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.nightly
 LOAD = ["--concurrency", "2", "--text-tokens", "8", "--codec-tokens", "8"]
 
 
-def test_each_way_is_measured_and_one_that_fails_does_not_hide_the_others(short_path: Path) -> None:
+def test_each_way_is_measured_and_one_that_fails_does_not_hide_the_others(short_path):
     """Echo stages take no tensor_parallel_size, so that part d fails."""
     logs, report = short_path / "logs", short_path / "report.json"
     command = [sys.executable, "benchmarks/two_gpus.py", str(write(short_path, chain())), "--load-format", ""]
@@ -37,17 +36,4 @@ def test_each_way_is_measured_and_one_that_fails_does_not_hide_the_others(short_
     assert "node 1 serves" in second
     assert "--keys" in second.splitlines()[0]
     assert sorted(path.name for path in logs.glob("b/stages-1/*.log")) == ["code2wav-1.log", "talker-1.log"]
-    assert_nothing_left(logs)
-
-
-def test_a_way_that_takes_too_long_is_ended(short_path: Path) -> None:
-    data = chain()
-    data["stages"][2]["engine"] = {"start_seconds": 60}
-    logs = short_path / "logs"
-    command = [sys.executable, "benchmarks/two_gpus.py", str(write(short_path, data)), "--load-format", ""]
-    command += ["--parts", "a", "--limit", "3", "--logs", str(logs), *LOAD]
-    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False)
-    assert run.returncode == 1, run.stdout + run.stderr
-    assert "a failed: not done within 3 s, starting until then" in run.stdout
-    assert "| a: one launcher, two talkers and vocoders | 0.0 | - |" in run.stdout
     assert_nothing_left(logs)

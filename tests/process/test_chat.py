@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO
 
 import soundfile
@@ -35,7 +34,7 @@ def run(launcher: EchoLauncher, *arguments: str, lines: Sequence[str] = ()) -> s
     )
 
 
-def test_commands_find_the_only_pipeline_and_fail_at_once_where_none_listens(echo: EchoLauncher) -> None:
+def test_commands_find_the_only_pipeline_and_fail_at_once_where_none_listens(echo):
     done = run(echo, "ctl", "status")
     assert "code2wav/0: ready" in done.stdout, done.stderr
     done = run(echo, "ctl", "status", "--endpoint", "ipc:///tmp/nowhere/client")
@@ -47,7 +46,7 @@ def test_commands_find_the_only_pipeline_and_fail_at_once_where_none_listens(ech
     assert f"Running here: {echo.endpoint}." in done.stderr
 
 
-def test_a_chat_from_a_file_has_voices_media_and_a_history(echo: EchoLauncher, tmp_path: Path) -> None:
+def test_a_chat_from_a_file_has_voices_media_and_a_history(echo, tmp_path):
     sound = tmp_path / "a b.wav"
     question = tmp_path / "question.wav"
     soundfile.write(question, [0.0] * 800, 16000)
@@ -120,7 +119,7 @@ def terminal(launcher: EchoLauncher) -> Iterator[tuple[subprocess.Popen[bytes], 
             process.wait()
 
 
-def test_ctrl_c_cancels_the_answer_everywhere_and_ctrl_d_ends(echo: EchoLauncher) -> None:
+def test_ctrl_c_cancels_the_answer_everywhere_and_ctrl_d_ends(echo):
     shown = ""
 
     def appears(words: str) -> bool:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
@@ -17,8 +15,7 @@ from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.builders import flow_chain
 from tests.support.flooder import TOKENS, flooding
-from tests.support.launcher import EchoLauncher
-from tests.support.processes import end_all
+from tests.support.launcher import launched
 from tests.support.servers import serving
 from tests.support.waiting import eventually, until
 
@@ -27,24 +24,19 @@ WINDOW = 256  # messages
 
 
 @pytest.fixture(scope="module")
-def shared_pipeline() -> Iterator[EchoLauncher]:
+def shared_pipeline():
     """16 slots. Long requests take a quarter of a minute; a client that does not read is left alone."""
     flow = {"client_window_messages": WINDOW, "client_messages": 1_000_000, "client_bytes": 1 << 30}
     flow["client_stall_seconds"] = NEVER
     # The sound of a window is more than what the kernel keeps for a process that is stopped.
     data = flow_chain(flow, thinker={"step_seconds": 0.005}, code2wav={"samples_per_token": 960})
     data["coordinator"] |= {"max_in_flight": 16, "max_queued": 24}
-    with tempfile.TemporaryDirectory(prefix="ot-", dir="/tmp") as name:
-        try:
-            pipeline = EchoLauncher(Path(name), data).wait_ready()
-            yield pipeline
-            assert pipeline.end() == 0
-        finally:
-            end_all(Path(name))
+    with launched(data) as pipeline:
+        yield pipeline
 
 
 @pytest.fixture
-def pipeline(shared_pipeline: EchoLauncher) -> Iterator[EchoLauncher]:
+def pipeline(shared_pipeline):
     """The same, idle again after each test."""
     yield shared_pipeline
     shared_pipeline.wait_idle(20)
@@ -58,7 +50,7 @@ def tokens_sent(metrics: str) -> float:
     return next(float(line.split()[1]) for line in metrics.splitlines() if line.startswith("omni_text_tokens_total"))
 
 
-async def test_a_client_that_reads_nothing_and_vanishes_holds_nothing(pipeline: EchoLauncher) -> None:
+async def test_a_client_that_reads_nothing_and_vanishes_holds_nothing(pipeline):
     """Also one that is stopped, and whatever is in its window: nothing is sent to either of them any more."""
     async with AsyncOmniClient(pipeline.endpoint) as watcher:
 
@@ -84,7 +76,7 @@ async def test_a_client_that_reads_nothing_and_vanishes_holds_nothing(pipeline: 
             assert "dropped_client_slow" not in counts
 
 
-async def test_newcomers_are_served_while_a_client_has_all_that_it_can_get(pipeline: EchoLauncher) -> None:
+async def test_newcomers_are_served_while_a_client_has_all_that_it_can_get(pipeline):
     with flooding(pipeline.endpoint, 60):
         async with AsyncOmniClient(pipeline.endpoint) as client:
 
@@ -101,7 +93,7 @@ async def test_newcomers_are_served_while_a_client_has_all_that_it_can_get(pipel
             assert (description.in_flight, description.queued) == (15, 23), "a queued one of the flooder made room"
 
 
-async def test_whoever_asks_for_too_much_at_once_is_refused_alone(pipeline: EchoLauncher) -> None:
+async def test_whoever_asks_for_too_much_at_once_is_refused_alone(pipeline):
     async with AsyncOmniClient(pipeline.endpoint) as greedy, AsyncOmniClient(pipeline.endpoint) as modest:
         many = [await greedy.submit("x" * TOKENS, modalities=["text"]) for _ in range(50)]
         few = [asyncio.create_task(modest.generate("modest", modalities=["text"])) for _ in range(8)]
@@ -112,7 +104,7 @@ async def test_whoever_asks_for_too_much_at_once_is_refused_alone(pipeline: Echo
         assert sum(isinstance(end, Overloaded) for end in ends) in range(50 - 15 - 24, 50 - 15)
 
 
-def test_an_http_client_that_floods_leaves_room_for_another_address(pipeline: EchoLauncher) -> None:
+def test_an_http_client_that_floods_leaves_room_for_another_address(pipeline):
     def body(text: str, **fields: object) -> dict[str, object]:
         return {"model": "echo", "messages": [{"role": "user", "content": text}], **fields}
 

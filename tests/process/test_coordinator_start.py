@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -27,7 +25,7 @@ BUSY = "while time.process_time() < {}: pass"
 
 
 @pytest.fixture
-def child(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> Iterator[Callable[[str], CoordinatorChild]]:
+def child(monkeypatch, short_path):
     """Makes a coordinator's owner. The process executes a statement before anything else."""
     monkeypatch.setattr(coordinator_child, "IDLE_SECONDS", IDLE_SECONDS)
     directory = RunDirectory(str(short_path / "run"))
@@ -52,9 +50,7 @@ def failure_of(child: CoordinatorChild) -> StartupError:
 @pytest.mark.parametrize(
     ("statement", "state"), [(STOPPED, "stopped"), (BUSY.format("1e9"), "running")], ids=["stopped", "computes"]
 )
-def test_a_coordinator_that_does_not_listen_is_ended_with_what_is_known_of_it(
-    child: Callable[[str], CoordinatorChild], monkeypatch: pytest.MonkeyPatch, statement: str, state: str
-) -> None:
+def test_a_coordinator_that_does_not_listen_is_ended_with_what_is_known_of_it(child, monkeypatch, statement, state):
     monkeypatch.setattr(coordinator_child, "START_SECONDS", 2 * IDLE_SECONDS)
     before, threads = psutil.Process().children(), threading.active_count()
     error = failure_of(child(statement))
@@ -69,7 +65,7 @@ def test_a_coordinator_that_does_not_listen_is_ended_with_what_is_known_of_it(
     assert "start again with less beside it" in str(error)
 
 
-async def test_a_coordinator_that_computes_is_waited_for(child: Callable[[str], CoordinatorChild]) -> None:
+async def test_a_coordinator_that_computes_is_waited_for(child):
     slow = child(BUSY.format(1.5 * IDLE_SECONDS))  # the deadline has passed at least once before it listens
     before = psutil.Process().children()
     starting = asyncio.create_task(slow.start())
@@ -80,9 +76,7 @@ async def test_a_coordinator_that_computes_is_waited_for(child: Callable[[str], 
     await slow.stop()
 
 
-async def test_a_silent_coordinator_is_killed_unless_it_computes(
-    child: Callable[[str], CoordinatorChild], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_coordinator_is_killed_unless_it_computes(child, monkeypatch):
     monkeypatch.setattr(coordinator_child, "SILENT_SECONDS", 0.0)
     owner = child("signal.signal(signal.SIGUSR1, lambda *_: exec('while True: pass'))")
     before = psutil.Process().children()

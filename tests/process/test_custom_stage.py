@@ -6,8 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy
 import pytest
@@ -15,18 +13,15 @@ import pytest
 from omni_actors import config
 from omni_actors.client import OmniClient
 from omni_actors.errors import Aborted, InvalidRequest
-from tests.support.paths import REPOSITORY
+from tests.support.paths import EXAMPLE_MODULES, REPOSITORY
 from tests.support.pipelines import RunningPipeline
 
 EXAMPLE = REPOSITORY / "examples" / "custom_stage"
-ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(EXAMPLE.parent), os.environ.get("PYTHONPATH")])),
-    "OMNI_ACTORS_ALLOW_IMPORTS": "custom_stage",
-}
+ENVIRONMENT = {**EXAMPLE_MODULES, "OMNI_ACTORS_ALLOW_IMPORTS": "custom_stage"}
 
 
 @pytest.fixture(scope="module")
-def pipeline() -> Iterator[RunningPipeline]:
+def pipeline():
     with RunningPipeline(EXAMPLE / "echo.yaml", environment=ENVIRONMENT) as pipeline:
         yield pipeline
 
@@ -42,7 +37,7 @@ def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-def test_the_client_hears_the_custom_stages_sound(pipeline: RunningPipeline) -> None:
+def test_the_client_hears_the_custom_stages_sound(pipeline):
     """The vocoder of the echo gives each token the loudness token / 256."""
     prompt = "aaaaz!" * 20
     with OmniClient(pipeline.endpoint) as client:
@@ -59,7 +54,7 @@ def test_the_client_hears_the_custom_stages_sound(pipeline: RunningPipeline) -> 
     pipeline.assert_idle()
 
 
-def test_the_documented_additional_information_reaches_the_custom_stage(pipeline: RunningPipeline) -> None:
+def test_the_documented_additional_information_reaches_the_custom_stage(pipeline):
     blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
     (block,) = [block for block in blocks if "additional_information" in block]
     done = subprocess.run(
@@ -78,32 +73,26 @@ def test_the_documented_additional_information_reaches_the_custom_stage(pipeline
         client.generate("x", additional_information={"peak": "loud"}, timeout=30)
 
 
-def test_requests_share_the_custom_stage_and_each_has_its_state(pipeline: RunningPipeline) -> None:
+def test_requests_share_the_custom_stage_and_an_abort_reaches_it(pipeline):
     with OmniClient(pipeline.endpoint) as client:
+        gone = client.submit("w" * 4000, timeout=30)
         streams = [client.submit(letter * 50, timeout=30) for letter in "!az"]
         for stream in streams:
             assert stream.result().audio == pytest.approx(numpy.full(50 * 480, 0.8))
-    pipeline.assert_idle()
-
-
-def test_an_abort_reaches_the_custom_stage(pipeline: RunningPipeline) -> None:
-    with OmniClient(pipeline.endpoint) as client:
-        stream = client.submit("w" * 4000, timeout=30)
-        next(iter(stream))
-        stream.abort()
+        gone.abort()
         with pytest.raises(Aborted):
-            stream.result()
+            gone.result()
     pipeline.assert_idle()
 
 
-def test_a_wrong_option_ends_the_start_with_its_name() -> None:
+def test_a_wrong_option_ends_the_start_with_its_name():
     done = launch("--set", "stages.leveller.engine.peek=1", "--prompt", "x", **ENVIRONMENT)
     assert done.returncode == 1
     assert "stages.leveller.engine.peek is no option of the leveller. Did you mean 'peak'?" in done.stderr
     assert "did not stop" not in done.stderr, "the other stages, which had just been forked"
 
 
-def test_nothing_is_imported_unless_it_is_allowed() -> None:
+def test_nothing_is_imported_unless_it_is_allowed():
     done = launch("--check", PYTHONPATH=ENVIRONMENT["PYTHONPATH"], OMNI_ACTORS_ALLOW_IMPORTS="")
     assert done.returncode == 2
     assert "stages.leveller.engine_class: 'custom_stage.leveller.Leveller' is outside the allowed" in done.stderr
@@ -111,7 +100,7 @@ def test_nothing_is_imported_unless_it_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "examples").glob("*/*.yaml")), ids=lambda path: path.stem)
-def test_configurations_of_the_examples_load(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configurations_of_the_examples_load(path, monkeypatch):
     monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", path.parent.name)
     pipeline = config.load(path, {"model": "echo"}, devices=0).pipeline
     classes = [stage.engine_class for stage in pipeline.stages if stage.engine_class]

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
-import pytest
-
-from tests.support.builders import chain
-from tests.support.launcher import EchoLauncher
 from tests.support.paths import REPOSITORY
 
 WITHOUT_LINUX = """
@@ -36,7 +30,7 @@ with OmniClient(sys.argv[1]) as client:
 """
 
 
-def test_the_client_needs_nothing_that_only_linux_has(echo: EchoLauncher) -> None:
+def test_the_client_needs_nothing_that_only_linux_has(echo):
     command = [sys.executable, "-c", WITHOUT_LINUX + ASK, echo.endpoint]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -44,19 +38,3 @@ def test_the_client_needs_nothing_that_only_linux_has(echo: EchoLauncher) -> Non
     assert text == "Why is the sea salt?"
     assert int(samples) > 0
     assert heavy == "[]"
-
-
-@pytest.mark.nightly
-def test_a_server_that_cannot_import_its_packages_ends_the_launch_and_leaves_its_logs(
-    launch: Callable[..., EchoLauncher], short_path: Path
-) -> None:
-    broken = short_path / "path"
-    broken.mkdir()
-    (broken / "httptools.py").write_text("raise ModuleNotFoundError('No module named \\'parser\\'')")
-    launcher = launch(chain(), "--http", "127.0.0.1:0", path=str(broken))
-    assert launcher.wait_end(20) == 1
-    assert "The HTTP server ended while it started (exit code 1): ModuleNotFoundError" in launcher.output
-    assert "pip install 'omni_actors[http]'" in launcher.output
-    (kept,) = short_path.glob("omni-*/logs")
-    assert f"the logs stay in {kept}" in launcher.output
-    assert "No module named 'parser'" in (kept / "http.log").read_text()

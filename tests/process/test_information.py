@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -12,7 +10,6 @@ import psutil
 import pytest
 
 from omni_actors.client import OmniClient
-from omni_actors.client.offline import OmniLLM
 from omni_actors.client.streams import OmniRequestOutput
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.tensors import DType, HostTensor
@@ -36,7 +33,7 @@ HOST_ROWS = HostTensor(DType.I64, (2, 1000), TABLE[:2].tobytes())
 
 
 @pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPipeline]:
+def pipeline(tmp_path_factory):
     config = write(tmp_path_factory.mktemp("witness"), PIPELINE)
     with RunningPipeline(config, environment=ENVIRONMENT) as pipeline:
         yield pipeline
@@ -57,7 +54,7 @@ def assert_intact(output: OmniRequestOutput, more: dict[str, Any] | None = None)
     assert said["inputs"]["prompt_embeds"] == told_values({"": embeds})[""]
 
 
-def test_embeddings_scalars_lists_and_tensors_reach_engines_and_processors(pipeline: RunningPipeline) -> None:
+def test_embeddings_scalars_lists_and_tensors_reach_engines_and_processors(pipeline):
     """Two stages after the client's entry stage, and from the entry stage on to the last one."""
     with OmniClient(pipeline.endpoint) as client:
         assert_intact(client.generate({"prompt_embeds": EMBEDS, "additional_information": INFORMATION}, timeout=30))
@@ -65,7 +62,7 @@ def test_embeddings_scalars_lists_and_tensors_reach_engines_and_processors(pipel
     pipeline.assert_idle()
 
 
-def test_what_no_stage_wants_is_refused_with_its_name(pipeline: RunningPipeline) -> None:
+def test_what_no_stage_wants_is_refused_with_its_name(pipeline):
     with OmniClient(pipeline.endpoint) as client:
         with pytest.raises(InvalidRequest, match=r"source, between, sink wants 'sped'\. Did you mean 'speed'"):
             client.generate({"prompt_embeds": EMBEDS, "additional_information": {"sped": 1}}, timeout=30)
@@ -75,7 +72,7 @@ def test_what_no_stage_wants_is_refused_with_its_name(pipeline: RunningPipeline)
 
 
 @pytest.mark.parametrize("stage", ["sink", "source"])
-def test_a_stage_that_is_killed_gets_everything_again(pipeline: RunningPipeline, stage: str) -> None:
+def test_a_stage_that_is_killed_gets_everything_again(pipeline, stage):
     more = {f"pause {stage}": 1.0}
     with OmniClient(pipeline.endpoint) as client:
 
@@ -90,19 +87,3 @@ def test_a_stage_that_is_killed_gets_everything_again(pipeline: RunningPipeline,
         assert_intact(stream.result(), more)
         assert client.describe().counts["replays"] > 0
     pipeline.assert_idle()
-
-
-def test_a_batch_gives_each_prompt_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", ENVIRONMENT["OMNI_ACTORS_ALLOW_IMPORTS"])
-    with OmniLLM(write(tmp_path, PIPELINE)) as llm:
-        prompts = [
-            {"prompt_embeds": EMBEDS, "additional_information": INFORMATION},
-            {"messages": [{"role": "user", "content": "x"}], "additional_information": {"speed": 2}},
-            {"prompt_token_ids": [1], "additional_information": {"sped": 2}},
-        ]
-        first, second, third = llm.generate(prompts)
-        (again,) = llm.generate([{"prompt_embeds": EMBEDS}], additional_information=[INFORMATION])
-    assert_intact(first)
-    assert_intact(again)
-    assert json.loads(second.text)["information"] == {"speed": 2}
-    assert "Did you mean 'speed'" in str(third.error)

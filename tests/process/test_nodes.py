@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import re
 import signal
-import time
+import socket
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,13 +20,63 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
 from omni_actors.protocol.client import Operation, StageStatus
 from tests.support.builders import chain
-from tests.support.hosts import Hosts, spread_chain
 from tests.support.launcher import EchoLauncher
 from tests.support.load import ask_and_check, replicas, text_of, until_busy
-from tests.support.processes import assert_nothing_left
+from tests.support.processes import assert_nothing_left, processes_of
 from tests.support.waiting import eventually, until
 
 Launch = Callable[..., EchoLauncher]
+
+
+ADDRESSES = ("127.0.0.2", "127.0.0.3")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((ADDRESSES[0], 0))
+        return int(probe.getsockname()[1])
+
+
+def spread_chain(**coordinator: Any) -> dict[str, Any]:
+    """The echo chain with a talker and a vocoder on each of two nodes."""
+    data = chain()
+    for stage in data["stages"][2:]:
+        stage.update({"replicas": 2, "node": [0, 1]})
+    data["coordinator"] = {"heartbeat_interval": 0.2, "heartbeat_timeout": 2.0, **coordinator}
+    return data
+
+
+class Hosts:
+    """Starts nodes of one pipeline on this machine that take each other for other hosts, each with its folder."""
+
+    def __init__(self, launch, folder, data):
+        self._launch = launch
+        self._folder = folder
+        self._data = data
+        self._port = free_port()
+
+    def folder(self, rank: int) -> Path:
+        return self._folder / f"host{rank}"
+
+    def start(self, rank: int, *arguments: str) -> EchoLauncher:
+        self.folder(rank).mkdir(exist_ok=True)
+        given = f"--nnodes 2 --node-rank {rank} --node-addr {ADDRESSES[rank]} --master-addr {ADDRESSES[0]}".split()
+        given += ["--master-port", str(self._port), *arguments]
+        return self._launch(self._data, *given, folder=self.folder(rank))
+
+    def start_both(self, *arguments: str) -> tuple[EchoLauncher, EchoLauncher]:
+        other, first = self.start(1, *arguments), self.start(0, *arguments)
+        first.wait_ready()
+        until(lambda: "node 1 serves" in other.output, 5, "the other node")
+        return first, other
+
+    def processes(self, rank: int) -> dict[int, str]:
+        return processes_of(self.folder(rank))
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Signal every process of a host; to all others SIGSTOP looks like a cut link."""
+        for pid in self.processes(rank):
+            psutil.Process(pid).send_signal(number)
 
 
 async def pids(client: AsyncOmniClient) -> dict[str, int]:
@@ -62,7 +113,7 @@ async def ask_many(client: AsyncOmniClient, count: int) -> None:
     await asyncio.gather(*(ask_and_check(client, text_of(number)) for number in range(count)))
 
 
-async def test_replicas_on_two_nodes_share_the_work(launch: Launch, short_path: Path) -> None:
+async def test_replicas_on_two_nodes_share_the_work(launch, short_path):
     """A second talker and vocoder raise the throughput where these are the bottleneck; each node runs its own."""
     data = spread_chain()
     for stage in data["stages"][2:]:
@@ -102,7 +153,7 @@ async def test_replicas_on_two_nodes_share_the_work(launch: Launch, short_path: 
     assert other.wait_end(5) == 0
 
 
-async def test_a_node_joins_and_leaves_under_load_and_its_replica_moves(launch: Launch, short_path: Path) -> None:
+async def test_a_node_joins_and_leaves_under_load_and_its_replica_moves(launch, short_path):
     hosts = Hosts(launch, short_path, {**chain(), "coordinator": {"heartbeat_interval": 0.2, "move_after": 1.0}})
     first = hosts.start(0).wait_ready()
     async with AsyncOmniClient(first.endpoint) as client, AsyncOmniClient(first.endpoint) as operator:
@@ -134,7 +185,7 @@ async def test_a_node_joins_and_leaves_under_load_and_its_replica_moves(launch: 
 
 
 @pytest.mark.nightly
-async def test_a_node_that_is_out_of_reach_comes_back_without_loading(launch: Launch, short_path: Path) -> None:
+async def test_a_node_that_is_out_of_reach_comes_back_without_loading(launch, short_path):
     data = spread_chain()
     for stage in data["stages"][2:]:
         stage["engine"] = {"step_seconds": 0.02}
@@ -163,22 +214,7 @@ async def test_a_node_that_is_out_of_reach_comes_back_without_loading(launch: La
 
 
 @pytest.mark.nightly
-async def test_coordinator_killed_with_two_nodes(launch: Launch, short_path: Path) -> None:
-    hosts = Hosts(launch, short_path, spread_chain())
-    first, _ = hosts.start_both()
-    async with AsyncOmniClient(first.endpoint) as client:
-        before = await pids(client)
-        psutil.Process(next(pid for pid, title in hosts.processes(0).items() if title == "omni:coordinator")).kill()
-        await asyncio.sleep(0.1)
-        await wait_states(client, 10, **{name.replace("/", "_"): "ready" for name in before})
-        await ask_many(client, 8)
-        assert await pids(client) == before
-
-
-@pytest.mark.nightly
-async def test_a_node_that_dies_may_join_again_and_one_that_stops_drains_first(
-    launch: Launch, short_path: Path
-) -> None:
+async def test_a_node_that_dies_may_join_again_and_one_that_stops_drains_first(launch, short_path):
     data = spread_chain(drain_timeout=60.0)
     data["stages"][2]["engine"] = {"step_seconds": 0.01}
     hosts = Hosts(launch, short_path, data)
@@ -209,61 +245,7 @@ async def test_a_node_that_dies_may_join_again_and_one_that_stops_drains_first(
         await ask_and_check(client, "alone again")
 
 
-@pytest.mark.nightly
-def test_a_node_without_a_coordinator_keeps_its_models_for_a_while(launch: Launch, short_path: Path) -> None:
-    hosts = Hosts(launch, short_path, spread_chain(reconnect_timeout=4.0))
-    first, other = hosts.start_both()
-    stages = {pid for pid, title in hosts.processes(1).items() if title.startswith("omni:")}
-    first.end(signal.SIGKILL)
-    time.sleep(0.7)
-    assert stages <= set(hosts.processes(1))
-    assert other.wait_end(10) == 1
-    assert re.search(r"The coordinator at tcp://127\.0\.0\.2:\d+ was not heard from for 4 s", other.output)
-    assert_nothing_left(short_path, 3.0)
-
-
-@pytest.mark.nightly
-def test_a_signal_to_a_node_that_ends_already_is_its_first(launch: Launch, short_path: Path) -> None:
-    """Launchers (ssh, Slurm) end the other nodes when the coordinator's has ended, which these know already."""
-    hosts = Hosts(launch, short_path, spread_chain(shutdown_timeout=20.0))
-    first, other = hosts.start_both()
-    talker = next(pid for pid, name in hosts.processes(1).items() if name == "omni:talker/1")
-    psutil.Process(talker).suspend()  # keeps its node from ending
-    assert first.end(seconds=30) == 0
-    other.process.send_signal(signal.SIGTERM)
-    until(lambda: "once more to stop at once" in other.output, 10, "the signal is heard")
-    psutil.Process(talker).resume()
-    assert other.wait_end(15) == 0
-    assert_nothing_left(short_path)
-
-
-@pytest.mark.nightly
-def test_a_stage_that_fails_on_another_node_ends_the_launch_on_all(launch: Launch, short_path: Path) -> None:
-    data = spread_chain()
-    data["stages"][3].update({"replicas": 1, "node": 1, "engine": {"fail_start": "made of cheese"}})
-    hosts = Hosts(launch, short_path, data)
-    other, first = hosts.start(1), hosts.start(0)
-    assert first.wait_end(20) == 1
-    assert other.wait_end(5) == 1
-    for launcher in (first, other):
-        assert "error (startup_error): code2wav/0 died (exit code 1)" in launcher.output
-        assert "made of cheese" in launcher.output.split("last lines of its log")[1]
-    assert_nothing_left(short_path, 3.0)
-
-
-@pytest.mark.nightly
-def test_a_node_that_is_killed_while_all_start_ends_the_launch(launch: Launch, short_path: Path) -> None:
-    data = spread_chain()
-    data["stages"][0]["engine"] = {"start_seconds": 600.0}
-    hosts = Hosts(launch, short_path, data)
-    other, first = hosts.start(1), hosts.start(0)
-    until(lambda: "talker/1 ready" in first.output, 20, "the other node")
-    other.end(signal.SIGKILL)
-    assert first.wait_end(10) == 1, "long before the stage would have been ready"
-    assert "Node 1 was lost while the pipeline started" in first.output
-
-
-def test_a_node_that_does_not_come_is_named(launch: Launch, short_path: Path) -> None:
+def test_a_node_that_does_not_come_is_named(launch, short_path):
     hosts = Hosts(launch, short_path, spread_chain())
     first = hosts.start(0, "--startup-timeout", "2")
     assert first.wait_end(40) == 1
@@ -271,7 +253,7 @@ def test_a_node_that_does_not_come_is_named(launch: Launch, short_path: Path) ->
     assert "is not ready in time while" in first.output
 
 
-def test_nodes_with_other_configurations_are_refused(launch: Launch, short_path: Path) -> None:
+def test_nodes_with_other_configurations_are_refused(launch, short_path):
     hosts = Hosts(launch, short_path, spread_chain())
     other, first = hosts.start(1, "--set", "coordinator.max_in_flight=7"), hosts.start(0)
     assert first.wait_end(15) == 1

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import itertools
 import json
 import re
-import tempfile
-import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
 
 from omni_actors.cli import top, trace
-from omni_actors.cli.top import Scrape, scrape
+from omni_actors.cli.top import Scrape
 from omni_actors.client import AsyncOmniClient, OmniClient
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.stage.echo import FAIL_TOKEN
@@ -36,14 +31,13 @@ from tests.support.observations import (
     scrape_until,
     settled,
 )
-from tests.support.processes import processes_of
-from tests.support.waiting import until
+from tests.support.waiting import eventually, until
 
 Launch = Callable[..., EchoLauncher]
 
 
 @pytest.fixture
-async def client(echo: EchoLauncher) -> AsyncOmniClient:
+async def client(echo):
     async with AsyncOmniClient(echo.endpoint) as client:
         yield client
 
@@ -51,7 +45,7 @@ async def client(echo: EchoLauncher) -> AsyncOmniClient:
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 
-async def test_every_stage_and_edge_counts_its_share_of_a_request(client: AsyncOmniClient) -> None:
+async def test_every_stage_and_edge_counts_its_share_of_a_request(client):
     before = await settled(client)
     prompt = [65] * 1000
     for _ in range(2):
@@ -92,42 +86,7 @@ async def test_every_stage_and_edge_counts_its_share_of_a_request(client: AsyncO
     assert grown(before, now, table.EDGE_LATENCY, "code2wav/0", "coordinator", suffix="_count") == 20
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("reason", "spared"), [("device_priority", "credit"), ("credit", "device_priority")])
-async def test_time_in_which_a_stage_is_held_back_is_counted(launch: Launch, reason: str, spared: str) -> None:
-    data = chain()
-    data["coordinator"] = {"heartbeat_interval": 0.05}
-    thinker, talker, code2wav = data["stages"][1:]
-    if reason == "device_priority":  # one request after the other, so that some wait while the talker has those before
-        thinker["engine"] = {"step_seconds": 0.02, "max_num_seqs": 1}
-        talker["yields_to"] = ["thinker"]
-    else:
-        data["flow"] = {"edge_messages": 16, "outbox_messages": 8, "backlog_requests": 1}
-        code2wav["engine"] = {"step_seconds": 0.02, "max_num_seqs": 1}
-    echo = launch(data).wait_ready()
-    async with AsyncOmniClient(echo.endpoint) as client:
-        for _ in range(10):  # the talker looks once a second for a thinker that it has not found yet
-            before = await scrape(client)
-            await asyncio.gather(*(client.generate("0123456789") for _ in range(8)))
-            now = await scrape_until(client, functools.partial(reported, before, done=8))
-            if now.value(table.HELD_BACK, "talker", "0", reason) > 0.1:
-                break
-    assert now.value(table.HELD_BACK, "talker", "0", reason) > 0.1
-    assert now.value(table.HELD_BACK, "talker", "0", spared) == 0
-    assert [now.value(table.HELD_BACK, "code2wav", "0", each) for each in (reason, spared)] == [0, 0]
-
-
-async def test_refusals_are_counted_by_code(client: AsyncOmniClient) -> None:
-    before = await scrape(client)
-    with pytest.raises(OmniError):
-        await client.generate("hi", voice="unknown")
-    now = await scrape(client)
-    assert now.value(table.REQUESTS, "refused", "unknown_voice") == 1 + before.value(
-        table.REQUESTS, "refused", "unknown_voice"
-    )
-
-
-async def test_only_metrics_of_the_table_are_exported(client: AsyncOmniClient) -> None:
+async def test_only_metrics_of_the_table_are_exported(client):
     text = await client.metrics()
     helps = dict(re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE))
     assert helps == {metric.name: metric.help for metric in TABLE.values()}
@@ -142,7 +101,7 @@ def counters(endpoint: str) -> dict[str, float]:
     return {name: float(value) for name, _, value in lines if rising.match(name)}
 
 
-def test_counters_do_not_fall_when_a_replica_is_killed(launch: Launch) -> None:
+def test_counters_do_not_fall_when_a_replica_is_killed(launch):
     data = chain()
     data["coordinator"] = {"heartbeat_interval": 0.1}
     launcher = launch(data).wait_ready()
@@ -162,48 +121,10 @@ def test_counters_do_not_fall_when_a_replica_is_killed(launch: Launch) -> None:
     assert seen[-1]['omni_replica_restarts_total{replica="0",stage="thinker"}'] == 0
 
 
-@pytest.mark.nightly
-def test_a_new_coordinator_counts_from_zero_and_nothing_twice(launch: Launch, short_path: Path) -> None:
-    """The stages' processes stay and register again; the address of the metrics stays as well."""
-    data = chain()
-    data["coordinator"] = {"heartbeat_interval": 0.1}
-    launcher = launch(data, "--metrics", "127.0.0.1:0").wait_ready()
-    url = re.search(r"metrics on (\S+)", launcher.output)[1]
-
-    def shown(name: str) -> float:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            found = re.search(rf"^{re.escape(name)} (\S+)$", answer.read().decode(), re.MULTILINE)
-        return float(found[1]) if found else 0.0
-
-    ended = 'omni_stage_requests_total{outcome="done",replica="0",stage="talker"}'
-    with OmniClient(launcher.endpoint) as client:
-        client.generate("hello")
-        client.generate("hello")
-        until(lambda: shown(ended) == 2, 5, "two requests")
-        psutil.Process(coordinator(short_path)).kill()
-        until(lambda: "is started again" in launcher.output, 5, "the new coordinator")
-        until(lambda: all_ready(launcher), 10, "the stages again")
-        client.generate("hello")
-    until(lambda: shown(ended) == 1, 5, lambda: f"one request, not {shown(ended)}")
-    assert shown('omni_requests_total{code="ok",outcome="done"}') == 1
-    assert shown('omni_replica_restarts_total{replica="0",stage="talker"}') == 0
-
-
-def coordinator(folder: Path) -> int:
-    return next(pid for pid, title in processes_of(folder).items() if title == "omni:coordinator")
-
-
-def all_ready(launcher: EchoLauncher) -> bool:
-    try:
-        return launcher.describe().healthy
-    except OmniError:
-        return False
-
-
 # -- timelines --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_timeline_has_every_stage_in_causal_order(client: AsyncOmniClient) -> None:
+async def test_a_timeline_has_every_stage_in_causal_order(client):
     stream = await client.submit("hello", traceparent="00-" + "c" * 32 + "-" + "d" * 16 + "-01")
     await stream.result()
     timeline = await client.timeline(stream.request_id)
@@ -223,15 +144,18 @@ async def test_a_timeline_has_every_stage_in_causal_order(client: AsyncOmniClien
     assert [stage.stage for stage in stages(timeline)] == list(STAGES)
 
 
-async def test_the_timeline_of_a_failed_request_shows_where_it_failed(client: AsyncOmniClient) -> None:
+async def test_the_timeline_of_a_failed_request_shows_where_it_failed_and_unknown_ones_have_none(client):
+    with pytest.raises(InvalidRequest, match="no timeline of request 'x'"):
+        await client.timeline("x")
     stream = await client.submit({"prompt_token_ids": [65] * 5 + [FAIL_TOKEN]})
     with pytest.raises(EngineError):
         await stream.result()
-    for _ in range(100):
+
+    async def whole():
         timeline = await client.timeline(stream.request_id)
-        if len(timeline.stages) == len(STAGES):
-            break
-        await asyncio.sleep(0.05)
+        return timeline if len(timeline.stages) == len(STAGES) else None
+
+    timeline = await eventually(whole, 5, "what all stages report")
     assert timeline.outcome == "engine_error"
     assert {stage.stage: stage.outcome for stage in timeline.stages} == {
         "prompt": "engine_error",
@@ -241,40 +165,7 @@ async def test_the_timeline_of_a_failed_request_shows_where_it_failed(client: As
     }
 
 
-@pytest.mark.nightly
-def test_many_requests_that_fail_at_once_do_not_end_a_stage(launch: Launch, short_path: Path) -> None:
-    """Their timelines are more than one message may hold, so they come in several."""
-    data = chain()
-    data["coordinator"] = {"heartbeat_interval": 0.2}
-    data["limits"] = {"body_bytes": 12_000}
-    launcher = launch(data, "--run-dir", str(short_path / "run")).wait_ready()
-    before = {stage.stage: (stage.pid, stage.epoch) for stage in launcher.describe().stages}
-
-    async def fail_many() -> dict[str, str]:
-        async with AsyncOmniClient(launcher.endpoint) as client:
-            streams = [await client.submit({"prompt_token_ids": [65, FAIL_TOKEN]}) for _ in range(100)]
-            ends = await asyncio.gather(*(stream.result() for stream in streams), return_exceptions=True)
-            assert {type(end) for end in ends} == {EngineError}
-            outcomes: dict[str, str] = {}
-            for _ in range(100):
-                for stream in streams:
-                    if stream.request_id not in outcomes:
-                        timeline = await client.timeline(stream.request_id)
-                        if len(timeline.stages) == len(STAGES):
-                            outcomes[stream.request_id] = timeline.outcome
-                if len(outcomes) == len(streams):
-                    break
-                await asyncio.sleep(0.1)
-            return outcomes
-
-    assert list(asyncio.run(fail_many()).values()) == ["engine_error"] * 100
-    assert {stage.stage: (stage.pid, stage.epoch) for stage in launcher.describe().stages} == before
-    logs = [path.read_text() for path in (short_path / "run" / "logs").rglob("*.log")]
-    assert len(logs) == len(STAGES)
-    assert not any("metrics are not sent" in log for log in logs)
-
-
-def test_after_a_partial_replay_nothing_is_counted_twice_and_the_timeline_has_both_attempts(launch: Launch) -> None:
+def test_after_a_partial_replay_nothing_is_counted_twice_and_the_timeline_has_both_attempts(launch):
     """The vocoder dies halfway: the stages before it go on, and the talker sends again what it had sent."""
     text = "abcdefghijklmnopqrstuvwxyz0123456789"
     launcher = launch(disturbed_chain(step_seconds=0.03)).wait_ready()
@@ -311,16 +202,7 @@ def test_after_a_partial_replay_nothing_is_counted_twice_and_the_timeline_has_bo
     assert len(text) < seen[edge] <= 2 * len(text), "the edge has carried some of it twice"
 
 
-async def test_unknown_requests_have_no_timeline(client: AsyncOmniClient) -> None:
-    with pytest.raises(InvalidRequest, match="no timeline of request 'x'"):
-        await client.timeline("x")
-    with pytest.raises(InvalidRequest, match="traceparent"):
-        await client.submit("hi", traceparent="00-abc")
-
-
-def test_trace_shows_the_last_request_and_writes_a_chrome_trace(
-    echo: EchoLauncher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trace_shows_the_last_request_and_writes_a_chrome_trace(echo, tmp_path, capsys):
     with OmniClient(echo.endpoint) as client:
         stream = client.submit("hello")
         stream.result()
@@ -343,9 +225,7 @@ def test_trace_shows_the_last_request_and_writes_a_chrome_trace(
 # -- top --------------------------------------------------------------------------------------------------------------
 
 
-def test_top_shows_every_replica_once(
-    echo: EchoLauncher, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_top_shows_every_replica_once(echo, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("OMNI_ACTORS_ENDPOINT", echo.endpoint)
     with OmniClient(echo.endpoint) as client:
@@ -364,19 +244,10 @@ def test_top_shows_every_replica_once(
     assert "thinker/0 → talker/0" in shown
 
 
-def test_top_asks_for_an_endpoint_where_no_pipeline_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMNI_ACTORS_ENDPOINT", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert top.main(["--once"]) == 1
-    assert "OMNI_ACTORS_ENDPOINT" in capsys.readouterr().err
-
-
 # -- logs -------------------------------------------------------------------------------------------------------------
 
 
-def test_logs_have_one_format_and_no_content(launch: Launch, short_path: Path) -> None:
+def test_logs_have_one_format_and_no_content(launch, short_path):
     marker = "Zauberwort"
     launcher = launch(chain(), "--run-dir", str(short_path / "run")).wait_ready()
     with OmniClient(launcher.endpoint) as client:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import psutil
-import pytest
 
 from omni_actors.client import OmniClient
 from tests.support.builders import chain
-from tests.support.launcher import EchoLauncher
 from tests.support.other_user import AS_ROOT, NOBODY, python
 from tests.support.servers import free_port
 
@@ -55,9 +51,7 @@ print(json.dumps(done))
 
 
 @AS_ROOT
-def test_another_user_reads_reaches_and_ends_nothing(
-    launch: Callable[..., EchoLauncher], short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_user_reads_reaches_and_ends_nothing(launch, short_path, monkeypatch):
     short_path.chmod(0o755)  # the run directory protects itself
     port = free_port()
     monkeypatch.setenv("OMNI_ACTORS_API_KEY", SECRET)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import psutil
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.protocol.client import StageStatus
-from tests.support.launcher import EchoLauncher
 from tests.support.load import replicas
 from tests.support.waiting import eventually
 
@@ -23,7 +20,7 @@ async def replica_of(client: AsyncOmniClient, messages: list[dict[str, str]]) ->
     return f"{stage.stage}/{stage.replica}"
 
 
-async def test_turns_stay_with_their_replica_until_it_is_killed(launch: Callable[..., EchoLauncher]) -> None:
+async def test_turns_stay_with_their_replica_until_it_is_killed(launch):
     thinker = {"name": "thinker", "kind": "echo", "outputs": ["text"], "replicas": 2, "restarts": 0}
     coordinator = {"heartbeat_interval": 0.1}
     launcher = launch({"name": "turns", "model": "echo", "stages": [thinker], "coordinator": coordinator}).wait_ready()

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from omni_actors.client import OmniClient
 from tests.support.builders import chain
-from tests.support.launcher import EchoLauncher
 from tests.support.waiting import until
 
 
-def test_removed_sockets_and_logs_come_back_and_a_removed_folder_ends_the_pipeline(
-    launch: Callable[..., EchoLauncher], short_path: Path
-) -> None:
+def test_removed_sockets_and_logs_come_back_and_a_removed_folder_ends_the_pipeline(launch, short_path):
     run = short_path / "run"
     launcher = launch(chain() | {"coordinator": {"heartbeat_interval": 0.1}}, "--run-dir", str(run)).wait_ready()
     with OmniClient(launcher.endpoint) as connected:
@@ -42,26 +38,25 @@ def test_removed_sockets_and_logs_come_back_and_a_removed_folder_ends_the_pipeli
 
 
 @pytest.mark.nightly
-def test_starts_that_fail_leave_nothing(launch: Callable[..., EchoLauncher], short_path: Path) -> None:
+def test_starts_that_fail_leave_nothing(launch, short_path):
     """The fixture looks for processes, sockets and shared memory."""
-    (short_path / "junk.pem").write_text("junk")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    junk = str(short_path / "junk.pem")
+    Path(junk).write_text("junk")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        certificate = ["--http-certificate", str(short_path / "junk.pem"), "--http-key", str(short_path / "junk.pem")]
-        failing = {  # what is wrong -> arguments, exit code, the words that name it
-            "certificate": (["--http", "127.0.0.1:0", *certificate], 2, "junk.pem"),
-            "http": (["--http", address], 2, address),
-            "metrics": (["--metrics", address], 2, address),
-            "listen": (["--listen", f"tcp://{address}"], 1, address),
-        }
-        launchers = {
-            name: launch(chain(), "--run-dir", str(short_path / name), *arguments)
-            for name, (arguments, _, _) in failing.items()
-        }
-        for name, (_, code, words) in failing.items():
-            assert launchers[name].wait_end(20) == code, launchers[name].output
-            assert words in launchers[name].output
-            assert "Traceback" not in launchers[name].output
-            assert {entry.name for entry in (short_path / name).glob("*")} <= {"logs"}
+        failing = [  # arguments, exit code, the words that name what is wrong
+            (["--http", "127.0.0.1:0", "--http-certificate", junk, "--http-key", junk], 2, "junk.pem"),
+            (["--http", address], 2, address),
+            (["--metrics", address], 2, address),
+            (["--listen", f"tcp://{address}"], 1, address),
+        ]
+        folders = [short_path / str(number) for number in range(len(failing))]
+        launchers = [
+            launch(chain(), "--run-dir", str(folder), *arguments)
+            for folder, (arguments, _, _) in zip(folders, failing, strict=True)
+        ]
+        for launcher, folder, (_, code, words) in zip(launchers, folders, failing, strict=True):
+            assert launcher.wait_end(20) == code, launcher.output
+            assert words in launcher.output
+            assert "Traceback" not in launcher.output
+            assert {entry.name for entry in folder.glob("*")} <= {"logs"}

@@ -20,7 +20,7 @@ Launch = Callable[..., EchoLauncher]
 
 
 @pytest.fixture
-def launcher(launch: Launch, short_path: Path, monkeypatch: pytest.MonkeyPatch) -> EchoLauncher:
+def launcher(launch, short_path, monkeypatch):
     """A pipeline whose talker, spread over two GPUs, makes two segments and a temporary file and removes none."""
     monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", "tests.support")
     data: dict[str, Any] = chain()
@@ -30,7 +30,7 @@ def launcher(launch: Launch, short_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def log(short_path: Path) -> Path:
+def log(short_path):
     return short_path / "run" / "logs" / "talker-0.log"
 
 
@@ -44,7 +44,7 @@ def is_listed(folder: Path, paths: list[str]) -> bool:
     return file.exists() and all(Path(path).name in file.read_text() for path in paths)
 
 
-def test_a_killed_stage_and_an_ended_pipeline_leave_none(launcher: EchoLauncher, short_path: Path, log: Path) -> None:
+def test_a_killed_stage_and_an_ended_pipeline_leave_none(launcher, short_path, log):
     (first,) = made(log)
     assert left([first]) == [first]
     until(lambda: is_listed(short_path, first), 5, "the launcher has seen them")
@@ -62,7 +62,7 @@ def test_a_killed_stage_and_an_ended_pipeline_leave_none(launcher: EchoLauncher,
 
 
 @pytest.mark.nightly
-def test_a_killed_launcher_leaves_none(launcher: EchoLauncher, short_path: Path, log: Path) -> None:
+def test_a_killed_launcher_leaves_none(launcher, short_path, log):
     until(lambda: is_listed(short_path, made(log)[0]), 5, "the launcher has seen them")
     launcher.end(signal.SIGKILL)
     until(lambda: left(made(log)) == [[]], 10, "they are gone")

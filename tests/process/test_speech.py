@@ -34,9 +34,7 @@ async def read(stream: RequestStream, texts: list[str], sounds: list[float]) -> 
             sounds.append(float(item.samples[0]) * 256)
 
 
-async def test_as_many_are_spoken_as_the_vocoder_says_and_the_sound_of_others_comes_whole_when_it_has_its_turn(
-    launch: Launch,
-) -> None:
+async def test_as_many_are_spoken_as_the_vocoder_says_and_the_sound_of_others_comes_whole_when_it_has_its_turn(launch):
     """It makes 0.2 s of sound in 52 ms, so its heartbeats say three listeners. Text waits for nothing."""
     data = chain()
     data["stages"][3]["engine"] = {"request_seconds": 0.052, "samples_per_token": SAMPLES}

@@ -1,6 +1,8 @@
-"""Answers of echo stages: what they must be, and how to read them from a bare socket."""
+"""Answers of echo stages and of tiny Llamas: what they must be, and how to read them from a bare socket."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy
 
@@ -39,3 +41,16 @@ def collect(dealer: object, got: list, ends: int = 1, seconds: float = 10.0) -> 
 
     until(enough, seconds, f"{ends} terminal messages")
     return got
+
+
+def llama_answer(checkpoint: Path, text: str, count: int) -> tuple[list[int], str, int]:
+    """What transformers answers to a user with so many tokens: tokens, text, and the length of the prompt."""
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    messages = [{"role": "user", "content": text}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    made = LlamaForCausalLM.from_pretrained(checkpoint).generate(ids, max_new_tokens=count, do_sample=False)
+    tokens = made[0, ids.shape[1] :].tolist()
+    return tokens, tokenizer.decode(tokens, skip_special_tokens=True), ids.shape[1]

@@ -36,7 +36,7 @@ class BareWorker(CPUWorker):
 
 
 class BareVllm:
-    """vLLM's engine for a checkpoint, in this process; a context manager.
+    """vLLM's engine for a checkpoint, in this process.
 
     Attributes:
         prompt_logprobs: of each request answered so far, by its name, if it asked for them.
@@ -54,10 +54,7 @@ class BareVllm:
         self.prompt_logprobs: dict[str, PromptLogprobs | None] = {}
         self._engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
 
-    def __enter__(self) -> BareVllm:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._engine.engine_core.shutdown()
 
     def generate(self, prompt_token_ids: list[int], **params: Any) -> CompletionOutput:

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from tests.support.launcher import READY
@@ -91,12 +90,3 @@ class Cluster:
         for launcher in self.launchers.values():
             launcher.wait(15)
         until(lambda: not processes_of(self._folder), 5, lambda: f"left behind: {processes_of(self._folder)}")
-
-
-def process_on(folder: Path, rank: int, stage: str) -> int:
-    """The process of a stage's first replica on a host."""
-    found = [
-        pid for pid in processes_of(folder / f"host{rank}") if psutil.Process(pid).cmdline()[0] == f"omni:{stage}/0"
-    ]
-    assert len(found) == 1, found
-    return found[0]

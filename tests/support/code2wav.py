@@ -13,6 +13,7 @@ import torch
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.tensors import to_torch
+from omni_actors.errors import EngineError
 from omni_actors.protocol.fields import Scalar
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import AudioEvent, StageInputs, StageRequest
@@ -55,6 +56,18 @@ def sound_of(
     finally:
         vocoder.shutdown()
     return torch.cat([to_torch(event.samples) for event in events if isinstance(event, AudioEvent)])
+
+
+def out_of_memory(*_: object) -> Any:
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+
+
+def assert_out_of_memory(error: Exception) -> None:
+    """Check that it says what to do, and keeps no traceback, which would keep its step's tensors alive."""
+    assert isinstance(error, EngineError)
+    assert "OutOfMemoryError: CUDA out of memory" in error.message
+    assert "budget_bytes" in error.hint
+    assert error.__cause__ is error.__context__ is None
 
 
 def codec_tokens(count: int, seed: int) -> list[int]:

@@ -7,8 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import yaml
 from omni_actors.client import OmniClient
 from omni_actors.protocol.client import Description
 from tests.support.paths import REPOSITORY, import_path
+from tests.support.processes import assert_nothing_left, end_all, processes_of, shared_memory_of
 from tests.support.waiting import PATIENCE, until
 
 READY = re.compile(r"ready after .* clients connect to (\S+)")
@@ -101,3 +104,19 @@ class EchoLauncher:
     def end(self, number: signal.Signals = signal.SIGTERM, seconds: float = 10.0) -> int:
         self.process.send_signal(number)
         return self.wait_end(seconds)
+
+
+@contextmanager
+def launched(data: Any) -> Iterator[EchoLauncher]:
+    """A pipeline that is ready, in a folder of its own; it ends in order and leaves nothing."""
+    with tempfile.TemporaryDirectory(prefix="ot-", dir="/tmp") as name:
+        folder = Path(name)
+        try:
+            launcher = EchoLauncher(folder, data).wait_ready()
+            yield launcher
+            shared = shared_memory_of(processes_of(folder))
+            assert launcher.end() == 0
+            assert_nothing_left(folder, 2.0, shared)
+            assert not [entry for entry in folder.iterdir() if entry.is_dir()], "the run directory"
+        finally:
+            end_all(folder)

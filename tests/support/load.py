@@ -108,7 +108,7 @@ class Losses:
         """Kill the process that the replica has by now."""
 
         async def kill() -> None:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(30 * PATIENCE):
                 while not (pid := (await replicas(self.client))[name].pid):  # noqa: ASYNC110 - it is about to start
                     await asyncio.sleep(0.005)
             psutil.Process(pid).kill()
@@ -125,7 +125,7 @@ class Losses:
         self._tasks.append(asyncio.create_task(self._follow(pid, name)))
 
     async def _follow(self, pid: int, name: str) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(30 * PATIENCE):
             while (status := (await replicas(self.client))[name]).state == "ready" and status.pid == pid:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             self.noticed.set()
@@ -146,17 +146,17 @@ async def connected(endpoint: str) -> AsyncIterator[tuple[AsyncOmniClient, Losse
 
 async def until_healthy(client: AsyncOmniClient, seconds: float = 10.0) -> None:
     """Wait until every stage is ready, also while there is no coordinator."""
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(seconds * PATIENCE):
         while True:
             with contextlib.suppress(OmniError):
-                if (await client.describe(0.5)).healthy:
+                if (await client.describe(0.5 * PATIENCE)).healthy:
                     return
             await asyncio.sleep(0.02)
 
 
 async def until_in_flight(client: AsyncOmniClient, requests: int) -> None:
     """Wait until so many requests are in flight at once."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(10 * PATIENCE):
         while (await client.describe()).in_flight < requests:  # noqa: ASYNC110 - the state is another process's
             await asyncio.sleep(0.01)
 

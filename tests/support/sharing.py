@@ -22,7 +22,7 @@ PIPELINES = {
     "tiny_http": "Qwen2.5-Omni",
 }
 FOLDERS = (REPOSITORY / "tests" / "e2e", REPOSITORY / "tests" / "http")
-PARAMETER = re.compile(rf"\b({'|'.join(PIPELINES)}): ")
+PARAMETER = re.compile(rf"\b({'|'.join(PIPELINES)})[,:)]")
 
 
 @functools.cache

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
@@ -30,12 +30,8 @@ from omni_actors.stage.engine_interface import (
     StreamEvent,
     TextEvent,
 )
-from tests.support.nightly import nightly
 from tests.support.reference import ReferenceResult
 
-# Synchronous engines are what whole pipelines run on a CPU, so the tests of engines leave them to the night.
-BOTH_MODES = pytest.mark.parametrize("thinker", [nightly(False), True], indirect=True, ids=["sync", "async"])
-BOTH_TALKER_MODES = pytest.mark.parametrize("talker", [nightly(False), True], indirect=True, ids=["sync", "async"])
 VOICES = ("Chelsie", "Ethan")
 SMALL = {
     "max_model_len": 512,
@@ -91,6 +87,10 @@ class Driver:
     def text(self, request_id: str) -> str:
         return "".join(event.text for event in self.events[request_id] if isinstance(event, TextEvent))
 
+    def written(self, request_id: str) -> list[int]:
+        """The tokens of its text alone, where a stage streams tokens as well."""
+        return [token for event in self.events[request_id] if isinstance(event, TextEvent) for token in event.token_ids]
+
     def tokens(self, request_id: str) -> list[int]:
         kinds = (TextEvent, StreamEvent)
         return [token for event in self.events[request_id] if isinstance(event, kinds) for token in event.token_ids]
@@ -124,8 +124,9 @@ class Driver:
         assert not any(counts.values()), counts
 
 
-def count_preemptions(engine: AutoregressiveEngine) -> list[str]:
-    """A list that receives the id of every request preempted from now on."""
+@contextmanager
+def count_preemptions(engine: AutoregressiveEngine) -> Iterator[list[str]]:
+    """A list that receives the id of every request preempted while the block runs."""
     scheduler = engine.core.scheduler
     original = scheduler.schedule
     seen: list[str] = []
@@ -136,7 +137,10 @@ def count_preemptions(engine: AutoregressiveEngine) -> list[str]:
         return output
 
     scheduler.schedule = schedule
-    return seen
+    try:
+        yield seen
+    finally:
+        del scheduler.schedule  # uncovers the method of the class
 
 
 def kv_cache(checkpoint: Path, stage: str, blocks: int, block: int = 32) -> dict[str, int]:

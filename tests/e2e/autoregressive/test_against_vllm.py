@@ -17,11 +17,10 @@ from omni_actors.http_server.answer import prompt_logprobs
 from omni_actors.protocol.payloads import PositionLogprobs, StructuredOutputs, TokenLogprob
 from omni_actors.stage.engine_interface import EngineEvent, StreamEvent, TextEvent
 from tests.support.bare_vllm import BareVllm
-from tests.support.stage_driver import BOTH_MODES, prompt_length, sample, token_inputs
+from tests.support.stage_driver import prompt_length, sample, token_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-SYNC = pytest.mark.parametrize("thinker", [False], indirect=True, ids=["sync"])  # the same engine for all of them
 PLAIN = {"max_tokens": 20, "temperature": 0.0}
 DRAWN = {"max_tokens": 20, "temperature": 0.9, "top_k": 20, "seed": 11}
 FORMS = {
@@ -72,22 +71,21 @@ def cases_of(text: str, tokens: list[int]) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.fixture(scope="session")  # before any engine of these tests: those of one process share vLLM's groups
-def wanted(tiny_checkpoint, answers) -> dict[str, tuple[dict[str, Any], Any]]:
-    """By name: parameters, and vLLM's answer to them."""
-    prompt = answers[0].prompt_token_ids
-    with BareVllm(tiny_checkpoint) as bare:
-        plain = bare.generate(prompt, **PLAIN)
-        cases = {"plain": PLAIN, **cases_of(plain.text, list(plain.token_ids))}
-        made = bare.generate_all(prompt, cases)
+@pytest.fixture(scope="session")
+def wanted(engines, tiny_checkpoint, answers):
+    """By name: parameters, and vLLM's answer to them. Its engine ends with ours: all share groups of ranks."""
+    prompt, bare = answers[0].prompt_token_ids, BareVllm(tiny_checkpoint)
+    plain = bare.generate(prompt, **PLAIN)
+    cases = {"plain": PLAIN, **cases_of(plain.text, list(plain.token_ids))}
+    made = bare.generate_all(prompt, cases)
     assert {made[name].finish_reason for name in STOPS if name != "late"} == {"stop"}
     assert {type(made[name].stop_reason) for name in ("plain", "across", "stop_token")} == {type(None), str, int}
     for name, answer in made.items():
         answer.prompt_logprobs = bare.prompt_logprobs[name]
-    return {name: (params, made[name]) for name, params in cases.items()}
+    yield {name: (params, made[name]) for name, params in cases.items()}
+    bare.close()
 
 
-@BOTH_MODES
 def test_answers_equal_those_of_vllm(thinker, answers, wanted):
     """All cases in one batch. At no time does the talker have a row of a token beyond the text that was given out."""
     inputs = token_inputs(answers[0].prompt_token_ids)
@@ -177,7 +175,6 @@ def assert_text_leads(events: list[EngineEvent], starts: list[int], length: int)
             assert last < 0 or starts[last] < given
 
 
-@SYNC
 def test_wrong_values_name_their_parameter(thinker, answers):
     inputs = token_inputs(answers[0].prompt_token_ids)
     for field, params in {
@@ -193,7 +190,6 @@ def test_wrong_values_name_their_parameter(thinker, answers):
         assert caught.value.field == field
 
 
-@SYNC
 @pytest.mark.parametrize(
     ("form", "value"),
     [
@@ -215,7 +211,6 @@ def test_a_form_that_cannot_be_used_fails_its_request_alone(thinker, answers, fo
     assert len(thinker.tokens("other")) == 4
 
 
-@SYNC
 def test_a_grammar_that_takes_too_long_of_each_token_fails_its_request_alone(thinker, answers):
     """There are ever more ways to read the text."""
     inputs = token_inputs(answers[0].prompt_token_ids)
@@ -228,7 +223,6 @@ def test_a_grammar_that_takes_too_long_of_each_token_fails_its_request_alone(thi
     assert len(thinker.tokens("other")) == 60
 
 
-@SYNC
 def test_a_request_that_ends_while_its_grammar_is_compiled_leaves_nothing(thinker, answers):
     """Its id may be used again at once, with another form."""
     inputs = token_inputs(answers[0].prompt_token_ids)

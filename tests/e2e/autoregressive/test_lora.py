@@ -23,7 +23,6 @@ def folders(reference, tmp_path_factory):
 
 
 def test_requests_of_one_batch_have_the_model_that_they_name(folders, answers, reference, tiny_checkpoint):
-    prompt = answers[1].prompt_token_ids
     expected = {None: answers[1]}
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     for seed, name in enumerate(folders):
@@ -32,23 +31,21 @@ def test_requests_of_one_batch_have_the_model_that_they_name(folders, answers, r
     assert len({tuple(answer.thinker_tokens) for answer in expected.values()}) == 3
     model = OmniModelConfig(str(tiny_checkpoint), "thinker", adapters=folders)
     engine = AutoregressiveEngine(OmniEngineArgs(model, "autoregressive", {**SMALL, "block_size": 32}))
-    try:
-        driver = Driver(engine)
-        for turn in range(2):  # the second finds its prompt in the prefix cache, where each model has its own
-            for name, answer in expected.items():
-                params = {} if name is None else {"adapter": name}
-                driver.start(f"{name} {turn}", token_inputs(answer.prompt_token_ids), max_tokens=12, **params)
-            driver.run()
-            for name, answer in expected.items():
-                assert driver.tokens(f"{name} {turn}") == answer.thinker_tokens[:12]
-                rows = answer.thinker_rows[: prompt_length(answer) + 11]
-                torch.testing.assert_close(driver.rows(f"{name} {turn}"), rows, atol=1e-4, rtol=1e-4)
-        with pytest.raises(InvalidRequest, match=r"no adapter 'pirat'\. Did you mean 'pirate'") as caught:
-            driver.start("wrong", token_inputs(prompt), adapter="pirat")
-        assert caught.value.field == "adapter"
-        driver.assert_idle()
-    finally:
-        engine.shutdown()
+    driver = Driver(engine)
+    for turn in range(2):  # the second finds its prompt in the prefix cache, where each model has its own
+        for name, answer in expected.items():
+            params = {} if name is None else {"adapter": name}
+            driver.start(f"{name} {turn}", token_inputs(answer.prompt_token_ids), max_tokens=12, **params)
+        driver.run()
+        for name, answer in expected.items():
+            assert driver.tokens(f"{name} {turn}") == answer.thinker_tokens[:12]
+            rows = answer.thinker_rows[: prompt_length(answer) + 11]
+            torch.testing.assert_close(driver.rows(f"{name} {turn}"), rows, atol=1e-4, rtol=1e-4)
+    with pytest.raises(InvalidRequest, match=r"no adapter 'pirat'\. Did you mean 'pirate'") as caught:
+        driver.start("wrong", token_inputs([1, 2]), adapter="pirat")
+    assert caught.value.field == "adapter"
+    driver.assert_idle()
+    engine.shutdown()
 
 
 def test_vllm_reserves_what_the_adapters_need(folders, reference, tmp_path):

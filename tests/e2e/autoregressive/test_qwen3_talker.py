@@ -13,14 +13,14 @@ from PIL import Image
 from omni_actors.engine.models import SpeechLimit
 from omni_actors.engine.models.qwen3_omni.talker import SPEC
 from omni_actors.engine.tensors import to_host
-from omni_actors.errors import InvalidPayload, InvalidRequest, OmniError, PromptTooLong, UnknownVoice
+from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong, UnknownVoice
 from omni_actors.protocol.results import FinishReason
 from omni_actors.stage.engine_interface import StageInputs
 from tests.support.code2wav import sound_of
-from tests.support.nightly import nightly
 from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.qwen3_reference import Qwen3Reference, Qwen3Result
-from tests.support.stage_driver import Driver, count_preemptions, kv_cache, make_engine
+from tests.support.spoken_texts import frames_of
+from tests.support.stage_driver import Driver
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -28,8 +28,11 @@ RANDOM = np.random.default_rng(0)
 SPEECH = (RANDOM.standard_normal(20_011) * 0.1).astype(np.float32)
 PICTURE = Image.fromarray(RANDOM.integers(0, 256, (96, 128, 3), dtype=np.uint8))
 CLIP = RANDOM.integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)
-CODES = 24  # that the talker samples; the last has no frame
+CODES = 16  # that the talker samples; the last has no frame
 VOICES = ("ethan", "chelsie", "aiden")
+SHORT = ("text", "audio", "two turns")
+# Some prompts that are computed again end in a chunk of one position.
+TIGHT = {"blocks": 12, "long_prefill_token_threshold": 2}
 
 SYSTEM = {"role": "system", "content": [{"type": "text", "text": "Be kind."}]}
 EARLIER = [
@@ -73,33 +76,13 @@ class Spoken:
 
 
 @pytest.fixture(scope="module")
-def spoken(qwen3_reference: Qwen3Reference) -> dict[str, Spoken]:
+def spoken(qwen3_reference):
     return {name: Spoken(qwen3_reference, name, VOICES[index % 3]) for index, name in enumerate(CASES)}
 
 
-@pytest.fixture(scope="module", params=[nightly(False), True], ids=["sync", "async"])
-def engine(request, tiny_qwen3_checkpoint):
-    engine = make_engine(tiny_qwen3_checkpoint, "talker", asynchronous=request.param)
-    yield engine
-    engine.shutdown()
-
-
 @pytest.fixture
-def talker(engine):
-    """Every test finds the engine idle and leaves it idle."""
-    driver = Driver(engine)
-    yield driver
-    driver.assert_idle()
-
-
-def frames(driver: Driver, name: str) -> torch.Tensor:
-    """All codes [F, 16] of a request, checked to come in whole frames, without gap or overlap."""
-    codes: list[int] = []
-    for event in driver.streams(name):
-        assert event.start == len(codes)
-        codes += event.token_ids
-    assert [event.final for event in driver.streams(name)] == [False] * (len(driver.streams(name)) - 1) + [True]
-    return torch.tensor(codes).reshape(-1, 16)
+def talker(driver, tiny_qwen3_checkpoint, asynchronous):
+    return driver(tiny_qwen3_checkpoint, "talker", asynchronous=asynchronous)
 
 
 def start(driver: Driver, name: str, case: Spoken, reply: Sequence[int] | None = None, **params) -> None:
@@ -108,20 +91,20 @@ def start(driver: Driver, name: str, case: Spoken, reply: Sequence[int] | None =
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_codes_equal_transformers(talker: Driver, spoken: dict[str, Spoken], name: str) -> None:
+def test_all_codes_equal_transformers(talker, spoken, name):
     case = spoken[name]
     start(talker, "r", case)
     talker.run()
     assert case.answer.codes.shape == (CODES - 1, 16)
     assert len(case.answer.codes.unique()) > 30
-    assert torch.equal(frames(talker, "r"), case.answer.codes)
+    assert torch.equal(frames_of(talker, "r"), case.answer.codes)
+    sizes = [len(event.token_ids) // 16 for event in talker.streams("r")]
+    assert sizes[:5] == [1, 1, 2, 4, 4], "frames leave as they are made, first one by one"
     assert talker.finished("r").reason is FinishReason.LENGTH
     assert talker.finished("r").output_tokens == CODES
 
 
-def test_requests_that_join_and_leave_with_text_at_random_times_equal_transformers(
-    talker: Driver, spoken: dict[str, Spoken]
-) -> None:
+def test_requests_that_join_and_leave_with_text_at_random_times_equal_transformers(talker, spoken):
     generator = random.Random(1)
     names = [*CASES] * 2
     waiting = list(enumerate(names))
@@ -147,48 +130,39 @@ def test_requests_that_join_and_leave_with_text_at_random_times_equal_transforme
         talker.run(feed)
     talker.run()
     for number, name in enumerate(names):
-        assert torch.equal(frames(talker, f"r{number}"), spoken[name].answer.codes[: CODES - number % 3 - 1])
+        assert torch.equal(frames_of(talker, f"r{number}"), spoken[name].answer.codes[: CODES - number % 3 - 1])
 
 
-def check_penalties(driver: Driver, cases: list[Spoken]) -> None:
-    """Twelve requests with drawn parameters."""
+@pytest.mark.parametrize("memory", ["enough", "too little"])
+def test_penalties_count_first_codes_and_nothing_of_the_prompt(talker, tight, tiny_qwen3_checkpoint, spoken, memory):
+    """Eight requests with drawn parameters."""
+    stage = talker if memory == "enough" else tight("talker", tiny_qwen3_checkpoint, **TIGHT)
     generator = random.Random(5)
-    tokens = range(driver.engine.core.worker.model_runner.model.config.vocab_size)
-    drawn = {f"p{number}": draw_parameters(generator, tokens, length=16) for number in range(12)}
-    with recorded_sampling(driver.engine) as sampled:
+    tokens = range(stage.engine.core.worker.model_runner.model.config.vocab_size)
+    drawn = {f"p{number}": draw_parameters(generator, tokens, length=16) for number in range(8)}
+    with recorded_sampling(stage.engine) as sampled:
         for number, (name, params) in enumerate(drawn.items()):
-            start(driver, name, cases[number % len(cases)], seed=number, **params)
-        driver.run()
+            start(stage, name, spoken[SHORT[number % 3]], seed=number, **params)
+        stage.run()
     for name, params in drawn.items():
-        sampled.check(name, params, [], frames(driver, name)[:, 0].tolist())
+        sampled.check(name, params, [], frames_of(stage, name)[:, 0].tolist())
+    assert memory == "enough" or stage.preempted
 
 
-def test_penalties_count_first_codes_and_nothing_of_the_prompt(talker: Driver, spoken: dict[str, Spoken]) -> None:
-    check_penalties(talker, [*spoken.values()])
-
-
-def test_an_end_token_has_no_frame(talker: Driver, spoken: dict[str, Spoken]) -> None:
+def test_an_end_token_has_no_frame(talker, spoken):
     case = spoken["text"]
     first = case.answer.talker_tokens
     end = next(index for index in range(5, CODES) if first[index] not in first[:index])
     start(talker, "r", case, stop_token_ids=(first[end],))
     talker.run()
-    assert torch.equal(frames(talker, "r"), case.answer.codes[:end])
+    assert torch.equal(frames_of(talker, "r"), case.answer.codes[:end])
     assert talker.finished("r").reason is FinishReason.STOP
     start(talker, "at once", case, stop_token_ids=(first[0],))
     talker.run()
-    assert frames(talker, "at once").shape == (0, 16)
+    assert frames_of(talker, "at once").shape == (0, 16)
 
 
-def test_frames_leave_as_they_are_made_first_one_by_one(talker: Driver, spoken: dict[str, Spoken]) -> None:
-    start(talker, "r", spoken["text"])
-    talker.run()
-    sizes = [len(event.token_ids) // 16 for event in talker.streams("r")]
-    assert sizes[:5] == [1, 1, 2, 4, 4]
-    assert sum(sizes) == CODES - 1
-
-
-def test_a_seed_repeats_itself_alone_and_in_a_batch(talker: Driver, spoken: dict[str, Spoken]) -> None:
+def test_a_seed_repeats_itself_alone_and_in_a_batch(talker, spoken):
     sampled = {"temperature": 0.9, "top_k": 50, "top_p": 1.0}
     case = spoken["audio"]
     start(talker, "alone", case, seed=7, **sampled)
@@ -198,16 +172,14 @@ def test_a_seed_repeats_itself_alone_and_in_a_batch(talker: Driver, spoken: dict
     start(talker, "together", case, seed=7, **sampled)
     start(talker, "another", case, seed=8, **sampled)
     talker.run()
-    alone = frames(talker, "alone")
-    assert torch.equal(frames(talker, "together"), alone)
-    differing = (frames(talker, "another") != alone).float().mean(dim=0)
+    alone = frames_of(talker, "alone")
+    assert torch.equal(frames_of(talker, "together"), alone)
+    differing = (frames_of(talker, "another") != alone).float().mean(dim=0)
     assert differing.min() > 0.3, "every code hangs on the seed"
-    assert torch.equal(frames(talker, "other0"), spoken["text"].answer.codes), "the greedy ones of the batch stay so"
+    assert torch.equal(frames_of(talker, "other0"), spoken["text"].answer.codes), "the greedy ones of the batch stay so"
 
 
-def test_a_talker_that_does_not_stop_ends_where_its_text_allows(
-    talker: Driver, spoken: dict[str, Spoken], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_talker_that_does_not_stop_ends_where_its_text_allows(talker, spoken, monkeypatch):
     case, scheduler = spoken["text"], talker.engine.core.scheduler
     assert scheduler.speech_limit == SPEC.speech_limit
     monkeypatch.setattr(scheduler, "speech_limit", SpeechLimit(10, 5))
@@ -223,85 +195,57 @@ def test_a_talker_that_does_not_stop_ends_where_its_text_allows(
         assert talker.finished(name).output_tokens == count
 
 
-def test_preempted_requests_equal_transformers_and_repeat_their_seed_and_their_penalties(
-    tiny_qwen3_checkpoint, spoken: dict[str, Spoken], engine
-) -> None:
+def test_preempted_requests_equal_transformers_and_repeat_their_seed(talker, tight, tiny_qwen3_checkpoint, spoken):
     sampled = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "seed": 3}
-    unhurried = Driver(engine)
-    start(unhurried, "sampled", spoken["text"], **sampled)
-    unhurried.run()
-    asynchronous = "Async" in type(engine.core.scheduler).__name__
-    short = [name for name in CASES if name != "video"]
-    small = make_engine(
-        tiny_qwen3_checkpoint,
-        "talker",
-        asynchronous=asynchronous,
-        **kv_cache(tiny_qwen3_checkpoint, "talker", blocks=12),  # not enough for all
-        max_model_len=256,
-        long_prefill_token_threshold=2,  # some prompts that are computed again end in a chunk of one position
-    )
-    try:
-        preempted = count_preemptions(small)
-        driver = Driver(small)
-        for number in range(2):
-            for name in short:
-                start(driver, f"{name}{number}", spoken[name], spoken[name].reply[:2])
-        start(driver, "sampled", spoken["text"], **sampled)
-        driver.run()
-        for number in range(2):
-            for name in short:
-                small.extend(f"{name}{number}", token_ids=spoken[name].reply[2:], complete=True)
-        driver.run()
-        assert preempted
-        for number in range(2):
-            for name in short:
-                assert torch.equal(frames(driver, f"{name}{number}"), spoken[name].answer.codes)
-        assert torch.equal(frames(driver, "sampled"), frames(unhurried, "sampled"))
-        wanted = spoken["two turns"].answer.waveform
-        sound = sound_of(tiny_qwen3_checkpoint, frames(driver, "two turns1").flatten().tolist(), {})
-        assert wanted.abs().max() > 0.05, "a silent reference proves nothing"
-        torch.testing.assert_close(sound, wanted, atol=1e-4, rtol=0)
-        preempted.clear()
-        check_penalties(driver, [spoken[name] for name in short])
-        assert preempted
-        driver.assert_idle()
-    finally:
-        small.shutdown()
+    start(talker, "sampled", spoken["text"], **sampled)
+    talker.run()
+    small = tight("talker", tiny_qwen3_checkpoint, **TIGHT)
+    cases = {f"{name}{number}": spoken[name] for number in range(2) for name in SHORT}
+    for name, case in cases.items():
+        start(small, name, case, case.reply[:2])
+    start(small, "sampled", spoken["text"], **sampled)
+    small.run()
+    for name, case in cases.items():
+        small.engine.extend(name, token_ids=case.reply[2:], complete=True)
+    small.run()
+    assert small.preempted
+    for name, case in cases.items():
+        assert torch.equal(frames_of(small, name), case.answer.codes)
+    assert torch.equal(frames_of(small, "sampled"), frames_of(talker, "sampled"))
+    wanted = spoken["two turns"].answer.waveform
+    sound = sound_of(tiny_qwen3_checkpoint, frames_of(small, "two turns1").flatten().tolist(), {})
+    assert wanted.abs().max() > 0.05, "a silent reference proves nothing"
+    torch.testing.assert_close(sound, wanted, atol=1e-4, rtol=0)
 
 
-def changed(case: Spoken, **changes) -> StageInputs:
-    fields = {"token_ids": [*case.prompt, *case.reply], "tensors": case.tensors}
-    scalars = {"prompt_tokens": changes.pop("prompt_tokens", len(case.prompt))}
-    return StageInputs(**{**fields, "scalars": scalars, **changes})
-
-
-def test_what_the_talker_cannot_take(talker: Driver, spoken: dict[str, Spoken]) -> None:
+def test_what_the_talker_cannot_take(talker, spoken):
     case = spoken["two turns"]
-    rows, positions = case.answer.media_rows, torch.zeros(3, len(case.prompt), dtype=torch.int64)
+    prompt, reply, rows = case.prompt, case.reply, case.answer.media_rows
+    positions = torch.zeros(3, len(prompt), dtype=torch.int64)
     long = [*spoken["text"].prompt * 30, *spoken["text"].reply[:1]]
-    bad: list[tuple[type[OmniError], str, StageInputs]] = [
-        (InvalidPayload, "prompt_tokens", changed(case, prompt_tokens=len(case.prompt) + len(case.reply))),
-        (InvalidPayload, "prompt_tokens", changed(case, prompt_tokens=True)),
-        (InvalidPayload, "vocabulary", changed(case, token_ids=[*case.prompt, 10**6])),
-        (InvalidRequest, "no turn of the assistant", StageInputs([1, 2, 3, 4], scalars={"prompt_tokens": 3})),
-        (InvalidPayload, "media_rows", changed(case, tensors={})),
-        (InvalidPayload, "media_rows", changed(case, tensors={"media_rows": to_host(rows[1:])})),
-        (InvalidPayload, "media_rows", changed(case, tensors={"media_rows": to_host(rows[:, 1:])})),
-        (InvalidPayload, "mrope", changed(case, tensors={**case.tensors, "mrope_positions": to_host(positions[:2])})),
-        (InvalidPayload, "mrope", changed(case, tensors={**case.tensors, "mrope_positions": to_host(positions - 1)})),
-        (InvalidPayload, "with images or videos needs", changed(case, tensors={"media_rows": to_host(rows)})),
-        (InvalidPayload, "named", changed(case, tensors={**case.tensors, "prompt_rows": to_host(rows)})),
-        (PromptTooLong, "at most", changed(spoken["text"], token_ids=long, prompt_tokens=len(long) - 1)),
+    bad = [
+        (InvalidPayload, "prompt_tokens", {"prompt_tokens": len(prompt) + len(reply)}),
+        (InvalidPayload, "prompt_tokens", {"prompt_tokens": True}),
+        (InvalidPayload, "vocabulary", {"token_ids": [*prompt, 10**6]}),
+        (InvalidRequest, "no turn of the assistant", {"token_ids": [1, 2, 3, 4], "tensors": {}, "prompt_tokens": 3}),
+        (InvalidPayload, "media_rows", {"tensors": {}}),
+        (InvalidPayload, "media_rows", {"tensors": {"media_rows": to_host(rows[1:])}}),
+        (InvalidPayload, "media_rows", {"tensors": {"media_rows": to_host(rows[:, 1:])}}),
+        (InvalidPayload, "mrope", {"tensors": {**case.tensors, "mrope_positions": to_host(positions[:2])}}),
+        (InvalidPayload, "mrope", {"tensors": {**case.tensors, "mrope_positions": to_host(positions - 1)}}),
+        (InvalidPayload, "with images or videos needs", {"tensors": {"media_rows": to_host(rows)}}),
+        (InvalidPayload, "named", {"tensors": {**case.tensors, "prompt_rows": to_host(rows)}}),
+        (PromptTooLong, "at most", {"token_ids": long, "tensors": {}, "prompt_tokens": len(long) - 1}),
     ]
-    for error, message, inputs in bad:
+    for error, message, changes in bad:
+        fields = {"token_ids": [*prompt, *reply], "tensors": case.tensors, "prompt_tokens": len(prompt), **changes}
+        scalars = {"prompt_tokens": fields.pop("prompt_tokens")}
         with pytest.raises(error, match=message):
-            talker.start("bad", inputs)
+            talker.start("bad", StageInputs(**fields, scalars=scalars))
     with pytest.raises(UnknownVoice, match="ethan, aiden, chelsie"):
         talker.start("bad", case.inputs(), voice="nobody")
-    start(talker, "r", case, case.reply[:2])
-    with pytest.raises(InvalidPayload, match="no streamed rows"):
-        talker.engine.extend("r", to_host(rows[:1]), complete=False)
-    start(talker, "r", case, case.reply[:2])
-    with pytest.raises(InvalidPayload, match="vocabulary"):
-        talker.engine.extend("r", token_ids=[-1], complete=False)
+    for given, message in (({"rows": to_host(rows[:1])}, "no streamed rows"), ({"token_ids": [-1]}, "vocabulary")):
+        start(talker, "r", case, reply[:2])
+        with pytest.raises(InvalidPayload, match=message):
+            talker.engine.extend("r", **given, complete=False)
     talker.run()

@@ -22,9 +22,9 @@ from omni_actors.errors import ConfigError, InvalidRequest
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
 from omni_actors.protocol.results import FinishReason
 from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
-from omni_actors.stage.engine_interface import ErrorEvent, StageInputs, StageRequest, StreamEvent, TextEvent
+from omni_actors.stage.engine_interface import ErrorEvent, StageInputs, StageRequest
 from tests.support.qwen3_reference import Qwen3Result
-from tests.support.stage_driver import Driver, count_preemptions, encode_media_prompt, kv_cache, make_engine
+from tests.support.stage_driver import encode_media_prompt, make_engine
 from tools.checkpoints.omni import QWEN3_OMNI
 
 TINY = QWEN3_OMNI.tiny
@@ -62,7 +62,7 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def cases(qwen3_reference, tiny_qwen3_checkpoint) -> dict[str, Case]:
+def cases(qwen3_reference, tiny_qwen3_checkpoint):
     def make(name: str, media: dict[str, Any]) -> Case:
         together = {"use_audio_in_video": True} if name == "audio in video" else {}
         shown = [kind for kind in media if not together or kind == "video"]
@@ -81,30 +81,14 @@ def cases(qwen3_reference, tiny_qwen3_checkpoint) -> dict[str, Case]:
     return {name: make(name, media) for name, media in MEDIA.items()}
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_qwen3_checkpoint):
-    engine = make_engine(tiny_qwen3_checkpoint, "thinker", asynchronous=True, max_model_len=1024)
-    yield engine
-    engine.shutdown()
-
-
 @pytest.fixture
-def thinker(engine):
-    """Every test finds the engine idle and leaves it idle."""
-    driver = Driver(engine)
-    yield driver
-    driver.assert_idle()
+def thinker(driver, tiny_qwen3_checkpoint):
+    return driver(tiny_qwen3_checkpoint, "thinker", asynchronous=True, max_model_len=1024)
 
 
-def written(driver: Driver, name: str) -> list[int]:
-    """All tokens of the text."""
-    return [token for event in driver.events[name] if isinstance(event, TextEvent) for token in event.token_ids]
-
-
-def spoken(driver: Driver, name: str) -> tuple[list[int], StreamEvent]:
+def spoken(driver, name):
     """All ids that the talker gets, checked to be without gap or overlap, and the first event."""
-    ids: list[int] = []
-    events = driver.streams(name)
+    ids, events = [], driver.streams(name)
     for event in events:
         assert event.start == len(ids)
         ids += event.token_ids
@@ -112,10 +96,10 @@ def spoken(driver: Driver, name: str) -> tuple[list[int], StreamEvent]:
     return ids, events[0]
 
 
-def check(driver: Driver, name: str, case: Case, reply: list[int]) -> None:
+def check(driver, name, case, reply):
     """A request's answer is transformers', with everything that the talker gets."""
     answer = case.answer
-    assert written(driver, name) == reply
+    assert driver.written(name) == reply
     ids, first = spoken(driver, name)
     assert ids == [*answer.prompt_token_ids, *reply[:-1]]
     assert first.scalars == {"prompt_tokens": len(answer.prompt_token_ids)}
@@ -145,34 +129,23 @@ def test_every_kind_of_prompt_equals_transformers_in_one_batch(thinker, cases):
         assert finished.input_tokens == len(case.answer.prompt_token_ids)
 
 
-def test_the_last_token_of_a_reply_is_not_spoken_however_it_ends(thinker, cases):
-    case = cases["text"]
+def test_the_last_token_of_a_reply_is_not_spoken_however_it_ends(thinker, cases, qwen3_reference):
+    """Before a stop string, speech ends where the text does."""
+    case, decode = cases["text"], qwen3_reference.processor.tokenizer.decode
     reply = case.answer.thinker_tokens
-    stop = reply[5]
-    end = reply.index(stop) + 1
-    thinker.start("stopped", case.inputs, max_tokens=REPLY, stop_token_ids=(stop,))
+    end, stop = reply.index(reply[5]) + 1, decode(reply[6:8])
+    thinker.start("stopped", case.inputs, max_tokens=REPLY, stop_token_ids=(reply[5],))
     thinker.start("one", case.inputs, max_tokens=1)
     thinker.start("silent", case.inputs, max_tokens=REPLY, streams=False)
+    thinker.start("string", case.inputs, max_tokens=REPLY, stop=(stop,))
     thinker.run()
     check(thinker, "stopped", case, reply[:end])
     assert thinker.finished("stopped").reason is FinishReason.STOP
     check(thinker, "one", case, reply[:1])
     assert not thinker.streams("silent")
-    assert written(thinker, "silent") == reply
-
-
-def test_speech_ends_where_the_text_does_before_a_stop_string(thinker, cases, qwen3_reference):
-    case = cases["text"]
-    reply = case.answer.thinker_tokens
-    decode = qwen3_reference.processor.tokenizer.decode
-    stop = decode(reply[6:8])
-    thinker.start("r", case.inputs, max_tokens=REPLY, stop=(stop,))
-    thinker.run()
-    text = thinker.text("r")
-    assert text == decode(reply).partition(stop)[0]
-    ids, _ = spoken(thinker, "r")
-    prompt = len(case.answer.prompt_token_ids)
-    assert decode(ids[prompt:]) == text
+    assert thinker.written("silent") == reply
+    assert thinker.text("string") == decode(reply).partition(stop)[0]
+    assert decode(spoken(thinker, "string")[0][len(case.answer.prompt_token_ids) :]) == thinker.text("string")
 
 
 def test_a_text_that_is_spoken_reads_the_prefix_cache_and_media_that_are_spoken_do_not(thinker, cases):
@@ -204,13 +177,11 @@ def prompts(tiny_qwen3_checkpoint):
     engine.shutdown()
 
 
-def prepared(
-    prompts: PromptEngine, modality: str, array: np.ndarray, sound: np.ndarray | None = None, **rates: float
-) -> StageInputs:
+def prepared(prompts, kind, array, sound=None, **rates):
     """What the prompt stage makes of one medium, a video perhaps with its sound, and a question."""
     dtype = DType.U8 if array.dtype == np.uint8 else DType.F32
     tensors = [HostTensor(dtype, array.shape, array.tobytes())]
-    media = [Media(modality, MediaEncoding.ARRAY, TensorRef(dtype, array.shape, 0), **rates)]
+    media = [Media(kind, MediaEncoding.ARRAY, TensorRef(dtype, array.shape, 0), **rates)]
     if sound is not None:
         tensors.append(HostTensor(DType.F32, sound.shape, sound.tobytes()))
         media[0] = msgspec.structs.replace(media[0], sound=1)
@@ -221,42 +192,30 @@ def prepared(
     stream = prompts.step()[0]
     if isinstance(stream, ErrorEvent):
         raise stream.error
-    assert isinstance(stream, StreamEvent)
     return StageInputs(token_ids=stream.token_ids, tensors=stream.tensors)
 
 
 @pytest.mark.parametrize(
-    ("modality", "array", "rates"),
+    ("kind", "array", "sound"),
     [
-        ("video", np.concatenate([CLIP, CLIP[:2]]), {"frames_per_second": 2.0}),
-        ("audio", SPEECH[:320], {"sample_rate": 16_000}),
-        ("audio", np.tile(SPEECH, 2)[:80_000], {"sample_rate": 16_000}),
+        ("video", np.concatenate([CLIP, CLIP[:2]]), None),
+        ("video", CLIP, SPEECH),
+        ("audio", SPEECH[:320], None),
+        ("audio", np.tile(SPEECH, 2)[:80_000], None),
     ],
-    ids=["a video of two frames per second", "the shortest sound", "a sound of two and a half windows"],
+    ids=["a video", "a video with its sound", "the shortest sound", "a sound of two and a half windows"],
 )
-def test_the_prompt_stage_prepares_what_transformers_processor_does(
-    modality, array, rates, prompts, thinker, qwen3_reference
-):
-    """Times count 13 positions a second, and 320 samples of sound are enough."""
-    content = [{"type": modality}, {"type": "text", "text": "What is this?"}]
-    rate = {"fps": rates["frames_per_second"]} if modality == "video" else {}
-    wanted = qwen3_reference.inputs([{"role": "user", "content": content}], **{f"{modality}s": [array]}, **rate)
-    answer = qwen3_reference.generate(wanted, thinker_max_tokens=6, thinker_eos=[], speaks=False)
-    inputs = prepared(prompts, modality, array, **rates)
-    assert list(inputs.token_ids) == answer.prompt_token_ids
-    thinker.start("r", inputs, max_tokens=6)
-    thinker.run()
-    check(thinker, "r", Case(inputs, answer, qwen3_reference.positions(wanted)), answer.thinker_tokens)
-
-
-def test_the_prompt_stage_lays_the_sound_of_a_video_between_its_pictures(prompts, thinker, qwen3_reference):
-    content = [{"type": "video"}, {"type": "text", "text": "What is this?"}]
-    together = {"use_audio_in_video": True}
+def test_the_prompt_stage_prepares_what_transformers_does(kind, array, sound, prompts, thinker, qwen3_reference):
+    """Times count 13 positions a second, and the sound of a video lies between its pictures."""
+    content = [{"type": kind}, {"type": "text", "text": "What is this?"}]
+    ours, theirs = ({"frames_per_second": 2.0}, {"fps": 2.0}) if kind == "video" else ({"sample_rate": 16_000}, {})
+    together = {} if sound is None else {"use_audio_in_video": True}
+    more = {} if sound is None else {"audios": [sound]}
     wanted = qwen3_reference.inputs(
-        [{"role": "user", "content": content}], audios=[SPEECH], videos=[CLIP], fps=2.0, **together
+        [{"role": "user", "content": content}], **{f"{kind}s": [array]}, **more, **theirs, **together
     )
     answer = qwen3_reference.generate(wanted, thinker_max_tokens=6, thinker_eos=[], speaks=False, **together)
-    inputs = prepared(prompts, "video", CLIP, frames_per_second=2.0, sound=SPEECH)
+    inputs = prepared(prompts, kind, array, sound, **ours)
     assert list(inputs.token_ids) == answer.prompt_token_ids
     thinker.start("r", inputs, max_tokens=6)
     thinker.run()
@@ -269,60 +228,52 @@ def test_a_shorter_sound_is_refused(prompts):
     assert prompts.counts() == {"requests": 0}
 
 
-def test_a_checkpoint_without_speech_parts_answers_in_text(tiny_qwen3_checkpoint, tmp_path, cases):
-    """Thinking and Captioner have the thinker alone."""
-    folder = tmp_path / "thinking"
-    shutil.copytree(tiny_qwen3_checkpoint, folder)
+def changed(checkpoint, folder, change):
+    """A copy of a checkpoint with another config.json."""
+    shutil.copytree(checkpoint, folder)
     config = json.loads((folder / "config.json").read_text())
-    del config["talker_config"], config["code2wav_config"]
-    (folder / "config.json").write_text(json.dumps(config | {"enable_audio_output": False}))
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_checkpoint_without_speech_parts_answers_in_text(driver, tiny_qwen3_checkpoint, tmp_path, cases):
+    """Thinking and Captioner have the thinker alone."""
+
+    def change(config):
+        del config["talker_config"], config["code2wav_config"]
+        config["enable_audio_output"] = False
+
+    folder = changed(tiny_qwen3_checkpoint, tmp_path / "thinking", change)
     weights = load_file(folder / "model.safetensors")
-    thinker_alone = {name: value for name, value in weights.items() if name.startswith("thinker.")}
-    save_file(thinker_alone, folder / "model.safetensors", metadata={"format": "pt"})
-    engine = make_engine(folder, "thinker", max_model_len=1024)
-    try:
-        driver = Driver(engine)
-        for name in ("text", "audio and image"):
-            driver.start(name, cases[name].inputs, max_tokens=REPLY, streams=False)
-        driver.run()
-        for name in ("text", "audio and image"):
-            assert written(driver, name) == cases[name].answer.thinker_tokens
-    finally:
-        engine.shutdown()
+    weights = {name: value for name, value in weights.items() if name.startswith("thinker.")}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    alone = driver(folder, "thinker", max_model_len=1024)
+    for name in ("text", "audio and image"):
+        alone.start(name, cases[name].inputs, max_tokens=REPLY, streams=False)
+    alone.run()
+    for name in ("text", "audio and image"):
+        assert alone.written(name) == cases[name].answer.thinker_tokens
 
 
 @pytest.mark.parametrize("layer", [TINY["states_layer"] - 1, TINY["layers"]])
 def test_a_layer_that_gives_the_talker_other_states_is_refused(layer, tiny_qwen3_checkpoint, tmp_path):
-    shutil.copytree(tiny_qwen3_checkpoint, tmp_path / "odd")
-    file = tmp_path / "odd" / "config.json"
-    config = json.loads(file.read_text())
-    config["talker_config"]["accept_hidden_layer"] = layer
-    file.write_text(json.dumps(config))
+    def change(config):
+        config["talker_config"]["accept_hidden_layer"] = layer
+
     with pytest.raises(ConfigError, match=f"states of layer {layer}.*accept_hidden_layer"):
-        make_engine(tmp_path / "odd", "thinker")
+        make_engine(changed(tiny_qwen3_checkpoint, tmp_path / "odd", change), "thinker")
 
 
-def test_rows_of_prompts_that_are_computed_in_pieces_and_preempted_come_once(tiny_qwen3_checkpoint, cases):
-    engine = make_engine(
-        tiny_qwen3_checkpoint,
-        "thinker",
-        max_model_len=192,
-        max_num_batched_tokens=48,
-        **kv_cache(tiny_qwen3_checkpoint, "thinker", 8),
-    )
-    try:
-        driver = Driver(engine)
-        preemptions = count_preemptions(engine)
-        names = ("audio and image", "late image", "image", "text", "image", "image")
-        for number, name in enumerate(names):
-            driver.start(f"r{number}", cases[name].inputs, max_tokens=REPLY)
-        driver.run()
-        assert preemptions
-        for number, name in enumerate(names):
-            check(driver, f"r{number}", cases[name], cases[name].answer.thinker_tokens)
-        driver.assert_idle()
-    finally:
-        engine.shutdown()
+def test_rows_of_prompts_that_are_computed_in_pieces_and_preempted_come_once(tight, tiny_qwen3_checkpoint, cases):
+    small = tight("thinker", tiny_qwen3_checkpoint, blocks=8, max_model_len=192)
+    names = ("audio and image", "late image", "image", "text", "image", "image")
+    for number, name in enumerate(names):
+        small.start(f"r{number}", cases[name].inputs, max_tokens=REPLY)
+    small.run()
+    assert small.preempted
+    for number, name in enumerate(names):
+        check(small, f"r{number}", cases[name], cases[name].answer.thinker_tokens)
 
 
 def test_the_experts_whose_kernels_a_start_compiles_are_found(thinker):

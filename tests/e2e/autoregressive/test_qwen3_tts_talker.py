@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import re
 import shutil
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,19 @@ from transformers import AutoTokenizer
 from omni_actors.engine.models import SpeechLimit
 from omni_actors.engine.models.qwen3_tts.clip_encoder import ClipEncoder, Encoded
 from omni_actors.engine.models.qwen3_tts.talker import SPEC
-from omni_actors.errors import InvalidRequest, OmniError, PromptTooLong, UnknownVoice
+from omni_actors.errors import InvalidRequest, PromptTooLong, UnknownVoice
 from omni_actors.protocol.results import FinishReason
 from omni_actors.stage.engine_interface import FinishedEvent, StageInputs
 from tests.support.code2wav import sound_of
+from tests.support.nightly import nightly
 from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.qwen3_tts_reference import Qwen3TtsReference, TtsResult
 from tests.support.spoken_texts import RATE, clip_information, frames_of, speak, text_inputs
-from tests.support.stage_driver import Driver, count_preemptions, kv_cache, make_engine
+from tests.support.stage_driver import Driver
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-FRAMES = 20
+FRAMES = 14
 TEXTS = ("The tide is full.", "\n\nHello there: you are the one, they have it. \n And this is to be at one with it.")
 CLIP = (0.1 * np.random.default_rng(0).standard_normal(30_001)).astype(np.float32)  # 16 frames
 LONG_CLIP = (0.1 * np.random.default_rng(1).standard_normal(70_001)).astype(np.float32)  # 37 frames
@@ -76,33 +78,23 @@ CASES = {
 class Kind:
     """A checkpoint's talker, and what the reference says with it."""
 
-    def __init__(self, name: str, folder: Path, engine: Any) -> None:
-        self.name, self.engine = name, engine
-        self.cases = CASES[name]
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder, self.cases = name, folder, CASES[name]
         self._reference = Qwen3TtsReference(folder)
-        self._answers: dict[tuple[str, int], TtsResult] = {}
 
+    @functools.cache  # noqa: B019 - as long as the fixture lives
     def answer(self, case: str, text: int) -> TtsResult:
-        if (case, text) not in self._answers:
-            spoken = self._reference.speak(TEXTS[text], frames=FRAMES, **self.cases[case].asked)
-            self._answers[case, text] = spoken
-        return self._answers[case, text]
+        return self._reference.speak(TEXTS[text], frames=FRAMES, **self.cases[case].asked)
 
 
-@pytest.fixture(scope="module", params=CASES)
-def kind(request, tiny_qwen3_tts_kinds: dict[str, Path]) -> Iterator[Kind]:
-    folder = tiny_qwen3_tts_kinds[request.param]
-    engine = make_engine(folder, "talker", asynchronous=request.param != "custom_voice")
-    yield Kind(request.param, folder, engine)
-    engine.shutdown()
+@pytest.fixture(scope="module", params=["custom_voice", nightly("voice_design"), "base"])
+def kind(request, tiny_qwen3_tts_kinds):
+    return Kind(request.param, tiny_qwen3_tts_kinds[request.param])
 
 
 @pytest.fixture
-def talker(kind: Kind) -> Iterator[Driver]:
-    """Every test finds the engine idle and leaves it idle."""
-    driver = Driver(kind.engine)
-    yield driver
-    driver.assert_idle()
+def talker(driver, kind):
+    return driver(kind.folder, "talker", asynchronous=kind.name != "custom_voice")
 
 
 def start(kind: Kind, talker: Driver, name: str, case: str, text: int, **params: Any) -> None:
@@ -111,7 +103,7 @@ def start(kind: Kind, talker: Driver, name: str, case: str, text: int, **params:
     speak(talker, name, TEXTS[text], voice=chosen.voice, information=chosen.information, **given)
 
 
-def test_requests_that_join_and_leave_get_the_codes_of_the_reference(kind: Kind, talker: Driver) -> None:
+def test_requests_that_join_and_leave_get_the_codes_of_the_reference(kind, talker):
     """The first is alone, each other one joins while the ones before it run; they end at different times."""
     wanted = [(case, text) for case in kind.cases for text in range(len(TEXTS))]
     waiting = list(enumerate(wanted))
@@ -132,9 +124,7 @@ def test_requests_that_join_and_leave_get_the_codes_of_the_reference(kind: Kind,
         assert talker.finished(f"r{number}").reason is FinishReason.LENGTH
 
 
-def test_a_talker_that_does_not_stop_ends_where_its_text_allows(
-    kind: Kind, talker: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_talker_that_does_not_stop_ends_where_its_text_allows(kind, talker, monkeypatch):
     """In all kinds of prompts, with one text of a few tokens."""
     scheduler = talker.engine.core.scheduler
     assert scheduler.speech_limit == SPEC.speech_limit
@@ -151,8 +141,8 @@ def test_a_talker_that_does_not_stop_ends_where_its_text_allows(
         assert talker.finished(name).output_tokens == count, name
 
 
-def check_penalties(kind: Kind, talker: Driver, cases: list[str], length: int) -> None:
-    """Six requests with drawn parameters."""
+def check_penalties(kind, talker, cases, length):
+    """Six requests with drawn parameters: first codes count, and nothing of the prompt."""
     generator = random.Random(6)
     tokens = range(talker.engine.core.worker.model_runner.model.config.vocab_size)
     drawn = {f"p{number}": draw_parameters(generator, tokens, length) for number in range(6)}
@@ -162,17 +152,6 @@ def check_penalties(kind: Kind, talker: Driver, cases: list[str], length: int) -
         talker.run()
     for name, params in drawn.items():
         sampled.check(name, params, [], frames_of(talker, name)[:, 0].tolist())
-
-
-def test_penalties_count_first_codes_and_nothing_of_the_prompt(kind: Kind, talker: Driver) -> None:
-    check_penalties(kind, talker, [*kind.cases], length=10)
-
-
-def refused(talker: Driver, text: str, voice: str | None, information: dict[str, Any]) -> OmniError:
-    with pytest.raises(OmniError) as caught:
-        speak(talker, "r", text, voice=voice, information=information)
-    assert caught.value.hint
-    return caught.value
 
 
 REFUSALS = {
@@ -205,81 +184,71 @@ REFUSALS = {
 }
 
 
-def test_what_a_checkpoint_cannot_speak_is_refused_by_the_name_of_the_field(kind: Kind, talker: Driver) -> None:
+def test_what_a_checkpoint_cannot_speak_is_refused_by_the_name_of_the_field(kind, talker):
     for given, error, name, words in REFUSALS[kind.name]:
         information = {key: value for key, value in given.items() if key not in ("text", "voice")}
-        told = refused(talker, given.get("text", "Hello."), given.get("voice"), information)
-        assert isinstance(told, error), told
-        assert told.field == name, told
-        assert words in str(told)
+        with pytest.raises(error, match=re.escape(words)) as caught:
+            speak(talker, "r", given.get("text", "Hello."), voice=given.get("voice"), information=information)
+        assert caught.value.field == name
+        assert caught.value.hint
 
 
-@pytest.mark.parametrize("kind", ["custom_voice"], indirect=True)
-class TestOneKind:
-    """What does not hang on the kind."""
+ONE_KIND = pytest.mark.parametrize("kind", ["custom_voice"], indirect=True)
 
-    def test_a_seed_repeats_itself_alone_and_in_a_batch(self, kind: Kind, talker: Driver) -> None:
-        case = next(iter(kind.cases))
-        sampled = {"temperature": 0.9, "top_k": 50, "max_tokens": 12}
-        for name, seed in (("alone", 5), ("other", 6)):
-            start(kind, talker, name, case, 0, seed=seed, **sampled)
-            talker.run()
-        for number in range(4):
-            start(kind, talker, f"more{number}", case, 1, seed=number, **sampled)
-        start(kind, talker, "batched", case, 0, seed=5, **sampled)
+
+@ONE_KIND
+def test_a_seed_repeats_itself_alone_and_in_a_batch(kind, talker):
+    check_penalties(kind, talker, [*kind.cases], length=10)
+    sampled = {"temperature": 0.9, "top_k": 50, "max_tokens": 12}
+    for name, seed in (("alone", 5), ("other", 6)):
+        start(kind, talker, name, "language", 0, seed=seed, **sampled)
         talker.run()
-        assert frames_of(talker, "batched").equal(frames_of(talker, "alone"))
-        assert not frames_of(talker, "other").equal(frames_of(talker, "alone"))
+    for number in range(4):
+        start(kind, talker, f"more{number}", "language", 1, seed=number, **sampled)
+    start(kind, talker, "batched", "language", 0, seed=5, **sampled)
+    talker.run()
+    assert frames_of(talker, "batched").equal(frames_of(talker, "alone"))
+    assert not frames_of(talker, "other").equal(frames_of(talker, "alone"))
 
-    def test_an_end_has_no_frame_and_none_comes_before_two_codes(self, kind: Kind, talker: Driver) -> None:
-        first = kind.answer("dialect", 0).codes[:, 0].tolist()
-        end = first[6]
-        assert end not in first[:6]
-        start(kind, talker, "ended", "dialect", 0, stop_token_ids=[end])
-        start(kind, talker, "early", "dialect", 0, stop_token_ids=[first[0]], max_tokens=4)
-        talker.run()
-        assert frames_of(talker, "ended").equal(kind.answer("dialect", 0).codes[:6])
-        assert talker.finished("ended").reason is FinishReason.STOP
-        assert frames_of(talker, "early")[0, 0] != first[0]
 
-    def test_the_checkpoint_says_how_to_sample_and_how_long(self, kind: Kind, talker: Driver) -> None:
-        case = kind.cases["dialect"]
-        speak(talker, "r", TEXTS[0], voice=case.voice, information={}, temperature=0.0)
-        talker.run()
-        assert talker.finished("r").output_tokens == 64, "max_new_tokens of generation_config.json"
+@ONE_KIND
+def test_an_end_has_no_frame_none_comes_before_two_codes_and_the_checkpoint_says_how_long(kind, talker):
+    first = kind.answer("dialect", 0).codes[:, 0].tolist()
+    assert first[6] not in first[:6]
+    start(kind, talker, "ended", "dialect", 0, stop_token_ids=[first[6]])
+    start(kind, talker, "early", "dialect", 0, stop_token_ids=[first[0]], max_tokens=4)
+    speak(talker, "long", TEXTS[0], voice=kind.cases["dialect"].voice, information={}, temperature=0.0)
+    talker.run()
+    assert frames_of(talker, "ended").equal(kind.answer("dialect", 0).codes[:6])
+    assert talker.finished("ended").reason is FinishReason.STOP
+    assert frames_of(talker, "early")[0, 0] != first[0]
+    assert talker.finished("long").output_tokens == 64, "max_new_tokens of generation_config.json"
 
-    def test_preempted_requests_go_on_with_the_same_codes_and_penalties(self, kind: Kind, tiny_qwen3_tts: Path) -> None:
-        engine = make_engine(tiny_qwen3_tts, "talker", max_model_len=128, **kv_cache(tiny_qwen3_tts, "talker", 10))
-        talker = Driver(engine)
-        preempted = count_preemptions(engine)
-        try:
-            for number in range(6):
-                start(kind, talker, f"r{number}", "language", number % 2)
-            talker.run()
-            for number in range(6):
-                assert frames_of(talker, f"r{number}").equal(kind.answer("language", number % 2).codes)
-            assert preempted
-            preempted.clear()
-            check_penalties(kind, talker, ["language"], length=FRAMES + 1)
-            assert preempted
-            talker.assert_idle()
-        finally:
-            engine.shutdown()
 
-    def test_messages_tokens_and_media_are_no_text_to_speak(self, talker: Driver) -> None:
-        prompt = text_inputs("Hello.").prompt
-        assert prompt is not None
-        several = StageInputs(prompt=type(prompt)(messages=prompt.messages * 2))
-        tokens = StageInputs(prompt=type(prompt)(token_ids=b"\x01\x00\x00\x00"))
-        for inputs in (several, tokens):
-            with pytest.raises(InvalidRequest, match="one message"):
-                talker.start("r", inputs)
+@ONE_KIND
+def test_preempted_requests_go_on_with_the_same_codes_and_penalties(kind, tight):
+    small = tight("talker", kind.folder, blocks=10)
+    for number in range(6):
+        start(kind, small, f"r{number}", "language", number % 2)
+    small.run()
+    for number in range(6):
+        assert frames_of(small, f"r{number}").equal(kind.answer("language", number % 2).codes)
+    assert small.preempted
+    small.preempted.clear()
+    check_penalties(kind, small, ["language"], length=FRAMES + 1)
+    assert small.preempted
+
+
+@ONE_KIND
+def test_messages_tokens_and_media_are_no_text_to_speak(talker):
+    prompt = text_inputs("Hello.").prompt
+    for wrong in (type(prompt)(messages=prompt.messages * 2), type(prompt)(token_ids=b"\x01\x00\x00\x00")):
+        with pytest.raises(InvalidRequest, match="one message"):
+            talker.start("r", StageInputs(prompt=wrong))
 
 
 @pytest.mark.parametrize("kind", ["base"], indirect=True)
-def test_others_go_on_while_a_clip_is_encoded_and_a_failure_is_that_requests_own(
-    kind: Kind, talker: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_go_on_while_a_clip_is_encoded_and_a_failure_is_that_requests_own(kind, talker, monkeypatch):
     encode, may_go_on = ClipEncoder.__call__, threading.Event()
 
     def slowly(encoder: ClipEncoder, samples: np.ndarray, rate: int) -> Encoded:
@@ -307,23 +276,16 @@ def test_others_go_on_while_a_clip_is_encoded_and_a_failure_is_that_requests_own
     assert "no room for a clip" in str(talker.error("broken"))
 
 
-def test_without_weights_dummy_ones_speak_with_a_voice_of_a_clip(
-    tiny_qwen3_tts_kinds: dict[str, Path], tmp_path: Path
-) -> None:
+def test_without_weights_dummy_ones_speak_with_a_voice_of_a_clip(driver, tiny_qwen3_tts_kinds, tmp_path):
     """All parts: the clip's encoders, talker and codec."""
     folder = shutil.copytree(tiny_qwen3_tts_kinds["base"], tmp_path / "dummy")
     for file in folder.rglob("*.safetensors"):
         file.unlink()
-    engine = make_engine(folder, "talker", load_format="dummy")
-    try:
-        talker = Driver(engine)
-        speak(talker, "r", TEXTS[0], information=clip_information(CLIP, transcript="One."), max_tokens=5)
-        talker.run()
-        assert frames_of(talker, "r").shape == (4, 16)
-        codes, unheard = talker.tokens("r"), talker.streams("r")[0].scalars
-    finally:
-        engine.shutdown()
-    sound = sound_of(folder, codes, unheard, load_format="dummy")
+    talker = driver(folder, "talker", load_format="dummy")
+    speak(talker, "r", TEXTS[0], information=clip_information(CLIP, transcript="One."), max_tokens=5)
+    talker.run()
+    assert frames_of(talker, "r").shape == (4, 16)
+    sound = sound_of(folder, talker.tokens("r"), talker.streams("r")[0].scalars, load_format="dummy")
     assert len(sound) == 4 * 1920
     assert sound.isfinite().all()
     assert sound.abs().max() > 0

@@ -1,4 +1,4 @@
-"""The talker in a real vLLM engine core, against transformers: whole and streamed input, preemption, its own input."""
+"""The talker in a real vLLM engine core, against transformers: streamed input, bursts, preemption, sampling."""
 
 from __future__ import annotations
 
@@ -7,125 +7,122 @@ import random
 import pytest
 import torch
 
+from omni_actors.engine.bursts import burst_of
 from omni_actors.engine.models import SpeechLimit
 from omni_actors.engine.models.qwen2_5_omni.talker import SPEC
 from omni_actors.engine.tensors import to_host
 from omni_actors.errors import ModelOutputInvalid
 from omni_actors.protocol.results import FinishReason
-from tests.support.nightly import nightly
 from tests.support.penalties import draw_parameters, recorded_sampling
-from tests.support.stage_driver import (
-    BOTH_TALKER_MODES,
-    VOICES,
-    Driver,
-    count_preemptions,
-    kv_cache,
-    make_engine,
-    prompt_length,
-    talker_inputs,
-)
+from tests.support.stage_driver import VOICES, prompt_length, sample, talker_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+GREEDY = {"max_tokens": 64, "temperature": 0.0}
+SAMPLED = {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.3}
 
 
-@BOTH_TALKER_MODES
-def test_talker_prompt_embeddings_equal_transformers(talker, answers):
-    seen: list[torch.Tensor] = []
-    model = talker.engine.core.worker.model_runner.model
-    hook = model.decoder.text_projection.register_forward_pre_hook(
-        lambda _module, arguments: seen.append(arguments[0].clone())
-    )
-    try:
-        for index, answer in enumerate(answers):
-            talker.start(
-                f"r{index}",
-                talker_inputs(answer.thinker_rows, prompt_length(answer)),
-                voice=VOICES[index % 2],
-                max_tokens=1,
-            )
-            talker.run()
-            torch.testing.assert_close(seen[-1], answer.talker_prompt_embeds, atol=1e-5, rtol=1e-5)
-    finally:
-        hook.remove()
+class Late:
+    """Rows of replies that come while their requests speak, none to three of them at a time."""
+
+    def __init__(self, driver, seed):
+        self.driver, self.generator, self.missing = driver, random.Random(seed), {}
+
+    def start(self, name, answer, replies, **params):
+        """Start a request with so many rows of its reply after the first; None: with all of them."""
+        length = prompt_length(answer)
+        self.driver.start(name, talker_inputs(answer.thinker_rows, length, replies=replies), **params)
+        if replies is not None:
+            self.missing[name] = list(answer.thinker_rows[length + 1 + replies :].split(1))
+
+    def abort(self, name):
+        self.driver.engine.abort(name)
+        self.missing.pop(name, None)
+
+    def feed(self, _step=0):
+        for name, parts in list(self.missing.items()):
+            count = self.generator.randrange(4)
+            rows, parts[:count] = parts[:count], []
+            self.driver.engine.extend(name, to_host(torch.cat(rows)) if rows else None, complete=not parts)
+            if not parts:
+                del self.missing[name]
+
+    def run(self):
+        while self.missing:
+            self.driver.run(self.feed)
+            self.feed()
+        self.driver.run()
 
 
-@BOTH_TALKER_MODES
+@pytest.fixture
+def inputs_seen(talker):
+    """What each step of the talker gets, before the projection."""
+    seen = []
+    projection = talker.engine.core.worker.model_runner.model.decoder.text_projection
+    hook = projection.register_forward_pre_hook(lambda _module, arguments: seen.append(arguments[0].clone()))
+    yield seen
+    hook.remove()
+
+
+def test_talker_prompt_embeddings_equal_transformers(talker, answers, inputs_seen):
+    for index, answer in enumerate(answers):
+        sample(talker, answer, f"r{index}", voice=VOICES[index % 2], max_tokens=1)
+        talker.run()
+        torch.testing.assert_close(inputs_seen[-1], answer.talker_prompt_embeds, atol=1e-5, rtol=1e-5)
+
+
 def test_talker_equals_transformers_whole_and_streamed(talker, answers):
     """Nine requests: whole, with rows at random times, with none until later; voices mixed."""
-    generator = random.Random(1)
-    missing: dict[str, list[torch.Tensor]] = {}
+    late = Late(talker, 1)
     for number in range(9):
-        answer = answers[number % 3]
-        rows, length = answer.thinker_rows, prompt_length(answer)
-        replies = (None, 0, 3)[number // 3]
-        talker.start(
-            f"r{number}",
-            talker_inputs(rows, length, replies=replies),
-            voice=VOICES[number % 3 % 2],
-            max_tokens=64,
-            temperature=0.0,
-        )
-        if replies is not None:
-            missing[f"r{number}"] = list(rows[length + 1 + replies :].split(1))
-
-    def feed(_step: int = 0) -> None:
-        for name, parts in list(missing.items()):
-            if generator.random() < 0.6:
-                count = min(generator.randrange(3), len(parts))
-                chunk = torch.cat(parts[:count]) if count else None
-                del parts[:count]
-                talker.engine.extend(name, None if chunk is None else to_host(chunk), complete=not parts)
-                if not parts:
-                    del missing[name]
-
-    while missing:
-        talker.run(feed)
-        feed()
-    talker.run()
+        voice = VOICES[number % 3 % 2]
+        late.start(f"r{number}", answers[number % 3], (None, 0, 3)[number // 3], voice=voice, **GREEDY)
+    late.run()
     assert talker.engine.core.scheduler.held_steps > 0
     for number in range(9):
-        name, answer = f"r{number}", answers[number % 3]
-        assert talker.tokens(name) == answer.codec_tokens
-        assert talker.finished(name).output_tokens == 64
-        starts = [event.start for event in talker.streams(name) if event.token_ids]
+        assert talker.tokens(f"r{number}") == answers[number % 3].codec_tokens
+        assert talker.finished(f"r{number}").output_tokens == 64
+        starts = [event.start for event in talker.streams(f"r{number}") if event.token_ids]
         assert starts == sorted(set(starts))
-        assert talker.streams(name)[-1].final
+        assert talker.streams(f"r{number}")[-1].final
 
 
-@BOTH_TALKER_MODES
-def test_talker_leaves_out_the_token_that_ends(talker, answers):
-    """With a token of the answer as the end token, the stream stops before it."""
-    answer = answers[0]
-    adapter = talker.engine.adapter
+def test_the_token_that_ends_is_left_out_and_what_does_not_sound_is_never_sampled(talker, answers, reference):
+    answer, adapter, config = answers[0], talker.engine.adapter, reference.model.config
+    ends = {config.talker_config.tts_codec_pad_token_id, config.talker_config.tts_codec_end_token_id}
+    assert adapter.end_token_ids == ends
     end = answer.codec_tokens[20]
     first = answer.codec_tokens.index(end)
-    ends, adapter.end_token_ids = adapter.end_token_ids, frozenset({end})
+    adapter.end_token_ids = frozenset({end})
     try:
-        talker.start("r", talker_inputs(answer.thinker_rows, prompt_length(answer)), max_tokens=64, temperature=0.0)
+        sample(talker, answer, "r", **GREEDY)
         talker.run()
     finally:
-        adapter.end_token_ids = ends
+        adapter.end_token_ids = frozenset(ends)
     assert talker.tokens("r") == answer.codec_tokens[:first]
     assert talker.finished("r").reason is FinishReason.STOP
     assert talker.finished("r").output_tokens == first + 1
+    states = torch.randn(3, config.talker_config.hidden_size)
+    logits = talker.engine.core.worker.model_runner.model.compute_logits(states)
+    sounding = config.token2wav_config.dit_config.num_embeds
+    assert torch.isfinite(logits[:, :sounding]).all()
+    assert torch.isfinite(logits).sum() == 3 * (sounding + 2)
 
 
-@BOTH_TALKER_MODES
 def test_a_talker_that_does_not_stop_ends_where_its_text_allows(talker, answers, monkeypatch):
     """Two tokens of text and three, the latter complete after the start; both are preempted on the way."""
-    answer = answers[0]
-    rows, length = answer.thinker_rows, prompt_length(answer)
+    rows, length = answers[0].thinker_rows, prompt_length(answers[0])
     scheduler = talker.engine.core.scheduler
     assert scheduler.speech_limit == SPEC.speech_limit
     monkeypatch.setattr(scheduler, "speech_limit", SpeechLimit(20, 10))
     unending = {"temperature": 0.0, "logit_bias": dict.fromkeys(talker.engine.adapter.end_token_ids, -100.0)}
-    talker.start("two", talker_inputs(rows[: length + 2], length), max_tokens=400, **unending)
+    two = talker_inputs(rows[: length + 2], length)
+    talker.start("two", two, max_tokens=400, **unending)
     talker.start("three", talker_inputs(rows, length, replies=0), max_tokens=400, **unending)
-    talker.start("asked for less", talker_inputs(rows[: length + 2], length), max_tokens=5, **unending)
-    talker.start("asked for more", talker_inputs(rows[: length + 2], length), max_tokens=60, min_tokens=60)
-    interrupted: list[str] = []
+    talker.start("asked for less", two, max_tokens=5, **unending)
+    talker.start("asked for more", two, max_tokens=60, min_tokens=60)
+    interrupted = []
 
-    def interrupt(step: int) -> None:
+    def interrupt(step):
         if step == 2:
             talker.engine.extend("three", to_host(rows[length + 1 : length + 3]), complete=True)
         if step == 6:
@@ -139,133 +136,23 @@ def test_a_talker_that_does_not_stop_ends_where_its_text_allows(talker, answers,
         assert talker.finished(name).output_tokens == len(talker.tokens(name)) == count
 
 
-def test_talker_samples_what_sounds_or_ends_and_nothing_else(talker, reference, answers):
-    config = reference.model.config.talker_config
-    assert talker.engine.adapter.end_token_ids == {config.tts_codec_pad_token_id, config.tts_codec_end_token_id}
-    model = talker.engine.core.worker.model_runner.model
-    logits = model.compute_logits(torch.randn(3, config.hidden_size))
-    assert torch.isinf(logits[:, config.tts_codec_start_token_id]).all()
-    sounding = reference.model.config.token2wav_config.dit_config.num_embeds
-    assert torch.isfinite(logits[:, :sounding]).all()
-    assert torch.isfinite(logits).sum() == 3 * (sounding + 2)
-
-
-@pytest.mark.parametrize("asynchronous", [nightly(False), True], ids=["sync", "async"])
-def test_preempted_talkers_equal_transformers(tiny_checkpoint, answers, asynchronous):
-    """A KV cache for half of the requests; some of them streamed, one aborted."""
-    engine = make_engine(
-        tiny_checkpoint,
-        "talker",
-        asynchronous=asynchronous,
-        max_model_len=160,
-        **kv_cache(tiny_checkpoint, "talker", 11),
-    )
-    try:
-        driver = Driver(engine)
-        preemptions = count_preemptions(engine)
-        generator = random.Random(2)
-        missing: dict[str, list[torch.Tensor]] = {}
-        for number in range(7):
-            answer = answers[number % 2]
-            replies = None if number % 3 == 0 else number
-            driver.start(
-                f"r{number}",
-                talker_inputs(answer.thinker_rows, prompt_length(answer), replies=replies),
-                voice=VOICES[number % 2],
-                max_tokens=64,
-                temperature=0.0,
-            )
-            if replies is not None:
-                missing[f"r{number}"] = list(answer.thinker_rows[prompt_length(answer) + 1 + replies :].split(1))
-
-        def feed(step: int = 0) -> None:
-            if step == 20:
-                engine.abort("r5")
-                missing.pop("r5", None)
-            for name, parts in list(missing.items()):
-                if generator.random() < 0.7:
-                    part = parts.pop(0)
-                    engine.extend(name, to_host(part), complete=not parts)
-                    if not parts:
-                        del missing[name]
-
-        while missing:
-            driver.run(feed)
-            feed()
-        driver.run()
-        assert preemptions
-        for number in range(7):
-            if number != 5:
-                assert driver.tokens(f"r{number}") == answers[number % 2].codec_tokens
-        driver.assert_idle()
-    finally:
-        engine.shutdown()
-
-
-@BOTH_TALKER_MODES
-def test_held_requests_take_no_place_in_the_batch(talker, answers, monkeypatch):
-    answer = answers[0]
-    rows, length = answer.thinker_rows, prompt_length(answer)
-    batches: list[set[str]] = []
-    scheduler = talker.engine.core.scheduler
-    original = scheduler.schedule
-
-    def schedule(*args, **kwargs):
-        output = original(*args, **kwargs)
-        batches.append(set(output.num_scheduled_tokens))
-        return output
-
-    monkeypatch.setattr(scheduler, "schedule", schedule)
-    talker.start("held", talker_inputs(rows, length, replies=1), max_tokens=8, temperature=0.0)
-    talker.start("free", talker_inputs(rows, length), max_tokens=8, temperature=0.0)
-    talker.run()
-    talker.finished("free")
-    # The prompt and the step of the one reply row, then nothing more.
-    assert sum("held" in batch for batch in batches) == 2
-    assert talker.tokens("held") == [], "less than a block of the vocoder"
-    counts = talker.engine.counts()
-    assert counts["requests"] == 1
-    assert counts["held"] == 1
-    assert counts["pending_rows"] == 0
-    assert counts["row_bytes"] > 0
-    assert not talker.engine.runnable()
-    assert talker.engine.waits_for_input("held")
-    steps = len(batches)
-    assert talker.engine.step() == []
-    assert len(batches) == steps
-    talker.engine.extend("held", to_host(rows[length + 2 :]), complete=True)
-    assert talker.engine.runnable()
-    talker.run()
-    assert talker.tokens("held") == answer.codec_tokens[:8]
-
-
-def test_rows_that_end_early_are_followed_by_text_end_and_pad(talker, answers):
+def test_rows_that_end_early_are_followed_by_text_end_and_pad(talker, answers, inputs_seen):
     """A reply of two rows: positions after it get the text-end embedding once, then text-pad."""
-    answer = answers[0]
-    length = prompt_length(answer)
-    seen: list[torch.Tensor] = []
+    rows, length = answers[0].thinker_rows, prompt_length(answers[0])
+    talker.start("r", talker_inputs(rows[: length + 2], length), max_tokens=5, temperature=0.0)
+    talker.run()
     model = talker.engine.core.worker.model_runner.model
-    hook = model.decoder.text_projection.register_forward_pre_hook(
-        lambda _module, arguments: seen.append(arguments[0].clone())
-    )
-    try:
-        talker.start("r", talker_inputs(answer.thinker_rows[: length + 2], length), max_tokens=5, temperature=0.0)
-        talker.run()
-    finally:
-        hook.remove()
-    tokens = talker.tokens("r")
-    codec = [model.codec_embedding(torch.tensor([token])) for token in tokens]
-    added = [(step - embedding)[0] for step, embedding in zip(seen[1:], codec, strict=False)]
-    expected = [answer.thinker_rows[length + 1], model.text_rows[0], model.text_rows[1], model.text_rows[1]]
-    for have, want in zip(added, expected, strict=True):
-        torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-5)
+    codec = [model.codec_embedding(torch.tensor([token])) for token in talker.tokens("r")]
+    added = [(step - embedding)[0] for step, embedding in zip(inputs_seen[1:], codec, strict=False)]
+    expected = [rows[length + 1], model.text_rows[0], model.text_rows[1], model.text_rows[1]]
+    torch.testing.assert_close(torch.stack(added), torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_what_is_compiled_reads_its_input_at_one_place(talker, answers, monkeypatch):
     """A piecewise CUDA graph, replayed, reads the addresses of its capture; another tensor there is not noticed."""
     runner = talker.engine.core.worker.model_runner
-    compiled = type(runner.model.decoder)
-    original, places = compiled.__call__, set()
+    compiled, places = type(runner.model.decoder), set()
+    original = compiled.__call__
 
     def note(self, *arguments, **named):
         places.add(named["inputs_embeds"].data_ptr())
@@ -274,69 +161,227 @@ def test_what_is_compiled_reads_its_input_at_one_place(talker, answers, monkeypa
     monkeypatch.setattr(compiled, "__call__", note)
     kept = []
     for number in range(6):
-        inputs = talker_inputs(answers[number % 3].thinker_rows, prompt_length(answers[number % 3]))
-        talker.start(f"r{number}", inputs, max_tokens=6, temperature=0.0)
+        sample(talker, answers[number % 3], f"r{number}", max_tokens=6, temperature=0.0)
         talker.step()
         kept.append(torch.empty(1 << (10 + number)))  # moves whatever every step allocates again
     talker.run()
     assert places == {runner.model_state.inputs_embeds.data_ptr()}
 
 
-def test_dummy_weights_run(tiny_checkpoint, answers):
-    """Also where no weights are read, every buffer is defined and nothing becomes NaN."""
-    engine = make_engine(tiny_checkpoint, "talker", load_format="dummy")
-    try:
-        driver = Driver(engine)
-        answer = answers[0]
-        driver.start("r", talker_inputs(answer.thinker_rows, prompt_length(answer)), max_tokens=4, temperature=0.0)
-        driver.run()
-        assert len(driver.tokens("r")) == 4
-        assert torch.isfinite(engine.core.worker.model_runner.model.text_rows).all()
-    finally:
-        engine.shutdown()
-
-
-@BOTH_TALKER_MODES
 def test_rows_that_are_nan_fail_their_request_and_no_other_of_the_batch(talker, answers):
-    answer = answers[0]
-    length = prompt_length(answer)
+    answer, length = answers[0], prompt_length(answers[0])
     broken = answer.thinker_rows.clone()
     broken[length // 2] = torch.nan
-    talker.start("whole", talker_inputs(answer.thinker_rows, length), max_tokens=64, temperature=0.0)
-    talker.start("broken", talker_inputs(broken, length), max_tokens=64, temperature=0.0)
+    sample(talker, answer, "whole", **GREEDY)
+    talker.start("broken", talker_inputs(broken, length), **GREEDY)
     talker.run()
     assert isinstance(talker.error("broken"), ModelOutputInvalid)
-    assert talker.tokens("whole") == answer.codec_tokens
-    talker.start("next", talker_inputs(answer.thinker_rows, length), max_tokens=64, temperature=0.0)
+    sample(talker, answer, "next", **GREEDY)
     talker.run()
+    assert talker.tokens("whole") == answer.codec_tokens
     assert talker.tokens("next") == answer.codec_tokens, "in the cache blocks of the one that failed"
 
 
-def check_penalties(driver: Driver, config, answers) -> None:
-    """Twelve requests with drawn parameters; the prompt counts as transformers' does: masks, pad and start."""
+# -- who runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_urgent_lose_their_blocks_and_equal_transformers(tight, answers):
+    """Few KV blocks, priorities against the order of arrival; some with rows that come while they run, one aborted."""
+    tight = tight("talker", blocks=11)
+    late = Late(tight, 2)
+    for number in range(7):
+        replies = 2 if number % 3 else None
+        late.start(f"r{number}", answers[number % 2], replies, voice=VOICES[number % 2], priority=-number, **GREEDY)
+    for _ in range(8):
+        tight.step()
+        late.feed()
+    late.abort("r5")
+    late.run()
+    assert tight.preempted
+    assert "r6" not in tight.preempted, "the most urgent one keeps its blocks"
+    for number in (0, 1, 2, 3, 4, 6):
+        assert tight.tokens(f"r{number}") == answers[number % 2].codec_tokens
+
+
+def test_a_preempted_request_resumes_only_when_its_next_row_has_come(tight, answers):
+    """Others take the blocks of one that waits for a row, and end before that row comes."""
+    tight, answer = tight("talker", blocks=11), answers[0]
+    rows, length = answer.thinker_rows, prompt_length(answer)
+    tight.start("held", talker_inputs(rows, length, replies=2), **GREEDY, priority=1)
+    tight.run()
+    assert tight.engine.waits_for_input("held")
+    for number in range(4):
+        sample(tight, answer, f"long{number}", **GREEDY)
+    tight.run()
+    assert tight.preempted[0] == "held"
+    assert tight.tokens("long0") == answer.codec_tokens
+    assert tight.engine.waits_for_input("held")
+    assert not tight.engine.runnable()
+    for row in rows[length + 3 :].split(1):
+        tight.engine.extend("held", to_host(row), complete=False)
+        tight.run()
+    tight.engine.extend("held", None, complete=True)
+    tight.run()
+    assert tight.tokens("held") == answer.codec_tokens
+
+
+@pytest.mark.parametrize("rows_beyond_one_request", [0, -10], ids=["room for one", "too small for one"])
+def test_the_budget_for_rows_delays_requests_and_changes_none(talker, answers, monkeypatch, rows_beyond_one_request):
+    answer = answers[0]
+    rows, length = answer.thinker_rows, prompt_length(answer)
+    # A request starts with the rows of its prompt and its first reply row; two more are room for none.
+    budget = talker.engine.core.scheduler.budget
+    monkeypatch.setattr(budget, "limit_bytes", (length + 3 + rows_beyond_one_request) * rows[0].nbytes)
+    talker.engine.take_scheduled()
+    late = Late(talker, 3)
+    for name, replies, priority in (("first", 0, 0), ("second", 0, 0), ("gone", None, 0), ("urgent", None, -1)):
+        late.start(name, answer, replies, max_tokens=24, temperature=0.0, priority=priority)
+    talker.run()
+    assert [name for name, _ in talker.engine.take_scheduled()] == ["urgent", "first"]
+    counts, statistics = talker.engine.counts(), talker.engine.statistics().budget
+    assert counts["waiting_for_budget"] == statistics.waiting == 2
+    assert counts["row_bytes"] == statistics.held_bytes
+    assert talker.engine.over_budget()
+    late.abort("gone")
+    late.run()
+    assert [name for name, _ in talker.engine.take_scheduled()] == ["second"]
+    for name in ("urgent", "first", "second"):
+        assert talker.tokens(name) == answer.codec_tokens[:24]
+
+
+# -- several steps for one scheduling ---------------------------------------------------------------------------------
+
+REQUESTS = (
+    {"temperature": 0.0, "max_tokens": 19},
+    {**SAMPLED, "max_tokens": 22},
+    {**SAMPLED, "max_tokens": 23, "min_p": 0.001},
+    {**SAMPLED, "max_tokens": 40, "min_tokens": 9},
+    {"temperature": 0.0, "max_tokens": 1},
+    {**SAMPLED, "max_tokens": 26, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"temperature": 0.7, "max_tokens": 2},
+)
+
+
+def play(driver, answers, steps):
+    """Requests that join one after the other, some with rows that come while they speak; one is aborted."""
+    driver.clear()
+    driver.engine.core.scheduler.steps_per_schedule = steps
+    late, waiting = Late(driver, steps), list(enumerate(REQUESTS))
+
+    def go_on(step):
+        if waiting and late.generator.random() < 0.7:
+            number, params = waiting.pop(0)
+            replies = number if number % 3 else None
+            late.start(f"r{number}", answers[number % 3], replies, voice=VOICES[number % 2], seed=number, **params)
+        if step == 4:
+            late.abort("r2")
+        late.feed()
+
+    while waiting:
+        go_on(0)
+        driver.run(go_on)
+    late.run()
+    ended = {name: driver.finished(name) for name in driver.events if name != "r2"}
+    return {name: (driver.tokens(name), event.reason, event.output_tokens) for name, event in ended.items()}
+
+
+def test_bursts_give_the_tokens_of_single_steps(talker, answers, monkeypatch):
+    """Speech that ends with any of a third of the tokens ends within bursts."""
+    usual, adapter = talker.engine.core.scheduler.steps_per_schedule, talker.engine.adapter
+    monkeypatch.setattr(adapter, "end_token_ids", frozenset(range(0, adapter.vocabulary, 24)))
+    try:
+        single = play(talker, answers, 1)
+        taken = talker.steps
+        for steps in (4, 7):
+            assert play(talker, answers, steps) == single
+    finally:
+        talker.engine.core.scheduler.steps_per_schedule = usual
+    assert talker.steps < taken
+    assert {reason for _, reason, _ in single.values()} == {FinishReason.STOP, FinishReason.LENGTH}
+    for tokens, reason, counted in single.values():
+        assert counted == len(tokens) + (reason is FinishReason.STOP), "what follows the end is not counted"
+
+
+def test_a_burst_ends_for_each_request_where_its_input_does(talker, answers, monkeypatch):
+    """A request without its next row takes no place in the batch."""
+    scheduler, bursts = talker.engine.core.scheduler, []
+    original = scheduler.schedule
+
+    def schedule(*args, **kwargs):
+        output = original(*args, **kwargs)
+        bursts.append({name: burst_of(output).get(name, 1) for name in output.num_scheduled_tokens})
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", schedule)
+    rows, length = answers[0].thinker_rows, prompt_length(answers[0])
+    talker.start("rows", talker_inputs(rows, length, replies=2), max_tokens=9, temperature=0.0)
+    sample(talker, answers[0], "all", max_tokens=9, temperature=0.0)
+    talker.run()
+    prompts, *decoding = [burst for burst in bursts if burst]
+    assert prompts == {"rows": 1, "all": 1}
+    assert decoding == [{"all": 3, "rows": 2}, {"all": 4}, {"all": 1}], "up to multiples of four"
+    assert len(talker.tokens("all")) == 9
+    assert talker.tokens("rows") == []  # three tokens, less than a block of the vocoder
+    counts = talker.engine.counts()
+    assert (counts["requests"], counts["held"], counts["pending_rows"]) == (1, 1, 0)
+    assert talker.engine.waits_for_input("rows")
+    assert talker.engine.step() == []
+    talker.engine.extend("rows", to_host(rows[length + 3 :]), complete=True)
+    talker.run()
+    assert talker.tokens("rows") == talker.tokens("all") == answers[0].codec_tokens[:9]
+
+
+def test_preempted_bursts_give_the_tokens_of_single_steps(tight, answers):
+    tight = tight("talker", blocks=11)
+    usual, given = tight.engine.core.scheduler.steps_per_schedule, []
+    try:
+        for steps in (1, 4):
+            tight.clear()
+            tight.preempted.clear()
+            tight.engine.core.scheduler.steps_per_schedule = steps
+            for number in range(6):
+                sample(tight, answers[number % 2], f"r{number}", seed=number, max_tokens=40 + number, **SAMPLED)
+            tight.run()
+            names = [f"r{number}" for number in range(6)]
+            given.append([(tight.tokens(name), tight.finished(name).output_tokens) for name in names])
+            assert tight.preempted
+    finally:
+        tight.engine.core.scheduler.steps_per_schedule = usual
+    assert given[1] == given[0]
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_gives_the_same_tokens_whatever_the_company(talker, answers):
+    params = {"max_tokens": 16, "temperature": 1.2, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.05}
+    sample(talker, answers[0], "alone", seed=5, **params)
+    talker.run()
+    alone = talker.tokens("alone")
+    for number in range(4):
+        sample(talker, answers[1], f"before{number}", seed=number, max_tokens=4 + number, temperature=float(number % 2))
+    talker.step()
+    sample(talker, answers[0], "again", seed=5, **params)
+    sample(talker, answers[0], "other", seed=6, **params)
+    sample(talker, answers[0], "own", seed=9, **{**params, "min_p": 0.001})
+    talker.run()
+    assert talker.tokens("again") == alone
+    assert talker.tokens("other") != alone
+    assert len(set(alone)) > 4
+
+
+@pytest.mark.parametrize("memory", ["enough", "too little"])
+def test_penalties_count_what_was_said_and_the_prompt_that_transformers_has(talker, tight, answers, memory):
+    """Eight requests with drawn parameters; the prompt counts as transformers' does: masks, pad and start."""
+    stage = talker if memory == "enough" else tight("talker", blocks=11)
+    config = stage.engine.core.worker.model_runner.model.config
     generator = random.Random(3)
-    tokens = range(config.vocab_size)
-    drawn = {f"r{number}": draw_parameters(generator, tokens, length=24) for number in range(12)}
-    with recorded_sampling(driver.engine) as sampled:
+    drawn = {f"r{number}": draw_parameters(generator, range(config.vocab_size), length=24) for number in range(8)}
+    with recorded_sampling(stage.engine) as sampled:
         for number, (name, params) in enumerate(drawn.items()):
-            answer = answers[number % len(answers)]
-            driver.start(name, talker_inputs(answer.thinker_rows, prompt_length(answer)), seed=number, **params)
-        driver.run()
+            sample(stage, answers[number % 2], name, seed=number, **params)
+        stage.run()
     prompt = [config.tts_codec_mask_token_id, config.tts_codec_pad_token_id, config.tts_codec_start_token_id]
     for name, params in drawn.items():
-        sampled.check(name, params, prompt, driver.tokens(name))
-
-
-@BOTH_TALKER_MODES
-def test_penalties_count_what_was_said_and_the_prompt_that_transformers_has(talker, answers):
-    check_penalties(talker, talker.engine.core.worker.model_runner.model.config, answers)
-
-
-def test_penalties_are_the_same_after_a_preemption(tiny_checkpoint, answers):
-    engine = make_engine(tiny_checkpoint, "talker", max_model_len=160, **kv_cache(tiny_checkpoint, "talker", 11))
-    try:
-        preemptions = count_preemptions(engine)
-        check_penalties(Driver(engine), engine.core.worker.model_runner.model.config, answers[:2])
-        assert preemptions
-    finally:
-        engine.shutdown()
+        sampled.check(name, params, prompt, stage.tokens(name))
+    assert memory == "enough" or stage.preempted

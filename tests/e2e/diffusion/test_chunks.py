@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 import pytest
+import torch
 
-from omni_actors.engine.platform import prepare
-
-prepare()
-
-import torch  # noqa: E402
-
-from omni_actors.engine.diffusion import DiffusionEngine  # noqa: E402
-from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong  # noqa: E402
-from omni_actors.protocol.payloads import StageParams  # noqa: E402
-from omni_actors.stage.engine_interface import AudioEvent, StageInputs, StageRequest  # noqa: E402
-from tests.support.code2wav import CHUNKS, WHOLE, codec_tokens, difference  # noqa: E402
-from tests.support.speech import STEPS, Spec, Speech  # noqa: E402
+from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.stage.engine_interface import AudioEvent, StageInputs, StageRequest
+from tests.support.code2wav import CHUNKS, WHOLE, codec_tokens, difference
+from tests.support.speech import STEPS, Spec, Speech
 
 pytestmark = pytest.mark.e2e
 
@@ -31,11 +23,11 @@ PEAK_ERROR, RMS_ERROR, SPECTRAL_DISTANCE = 0.01, 0.001, 0.02
 
 
 @pytest.fixture
-def whole_engine(vocoders: Callable[..., DiffusionEngine]) -> DiffusionEngine:
-    return vocoders(False, WHOLE)
+def whole_engine(vocoders):
+    return vocoders(True, WHOLE)
 
 
-def whole(engine: DiffusionEngine, spec: Spec) -> np.ndarray:
+def whole(engine, spec):
     count, voice, guidance, seed = spec
     request = StageRequest("w", StageParams(num_steps=STEPS, guidance_scale=guidance), seed, voice)
     engine.start(request, StageInputs(token_ids=codec_tokens(count, seed)))
@@ -46,8 +38,8 @@ def whole(engine: DiffusionEngine, spec: Spec) -> np.ndarray:
     return waves[0]
 
 
-def spectral_distance(wave: np.ndarray, other: np.ndarray) -> float:
-    def spectrum(samples: np.ndarray) -> torch.Tensor:
+def spectral_distance(wave, other):
+    def spectrum(samples):
         window = torch.hann_window(256)
         return torch.stft(torch.from_numpy(samples.copy()), 256, 64, window=window, return_complex=True).abs()
 
@@ -56,7 +48,7 @@ def spectral_distance(wave: np.ndarray, other: np.ndarray) -> float:
     return float((20 * torch.log10(first.clamp(min=floor) / second.clamp(min=floor))).square().mean(0).sqrt().mean())
 
 
-def test_every_length_is_whole_and_close_to_the_whole_decode(engine: DiffusionEngine, whole_engine: DiffusionEngine):
+def test_every_length_is_whole_and_close_to_the_whole_decode(engine, whole_engine):
     speech = Speech(engine)
     specs: dict[str, Spec] = {f"r{n}": (n, ("Chelsie", "Ethan")[n % 2], 0.5 if n % 3 else 0.0, n) for n in LENGTHS}
     for name, spec in specs.items():
@@ -67,7 +59,7 @@ def test_every_length_is_whole_and_close_to_the_whole_decode(engine: DiffusionEn
         wave, want = speech.wave(name), whole(whole_engine, spec)
         assert len(wave) == spec[0] * SAMPLES == len(want), "no token may be lost"
         assert speech.finished[name].input_tokens == spec[0]
-        assert difference(wave, want) <= PEAK_ERROR, spec
+        assert difference(wave, want) <= (PEAK_ERROR if spec[0] > BLOCK else 1e-5), spec  # one chunk is the whole
         assert np.sqrt(np.mean((wave - want) ** 2) / np.mean(want**2)) <= RMS_ERROR, spec
         assert spectral_distance(wave, want) <= SPECTRAL_DISTANCE, spec
         edges = np.cumsum([len(chunk) for chunk in speech.heard[name]])[:-1]
@@ -77,15 +69,7 @@ def test_every_length_is_whole_and_close_to_the_whole_decode(engine: DiffusionEn
     assert len(speech.heard["r100"]) >= 3
 
 
-def test_an_utterance_of_one_chunk_is_the_whole_decode(engine: DiffusionEngine, whole_engine: DiffusionEngine):
-    spec: Spec = (BLOCK, "Ethan", 0.5, 3)
-    speech = Speech(engine)
-    speech.start("r", spec)
-    speech.run()
-    assert difference(speech.wave("r"), whole(whole_engine, spec)) <= 1e-5
-
-
-def test_the_waveform_does_not_depend_on_when_tokens_come_or_who_else_speaks(engine: DiffusionEngine):
+def test_the_waveform_does_not_depend_on_when_tokens_come_or_who_else_speaks(engine):
     spec: Spec = (75, "Chelsie", 0.5, 5)
     waves: list[np.ndarray] = []
     chunks: list[list[int]] = []
@@ -102,7 +86,7 @@ def test_the_waveform_does_not_depend_on_when_tokens_come_or_who_else_speaks(eng
         assert difference(wave, waves[0]) <= 1e-5
 
 
-def test_sound_comes_before_the_last_token(engine: DiffusionEngine):
+def test_sound_comes_before_the_last_token(engine):
     speech = Speech(engine)
     speech.start("r", (100, "Chelsie", 0.5, 1))
     for _ in range(2 * BLOCK - 1):
@@ -121,23 +105,7 @@ def test_sound_comes_before_the_last_token(engine: DiffusionEngine):
     assert len(speech.wave("r")) == 100 * SAMPLES
 
 
-def test_requests_join_and_leave(engine: DiffusionEngine, whole_engine: DiffusionEngine):
-    speech = Speech(engine)
-    specs: dict[str, Spec] = {f"r{index}": (30 + 17 * index, "Ethan", 0.5, index) for index in range(4)}
-    for name, spec in specs.items():
-        speech.start(name, spec)
-        for _ in range(9):
-            for other in list(speech.waiting):
-                speech.feed(other, 2)
-            speech.step()
-    speech.run()
-    for name, spec in specs.items():
-        assert difference(speech.wave(name), whole(whole_engine, spec)) <= PEAK_ERROR
-
-
-def test_abort_in_the_middle_frees_everything_and_harms_no_other(
-    engine: DiffusionEngine, whole_engine: DiffusionEngine
-):
+def test_abort_in_the_middle_frees_everything_and_harms_no_other(engine, whole_engine):
     speech = Speech(engine)
     for name in ("stays", "goes"):
         speech.start(name, (80, "Chelsie", 0.5, 2))
@@ -156,30 +124,7 @@ def test_abort_in_the_middle_frees_everything_and_harms_no_other(
     assert difference(speech.wave("stays"), whole(whole_engine, (80, "Chelsie", 0.5, 2))) <= PEAK_ERROR
 
 
-def test_a_failing_chunk_ends_its_request_alone(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch):
-    runner = engine.core.worker.model_runner
-    original = runner.integrate
-
-    def integrate(request_ids: Sequence[str]) -> list[torch.Tensor]:
-        if "bad/1" in request_ids:
-            raise RuntimeError("out of luck")
-        return original(request_ids)
-
-    monkeypatch.setattr(runner, "integrate", integrate)
-    speech = Speech(engine)
-    for name in ("bad", "good"):
-        speech.start(name, (70, "Ethan", 0.5, 4))
-    while "bad" not in speech.errors:
-        for name in list(speech.waiting):
-            speech.feed(name, 5)
-        speech.step()
-    speech.waiting.pop("bad", None)
-    speech.run()
-    assert "out of luck" in speech.errors["bad"].error.message
-    assert len(speech.wave("good")) == 70 * SAMPLES
-
-
-def test_bad_later_tokens_end_the_request(engine: DiffusionEngine):
+def test_bad_later_tokens_end_the_request(engine):
     for tokens, error in (([3, 10**6], InvalidPayload), ([-1], InvalidPayload), ([1] * 20_000, PromptTooLong)):
         engine.start(StageRequest("r", StageParams(), 0), StageInputs(token_ids=[1] * 30, complete=False))
         engine.step()
@@ -193,15 +138,11 @@ def test_bad_later_tokens_end_the_request(engine: DiffusionEngine):
         engine.extend("r", complete=True)
 
 
-@pytest.mark.parametrize(("solver", "distance"), [("midpoint", 2.0), ("euler", 6.0)])
-def test_a_cheaper_solver_stays_close_and_chunks_as_well(
-    vocoders: Callable[..., DiffusionEngine], whole_engine: DiffusionEngine, solver: str, distance: float
-):
+def test_a_cheaper_solver_stays_close_and_chunks_as_well(vocoders, whole_engine):
     spec: Spec = (61, "Chelsie", 0.5, 3)
-    speech = Speech(vocoders(False, {**CHUNKS, "solver": solver}))
+    speech = Speech(vocoders(True, {**CHUNKS, "solver": "midpoint"}))
     speech.start("cheap", spec)
     speech.run()
-    wave = speech.wave("cheap")
-    own, reference = whole(vocoders(False, {**WHOLE, "solver": solver}), spec), whole(whole_engine, spec)
-    assert difference(wave, own) <= PEAK_ERROR, "its own chunks make its own whole decode"
-    assert 0 < spectral_distance(wave, reference) <= distance
+    own = whole(vocoders(True, {**WHOLE, "solver": "midpoint"}), spec)
+    assert difference(speech.wave("cheap"), own) <= PEAK_ERROR, "its own chunks make its own whole decode"
+    assert 0 < spectral_distance(speech.wave("cheap"), whole(whole_engine, spec)) <= 2.0

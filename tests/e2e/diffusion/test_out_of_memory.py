@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ import torch
 from omni_actors.engine import diffusion_worker
 from omni_actors.engine.core import EngineLost
 from omni_actors.engine.diffusion import DiffusionEngine
-from omni_actors.errors import EngineError
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
-from tests.support.code2wav import CHUNKS, arguments, difference
+from tests.support.code2wav import CHUNKS, assert_out_of_memory, difference, out_of_memory
 from tests.support.speech import Spec, Speech
-from tests.support.stage_driver import Driver, make_engine, token_inputs
 
 pytestmark = pytest.mark.e2e
 
@@ -26,21 +23,8 @@ SPEC: Spec = (60, "Chelsie", 0.5, 3)
 NAMES = ("a", "b", "c")
 
 
-def out_of_memory(*_: object) -> Any:
-    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
-
-
 def raised_if(condition: Callable[..., bool], original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given: out_of_memory() if condition(*given) else original(*given)
-
-
-def assert_out_of_memory(error: Exception) -> None:
-    assert isinstance(error, EngineError)
-    assert "OutOfMemoryError: CUDA out of memory" in error.message
-    assert "budget_bytes" in error.hint
-    assert error.__cause__ is error.__context__ is None, (
-        "the first error's traceback would keep its step's tensors alive"
-    )
 
 
 def speak(engine: DiffusionEngine, *names: str) -> Speech:
@@ -66,7 +50,7 @@ def assert_all_well(engine: DiffusionEngine, want: Speech) -> None:
         assert difference(after.wave(name), want.wave("a")) <= 1e-5
 
 
-def test_a_batch_without_room_is_computed_one_by_one(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_without_room_is_computed_one_by_one(engine, monkeypatch):
     want = speak(engine, "a")
     runner = engine.core.worker.model_runner
     crowded = raised_if(lambda job_ids: len(job_ids) > 1, runner.integrate)
@@ -75,9 +59,7 @@ def test_a_batch_without_room_is_computed_one_by_one(engine: DiffusionEngine, mo
 
 
 @pytest.mark.parametrize("method", ["integrate", "vocode", "add"])
-def test_a_request_without_room_fails_alone(
-    engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_a_request_without_room_fails_alone(engine, monkeypatch, method):
     want = speak(engine, "a")
     runner = engine.core.worker.model_runner
     culprit = {
@@ -103,9 +85,7 @@ def test_a_request_without_room_fails_alone(
     assert_all_well(engine, want)
 
 
-def test_no_room_for_the_output_ends_the_requests_of_the_step(
-    engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_for_the_output_ends_the_requests_of_the_step(engine, monkeypatch):
     want = speak(engine, "a")
     calls = 0
 
@@ -124,39 +104,11 @@ def test_no_room_for_the_output_ends_the_requests_of_the_step(
     assert_all_well(engine, want)
 
 
-@pytest.mark.parametrize("stage", ["thinker", "talker"])
-def test_an_autoregressive_step_without_room_ends_its_requests(tiny_checkpoint: Path, stage: str) -> None:
-    engine = make_engine(tiny_checkpoint, stage)
-    driver = Driver(engine)
-    inputs = token_inputs(list(range(30, 50))) if stage == "thinker" else engine.adapter.warm_up_inputs(20)
-    runner = engine.core.worker.model_runner
-    steps = 0
-
-    def fourth(*_: object) -> bool:
-        nonlocal steps
-        steps += 1
-        return steps == 4
-
-    hook = runner.model.register_forward_pre_hook(lambda *given: out_of_memory() if fourth() else None)
-    for name in NAMES:
-        driver.start(name, inputs, max_tokens=8, min_tokens=8, temperature=0.0)
-    driver.run()
-    hook.remove()
-    for name in NAMES:
-        assert_out_of_memory(driver.error(name))
-    driver.assert_idle()
-    driver.start("after", inputs, max_tokens=8, min_tokens=8, temperature=0.0)
-    driver.run()
-    assert driver.finished("after").output_tokens == 8
-    driver.assert_idle()
-    engine.shutdown()
-
-
-def test_a_lost_device_ends_the_engine(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_ends_the_engine(vocoders, monkeypatch):
     """Unlike a lack of memory: after such an error every later call fails, so only a new process can continue."""
-    engine = DiffusionEngine(arguments(tiny_checkpoint))
+    engine = vocoders(False, CHUNKS, max_num_seqs=3)
 
-    def lost(*_: object) -> Any:
+    def lost(*_):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(engine.core.worker.model_runner, "integrate", lost)
@@ -164,4 +116,3 @@ def test_a_lost_device_ends_the_engine(tiny_checkpoint: Path, monkeypatch: pytes
         engine.start(StageRequest(name, StageParams(num_steps=2), 0), StageInputs(token_ids=[1] * 12))
     with pytest.raises(EngineLost, match="illegal memory access"):
         engine.step()
-    engine.shutdown()

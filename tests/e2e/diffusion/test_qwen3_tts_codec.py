@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
-from omni_actors.engine.platform import prepare
-
-prepare()
-
-from omni_actors.engine.diffusion import DiffusionEngine  # noqa: E402
-from omni_actors.engine.models.qwen3_tts.clip_encoder import KEPT, ClipEncoder, clip_frames  # noqa: E402
-from omni_actors.engine.tensors import to_torch  # noqa: E402
-from omni_actors.errors import InvalidPayload, StartupError  # noqa: E402
-from omni_actors.protocol.payloads import StageParams  # noqa: E402
-from omni_actors.stage.engine_interface import AudioEvent, StageInputs, StageRequest  # noqa: E402
-from tests.support.code2wav import arguments  # noqa: E402
-from tests.support.qwen3_tts_reference import Qwen3TtsReference  # noqa: E402
+from omni_actors.engine.diffusion import DiffusionEngine
+from omni_actors.engine.models.qwen3_tts.clip_encoder import KEPT, ClipEncoder, clip_frames
+from omni_actors.engine.tensors import to_torch
+from omni_actors.errors import InvalidPayload, StartupError
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.stage.engine_interface import AudioEvent, StageInputs, StageRequest
+from tests.support.code2wav import arguments
+from tests.support.qwen3_tts_reference import Qwen3TtsReference
 
 pytestmark = pytest.mark.e2e
 
@@ -31,12 +26,12 @@ CLIP = (0.1 * np.random.default_rng(2).standard_normal(29_000)).astype(np.float3
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_qwen3_tts_kinds: dict[str, Path]) -> Qwen3TtsReference:
+def reference(tiny_qwen3_tts_kinds):
     return Qwen3TtsReference(tiny_qwen3_tts_kinds["base"])
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_qwen3_tts_kinds: dict[str, Path]) -> Iterator[DiffusionEngine]:
+def engine(tiny_qwen3_tts_kinds):
     folder = tiny_qwen3_tts_kinds["base"]
     engine = DiffusionEngine(arguments(folder, asynchronous=True, decode={"policy": "chunks", "smooth_start": False}))
     yield engine
@@ -69,9 +64,7 @@ def decoded(engine: DiffusionEngine, requests: Sequence[tuple[torch.Tensor, int,
     return [torch.cat(pieces) for pieces in sounds.values()]
 
 
-def test_sound_in_chunks_equals_that_of_the_reference_also_after_a_clip(
-    engine: DiffusionEngine, reference: Qwen3TtsReference
-) -> None:
+def test_sound_in_chunks_equals_that_of_the_reference_also_after_a_clip(engine, reference):
     own = reference.speak("The tide is full.", frames=30, ref_audio=(CLIP, 24_000), x_vector_only_mode=True)
     continued = reference.speak("The tide is full.", frames=21, ref_audio=(CLIP, 24_000), ref_text="One.")
     clip = reference.encode(CLIP, 24_000)[1]
@@ -87,39 +80,33 @@ def test_sound_in_chunks_equals_that_of_the_reference_also_after_a_clip(
     assert (len(made[0]), len(made[1])) == (30 * 1920, 21 * 1920)
 
 
-def test_codes_of_half_a_frame_cannot_be_left_out(engine: DiffusionEngine) -> None:
+def test_codes_of_half_a_frame_cannot_be_left_out(engine):
     inputs = StageInputs([0] * 32, scalars={"unheard": 8})
     with pytest.raises(InvalidPayload, match="whole frames"):
         engine.start(StageRequest("r", StageParams(), seed=0), inputs)
 
 
-@pytest.mark.parametrize(("samples", "rate"), [(29_000, 24_000), (12_001, 24_000), (30_720, 24_000)])
-def test_a_clip_has_the_voice_and_the_codes_of_the_reference(
-    reference: Qwen3TtsReference, tiny_qwen3_tts_kinds: dict[str, Path], samples: int, rate: int
-) -> None:
+@pytest.fixture(scope="module")
+def encoder(tiny_qwen3_tts_kinds):
     folder = tiny_qwen3_tts_kinds["base"]
     config = json.loads((folder / "config.json").read_text())["speaker_encoder_config"]
+    return ClipEncoder(str(folder), config, 16, dummy=False)
+
+
+@pytest.mark.parametrize("samples", [29_000, 12_001, 30_720])
+def test_a_clip_has_the_voice_and_the_codes_of_the_reference(reference, encoder, samples):
     clip = (0.1 * np.random.default_rng(samples).standard_normal(samples)).astype(np.float32)
-    voice, codes = ClipEncoder(str(folder), config, 16, dummy=False)(clip, rate)
-    wanted_voice, wanted_codes = reference.encode(clip, rate)
+    voice, codes = encoder(clip, 24_000)
+    wanted_voice, wanted_codes = reference.encode(clip, 24_000)
     assert codes.equal(wanted_codes)
-    assert len(codes) == clip_frames(samples, rate, 1920)
+    assert len(codes) == clip_frames(samples, 24_000, 1920)
     assert (voice - wanted_voice).abs().max() <= 1e-5 * wanted_voice.abs().max()
 
 
-def test_a_clip_at_another_rate_becomes_as_many_frames_as_are_announced(tiny_qwen3_tts_kinds: dict[str, Path]) -> None:
-    folder = tiny_qwen3_tts_kinds["base"]
-    config = json.loads((folder / "config.json").read_text())["speaker_encoder_config"]
-    encoder = ClipEncoder(str(folder), config, 16, dummy=False)
+def test_clips_of_any_rate_become_as_many_frames_as_are_announced_and_the_latest_are_kept(encoder):
     for samples, rate in ((22_051, 44_100), (8_000, 16_000), (7_777, 11_025)):
         clip = (0.3 * np.sin(2 * np.pi * 220 / rate * np.arange(samples))).astype(np.float32)
         assert len(encoder(clip, rate).codes) == clip_frames(samples, rate, 1920)
-
-
-def test_only_the_latest_clips_are_kept(tiny_qwen3_tts_kinds: dict[str, Path]) -> None:
-    folder = tiny_qwen3_tts_kinds["base"]
-    config = json.loads((folder / "config.json").read_text())["speaker_encoder_config"]
-    encoder = ClipEncoder(str(folder), config, 16, dummy=False)
     first = encoder(CLIP[:12_000], 24_000)
     assert encoder(CLIP[:12_000].copy(), 24_000) is first
     for length in range(2_000, 2_000 + KEPT):
@@ -127,7 +114,7 @@ def test_only_the_latest_clips_are_kept(tiny_qwen3_tts_kinds: dict[str, Path]) -
     assert encoder(CLIP[:12_000], 24_000) is not first
 
 
-def test_a_codec_of_another_kind_is_refused_at_the_start(tiny_qwen3_tts_kinds: dict[str, Path], tmp_path: Path) -> None:
+def test_a_codec_of_another_kind_is_refused_at_the_start(tiny_qwen3_tts_kinds, tmp_path):
     folder = shutil.copytree(tiny_qwen3_tts_kinds["base"], tmp_path / "other")
     path = folder / "speech_tokenizer" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "qwen3_tts_tokenizer_25hz"}))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.diffusion_runner import DiffusionJob
-from omni_actors.errors import EngineError, InvalidPayload
+from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
-from tests.support.code2wav import CHUNKS, arguments, difference, run_dry
+from tests.support.code2wav import CHUNKS, difference, run_dry
 from tests.support.speech import STEPS, Spec, Speech
 
 pytestmark = pytest.mark.e2e
@@ -52,7 +52,7 @@ class Watch:
 
 
 @pytest.fixture
-def watch(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch) -> Watch:
+def watch(engine, monkeypatch):
     return watched(engine, monkeypatch)
 
 
@@ -91,7 +91,7 @@ def limit(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch, requests: in
     return requests * held + largest
 
 
-def test_the_account_is_what_the_model_has_allocated(engine: DiffusionEngine, watch: Watch) -> None:
+def test_the_account_is_what_the_model_has_allocated(engine, watch):
     speech = Speech(engine)
     speech.start("r", LONG)
     speech.run()
@@ -114,9 +114,7 @@ def test_the_account_is_what_the_model_has_allocated(engine: DiffusionEngine, wa
         assert 0.5 * step.held < step.allocated <= step.held
 
 
-def test_requests_wait_until_those_before_them_have_ended(
-    engine: DiffusionEngine, watch: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_wait_until_those_before_them_have_ended(engine, watch, monkeypatch):
     specs: dict[str, Spec] = {f"r{number}": (80, "Ethan", 0.5, number) for number in range(5)}
     free = Speech(engine)
     for name, spec in specs.items():
@@ -146,68 +144,37 @@ def test_requests_wait_until_those_before_them_have_ended(
         assert difference(speech.wave(name), free.wave(name)) <= 5e-6
 
 
-def test_a_budget_for_less_than_one_request_serves_one_at_a_time(
-    engine: DiffusionEngine, watch: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine.core.scheduler.budget, "limit_bytes", 1)
-    speech = Speech(engine)
-    for number in range(3):
-        speech.start(f"r{number}", (40, "Ethan", 0.5, number))
-    speech.run()
-    assert {len(step.jobs) for step in watch.steps} == {1}
-    assert list(speech.finished) == ["r0", "r1", "r2"]
+def failing(original, job_ids_of):
+    """A function that fails for the jobs of request a."""
 
-
-def finish(speech: Speech, monkeypatch: pytest.MonkeyPatch) -> None:
-    speech.feed_all("a")
-
-
-def abort(speech: Speech, monkeypatch: pytest.MonkeyPatch) -> None:
-    speech.engine.abort("a")
-
-
-def send_nonsense(speech: Speech, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidPayload):
-        speech.engine.extend("a", token_ids=[-1], complete=False)
-
-
-def fail_its_chunk(speech: Speech, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = speech.engine.core.worker.model_runner
-    original = runner.integrate
-
-    def integrate(job_ids: Sequence[str]) -> Any:
-        if any(job_id.startswith("a/") for job_id in job_ids):
+    def call(given):
+        if any(job_id.startswith("a/") for job_id in job_ids_of(given)):
             raise RuntimeError("out of luck")
-        return original(job_ids)
+        return original(given)
 
-    monkeypatch.setattr(runner, "integrate", integrate)
-    speech.feed_all("a")
+    return call
 
 
-def fail_its_step(speech: Speech, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside of the model, where no request can be told from another."""
+def end(how, speech, monkeypatch):
+    """End request a in one of the ways that there are."""
     worker = speech.engine.core.worker
-    original = worker.execute_model
+    runner = worker.model_runner
+    if how == "abort":
+        speech.engine.abort("a")
+    elif how == "nonsense":
+        with pytest.raises(InvalidPayload):
+            speech.engine.extend("a", token_ids=[-1], complete=False)
+    else:
+        if how == "a failing chunk":
+            monkeypatch.setattr(runner, "integrate", failing(runner.integrate, list))
+        if how == "a failing step":  # outside of the model, where no request can be told from another
+            ids = operator.attrgetter("num_scheduled_tokens")
+            monkeypatch.setattr(worker, "execute_model", failing(worker.execute_model, ids))
+        speech.feed_all("a")
 
-    def execute_model(scheduled: Any) -> Any:
-        if any(job_id.startswith("a/") for job_id in scheduled.num_scheduled_tokens):
-            raise RuntimeError("out of luck")
-        return original(scheduled)
 
-    monkeypatch.setattr(worker, "execute_model", execute_model)
-    speech.feed_all("a")
-
-
-@pytest.mark.parametrize(
-    ("end", "outcome"),
-    [(finish, "finished"), (abort, ""), (send_nonsense, ""), (fail_its_chunk, "errors"), (fail_its_step, "errors")],
-)
-def test_however_a_request_ends_its_memory_goes_to_the_next(
-    engine: DiffusionEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    end: Callable[[Speech, pytest.MonkeyPatch], None],
-    outcome: str,
-) -> None:
+@pytest.mark.parametrize("how", ["finish", "abort", "nonsense", "a failing chunk", "a failing step"])
+def test_however_a_request_ends_its_memory_goes_to_the_next(engine, monkeypatch, how):
     limit(engine, monkeypatch, 1)
     speech = Speech(engine)
     speech.start("a", LONG, first=3 * BLOCK)  # two blocks are a chunk and its look-ahead
@@ -220,40 +187,26 @@ def test_however_a_request_ends_its_memory_goes_to_the_next(
     assert engine.counts()["held_bytes"] == claim(engine)[0], "the first holds what it keeps for its next chunk"
     assert engine.counts()["deferred"] == 1
     assert not engine.waits_for_input("b"), "it waits for memory"
-    end(speech, monkeypatch)
+    end(how, speech, monkeypatch)
     speech.waiting.pop("a", None)
     speech.run()
     assert len(speech.wave("b")) == 80 * 480
-    if outcome:
-        assert "a" in getattr(speech, outcome)
-    if outcome == "errors":
-        assert isinstance(speech.errors["a"].error, EngineError)
+    assert ("a" in speech.finished) == (how == "finish")
+    if "failing" in how:
+        assert "out of luck" in speech.errors["a"].error.message
 
 
-@pytest.fixture(scope="module")
-def one_at_a_time(tiny_checkpoint: Path) -> Iterator[DiffusionEngine]:
-    engine = DiffusionEngine(arguments(tiny_checkpoint, decode=DECODE, max_num_seqs=1))
-    yield engine
-    engine.shutdown()
-
-
-def stop_time(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no time pass from now on, so that nothing that has been sent is heard."""
-    now = engine.core.scheduler.clock()
-    monkeypatch.setattr(engine.core.scheduler, "clock", lambda: now)
-
-
-def test_who_has_sound_in_hand_lets_others_go_first_even_in_the_middle_of_a_chunk(
-    one_at_a_time: DiffusionEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, alone = one_at_a_time, Speech(one_at_a_time)
+def test_who_has_sound_in_hand_lets_others_go_first_even_in_the_middle_of_a_chunk(vocoders, monkeypatch):
+    engine = vocoders(False, DECODE, max_num_seqs=1)
+    alone = Speech(engine)
     specs: dict[str, Spec] = {"a": (80, "Ethan", 0.5, 0), "b": (BLOCK, "Ethan", 0.5, 1), "c": (BLOCK, "Ethan", 0.5, 2)}
     for name, spec in specs.items():
         alone.start(name, spec, first=80)
         alone.feed(name, 1)
         alone.run()
     seen, speech = watched(engine, monkeypatch), Speech(engine)
-    stop_time(engine, monkeypatch)
+    now = engine.core.scheduler.clock()
+    monkeypatch.setattr(engine.core.scheduler, "clock", lambda: now)  # so that nothing that has been sent is heard
     speech.start("a", specs["a"], first=80)
     speech.feed("a", 1)
     while seen.done.get("a/2", 0) < 2:
@@ -268,44 +221,3 @@ def test_who_has_sound_in_hand_lets_others_go_first_even_in_the_middle_of_a_chun
     assert last["c/0"] < last["a/2"], "the first sound of others came in the middle of the third chunk"
     for name in specs:
         assert difference(speech.wave(name), alone.wave(name)) <= 1e-5, "being left out of steps changes no sound"
-
-
-def test_who_falls_silent_soon_goes_before_new_answers_and_who_has_more_in_hand_after_them(
-    one_at_a_time: DiffusionEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Breaks if chunks are ranked by their number."""
-    seen, speech = watched(one_at_a_time, monkeypatch), Speech(one_at_a_time)
-    stop_time(one_at_a_time, monkeypatch)
-    speech.start("a", (80, "Ethan", 0.5, 0), first=80)
-    speech.feed("a", 1)
-    while seen.done.get("a/0", 0) < 2:
-        speech.step()
-    speech.start("new", (BLOCK, "Ethan", 0.5, 1), first=BLOCK)
-    speech.feed("new", 1)
-    speech.run()
-    assert seen.order() == ["a/0", "a/1", "new/0", "a/2", "a/3"]
-
-
-def test_urgent_requests_go_first(one_at_a_time: DiffusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, speech, seen = one_at_a_time, Speech(one_at_a_time), watched(one_at_a_time, monkeypatch)
-    speech.start("now", (BLOCK, "Ethan", 0.5, 0), first=BLOCK)
-    speech.feed("now", 1)
-    engine.step()
-    for name, priority, count in (("patient", 1, BLOCK), ("usual", 0, BLOCK), ("urgent", -1, 30)):
-        speech.start(name, (count, "Ethan", 0.5, 1), first=count, priority=priority)
-        speech.feed(name, 1)
-    speech.run()
-    assert seen.order() == ["now/0", "urgent/0", "urgent/1", "urgent/2", "usual/0", "patient/0"]
-
-
-def test_of_those_that_wait_for_memory_the_most_urgent_is_admitted_first(
-    engine: DiffusionEngine, watch: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit(engine, monkeypatch, 1)
-    speech = Speech(engine)
-    for name, priority in (("now", 0), ("usual", 0), ("later", 0), ("urgent", -3)):
-        speech.start(name, (30, "Ethan", 0.5, 1), first=30, priority=priority)
-        if name == "now":
-            speech.step()
-    speech.run()
-    assert list(speech.finished) == ["now", "urgent", "usual", "later"]

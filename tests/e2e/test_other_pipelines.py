@@ -1,0 +1,144 @@
+"""Pipelines that the night runs: the cascade, a picture model of a plugin, a checkpoint that breaks while served."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import yaml
+
+from omni_actors.client import AsyncOmniClient, Image, OmniClient, Progress
+from omni_actors.errors import InvalidRequest, StageUnavailable
+from tests.support.answers import llama_answer
+from tests.support.paths import EXAMPLE_MODULES, REPOSITORY
+from tests.support.pipelines import RunningPipeline
+from tests.support.reference import Reference, one_thread
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.nightly]
+
+SPEAKER = REPOSITORY / "examples" / "speaker"  # writes and says what follows "Say: "
+SENTENCE = "The children found a small boat near the river."
+ENGINE = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "kv_cache_memory_bytes": 33554432}
+TOKENS = {"listener": 32, "chat": 8, "reader": 32, "talker": 64}
+
+
+def test_each_model_of_the_cascade_goes_on_with_what_the_one_before_it_wrote(tiny_llama, tmp_path):
+    """The stages as they are shipped, with checkpoints and engines for a CPU."""
+    shipped = yaml.safe_load((REPOSITORY / "stage_configs" / "cascade.yaml").read_text()) | {"model": str(SPEAKER)}
+    for stage in shipped["stages"]:
+        stage |= {"stall_timeout": 60, "devices": None}
+        if stage["kind"] == "autoregressive":
+            media = {"limit_mm_per_prompt": {"image": 0, "audio": 1, "video": 0}} if stage["name"] == "listener" else {}
+            stage["engine"] = {**ENGINE, **media}
+            stage["sampling"] = {"max_tokens": TOKENS[stage["name"]], "temperature": 0.0}
+        if "instruction" in stage:
+            stage["instruction"] = "Say: "
+        if stage["name"] == "chat":
+            stage["model"] = str(tiny_llama)
+    (tmp_path / "cascade.yaml").write_text(yaml.safe_dump(shipped, sort_keys=False))
+    tokens, text, _ = llama_answer(tiny_llama, SENTENCE, 8)
+    with RunningPipeline(tmp_path / "cascade.yaml") as cascade, OmniClient(cascade.endpoint) as client:
+        output = client.generate(SENTENCE, modalities=["text", "audio"], seed=3, timeout=120)
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SENTENCE}]
+        with pytest.raises(InvalidRequest, match="one message of the user"):  # what the others would not see
+            client.generate({"messages": messages}, modalities=["text"], timeout=60)
+        cascade.assert_idle()
+    assert output.token_ids == tokens
+    assert output.text == text
+    reference = Reference(SPEAKER)
+    inputs = reference.inputs([{"role": "user", "content": f"Say: {text.strip()}"}])
+    said = reference.generate(inputs, thinker_max_tokens=32, talker_max_tokens=64, seed=3)
+    assert output.usage["reader"].input_tokens == inputs["input_ids"].shape[1]
+    assert len(output.audio) == said.waveform.numel() > 0
+
+
+# -- the worked example of docs/extending.md --------------------------------------------------------------------------
+
+LABELS = ["circle", "square", "star"]
+WISHES = [("circle", 20, 1), ("star", 1, 2), ("square", 7, 3), ("star", 50, 4)]  # label, steps, seed
+
+
+@torch.no_grad()
+def painted(checkpoint, label, steps, seed):
+    """What diffusers makes of the same, alone."""
+    from diffusers import DDIMScheduler, UNet2DModel
+
+    unet = UNet2DModel.from_pretrained(checkpoint / "unet")
+    schedule = DDIMScheduler.from_pretrained(checkpoint / "scheduler")
+    schedule.set_timesteps(steps)
+    picture = torch.randn((1, 3, 16, 16), generator=torch.Generator().manual_seed(seed))
+    with one_thread():
+        for moment in schedule.timesteps:
+            noise = unet(picture, moment, torch.tensor([LABELS.index(label)])).sample
+            picture = schedule.step(noise, moment, picture).prev_sample
+    levels = (picture[0] / 2 + 0.5).clamp(0, 1) * 255
+    return levels.round().to(torch.uint8).permute(1, 2, 0).numpy()
+
+
+PAINTING = {**EXAMPLE_MODULES, "OMNI_ACTORS_ALLOW_IMPORTS": "custom_diffusion"}
+
+
+@pytest.fixture
+def painter(tmp_path):
+    command = [sys.executable, "-m", "custom_diffusion.tiny", str(tmp_path / "painter")]
+    subprocess.run(command, check=True, capture_output=True, timeout=120, env={**os.environ, **PAINTING})
+    return tmp_path / "painter"
+
+
+async def test_pictures_of_a_plugins_model_that_share_their_steps_are_those_of_diffusers(painter):
+    configuration = REPOSITORY / "examples" / "custom_diffusion" / "tiny.yaml"
+    with RunningPipeline(configuration, {"model": painter}, environment=PAINTING) as pipeline:
+        async with AsyncOmniClient(pipeline.endpoint) as client:
+
+            async def items_of(label, steps, seed):
+                params = {"painter": {"num_steps": steps}}
+                return [
+                    item async for item in await client.submit(label, modalities=["image"], seed=seed, params=params)
+                ]
+
+            answers = await asyncio.gather(*(items_of(*wish) for wish in WISHES))
+            for label, params, field, message in [
+                ("moon", {}, "prompt", "one of circle, square, star; got 'moon'"),
+                ("star", {"num_steps": 501}, "num_steps", "from 1 to 500; got 501"),
+                ("star", {"width": 64}, "width", "has no parameter 'width'"),
+            ]:
+                with pytest.raises(InvalidRequest, match=message) as caught:
+                    await client.generate(label, modalities=["image"], params={"painter": params})
+                assert caught.value.field == field
+        pipeline.assert_idle()
+    for wish, items in zip(WISHES, answers, strict=True):
+        assert [item.step for item in items if isinstance(item, Progress)] == list(range(1, wish[1] + 1))
+        (picture,) = [item for item in items if isinstance(item, Image)]
+        assert np.abs(picture.pixels.astype(int) - painted(painter, *wish).astype(int)).max() <= 1, wish
+
+
+async def test_a_checkpoint_that_breaks_while_it_is_served(tiny_checkpoint, tmp_path):
+    """A stage that cannot load it any more is given up, with the reason; those that have it go on."""
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    thinker = {"max_tokens": 24, "temperature": 0.8, "ignore_eos": True}
+    text_only = {"modalities": ["text"], "params": {"thinker": thinker}, "seed": 5}
+    with RunningPipeline("stage_configs/tiny_qwen2_5_omni.yaml", {"model": checkpoint}) as pipeline:
+        async with AsyncOmniClient(pipeline.endpoint) as client:
+            before = await client.generate(SENTENCE, **text_only)
+            weights = checkpoint / "model.safetensors"
+            os.truncate(weights, weights.stat().st_size // 2)
+            params = {"thinker": thinker, "talker": {"min_tokens": 50, "max_tokens": 60}}
+            speaking = asyncio.create_task(client.generate(SENTENCE, params=params, timeout=120))
+            stages = {status.stage: status for status in (await client.describe()).stages}
+            psutil.Process(stages["code2wav"].pid).kill()
+            with pytest.raises(StageUnavailable, match="code2wav"):
+                await speaking
+            stages = {status.stage: status.state for status in (await client.describe()).stages}
+            assert stages == {"prompt": "ready", "thinker": "ready", "talker": "ready", "code2wav": "dead"}
+            assert (await client.generate(SENTENCE, **text_only)).text == before.text
+            with pytest.raises(StageUnavailable, match="code2wav"):
+                await client.generate(SENTENCE)
+        log = (pipeline.run_dir / "logs" / "code2wav-0.log").read_text()
+    assert f"The engine core for {checkpoint} does not start: SafetensorError" in log

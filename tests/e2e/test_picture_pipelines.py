@@ -1,0 +1,225 @@
+"""Z-Image and Qwen-Image as users run them: launcher, stages, HTTP server; pictures are those of diffusers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import struct
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import openai
+import psutil
+import pytest
+from PIL import Image as Picture
+
+from omni_actors.client import AsyncOmniClient, Image, Progress
+from omni_actors.engine.models.qwen_image.prompt_template import written
+from omni_actors.errors import DeadlineExceeded, InvalidRequest, OmniError
+from tests.support import qwen_image, z_image_engine
+from tests.support.nightly import nightly
+from tests.support.picture_wishes import Wish, equal, params
+from tests.support.servers import HttpPipeline
+from tools.checkpoints.pictures import QWEN_IMAGE, Z_IMAGE
+
+pytestmark = pytest.mark.e2e
+
+PAINTED = {"z_image": Z_IMAGE, "qwen_image": QWEN_IMAGE}
+SUPPORT = {"z_image": z_image_engine, "qwen_image": qwen_image}
+FOX, EDIT = qwen_image.WISHES[0], qwen_image.WISHES[3]
+LONG = {
+    "z_image": Wish("kept", "the blue ship", 128, 128, 120, 2.0),
+    "qwen_image": Wish("kept", "the blue ship", 96, 96, 120, 2.0, negative="ugly", references=((64, 96, 4),)),
+}
+
+
+@pytest.fixture(scope="module", params=["z_image", nightly("qwen_image")])
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def painter(family):
+    return SUPPORT[family].Painter(PAINTED[family].tiny_pipeline())
+
+
+@pytest.fixture(scope="module")
+def running(family, request):
+    checkpoint = request.getfixturevalue(f"tiny_{family}")
+    with HttpPipeline(f"stage_configs/tiny_{family}.yaml", {"model": checkpoint}) as running:
+        yield running
+
+
+@pytest.fixture
+def pipeline(running):
+    """It holds nothing after a test."""
+    yield running
+    running.assert_idle()
+
+
+def file_of(picture: Picture.Image) -> bytes:
+    sink = io.BytesIO()
+    picture.save(sink, "PNG")
+    return sink.getvalue()
+
+
+def picture_of(answer: Any) -> np.ndarray:
+    return np.asarray(Picture.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json))))
+
+
+def prompt_of(wish: Wish) -> Any:
+    """A text, or a message with pictures as files."""
+    files = [{"type": "image", "image": file_of(picture)} for picture in wish.pictures]
+    return [{"role": "user", "content": [*files, {"type": "text", "text": wish.prompt}]}] if files else wish.prompt
+
+
+def given(wish: Wish) -> dict[str, dict[str, Any]]:
+    return {"dit": params(wish)} | ({"prompt": {"negative_prompt": wish.negative}} if wish.negative is not None else {})
+
+
+async def wanted(client: AsyncOmniClient, wish: Wish, kill: tuple[tuple[int, str], ...] = ()) -> list[Any]:
+    """What a client gets; when so many steps are done, a stage is killed."""
+    stream = await client.submit(prompt_of(wish), modalities=["image"], seed=wish.seed, params=given(wish), timeout=240)
+    items, left = [], list(kill)
+    async for item in stream:
+        items.append(item)
+        if left and isinstance(item, Progress) and item.step == left[0][0]:
+            stages = (await client.describe()).stages
+            psutil.Process(next(status.pid for status in stages if status.stage == left[0][1])).kill()
+            left.pop(0)
+    return items
+
+
+def check(items: list[Any], wish: Wish, painter: Any) -> None:
+    """Each step comes once, however often it was done, and the picture is that of diffusers."""
+    pictures = [item for item in items if isinstance(item, Image)]
+    assert [picture.preview for picture in pictures] == [True] * wish.previews + [False]
+    assert equal(pictures[-1].pixels, painter.pixels(wish)), wish
+    steps = [item.step for item in items if isinstance(item, Progress)]
+    assert steps == (list(range(1, wish.steps + 1)) if wish.steps > 1 else [])
+
+
+async def test_five_pictures_at_once_are_those_of_diffusers(pipeline, painter, family):
+    wishes = SUPPORT[family].WISHES
+    async with AsyncOmniClient(pipeline.endpoint) as client:
+        answers = await asyncio.gather(*(wanted(client, wish) for wish in wishes))
+    for wish, items in zip(wishes, answers, strict=True):
+        check(items, wish, painter)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kill", [((20, "dit"),), ((10, "text_encoder"), (60, "vae_encoder"), (61, "dit"))])
+async def test_a_picture_is_the_same_when_stages_are_killed_between_two_of_its_steps(pipeline, painter, family, kill):
+    """On both sides of a join, too: what one has sent is kept there; the other's is made again, from the prompt on."""
+    kill = tuple((step, stage) for step, stage in kill if family == "qwen_image" or stage != "vae_encoder")
+    async with AsyncOmniClient(pipeline.endpoint) as client:
+        check(await wanted(client, LONG[family], kill), LONG[family], painter)
+
+
+@pytest.mark.nightly
+async def test_what_a_client_leaves_or_its_deadline_ends_frees_all_stages(pipeline, family):
+    endless = replace(LONG[family], steps=1000)
+    asked = {"modalities": ["image"], "params": given(endless)}
+    async with AsyncOmniClient(pipeline.endpoint) as client:
+        stream = await client.submit(prompt_of(endless), **asked)
+        async for item in stream:
+            if isinstance(item, Progress):
+                break
+        await stream.abort()
+        with pytest.raises(DeadlineExceeded):
+            await client.generate(prompt_of(endless), **asked, timeout=1.0)
+
+
+REFUSALS = {
+    "z_image": [
+        ("A fox", {"dit": {"width": 65}}, InvalidRequest, "width", "a multiple of 16 from 16 to 1024; got 65"),
+        ("A fox", {"dit": {"sway_coefficient": 1.0}}, InvalidRequest, "sway_coefficient", "no parameter 'sway_coeff"),
+        ("A fox", {"vae": {"width": 64}}, InvalidRequest, "width", "has no parameter 'width'"),
+        ("A fox", {"text_encoder": {"width": 64}}, InvalidRequest, "width", "width"),
+    ],
+    "qwen_image": [
+        ("A fox", {"dit": {"width": 48}}, InvalidRequest, "width", "a multiple of 32 from 32 to 4096; got 48"),
+        ("A fox", {"dit": {"guidance_scale": 4.0}}, InvalidRequest, "guidance_scale", "needs a negative_prompt"),
+        ("A fox", {"prompt": {"negative_prompt": "no"}}, InvalidRequest, "negative_prompt", "guidance_scale above 1"),
+        ("A <|image_pad|>", {}, InvalidRequest, None, r"contains <\|image_pad\|> 1 times"),
+        (" ", {}, InvalidRequest, "prompt", "empty"),
+        ("A fox", {"vae_encoder": {"width": 64}}, InvalidRequest, "width", "no parameter 'width'"),
+        ("word " * 3000, {}, OmniError, None, "tokens; at most 2047 fit"),
+    ],
+}
+
+
+async def test_what_the_model_does_not_take_is_refused(pipeline, family):
+    async with AsyncOmniClient(pipeline.endpoint) as client:
+        for prompt, asked, kind, field, message in REFUSALS[family]:
+            with pytest.raises(kind, match=message) as caught:
+                await client.generate(prompt, modalities=["image"], params=asked)
+            assert caught.value.field == field
+
+
+def test_the_openai_client_gets_the_same_picture(pipeline, painter, family):
+    """With its alpha channel, if it has one, unless it shall be opaque."""
+    fox = SUPPORT[family].WISHES[0]
+    expected, size = painter.pixels(fox), f"{fox.width}x{fox.height}"
+    extra = {"seed": fox.seed, "num_inference_steps": fox.steps, "guidance_scale": fox.guidance}
+    for background in ("transparent", "auto", "opaque") if family == "qwen_image" else (openai.omit,):
+        answer = pipeline.openai().images.generate(
+            prompt=fox.prompt, size=size, background=background, extra_body=extra
+        )
+        pixels = picture_of(answer)
+        if family == "z_image":
+            assert equal(pixels[..., :3], expected)
+        elif background != "opaque":
+            assert answer.background == "transparent"
+            assert equal(pixels, expected)
+        else:
+            assert answer.background == "opaque"
+            white = 255 - expected[..., 3:] / 255 * (255 - expected[..., :3].astype(float))
+            assert pixels.shape == white.shape
+            assert np.abs(pixels - white).max() < 2.5, "on white"
+
+
+QWEN_IMAGE = pytest.mark.parametrize("family", [nightly("qwen_image")], indirect=True, scope="module")
+
+
+@QWEN_IMAGE
+def test_the_openai_client_edits_a_picture(pipeline, painter):
+    (original,) = EDIT.pictures
+    answer = pipeline.openai().images.edit(
+        image=("picture.png", file_of(original)),
+        prompt=EDIT.prompt,
+        size=f"{EDIT.width}x{EDIT.height}",
+        extra_body={"seed": EDIT.seed, "num_inference_steps": EDIT.steps},
+    )
+    assert equal(picture_of(answer), painter.pixels(EDIT))
+    details = answer.usage.input_tokens_details
+    assert details.image_tokens == 4 * 4, "the reference, scaled to 128 x 128, in tokens of 32 x 32"
+    text = painter.pipeline.processor.tokenizer(written(EDIT.prompt, 1))["input_ids"]
+    assert details.text_tokens == len(text) - 1
+    assert answer.usage.input_tokens == len(text) - 1 + 4 * 4
+
+
+def bomb() -> bytes:
+    """A small file of a picture of 50,000 x 50,000 pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 50_000, 50_000, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@QWEN_IMAGE
+def test_pictures_that_cannot_be_edited_are_refused(pipeline):
+    for files, status, message in [
+        ([bomb()], 413, "2500000000 pixels"),
+        ([b"GIF no picture"], 400, "not a PNG"),
+        ([file_of(Picture.new("RGB", (32, 32)))] * 11, 400, "at most 10"),
+    ]:
+        named = [(f"{index}.png", file) for index, file in enumerate(files)]
+        with pytest.raises(openai.APIStatusError, match=message) as caught:
+            pipeline.openai().images.edit(image=named, prompt="blue")
+        assert caught.value.status_code == status
