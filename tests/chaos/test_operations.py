@@ -139,7 +139,7 @@ MISTAKES = [
     (("explode",), 2, "invalid choice"),
     (("scale", "talkr", "2"), 1, "Did you mean 'talker'?"),
     (("scale", "talker", "0"), 1, "a stage has 1 to 1024"),
-    (("scale", "talker", "many"), 2, "no whole number from 0 to 65535"),
+    (("scale", "talker", "many"), 2, "is not a whole number from 0 to 65535"),
     (("scale", "talker", "2", "--node", "1"), 1, "Node 1 does not belong to this pipeline; present are: 0"),
 ]
 

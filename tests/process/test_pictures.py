@@ -35,7 +35,7 @@ DRAWING = {
 
 @pytest.fixture(scope="module")
 def drawing_launcher():
-    with launched(DRAWING) as launcher:
+    with launched(DRAWING, loses_stages=True) as launcher:
         yield launcher
 
 
