@@ -33,6 +33,13 @@ def disturbed_chain(step_seconds: float = 0.002, **stage: Any) -> dict[str, Any]
     return data
 
 
+def undisturbed_chain(step_seconds: float = 0.002) -> dict[str, Any]:
+    """The same chain where no stage counts as stuck, however busy the machine is."""
+    data = disturbed_chain(step_seconds, stall_timeout=60.0)
+    data["coordinator"] = {"heartbeat_interval": 0.5, "heartbeat_timeout": 30.0}
+    return data
+
+
 def text_of(number: int) -> str:
     """All letters of a text differ from their neighbours: what is doubled, lost or swapped shows."""
     length = 12 + number % 17
