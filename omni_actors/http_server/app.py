@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import re
 from collections import defaultdict
@@ -31,7 +32,7 @@ from omni_actors.http_server.middleware import RequestMiddleware
 from omni_actors.http_server.realtime import route as realtime
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.shares import BodyBytes
-from omni_actors.http_server.state import ServerState
+from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.payloads import StageParams
 
@@ -156,17 +157,12 @@ def create_routes(
             yield
             await state.close()
 
-    document = msgspec.json.encode(openapi_document())
-
-    async def openapi(request: Request) -> Response:
-        return Response(document, media_type="application/json")
-
     by_path: defaultdict[str, dict[str, Endpoint]] = defaultdict(dict)
     for operation in ENDPOINTS:
         by_path[operation.path][operation.method] = operation
     routes = [_route(path, operations) for path, operations in by_path.items()]
     routes += [Route(path, status.page) for path in status.PAGE_FILES]
-    routes += [Route("/openapi.json", openapi), Route(REALTIME, _no_websocket)]
+    routes += [Route("/openapi.json", _openapi), Route(REALTIME, _no_websocket)]
     answer: Any = _answer  # which takes requests and WebSockets
     app = Starlette(
         routes=[*routes, WebSocketRoute(REALTIME, realtime.realtime)],
@@ -240,8 +236,9 @@ ERROR_BODY = {"type": "object", "required": list(ERROR_FIELDS), "properties": ER
 ERROR_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": ERROR_BODY}}
 
 
+@functools.cache
 def openapi_document() -> dict[str, Any]:
-    """The OpenAPI document of all operations."""
+    """The OpenAPI document of all operations, made when it is first asked for."""
     paths: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for operation in ENDPOINTS:
         paths[operation.path.replace(":path}", "}")][operation.method.lower()] = operation.described()
@@ -253,3 +250,7 @@ def openapi_document() -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": {**components, "Error": ERROR_SCHEMA}},
     }
+
+
+async def _openapi(request: Request) -> Response:
+    return json_response(openapi_document())
