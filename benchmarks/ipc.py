@@ -34,18 +34,13 @@ from omni_actors import __version__
 from omni_actors.config import FlowConfig, PipelineConfig
 from omni_actors.launch import Launcher
 from omni_actors.protocol.codec import BufferList, Decoder, encode
-from omni_actors.protocol.control import ArenaAddress, Hello, Peer, Peers
-from omni_actors.protocol.header import Header, Limits, ReplicaId
+from omni_actors.protocol.fields import DType, Header, HostTensor, Limits, ReplicaId
+from omni_actors.protocol.messages import ArenaAddress, Chunk, Hello, IntoStage, Peer, Peers
 from omni_actors.protocol.payloads import PromptEmbedsPayload
-from omni_actors.protocol.stage import Chunk, IntoStage
-from omni_actors.protocol.tensors import DType, HostTensor
-from omni_actors.stage.events import Received, sender_of
-from omni_actors.stage.inbound import Inbound
-from omni_actors.stage.inbox import Inbox
-from omni_actors.stage.outbound import Outbound
-from omni_actors.stage.outgoing import Outgoing
+from omni_actors.stage.inbound import Inbound, Inbox, Received, sender_of
+from omni_actors.stage.outbound import Outbound, Outgoing
 from omni_actors.transport.arena import Arena, ArenaReader
-from omni_actors.transport.credit import ReceivedCredit
+from omni_actors.transport.link import ReceivedCredit
 from omni_actors.transport.sockets import Sockets
 
 SIZES = (64, 1 << 10, 7 << 10, 32 << 10, 64 << 10, 1 << 20, 4 << 20, 64 << 20)

@@ -80,8 +80,8 @@ class Stage:
     """The engine of one stage in this process, with inputs for it."""
 
     def __init__(self, pipeline: config.PipelineConfig, stage: config.StageConfig, output_tokens: int) -> None:
-        from omni_actors.engine.factory import build_stage_engine
-        from omni_actors.engine.models.qwen2_5_omni.talker_adapter import CodeTalkerAdapter
+        from omni_actors.engine.arguments import build_stage_engine
+        from omni_actors.engine.models.qwen2_5_omni.talker import CodeTalkerAdapter
 
         self.name = stage.name
         self.engine = build_stage_engine(pipeline, stage, lambda phase: print(phase, file=sys.stderr, flush=True))
@@ -93,7 +93,7 @@ class Stage:
         """Input of one request, complete from the start, and bytes of the embeddings in it."""
         import torch
 
-        from omni_actors.engine.tensors import to_host
+        from omni_actors.engine.rows import to_host
         from omni_actors.stage.engine_interface import StageInputs
 
         if not self.takes_rows:

@@ -38,19 +38,24 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import workload  # noqa: E402
 
-from omni_actors.engine.models.pictures.denoising import Denoiser, Picture, PictureSpec  # noqa: E402
-from omni_actors.engine.models.pictures.network import PackedNetwork, without_weights  # noqa: E402
-from omni_actors.engine.models.pictures.packing import fastest_attention  # noqa: E402
-from omni_actors.engine.models.pictures.schedule import FlowSchedule  # noqa: E402
+from omni_actors.engine.models.pictures.denoising import (  # noqa: E402  # noqa: E402
+    Denoiser,
+    FlowSchedule,
+    PackedNetwork,
+    Picture,
+    PictureSpec,
+    fastest_attention,
+    without_weights,
+)
 from omni_actors.engine.models.qwen_image import dit as qwen_dit  # noqa: E402
+from omni_actors.engine.models.qwen_image import dit as qwen_weights  # noqa: E402
 from omni_actors.engine.models.qwen_image import dit_stage as qwen_stage  # noqa: E402
-from omni_actors.engine.models.qwen_image import weights as qwen_weights  # noqa: E402
-from omni_actors.engine.models.qwen_image.latents import Scaling  # noqa: E402
-from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix  # noqa: E402
+from omni_actors.engine.models.qwen_image.dit import Condition, Prefix  # noqa: E402
+from omni_actors.engine.models.qwen_image.layout import Scaling  # noqa: E402
 from omni_actors.engine.models.qwen_image.vae_decoder import PictureDecoder  # noqa: E402
 from omni_actors.engine.models.z_image import dit as z_dit  # noqa: E402
+from omni_actors.engine.models.z_image import dit as z_weights  # noqa: E402
 from omni_actors.engine.models.z_image import dit_stage as z_stage  # noqa: E402
-from omni_actors.engine.models.z_image import weights as z_weights  # noqa: E402
 from tools.checkpoints.pictures import QWEN_IMAGE, Z_IMAGE  # noqa: E402
 
 SIZES = {"tiny": ((64, 96), (128, 64), (96, 96)), "published": ((512, 512), (256, 384), (512, 768))}  # height, width

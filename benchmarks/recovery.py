@@ -34,7 +34,7 @@ from recovery_load import print_load, ready, start
 
 from omni_actors.client import AsyncOmniClient, Audio
 from omni_actors.errors import OmniError
-from omni_actors.protocol.client import StageStatus
+from omni_actors.protocol.messages import StageStatus
 from omni_actors.stage.echo import HANG_TOKEN
 
 PROMPT = "Tell me, in a few words, why the sea is salt and the rivers are not."

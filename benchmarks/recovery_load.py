@@ -29,7 +29,7 @@ import psutil
 from omni_actors import config
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.errors import OmniError
-from omni_actors.protocol.client import StageStatus
+from omni_actors.protocol.messages import StageStatus
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 READY_SECONDS = 900.0

@@ -36,7 +36,7 @@ from omni_actors.cli import top
 from omni_actors.client import AsyncOmniClient
 from omni_actors.launch import Launcher
 from omni_actors.stage.meter import HeldBack
-from omni_actors.telemetry import metric_table as table
+from omni_actors.telemetry import metrics as table
 
 SNAPSHOT_SECONDS = 1.0  # two heartbeats, until the stages have reported all counts of a load
 

@@ -20,12 +20,24 @@ from pathlib import Path
 from workload import Sample
 
 from omni_actors.config import CoordinatorConfig
+from omni_actors.coordinator.core.admission import SpeechLine
 from omni_actors.coordinator.core.slots import Tenant, Ticket
-from omni_actors.coordinator.core.speech import SpeechLine
-from omni_actors.stage.deadlines import FIRST_SECONDS, HEARD_SECONDS, Piece, choose, needs_device
-from omni_actors.stage.device_priority import POLL_SECONDS, DemandFlag, DevicePriority
-from omni_actors.stage.lead import PIECES_AHEAD, Ahead, Arrivals, Forecast, Outlook
-from omni_actors.telemetry.playback import Playback
+from omni_actors.stage.sound import (
+    FIRST_SECONDS,
+    HEARD_SECONDS,
+    PIECES_AHEAD,
+    POLL_SECONDS,
+    Ahead,
+    Arrivals,
+    DemandFlag,
+    DevicePriority,
+    Forecast,
+    Outlook,
+    Piece,
+    choose,
+    needs_device,
+)
+from omni_actors.telemetry.request_log import Playback
 
 PROMPT_TOKENS, TEXT_TOKENS, CODEC_TOKENS = 65, 64, 512
 BLOCK = 12  # codec tokens

@@ -20,10 +20,9 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from omni_actors.client import AsyncOmniClient
-from omni_actors.protocol.client import Submit
 from omni_actors.protocol.codec import encode
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.header import Header
+from omni_actors.protocol.fields import Header, pack_token_ids
+from omni_actors.protocol.messages import Submit
 from omni_actors.protocol.payloads import Prompt
 from omni_actors.transport.sockets import Sockets, try_send
 from tests.support.builders import chain

@@ -26,8 +26,8 @@ from omni_actors.coordinator.shell import Coordinator, Endpoints
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.launch import Launcher
 from omni_actors.launcher.replica_processes import ReplicaProcesses
-from omni_actors.protocol.header import PROTOCOL_VERSION, ReplicaId
-from omni_actors.protocol.nodes import NodeHello, RunningReplica
+from omni_actors.protocol.fields import PROTOCOL_VERSION, ReplicaId
+from omni_actors.protocol.messages import NodeHello, RunningReplica
 
 MIB = 1 << 20
 

@@ -23,7 +23,7 @@ import torch  # noqa: E402
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa: E402
 from omni_actors.engine.autoregressive import AutoregressiveEngine  # noqa: E402
-from omni_actors.engine.tensors import to_host  # noqa: E402
+from omni_actors.engine.rows import to_host  # noqa: E402
 from omni_actors.protocol.payloads import StageParams  # noqa: E402
 from omni_actors.stage.engine_interface import ErrorEvent, StageInputs, StageRequest, StreamEvent  # noqa: E402
 

@@ -39,7 +39,7 @@ import psutil
 import serve
 import workload
 
-from omni_actors.config.devices import host_devices, visible_devices
+from omni_actors.config.placement import host_devices, visible_devices
 from omni_actors.host.processes import adopt_orphans, describe_exit
 from omni_actors.transport.curve import make_cluster
 

@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from omni_actors.telemetry.playback import Playback
+from omni_actors.telemetry.request_log import Playback
 
 PROMPT = "Tell me about the sea and the sky today please. "
 QUANTILES = (50, 95, 99)

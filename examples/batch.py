@@ -21,7 +21,7 @@ from typing import Any, TextIO
 import soundfile
 
 from omni_actors import AsyncOmniClient, OmniLLM
-from omni_actors.client.progress import progress_bar
+from omni_actors.client.offline import progress_bar
 from omni_actors.errors import OmniError
 
 

@@ -22,11 +22,9 @@ from omni_actors.host.processes import (
     process_start,
 )
 from omni_actors.http_server.settings import add_flags, given_flags
-from omni_actors.launcher.download import pending_download
-from omni_actors.launcher.engine_check import check_engines
 from omni_actors.launcher.launcher import Launcher, host_addresses
 from omni_actors.launcher.one_request import answer
-from omni_actors.launcher.preflight import check_launch
+from omni_actors.launcher.preflight import check_engines, check_launch, pending_download
 from omni_actors.logs import say
 
 CONFIG_FLAGS = {  # flag of the command line -> configuration value that it sets

@@ -18,13 +18,18 @@ import atheris
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 with atheris.instrument_imports(include=["omni_actors"]):
-    from omni_actors.protocol.client import ClientToCoordinator, CoordinatorToClient
     from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, encode
-    from omni_actors.protocol.control import CoordinatorToStage, StageToCoordinator
-    from omni_actors.protocol.header import Block, Header, Limits
-    from omni_actors.protocol.nodes import CoordinatorToNode, NodeToCoordinator
-    from omni_actors.protocol.results import FromStage
-    from omni_actors.protocol.stage import IntoStage
+    from omni_actors.protocol.fields import Block, Header, Limits
+    from omni_actors.protocol.messages import (
+        ClientToCoordinator,
+        CoordinatorToClient,
+        CoordinatorToNode,
+        CoordinatorToStage,
+        FromStage,
+        IntoStage,
+        NodeToCoordinator,
+        StageToCoordinator,
+    )
 
 LIMITS = Limits(header_bytes=512, body_bytes=2048, buffers=8, buffer_bytes=1024, message_bytes=2048)
 CHANNELS = [

@@ -249,7 +249,7 @@ def check(path: Path, arguments: Sequence[str], devices: int, engines: bool) -> 
 
 
 def check_arguments(pipeline: PipelineConfig) -> None:
-    from omni_actors.engine.factory import ENGINE_KINDS, check_arguments
+    from omni_actors.engine.arguments import ENGINE_KINDS, check_arguments
 
     check_arguments(pipeline, [stage for stage in pipeline.stages if stage.kind in ENGINE_KINDS], with_checkpoint=False)
 
@@ -290,7 +290,7 @@ def main() -> int:
     parser.add_argument("--engines", action="store_true", help="also check vLLM's arguments")
     options = parser.parse_args()
     if options.engines:
-        import omni_actors.engine.factory  # noqa: F401 - torch warns when it is imported
+        import omni_actors.engine.arguments  # noqa: F401 - torch warns when it is imported
     warnings.simplefilter("error")
     for name in [name for name in os.environ if name.startswith(("OMNI_ACTORS_", "OTEL_", "SLURM_"))]:
         del os.environ[name]

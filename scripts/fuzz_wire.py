@@ -32,14 +32,10 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.client.streams import OmniRequestOutput
 from omni_actors.config import PipelineConfig
 from omni_actors.errors import InvalidPayload
-from omni_actors.protocol.client import StageStatus
 from omni_actors.protocol.codec import BadBody, BadHeader, BufferList, Decoder, Envelope, Frame, encode
-from omni_actors.protocol.common import Abort, Credit
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.header import Block, Header, Limits, ReplicaId
+from omni_actors.protocol.fields import Block, DType, Header, HostTensor, Limits, ReplicaId, pack_token_ids
+from omni_actors.protocol.messages import Abort, Begin, Chunk, Credit, Ended, IntoStage, OpenRequest, StageStatus
 from omni_actors.protocol.payloads import AdditionalInformationPayload, Prompt, StageParams
-from omni_actors.protocol.stage import Begin, Chunk, Ended, IntoStage, OpenRequest
-from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.actor import StageActor
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.process import processor_class

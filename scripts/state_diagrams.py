@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from omni_actors.coordinator.core import states
-from omni_actors.stage.attempts import ATTEMPT_TRANSITIONS, AttemptState
+from omni_actors.coordinator.core import replicas
+from omni_actors.stage.actor import ATTEMPT_TRANSITIONS, AttemptState
 from omni_actors.transitions import mermaid
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
@@ -23,15 +23,15 @@ def diagrams() -> str:
     return f"""
 ## State machines
 
-Written by `scripts/state_diagrams.py` from the tables in `omni_actors/coordinator/core/states.py` and
-`omni_actors/stage/attempts.py`; a test compares them.
+Written by `scripts/state_diagrams.py` from the tables in `omni_actors/coordinator/core/replicas.py` and
+`omni_actors/stage/actor.py`; a test compares them.
 
 ### A replica
 
 Every process of a replica has a new epoch. Ready and draining replicas hold requests, the others hold none.
 
 ```mermaid
-{mermaid(states.REPLICA_TRANSITIONS, states.ReplicaState.STARTING)}
+{mermaid(replicas.REPLICA_TRANSITIONS, replicas.ReplicaState.STARTING)}
 ```
 
 ### A node
@@ -39,13 +39,13 @@ Every process of a replica has a new epoch. Ready and draining replicas hold req
 A node that comes back keeps the processes that still run there.
 
 ```mermaid
-{mermaid(states.NODE_TRANSITIONS, states.NodeState.EXPECTED)}
+{mermaid(replicas.NODE_TRANSITIONS, replicas.NodeState.EXPECTED)}
 ```
 
 ### The launch
 
 ```mermaid
-{mermaid(states.LAUNCH_TRANSITIONS, states.LaunchState.STARTING)}
+{mermaid(replicas.LAUNCH_TRANSITIONS, replicas.LaunchState.STARTING)}
 ```
 
 ### A request, in the coordinator
@@ -53,7 +53,7 @@ A node that comes back keeps the processes that still run there.
 Each way from `running` back to `waiting` is a new attempt. Each of the two ends sends the client exactly one message.
 
 ```mermaid
-{mermaid(states.REQUEST_TRANSITIONS, states.RequestState.WAITING)}
+{mermaid(replicas.REQUEST_TRANSITIONS, replicas.RequestState.WAITING)}
 ```
 
 ### An attempt at a request, in one stage

@@ -12,17 +12,17 @@ from diffusers import DDIMScheduler, UNet2DModel
 
 from custom_diffusion import LABELS
 from omni_actors.config.checks import check_parameters
-from omni_actors.engine.diffusion_runner import (
+from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.diffusers_layout import checkpoint_folder
+from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
+from omni_actors.engine.workers.base import omni_options
+from omni_actors.engine.workers.diffusion import (
     DiffusionJob,
     DiffusionModelRunner,
     DiffusionStream,
     SingleJob,
     StepResult,
 )
-from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.diffusers_layout import checkpoint_folder
-from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
-from omni_actors.engine.worker_base import omni_options
 from omni_actors.errors import ConfigError, InvalidRequest
 from omni_actors.protocol.payloads import Parameter, StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest

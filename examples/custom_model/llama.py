@@ -11,14 +11,13 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine import EngineCoreOutput
 
-from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, RequestOutputs
+from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, RequestOutputs, TextDecoder
 from omni_actors.engine.core import make_request
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.sampling import make_sampling_params
-from omni_actors.engine.text_decoder import TextDecoder
 from omni_actors.errors import InvalidPayload, InvalidRequest
+from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import EngineEvent, StageInputs, StageRequest, TextEvent
 
 ARCHITECTURE = "CustomModelLlama"

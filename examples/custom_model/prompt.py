@@ -9,10 +9,9 @@ from transformers import AutoTokenizer
 
 from omni_actors.config import PipelineConfig, StageConfig
 from omni_actors.errors import ConfigError, InvalidRequest
-from omni_actors.protocol.fields import unpack_token_ids
+from omni_actors.protocol.fields import HostTensor, unpack_token_ids
+from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import Prompt
-from omni_actors.protocol.results import FinishReason
-from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import (
     EngineEvent,
     EngineFacts,

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from omni_actors.config import PipelineConfig, StageConfig
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, suggest
-from omni_actors.protocol.results import FinishReason
-from omni_actors.protocol.stage import SAMPLE_RATE, SAMPLES
-from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.protocol.fields import DType, HostTensor
+from omni_actors.protocol.messages import SAMPLE_RATE, SAMPLES, FinishReason
 from omni_actors.stage.engine_interface import (
     AudioEvent,
     EngineEvent,

@@ -1,4 +1,4 @@
-"""Talks to a running pipeline in the terminal: `omni-actors chat [ENDPOINT]`.
+"""Talks to a running pipeline in the terminal, or has it speak a text: `omni-actors chat` and `omni-actors say`.
 
 Lines are messages, and the pipeline answers each with all that was said before in mind. Ctrl-C cancels an answer,
 Ctrl-D ends. Sound goes to the speaker if the package sounddevice is installed; `/save FILE` writes it anywhere.
@@ -7,22 +7,182 @@ Ctrl-D ends. Sound goes to the speaker if the package sounddevice is installed; 
 from __future__ import annotations
 
 import argparse
+import importlib
+import queue
 import sys
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
 from omni_actors import flags
 from omni_actors.cli.connection import add_connection, connection, with_flag
-from omni_actors.cli.conversation import Conversation, command_of, help_text
-from omni_actors.cli.speaker import Speaker, find_speaker
 from omni_actors.client import Audio, OmniClient, SyncRequestStream, Text
-from omni_actors.errors import Aborted, InvalidRequest, OmniError
-from omni_actors.host.paths import expanded
+from omni_actors.errors import Aborted, InvalidRequest, OmniError, UnknownVoice, suggest
 from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
+from omni_actors.host.run_directory import check_readable, expanded
 from omni_actors.launcher.one_request import save
-from omni_actors.logs import say
+from omni_actors.logs import get_logger, say
+
+logger = get_logger(__name__)
+
+PIECES_PER_SECOND = 10
+
+
+class Speaker:
+    """Plays in a thread of its own, so that text need not wait for sound.
+
+    Args:
+        device: the module `sounddevice`.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._pieces: queue.SimpleQueue[tuple[int, NDArray[numpy.float32], int]] = queue.SimpleQueue()
+        self._answer = 0  # pieces of earlier answers are not played any more
+        threading.Thread(target=self._play_all, name="speaker", daemon=True).start()
+
+    def play(self, samples: NDArray[numpy.float32], rate: int) -> None:
+        """Play after all that was given since the last `stop`."""
+        self._pieces.put((self._answer, samples, rate))
+
+    def stop(self) -> None:
+        """Be silent within a tenth of a second, and forget what has not been played."""
+        self._answer += 1
+
+    def _play_all(self) -> None:
+        stream, of_rate = None, 0
+        while True:
+            answer, samples, rate = self._pieces.get()
+            step = max(1, rate // PIECES_PER_SECOND)
+            try:
+                for begin in range(0, len(samples), step):
+                    if answer != self._answer:
+                        break
+                    if stream is None or rate != of_rate:
+                        stream, of_rate = self._device.OutputStream(samplerate=rate, channels=1, dtype="float32"), rate
+                        stream.start()
+                    stream.write(samples[begin : begin + step].reshape(-1, 1))
+            except self._device.PortAudioError as error:  # unplugged, for instance; the text goes on
+                logger.warning("cannot play: %s", error)
+                stream = None
+
+
+def find_speaker() -> Speaker | None:
+    """Return the speaker of this host; `None` where there is none, or `sounddevice` is not installed."""
+    try:
+        device = importlib.import_module("sounddevice")
+    except (ImportError, OSError):  # not installed, or without PortAudio
+        return None
+    try:
+        device.query_devices(kind="output")
+    except device.PortAudioError:
+        return None
+    return Speaker(device)
+
+
+OFF = "off"
+COMMANDS = {
+    "/voice": "[NAME|off]  speak the answers with this voice, or only write them; alone, list the voices",
+    "/audio": "FILE        send a sound with the next message",
+    "/image": "FILE        send a picture with the next message",
+    "/save": "FILE        write the sound of the last answer as WAV",
+    "/new": "            forget what was said and begin again",
+    "/help": "            list the commands",
+}
+NEED_FILE = ("/audio", "/image", "/save")
+
+
+@dataclass
+class Conversation:
+    """What was said, and how the next answer is wanted.
+
+    Args:
+        voices: those that the pipeline has; none if it does not speak.
+        speaks: whether answers are wanted as sound, too.
+        voice: the wanted one; `None` for the pipeline's own choice.
+        system: the system message, "" for none.
+    """
+
+    voices: Sequence[str] = ()
+    speaks: bool = False
+    voice: str | None = None
+    system: str = ""
+    said: list[dict[str, Any]] = field(default_factory=list)
+    attached: list[dict[str, Any]] = field(default_factory=list)
+
+    def question(self, text: str) -> dict[str, Any]:
+        """The user's next message: what is attached, then the text."""
+        parts = [*self.attached, *([{"type": "text", "text": text}] if text else [])]
+        return {"role": "user", "content": parts if self.attached else text}
+
+    def messages(self, question: dict[str, Any]) -> list[dict[str, Any]]:
+        """All messages, for a request."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *self.said, question]
+
+    def answered(self, question: dict[str, Any], answer: str) -> None:
+        """Remember a question with its answer, as far as there is one."""
+        self.attached.clear()
+        self.said += [question, *([{"role": "assistant", "content": answer}] if answer else [])]
+
+    def restart(self) -> None:
+        """Forget what was said and attached."""
+        self.said.clear()
+        self.attached.clear()
+
+    def attach(self, kind: str, name: str) -> Path:
+        """Send a file with the next message. Raises `ConfigError` if it cannot be read."""
+        path = expanded(name, f"/{kind}")
+        check_readable(path, f"/{kind}")
+        self.attached.append({"type": kind, kind: path})
+        return path
+
+    def choose(self, voice: str) -> str:
+        """Take a voice, or none for "off"; returns what holds now. Raises `UnknownVoice`."""
+        if voice == OFF:
+            self.speaks = False
+            return "answers are text only"
+        if not self.voices:
+            raise UnknownVoice("This pipeline does not speak.", hint="")
+        if voice and voice not in self.voices:
+            raise UnknownVoice(
+                f"There is no voice {voice!r}.{suggest(voice, self.voices)}", hint=f"Take {', '.join(self.voices)}."
+            )
+        if voice:
+            self.speaks, self.voice = True, voice
+        now = (self.voice or "the pipeline's own") if self.speaks else OFF
+        return f"voice: {now} (there are {', '.join(self.voices)})"
+
+
+def command_of(line: str) -> tuple[str, str] | None:
+    """Split a line that begins with a slash into command and argument; `None` for a message.
+
+    Raises:
+        InvalidRequest: there is no such command, or it lacks its file.
+    """
+    if not line.startswith("/"):
+        return None
+    command, _, argument = line.partition(" ")
+    if command not in COMMANDS:
+        raise InvalidRequest(
+            f"There is no command {command!r}.{suggest(command, COMMANDS)}",
+            hint="Put a space first to send a text that begins with a slash.",
+        )
+    if command in NEED_FILE and not argument.strip():
+        raise InvalidRequest(f"{command} needs the name of a file.", hint="")
+    return command, argument.strip()
+
+
+def help_text() -> str:
+    """The commands, one line each."""
+    lines = [f"{name:<7} {about}" for name, about in COMMANDS.items()]
+    return "\n".join([*lines, "Ctrl-C  cancels the answer; Ctrl-D ends"])
+
 
 TEXT, AUDIO = "text", "audio"
 

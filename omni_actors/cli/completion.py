@@ -16,7 +16,7 @@ from omni_actors import flags
 from omni_actors.cli.main import SUBCOMMANDS
 from omni_actors.config.loading import shipped
 from omni_actors.host.processes import EXIT_OK
-from omni_actors.protocol.client import Operation
+from omni_actors.protocol.messages import Operation
 
 WORDS = {  # besides flags
     "launch": shipped(),

@@ -1,4 +1,4 @@
-"""Which pipeline a command talks to: the same for all commands.
+"""What the commands share: which pipeline they talk to, and durations, sizes and states as people read them.
 
 The endpoint is an argument (`--endpoint ENDPOINT`, or ENDPOINT by itself, wherever it stands), else
 `OMNI_ACTORS_ENDPOINT`, else that of the only pipeline of this user on this host.
@@ -15,7 +15,36 @@ from omni_actors import envs
 from omni_actors.errors import ConfigError, RequestTimeout
 from omni_actors.host.addresses import IPC, TCP, is_endpoint
 from omni_actors.host.run_directory import Running, running
+from omni_actors.protocol.messages import StageStatus
 from omni_actors.transport.curve import load_keys
+
+
+def duration(seconds: float) -> str:
+    """Three significant digits: `640 µs`, `12.3 ms`, `4.56 s`."""
+    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
+        if seconds < limit:
+            value = seconds * factor
+            return f"{value:.{0 if value >= 100 or unit == 'µs' else 1}f} {unit}"
+    return f"{seconds:.2f} s"
+
+
+def size(n_bytes: float) -> str:
+    """Binary units: `44 B`, `7.0 KiB`, `1.5 MiB`."""
+    if n_bytes < 1024:
+        return f"{n_bytes:.0f} B"
+    for unit in ("KiB", "MiB"):
+        n_bytes /= 1024
+        if n_bytes < 1024:
+            return f"{n_bytes:.1f} {unit}"
+    return f"{n_bytes / 1024:.1f} GiB"
+
+
+def state(status: StageStatus) -> str:
+    """A replica's state, with what an operator made of it: `ready (spare)`, `draining (leaving)`."""
+    marks = {"spare": status.spare, "joining": status.joining, "leaving": status.leaving}
+    shown = ", ".join(name for name, applies in marks.items() if applies)
+    return f"{status.state} ({shown})" if shown else status.state
+
 
 CONNECT_SECONDS = 2.0
 FLAG = "--endpoint"

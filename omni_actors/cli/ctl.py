@@ -8,12 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from omni_actors import flags
-from omni_actors.cli.connection import Connection, add_connection, connection, with_flag
-from omni_actors.cli.formatting import state
+from omni_actors.cli.connection import Connection, add_connection, connection, state, with_flag
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import InvalidRequest, OmniError, RequestTimeout, StageUnavailable, counted
 from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
-from omni_actors.protocol.client import Operate, Operation, Report, StageStatus
+from omni_actors.protocol.messages import Operate, Operation, Report, StageStatus
 
 POLL_SECONDS = 0.1
 LARGEST = 65535  # number of a replica, of replicas or of a node that the protocol has room for

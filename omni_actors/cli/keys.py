@@ -14,8 +14,8 @@ from pathlib import Path
 
 from omni_actors import flags
 from omni_actors.errors import ConfigError
-from omni_actors.host.paths import expanded
 from omni_actors.host.processes import EXIT_OK, EXIT_USAGE
+from omni_actors.host.run_directory import expanded
 from omni_actors.transport.curve import ALLOWED, CLUSTER, OPERATORS, PUBLIC, SECRET, make_client, make_cluster
 
 

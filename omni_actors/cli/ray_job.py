@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_actors import config, flags, launch, logs
 from omni_actors.config import PipelineConfig, placement, replica_devices
-from omni_actors.config.devices import MOST_GPUS
+from omni_actors.config.placement import MOST_GPUS
 from omni_actors.errors import ConfigError, OmniError, StartupError
 from omni_actors.host import ray_cluster
 from omni_actors.host.processes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE

@@ -16,14 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from omni_actors import flags
-from omni_actors.cli.connection import Connection, add_connection, connection, with_flag
-from omni_actors.cli.formatting import duration, size, state
+from omni_actors.cli.connection import Connection, add_connection, connection, duration, size, state, with_flag
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
 from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
-from omni_actors.protocol.client import Operation, Report
-from omni_actors.telemetry import metric_table as metrics
-from omni_actors.telemetry.metric_table import Metric
+from omni_actors.protocol.messages import Operation, Report
+from omni_actors.telemetry import metrics as metrics
+from omni_actors.telemetry.metrics import Metric
 
 STATE_COLOURS = {"ready": "green", "draining": "yellow", "dead": "red", "waiting": "red"}
 LEFT_ALIGNED = ("replica", "state", "edge")

@@ -14,13 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from omni_actors import flags
-from omni_actors.cli.connection import Connection, add_connection, connection, with_flag
-from omni_actors.cli.formatting import duration, size
+from omni_actors.cli.connection import Connection, add_connection, connection, duration, size, with_flag
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError
-from omni_actors.host.paths import check_file_can_be_written
 from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
-from omni_actors.protocol.telemetry import RequestTimeline, StageTimeline
+from omni_actors.host.run_directory import check_file_can_be_written
+from omni_actors.protocol.messages import RequestTimeline, StageTimeline
 from omni_actors.telemetry.timeline import chrome_trace, end_of, extent, phases, replica_name, stages, transfers
 
 LAST = "last"

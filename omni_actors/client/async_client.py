@@ -1,4 +1,4 @@
-"""The asyncio client of a running pipeline. Imports neither torch nor vLLM."""
+"""The asyncio client of a running pipeline; several answers to one prompt. Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -7,40 +7,149 @@ import contextlib
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from omni_actors.client.choices import ChoiceStreams, check_choices, of_choice
+import msgspec
+
 from omni_actors.client.prompts import AudioInput, ImageInput, Prompting, VideoInput, to_params, to_prompt
-from omni_actors.client.streams import OmniRequestOutput, RequestStream, item_of
+from omni_actors.client.streams import OmniRequestOutput, RequestStream, StreamItem, item_of
 from omni_actors.errors import InvalidRequest, OmniError, ProtocolError, RequestTimeout, StageLost
-from omni_actors.host.clocks import STEADY
+from omni_actors.host.processes import STEADY
 from omni_actors.logs import get_logger
-from omni_actors.protocol.client import (
+from omni_actors.protocol.codec import BadBody, BadHeader, BufferList, Decoder, encode
+from omni_actors.protocol.fields import TRACEPARENT, Body, Header, Limits
+from omni_actors.protocol.messages import (
+    Abort,
     CoordinatorToClient,
+    Credit,
     Describe,
     Description,
     Done,
+    Failed,
     Observation,
     Observe,
     Operate,
     Operation,
     Report,
+    RequestTimeline,
+    StageUsage,
     Subject,
     Submit,
 )
-from omni_actors.protocol.codec import BadBody, BadHeader, BufferList, Decoder, encode
-from omni_actors.protocol.common import Abort, Credit, Failed
-from omni_actors.protocol.fields import TRACEPARENT
-from omni_actors.protocol.header import Body, Header, Limits
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.telemetry import RequestTimeline
-from omni_actors.transport.credit import wire_size
 from omni_actors.transport.curve import load_keys
-from omni_actors.transport.reader import SocketReader
-from omni_actors.transport.sockets import Sockets, try_send
+from omni_actors.transport.link import wire_size
+from omni_actors.transport.sockets import SocketReader, Sockets, try_send
+
+MAX_CHOICES = 16
+SEEDS = 1 << 63
+
+
+class ChoiceItem(NamedTuple):
+    """The next item of one answer; the item is `None` once the answer is complete."""
+
+    choice: int
+    item: StreamItem | None
+
+
+class ChoiceStreams:
+    """The answers to one prompt: iterate for `ChoiceItem`s in the order in which they arrive, then read `usages`.
+
+    Iteration raises the `OmniError` of the first answer that fails; the others then end, too.
+    """
+
+    def __init__(self, streams: Sequence[RequestStream]) -> None:
+        self.streams = tuple(streams)
+        self._running = deque(range(len(streams)))
+        self._arrived = asyncio.Event()
+        for stream in streams:
+            stream.on_delivery = self._arrived.set
+
+    def __aiter__(self) -> AsyncIterator[ChoiceItem]:
+        return self
+
+    async def __anext__(self) -> ChoiceItem:
+        while self._running:
+            for _ in range(len(self._running)):  # in turns, so that no answer holds up the others
+                choice = self._running[0]
+                self._running.rotate(-1)
+                if self.streams[choice].ready:
+                    return await self._next(choice)
+            self._arrived.clear()
+            await self._arrived.wait()
+        raise StopAsyncIteration
+
+    async def _next(self, choice: int) -> ChoiceItem:
+        try:
+            return ChoiceItem(choice, await anext(self.streams[choice]))
+        except StopAsyncIteration:
+            self._running.remove(choice)
+            return ChoiceItem(choice, None)
+        except OmniError:
+            self._running.clear()
+            await self.abort()
+            raise
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next step of the iteration need not wait."""
+        return not self._running or any(self.streams[choice].ready for choice in self._running)
+
+    @property
+    def usages(self) -> list[dict[str, StageUsage]]:
+        """The usage of each answer by stage; complete once the iteration has ended."""
+        return [stream.usage for stream in self.streams]
+
+    async def abort(self) -> None:
+        """End those answers in all stages that have not ended. Idempotent."""
+        for stream in self.streams:
+            await stream.abort()
+
+    async def results(self) -> list[OmniRequestOutput]:
+        """Wait for all answers. Raises the `OmniError` of the first one that fails; the others then end, too."""
+        waiting = [asyncio.ensure_future(stream.result()) for stream in self.streams]
+        try:
+            return await asyncio.gather(*waiting)
+        except BaseException:  # a cancelled task's, too: the other answers must not go on unread
+            await self.abort()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            raise
+
+
+def check_choices(count: int) -> None:
+    """Raise `InvalidRequest` for a number of answers that a request cannot have."""
+    if not 1 <= count <= MAX_CHOICES:
+        raise InvalidRequest(
+            f"n: a prompt has 1 to {MAX_CHOICES} answers; {count} were asked for.",
+            hint="Send the prompt more than once: a prompt that is still in the cache is not computed again.",
+            field="n",
+        )
+
+
+def of_choice(options: Mapping[str, Any], choice: int) -> dict[str, Any]:
+    """The options of `submit` for one of several answers. Seeds count up from the first answer's, as with vLLM.
+
+    Only the first answer comes with the prompt's log probabilities.
+    """
+    own = dict(options)
+    if not choice:
+        return own
+    own["request_id"] = f"{options['request_id']}-{choice}"
+    own["seed"] = _counted(options.get("seed"), choice)
+    own["params"] = {
+        stage: msgspec.structs.replace(given, seed=_counted(given.seed, choice), prompt_logprobs=None)
+        for stage, given in to_params(options.get("params") or {}).items()
+    }
+    return own
+
+
+def _counted(seed: int | None, choice: int) -> int | None:
+    return seed if seed is None else (seed + choice) % SEEDS
+
 
 logger = get_logger(__name__)
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from omni_actors.client.streams import OmniTokensPrompt
 from omni_actors.errors import InvalidRequest, MalformedMedia, StageUnavailable, suggest
-from omni_actors.protocol.client import Description
 from omni_actors.protocol.codec import BufferList
-from omni_actors.protocol.fields import TOKEN_BYTES, Scalar, pack_token_ids
+from omni_actors.protocol.fields import TOKEN_BYTES, DType, HostTensor, Scalar, pack_token_ids
+from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import (
     ADDITIONAL_INFORMATION,
     CLIP,
@@ -38,9 +38,9 @@ from omni_actors.protocol.payloads import (
     PromptEmbedsPayload,
     SpeechAbility,
     StageParams,
+    ToolCall,
+    Tools,
 )
-from omni_actors.protocol.tensors import DType, HostTensor
-from omni_actors.protocol.tools import ToolCall, Tools
 
 MULTI_MODAL_DATA = "multi_modal_data"
 PROCESSOR_KEY = "mm_processor_kwargs"

@@ -12,12 +12,18 @@ import numpy
 from numpy.typing import NDArray
 
 from omni_actors.errors import OmniError
-from omni_actors.protocol.client import Done
-from omni_actors.protocol.fields import Scalar, unpack_token_ids
-from omni_actors.protocol.payloads import PositionLogprobs, PromptPosition
-from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Output, StageUsage, StepsDone, TextDelta
-from omni_actors.protocol.tensors import HostTensor, TensorRef
-from omni_actors.protocol.tools import CollectedCalls, ToolCall, ToolCallPiece
+from omni_actors.protocol.fields import HostTensor, Scalar, TensorRef, unpack_token_ids
+from omni_actors.protocol.messages import (
+    AudioChunk,
+    Done,
+    ImageChunk,
+    LatentsChunk,
+    Output,
+    StageUsage,
+    StepsDone,
+    TextDelta,
+)
+from omni_actors.protocol.payloads import CollectedCalls, PositionLogprobs, PromptPosition, ToolCall, ToolCallPiece
 
 
 class Text(msgspec.Struct, frozen=True):

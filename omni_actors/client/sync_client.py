@@ -14,10 +14,8 @@ from omni_actors.client.async_client import ANSWER_SECONDS, AsyncOmniClient
 from omni_actors.client.prompts import Prompting
 from omni_actors.client.streams import OmniRequestOutput, RequestStream, StreamItem
 from omni_actors.errors import InvalidRequest
-from omni_actors.protocol.client import Description, Operation, Report
-from omni_actors.protocol.header import Limits
-from omni_actors.protocol.results import StageUsage
-from omni_actors.protocol.telemetry import RequestTimeline
+from omni_actors.protocol.fields import Limits
+from omni_actors.protocol.messages import Description, Operation, Report, RequestTimeline, StageUsage
 
 T = TypeVar("T")
 

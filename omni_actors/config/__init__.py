@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from omni_actors.config.checks import check_allowed, check_parameters, resolve_class, unknown_adapter
-from omni_actors.config.description import describe
-from omni_actors.config.devices import host_devices, memory_plan, replica_devices, visible_devices
-from omni_actors.config.loading import LoadedConfig, load
+from omni_actors.config.loading import LoadedConfig, describe, load
+from omni_actors.config.placement import host_devices, memory_plan, replica_devices, visible_devices
 from omni_actors.config.schema import (
     BUILT_IN_PROCESSORS,
     CoordinatorConfig,

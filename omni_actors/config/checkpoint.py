@@ -8,7 +8,7 @@ from typing import Any
 
 from omni_actors.config.schema import PipelineConfig, StageConfig, StageKind
 from omni_actors.errors import ConfigError
-from omni_actors.host.paths import check_readable
+from omni_actors.host.run_directory import check_readable
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model_index.json"  # of a checkpoint with a folder for each part, as diffusers writes it

@@ -12,7 +12,7 @@ import msgspec
 
 from omni_actors import envs
 from omni_actors.config.checkpoint import check_models
-from omni_actors.config.devices import gpus_of_replica, memory_plan, stage_devices
+from omni_actors.config.placement import gpus_of_replica, memory_plan, stage_devices
 from omni_actors.config.schema import (
     BUILT_IN_IMPORT_PREFIXES,
     BUILT_IN_PROCESSORS,
@@ -28,7 +28,7 @@ from omni_actors.config.schema import (
 )
 from omni_actors.errors import ConfigError, InvalidRequest, suggest
 from omni_actors.host.addresses import TCP, is_address, is_loopback, stays_on_host, tcp_host
-from omni_actors.host.paths import check_readable
+from omni_actors.host.run_directory import check_readable
 from omni_actors.protocol.payloads import DECLARED_PARAMS, TEXT_PARAMS, Parameter, StageParams
 
 LEAST_ARENA_BYTES = 1 << 20

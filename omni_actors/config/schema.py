@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from omni_actors.errors import ConfigError
-from omni_actors.protocol.header import Limits
+from omni_actors.protocol.fields import Limits
 from omni_actors.protocol.payloads import (
     AUTOREGRESSIVE_PARAMS,
     DIFFUSION_PARAMS,
@@ -259,7 +259,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
         decode: how the stage decodes, for diffusion stages only.
         environment: variables that the stage's process sets before it touches a device, such as OMP_NUM_THREADS.
         yields_to: stages for which this one skips steps on a shared device while their requests await their first
-            output or, if they make sound, a listener falls silent (see `stage/device_priority.py`).
+            output or, if they make sound, a listener falls silent (see `stage/sound.py`).
     """
 
     name: StageName

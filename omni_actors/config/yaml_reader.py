@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from omni_actors.errors import ConfigError
-from omni_actors.host.paths import check_readable
+from omni_actors.host.run_directory import check_readable
 
 MAX_BYTES = 128 << 10  # PyYAML takes some 500 bytes of memory for each
 MAX_SIZE = 256 << 10  # values and characters, with what aliases repeat

@@ -17,15 +17,13 @@ from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToS
 from omni_actors.coordinator.core.replicas import Replica
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.errors import OmniError, SlowClient, StageLost
-from omni_actors.host.clocks import STEADY
+from omni_actors.host.processes import STEADY
 from omni_actors.logs import get_logger
 from omni_actors.protocol.codec import Frame, encode
-from omni_actors.protocol.common import Abort, Credit
-from omni_actors.protocol.header import Body, Header, Limits, ReplicaId
-from omni_actors.transport.credit import EdgeMetrics, ReceivedCredit, Traffic, Window, wire_size
-from omni_actors.transport.disconnects import DisconnectDetector, PeerConnections
-from omni_actors.transport.link import Link
-from omni_actors.transport.sockets import PeerGone, Socket, Sockets
+from omni_actors.protocol.fields import Body, Header, Limits, ReplicaId
+from omni_actors.protocol.messages import Abort, Credit
+from omni_actors.transport.link import EdgeMetrics, Link, ReceivedCredit, Traffic, Window, wire_size
+from omni_actors.transport.sockets import DisconnectDetector, PeerConnections, PeerGone, Socket, Sockets
 
 
 class StageLinks:

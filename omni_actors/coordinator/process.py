@@ -22,13 +22,12 @@ import msgspec
 import setproctitle
 
 from omni_actors import logs
-from omni_actors.coordinator.memory_file import MemoryFile
 from omni_actors.coordinator.process_spec import Answer, CoordinatorSpec, Finished, Listening
-from omni_actors.coordinator.shell import Coordinator, Endpoints
+from omni_actors.coordinator.shell import Coordinator, Endpoints, MemoryFile
 from omni_actors.errors import OmniError
 from omni_actors.host.processes import EXIT_OK
 from omni_actors.host.run_directory import clear_abandoned
-from omni_actors.protocol.common import Failed
+from omni_actors.protocol.messages import Failed
 from omni_actors.telemetry.collector import span_exporter
 
 logger = logs.get_logger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from omni_actors.config import PipelineConfig
-from omni_actors.protocol.common import Failed
+from omni_actors.protocol.messages import Failed
 
 
 class CoordinatorSpec(Struct, frozen=True):

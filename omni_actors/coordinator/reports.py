@@ -16,11 +16,14 @@ from omni_actors.coordinator.core.replicas import Replica
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.coordinator.links import StageLinks
 from omni_actors.errors import OmniError, Unauthorized
-from omni_actors.host.clocks import STEADY
+from omni_actors.host.processes import STEADY
 from omni_actors.logs import get_logger
-from omni_actors.protocol.client import (
+from omni_actors.protocol.codec import Decoder, encode
+from omni_actors.protocol.fields import Header
+from omni_actors.protocol.messages import (
     Description,
     EdgeStatus,
+    Failed,
     Observation,
     Observe,
     Operate,
@@ -28,14 +31,11 @@ from omni_actors.protocol.client import (
     Report,
     Subject,
 )
-from omni_actors.protocol.codec import Decoder, encode
-from omni_actors.protocol.common import Failed
-from omni_actors.protocol.header import Header
 from omni_actors.telemetry.collector import TelemetryCollector
-from omni_actors.telemetry.meters import Meters
-from omni_actors.telemetry.prometheus import render
-from omni_actors.transport.credit import Traffic
-from omni_actors.transport.zap import KeyOwner
+from omni_actors.telemetry.endpoint import render
+from omni_actors.telemetry.metrics import Meters
+from omni_actors.transport.curve import KeyOwner
+from omni_actors.transport.link import Traffic
 
 
 class Reports:

@@ -1,5 +1,7 @@
 """The coordinator's shell: sockets and timers around two pure machines. It carries out what they decide.
 
+Without it, which is until an operator changes something, the pipeline is as configured. The next launch removes it.
+
 `core.requests` decides about requests, `core.fleet` about processes. Three bound sockets: clients (ROUTER), control
 (ROUTER, to every stage process and node agent) and results (PULL, from every stage process); one PUSH link to each
 replica's inbox. One asyncio loop; no tensor is ever looked at.
@@ -10,10 +12,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.fleet import TICK_SECONDS as FLEET_TICK_SECONDS
@@ -21,6 +27,7 @@ from omni_actors.coordinator.core.fleet import Fleet
 from omni_actors.coordinator.core.instructions import (
     Announce,
     FleetInstruction,
+    FleetMemory,
     GiveUp,
     Instruction,
     Log,
@@ -35,30 +42,81 @@ from omni_actors.coordinator.core.instructions import (
     TellNode,
     TellReplica,
     ToClient,
+    decode,
 )
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.coordinator.links import ClientLinks, ControlLinks, StageLinks
-from omni_actors.coordinator.memory_file import MemoryFile
 from omni_actors.coordinator.reports import AdminCommands, Reports
-from omni_actors.errors import OmniError, Unauthorized
-from omni_actors.host.clocks import STEADY
+from omni_actors.errors import OmniError, StartupError, Unauthorized
+from omni_actors.host.processes import STEADY
+from omni_actors.host.run_directory import FLEET
 from omni_actors.logs import get_logger, is_worth_a_line, redraw, say
-from omni_actors.protocol.client import ClientToCoordinator, Describe, Observe, Operate, Submit
 from omni_actors.protocol.codec import BadBody, BadHeader, Decoder
-from omni_actors.protocol.common import Abort, Credit
-from omni_actors.protocol.control import Heartbeat, StageToCoordinator
-from omni_actors.protocol.header import Body, Header, ReplicaId
-from omni_actors.protocol.nodes import NodeBeat, NodeHello, NodeLeaving, NodeToCoordinator, ReplicaEnded
-from omni_actors.protocol.results import FromStage
-from omni_actors.protocol.telemetry import Snapshot
+from omni_actors.protocol.fields import Body, Header, ReplicaId
+from omni_actors.protocol.messages import (
+    Abort,
+    ClientToCoordinator,
+    Credit,
+    Describe,
+    FromStage,
+    Heartbeat,
+    NodeBeat,
+    NodeHello,
+    NodeLeaving,
+    NodeToCoordinator,
+    Observe,
+    Operate,
+    ReplicaEnded,
+    Snapshot,
+    StageToCoordinator,
+    Submit,
+)
 from omni_actors.telemetry.collector import Exporter, TelemetryCollector
-from omni_actors.transport.credit import Traffic
-from omni_actors.transport.curve import load_keys
-from omni_actors.transport.reader import SocketReader
-from omni_actors.transport.sockets import Sockets
-from omni_actors.transport.zap import EVERYONE, KeyOwners
+from omni_actors.transport.curve import EVERYONE, KeyOwners, load_keys
+from omni_actors.transport.link import Traffic
+from omni_actors.transport.sockets import SocketReader, Sockets
 
 logger = get_logger(__name__)
+
+
+class MemoryFile:
+    """One per coordinator."""
+
+    def __init__(self, run_dir: str) -> None:
+        self._path = Path(run_dir) / FLEET
+
+    def read(self, pipeline: PipelineConfig) -> FleetMemory | None:
+        """Return what was remembered, `None` if nothing was.
+
+        Raises:
+            StartupError: the file is broken, or not of this pipeline.
+        """
+        try:
+            return decode(self._path.read_bytes(), pipeline)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise StartupError(
+                f"Cannot read {self._path}, by which the coordinator remembers how stages were scaled and what was "
+                f"drained: {error}.",
+                hint="Put the file back as it was; or remove it, and the pipeline goes on with the replicas of its "
+                "configuration.",
+            ) from error
+
+    def write(self, memory: FleetMemory) -> None:
+        """Replace the file. If that fails, the log says what a restarted coordinator would not know."""
+        new = self._path.with_suffix(".new")
+        try:
+            new.write_bytes(msgspec.json.encode(memory))
+            os.replace(new, self._path)
+        except OSError as error:
+            logger.error(
+                "a restarted coordinator would not know of the last scaling or drain: cannot write %s: %s; make room, "
+                "and give the command again",
+                self._path,
+                error,
+            )
+
 
 TICK_SECONDS = 0.1
 LOOK_SECONDS = 1.0  # between two looks at the socket files

@@ -1,23 +1,42 @@
-"""The model-specific part of an AR engine: stage inputs -> vLLM request, vLLM outputs -> engine events."""
+"""The model-specific part of an AR engine, and what those of models that write have in common."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import torch
 from vllm.config import VllmConfig
+from vllm.logprobs import Logprob
+from vllm.tokenizers import TokenizerLike, cached_tokenizer_from_config
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer, IncrementalDetokenizer
+from vllm.v1.engine.logprobs import LogprobsProcessor
 
-from omni_actors.engine.arguments import OmniModelConfig
-from omni_actors.engine.lora import LoraAdapters
+from omni_actors.engine.arguments import LoraAdapters, OmniModelConfig
+from omni_actors.engine.core import make_request
+from omni_actors.engine.sampling import check_prompt_logprobs, make_sampling_params
 from omni_actors.engine.scheduler import RowStream
-from omni_actors.errors import InvalidPayload, PromptTooLong
-from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.tensors import HostTensor
-from omni_actors.stage.engine_interface import EngineEvent, EngineFacts, StageInputs, StageRequest
+from omni_actors.errors import EngineError, InvalidPayload, InvalidRequest, PromptTooLong
+from omni_actors.protocol.fields import HostTensor
+from omni_actors.protocol.payloads import (
+    PIECE_LOGPROBS,
+    TOOLS,
+    PositionLogprobs,
+    PromptPosition,
+    StageParams,
+    TokenLogprob,
+    Tools,
+)
+from omni_actors.stage.engine_interface import EngineEvent, EngineFacts, StageInputs, StageRequest, TextEvent
+
+if TYPE_CHECKING:
+    from omni_actors.engine.tool_calls import ToolCallReader
 
 
 class RequestOutputs(ABC):
@@ -111,3 +130,245 @@ class AutoregressiveAdapter(ABC):
                 f"The prompt has {n_tokens} tokens; this stage takes at most {self.max_model_len - 1} "
                 f"(max_model_len {self.max_model_len})."
             )
+
+
+class TextDecoder:
+    """vLLM's incremental detokenizer, and which tokens the text given out so far consists of.
+
+    With stop strings the detokenizer keeps back as many characters as could begin one. Whatever follows the text, such
+    as speech, must not run ahead of it: `released` counts the tokens that are certain to be part of the answer.
+
+    Attributes:
+        stopped: whether a stop string ended the text; the request is over, although the model would go on.
+        stop_reason: that string, or the token that ended the text if it is not the model's end.
+        released: tokens of the answer whose text has been given out. At the end of a text that a string has stopped,
+            the tokens of that string are not among them, unless their text begins before it or is part of the answer.
+    """
+
+    def __init__(self, tokenizer: TokenizerLike, request: EngineCoreRequest) -> None:
+        made = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        if not isinstance(made, BaseIncrementalDetokenizer):
+            raise EngineError("vLLM made no detokenizer for this model.")
+        self._detokenizer = made
+        self._logprobs = LogprobsProcessor.from_new_request(tokenizer, request)
+        self._holds = bool(made.stop) and not made.include_stop_str_in_output
+        self.stopped = False
+        self.stop_reason: int | str | None = None
+        self._end = tokenizer.eos_token_id
+        self.released = 0
+        self._given = 0  # characters
+        self._held: deque[tuple[int, int]] = deque()  # where the text of each token not released begins and ends
+
+    def decode(self, output: EngineCoreOutput) -> tuple[str, list[int]]:
+        """The new text, and the new tokens up to the one that ends it."""
+        tokens: list[int] = []
+        terminated = output.finish_reason is VllmFinishReason.STOP  # by its last token, which is not text
+        for index, token in enumerate(output.new_token_ids):
+            before = len(self._detokenizer.output_text)
+            last = index + 1 == len(output.new_token_ids)
+            stop = self._detokenizer.update([token], terminated and last)
+            self.stopped = stop is not None
+            self.stop_reason = stop
+            tokens.append(token)
+            self._held.append((before, len(self._detokenizer.output_text)))
+            if self.stopped:
+                break
+        if terminated and not self.stopped and output.stop_reason != self._end:
+            self.stop_reason = output.stop_reason
+        finished = self.stopped or output.finish_reason is not None
+        text = self._detokenizer.get_next_output_text(finished, True)
+        self._given += len(text)
+        self._release(finished)
+        return text, tokens
+
+    def logprobs(self, output: EngineCoreOutput, count: int) -> tuple[PositionLogprobs, ...]:
+        """The log probabilities of the first `count` new tokens; none if the request asks for none."""
+        wanted = self._logprobs.num_logprobs
+        if wanted is None or not output.new_token_ids:
+            return ()
+        self._logprobs.update_from_output(output)
+        positions = cast("list[dict[int, Logprob]]", self._logprobs.logprobs)[-len(output.new_token_ids) :]
+        return tuple(_position(position, wanted) for position in positions[:count])
+
+    def prompt_logprobs(self, output: EngineCoreOutput) -> Iterator[tuple[PromptPosition, ...]]:
+        """The log probabilities of the prompt, which come with the first output, in pieces for a message each.
+
+        Call it after `logprobs`, which reads the output unless the request does not ask for those of the answer.
+        """
+        wanted = self._logprobs.num_prompt_logprobs
+        if wanted is None or output.new_prompt_logprobs_tensors is None:
+            return
+        if self._logprobs.num_logprobs is None:
+            self._logprobs.update_from_output(output)
+        # vLLM has nothing for the first position, which follows none.
+        found = cast("list[dict[int, Logprob]]", self._logprobs.prompt_logprobs)[1:]
+        self._logprobs.prompt_logprobs = []
+        size = PIECE_LOGPROBS // (wanted + 1)
+        for start in range(0, len(found), size):
+            yield tuple(_prompt_position(position, wanted) for position in found[start : start + size])
+
+    def _release(self, finished: bool) -> None:
+        if self.stopped:
+            count = sum(start < self._given for start, _ in self._held)
+        elif finished or not self._holds:
+            count = len(self._held)
+        else:
+            # A token without text may begin a character that the next one completes: the two go together.
+            certain = [index for index, (start, end) in enumerate(self._held, 1) if start < end <= self._given]
+            count = certain[-1] if certain else 0
+        self.released += count
+        for _ in range(count):
+            self._held.popleft()
+
+
+def _position(position: dict[int, Logprob], wanted: int) -> PositionLogprobs:
+    """One position from vLLM's, which has the token taken first, and ranks."""
+    token, _, top = _ranked(position, wanted)
+    return PositionLogprobs(token, top)
+
+
+def _prompt_position(position: dict[int, Logprob], wanted: int) -> PromptPosition:
+    return PromptPosition(*_ranked(position, wanted))
+
+
+def _ranked(position: dict[int, Logprob], wanted: int) -> tuple[TokenLogprob, int, tuple[TokenLogprob, ...]]:
+    """The token that is there, its rank, and the `wanted` likeliest in order."""
+    entries = [TokenLogprob(token, entry.decoded_token or "", entry.logprob) for token, entry in position.items()]
+    ranks = [entry.rank or 0 for entry in position.values()]
+    ranked = sorted(zip(ranks, entries, strict=True), key=lambda pair: pair[0])
+    return entries[0], ranks[0], tuple(entry for rank, entry in ranked if rank <= wanted)
+
+
+class TextOutputs(RequestOutputs):
+    """Turns new tokens into new text, tool calls and log probabilities."""
+
+    def __init__(self, request_id: str, decoder: TextDecoder, calls: ToolCallReader | None = None) -> None:
+        self._request_id = request_id
+        self._decoder = decoder
+        self._calls = calls
+
+    def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
+        """The new text, with the pieces of tool calls in it."""
+        events: list[EngineEvent] = []
+        if output.new_token_ids:
+            text, token_ids = self._decoder.decode(output)
+            event = self._text(text, token_ids, output.finish_reason is not None or self._decoder.stopped)
+            logprobs = self._decoder.logprobs(output, len(token_ids))
+            for piece in self._decoder.prompt_logprobs(output):
+                events.append(TextEvent(self._request_id, "", (), prompt_logprobs=piece))
+            events.append(replace(event, logprobs=logprobs) if logprobs else event)
+        self.stopped, self.stop_reason = self._decoder.stopped, self._decoder.stop_reason
+        return events
+
+    def _text(self, text: str, token_ids: list[int], finished: bool) -> TextEvent:
+        if self._calls is None:
+            return TextEvent(self._request_id, text, token_ids)
+        content, calls = self._calls.read(text, token_ids, finished)
+        return TextEvent(self._request_id, content, token_ids, calls)
+
+
+class TextAdapter(AutoregressiveAdapter):
+    """Turns token ids into a vLLM request."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        model_config = self.vllm_config.model_config
+        self._tokenizer = cached_tokenizer_from_config(model_config)
+        generation = model_config.try_get_generation_config()
+        ends = generation.get("eos_token_id", self._tokenizer.eos_token_id)
+        self.end_token_ids = frozenset(ends if isinstance(ends, list) else [ends])
+        self.lora = LoraAdapters(self.model_config.adapters)
+        self._make_reader = reader_maker(self.model_config.tool_call_parser, self._tokenizer)
+
+    def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
+        """Check tokens and parameters. Raises `OmniError` for what the model cannot take."""
+        if inputs.tensors:
+            raise InvalidPayload(f"This model takes token ids only; it got the tensors {sorted(inputs.tensors)[:8]}.")
+        token_ids = list(inputs.token_ids)
+        self.check_tokens(token_ids)
+        calls = self.tool_calls(inputs, token_ids)
+        core_request = self.make_request(request, token_ids, calls)
+        decoder = TextDecoder(self._tokenizer, core_request)
+        return Admission(core_request, TextOutputs(request.request_id, decoder, calls))
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Raise `OmniError` for a prompt that is empty, too long, or has other tokens than the model."""
+        if not token_ids:
+            raise InvalidRequest("The prompt is empty.", field="prompt")
+        self.check_length(len(token_ids))
+        if beyond := [token for token in token_ids if not 0 <= token < self.vocabulary]:
+            raise InvalidPayload(f"Token ids {beyond[:8]} are outside the vocabulary of {self.vocabulary}.")
+
+    def make_request(
+        self,
+        request: StageRequest,
+        token_ids: list[int] | None,
+        calls: ToolCallReader | None,
+        *,
+        payload: Any = None,
+        read_prefix_cache: bool = True,
+        **features: Any,
+    ) -> EngineCoreRequest:
+        """vLLM's request.
+
+        Args:
+            token_ids: the prompt; `None` for embeddings that have no tokens.
+            features: further arguments of `core.make_request`.
+        """
+        params = _formed(request.params, calls).merged_over(self.defaults)
+        check_prompt_logprobs(params, len(token_ids or ()), embeds=features.get("prompt_embeds") is not None)
+        lora = self.lora.request(params.adapter)
+        sampling = make_sampling_params(
+            params,
+            seed=request.effective_seed,
+            end_token_ids=self.end_token_ids,
+            vocabulary=self.vocabulary,
+            payload=payload,
+            read_prefix_cache=read_prefix_cache,
+            tokenizer=self._tokenizer,
+        )
+        if calls is not None and not calls.skip_special_tokens:
+            sampling.skip_special_tokens = False  # in some models they mark the calls
+        return make_request(
+            request.request_id, token_ids, sampling, priority=request.priority, lora_request=lora, **features
+        )
+
+    def tool_calls(self, inputs: StageInputs, token_ids: Sequence[int]) -> ToolCallReader | None:
+        """The reader of the request's tool calls, if it may make any."""
+        if TOOLS not in inputs.lists:
+            return None
+        tools = Tools.unpacked(inputs.lists[TOOLS])
+        if tools.choice == "none":
+            return None
+        if self._make_reader is None:
+            raise InvalidRequest(
+                "tools: this stage has no parser for calls.", hint="Set tool_call_parser.", field=TOOLS
+            )
+        return self._make_reader(tools, token_ids)
+
+    def warm_up_inputs(self, length: int) -> StageInputs:
+        """Prompt of `length` times the first token."""
+        return StageInputs(token_ids=[0] * length)
+
+
+def _formed(params: StageParams, calls: ToolCallReader | None) -> StageParams:
+    """Add the form that calls of tools must have."""
+    if calls is None or calls.form is None:
+        return params
+    if params.structured_outputs is not None:
+        raise InvalidRequest(
+            "tool_choice: a form of the text, such as a response_format, cannot go with calls that must have theirs.",
+            hint="Leave one of them out.",
+            field="tool_choice",
+        )
+    return msgspec.structs.replace(params, structured_outputs=calls.form)
+
+
+def reader_maker(name: str | None, tokenizer: TokenizerLike) -> Callable[[Tools, Sequence[int]], ToolCallReader] | None:
+    """What makes the readers of tool calls, with vLLM's parser of this name. Raises `ConfigError` for a wrong one."""
+    if name is None:
+        return None  # vLLM's parsers take seconds to import
+    from omni_actors.engine.tool_calls import ToolCallReader, parser_class
+
+    parser = parser_class(name, tokenizer)
+    return lambda tools, prompt: ToolCallReader(parser, tokenizer, tools, prompt)

@@ -1,34 +1,202 @@
-"""Turns a stage's settings into vLLM's configuration."""
+"""Turns a stage's settings into vLLM's configuration, checks them, and builds the engine of a stage."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import gc
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
+import msgspec
+import vllm.config
+from pydantic import Field, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 from vllm.config import VllmConfig
+from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from omni_actors.config import Executor
-from omni_actors.engine.argument_checks import problem_of
-from omni_actors.engine.executor import executor_backend
-from omni_actors.engine.lora import engine_arguments
+from omni_actors.config import Executor, PipelineConfig, StageConfig, StageKind, unknown_adapter
+from omni_actors.config.checkpoint import model_of
+from omni_actors.config.checks import adapted_stages
 from omni_actors.engine.models import (
     ModelKind,
     ModelSpec,
     checkpoint_architecture,
     find_model_spec,
+    load_plugins,
     prompted_stage,
     register_models,
 )
 from omni_actors.engine.models.diffusers_layout import checkpoint_folder, part_folder
 from omni_actors.engine.platform import prepare
 from omni_actors.errors import ConfigError
-from omni_actors.stage.start_phases import phase
+from omni_actors.stage.engine_interface import StageEngine
+from omni_actors.stage.start import phase
 from omni_actors.vllm_version import Platform
+
+
+def executor_backend(workers: int, executor: Executor = Executor.HOST) -> str:
+    """vLLM's `distributed_executor_backend` for this number of workers."""
+    if executor is Executor.RAY:
+        # vLLM's older executor for Ray cannot schedule ahead, and wants hosts whose addresses differ.
+        os.environ["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "1"
+        return "ray"
+    if workers == 1:
+        return "omni_actors.engine.arguments.OmniUniProcExecutor"
+    # A stage process has threads and sockets, which must not be forked.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    return "mp"
+
+
+class OmniUniProcExecutor(UniProcExecutor):
+    """vLLM's in-process executor under another name.
+
+    The CPU platform rewrites the literal backend "uni" to "mp" (one more process and one more transfer per step); a
+    class path is left alone on every platform.
+    """
+
+
+# In this order: several of vLLM's classes have fields of the same name, and the first ones are those that are used.
+_CONFIGS = ("ModelConfig", "CacheConfig", "ParallelConfig", "SchedulerConfig", "LoadConfig", "MultiModalConfig")
+# Where vLLM has no limit: memory for any of these is taken at the start, or the stage would wait for GPUs for ever.
+_ADDED = {
+    "max_num_seqs": Field(le=1 << 16),
+    "max_num_batched_tokens": Field(le=1 << 24),
+    "max_model_len": Field(le=1 << 26),
+    "block_size": Field(le=1 << 16),
+    "tensor_parallel_size": Field(le=1024),
+    "pipeline_parallel_size": Field(le=1024),
+    "kv_cache_memory_bytes": Field(ge=1, le=1 << 44),
+    "num_gpu_blocks_override": Field(ge=1, le=1 << 32),
+    "seed": Field(ge=0, le=(1 << 63) - 1),
+}
+
+
+def problem_of(name: str, value: object) -> str:
+    """Say what is wrong with an argument; "" if nothing is, or if vLLM's annotation cannot be evaluated."""
+    return wrong_type(name, value) or out_of_range(name, value)
+
+
+def wrong_type(name: str, value: object) -> str:
+    """Say what is wrong with the type of an argument; "" if nothing is, or if vLLM's annotation cannot be evaluated.
+
+    Numbers, words and switches must have the type itself, so that `"8"` is not a number. A mapping may stand for an
+    object of vLLM's configuration.
+    """
+    argument = next(item for item in dataclasses.fields(EngineArgs) if item.name == name)
+    if value is None and argument.default is None:
+        return ""  # not every annotation admits the default
+    # One by one: some annotations of vLLM name types that exist for its type checker alone.
+    holder = type("Holder", (), {"__annotations__": {name: argument.type}})
+    try:
+        adapter = TypeAdapter(get_type_hints(holder, vars(arg_utils), include_extras=True)[name])
+    except (NameError, PydanticUserError, PydanticSchemaGenerationError):  # a type that only vLLM itself can build
+        return ""
+    return _problem(adapter, value, strict=not isinstance(value, dict | list))
+
+
+def out_of_range(name: str, value: object) -> str:
+    """Say which limit a number exceeds, of vLLM's own or of ours; "" if none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    for limit in [*_limits(name), *([_ADDED[name]] if name in _ADDED else [])]:
+        adapter: TypeAdapter[Any] = TypeAdapter(Annotated[int | float, limit])
+        if problem := _problem(adapter, value, strict=True):
+            return problem
+    return ""
+
+
+def _limits(name: str) -> list[Any]:
+    """The limits that vLLM's configuration has for a field; it checks them only once it has read the checkpoint."""
+    for config in _CONFIGS:  # a release that moves or renames one has no limits of it here, and still its own
+        field = getattr(getattr(vllm.config, config, None), "__pydantic_fields__", {}).get(name)
+        if field is not None and field.metadata:
+            return list(field.metadata)
+    return []
+
+
+def _problem(adapter: TypeAdapter[Any], value: object, *, strict: bool) -> str:
+    try:
+        adapter.validate_python(value, strict=strict)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"] if isinstance(value, dict | list))
+        return f"{path}: {first['msg']}" if path else first["msg"]
+    return ""
+
+
+CONFIG = "adapter_config.json"  # of PEFT, which wrote the adapter
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can reserve
+AT_A_TIME = 8  # adapters on the device, unless `engine.max_loras` says otherwise
+
+
+class _AdapterConfig(msgspec.Struct, frozen=True):
+    """The part of an adapter's configuration that is read here."""
+
+    r: int
+
+
+def engine_arguments(adapters: Mapping[str, str], platform: Platform) -> dict[str, Any]:
+    """vLLM's arguments for these adapters, folders by name; none for none.
+
+    Raises:
+        ConfigError: a folder holds no adapter, or one of a rank that vLLM does not have.
+    """
+    if not adapters:
+        return {}
+    rank = max(rank_of(name, Path(folder)) for name, folder in adapters.items())
+    count = len(adapters)
+    # On a CPU, vLLM runs requests without an adapter with the one in the last place, which therefore stays empty.
+    places = count + 1 if platform is Platform.CPU else min(AT_A_TIME, count)
+    return {
+        "enable_lora": True,
+        "max_loras": places,
+        # Each is read once, when the stage starts: none may have to leave the host's memory for another.
+        "max_cpu_loras": max(places, count),
+        "max_lora_rank": next(reserved for reserved in RANKS if reserved >= rank),
+    }
+
+
+def rank_of(name: str, folder: Path) -> int:
+    """The rank of the adapter in a folder. Raises `ConfigError` for one that vLLM cannot run."""
+    try:
+        rank = msgspec.json.decode((folder / CONFIG).read_bytes(), type=_AdapterConfig).r
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"adapters.{name}: {folder} holds no LoRA adapter: {error}.",
+            hint=f"Name the folder with {CONFIG} and adapter_model.safetensors.",
+        ) from error
+    if not 1 <= rank <= RANKS[-1]:
+        raise ConfigError(f"adapters.{name}: its rank is {rank}; vLLM runs ranks from 1 to {RANKS[-1]}.")
+    return rank
+
+
+class LoraAdapters:
+    """The adapters of a stage by name. vLLM knows an adapter by number, and its prefix cache by name and folder."""
+
+    def __init__(self, folders: Mapping[str, str]) -> None:
+        self._requests = {
+            name: LoRARequest(name, number, str(folder)) for number, (name, folder) in enumerate(folders.items(), 1)
+        }
+
+    def all(self) -> list[LoRARequest]:
+        """What vLLM loads when the stage starts."""
+        return list(self._requests.values())
+
+    def request(self, name: str | None) -> LoRARequest | None:
+        """What vLLM needs to run an adapter; `None` for the model alone. Raises `InvalidRequest` for an unknown one."""
+        if name is None:
+            return None
+        if name not in self._requests:
+            raise unknown_adapter(name, self._requests)
+        return self._requests[name]
+
 
 GIB = 1 << 30
 
@@ -244,15 +412,123 @@ class OmniEngineArgs:
         if self.kind == "prompt":  # only reads the configuration, runs no core
             return {}
         if self.kind == "diffusion":
-            worker = "omni_actors.engine.diffusion_worker.DiffusionWorker"
+            worker = "omni_actors.engine.workers.diffusion.DiffusionWorker"
         else:
             name = "cpu.OmniCPUWorker" if platform is Platform.CPU else "gpu.OmniGPUWorker"
-            worker = f"omni_actors.engine.{name}"
+            worker = f"omni_actors.engine.workers.{name}"
         return {"worker_cls": worker, "scheduler_cls": self._scheduler(asynchronous=False)}
 
     def _scheduler(self, *, asynchronous: bool) -> str:
         if self.kind == "diffusion":
-            name = "diffusion_scheduler.Diffusion"
+            name = "scheduler.Diffusion"
         else:
             name = "scheduler.Omni"
         return f"omni_actors.engine.{name}{'Async' if asynchronous else ''}Scheduler"
+
+
+ENGINE_KINDS: dict[StageKind, ModelKind] = {
+    StageKind.PROMPT: "prompt",
+    StageKind.AUTOREGRESSIVE: "autoregressive",
+    StageKind.ENCODER: "encoder",
+    StageKind.DIFFUSION: "diffusion",
+}
+# vLLM and Triton have separate code for one request, for few, and for multiples of 16.
+WARM_UP_BATCHES = (1, 2, 9, 16, 17)
+
+
+def build_stage_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:
+    """The engine of a pipeline's stage.
+
+    Args:
+        report: called with the start-up phase.
+    """
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # vLLM then logs through our handlers (logs.py), in one format
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        # The fork server has read the variable already; this process may have another share of the cores.
+        import torch
+
+        torch.set_num_threads(int(threads))
+    load_plugins(pipeline.plugins)
+    report(f"loading {stage.part}")
+    return build_engine(stage_arguments(pipeline, stage))
+
+
+def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineArgs:
+    """Engine arguments of a stage. The prompt stage also has those of the stage that it prepares prompts for."""
+    engine = dict(stage.engine)
+    if stage.kind is StageKind.PROMPT:
+        for name in pipeline.downstream(stage.name):
+            engine = {**pipeline.stage(name).engine, **engine}
+    model = OmniModelConfig(
+        model=model_of(pipeline, stage),
+        model_stage=stage.part,
+        row_budget_bytes=stage.budget_bytes,
+        latent_budget_bytes=stage.budget_bytes,
+        row_cache_bytes=stage.row_cache_bytes,
+        steps_per_schedule=stage.steps_per_schedule,
+        decode=msgspec.to_builtins(stage.decode) if stage.decode is not None else {},
+        adapters=dict(pipeline.adapters) if stage.name in adapted_stages(pipeline) else {},
+        instruction=stage.instruction or "",
+        tool_call_parser=pipeline.tool_call_parser,
+        tool_chat_template=pipeline.tool_chat_template,
+    )
+    return OmniEngineArgs(
+        model, ENGINE_KINDS[stage.kind], engine, where=f"stages.{stage.name}.engine", executor=stage.executor
+    )
+
+
+def check_arguments(pipeline: PipelineConfig, stages: Sequence[StageConfig], *, with_checkpoint: bool) -> None:
+    """Check the engine arguments of stages without loading a model.
+
+    Args:
+        with_checkpoint: also let vLLM build its configuration, which reads the checkpoint's and needs its platform.
+
+    Raises:
+        ConfigError: an argument is unknown, of the wrong type or refused by vLLM; with its dotted path.
+    """
+    for stage in stages:  # first each one's own: the prompt stage has arguments of the stage after it, too
+        OmniEngineArgs(
+            OmniModelConfig(model_of(pipeline, stage), stage.part),
+            ENGINE_KINDS[stage.kind],
+            stage.engine,
+            where=f"stages.{stage.name}.engine",
+        ).check()
+    load_plugins(pipeline.plugins)
+    for stage in stages if with_checkpoint else ():
+        stage_arguments(pipeline, stage).create_engine_config()
+
+
+def build_engine(arguments: OmniEngineArgs) -> StageEngine:
+    """The engine for `arguments`, loaded and warmed up.
+
+    Raises:
+        ConfigError: the arguments are wrong.
+        StartupError: the model does not load or the core does not start.
+    """
+    # vLLM runs the garbage collector eight times while it starts; without this each pass scans every import (0.3 s).
+    gc.freeze()
+    # The engines are imported here, so that a process loads only the one it runs.
+    if arguments.kind == "prompt":
+        from omni_actors.engine.prompt import PromptEngine
+
+        return PromptEngine(arguments)
+    if arguments.kind == "diffusion":
+        from omni_actors.engine.diffusion import DiffusionEngine
+
+        return DiffusionEngine(arguments)
+    if arguments.kind == "encoder":
+        from omni_actors.engine.encoder import EncoderEngine
+
+        encoder = EncoderEngine(arguments)
+        with phase("warm-up"):
+            encoder.warm_up()
+        return encoder
+    from omni_actors.engine.autoregressive import AutoregressiveEngine
+
+    engine = AutoregressiveEngine(arguments)
+    # Nothing is compiled on the CPU; one request is enough to make a model that cannot run fail at the start.
+    most = engine.core.vllm_config.scheduler_config.max_num_seqs
+    cuda = engine.core.vllm_config.device_config.device_type == "cuda"
+    with phase("warm-up"):
+        engine.warm_up([size for size in WARM_UP_BATCHES if size <= most] if cuda else [1])
+    return engine

@@ -14,15 +14,14 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from omni_actors.engine.adapter import AutoregressiveAdapter, PromptOnly, RequestOutputs
 from omni_actors.engine.arguments import OmniEngineArgs
-from omni_actors.engine.core import StepFailed, VllmCore
-from omni_actors.engine.grammars import GrammarCompiler, Prepared, TimedGrammar, needs_grammar
-from omni_actors.engine.row_cache import FollowedRows
-from omni_actors.engine.vllm_engine import VllmEngine
-from omni_actors.engine.worker_base import attach, attachment_of
+from omni_actors.engine.core import StepFailed, VllmCore, VllmEngine
+from omni_actors.engine.rows import FollowedRows
+from omni_actors.engine.sampling import GrammarCompiler, Prepared, TimedGrammar, needs_grammar
+from omni_actors.engine.workers.base import attach, attachment_of
 from omni_actors.errors import ConfigError, EngineError, InvalidPayload, ModelOutputInvalid, OmniError
+from omni_actors.protocol.fields import HostTensor
+from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.results import FinishReason
-from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import (
     EngineEvent,
     EngineFacts,
@@ -101,7 +100,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
 
         Compiling takes many seconds if nothing is cached; a stage that did it while it holds requests would look stuck.
         Kernels differ by the number of requests and by the sampling, so each batch has both kinds of sampling; those of
-        a model's experts by the number of tokens (`prompt_kernels.py`).
+        a model's experts by the number of tokens (`workers/gpu.py`).
 
         Args:
             batches: the numbers of requests to run at a time, one batch after the other.

@@ -1,26 +1,29 @@
-"""Wraps vLLM's EngineCore: add, abort, step, and the recovery from a failed step."""
+"""Wraps vLLM's EngineCore: add, abort, step, statistics, the recovery from a failed step; and what engines share."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
-from omni_actors.engine.ray_workers import place_workers
 from omni_actors.engine.scheduler import OmniSchedulerInterface
-from omni_actors.engine.statistics import CoreStatistics
-from omni_actors.engine.worker_base import memory_hint
-from omni_actors.errors import ConfigError, EngineError, OmniError, StartupError
-from omni_actors.host.clocks import STEADY
+from omni_actors.engine.workers.base import memory_hint
+from omni_actors.engine.workers.ray import place_workers
+from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniError, StartupError
+from omni_actors.host.processes import STEADY
+from omni_actors.protocol.messages import FinishReason
+from omni_actors.stage.engine_interface import EngineStatistics, ErrorEvent, FinishedEvent, StageEngine
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -29,6 +32,67 @@ if TYPE_CHECKING:
 
     class CoreScheduler(Scheduler, OmniSchedulerInterface):
         """Any of our schedulers: vLLM's, and what the engines need beyond it."""
+
+
+KEPT_SCHEDULED = 4096  # entries kept until `take_scheduled`; later ones are dropped
+
+
+class CoreStatistics:
+    """Statistics of one engine core, which must run with `log_stats`."""
+
+    def __init__(self) -> None:
+        self._preemptions = 0
+        self._queries = 0
+        self._hits = 0
+        self._scheduled: dict[str, float] = {}  # since the last `take_scheduled`
+        self._seen: set[str] = set()  # requests scheduled before: a preempted one is scheduled again
+
+    def add(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        """Add the outputs of a step."""
+        for group in outputs.values():
+            if group.scheduler_stats is not None:
+                self._add_stats(group.scheduler_stats)
+            for output in group.outputs:
+                for event in output.events or ():
+                    if event.type is EngineCoreEventType.PREEMPTED:
+                        self._preemptions += 1
+                    elif event.type is EngineCoreEventType.SCHEDULED:
+                        self._note_scheduled(output.request_id, event.timestamp)
+                if output.finish_reason is not None:
+                    self._seen.discard(output.request_id)
+
+    def _note_scheduled(self, request_id: str, moment: float) -> None:
+        if request_id not in self._seen and len(self._scheduled) < KEPT_SCHEDULED:
+            self._seen.add(request_id)
+            self._scheduled[request_id] = moment
+
+    def _add_stats(self, stats: SchedulerStats) -> None:
+        self._queries += stats.prefix_cache_stats.queries
+        self._hits += stats.prefix_cache_stats.hits
+
+    def forget(self, request_ids: list[str]) -> None:
+        """Forget aborted requests."""
+        self._seen.difference_update(request_ids)
+
+    def take_scheduled(self) -> list[tuple[str, float]]:
+        """Requests scheduled for the first time since the last call, and when (monotonic clock, seconds)."""
+        taken, self._scheduled = list(self._scheduled.items()), {}
+        return taken
+
+    def now(self, scheduler: Scheduler) -> EngineStatistics:
+        """The totals, with the scheduler's present state."""
+        stats = scheduler.make_stats()
+        if stats is not None:
+            self._add_stats(stats)
+        running, waiting = scheduler.get_request_counts()
+        return EngineStatistics(
+            running=running,
+            waiting=waiting,
+            kv_usage=stats.kv_cache_usage if stats is not None else 0.0,
+            preemptions=self._preemptions,
+            prefix_queries=self._queries,
+            prefix_hits=self._hits,
+        )
 
 
 logger = logging.getLogger(__name__)
@@ -254,3 +318,73 @@ def device_is_lost(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+RunningT = TypeVar("RunningT")
+
+
+class VllmEngine(StageEngine, Generic[RunningT]):
+    """Holds the running requests, ends them (finished or failed), and reports the core's statistics."""
+
+    def __init__(self, core: VllmCore) -> None:
+        self.core = core
+        self._requests: dict[str, RunningT] = {}
+
+    def _check_new(self, request_id: str) -> None:
+        if request_id in self._requests:
+            raise InvalidRequest(f"Request {request_id!r} is already running.")
+
+    def _finished(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        input_tokens: int,
+        output_tokens: int,
+        stop_reason: int | str | None = None,
+        picture_tokens: int = 0,
+    ) -> FinishedEvent:
+        """End a request that the core has finished."""
+        del self._requests[request_id]
+        return FinishedEvent(request_id, reason, input_tokens, output_tokens, stop_reason, picture_tokens)
+
+    def _failed(self, request_id: str, error: OmniError) -> ErrorEvent:
+        """End a request that the core may still compute."""
+        self.abort(request_id)
+        return ErrorEvent(request_id, error)
+
+    def runnable(self) -> bool:
+        """Whether the core would do something in a step."""
+        return self.core.runnable()
+
+    def counts(self) -> dict[str, int]:
+        """Requests here, in vLLM's scheduler and in its worker, and what each holds for them."""
+        running, waiting = self.core.scheduler.get_request_counts()
+        return {
+            "requests": len(self._requests),
+            "running": running,
+            "waiting": waiting,
+            **self.core.scheduler.omni_counts(),
+            **self.core.worker_counts(),
+        }
+
+    def take_scheduled(self) -> Sequence[tuple[str, float]]:
+        """Requests that vLLM scheduled for the first time, and when."""
+        return self.core.statistics.take_scheduled()
+
+    def statistics(self) -> EngineStatistics:
+        """Totals of vLLM's scheduler."""
+        return self.core.statistics.now(self.core.scheduler)
+
+    def device_bytes(self) -> int:
+        """Bytes that torch's allocator has reserved in this process."""
+        return torch.cuda.memory_reserved() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0
+
+    @property
+    def ends_with_process(self) -> bool:
+        """Whether no other process works for it. vLLM's own shutdown searches all objects for garbage, twice."""
+        return self.core.vllm_config.parallel_config.world_size == 1
+
+    def shutdown(self) -> None:
+        """Drop all requests and shut the core down."""
+        self._requests.clear()
+        self.core.shutdown()

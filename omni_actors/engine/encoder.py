@@ -15,15 +15,14 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from omni_actors.engine.arguments import OmniEngineArgs
-from omni_actors.engine.core import StepFailed, VllmCore, make_request
+from omni_actors.engine.core import StepFailed, VllmCore, VllmEngine, make_request
 from omni_actors.engine.models.encoder_state import ENCODED, Encode
-from omni_actors.engine.tensors import to_host
-from omni_actors.engine.vllm_engine import VllmEngine
-from omni_actors.engine.worker_base import attachment_of
+from omni_actors.engine.rows import to_host
+from omni_actors.engine.workers.base import attachment_of
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, ModelOutputInvalid, OmniError
+from omni_actors.protocol.fields import HostTensor
+from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.results import FinishReason
-from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import (
     EngineEvent,
     EngineFacts,

@@ -1,20 +1,36 @@
-"""Makes vLLM's SamplingParams from StageParams; no other module does."""
+"""How tokens are chosen: sampling parameters, and grammars of structured outputs, compiled outside the loop.
+
+What a grammar takes of the engine's steps afterwards is limited, because the requests of a step wait for one another.
+Other work that a request needs before vLLM can have it, such as encoding a clip, is done by the same thread.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
+import torch
 from vllm import envs
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-from vllm.tokenizers import TokenizerLike
+from vllm.tokenizers import TokenizerLike, cached_tokenizer_from_config
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.worker.gpu.sample.logit_bias import MAX_NUM_STOP_TOKEN_IDS
 
-from omni_actors.errors import InvalidRequest
+from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.protocol.payloads import (
     AUTOREGRESSIVE_PARAMS,
     MAX_PROMPT_LOGPROBS,
+    STRUCTURES,
     TEXT_PARAMS,
     StageParams,
     StructuredOutputs,
@@ -156,3 +172,162 @@ def check_prompt_logprobs(params: StageParams, positions: int, *, embeds: bool) 
             hint="Ask for fewer, or send a shorter prompt.",
             field=field,
         )
+
+
+LOWEST_PRIORITY = 19
+# Processor time of one answer's grammar. A usual one takes 0.1 ms of a token, with a large vocabulary up to 1 ms.
+GRAMMAR_SECONDS, TOKEN_SECONDS = 0.5, 0.005
+T = TypeVar("T")
+Prepared = tuple[Request, int]  # what vLLM's core makes of a request before it adds it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compilation:
+    """A request whose grammar is compiled, or could not be: `error` says why."""
+
+    request: EngineCoreRequest
+    prepared: Prepared | None = None
+    error: OmniError | None = None
+
+
+class TimedGrammar:
+    """The grammar of one request, and the processor time that it has taken of the engine's steps."""
+
+    def __init__(self, grammar: StructuredOutputGrammar, form: str) -> None:
+        self._grammar, self._form = grammar, form
+        self._seconds, self._tokens = 0.0, 0
+
+    def check(self) -> None:
+        """Raise `InvalidRequest` if it takes so long that others would wait for it."""
+        if self._seconds > GRAMMAR_SECONDS + TOKEN_SECONDS * self._tokens:
+            raise InvalidRequest(
+                f"structured_outputs.{self._form} takes too long: {self._seconds:.2f} s for {self._tokens} tokens.",
+                hint="Write it so that there are fewer ways to read the same text.",
+                field=f"structured_outputs.{self._form}",
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grammar, name)
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """Advance by tokens, as vLLM asks."""
+        self._tokens += len(tokens)
+        return self._timed(self._grammar.accept_tokens, request_id, tokens)
+
+    def fill_bitmask(self, bitmask: torch.Tensor, index: int) -> None:
+        """Mark the tokens that may come next, as vLLM asks."""
+        self._timed(self._grammar.fill_bitmask, bitmask, index)
+
+    def _timed(self, work: Callable[..., T], *arguments: Any) -> T:
+        began = time.thread_time()
+        done = work(*arguments)
+        self._seconds += time.thread_time() - began
+        return done
+
+
+def needs_grammar(request: EngineCoreRequest) -> bool:
+    """Whether a request asks for structured output."""
+    return request.sampling_params is not None and request.sampling_params.structured_outputs is not None
+
+
+class GrammarCompiler:
+    """Checks requests with structured output and has vLLM compile their grammars, on threads.
+
+    Requests are checked one after the other, since vLLM's manager is not made for more; it compiles on threads of its
+    own. The same grammar is compiled once.
+
+    Args:
+        prepare: vLLM's `preprocess_add_request`, which starts the compilation.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, prepare: Callable[[EngineCoreRequest], Prepared]) -> None:
+        self._config = vllm_config
+        self._prepare = prepare
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=_yield_to_all)
+        self._ended: queue.SimpleQueue[Compilation] = queue.SimpleQueue()
+        self._wake: Callable[[], None] = lambda: None
+
+    def on_progress(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called whenever a compilation ends, on some thread."""
+        self._wake = wake
+
+    def start(self, request: EngineCoreRequest, work: Callable[[], None] | None = None) -> None:
+        """Do the work, check and compile; `take` returns the result."""
+        self._thread.submit(self._run, request, work)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take` would return something at once."""
+        return not self._ended.empty()
+
+    def take(self, timeout: float = 0.0) -> list[Compilation]:
+        """Return the compilations that have ended. Wait up to `timeout` seconds for the first."""
+        ended: list[Compilation] = []
+        try:
+            while True:
+                ended.append(self._ended.get(timeout=0 if ended else timeout))
+        except queue.Empty:
+            return ended
+
+    def close(self) -> None:
+        """End the thread once it has checked what it is at."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, request: EngineCoreRequest, work: Callable[[], None] | None) -> None:
+        params = request.sampling_params
+        try:
+            if params is None:
+                raise EngineError("A request without sampling parameters has no grammar.")
+            if work is not None:
+                work()
+            if needs_grammar(request):
+                self._verify(params)
+            prepared = self._prepare(request)
+            structured = prepared[0].structured_output_request
+            grammar = structured._grammar if structured is not None else None
+            if isinstance(grammar, Future):
+                grammar.add_done_callback(lambda done: self._end(request, prepared, done.exception()))
+            else:
+                self._end(request, prepared, None)
+        except Exception as error:  # noqa: BLE001 - the request ends with it
+            self._end(request, None, error)
+
+    def _verify(self, params: SamplingParams) -> None:
+        config = self._config
+        tokenizer = cached_tokenizer_from_config(config.model_config)
+        params.verify(config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer)
+
+    def _end(self, request: EngineCoreRequest, prepared: Prepared | None, error: BaseException | None) -> None:
+        structured = prepared[0].structured_output_request if prepared is not None else None
+        if error is not None:
+            self._ended.put(Compilation(request, error=_as_error(request, error)))
+        else:
+            if structured is not None and isinstance(structured.grammar, StructuredOutputGrammar):
+                structured.grammar = cast("Any", TimedGrammar(structured.grammar, _form(request)))
+            self._ended.put(Compilation(request, prepared))
+        self._wake()
+
+
+def _yield_to_all() -> None:
+    """Give this thread, and those that vLLM and xgrammar start from it, the lowest priority.
+
+    A schema of 43 bytes can keep all cores busy for a minute.
+    """
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+
+
+def _form(request: EngineCoreRequest) -> str:
+    structured: Any = request.sampling_params.structured_outputs if request.sampling_params is not None else None
+    return next((name for name in STRUCTURES if getattr(structured, name, None) is not None), "")
+
+
+def _as_error(request: EngineCoreRequest, error: BaseException) -> OmniError:
+    if isinstance(error, OmniError):
+        return error
+    form = _form(request)
+    # What vLLM's backends raise for a grammar that they cannot take.
+    if form and isinstance(error, ValueError | TypeError | RuntimeError | KeyError | VLLMClientError):
+        return InvalidRequest(
+            f"structured_outputs.{form} cannot be used: {str(error)[:2000]}", field=f"structured_outputs.{form}"
+        )
+    return EngineError(f"The request could not be prepared: {type(error).__name__}: {error}")

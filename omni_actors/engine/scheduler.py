@@ -1,4 +1,4 @@
-"""Schedulers of autoregressive stages: vLLM's own, plus input that arrives while a request runs.
+"""Scheduling of a stage's requests by vLLM: rows that arrive while a request runs, denoise steps, and memory.
 
 A talker request starts with a few rows of the thinker's output; the rest arrives while it decodes. The scheduler keeps
 the rows until the worker knows the request, sends them with the SchedulerOutput, and leaves a request out of the batch
@@ -8,14 +8,33 @@ while its next row is missing. Payloads of *new* requests need nothing here: the
 Requests wait for a place in the order of vLLM's queue, by priority and arrival, and no admitted request is interrupted
 for another one. If the KV cache runs out of blocks, the least urgent of the running requests goes back to the queue and
 computes everything again later; its rows stay with the worker meanwhile. Admission also waits for the budget of rows
-(`row_budget.py`), in the same order.
+(`rows.py`), in the same order.
+
+Memory is held on two scales. A request keeps what its chunks hand on (keys and values, mel frames) from its first job
+to its end; a job keeps its latents from its first step to its end, also while it is deferred. A step needs memory only
+while it runs. All of it together stays within the budget:
+
+* A request's first job waits until everything held, with what the request will hold, leaves room for the largest job
+  of any request. Later jobs are never refused for what is held, so a request that was admitted can always finish.
+* A job waits for its first step until each job in progress could take its most expensive step by itself.
+* A step that does not fit next to the others of the same moment is left out of this one.
+
+Every wait is in the order in which the caller asks, and nothing newer is admitted past it. What exceeds the budget by
+itself runs alone: the figures are estimates, and refusing the request would not make it smaller.
+
+vLLM's scheduler then provides continuous batching of denoise steps: every step serves all running requests whatever
+their step counts, finished requests leave and waiting ones join between any two steps, and a request of one step ends
+after one. `DiffusionMixin` adds deadlines (`omni_actors/stage/sound.py`) and a budget of device memory. Requests
+without a `DiffusionJob` (`workers/diffusion.py`) are scheduled as vLLM would.
 """
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -24,13 +43,56 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from omni_actors.engine.bursts import DRAFT, mark_burst
 from omni_actors.engine.models.registry import SpeechLimit
-from omni_actors.engine.row_budget import RowBudget
-from omni_actors.engine.row_cache import FollowedRows, RowCache
-from omni_actors.engine.scheduler_base import StallMixin
-from omni_actors.engine.worker_base import omni_options
+from omni_actors.engine.rows import FollowedRows, RowBudget, RowCache
+from omni_actors.engine.workers.base import DRAFT, mark_burst, omni_options
+from omni_actors.engine.workers.diffusion import DiffusionJob, diffusion_entry, diffusion_job
 from omni_actors.errors import InvalidRequest
+from omni_actors.stage.engine_interface import BudgetStatistics
+from omni_actors.stage.sound import LONG_STEP_TOKENS, Piece, choose, picture_due
+
+if TYPE_CHECKING:
+    VllmScheduler = Scheduler
+else:
+    VllmScheduler = object  # what stands behind the mixin in the order of the base classes
+
+
+class StallMixin(VllmScheduler):
+    """Knows whether the scheduler is stalled: the last `schedule` found nothing to do, and nothing happened since."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stalled = False
+
+    def _leave_out(self, request: Request) -> None:
+        """Leave a running request out of the next `schedule`. It keeps its KV blocks, but takes no place in the batch.
+
+        vLLM's own scheduler for diffusion language models defers in the same way: `schedule` advances `current_step`
+        before it compares, so +2 skips exactly one call.
+        """
+        request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step, and note whether there was anything to do."""
+        output: SchedulerOutput = super().schedule(*args, **kwargs)
+        self._stalled = output.total_num_scheduled_tokens == 0
+        return output
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request, which ends a stall."""
+        self._stalled = False
+        super().add_request(request)
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        """Take the results of a step; one that computed something ends a stall."""
+        if scheduler_output.total_num_scheduled_tokens:
+            self._stalled = False
+        return super().update_from_output(scheduler_output, *args, **kwargs)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        # Every request ends here, whether finished, aborted or failed.
+        self._stalled = False
+        return super()._free_request(request, *args, **kwargs)
 
 
 @runtime_checkable
@@ -295,3 +357,233 @@ class OmniScheduler(OmniSchedulerMixin, Scheduler):
 
 class OmniAsyncScheduler(OmniSchedulerMixin, AsyncScheduler):
     """For scheduling a step ahead of the device (CUDA)."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a request claims from its first job to its end.
+
+    Args:
+        request_id: the same in all of its jobs.
+        held_bytes: kept between its jobs (`DiffusionStream.held_bytes`).
+        job_bytes: the most that one of its jobs holds and needs in a step.
+    """
+
+    request_id: str
+    held_bytes: int
+    job_bytes: int
+
+
+class DeviceBudget:
+    """Decides which jobs are in the next step.
+
+    For each step: `begin_step`, then in order of precedence `takes` for each job in progress and `admits` for each that
+    waits.
+
+    Args:
+        limit_bytes: the budget.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.step_bytes = 0  # needed by the step that was put together last
+        self.deferred = 0  # jobs that it left out for lack of room
+        self.deferrals = 0  # jobs left out of all steps so far
+        self._claims: dict[str, Claim] = {}
+        self._jobs: dict[str, DiffusionJob] = {}
+        self._alone = True  # nothing is in the step yet
+        self._admits_jobs = True
+        self._admits_requests = True
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held for the requests that were admitted and the jobs in progress."""
+        return sum(claim.held_bytes for claim in self._claims.values()) + sum(
+            job.held_bytes for job in self._jobs.values()
+        )
+
+    def begin_step(self) -> None:
+        """Forget what the step before needed, but not what is held."""
+        self.step_bytes = self.deferred = 0
+        self._alone = self._admits_jobs = self._admits_requests = True
+
+    def takes(self, job: DiffusionJob, step: int) -> bool:
+        """Whether step number `step`, from 1, of a job in progress fits; if not, no job is admitted in this step."""
+        if step > job.num_steps:
+            return True  # asynchronous scheduling: its last step is in flight, and it needs no other
+        if not self._alone and self.held_bytes + self.step_bytes + job.bytes_at(step) > self.limit_bytes:
+            self._admits_jobs = False
+            return self._defer()
+        return self._take(job, step)
+
+    def admits(self, job_id: str, job: DiffusionJob, claim: Claim | None = None) -> bool:
+        """Whether a waiting job can take its first step.
+
+        Args:
+            claim: of the request that the job belongs to; None for a job that is a request of its own.
+        """
+        new = claim if claim is not None and claim.request_id not in self._claims else None
+        if not self._admits_jobs or (new is not None and not self._admits_requests):
+            return self._defer()
+        if new is not None and not self._fits_request(new):
+            # Later jobs still go on: what their requests hold is counted already, and only their end makes room.
+            self._admits_requests = False
+            return self._defer()
+        if not self._fits_job(job, new.held_bytes if new is not None else 0):
+            self._admits_jobs = False
+            return self._defer()
+        if new is not None:
+            self._claims[new.request_id] = new
+        self._jobs[job_id] = job
+        return self._take(job, 1)
+
+    def job_ended(self, job_id: str) -> None:
+        """Release what a job holds. Idempotent; ignores unknown ids."""
+        self._jobs.pop(job_id, None)
+
+    def request_ended(self, request_id: str) -> None:
+        """Release what a request keeps between its jobs. Idempotent; ignores unknown ids."""
+        self._claims.pop(request_id, None)
+
+    def statistics(self) -> BudgetStatistics:
+        """The figures for the metrics."""
+        return BudgetStatistics(self.limit_bytes, self.held_bytes, self.step_bytes, self.deferred, self.deferrals)
+
+    def _fits_request(self, claim: Claim) -> bool:
+        claims = [*self._claims.values(), claim]
+        held = sum(each.held_bytes for each in claims)
+        return len(claims) == 1 or held + max(each.job_bytes for each in claims) <= self.limit_bytes
+
+    def _fits_job(self, job: DiffusionJob, claimed: int) -> bool:
+        if self._alone and not self._jobs:
+            return True
+        dearest = max(each.most_bytes for each in (job, *self._jobs.values()))
+        needed = max(dearest, self.step_bytes + job.bytes_at(1))
+        return self.held_bytes + claimed + job.held_bytes + needed <= self.limit_bytes
+
+    def _take(self, job: DiffusionJob, step: int) -> bool:
+        self.step_bytes += job.bytes_at(step)
+        self._alone = False
+        return True
+
+    def _defer(self) -> bool:
+        self.deferred += 1
+        self.deferrals += 1
+        return False
+
+
+NO_LIMIT = 1 << 62
+
+
+class DiffusionMixin(StallMixin):
+    """Schedules jobs by earliest playback deadline, within the memory budget.
+
+    Jobs in progress and waiting ones are in one order, `choose` and `DeviceBudget` decide. A step takes `max_num_seqs`
+    jobs, and of those that count tokens as many as have `max_num_batched_tokens` together, or one; others in progress
+    keep their latents and skip it. While a long step is computed no other is scheduled, so that who comes meanwhile
+    does not wait for another one, too: asynchronous scheduling gains a millisecond or two, nothing beside such a step.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.budget = DeviceBudget(omni_options(self.vllm_config).get("latent_budget_bytes", NO_LIMIT))
+        self.places: int = self.vllm_config.scheduler_config.max_num_seqs
+        self._step_tokens: int = self.vllm_config.scheduler_config.max_num_batched_tokens
+        self._by_priority = self.vllm_config.scheduler_config.policy == "priority"
+        # vLLM would count jobs that skip a step, so that an urgent one could not enter.
+        self.max_num_running_reqs = self.max_num_active_reqs = NO_LIMIT
+        self.clock: Callable[[], float] = time.monotonic  # by which jobs are due
+        self._chosen: set[str] = set()
+
+    def release(self, request_id: str) -> None:
+        """Release what a request, of one job or several, has claimed of the budget. Idempotent; ignores unknown ids."""
+        self.budget.request_ended(request_id)
+        self._stalled = False
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step of the most urgent jobs that fit the budget."""
+        self.budget.begin_step()
+        running = {request.request_id for request in self.running}
+        unfinished = {request.request_id: request for request in (*self.running, *self.waiting) if _has_step(request)}
+        long = sum(map(_tokens_in_flight, self.running)) > LONG_STEP_TOKENS
+
+        tokens = 0  # in the step
+
+        def fits(request_id: str) -> bool:
+            nonlocal tokens
+            request = unfinished[request_id]
+            entry = diffusion_entry(request.sampling_params)
+            job: DiffusionJob = entry["diffusion"]
+            step = _next_step(request)
+            own = job.tokens_at(step)
+            # What is left out here is not short of memory, so the budget is not asked: it would hold back all others.
+            if tokens and own and tokens + own > self._step_tokens:
+                return False
+            if request_id in running:
+                fitting = self.budget.takes(job, step)
+            else:
+                fitting = self.budget.admits(request_id, job, entry.get("claim"))
+            tokens += own if fitting else 0
+            return fitting
+
+        pieces = [] if long else [self._piece(request) for request in unfinished.values()]
+        self._chosen = set(choose(pieces, self.clock(), self.places, fits))
+        for request in self.running:
+            if request.request_id in unfinished and request.request_id not in self._chosen:
+                self._leave_out(request)
+        return super().schedule(*args, **kwargs)
+
+    def _piece(self, request: Request) -> Piece[str]:
+        """The request's job, as `choose` sees it. Jobs that do not say when they are due are due at once."""
+        entry = diffusion_entry(request.sampling_params)
+        job: DiffusionJob = entry["diffusion"]
+        priority = request.priority if self._by_priority else 0
+        return Piece(request.request_id, priority, picture_due(entry.get("due", 0.0), job.all_tokens), job.share)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """vLLM calls this for every waiting request that it could admit; False leaves it waiting for this step."""
+        if not super()._handle_blocked_waiting_request(request):
+            return False
+        return request.request_id in self._chosen or diffusion_job(request.sampling_params) is None
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        # Every job ends here, whether finished, aborted or failed. The worker frees it before it computes again.
+        self.budget.job_ended(request.request_id)
+        return super()._free_request(request, *args, **kwargs)
+
+    def has_runnable(self) -> bool:
+        """Whether a step would do something: compute an unfinished request, or free a finished one in the worker.
+
+        False while requests wait for the budget, and what uses it up waits for input.
+        """
+        return not self._stalled and self.has_requests()
+
+    def omni_counts(self) -> dict[str, int]:
+        """Bytes that requests hold and that the last step needed, and jobs deferred in it."""
+        budget = self.budget
+        return {"held_bytes": budget.held_bytes, "step_bytes": budget.step_bytes, "deferred": budget.deferred}
+
+
+def _has_step(request: Request) -> bool:
+    """Whether the request is a job with a step to do. The last one may be in flight: asynchronous scheduling."""
+    job = diffusion_job(request.sampling_params)
+    return job is not None and _next_step(request) <= job.num_steps
+
+
+def _tokens_in_flight(request: Request) -> int:
+    """Tokens of the request's step that the device has not completed; 0 if there is none, or its model counts none."""
+    job = diffusion_job(request.sampling_params)
+    return job.tokens_at(_next_step(request) - 1) if job is not None and request.num_output_placeholders else 0
+
+
+def _next_step(request: Request) -> int:
+    """The denoise step, from 1, that the request's next scheduled token stands for; its prompt is the first."""
+    return max(request.num_computed_tokens - request.num_prompt_tokens + 1, 0) + 1
+
+
+class DiffusionScheduler(DiffusionMixin, Scheduler):
+    """For synchronous scheduling."""
+
+
+class DiffusionAsyncScheduler(DiffusionMixin, AsyncScheduler):
+    """For scheduling a step ahead of the device."""

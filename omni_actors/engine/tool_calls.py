@@ -16,8 +16,7 @@ from vllm.tokenizers import TokenizerLike
 from vllm.tool_parsers import ToolParserManager
 
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, suggest
-from omni_actors.protocol.payloads import StructuredOutputs
-from omni_actors.protocol.tools import ToolCallPiece, Tools, function_of
+from omni_actors.protocol.payloads import StructuredOutputs, ToolCallPiece, Tools, function_of
 
 
 def parser_class(name: str, tokenizer: TokenizerLike) -> type[Parser]:

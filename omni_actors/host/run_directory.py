@@ -1,4 +1,4 @@
-"""The run directory: holds all socket files and logs of a pipeline on one host. Swept at start, cleared at exit."""
+"""The run directory of a pipeline, paths in it, and how commands find running pipelines."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -16,8 +18,143 @@ import msgspec
 import psutil
 
 from omni_actors.errors import ConfigError
-from omni_actors.host import registry, segments
-from omni_actors.host.paths import check_folder_can_be_made, check_own_folder, expanded
+from omni_actors.host import segments
+
+
+def user_cache() -> Path:
+    """This package's folder in the user's cache; it need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "omni_actors"
+
+
+def expanded(name: str | Path, where: str, base: Path | None = None) -> Path:
+    """Return a path with `~` replaced, absolute.
+
+    Args:
+        where: what names the path: a flag, or a key of the YAML.
+        base: folder to which a relative path belongs; the current one if `None`.
+
+    Raises:
+        ConfigError: it cannot be a path.
+    """
+    if "\0" in str(name):
+        raise ConfigError(f"{where}: {str(name)!r} holds a NUL character, which no path can.")
+    try:
+        path = ((base or Path()) / Path(name).expanduser()).absolute()
+        path.exists()  # for the errors of names that are too long
+    except RuntimeError as error:  # `~name` of an unknown user
+        raise ConfigError(f"{where}: there is no home folder for {str(name)!r}.") from error
+    except OSError as error:
+        raise ConfigError(f"{where}: {_short(str(name))} cannot be a path: {error.strerror}.") from error
+    return path
+
+
+def check_readable(path: Path, where: str) -> int:
+    """Raise `ConfigError` unless `path` is a file that can be read; returns its size in bytes."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not make us wait
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot read {path}: {error.strerror}.") from error
+    try:
+        found = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{where}: {path} is not a regular file.")
+    return found.st_size
+
+
+def check_file_can_be_written(path: Path, where: str) -> None:
+    """Raise `ConfigError` unless a file could be written at `path`. Writes nothing."""
+    if path.is_dir():
+        raise ConfigError(f"{where}: {path} is a folder.", hint="Give the name of a file.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{where}: there is no folder {path.parent}.", hint="Make it first.")
+    target = path if path.exists() else path.parent
+    if not os.access(target, os.W_OK if target == path else os.W_OK | os.X_OK):
+        raise ConfigError(f"{where}: {target} is not writable for this user.")
+
+
+def check_folder_can_be_made(path: Path, where: str) -> None:
+    """Raise `ConfigError` unless `path` is a folder that can be written to, or could be made. Makes nothing."""
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ConfigError(f"{where}: {existing} is not a folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{where}: {existing} is not writable for this user.")
+
+
+def check_own_folder(folder: Path, what: str) -> None:
+    """Raise `ConfigError` for a folder in which others may work, such as /tmp, and for one (or a link) that is theirs.
+
+    Args:
+        what: what the folder is, as a message begins.
+    """
+    for status in (folder.lstat(), folder.stat()):
+        if status.st_uid not in (os.geteuid(), 0):
+            raise ConfigError(
+                f"{what} {folder} belongs to user {status.st_uid}, and this process is of user {os.geteuid()}.",
+                hint="Choose another folder, or start as its owner.",
+            )
+    if folder.stat().st_mode & 0o022:
+        raise ConfigError(
+            f"{what} {folder} can be written to by others.",
+            hint=f"Choose a folder for this alone, or: chmod go-w {folder}",
+        )
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= 80 else f"{name[:80]}...")
+
+
+LISTED = "listed"  # in a run directory: a link back to its link, as other processes may have other temporary folders
+
+
+def add(run_directory: Path) -> Path:
+    """List a run directory and return its link. Raises `OSError` if the folder of links cannot be used."""
+    folder = Path(tempfile.gettempdir()) / f"omni-actors-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not _is_ours(folder):
+        raise PermissionError(f"others may write to {folder}")
+    remove(run_directory)
+    folder.mkdir(mode=0o700, exist_ok=True)  # the line above removes an empty one
+    link = folder / f"{os.getpid()}-{run_directory.name}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(run_directory)
+    (run_directory / LISTED).symlink_to(link)
+    return link
+
+
+def remove(run_directory: Path) -> None:
+    """List a run directory no longer. Idempotent."""
+    back = run_directory / LISTED
+    with contextlib.suppress(OSError):  # it is not listed
+        forget(Path(os.readlink(back)))
+        back.unlink()
+
+
+def forget(link: Path) -> None:
+    """Remove a link, and the folder of links when it is empty. Idempotent."""
+    with contextlib.suppress(OSError):  # others are in it, or another process was faster
+        link.unlink(missing_ok=True)
+        link.parent.rmdir()
+
+
+def entries() -> Iterator[tuple[Path, Path]]:
+    """All links with what they lead to; of a killed launcher, that may be gone."""
+    folder = Path(tempfile.gettempdir()) / f"omni-actors-{os.geteuid()}"
+    with contextlib.suppress(OSError):  # nothing was ever listed, or a link has just been removed
+        if _is_ours(folder):
+            for link in sorted(folder.iterdir()):
+                yield link, Path(os.readlink(link))
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether no one else can have put links there: others may write to the folder that holds it."""
+    status = folder.lstat()
+    return status.st_uid == os.geteuid() and not folder.is_symlink() and not status.st_mode & 0o022
+
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +163,11 @@ LONGEST_SOCKET_NAME = 60
 LOCK = "lock"
 LOCK_SECONDS = 0.5  # the stages of a killed launcher hold its lock for a moment while they clean up
 TOUCH_SECONDS = 3600.0  # between two touches of all files, which cleaners of /tmp remove once they are days old
-DEMAND_PREFIX = "demand-"  # of the stages' demand flags (stage/device_priority.py)
+DEMAND_PREFIX = "demand-"  # of the stages' demand flags (stage/sound.py)
 SEGMENTS = "segments"  # list of the shared memory that the replicas hold (segments.py)
 SCRATCH_PREFIX = "scratch-"  # of the folders with temporary files of engines that leave some (`scratch_folder`)
 FORK_SERVER_PREFIX = "pymp-"  # of the folder that multiprocessing makes for its fork server's socket
-FLEET = "fleet.json"  # what a restarted coordinator must know (coordinator/memory_file.py)
+FLEET = "fleet.json"  # what a restarted coordinator must know (coordinator/shell.py)
 RUNNING = "pipeline.json"  # who runs here, for the commands that look for a pipeline
 MPS_PREFIX = "mps-"  # of the folder with the pipes of an MPS daemon (launcher/mps.py)
 
@@ -126,7 +263,7 @@ class RunDirectory:
         """Let `running` find this pipeline."""
         try:
             (self.path / RUNNING).write_bytes(msgspec.json.encode(Running(name, endpoint, os.getpid(), keys)))
-            self._link = registry.add(self.path)
+            self._link = add(self.path)
         except OSError as error:
             logger.warning("commands have to be given the endpoint, as the pipeline cannot be listed: %s", error)
 
@@ -182,7 +319,7 @@ class RunDirectory:
             _clear(self._lock, self.path, everything=self.temporary and not self.keep)
         else:
             if self._link is not None:
-                registry.forget(self._link)
+                forget(self._link)
             with contextlib.suppress(OSError):  # what `expect_removal` made
                 self.path.rmdir()
         self._lock.close()
@@ -225,7 +362,7 @@ def _clear(lock: IO[str], path: Path, everything: bool) -> None:
     with lock:
         if everything:
             segments.remove_listed(path / SEGMENTS)
-            registry.remove(path)
+            remove(path)
             # Under another name first, or a process that ends now would make its lock file in a half-empty folder.
             shutil.rmtree(path.rename(path.with_name(f".{path.name}.gone")), ignore_errors=True)
         else:
@@ -259,7 +396,7 @@ def _is_file(file: IO[str], path: Path) -> bool:
 def _sweep(path: Path) -> None:
     """Remove sockets, also those of the fork server and of MPS, the stages' files, and shared memory that is listed."""
     segments.remove_listed(path / SEGMENTS)
-    registry.remove(path)
+    remove(path)
     for entry in path.iterdir():
         if entry.is_socket() or entry.name in (RUNNING, FLEET) or entry.name.startswith(DEMAND_PREFIX):
             entry.unlink(missing_ok=True)
@@ -270,16 +407,16 @@ def _sweep(path: Path) -> None:
 def running() -> list[Running]:
     """This user's pipelines on this host. Forgets those whose launcher has ended."""
     found = []
-    for link, path in registry.entries():
+    for link, path in entries():
         try:
             pipeline = msgspec.json.decode((path / RUNNING).read_bytes(), type=Running)
         except (OSError, msgspec.DecodeError):  # it has ended, and its folder with it
-            registry.forget(link)
+            forget(link)
             continue
         if psutil.pid_exists(pipeline.pid):
             found.append(pipeline)
         else:
-            registry.forget(link)
+            forget(link)
     return found
 
 

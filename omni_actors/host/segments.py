@@ -2,7 +2,7 @@
 
 Engines, and the libraries below them, name their segments as they like, and a process that is killed removes none of
 them. So the names are neither guessed nor prescribed: a launcher watches which segments appear and looks which of its
-replicas holds each (`launcher/segment_ledger.py`). A list of those lies in the run directory, for the processes that
+replicas holds each (`launcher/replica_processes.py`). A list of those lies in the run directory, for the processes that
 clean up after a launcher that was killed itself. A segment counts as the same only with the same inode.
 """
 

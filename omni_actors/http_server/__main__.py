@@ -20,8 +20,8 @@ from omni_actors.errors import ConfigError
 from omni_actors.host.addresses import is_endpoint
 from omni_actors.host.processes import EXIT_OK, EXIT_USAGE, die_with_parent, raise_file_limit
 from omni_actors.http_server.app import create_app
-from omni_actors.http_server.bounded_websocket import bounded_websocket
-from omni_actors.http_server.connections import RESERVED_FILES, bounded_protocol
+from omni_actors.http_server.bodies import BodyBytes
+from omni_actors.http_server.connections import RESERVED_FILES, bounded_protocol, bounded_websocket
 from omni_actors.http_server.settings import (
     SPEC_FLAG,
     HttpServerSpec,
@@ -32,7 +32,6 @@ from omni_actors.http_server.settings import (
     server_settings,
     url,
 )
-from omni_actors.http_server.shares import BodyBytes
 from omni_actors.transport.curve import load_keys
 
 KEEP_ALIVE_SECONDS = 30

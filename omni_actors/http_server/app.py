@@ -1,42 +1,309 @@
-"""The ASGI application: its routes, what they answer to errors, and their OpenAPI document."""
+"""The HTTP application: its routes, the checks of every request, and what it says about itself."""
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import functools
+import hmac
 import inspect
+import logging
 import re
+import time
+import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import Annotated, Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from omni_actors import __version__
-from omni_actors.errors import OmniError
-from omni_actors.http_server import chat, completions, files, images, responses, speech, status, transcriptions, voices
-from omni_actors.http_server.bodies import REFERENCE, FormBody, JsonBody
-from omni_actors.http_server.decoding import decode
-from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.fetch import Fetcher
-from omni_actors.http_server.middleware import RequestMiddleware
-from omni_actors.http_server.realtime import route as realtime
+from omni_actors.errors import ErrorCode, InvalidRequest, OmniError
+from omni_actors.host.addresses import is_loopback
+from omni_actors.http_server import chat, images, responses, speech, state
+from omni_actors.http_server.bodies import REFERENCE, RESERVATION, BodyBytes, FormBody, JsonBody, Reservation, decode
+from omni_actors.http_server.errors import STOPPING, HttpError, bad_field
+from omni_actors.http_server.media import Fetcher
+from omni_actors.http_server.realtime import connection as realtime
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.shares import BodyBytes
-from omni_actors.http_server.state import ServerState, json_response
+from omni_actors.http_server.state import ServerState, json_response, readiness
 from omni_actors.logs import get_logger, trace_of
+from omni_actors.protocol.fields import TRACEPARENT
 from omni_actors.protocol.payloads import StageParams
+from omni_actors.telemetry.endpoint import render
+from omni_actors.telemetry.metrics import HTTP_TABLE
+from omni_actors.telemetry.timeline import as_json
+
+PIPELINE_FIELDS = ("pipeline", "modalities", "parameters", "speech", "outputs", "sample_rate", "healthy", "in_flight")
+STAGE_FIELDS = ("stage", "replica", "state", "spare", "joining", "leaving", "in_flight", "counts")
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def health(request: Request, state: ServerState) -> Response:
+    """200 if every replica is ready, else 503 with the names of those that are not."""
+    description, missing = await readiness(state)
+    if description is not None and not missing:
+        return json_response({"status": "ok"})
+    return json_response(
+        {"status": "unavailable" if description is None else "degraded", "missing": missing}, 503, {"retry-after": "1"}
+    )
+
+
+async def models(request: Request, state: ServerState) -> Response:
+    """The names under which the pipeline's model is served, and its LoRA adapters, whose parent it is."""
+    description = await state.describe()
+    names = state.model_names(description)
+    adapters = [_model(name, state, names[0]) for name in description.adapters]
+    return json_response({"object": "list", "data": [*(_model(name, state) for name in names), *adapters]})
+
+
+async def model(request: Request, state: ServerState) -> Response:
+    """One of these models."""
+    name = request.path_params["name"]
+    description = await state.describe()
+    parent = state.model_names(description)[0] if name in description.adapters else None
+    return json_response(_model(state.model_name(name, description), state, parent))
+
+
+def _model(name: str, state: ServerState, parent: str | None = None) -> dict[str, Any]:
+    """OpenAI's fields, then those of vLLM's that its tools need (`vllm bench serve` reads `root`)."""
+    of_openai = {"id": name, "object": "model", "created": state.started, "owned_by": "omni_actors"}
+    return {**of_openai, "root": name, "parent": parent}
+
+
+async def status(request: Request, state: ServerState) -> Response:
+    """The state of the pipeline and its replicas, as the web page shows it."""
+    description = await state.describe()
+    voices = [*description.voices, *(voice.name for voice in await asyncio.to_thread(state.voices.all))]
+    stages = [{name: getattr(stage, name) for name in STAGE_FIELDS} for stage in description.stages]
+    pipeline = {name: getattr(description, name) for name in PIPELINE_FIELDS}
+    return json_response({**pipeline, "models": state.model_names(description), "voices": voices, "stages": stages})
+
+
+async def metrics(request: Request, state: ServerState) -> Response:
+    """Prometheus text of the whole pipeline, and of this server."""
+    own = render(state.realtime.meters, HTTP_TABLE)
+    return Response(await state.client.metrics() + own, media_type=METRICS_TYPE)
+
+
+class RecentQuery(msgspec.Struct):
+    """The query of GET /v1/requests."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=200)] = 20
+
+
+async def recent_timelines(request: Request, state: ServerState, query: RecentQuery) -> Response:
+    """Timelines of the requests that ended last, the newest first."""
+    return json_response(
+        {"object": "list", "data": [as_json(timeline) for timeline in await state.client.recent(query.limit)]}
+    )
+
+
+async def timeline(request: Request, state: ServerState) -> Response:
+    """The timeline of a running request or of one of the last 200 that ended."""
+    try:
+        return json_response(as_json(await state.client.timeline(request.path_params["request_id"])))
+    except InvalidRequest as error:
+        raise HttpError(404, error.message, param="request_id", code="not_found") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The web page
+
+MEDIA_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}  # other files are not served
+PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' blob: data:; "
+        "media-src 'self' blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types dompurify"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def _files(folder: Traversable, path: str) -> dict[str, Traversable]:
+    """The files of a folder and of those in it, by the path of their URL."""
+    found: dict[str, Traversable] = {}
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found |= _files(entry, f"{path}{entry.name}/")
+        elif entry.name.rpartition(".")[2] in MEDIA_TYPES:
+            found[f"{path}{entry.name.removesuffix('index.html')}"] = entry
+    return found
+
+
+PAGE_FILES = _files(resources.files("omni_actors.http_server") / "page", "/")
+
+
+async def page(request: Request) -> Response:
+    """One of the page's files."""
+    file = PAGE_FILES[request.url.path]
+    media_type = MEDIA_TYPES[file.name.rpartition(".")[2]]
+    return Response(file.read_bytes(), media_type=media_type, headers=PAGE_HEADERS)
+
 
 logger = get_logger(__name__)
+
+OPEN_PATHS = frozenset({*PAGE_FILES, "/health"})  # no key needed: they hold no secrets and cause no work
+VALID_TRACEPARENT = re.compile(TRACEPARENT)
+KEY_SUBPROTOCOL = "openai-insecure-api-key."  # as OpenAI's pages send it
+SWITCHING_PROTOCOLS = 101
+BEGINNINGS = frozenset({"http.response.start", "websocket.accept", "websocket.http.response.start"})
+PIECE_BYTES = 65_536  # of an answer that are written at once
+POLLED_PATHS = frozenset({"/v1/status", "/health", "/metrics"})  # logged at debug only
+
+
+class RequestMiddleware:
+    """ASGI middleware around the whole application.
+
+    Puts `request_id` (for logs and the response's `x-request-id`) and `traceparent` (the caller's W3C trace context if
+    it is valid, else `None`) into the scope's state.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, bodies: BodyBytes | None = None) -> None:
+        self._app = app
+        self._settings = settings
+        self._bodies = bodies or BodyBytes(settings.bodies_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request or WebSocket; lifespan events pass through untouched."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = uuid.uuid4().hex
+        traceparent = headers.get("traceparent", "").strip()
+        scope.setdefault("state", {}).update(
+            request_id=request_id, traceparent=traceparent if VALID_TRACEPARENT.match(traceparent) else None
+        )
+        began = time.monotonic()
+        status = 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] in BEGINNINGS:
+                status = message.get("status", SWITCHING_PROTOCOLS)
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self._check_and_run(scope, headers, receive, answer)
+        except asyncio.CancelledError:  # by uvicorn, at the end of the time that a stop gives to requests
+            if status or scope["type"] == "websocket":
+                raise
+            await HttpError(503, STOPPING, code=ErrorCode.STAGE_UNAVAILABLE).response()(scope, receive, answer)
+        finally:
+            quiet = scope["path"] in POLLED_PATHS and status < 500
+            level, method = logging.DEBUG if quiet else logging.INFO, scope.get("method", "WEBSOCKET")
+            what = (method, _printable(scope["path"][:200]), status, time.monotonic() - began)
+            logger.log(level, "%s %s %d in %.3f s", *what, extra={"request_id": request_id})
+
+    async def _check_and_run(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        reservation = Reservation(self._bodies)
+        RESERVATION.set(reservation)
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                reservation.release()  # first: the client's next request may come at once
+                rest = memoryview(message.get("body", b""))
+                while len(rest) > PIECE_BYTES:  # uvicorn would hold all of it until the client has read it
+                    await send({"type": "http.response.body", "body": rest[:PIECE_BYTES], "more_body": True})
+                    rest = rest[PIECE_BYTES:]
+                message = {**message, "body": rest}
+            await send(message)
+
+        try:
+            self._check_host(headers)
+            self._check_origin(scope, headers)
+            self._check_key(scope["path"], headers)
+        except HttpError as error:
+            if scope["type"] == "websocket":
+                await WebSocket(scope, receive, send).send_denial_response(error.response())
+            else:
+                await error.response()(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, answer)
+        finally:
+            reservation.release()
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def _check_host(self, headers: Headers) -> None:
+        """Refuse a foreign page whose name resolves to this machine: its requests have its own name as Host."""
+        if len(headers.getlist("host")) > 1:
+            raise HttpError(400, "The request has more than one Host header.", code="invalid_http")
+        if not self._settings.check_host:
+            return
+        host = headers.get("host", "")
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            name = ""
+        if not is_loopback(name):
+            message = (
+                "This server has no API key, so it answers only to loopback names such as 127.0.0.1 and localhost."
+            )
+            raise HttpError(403, message, code="host_not_allowed")
+
+    def _check_origin(self, scope: Scope, headers: Headers) -> None:
+        """Refuse what the page of another site sends to a server without a key.
+
+        Browsers ask in advance before they send JSON to another site, but not before forms and files.
+        """
+        if self._settings.api_key is not None:
+            return
+        origin = headers.get("origin")
+        allowed = self._settings.cors_origins
+        if origin is not None and (origin in allowed or "*" in allowed):
+            return
+        own = origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+        # A link on another site may lead to the page.
+        linked = scope.get("method") in ("GET", "HEAD") and scope["path"] in OPEN_PATHS
+        if not own or (headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not linked):
+            message = "This server has no API key, so it answers no web page of another site; the section http of the "
+            message += "configuration can name the site in cors_origins."
+            raise HttpError(403, message, code="origin_not_allowed")
+
+    def _check_key(self, path: str, headers: Headers) -> None:
+        key = self._settings.api_key
+        if key is None or path in OPEN_PATHS:
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if not given:
+            scheme, given = "bearer", _key_of_subprotocols(headers)
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
+            message = "The API key is missing or wrong: send Authorization: Bearer KEY."
+            raise HttpError(401, message, code="invalid_api_key")
+
+
+def _key_of_subprotocols(headers: Headers) -> str:
+    """The key that a browser sends for a WebSocket, to which its pages can add no header. Empty if there is none."""
+    for name in headers.get("sec-websocket-protocol", "").split(","):
+        if name.strip().startswith(KEY_SUBPROTOCOL):
+            return name.strip().removeprefix(KEY_SUBPROTOCOL)
+    return ""
+
+
+def _printable(path: str) -> str:
+    """The path as it may stand in a log: %0A in a URL must not begin a line."""
+    return path if path.isprintable() else ascii(path)
+
 
 PREFIX = "/v1"
 REALTIME = "/v1/realtime"
@@ -99,27 +366,27 @@ ENDPOINTS = (
     Endpoint("POST", "/v1/responses", responses.create, responses.BODY),
     Endpoint("GET", "/v1/responses/{response_id}", responses.retrieve),
     Endpoint("DELETE", "/v1/responses/{response_id}", responses.delete),
-    Endpoint("POST", "/v1/completions", completions.completions, completions.BODY),
+    Endpoint("POST", "/v1/completions", chat.completions, chat.BODY),
     Endpoint("POST", "/v1/audio/speech", speech.speech, speech.BODY),
-    Endpoint("GET", "/v1/audio/voices", voices.voices),
-    Endpoint("POST", "/v1/audio/voices", voices.create, voices.BODY),
-    Endpoint("GET", "/v1/audio/voices/{name}", voices.voice),
-    Endpoint("DELETE", "/v1/audio/voices/{name}", voices.delete),
-    Endpoint("POST", "/v1/audio/transcriptions", transcriptions.transcriptions, transcriptions.TRANSCRIPTION),
-    Endpoint("POST", "/v1/audio/translations", transcriptions.translations, transcriptions.TRANSLATION),
+    Endpoint("GET", "/v1/audio/voices", speech.voices),
+    Endpoint("POST", "/v1/audio/voices", speech.create, speech.BODY),
+    Endpoint("GET", "/v1/audio/voices/{name}", speech.voice),
+    Endpoint("DELETE", "/v1/audio/voices/{name}", speech.delete),
+    Endpoint("POST", "/v1/audio/transcriptions", speech.transcriptions, speech.TRANSCRIPTION),
+    Endpoint("POST", "/v1/audio/translations", speech.translations, speech.TRANSLATION),
     Endpoint("POST", "/v1/images/generations", images.generations, images.GENERATION),
     Endpoint("POST", "/v1/images/edits", images.edits, images.EDIT),
-    Endpoint("POST", "/v1/files", files.upload, files.BODY),
-    Endpoint("GET", "/v1/files", files.files),
-    Endpoint("GET", "/v1/files/{file_id}", files.file),
-    Endpoint("DELETE", "/v1/files/{file_id}", files.delete),
-    Endpoint("GET", "/health", status.health),
-    Endpoint("GET", "/metrics", status.metrics),
-    Endpoint("GET", "/v1/models", status.models),
-    Endpoint("GET", "/v1/models/{name:path}", status.model),
-    Endpoint("GET", "/v1/status", status.status),
-    Endpoint("GET", "/v1/requests", status.recent_timelines, query=status.RecentQuery),
-    Endpoint("GET", "/v1/requests/{request_id}/timeline", status.timeline),
+    Endpoint("POST", "/v1/files", state.upload, state.BODY),
+    Endpoint("GET", "/v1/files", state.files),
+    Endpoint("GET", "/v1/files/{file_id}", state.file),
+    Endpoint("DELETE", "/v1/files/{file_id}", state.delete),
+    Endpoint("GET", "/health", health),
+    Endpoint("GET", "/metrics", metrics),
+    Endpoint("GET", "/v1/models", models),
+    Endpoint("GET", "/v1/models/{name:path}", model),
+    Endpoint("GET", "/v1/status", status),
+    Endpoint("GET", "/v1/requests", recent_timelines, query=RecentQuery),
+    Endpoint("GET", "/v1/requests/{request_id}/timeline", timeline),
 )
 
 
@@ -161,7 +428,7 @@ def create_routes(
     for operation in ENDPOINTS:
         by_path[operation.path][operation.method] = operation
     routes = [_route(path, operations) for path, operations in by_path.items()]
-    routes += [Route(path, status.page) for path in status.PAGE_FILES]
+    routes += [Route(path, page) for path in PAGE_FILES]
     routes += [Route("/openapi.json", _openapi), Route(REALTIME, _no_websocket)]
     answer: Any = _answer  # which takes requests and WebSockets
     app = Starlette(

@@ -1,22 +1,516 @@
-"""The body of a request: received within limits, decoded into a struct, and described for OpenAPI."""
+"""Bodies of requests: bounded while they arrive, decoded into structs, with the field at fault named.
+
+The decoder stops at the first error. Its messages quote what was sent; those made here do not, and they name the values
+or fields that would be right, which the type's JSON schema knows.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from typing import Any, Generic, NamedTuple, TypeVar
+import binascii
+import difflib
+import functools
+import hashlib
+import ipaddress
+import re
+import secrets
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Meta, Raw, Struct, defstruct, field, json
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
-from omni_actors.http_server.decoding import MAX_VALUES, SHORT, check_bounds, decode
-from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.fields import Ignored, Strict, ignoring, refuse_effects
+from omni_actors.errors import suggest
+from omni_actors.http_server.errors import HttpError, bad_field, too_large
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.shares import reserve
+from omni_actors.protocol.fields import Priority, Seed
+from omni_actors.protocol.payloads import StageParams
 
-T = TypeVar("T", bound=Strict)
+T = TypeVar("T")
+
+# Bounds of JSON, checked before it is decoded.
+MAX_VALUES = 100_000  # members of objects and items of lists, after the first one of each
+MAX_TOKEN_VALUES = 1_100_000  # the same where a list of token ids may be among them
+MAX_CONTAINERS = 20_000  # lists and objects
+MAX_TEXT_BYTES = 16 << 20  # all but media
+MAX_QUOTES = 1_000_000  # around strings and in them
+SHORT = 32_768  # bytes of a body that cannot exceed any of these
+
+SEPARATORS = (b",", b":")
+MEDIA_KEYS = frozenset({b"data", b"url", b"file_data", b"image_url"})  # whose strings are not decoded with the rest
+MEDIA_BYTES = 1024  # a shorter string counts as text under any key
+
+NAME_CHARACTERS = 100  # of an unknown field, in a message
+PATH = re.compile(r"\$((?:\.\w+|\[\d+\]|\[\.\.\.\])+)")  # as msgspec writes it: $.messages[0].content
+EXPECTED = re.compile(
+    r"Expected `(?P<kinds>[\w |]+)`(?P<length> of length)?"
+    r"(?: (?P<relation>[<>]=?) (?P<limit>\S+?)(?:\.0)?)?(?:, got `(?P<got>\w+)`)?"
+)
+RELATIONS = {"<=": "of at most {}", ">=": "of at least {}", "<": "below {}", ">": "above {}"}
+TYPES = {
+    "str": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+OF_A_KEY = "key` in `"
+STEP = re.compile(r"\.(\w+)|\[")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bounds of JSON
+
+# The decoder holds the interpreter lock until it is done, and it counts the items of a list only when it has made them.
+# `check_bounds` goes from quotation mark to quotation mark, and other threads can run in between.
+
+
+def check_bounds(body: bytes, max_values: int) -> None:
+    """Raise `HttpError` 413 if decoding this JSON would take long. Whether it is valid is not looked at."""
+    if len(body) <= SHORT:
+        return
+    values = containers = text = position = begin = 0
+    inside = is_medium = False
+    key = b""
+    for _ in range(MAX_QUOTES):
+        quote = body.find(b'"', position)
+        end = quote if quote >= 0 else len(body)
+        if not inside:
+            between = body[position:end] if end - position <= MAX_TEXT_BYTES else b""
+            text += end - position
+            values += between.count(b",")
+            if between not in SEPARATORS:
+                containers += between.count(b"[") + between.count(b"{")
+            is_medium = key in MEDIA_KEYS and between.strip() == b":"
+            inside, begin = True, end + 1
+        elif quote < 0 or not _escaped(body, position, quote):
+            length = end - begin
+            text += 0 if is_medium and length > MEDIA_BYTES else length
+            key = body[begin:end] if length < MEDIA_BYTES else b""
+            inside = False
+        if text > MAX_TEXT_BYTES:
+            raise _beyond(f"{MAX_TEXT_BYTES} bytes without its media")
+        if values > max_values:
+            raise _beyond(f"{max_values} members of objects and items of lists")
+        if containers > MAX_CONTAINERS:
+            raise _beyond(f"{MAX_CONTAINERS} lists and objects")
+        if quote < 0:
+            return
+        position = quote + 1
+    raise _beyond(f"{MAX_QUOTES} quotation marks")
+
+
+def _escaped(body: bytes, start: int, quote: int) -> bool:
+    """Whether an odd number of backslashes, back to `start` at most, precedes the quotation mark."""
+    if body[quote - 1 : quote] != b"\\":
+        return False
+    before = body[start:quote]
+    return (len(before) - len(before.rstrip(b"\\"))) % 2 == 1
+
+
+def _beyond(what: str) -> HttpError:
+    return too_large(f"The body has more than {what}; send less in one request.", code="body_too_large")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# JSON into structs
+#
+# Messages of msgspec quote what was sent. Those made here do not, and name the values or fields that would be right,
+# which the type's JSON schema knows.
+
+
+def decode(data: bytes | msgspec.Raw, kind: type[T], where: str = "") -> T:
+    """Decode JSON. Raises `HttpError` 400 for the first error.
+
+    16.0 and "16" are accepted for 16, because some languages write their numbers so.
+
+    Args:
+        where: the field of the request that holds `data`, empty for the whole body.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _of(str(error), kind, where) from None
+    except RecursionError:
+        reason = "its lists and objects are nested too deeply"
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8"
+    except msgspec.DecodeError as error:
+        reason = str(error).removeprefix("JSON is malformed: ")
+        if reason == "Input data was truncated":
+            reason = "it ends too early, or a \\u escape lacks its other half"
+    message = f"The {where or 'body'} is not valid JSON: {reason}."
+    raise HttpError(400, message, param=where or None, code="invalid_json")
+
+
+def _of(message: str, kind: Any, where: str) -> HttpError:
+    """Translate an error of msgspec: what is wrong, then at which path."""
+    what, _, path = message.rpartition(" - at `")
+    in_a_key = path.startswith(OF_A_KEY)
+    path = path.removeprefix(OF_A_KEY)
+    found = PATH.fullmatch(path, 0, len(path) - 1) if what else None
+    path = found[1] if found else ""
+    if not found:
+        what = message
+    if what.startswith("Object contains unknown field `"):
+        name = what.partition("`")[2].removesuffix("`")[:NAME_CHARACTERS]
+        nearest = suggest(name, _fields(kind, path))
+        return _error(_join(where, f"{path}.{name}"), f"there is no such field.{nearest}", "unknown_parameter")
+    if what.startswith("Object missing required field `"):
+        name = what.partition("`")[2].removesuffix("`")
+        return _error(_join(where, f"{path}.{name}"), "the field is missing.", "missing_required_parameter")
+    if what.startswith("Invalid base64"):
+        return _error(_join(where, path), "this is not valid base64.", "invalid_base64")
+    if what.startswith("Invalid "):  # value or enum value
+        choices = _choices(kind, path)
+        if len(choices) == 1:
+            return _error(_join(where, path), f"must be {choices[0]!r}.")
+        given = what.partition("'")[2].removesuffix("'")[:NAME_CHARACTERS]
+        close = difflib.get_close_matches(given, [str(choice) for choice in choices], n=1, cutoff=0.5)
+        meant = f" Did you mean {close[0]!r}?" if close else ""
+        return _error(_join(where, path), f"must be one of {', '.join(map(repr, choices))}.{meant}")
+    return _error(_join(where, path), f"{'each key ' if in_a_key else ''}{in_words(what)}.")
+
+
+def in_words(what: str) -> str:
+    """Say in words what msgspec expects, such as "Expected `int | null`, got `str`"."""
+    found = EXPECTED.fullmatch(what)
+    if found is None:
+        return f"{what[:1].lower()}{what[1:].replace('`', '')}"
+    kinds = found["kinds"].split(" | ")
+    words = [TYPES.get(kind, kind) for kind in kinds]
+    wanted = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+    if found["relation"]:
+        unit = {"str": " character", "array": " item", "object": " member"}[kinds[0]] if found["length"] else ""
+        unit += "s" if unit and found["limit"] != "1" else ""
+        wanted += f" {RELATIONS[found['relation']].format(found['limit'] + unit)}"
+    got = f", not {TYPES.get(found['got'], found['got'])}" if found["got"] else ""
+    return f"must be {wanted}{got}"
+
+
+def _error(param: str, message: str, code: str = "invalid_value") -> HttpError:
+    return bad_field(param, f"{param}: {message}", code) if param else HttpError(400, f"body: {message}", code=code)
+
+
+def _join(where: str, path: str) -> str:
+    path = path.replace("[...]", "")  # msgspec does not say which key of a mapping
+    return f"{where}{path}" if where else path.removeprefix(".")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a type allows at a path
+
+
+def _fields(kind: Any, path: str) -> list[str]:
+    return sorted({name for node in _nodes(kind, path) for name in node.get("properties", ())})
+
+
+def _choices(kind: Any, path: str) -> list[Any]:
+    choices = (choice for node in _nodes(kind, path) for choice in node.get("enum", ()))
+    return [choice for choice in dict.fromkeys(choices) if choice is not None]
+
+
+def _nodes(kind: Any, path: str) -> list[dict[str, Any]]:
+    """The parts of the schema that describe what is at `path`, one for each branch of a union."""
+    schema = _schema(kind)
+    nodes = list(_branches(schema, schema))
+    for name in STEP.findall(path):
+        inner = [
+            node.get("properties", {}).get(name, {}) if name else node.get("items", node.get("additionalProperties"))
+            for node in nodes
+        ]
+        nodes = [branch for node in inner if isinstance(node, dict) for branch in _branches(node, schema)]
+    return nodes
+
+
+def _branches(node: dict[str, Any], schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if "$ref" in node:
+        node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+    for branch in node.get("anyOf", ()):
+        yield from _branches(branch, schema)
+    yield node
+
+
+@functools.cache
+def _schema(kind: Any) -> dict[str, Any]:
+    return msgspec.json.schema(kind)
+
+
+def base64_string(data: bytes) -> msgspec.Raw:
+    """Bytes in base64 as a string of JSON. msgspec takes twice as long for it, and does it on the server's loop."""
+    return msgspec.Raw(b'"%b"' % binascii.b2a_base64(data, newline=False))
+
+
+S = TypeVar("S", bound="Strict")
+
+MAX_TEXT = 4_000_000  # characters
+MAX_TOKENS = 1_000_000
+MAX_FREE_FORM = 65_536  # bytes of `stage_params` and of `metadata`
+MAX_IGNORED = 64  # bytes of a value that is ignored where others are refused
+NULLABLE_OBJECT = ["object", "null"]
+
+ABSENT: Any = field(default_factory=lambda: Raw(b"null"))  # a factory, because OpenAPI could not show the value
+
+BodyText = Annotated[str, Meta(max_length=MAX_TEXT)]
+OptionalText = BodyText | None
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+Timeout = Annotated[float, Meta(gt=0, le=86400)]
+Modalities = Annotated[list[str], Meta(min_length=1, max_length=8)]
+
+# A long string, such as base64, stays in the body until `media.py` reads it.
+LongString = Annotated[Raw, Meta(extra_json_schema={"type": "string"})]
+OptionalLongString = Annotated[Raw, Meta(extra_json_schema={"type": ["string", "null"]})]
+PARAMS_SCHEMA = {"$ref": "#/components/schemas/StageParams"}
+ParamsByStage = Annotated[Raw, Meta(extra_json_schema={"type": NULLABLE_OBJECT, "additionalProperties": PARAMS_SCHEMA})]
+Anything = Annotated[Raw, Meta(extra_json_schema={})]  # ignored
+Nothing = Annotated[list[Any], Meta(max_length=0)] | None
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fields of OpenAI's and vLLM's requests that are accepted and ignored, by name. `ANY` takes every value. The others ask
+# for what is not here: null and the listed values ask for nothing, and everything else is refused.
+
+ANY = None
+Ignored = Mapping[str, tuple[Any, ...] | None]
+
+
+def _only(names: str, *values: Any) -> dict[str, tuple[Any, ...] | None]:
+    return dict.fromkeys(names.split(), values)
+
+
+OF_OPENAI: Ignored = {
+    **dict.fromkeys(("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), ANY),
+    **_only("prompt_cache_options", {}),
+}
+OF_TEXTS: Ignored = {
+    **OF_OPENAI,
+    **dict.fromkeys(("user", "metadata", "store", "session_id", "truncation_side"), ANY),
+    **_only("cache_salt repetition_detection request_id thinking_token_budget truncate_prompt_tokens"),
+    **_only("echo return_mm_kwargs return_token_ids return_token_offsets return_tokens_as_token_ids", False),
+    **_only("use_beam_search watermarking", False),
+    **_only("length_penalty stream_interval", 1),
+    **_only("routed_experts_prompt_start", 0),
+    **_only("mm_payload", "tensors"),
+    **_only("logprob_token_ids", []),
+    **_only("ec_transfer_params kv_transfer_params vllm_xargs", {}),
+}
+OF_CHATS: Ignored = {
+    **OF_TEXTS,
+    **dict.fromkeys(("include_reasoning", "reasoning_effort", "verbosity"), ANY),
+    **_only("chat_template moderation prediction web_search_options"),
+    **_only("add_special_tokens continue_final_message return_prompt_text", False),
+    **_only("add_generation_prompt", True),
+    **_only("documents functions", []),
+    **_only("media_io_kwargs", {}),
+    **_only("function_call", "none", "auto"),
+    **_only("chat_template_kwargs", {}, {"enable_thinking": False}, {"add_generation_prompt": True}),
+}
+OF_COMPLETIONS: Ignored = {
+    **OF_TEXTS,
+    **_only("prompt_embeds"),
+    **_only("add_special_tokens", True),
+    **_only("best_of", 1),
+    **_only("suffix", ""),
+    **_only("mm_processor_kwargs", {}, {"use_audio_in_video": False}),
+}
+OF_RESPONSES: Ignored = {
+    **OF_OPENAI,
+    **_only("conversation max_tool_calls moderation prompt"),
+    **_only("background", False),
+    **_only("context_management", []),
+    **_only("reasoning", {}),
+    **_only("truncation", "disabled"),
+}
+OF_IMAGES: Ignored = {
+    **dict.fromkeys(("user", "safety_identifier", "moderation"), ANY),
+    **_only("complexity frame_count frame_duration_ms svg"),
+    **_only("response_format", "b64_json"),
+    **_only("quality", "auto", "standard"),
+}
+OF_NEW_IMAGES: Ignored = {**OF_IMAGES, **_only("style")}
+OF_EDITS: Ignored = {**OF_IMAGES, **_only("mask markup input_fidelity")}
+OF_TRANSCRIPTIONS: Ignored = _only("include keywords languages known_speaker_names known_speaker_references", [])
+
+INSTEAD = {
+    "chat_template": "The template is the model's own.",
+    "chat_template_kwargs": "The model's template takes no arguments.",
+    "continue_final_message": "The answer is always a message of its own.",
+    "conversation": "Use previous_response_id, or send the items again.",
+    "function_call": "Use tool_choice.",
+    "functions": "Use tools.",
+    "keywords": "Put them into prompt.",
+    "languages": "Give one as language.",
+    "mask": "Describe in the prompt what to change.",
+    "quality": "Use num_inference_steps.",
+    "request_id": "The response's x-request-id names the request.",
+    "response_format": "Pictures come as b64_json.",
+    "style": "Describe it in the prompt.",
+    "truncate_prompt_tokens": "A prompt that is too long is an error, never cut.",
+    "truncation": "A prompt that is too long is an error, never cut.",
+}
+
+
+class Strict(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """A part of a body; unknown fields are errors."""
+
+
+def ignoring(kind: type[S], ignored: Ignored) -> type[S]:
+    """Derive a struct that has the ignored fields beside its own."""
+    fields = []
+    for name, values in ignored.items():
+        # The order keeps Python from taking one of two equal types, such as those of [null, 0] and [null, false].
+        schema: dict[str, Any] = {} if values is ANY else {"enum": [*values, None]}
+        fields.append((name, Annotated[Raw, Meta(extra_json_schema=schema)], ABSENT))
+    options: dict[str, Any] = {"frozen": True, "kw_only": True, "module": kind.__module__}
+    derived = defstruct(kind.__name__, fields, bases=(kind,), namespace={"__doc__": kind.__doc__}, **options)
+    return derived  # type: ignore[return-value]  # which says nothing of the bases
+
+
+def refuse_effects(body: Strict, ignored: Ignored) -> None:
+    """Raise `HttpError` 400 for the first field that asks for what is not here."""
+    for name, values in ignored.items():
+        value: Raw = getattr(body, name)
+        if values is ANY or is_null(value):
+            continue
+        if len(memoryview(value)) <= MAX_IGNORED and decode(value, object) in values:
+            continue
+        only = " or ".join(json.encode(each).decode() for each in values)
+        hint = INSTEAD.get(name) or (f"Leave it out, or give {only}." if only else "Leave it out.")
+        raise bad_field(name, f"{name} is not supported. {hint}", "unsupported_parameter")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fields of all requests
+
+
+class Submission(Strict, frozen=True, kw_only=True):
+    """The fields of all requests that reach the pipeline."""
+
+    model: str | None = None  # the first of those that are served
+    seed: Seed | None = None
+    timeout: Timeout | None = None
+    priority: Priority | None = None
+
+
+class StagedSubmission(Submission, frozen=True, kw_only=True):
+    """The same with parameters by stage."""
+
+    stage_params: ParamsByStage = ABSENT
+
+    def params_by_stage(self) -> dict[str, StageParams]:
+        """Decode `stage_params`. Raises `HttpError` that names the stage and the field."""
+        return decoded_params(self.stage_params)
+
+
+def decoded_params(stage_params: Raw) -> dict[str, StageParams]:
+    """Parameters by stage. Raises `HttpError` that names the stage and the field."""
+    found = {}
+    for stage, params in (free_form(stage_params, dict[str, Raw], "stage_params") or {}).items():
+        where = f"stage_params.{stage[:64]}"
+        found[stage] = decode(params, StageParams, where)
+        if found[stage].prompt_logprobs is not None:  # most answers have no place for them
+            param = f"{where}.prompt_logprobs"
+            message = f"{param} is not supported. Give prompt_logprobs as a field of a chat or a text completion."
+            raise bad_field(param, message, "unsupported_parameter")
+    return found
+
+
+def free_form(value: Raw, kind: type[T], name: str) -> T | None:
+    """Decode a field of any form, such as `metadata`. Raises `HttpError` if it does not fit or is long."""
+    if len(memoryview(value)) > MAX_FREE_FORM:
+        raise bad_field(name, f"{name} is limited to {MAX_FREE_FORM} bytes.")
+    return None if is_null(value) else decode(value, kind, name)
+
+
+def is_null(value: Raw) -> bool:
+    """Whether a field is null, or absent."""
+    return bytes(memoryview(value)[:5]) == b"null"
+
+
+IPV6_NETWORK = 64  # bits; who has one of its addresses usually has them all
+
+
+class BodyBytes:
+    """Bytes of all requests that arrive or are handled."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+
+
+class Reservation:
+    """What one request takes of them."""
+
+    def __init__(self, bodies: BodyBytes) -> None:
+        self._bodies = bodies
+        self.size = 0
+
+    def add(self, size: int) -> None:
+        """Count a piece. Raises `HttpError` 503 if all requests together hold too many."""
+        if self._bodies.used + size > self._bodies.limit:
+            message = "The server holds too many bytes of other requests: try again."
+            raise HttpError(503, message, code="overloaded")
+        self.size += size
+        self._bodies.used += size
+
+    def settle(self, size: int) -> None:
+        """Hold this much from now on, without a refusal: what exceeds the limit makes the next `add` fail."""
+        self._bodies.used += size - self.size
+        self.size = size
+
+    def release(self) -> None:
+        """Give all of it back. Idempotent."""
+        self._bodies.used -= self.size
+        self.size = 0
+
+
+RESERVATION: ContextVar[Reservation] = ContextVar("reservation")  # of the request that this task handles
+
+
+def reserve(size: int) -> None:
+    """Count bytes for the request that this task handles, if it has a reservation. Raises as `Reservation.add`."""
+    if (reservation := RESERVATION.get(None)) is not None:
+        reservation.add(size)
+
+
+class TenantNames:
+    """Names of clients, among which slots are shared: told apart by address, which the pipeline does not learn."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+
+    def name(self, host: str) -> str:
+        """Return 16 hexadecimal digits for the address of a connection, "" for none."""
+        try:
+            address = ipaddress.ip_address(host.partition("%")[0])
+        except ValueError:
+            return ""
+        if isinstance(address, ipaddress.IPv6Address):
+            address = address.ipv4_mapped or ipaddress.ip_network((address, IPV6_NETWORK), strict=False).network_address
+        return hashlib.blake2b(address.packed, digest_size=8, key=self._secret).hexdigest()
+
+
+class Turns:
+    """Spreads work over turns of the event loop, so that other callbacks run in between.
+
+    A step of a vocoder ends with sound for many answers. To encode all of it in one turn would hold up every text that
+    arrives meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def take(self) -> None:
+        """Wait for a turn of the loop in which no other caller works. Callers come in the order of their calls."""
+        async with self._lock:
+            await asyncio.sleep(0)
+
+
+StrictT = TypeVar("StrictT", bound=Strict)
 REFERENCE = "#/components/schemas/{name}"
 JSON, FORM = "application/json", "multipart/form-data"
 
@@ -25,7 +519,7 @@ LIST = "[]"  # at the end of the name of each item of a list in a form
 MAX_FIELDS = 64  # of a form
 
 
-class JsonBody(Generic[T]):
+class JsonBody(Generic[StrictT]):
     """A body of JSON, decoded into a struct.
 
     Args:
@@ -33,17 +527,17 @@ class JsonBody(Generic[T]):
         max_values: members of objects and items of lists that a body may have.
     """
 
-    def __init__(self, kind: type[T], ignored: Ignored, max_values: int = MAX_VALUES) -> None:
+    def __init__(self, kind: type[StrictT], ignored: Ignored, max_values: int = MAX_VALUES) -> None:
         self.kind = ignoring(kind, ignored)
         self._ignored = ignored
         self._max_values = max_values
 
-    async def read(self, request: Request, settings: ServerSettings) -> T:
+    async def read(self, request: Request, settings: ServerSettings) -> StrictT:
         """Receive and decode the body. Raises `HttpError` for the first thing that is wrong with it."""
         body = await _received(request, settings, JSON)
         return self.decoded(body) if len(body) <= SHORT else await asyncio.to_thread(self.decoded, body)
 
-    def decoded(self, body: bytes) -> T:
+    def decoded(self, body: bytes) -> StrictT:
         """Decode the body. Raises `HttpError` 400 or 413."""
         check_bounds(body, self._max_values)
         fields = decode(body, self.kind)
@@ -56,15 +550,15 @@ class JsonBody(Generic[T]):
         return {"required": True, "content": {JSON: {"schema": schema}}}
 
 
-class Form(NamedTuple, Generic[T]):
+class Form(NamedTuple, Generic[StrictT]):
     """A form that a client has sent."""
 
-    fields: T
+    fields: StrictT
     files: list[bytes]
     names: list[str]
 
 
-class FormBody(Generic[T]):
+class FormBody(Generic[StrictT]):
     """A multipart body: one or several files, and fields that are decoded into a struct.
 
     Args:
@@ -73,14 +567,14 @@ class FormBody(Generic[T]):
         max_files: how many there may be, and at least one.
     """
 
-    def __init__(self, kind: type[T], ignored: Ignored, file: str = FILE, max_files: int = 1) -> None:
+    def __init__(self, kind: type[StrictT], ignored: Ignored, file: str = FILE, max_files: int = 1) -> None:
         self.kind = ignoring(kind, ignored)
         self._ignored = ignored
         self._file = file
         self._max_files = max_files
         self._names = (file,) if max_files == 1 else (file, f"{file}{LIST}")
 
-    async def read(self, request: Request, settings: ServerSettings) -> Form[T]:
+    async def read(self, request: Request, settings: ServerSettings) -> Form[StrictT]:
         """Receive and decode the body. Raises `HttpError` for the first thing that is wrong with it."""
         body = await _received(request, settings, FORM)
 

@@ -1,4 +1,8 @@
-"""Convert the content parts of OpenAI's messages to those of the client library, and check every limit."""
+"""Media of requests: content parts of OpenAI's messages, stored files, and URLs, every limit checked.
+
+The check is made on the very address that is then connected to, so a name that resolves differently the second time
+gains nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,24 @@ import asyncio
 import binascii
 import contextlib
 import dataclasses
+import ipaddress
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
+import httpcore
 import msgspec
 import numpy
 
 from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError
-from omni_actors.http_server.chat_messages import (
+from omni_actors.http_server.bodies import decode, reserve
+from omni_actors.http_server.errors import HttpError, bad_field, too_large
+from omni_actors.http_server.generation import (
     AnyMessage,
     AnyPart,
     AssistantMessage,
@@ -26,12 +39,7 @@ from omni_actors.http_server.chat_messages import (
     ToolMessage,
     VideoUrlPart,
 )
-from omni_actors.http_server.decoding import decode
-from omni_actors.http_server.errors import HttpError, bad_field, too_large
-from omni_actors.http_server.fetch import Fetcher
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.shares import reserve
-from omni_actors.http_server.stores import Store, UploadedFile
 from omni_actors.media.decoders import DecoderThreads, MediaDecoder
 from omni_actors.media.limits import (
     AUDIO_FILE,
@@ -46,13 +54,244 @@ from omni_actors.media.limits import (
 )
 from omni_actors.protocol.payloads import MEDIA_MODALITIES
 
+FETCH_SECONDS = 20.0
+HTTPS_PORT = 443
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
+GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+RESOLVERS = 8  # names that are looked up at a time: a slow name server must not take the threads that decode
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+
+
+class AddressRefused(Exception):
+    """A host name resolves to an address that must not be reached from here."""
+
+
+def is_public(address: str) -> bool:
+    """Whether an address belongs to the public internet, also when IPv4 is embedded in IPv6."""
+    parsed = ipaddress.ip_address(address)
+    if isinstance(parsed, ipaddress.IPv6Address):
+        embedded = parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo[1] if parsed.teredo else None)
+        if embedded is not None:
+            return is_public(str(embedded))
+        if parsed in NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)))
+        if parsed not in GLOBAL_UNICAST:  # `is_global` is also true of site-local and unassigned addresses
+            return False
+    return parsed.is_global and not parsed.is_multicast
+
+
+_resolvers = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="resolver")
+
+
+async def resolve(host: str, port: int) -> Sequence[str]:
+    """The addresses of a host name."""
+    found = await asyncio.get_running_loop().run_in_executor(
+        _resolvers, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    )
+    return [str(entry[4][0]) for entry in found]
+
+
+class CheckedBackend(httpcore.AsyncNetworkBackend):
+    """Connects only to addresses that pass `allowed`."""
+
+    def __init__(self, resolve: Resolve, allowed: Callable[[str], bool]) -> None:
+        self._resolve = resolve
+        self._allowed = allowed
+        self._backend = httpcore.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        """Connect to the address that was checked, so that no second look-up can give another.
+
+        Raises:
+            AddressRefused: one of the host's addresses is not allowed.
+            httpcore.ConnectError: the name does not resolve.
+        """
+        try:
+            addresses = await self._resolve(host, port)
+        except OSError as error:
+            raise httpcore.ConnectError(str(error)) from error
+        # One private address among public ones is not an accident: refuse the name altogether.
+        if not addresses or not all(self._allowed(address) for address in addresses):
+            raise AddressRefused(host)
+        return await self._backend.connect_tcp(addresses[0], port, timeout, local_address, socket_options)
+
+    async def connect_unix_socket(
+        self, path: str, timeout: float | None = None, socket_options: Iterable[Any] | None = None
+    ) -> httpcore.AsyncNetworkStream:
+        """Raise `AddressRefused`: no URL may reach a local socket."""
+        raise AddressRefused(path)
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait between attempts, in seconds."""
+        await self._backend.sleep(seconds)
+
+
+class Fetcher:
+    """Fetches media for requests.
+
+    Args:
+        hosts: allowed hosts in lower case; `.example.com` allows the subdomains of example.com too.
+        limit: maximum size in bytes.
+        ports: allowed ports.
+        trust, resolve, allowed: certificates, name resolution and address check. Tests replace them.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        limit: int,
+        *,
+        ports: Sequence[int] = (HTTPS_PORT,),
+        trust: ssl.SSLContext | None = None,
+        resolve: Resolve = resolve,
+        allowed: Callable[[str], bool] = is_public,
+    ) -> None:
+        self._hosts = hosts
+        self._limit = limit
+        self._ports = ports
+        self._trust = trust or (ssl.create_default_context() if hosts else None)
+        self._backend = CheckedBackend(resolve, allowed)
+
+    def check(self, url: str, param: str) -> None:
+        """Raise `HttpError` 400 unless this URL may be fetched."""
+        if not self._hosts:
+            message = "This server fetches no media by URL: send a data: URI, or have its operator set --media-host."
+            raise bad_field(param, message, "url_not_allowed")
+        try:
+            parts = urlsplit(url)
+            host, port = (parts.hostname or "").lower(), HTTPS_PORT if parts.port is None else parts.port
+        except ValueError:
+            raise bad_field(param, "This is not a valid URL.", "invalid_url") from None
+        if parts.scheme != "https":
+            raise bad_field(param, "Media are fetched over https only.", "url_not_allowed")
+        if parts.username is not None or parts.password is not None or port not in self._ports:
+            raise bad_field(param, "The URL must have no credentials and no unusual port.", "url_not_allowed")
+        if not url.isascii() or any(character.isspace() or character == "\\" for character in url):
+            message = "This is not a valid URL: escape spaces, backslashes and non-ASCII characters."
+            raise bad_field(param, message, "invalid_url")
+        if not any(host == name.removeprefix(".") or (name[0] == "." and host.endswith(name)) for name in self._hosts):
+            message = f"Media may not be fetched from {host!r}: its operator can allow that with --media-host."
+            raise bad_field(param, message, "url_not_allowed")
+
+    async def fetch(self, url: str, param: str) -> bytes:
+        """Fetch `url`. What it holds counts towards the bytes of the request that this task handles.
+
+        Raises:
+            HttpError: 400 for any failure, with a message that reveals nothing about the network; 413 or 503 for size.
+        """
+        self.check(url, param)
+        try:
+            async with asyncio.timeout(FETCH_SECONDS):
+                return await self._get(url, param)
+        except AddressRefused:
+            message = "This host resolves to an address that is not allowed."
+            raise bad_field(param, message, "url_not_allowed") from None
+        except (TimeoutError, OSError, httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError):
+            raise bad_field(param, "The URL could not be fetched.", "media_not_fetched") from None
+
+    async def _get(self, url: str, param: str) -> bytes:
+        pieces: list[bytes] = []
+        size = 0
+        async with (
+            httpcore.AsyncConnectionPool(ssl_context=self._trust, network_backend=self._backend) as pool,
+            pool.stream("GET", url, headers={"Host": urlsplit(url).netloc, "User-Agent": "omni_actors"}) as response,
+        ):
+            if response.status != 200:
+                detail = "Redirects are not followed." if 300 <= response.status < 400 else ""
+                message = f"The URL's host answered {response.status}. {detail}".strip()
+                raise bad_field(param, message, "media_not_fetched")
+            async for piece in response.aiter_stream():
+                size += len(piece)
+                if size > self._limit:
+                    raise too_large(f"The file at this URL exceeds {self._limit} bytes.", param)
+                reserve(len(piece))
+                pieces.append(piece)
+        return b"".join(pieces)
+
+
+T = TypeVar("T")
+
+MAX_FILES = 1000
+MAX_TRANSCRIPTS = 10_000
+MAX_RESPONSES = 1000
+MAX_BYTES = 64 << 20  # of all transcripts, and of all responses; each response counts all turns before it
+KEPT_SECONDS = 3600.0  # the same
+
+
+class UploadedFile(NamedTuple):
+    """A file of `/v1/files`; `created` and `expires` are Unix times to show."""
+
+    id: str
+    name: str
+    purpose: str
+    data: bytes
+    created: int
+    expires: int
+
+
+class KeptResponse(NamedTuple):
+    """A response of `/v1/responses` as JSON, and the turns that another one continues with their bytes."""
+
+    content: bytes
+    conversation: list[dict[str, Any]]
+    conversation_bytes: int
+
+
+class Store(Generic[T]):
+    """Values by id, bounded in number, bytes and time. The oldest are removed first."""
+
+    def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._seconds = seconds
+        self._kept: dict[str, tuple[T, int, float]] = {}  # with its bytes, and until when (monotonic)
+        self._bytes = 0
+
+    def add(self, key: str, value: T, size: int) -> int:
+        """Keep a value of `size` bytes, unless it alone is too large; returns the Unix time until which it is kept."""
+        if size <= self._most_bytes:
+            self._kept[key] = (value, size, time.monotonic() + self._seconds)
+            self._bytes += size
+        while len(self._kept) > self._most or self._bytes > self._most_bytes:
+            self.remove(next(iter(self._kept)))
+        return int(time.time() + self._seconds)
+
+    def find(self, key: str) -> T | None:
+        """The value with this id, if it is still kept."""
+        self._expire()
+        return self._kept[key][0] if key in self._kept else None
+
+    def remove(self, key: str) -> bool:
+        """Remove a value; false if there is none with this id."""
+        if key not in self._kept:
+            return False
+        self._bytes -= self._kept.pop(key)[1]
+        return True
+
+    def values(self) -> Sequence[T]:
+        """All values, the oldest first."""
+        self._expire()
+        return [value for value, _, _ in self._kept.values()]
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        while self._kept and next(iter(self._kept.values()))[2] < now:
+            self.remove(next(iter(self._kept)))
+
+
 MAX_URL = 2048  # bytes of a URL, or of a data: URI before its data
 MIN_BASE64 = 16  # characters; a shorter one may be anything
 BASE64 = re.compile(rb"[A-Za-z0-9+/_-]+={0,2}\s*")
 PIECE = 1 << 20  # characters of base64 decoded at once: each call holds the interpreter lock
 KINDS = {"audio": AUDIO_FILE, "image": IMAGE_FILE, "video": VIDEO_FILE}
 MediaPart = AudioPart | ImageUrlPart | AudioUrlPart | VideoUrlPart | FilePart
-T = TypeVar("T")
 
 
 class _Medium(NamedTuple):

@@ -19,7 +19,7 @@ from omni_actors.config.checks import check_http_sizes
 from omni_actors.config.loading import explain
 from omni_actors.errors import ConfigError
 from omni_actors.host.addresses import is_loopback
-from omni_actors.host.paths import check_folder_can_be_made, check_own_folder, check_readable, expanded
+from omni_actors.host.run_directory import check_folder_can_be_made, check_own_folder, check_readable, expanded
 
 BACKLOG = 2048
 MAX_MILLISECONDS = 2**31 - 1

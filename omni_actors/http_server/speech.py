@@ -1,4 +1,7 @@
-"""The route /v1/audio/speech: a model speaks a text.
+"""The routes below /v1/audio: speech of a text, transcriptions, and voices.
+
+The model is asked for the text, as a user would ask it. It gives no times, so what has times, such as subtitles, is one
+piece from the beginning of the recording to its end.
 
 A pipeline of a speech model speaks the text that it is given (`Description.speech`). One that answers has no stage for
 that: its model is asked to repeat the text and speaks its own answer, which is nearly always the same. The events of
@@ -7,27 +10,306 @@ that: its model is asked to repeat the text and speaks its own answer, which is 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, Literal
 
 import numpy
 from msgspec import Meta
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from omni_actors.client import Audio, Text
 from omni_actors.client.prompts import speech_ability
 from omni_actors.errors import ErrorCode, suggest
-from omni_actors.http_server.answer import EVENTS, Answer, AnswerResponse, event, token_counts, usage_of
-from omni_actors.http_server.audio_formats import MEDIA_TYPES, encoded, feed, make_encoder
-from omni_actors.http_server.bodies import JsonBody
+from omni_actors.http_server.answer import (
+    DONE_EVENT,
+    EVENTS,
+    MEDIA_TYPES,
+    Answer,
+    AnswerResponse,
+    encoded,
+    event,
+    feed,
+    make_encoder,
+    token_counts,
+    usage_of,
+)
+from omni_actors.http_server.bodies import (
+    ANY,
+    OF_TRANSCRIPTIONS,
+    Form,
+    FormBody,
+    JsonBody,
+    StagedSubmission,
+    Strict,
+    Submission,
+    Temperature,
+)
 from omni_actors.http_server.errors import bad_field
-from omni_actors.http_server.fields import StagedSubmission
-from omni_actors.http_server.generation import VoiceId, voice_name
-from omni_actors.http_server.state import ServerState
-from omni_actors.http_server.voices import recording_of
-from omni_actors.protocol.client import Description
+from omni_actors.http_server.generation import (
+    Language,
+    TranscriptionPrompt,
+    VoiceId,
+    transcription_question,
+    translation_question,
+    voice_name,
+)
+from omni_actors.http_server.state import ID, ServerState, Voice, json_response, no_voice
+from omni_actors.protocol.messages import Description, StageUsage
 from omni_actors.protocol.payloads import AUTO, CLIP, CLIP_RATE, INSTRUCTIONS, LANGUAGE, TRANSCRIPT, SpeechAbility
+
+SAMPLE = "audio_sample"
+QUIET = 10 ** (-50 / 20)  # of full scale: the loudest tenth of a second of a recording with a voice in it exceeds it
+QUIET_SECONDS = 0.1
+MAX_TRANSCRIPT = 2048
+
+PRINTED = r"[^\x00-\x20\x7f/]"  # no control character, no space, and no slash, which would end the name in a URL
+VoiceName = Annotated[str, Meta(min_length=1, max_length=64, pattern=rf"^{PRINTED}+(?: {PRINTED}+)*\Z")]
+
+
+class VoiceForm(Strict, frozen=True, kw_only=True):
+    """The fields of POST /v1/audio/voices besides the recording."""
+
+    name: VoiceName
+    transcript: Annotated[str, Meta(min_length=1, max_length=MAX_TRANSCRIPT)] | None = None
+    model: str | None = None  # the first of those that are served, like "auto"
+    type: Literal["audio_sample"] | None = None
+
+
+VOICE_BODY = FormBody(VoiceForm, {"consent": ANY}, SAMPLE)
+
+
+async def voices(request: Request, state: ServerState) -> Response:
+    """The values of `audio.voice` and `voice`: voices, and further names for some of them."""
+    voices = list((await state.describe()).voices)
+    created = await asyncio.to_thread(state.voices.all)
+    aliases = {name: voice for name, voice in state.settings.voice_aliases.items() if name not in voices}
+    names = [*voices, *(voice.name for voice in created)]
+    return json_response({"voices": names, "aliases": aliases, "created": [_shown(voice) for voice in created]})
+
+
+async def create(request: Request, state: ServerState, form: Form[VoiceForm]) -> Response:
+    """Make a voice of a recording."""
+    description = await state.facts()
+    state.model_name(None if form.fields.model == "auto" else form.fields.model, description)
+    ability = speech_ability(description)
+    if ability is None or ability.clip == "none":
+        message = "This pipeline speaks with the voices of its model only: it takes none of a recording."
+        raise bad_field(SAMPLE, message, "unsupported_parameter")
+    name = form.fields.name
+    taken = {each.casefold() for each in (*description.voices, *state.settings.voice_aliases, "default")}
+    if name.casefold() in taken or name.startswith(ID):
+        raise bad_field("name", f"{name!r} is a name of this pipeline's own: choose another one.")
+    rate = description.sample_rate
+    samples = await state.media.samples(form.files[0], SAMPLE, rate, ability.max_clip_seconds)
+    if len(samples) < ability.min_clip_seconds * rate:
+        seconds = f"{len(samples) / rate:.2f} s; it takes {ability.min_clip_seconds:g} s to know a voice."
+        raise bad_field(SAMPLE, f"The recording lasts {seconds}")
+    if loudest(samples, rate) < QUIET:
+        raise bad_field(SAMPLE, "The recording is silent, or nearly so: record the voice louder.")
+    voice = Voice(name, int(time.time()), rate, len(samples), form.fields.transcript)
+    await asyncio.to_thread(state.voices.add, voice, samples)
+    return json_response(_shown(voice))
+
+
+async def voice(request: Request, state: ServerState) -> Response:
+    """A voice that a client has made, by its name or id."""
+    name = request.path_params["name"]
+    found = await asyncio.to_thread(state.voices.find, name)
+    if found is None:
+        raise no_voice(name)
+    return json_response(_shown(found))
+
+
+async def delete(request: Request, state: ServerState) -> Response:
+    """Delete a voice that a client has made. Requests that speak with it already go on."""
+    name = request.path_params["name"]
+    removed = await asyncio.to_thread(state.voices.remove, name)
+    if removed is None:
+        raise no_voice(name)
+    return json_response({"id": removed.id, "object": "audio.voice", "name": removed.name, "deleted": True})
+
+
+async def recording_of(name: str | None, state: ServerState) -> tuple[Voice, numpy.ndarray]:
+    """The voice that a request asks for, with its recording: f32 [samples].
+
+    Raises:
+        HttpError: 400 if it asks for none, or for one that is not there.
+    """
+    alias_of = state.settings.voice_aliases.get(name or "", name)
+    if alias_of in (None, "default"):
+        message = "voice: this model speaks with the voice of a recording. POST /v1/audio/voices makes one: name it."
+        raise bad_field("voice", message, "missing_required_parameter")
+    found = await asyncio.to_thread(state.voices.find, alias_of)
+    if found is None:
+        names = ", ".join(each.name for each in await asyncio.to_thread(state.voices.all)) or "none yet"
+        message = f"There is no voice {alias_of[:100]!r}; the voices are {names}. POST /v1/audio/voices makes one."
+        raise bad_field("voice", message, "unknown_voice")
+    return found, await asyncio.to_thread(state.voices.samples, found)
+
+
+def loudest(samples: numpy.ndarray, rate: int) -> float:
+    """Effective value of the loudest piece of a recording, of `QUIET_SECONDS`."""
+    length = min(int(QUIET_SECONDS * rate), len(samples))
+    pieces = samples[: len(samples) // length * length].reshape(-1, length)
+    return float(numpy.sqrt((pieces.astype(numpy.float64) ** 2).mean(axis=1).max()))
+
+
+def _shown(voice: Voice) -> dict[str, Any]:
+    recording = {"seconds": round(voice.seconds, 3), "transcript": voice.transcript}
+    return {"id": voice.id, "object": "audio.voice", "name": voice.name, "created_at": voice.created, **recording}
+
+
+TRANSCRIPTION_FIELDS: dict[str, str] = {
+    ErrorCode.PROMPT_TOO_LONG: "file",
+    ErrorCode.MALFORMED_MEDIA: "file",
+    ErrorCode.UNKNOWN_MODALITY: "model",
+}
+
+TextFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
+TIMED = frozenset({"srt", "verbose_json", "vtt"})
+Task = Literal["transcribe", "translate"]
+
+
+class TranslationForm(Submission, frozen=True, kw_only=True):
+    """The fields of POST /v1/audio/translations besides the file."""
+
+    prompt: TranscriptionPrompt = ""
+    response_format: TextFormat = "json"
+    temperature: Temperature = 0.0
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the text is sent as events while it is written."""
+        return False
+
+    def question(self) -> str:
+        """What the model is asked."""
+        return translation_question(self.prompt)
+
+
+class TranscriptionForm(TranslationForm, frozen=True, kw_only=True):
+    """The fields of POST /v1/audio/transcriptions besides the file."""
+
+    language: Language | None = None
+    stream: bool = False
+    timestamp_granularities: list[Literal["segment"]] | None = None  # there is one segment: the recording
+    chunking_strategy: Literal["auto"] | None = None  # the recording is heard as a whole
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the text is sent as events while it is written."""
+        return self.stream
+
+    def question(self) -> str:
+        """What the model is asked."""
+        return transcription_question(self.language, self.prompt)
+
+
+TRANSCRIPTION = FormBody(TranscriptionForm, OF_TRANSCRIPTIONS)
+TRANSLATION = FormBody(TranslationForm, {})
+
+
+async def transcriptions(request: Request, state: ServerState, form: Form[TranscriptionForm]) -> Response:
+    """Write down what is said in a recording."""
+    return await _respond(form.fields, form.files[0], "transcribe", request, state)
+
+
+async def translations(request: Request, state: ServerState, form: Form[TranslationForm]) -> Response:
+    """Write down in English what is said in a recording."""
+    return await _respond(form.fields, form.files[0], "translate", request, state)
+
+
+async def _respond(fields: TranslationForm, file: bytes, task: Task, request: Request, state: ServerState) -> Response:
+    if fields.is_streamed and fields.response_format != "json":
+        raise bad_field("stream", "Events are JSON: with stream, response_format must be 'json'.", "unsupported_value")
+    description = await state.describe()
+    state.model_name(fields.model, description)
+    if "text" not in description.outputs or description.max_media.get("audio") == 0:
+        message = "This model writes nothing down: it does not hear, or does not answer in text."
+        raise bad_field("model", message, "unknown_modality")
+    part, seconds = await state.media.recording(file, "file")
+    if fields.response_format in TIMED and not seconds:
+        message = (
+            f"The file does not say how long it is, which {fields.response_format!r} needs: ask for 'json' or 'text'."
+        )
+        raise bad_field("response_format", message, "unsupported_value")
+    answer = await Answer.begin(
+        request,
+        state,
+        fields,
+        [{"role": "user", "content": [part, {"type": "text", "text": fields.question()}]}],
+        TRANSCRIPTION_FIELDS,
+        modalities=["text"],
+        params=state.stage_params(fields.model, {}, description, {"temperature": fields.temperature}),
+    )
+    if fields.is_streamed:
+        return AnswerResponse(answer, _transcript_events(answer, description), EVENTS, state.settings.write_timeout)
+    async with answer:
+        text = "".join([item.text async for item in answer if isinstance(item, Text)]).strip()
+    return _whole(fields, task, text, seconds, token_usage(answer.usage, description))
+
+
+def _whole(fields: TranslationForm, task: Task, text: str, seconds: float, usage: dict[str, Any]) -> Response:
+    match fields.response_format:
+        case "text":
+            return PlainTextResponse(f"{text}\n")
+        case "srt":
+            return PlainTextResponse(f"1\n{_cue(text, seconds, ',')}", media_type="application/x-subrip")
+        case "vtt":
+            return PlainTextResponse(f"WEBVTT\n\n{_cue(text, seconds, '.')}", media_type="text/vtt")
+        case "verbose_json":
+            spoken = fields.language if isinstance(fields, TranscriptionForm) else None
+            return json_response(
+                {
+                    "task": task,
+                    "language": "en" if task == "translate" else spoken or "unknown",
+                    "duration": round(seconds, 3),
+                    "text": text,
+                    "segments": [_segment(text, seconds, fields.temperature)] if text else [],
+                    # Whole seconds, rounded up: LiteLLM refuses a fraction.
+                    "usage": {"type": "duration", "seconds": math.ceil(seconds)},
+                }
+            )
+        case "json":
+            return json_response({"text": text, "usage": usage})
+
+
+def _cue(text: str, seconds: float, point: str) -> str:
+    """A subtitle for the whole recording; an empty line or an arrow in its text would end it."""
+    milliseconds = round(seconds * 1000)
+    end = f"{milliseconds // 3_600_000:02}:{milliseconds // 60_000 % 60:02}:{milliseconds // 1000 % 60:02}"
+    line = " ".join(text.split()).replace("-->", "→")
+    return f"00:00:00{point}000 --> {end}{point}{milliseconds % 1000:03}\n{line}\n"
+
+
+def _segment(text: str, seconds: float, temperature: float) -> dict[str, Any]:
+    """The recording as a segment of OpenAI's; what only Whisper knows is 0."""
+    unknown: dict[str, Any] = {"avg_logprob": 0.0, "compression_ratio": 0.0, "no_speech_prob": 0.0, "tokens": []}
+    place = {"id": 0, "seek": 0, "start": 0.0, "end": round(seconds, 3)}
+    return {**place, "text": text, "temperature": temperature, **unknown}
+
+
+async def _transcript_events(answer: Answer, description: Description) -> AsyncIterator[bytes]:
+    """Stream OpenAI's transcript.text.delta and transcript.text.done events."""
+    texts: list[str] = []
+    async for item in answer:
+        if isinstance(item, Text) and item.text:
+            texts.append(item.text)
+            yield event({"type": "transcript.text.delta", "delta": item.text})
+    yield event(
+        {"type": "transcript.text.done", "text": "".join(texts), "usage": token_usage(answer.usage, description)}
+    )
+    yield DONE_EVENT
+
+
+def token_usage(usage: Mapping[str, StageUsage], description: Description) -> dict[str, Any]:
+    """The usage of a transcription, as OpenAI names it."""
+    return {"type": "tokens", **token_counts(usage_of(usage, description))}
+
 
 MAX_SPEECH_TEXT = 4096
 READ_ALOUD = (

@@ -21,8 +21,7 @@ from omni_actors.host.addresses import resolve, resolve_eventually, source_addre
 from omni_actors.host.processes import EXIT_FAILED
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.http_server.settings import server_settings
-from omni_actors.launcher.coordinator_child import CoordinatorChild
-from omni_actors.launcher.http_child import HttpChild
+from omni_actors.launcher.children import CoordinatorChild, HttpChild
 from omni_actors.launcher.mps import MpsChild
 from omni_actors.launcher.node_agent import NodeAgent
 from omni_actors.launcher.preflight import check_metrics_address

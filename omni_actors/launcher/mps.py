@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from omni_actors.config import PipelineConfig, host_devices, replica_devices, visible_devices
-from omni_actors.config.devices import shared_devices
+from omni_actors.config.placement import shared_devices
 from omni_actors.host.processes import describe_exit
 from omni_actors.host.run_directory import MPS_PREFIX, RunDirectory
 from omni_actors.logs import get_logger

@@ -21,9 +21,8 @@ from omni_actors.errors import OmniError
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.logs import say
 from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, encode
-from omni_actors.protocol.control import Reregister, Shutdown
-from omni_actors.protocol.header import PROTOCOL_VERSION, Body, Header, ReplicaId
-from omni_actors.protocol.nodes import (
+from omni_actors.protocol.fields import PROTOCOL_VERSION, Body, Header, ReplicaId
+from omni_actors.protocol.messages import (
     CoordinatorToNode,
     KillReplica,
     Launched,
@@ -32,12 +31,13 @@ from omni_actors.protocol.nodes import (
     NodeLeaving,
     NodeWelcome,
     ReplicaEnded,
+    Reregister,
     RunningReplica,
+    Shutdown,
     StartReplica,
 )
 from omni_actors.transport.curve import load_keys
-from omni_actors.transport.reader import SocketReader
-from omni_actors.transport.sockets import Sockets, try_send
+from omni_actors.transport.sockets import SocketReader, Sockets, try_send
 
 logger = logs.get_logger(__name__)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from omni_actors.client import AsyncOmniClient, Audio, Image, Latents, Progress, Text
 from omni_actors.errors import StartupError
 from omni_actors.host.processes import EXIT_OK
-from omni_actors.http_server.image_formats import ImageFormat, encoded_image
+from omni_actors.http_server.images import ImageFormat, encoded_image
 from omni_actors.logs import redraw, say
 
 IMAGE_SUFFIXES: dict[str, ImageFormat] = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}

@@ -1,4 +1,13 @@
-"""The stage processes of one host: starts replicas, notices at once when one ends, stops them all.
+"""The stage processes of one host: starts replicas, notices at once when one ends, frees what they held.
+
+A segment belongs to the replicas whose processes (with their descendants, such as vLLM's workers) hold it when it is
+first seen, unless any other process of this host holds it, too. It is removed when the last of these replicas is dead.
+Looking is cheap while no new names appear in /dev/shm; only for new ones are the processes searched.
+
+Python's resource tracker alone, which the fork server shares with its processes, removes what a killed one left only
+when the launch ends (tried on 2026-11-25 with `SharedMemory`; it does so after a SIGKILL of the launcher, too).
+
+What a process makes and is killed for within `LOOK_SECONDS` may be missed.
 
 Replicas are forked from a server that has imported vLLM once: a stage then starts in a second or two instead
 of ten, also after a crash, and all stages share the memory of the imported code. The fork server never touches CUDA.
@@ -14,30 +23,101 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 
 import msgspec
 import psutil
 
 from omni_actors.config import Executor, PipelineConfig, host_devices, visible_devices
 from omni_actors.config.checkpoint import MODEL_KINDS
-from omni_actors.config.devices import slot_devices
-from omni_actors.config.placement import replicas_of, runs_models, spans_hosts, threads_of
+from omni_actors.config.placement import replicas_of, runs_models, slot_devices, spans_hosts, threads_of
 from omni_actors.errors import StartupError
+from omni_actors.host import segments
 from omni_actors.host.processes import describe_exit, start_resource_tracker
 from omni_actors.host.run_directory import RunDirectory
+from omni_actors.host.segments import Segment
 from omni_actors.launcher.mps import NO_MPS
-from omni_actors.launcher.segment_ledger import GRACE_SECONDS, LOOK_SECONDS, SegmentLedger
 from omni_actors.logs import get_logger
-from omni_actors.protocol.header import ReplicaId
+from omni_actors.protocol.fields import ReplicaId
 from omni_actors.stage.process import ReplicaSpec, main
 
 logger = get_logger(__name__)
 
+LOOK_SECONDS = 0.25
+GRACE_SECONDS = 1.0  # after a death, for helpers of the dead process that remove segments themselves
+
+
+class SegmentLedger:
+    """Not thread-safe.
+
+    Args:
+        file: where the list of the replicas' segments is kept, for others to remove them.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._seen = segments.existing()
+        self._owners: dict[Segment, set[ReplicaId]] = {}
+
+    def look(self, processes: Mapping[ReplicaId, int]) -> None:
+        """Find which of these replicas (replica -> pid) own the segments that are new since the last look."""
+        present = segments.existing()
+        new = {segment.name: segment for segment in present - self._seen}
+        self._seen = present
+        before = len(self._owners)
+        self._owners = {segment: owners for segment, owners in self._owners.items() if segment in present}
+        found = _owners(processes, new) if new else {}
+        self._owners |= found
+        if found or len(self._owners) != before:
+            segments.write_list(self._file, self._owners)
+
+    def sweep(self, dead: Iterable[ReplicaId]) -> None:
+        """Remove the segments that belong to these replicas and to no living one."""
+        for replica in dead:
+            for owners in self._owners.values():
+                owners.discard(replica)
+        left = [segment for segment, owners in self._owners.items() if not owners]
+        if left:
+            logger.debug("removing shared memory of dead replicas: %s", ", ".join(segment.name for segment in left))
+            segments.remove(left)
+            self._owners = {segment: owners for segment, owners in self._owners.items() if owners}
+            segments.write_list(self._file, self._owners)
+
+    def close(self) -> None:
+        """Remove everything that is left of all replicas."""
+        segments.remove(self._owners)
+        self._owners.clear()
+        self._file.unlink(missing_ok=True)
+
+
+def _owners(processes: Mapping[ReplicaId, int], new: Mapping[str, Segment]) -> dict[Segment, set[ReplicaId]]:
+    """Find which of `new`, by name, are held by these replicas and by no one else."""
+    parents = {process.pid: process.info["ppid"] for process in psutil.process_iter(["ppid"])}
+    replicas = {pid: replica for replica, pid in processes.items()}
+
+    def replica_of(pid: int | None) -> ReplicaId | None:
+        while pid is not None:
+            if pid in replicas:
+                return replicas[pid]
+            pid = parents.get(pid)
+        return None
+
+    holders: dict[str, set[ReplicaId | None]] = {}
+    for pid in parents:
+        for name in segments.held_by(pid) & new.keys():
+            holders.setdefault(name, set()).add(replica_of(pid))
+    return {
+        new[name]: {replica for replica in replicas_of_name if replica is not None}
+        for name, replicas_of_name in holders.items()
+        if None not in replicas_of_name
+    }
+
+
 SERVER_MODULE = "omni_actors.launcher.fork_server"
-MODEL_PRELOAD = "omni_actors.engine.preload"  # torch and vLLM
+MODEL_PRELOAD = "omni_actors.engine.workers.preload"  # torch and vLLM
 LIGHT_PRELOAD = "omni_actors.stage.process"
 TAIL_LINES = 20
 POLL_SECONDS = 0.02

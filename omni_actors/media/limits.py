@@ -10,8 +10,8 @@ from typing import Final
 from msgspec import Struct
 
 from omni_actors.errors import InvalidPayload, InvalidRequest, MalformedMedia, UnknownModality
+from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.payloads import MEDIA_MODALITIES, Media, MediaEncoding
-from omni_actors.protocol.tensors import DType, HostTensor
 
 AUDIO_RATE: Final = 16_000  # Hz, what the audio encoder was trained with
 DEFAULT_VIDEO_RATE: Final = 2.0  # frames per second that the model's processor assumes by default

@@ -18,9 +18,8 @@ import msgspec
 from msgspec import Struct
 
 from omni_actors.errors import InvalidPayload, OmniError
-from omni_actors.host.clocks import STEADY
-from omni_actors.protocol.header import Block, Body, Header, Limits
-from omni_actors.protocol.tensors import HostTensor, TensorRef, check_extent
+from omni_actors.host.processes import STEADY
+from omni_actors.protocol.fields import Block, Body, Header, HostTensor, Limits, TensorRef, check_extent
 
 MAGIC = b"OMNI1"
 FIXED_FRAMES = 3  # magic, header, body

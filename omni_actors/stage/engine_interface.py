@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from omni_actors.config import StageConfig
 from omni_actors.errors import OmniError
-from omni_actors.protocol.fields import Scalar
+from omni_actors.protocol.fields import HostTensor, Scalar
+from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import (
     InformationValue,
     Parameter,
@@ -20,10 +21,8 @@ from omni_actors.protocol.payloads import (
     PromptPosition,
     SpeechAbility,
     StageParams,
+    ToolCallPiece,
 )
-from omni_actors.protocol.results import FinishReason
-from omni_actors.protocol.tensors import HostTensor
-from omni_actors.protocol.tools import ToolCallPiece
 
 
 @dataclass(frozen=True, slots=True)

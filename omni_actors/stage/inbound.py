@@ -1,32 +1,225 @@
-"""The thread that talks to the coordinator: control connection, heartbeat, checks that launcher and coordinator live.
+"""What a stage receives: messages of its inbox and of the coordinator, as events for the main thread.
 
-It also reads the stage's inbox while the main thread computes (`inbox.py`).
+While the main thread has nothing to do, it waits at the socket itself and decodes what comes. While it computes, the
+inbound thread does this instead, so that credit and aborts do not wait for the end of a step. A message wakes only one
+of them: the main thread takes the socket out of the other's epoll set before it waits and puts it back afterwards
+(docs/decisions.md).
 """
 
 from __future__ import annotations
 
+import collections
 import os
 import select
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from omni_actors.errors import OmniError, ProtocolError
 from omni_actors.logs import get_logger, is_worth_a_line
-from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, Frame, encode
-from omni_actors.protocol.common import Credit
-from omni_actors.protocol.control import CoordinatorToStage, Heartbeat, Hello, Peers, Reregister, Welcome
-from omni_actors.protocol.header import Body, Header, Limits, ReplicaId
-from omni_actors.protocol.stage import IntoStage
-from omni_actors.protocol.telemetry import Snapshot
-from omni_actors.stage.events import Control, Event, Lost, Pulse, Received, Rejected, Stop, sender_of
-from omni_actors.stage.inbox import Inbox
+from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, Envelope, Frame, encode
+from omni_actors.protocol.fields import Body, Header, Limits, ReplicaId
+from omni_actors.protocol.messages import (
+    CoordinatorToStage,
+    Credit,
+    Heartbeat,
+    Hello,
+    IntoStage,
+    Peers,
+    Reregister,
+    Snapshot,
+    Welcome,
+)
 from omni_actors.transport.arena import ArenaReader
-from omni_actors.transport.credit import wire_size
-from omni_actors.transport.handshake_monitor import HandshakeMonitor
-from omni_actors.transport.link import Link
-from omni_actors.transport.sockets import Socket, Sockets, descriptor, drain
-from omni_actors.transport.wakeup import WakeableQueue
+from omni_actors.transport.guard import HandshakeMonitor
+from omni_actors.transport.link import Link, wire_size
+from omni_actors.transport.sockets import Socket, Sockets, WakeableQueue, Wakeup, descriptor, drain
+
+
+def sender_of(header: Header) -> ReplicaId | None:
+    """Return the replica that sent a message; `None` for the coordinator."""
+    return ReplicaId(header.stage, header.replica, header.epoch) if header.stage else None
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A checked message; `size` counts for the credit of its edge."""
+
+    envelope: Envelope[IntoStage]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A message about a request that did not decode (`size` as above), or could not be sent (`size` 0)."""
+
+    header: Header
+    error: OmniError
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Undelivered:
+    """A later stage takes no messages; at least one of this request is lost."""
+
+    request_id: str
+    receiver: ReplicaId
+    error: OmniError
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A message of the coordinator's control connection."""
+
+    body: CoordinatorToStage
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the process: signal, launcher gone, or the thread itself failed (`failed`)."""
+
+    reason: str
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The coordinator is gone or no longer knows this replica: drop all requests and register again."""
+
+    reason: str
+
+
+Event = Received | Rejected | Undelivered | Control | Stop | Lost
+
+
+@dataclass
+class Pulse:
+    """What the heartbeat reports of the engine loop: one thread assigns, another reads, so no lock is needed."""
+
+    progress: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    listeners: int = 0
+
+
+LIMIT = 4096  # events that may wait for the engine; further messages wait in zmq and at the sender
+BATCH = 64  # messages that are decoded under one hold of the lock
+
+
+class Inbox:
+    """A queue of events. The main thread calls `take`, any thread `put`, and the inbound thread the rest.
+
+    The inbound thread waits on `epoll`.
+    """
+
+    def __init__(self) -> None:
+        self.epoll = select.epoll()
+        self._events: collections.deque[Event] = collections.deque()  # its methods are atomic
+        self._wakeup = Wakeup()
+        self._waiting = False  # the main thread is at the socket, or about to be
+        self._lock = threading.Lock()  # around the socket; what was read is put under it, too, which keeps the order
+        self._socket: Socket | None = None
+        self._descriptor = -1
+        self._decode: Callable[[Sequence[Frame]], Event | None] = lambda frames: None
+        self._watched = False  # by the inbound thread
+        self._full = False  # messages are left in the socket, and its descriptor does not signal them again
+        self._poller = select.poll()  # the main thread's
+        self._poller.register(self._wakeup.fileno(), select.POLLIN)
+        self._polled = -1
+
+    def __len__(self) -> int:
+        """Events that wait for the main thread."""
+        return len(self._events)
+
+    def put(self, event: Event) -> None:
+        """Add an event; callable from any thread."""
+        self._events.append(event)
+        if self._waiting:
+            self._wakeup.set()
+
+    def wake(self) -> None:
+        """End the main thread's wait, or its next one; callable from any thread."""
+        self._wakeup.set()
+
+    def take(self, timeout: float, maximum: int = LIMIT) -> list[Event]:
+        """Return the events that are there; if none are, those that come first within `timeout` seconds.
+
+        Returns an empty list early after `wake`, or when only credit came: the caller may be able to go on.
+        """
+        if not self._events and timeout > 0:
+            self._wait(timeout)
+        taken = [self._events.popleft() for _ in range(min(len(self._events), maximum))]
+        if self._full and len(self._events) < LIMIT:
+            self._read()
+        if not self._watched:
+            self._watch(True)
+        return taken
+
+    def _wait(self, timeout: float) -> None:
+        self._watch(False)
+        self._waiting = True
+        self._read()  # what was left there does not make the descriptor readable again
+        if not self._events:
+            if self._polled != self._descriptor:
+                self._polled = self._descriptor
+                self._poller.register(self._polled, select.POLLIN)
+            for number, _ in self._poller.poll(1000 * timeout):
+                if number == self._polled:
+                    self._read()
+                else:
+                    self._wakeup.clear()
+        self._waiting = False
+
+    # -- the inbound thread's -----------------------------------------------------------------------------------------
+
+    def open(self, socket: Socket, decode: Callable[[Sequence[Frame]], Event | None]) -> None:
+        """Start reading. `decode` turns a message into an event or `None`; it is called under the lock."""
+        with self._lock:
+            self._socket, self._decode = socket, decode
+            self._descriptor = descriptor(socket)
+            self.epoll.register(self._descriptor, select.EPOLLIN)
+            self._watched = True
+            # The main thread may be waiting already: the inbound thread reads for it until it takes events again.
+
+    def read(self) -> None:
+        """Move messages from the socket to the events."""
+        self._read()
+        if self._events and self._waiting:
+            self._wakeup.set()
+
+    def _read(self) -> None:
+        """Runs on either thread."""
+        with self._lock:
+            while self._socket is not None and len(self._events) < LIMIT:
+                batch = drain(self._socket, BATCH)
+                # Decoded before any is added: the main thread would contend for the interpreter otherwise.
+                self._events.extend([event for frames in batch if (event := self._decode(frames)) is not None])
+                if len(batch) < BATCH:
+                    self._full = False
+                    return
+            self._full = self._socket is not None
+        self._watch(False)  # until the main thread has taken some
+
+    def paused(self) -> threading.Lock:
+        """Return the lock; while it is held nothing is decoded."""
+        return self._lock
+
+    def close(self) -> None:
+        """Close the socket; what has been read can still be taken."""
+        with self._lock:
+            if self._socket is not None:
+                self.epoll.unregister(self._descriptor)
+                self._socket.close()
+                self._socket = None
+
+    def _watch(self, on: bool) -> None:
+        """Choose whether a message wakes the inbound thread."""
+        if on is not self._watched:
+            with self._lock:
+                if self._socket is not None:
+                    self._watched = on
+                    self.epoll.modify(self._descriptor, select.EPOLLIN if on else 0)
+
 
 logger = get_logger(__name__)
 

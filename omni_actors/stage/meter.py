@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from omni_actors.host.clocks import AnchoredClock
-from omni_actors.protocol.telemetry import EndedWork, StageTimeline
+from omni_actors.host.processes import AnchoredClock
+from omni_actors.protocol.messages import EndedWork, StageTimeline
 from omni_actors.stage.engine_interface import (
     AudioEvent,
     ImageEvent,
@@ -22,9 +22,9 @@ from omni_actors.stage.engine_interface import (
     StreamEvent,
     TextEvent,
 )
-from omni_actors.stage.lead import USUAL_SECONDS, Pace
-from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.meters import Meters, TransferTrack, track_of
+from omni_actors.stage.sound import USUAL_SECONDS, Pace
+from omni_actors.telemetry import metrics as table
+from omni_actors.telemetry.metrics import Meters, TransferTrack, track_of
 
 PROVEN_SOUND = 5.0  # seconds of sound that a stage has to make before it reports for how many listeners it does
 MOST_LISTENERS = 1_000_000  # that it reports

@@ -1,12 +1,14 @@
-"""What a stage sends: encoded, placed in shared memory, in order and with credit.
+"""What a stage sends: made of the engine's events, encoded, placed in shared memory, in order and with credit.
+
+A sender of this stage gets the blocks of its arena back together with its credit.
 
 A message that can leave at once is sent in the call itself, on the engine's own thread: to hand it to another thread
 costs more than to send it. `Outbound`'s thread sends the rest: what is long, what a slow peer refuses, what waits. All
 parts are used under one lock, so a socket has one owner at a time (docs/decisions.md):
 
-* `sender.py`: the steps that a message takes;
-* `links.py`: the sockets, the traffic on them, and the credit and blocks that go back to senders;
-* `publications.py`: this stage's arena, with the large buffers of its messages.
+* `Sender`: the steps that a message takes;
+* `Links`: the sockets, the traffic on them, and the credit and blocks that go back to senders;
+* `Publications`: this stage's arena, with the large buffers of its messages.
 """
 
 from __future__ import annotations
@@ -15,22 +17,476 @@ import collections
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from omni_actors.config import FlowConfig
+from omni_actors.errors import OmniError, StageLost
+from omni_actors.host.processes import STEADY
 from omni_actors.logs import get_logger
-from omni_actors.protocol.common import Credit
-from omni_actors.protocol.control import Peers
-from omni_actors.protocol.header import Block, Header, Limits, ReplicaId
-from omni_actors.stage.events import Event, Lost, Stop
-from omni_actors.stage.links import Links
-from omni_actors.stage.outgoing import Outgoing
-from omni_actors.stage.publications import Publications, length
-from omni_actors.stage.sender import Sender
-from omni_actors.transport.arena import Arena, ArenaReader
-from omni_actors.transport.credit import EdgeMetrics
-from omni_actors.transport.sockets import Sockets
-from omni_actors.transport.wakeup import Wakeup
+from omni_actors.protocol.codec import BufferList, Frame, encode
+from omni_actors.protocol.fields import MAX_BLOCKS, Block, Body, Header, Limits, ReplicaId, pack_token_ids
+from omni_actors.protocol.messages import (
+    LATENTS,
+    PIXELS,
+    ROWS,
+    SAMPLE_RATE,
+    SAMPLES,
+    TEXT,
+    AudioChunk,
+    Chunk,
+    Credit,
+    ImageChunk,
+    LatentsChunk,
+    Peers,
+    StepsDone,
+    TextDelta,
+)
+from omni_actors.protocol.payloads import AdditionalInformationPayload, PromptEmbedsPayload
+from omni_actors.stage.engine_interface import (
+    AudioEvent,
+    ImageEvent,
+    LatentsEvent,
+    OutputEvent,
+    ProgressEvent,
+    StreamEvent,
+    TextEvent,
+)
+from omni_actors.stage.inbound import Event, Lost, Rejected, Stop, Undelivered
+from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader
+from omni_actors.transport.link import EdgeMetrics, Link, Traffic, Window
+from omni_actors.transport.sockets import DisconnectDetector, Sockets, Wakeup
+
+ForClient = TextEvent | AudioEvent | ImageEvent | LatentsEvent | ProgressEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message to send: to a downstream replica, or to the coordinator when `destination` is `None`."""
+
+    destination: ReplicaId | None
+    header: Header
+    body: Body
+    buffers: Sequence[Frame] = ()
+
+
+def divide(
+    event: OutputEvent, outputs: Collection[str], sent: int, *, sends_text: bool
+) -> tuple[ForClient | None, StreamEvent | None]:
+    """Return the part of an event that is for the client, and the part for the stages after this one.
+
+    Args:
+        outputs: the modalities of this stage that go to the client.
+        sent: characters, samples or tensors that the later stages have got so far.
+        sends_text: whether those take the text.
+    """
+    match event:
+        case TextEvent() if sends_text:
+            piece = StreamEvent(event.request_id, scalars={TEXT: event.text}, start=sent) if event.text else None
+            return (event if "text" in outputs else None), piece
+        case StreamEvent():
+            return None, event
+        case AudioEvent() if "audio" not in outputs:
+            tensors, scalars = {SAMPLES: event.samples}, {SAMPLE_RATE: event.sample_rate}
+            return None, StreamEvent(event.request_id, (), tensors, scalars, sent)
+        case ImageEvent():
+            picture = StreamEvent(event.request_id, tensors={PIXELS: event.pixels}, start=sent)
+            return (event if "image" in outputs else None), (None if event.preview else picture)
+        case LatentsEvent():
+            latents = StreamEvent(
+                event.request_id, tensors={LATENTS: event.latents}, start=sent, final=not event.preview
+            )
+            return (event if "latents" in outputs and not event.preview else None), latents
+        case TextEvent() | AudioEvent() | ProgressEvent():
+            return event, None
+
+
+def length_of(event: OutputEvent) -> int:
+    """By how much an event's part for later stages moves `divide`'s `sent`."""
+    match event:
+        case TextEvent():
+            return len(event.text)
+        case AudioEvent():
+            return event.samples.shape[0]
+        case ImageEvent() | LatentsEvent():
+            return 1
+        case StreamEvent() | ProgressEvent():
+            return 0
+
+
+def result_of(event: ForClient, sent: float) -> tuple[Body, Sequence[Frame]]:
+    """Make the message to the coordinator, and its buffers. `sent`: Unix time in seconds."""
+    buffers = BufferList()
+    if isinstance(event, TextEvent):
+        token_ids = pack_token_ids(event.token_ids)
+        delta = TextDelta(
+            text=event.text,
+            token_ids=token_ids,
+            sent=sent,
+            tool_calls=event.tool_calls,
+            logprobs=event.logprobs,
+            prompt_logprobs=event.prompt_logprobs,
+        )
+        return delta, ()
+    body: Body
+    match event:
+        case AudioEvent():
+            body = AudioChunk(samples=buffers.add(event.samples), sample_rate=event.sample_rate, sent=sent)
+        case ImageEvent():
+            body = ImageChunk(pixels=buffers.add(event.pixels), preview=event.preview, sent=sent)
+        case LatentsEvent():
+            body = LatentsChunk(latents=buffers.add(event.latents), sent=sent)
+        case ProgressEvent():
+            body = StepsDone(step=event.step, steps=event.steps, sent=sent)
+    return body, buffers.buffers
+
+
+def chunk_of(event: StreamEvent, sent: float) -> tuple[Chunk, Sequence[Frame]]:
+    """Make the message to the stages after this one, and its buffers. `sent`: Unix time in seconds."""
+    buffers = BufferList()
+    tensors = {name: buffers.add(tensor) for name, tensor in event.tensors.items()}
+    rows = tensors.pop(ROWS, None)
+    information = None
+    if event.scalars or event.lists:
+        information = AdditionalInformationPayload.of({**event.scalars, **event.lists}, buffers.add)
+    chunk = Chunk(
+        token_ids=pack_token_ids(event.token_ids),
+        rows=PromptEmbedsPayload(rows) if rows is not None else None,
+        tensors=tensors,
+        information=information,
+        start=event.start,
+        final=event.final,
+        sent=sent,
+    )
+    return chunk, buffers.buffers
+
+
+NO_DEADLINE_SECONDS = 600.0  # for which a block of a request without deadline is kept
+
+Unfilled = Sequence[tuple[Block, Frame]]  # blocks, and what is to be copied into them
+
+
+class Publications:
+    """Not thread-safe, except for `fill` and `counts`.
+
+    Args:
+        arena: this process's own; `None` sends all buffers as frames.
+        identity: holds a block until its message is sent.
+        inline_bytes: buffers up to this size travel as frames.
+    """
+
+    def __init__(self, arena: Arena | None, identity: ReplicaId, inline_bytes: int) -> None:
+        self._arena = arena
+        self._identity = identity
+        self._inline_bytes = inline_bytes
+        self.readers: set[ReplicaId] = set()  # those that have mapped the arena
+
+    def place(self, message: Outgoing, placed: dict[int, Block]) -> tuple[tuple[Block, ...], Unfilled]:
+        """Reserve blocks for a message's large buffers; return them, and those of them that are to be filled.
+
+        Where there is no room buffers travel as frames.
+
+        Args:
+            placed: blocks of the same batch, by identity of the buffer; new ones are added.
+        """
+        arena = self._arena
+        if arena is None or message.destination not in self.readers:
+            return (), ()
+        blocks: list[Block] = []
+        unfilled: list[tuple[Block, Frame]] = []
+        for index, buffer in enumerate(message.buffers):
+            size = length(buffer)
+            if size <= self._inline_bytes or len(blocks) == MAX_BLOCKS:
+                continue
+            block = placed.get(id(buffer))
+            if block is None:
+                expires = (message.header.deadline or STEADY() + NO_DEADLINE_SECONDS) + GRACE_SECONDS
+                block = arena.reserve(size, self._identity, expires)
+                if block is None:
+                    continue
+                unfilled.append((block, buffer))
+                placed[id(buffer)] = block
+            blocks.append(Block(index, block.offset, block.length, block.ticket))
+        return tuple(blocks), unfilled
+
+    def fill(self, unfilled: Unfilled) -> None:
+        """Copy the buffers, which may take milliseconds. No lock is needed: only the outbound thread expires blocks."""
+        if self._arena is not None:
+            for block, buffer in unfilled:
+                self._arena.write(block, buffer)
+
+    def share(self, blocks: Sequence[Block], receiver: ReplicaId) -> int:
+        """Note that a receiver holds these blocks; return their bytes."""
+        if self._arena is not None:
+            for block in blocks:
+                self._arena.share(block, receiver)
+        return sum(block.length for block in blocks)
+
+    def release_batch(self, placed: dict[int, Block]) -> None:
+        """Leave a batch's blocks to their receivers. Those without any become free."""
+        if self._arena is not None:
+            for block in placed.values():
+                self._arena.release(self._identity, block.ticket)
+
+    def credited(self, receiver: ReplicaId, credit: Credit) -> None:
+        """Note what a receiver says of the arena: that it has mapped it, and which blocks it needs no more."""
+        if self._arena is None:
+            return
+        if credit.mapped:
+            self.readers.add(receiver)
+        for ticket in credit.released:
+            self._arena.release(receiver, ticket)
+
+    def forget(self, receiver: ReplicaId) -> None:
+        """Release everything that a dead receiver held."""
+        self.readers.discard(receiver)
+        if self._arena is not None:
+            self._arena.forget(receiver)
+
+    def expire(self) -> None:
+        """Free blocks whose receivers have not given them back in time."""
+        if self._arena is not None:
+            self._arena.expire(STEADY())
+
+    def counts(self) -> dict[str, int]:
+        """Blocks in use, and totals of those published and of buffers that did not fit; empty without an arena."""
+        if self._arena is None:
+            return {}
+        totals = {"total_blocks": self._arena.publications, "dropped_arena_full": self._arena.fallbacks}
+        return self._arena.counts() | totals
+
+
+def length(buffer: Frame) -> int:
+    """Bytes of a buffer."""
+    return len(buffer) if isinstance(buffer, bytes) else memoryview(buffer).nbytes
+
+
+COORDINATOR = "coordinator"  # its name among the receivers
+
+
+class Links:
+    """Not thread-safe: `Outbound` uses it under its lock, except for `waiting` and `waiting_bytes`.
+
+    Args:
+        header: of the credit that is sent.
+        arenas: those of the sources.
+    """
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        results_endpoint: str,
+        header: Header,
+        limits: Limits,
+        flow: FlowConfig,
+        arenas: ArenaReader,
+    ) -> None:
+        self._sockets = sockets
+        self._header = header
+        self._limits = limits
+        self._arenas = arenas
+        self._flow = flow
+        self._traffic: dict[str, Traffic] = {}  # by receiver, as "talker/0"; outlives its links
+        self._disconnects: DisconnectDetector[ReplicaId | None] = DisconnectDetector()
+        self._coordinator = self._open(None, results_endpoint)
+        self._receivers: dict[ReplicaId, Link] = {}
+        self._sources: dict[ReplicaId, Link] = {}
+        self._newest: dict[tuple[str, int], int] = {}  # the last epoch that was announced, by stage and replica
+        self.polled: frozenset[Link] = frozenset()  # those on whose sockets the outbound thread waits
+        self.waiting, self.waiting_bytes = 0, 0  # messages that wait for their receivers, as of the last `account`
+
+    def receiver(self, replica_id: ReplicaId | None) -> Link | None:
+        """The link to a later stage, or to the coordinator for `None`; `None` if there is none."""
+        return self._coordinator if replica_id is None else self._receivers.get(replica_id)
+
+    def is_expected(self, replica_id: ReplicaId) -> bool:
+        """Whether a replica's address will still be announced, because it is newer than the one known here."""
+        return replica_id.epoch > self._newest.get((replica_id.stage, replica_id.replica), 0)
+
+    def connect(self, peers: Peers) -> list[ReplicaId]:
+        """Open links to new replicas and close those to replicas that are gone; return the receivers that are gone."""
+        receivers = {peer.replica_id: peer.inbox for peer in peers.peers}
+        sources = {peer.replica_id: peer.inbox for peer in peers.sources}
+        gone = [replica_id for replica_id in self._receivers if replica_id not in receivers]
+        for replica_id in gone:
+            self._close(replica_id, self._receivers.pop(replica_id))
+        for replica_id in [replica_id for replica_id in self._sources if replica_id not in sources]:
+            self._close(replica_id, self._sources.pop(replica_id))
+        for replica_id, inbox in receivers.items():
+            if replica_id not in self._receivers:
+                self._receivers[replica_id] = self._open(replica_id, inbox)
+                self._newest[(replica_id.stage, replica_id.replica)] = replica_id.epoch
+        for replica_id, inbox in sources.items():
+            if replica_id not in self._sources:
+                link = self._sources[replica_id] = Link(self._sockets.push(inbox), time.monotonic)
+                self._disconnects.watch(replica_id, link.socket, inbox)
+                self.grant(replica_id)  # tells whether its arena is mapped
+        return gone
+
+    def grant(self, sender: ReplicaId | None, messages: int = 0, size: int = 0) -> None:
+        """Grant `messages` and `size` bytes to a sender (`None`: the coordinator), and return all unused blocks."""
+        released = self._arenas.take_released()
+        self._credit(sender, messages, size, released.pop(sender, []) if sender is not None else [])
+        for owner, tickets in released.items():
+            self._credit(owner, 0, 0, tickets)
+
+    def return_blocks(self) -> None:
+        """Return the blocks that nothing refers to any more."""
+        for owner, tickets in self._arenas.take_released().items():
+            self._credit(owner, 0, 0, tickets)
+
+    def _credit(self, sender: ReplicaId | None, messages: int, size: int, released: Sequence[int]) -> None:
+        link = self._coordinator if sender is None else self._sources.get(sender)
+        if link is None:  # the sender is gone, and its account with it
+            return
+        # Every time: a source may hear of this stage only after the first message.
+        mapped = sender is not None and self._arenas.is_mapped(sender)
+        credit = Credit(messages, size, tuple(released), mapped)
+        link.send_urgent("", encode(self._header, credit, limits=self._limits))
+
+    def account(self) -> bool:
+        """Note what waits; whether a link waits for its socket that the outbound thread does not poll yet."""
+        waiting = size = 0
+        unpolled = False
+        for link in (self._coordinator, *self._receivers.values()):
+            backlog = link.backlog
+            if backlog:
+                waiting += backlog
+                size += link.backlog_bytes
+                unpolled = unpolled or (link.refused and link not in self.polled)
+        self.waiting, self.waiting_bytes = waiting, size
+        return unpolled or any(
+            link.refused and link.backlog and link not in self.polled for link in self._sources.values()
+        )
+
+    def poll_refusing(self) -> Iterable[Link]:
+        """Take as `polled` the links that wait for their socket. One that waits for credit hears of it elsewhere."""
+        self.polled = frozenset(link for link in self._all() if link.backlog and link.refused)
+        return self.polled
+
+    def flush(self) -> list[tuple[ReplicaId, str]]:
+        """Send what the peers take now; return receivers that took nothing for too long, and the requests lost."""
+        for link in self._all():
+            link.flush()
+        stalled = [(replica_id, link) for replica_id, link in self._receivers.items() if link.stalled()]
+        return [(replica_id, request_id) for replica_id, link in stalled for request_id in link.give_up()]
+
+    def cut(self, now: float) -> list[str]:
+        """Names of peers whose TCP link was cut although they are said to live, each once."""
+        found = self._disconnects.found(now)
+        for replica_id in found:
+            self._disconnects.forget(replica_id)
+        return [f"the {COORDINATOR}" if replica_id is None else replica_id.name for replica_id in found]
+
+    def metrics(self) -> dict[str, EdgeMetrics]:
+        """What has left and what waits, by receiver, as "talker/0" or "coordinator"."""
+        closed = {name: traffic.metrics() for name, traffic in self._traffic.items()}
+        links = {replica_id.name: link for replica_id, link in self._receivers.items()}
+        return closed | {name: link.metrics() for name, link in {COORDINATOR: self._coordinator, **links}.items()}
+
+    def close(self) -> None:
+        """Close the sockets to the coordinator, to receivers and to sources."""
+        self._disconnects.close()
+        for link in self._all():
+            link.close()
+
+    def _all(self) -> tuple[Link, ...]:
+        return (self._coordinator, *self._receivers.values(), *self._sources.values())
+
+    def _open(self, replica_id: ReplicaId | None, endpoint: str) -> Link:
+        window = Window(self._flow.edge_messages, self._flow.edge_bytes)
+        traffic = self._traffic.setdefault(replica_id.name if replica_id is not None else COORDINATOR, Traffic())
+        link = Link(self._sockets.push(endpoint), time.monotonic, window=window, traffic=traffic)
+        self._disconnects.watch(replica_id, link.socket, endpoint)
+        return link
+
+    def _close(self, replica_id: ReplicaId, link: Link) -> None:
+        self._disconnects.forget(replica_id)
+        self.polled -= {link}
+        link.close()
+
+
+ADDRESS_SECONDS = 5.0  # how long a message waits for the address of a replica that has just been started
+
+
+class Prepared(NamedTuple):
+    """A message that only has to be delivered once its blocks are filled."""
+
+    message: Outgoing
+    frames: Sequence[Frame]
+    blocks: Sequence[Block]
+    unfilled: Unfilled
+
+
+class Sender:
+    """Not thread-safe: `Outbound` uses it under its lock.
+
+    Args:
+        on_event: gets `Rejected` for a message that may not be sent, `Undelivered` for one that a later stage does not
+            take.
+    """
+
+    def __init__(
+        self, links: Links, publications: Publications, limits: Limits, on_event: Callable[[Event], None]
+    ) -> None:
+        self._links = links
+        self._publications = publications
+        self._limits = limits
+        self._on_event = on_event
+        self._unaddressed: list[tuple[float, Outgoing]] = []  # since when, and what waits for an address
+
+    def send(self, message: Outgoing, placed: dict[int, Block], since: float | None = None) -> None:
+        """Do all steps at once. `placed` holds the blocks of the same batch, by identity of the buffer."""
+        prepared = self.prepare(message, placed, since)
+        if prepared is not None:
+            self._publications.fill(prepared.unfilled)
+            self.deliver(prepared)
+
+    def prepare(self, message: Outgoing, placed: dict[int, Block], since: float | None = None) -> Prepared | None:
+        """Do everything before the copy; `None` if there is nothing to send now."""
+        target = message.destination
+        if target is not None and self._links.receiver(target) is None and self._links.is_expected(target):
+            self._unaddressed.append((time.monotonic() if since is None else since, message))
+            return None
+        blocks, unfilled = self._publications.place(message, placed)
+        try:  # before the copy, which drives what this needs out of the processor's cache
+            frames = encode(message.header, message.body, message.buffers, self._limits, blocks)
+        except OmniError as error:  # larger than the limits
+            self._on_event(Rejected(message.header, error))
+            return None
+        return Prepared(message, frames, blocks, unfilled)
+
+    def deliver(self, prepared: Prepared) -> None:
+        """Hand a message whose blocks are filled to its link."""
+        header, target = prepared.message.header, prepared.message.destination
+        link = self._links.receiver(target)
+        if link is None or not link.send(header.request_id, prepared.frames):
+            what = "has no link" if link is None else "has taken no messages for so long that its outbox is full"
+            if target is None:
+                self._on_event(Rejected(header, StageLost(f"The coordinator {what}.")))
+            else:
+                self.lose(header.request_id, target, what)
+        elif target is not None and prepared.blocks:
+            link.traffic.shared_bytes += self._publications.share(prepared.blocks, target)
+
+    def lose(self, request_id: str, receiver: ReplicaId, what: str) -> None:
+        """Report that a later stage did not get a message, and why, as "takes no messages"."""
+        self._on_event(Undelivered(request_id, receiver, StageLost(f"{receiver.name} {what}.")))
+
+    def retry_unaddressed(self) -> None:
+        """Send what has an address now."""
+        waiting, self._unaddressed = self._unaddressed, []
+        for since, message in waiting:
+            self.send(message, {}, since)
+
+    def expire_unaddressed(self, now: float) -> None:
+        """Report messages whose receiver was never announced."""
+        while self._unaddressed and self._unaddressed[0][0] + ADDRESS_SECONDS < now:  # the oldest come first
+            _, message = self._unaddressed.pop(0)
+            if message.destination is not None:
+                self.lose(message.header.request_id, message.destination, "was never announced")
+
 
 logger = get_logger(__name__)
 

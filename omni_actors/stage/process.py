@@ -19,18 +19,18 @@ import setproctitle
 from omni_actors import logs
 from omni_actors.config import PipelineConfig, StageConfig, StageKind, check_parameters, resolve_class
 from omni_actors.config.checkpoint import MODEL_KINDS
-from omni_actors.config.devices import gpus_of_replica
+from omni_actors.config.placement import gpus_of_replica
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, StartupError
 from omni_actors.host.processes import die_with_parent
 from omni_actors.host.run_directory import clear_abandoned, scratch_folder
-from omni_actors.protocol.control import Fatal, Loading
-from omni_actors.protocol.header import ReplicaId
-from omni_actors.stage import preloaded, start_phases
-from omni_actors.stage.device_priority import DemandFlag, DevicePriority
+from omni_actors.protocol.fields import ReplicaId
+from omni_actors.protocol.messages import Fatal, Loading
+from omni_actors.stage import start
 from omni_actors.stage.engine_interface import EngineFacts, StageEngine
-from omni_actors.stage.events import Stop
+from omni_actors.stage.inbound import Stop
 from omni_actors.stage.processors import PROCESSORS, StreamProcessor
 from omni_actors.stage.session import Session
+from omni_actors.stage.sound import DemandFlag, DevicePriority
 
 logger = logs.get_logger(__name__)
 
@@ -66,7 +66,7 @@ class ReplicaSpec(NamedTuple):
 
 def main(spec: ReplicaSpec) -> None:
     """Entry of the child process. Ends the process: exit code 0 after a shutdown, 1 after a failure."""
-    start_phases.note("process", time.monotonic() - spec.ordered)
+    start.note("process", time.monotonic() - spec.ordered)
     _prepare_process(spec)
     code = 1
     try:
@@ -143,13 +143,13 @@ class StageProcess:
         patience = WELCOME_SECONDS
         while True:
             session = self._session
-            with start_phases.phase("connection"):
+            with start.phase("connection"):
                 end = session.open(patience)
             if end is None:
                 if self._engine is None:
                     self._engine = self._load(session)
-                    self._phases = start_phases.seconds()
-                    logger.info("ready after %.1f s (%s)", sum(self._phases.values()), start_phases.listed())
+                    self._phases = start.seconds()
+                    logger.info("ready after %.1f s (%s)", sum(self._phases.values()), start.listed())
                 end = session.serve(
                     self._engine, self._processor, self._demand_flag, self.device_priority, self._phases
                 )
@@ -185,7 +185,7 @@ class StageProcess:
         report("loading")
         self._loading = True
         try:
-            with start_phases.phase("engine"):
+            with start.phase("engine"):
                 engine = build_engine(self._pipeline, self._stage, report)
                 check_defaults(self._stage, engine.facts)
         finally:
@@ -228,7 +228,7 @@ def _prepare_for_workers(spec: ReplicaSpec, stage: StageConfig) -> None:
     tempfile.tempdir = str(scratch_folder(Path(spec.run_dir), spec.name))
     if stage.kind in MODEL_KINDS:
         # A new process begins with the main module of the one that started it; a stage has none.
-        sys.modules["__main__"] = importlib.import_module("omni_actors.engine.worker_main")
+        sys.modules["__main__"] = importlib.import_module("omni_actors.engine.workers.main")
 
 
 def _describe(error: BaseException) -> str:
@@ -271,10 +271,10 @@ def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[
         engine_class = resolve_class(stage.engine_class or "", {}, StageEngine, where)
         return cast(StageEngine, engine_class(pipeline, stage))
     report("importing vLLM")
-    if preloaded.FAILURES:
-        raise StartupError(f"The fork server could not import what stages need: {'; '.join(preloaded.FAILURES)}.")
-    with start_phases.phase("imports"):
-        from omni_actors.engine.factory import build_stage_engine
+    if start.FAILURES:
+        raise StartupError(f"The fork server could not import what stages need: {'; '.join(start.FAILURES)}.")
+    with start.phase("imports"):
+        from omni_actors.engine.arguments import build_stage_engine
 
     engine: StageEngine = build_stage_engine(pipeline, stage, report)
     return engine

@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 
 from omni_actors.errors import InvalidPayload, InvalidRequest
 from omni_actors.protocol.codec import Envelope
-from omni_actors.protocol.fields import Scalar, unpack_token_ids
+from omni_actors.protocol.fields import HostTensor, Scalar, unpack_token_ids
+from omni_actors.protocol.messages import LATENTS, PICTURE, ROWS, TEXT, UNHEARD, Chunk
 from omni_actors.protocol.payloads import PROMPT_EMBEDS, ChatMessage, ContentPart, InformationValue, Prompt
-from omni_actors.protocol.stage import LATENTS, PICTURE, ROWS, TEXT, UNHEARD, Chunk
-from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from omni_actors.protocol.codec import Frame
-from omni_actors.protocol.header import ReplicaId
-from omni_actors.protocol.stage import Chunk
+from omni_actors.protocol.fields import ReplicaId
+from omni_actors.protocol.messages import Chunk
 
 COPIED_BYTES = 1 << 20  # buffers up to this size
 JOINED_BYTES = 64 << 10  # of token ids in one message

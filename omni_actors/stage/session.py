@@ -1,4 +1,4 @@
-"""A replica's registration with a coordinator: its sockets, its requests, its credit. All of it ends together.
+"""A replica's registration with a coordinator: its sockets, requests and credit, and the main loop.
 
 The process and its engine outlive sessions. When the coordinator is gone, the process drops its requests and registers
 again with the next epoch. Sockets, credit windows and shared memory are new, so nothing of the former epoch counts.
@@ -10,29 +10,290 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import msgspec
 
 import omni_actors
 from omni_actors import logs
 from omni_actors.config import PipelineConfig
 from omni_actors.config.checks import with_defaults
 from omni_actors.errors import ProtocolError, StartupError
-from omni_actors.host.clocks import STEADY, AnchoredClock
-from omni_actors.protocol.common import Credit
-from omni_actors.protocol.control import Hello, Ready, Shutdown, Welcome
-from omni_actors.protocol.header import PROTOCOL_VERSION, Body, ReplicaId
+from omni_actors.host.processes import STEADY, AnchoredClock
+from omni_actors.protocol.fields import PROTOCOL_VERSION, Body, ReplicaId
+from omni_actors.protocol.messages import (
+    CoordinatorToStage,
+    Credit,
+    Hello,
+    Peers,
+    Ready,
+    Reregister,
+    Shutdown,
+    Snapshot,
+    Welcome,
+)
 from omni_actors.stage.actor import StageActor
-from omni_actors.stage.device_priority import DemandFlag, DevicePriority
-from omni_actors.stage.engine_interface import StageEngine
-from omni_actors.stage.engine_loop import TICK_SECONDS, EngineLoop
-from omni_actors.stage.events import Control, Lost, Stop
-from omni_actors.stage.inbound import Inbound
-from omni_actors.stage.inbox import Inbox
-from omni_actors.stage.meter import StageMeter
+from omni_actors.stage.engine_interface import EngineStatistics, StageEngine
+from omni_actors.stage.inbound import (
+    Control,
+    Event,
+    Inbound,
+    Inbox,
+    Lost,
+    Received,
+    Rejected,
+    Stop,
+    Undelivered,
+    sender_of,
+)
+from omni_actors.stage.meter import HeldBack, StageMeter
 from omni_actors.stage.outbound import Outbound
 from omni_actors.stage.processors import StreamProcessor
+from omni_actors.stage.sound import POLL_SECONDS, DemandFlag, DevicePriority
+from omni_actors.telemetry import metrics as table
+from omni_actors.telemetry.metrics import Meters, edge_metrics, process_metrics
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.curve import load_keys
+from omni_actors.transport.link import EdgeMetrics, ReceivedCredit
 from omni_actors.transport.sockets import Sockets
+
+ENDED_BYTES = len(msgspec.msgpack.encode("ended")) + 3  # the field, which is left out while empty, and its length
+
+
+class Baseline:
+    """What the process had counted when the session began, so that a session reports only its own share.
+
+    The coordinator adds up sessions, whether of one process or of several.
+    """
+
+    def __init__(self, engine: StageEngine) -> None:
+        self.engine = engine
+        self._before = engine.statistics()
+        self._processor_time = time.process_time()
+
+    @property
+    def processor_time(self) -> float:
+        """Seconds since the session began."""
+        return time.process_time() - self._processor_time
+
+    def statistics(self) -> EngineStatistics | None:
+        """vLLM's counts since the session began, and its present gauges; `None` for an engine without vLLM."""
+        now, before = self.engine.statistics(), self._before
+        if now is None or before is None:
+            return now
+        budget = now.budget
+        if budget is not None and before.budget is not None:
+            budget = replace(budget, deferrals=budget.deferrals - before.budget.deferrals)
+        return replace(
+            now,
+            budget=budget,
+            preemptions=now.preemptions - before.preemptions,
+            prefix_queries=now.prefix_queries - before.prefix_queries,
+            prefix_hits=now.prefix_hits - before.prefix_hits,
+        )
+
+
+def snapshot(
+    meter: StageMeter,
+    actor: StageActor,
+    baseline: Baseline,
+    rejected: Mapping[str, int],
+    edges: Mapping[str, EdgeMetrics],
+    held: Mapping[str, int],
+    limit: int,
+) -> Snapshot:
+    """All metrics of this session, and as many timelines of ended requests as fit into the same message.
+
+    Args:
+        rejected: counts of messages that did not decode, by reason.
+        edges: by receiver, such as "talker/0" or "coordinator".
+        held: counts of the I/O threads: `arena_bytes`, `dropped_arena_full`.
+        limit: maximum bytes of a message's body.
+    """
+    meters, labels = meter.meters, meter.labels
+    counts = actor.held()  # does not ask the engine, whose workers may be gone when the last snapshot is made
+    meters.set(table.STAGE_HELD, *labels, to=counts["requests"])
+    meters.set(table.EARLY_CHUNKS, *labels, to=counts["early_chunk_bytes"])
+    meters.set(table.INPUT_TOKENS, *labels, to=meter.input_tokens)
+    meters.set(table.OUTPUT_TOKENS, *labels, to=meter.output_tokens)
+    meters.set(table.STAGE_AUDIO, *labels, to=meter.audio_seconds)
+    meters.set(table.STAGE_PICTURES, *labels, to=meter.pictures)
+    meters.set(table.ARENA, *labels, to=held.get("arena_bytes", 0))
+    meters.set(table.ARENA_FULL, *labels, to=held.get("dropped_arena_full", 0))
+    meters.set_all(table.HELD_BACK, labels, meter.held_back)
+    meters.set_all(table.DROPPED, labels, actor.dropped)
+    meters.set_all(table.REJECTED, (*labels, "inbox"), rejected)
+    edge_metrics(meters, "/".join(labels), edges)
+    process_metrics(meters, labels, baseline.processor_time)
+    _engine_metrics(meters, labels, baseline)
+    metrics = meters.snapshot()
+    room = limit - len(msgspec.msgpack.encode(metrics)) - ENDED_BYTES
+    return msgspec.structs.replace(metrics, ended=meter.take_unreported(room))
+
+
+def _engine_metrics(meters: Meters, labels: tuple[str, ...], baseline: Baseline) -> None:
+    meters.set(table.DEVICE_BYTES, *labels, to=baseline.engine.device_bytes())
+    statistics = baseline.statistics()
+    if statistics is None:
+        return
+    meters.set(table.VLLM_RUNNING, *labels, to=statistics.running)
+    meters.set(table.VLLM_WAITING, *labels, to=statistics.waiting)
+    meters.set(table.VLLM_KV, *labels, to=statistics.kv_usage)
+    meters.set(table.VLLM_PREEMPTIONS, *labels, to=statistics.preemptions)
+    meters.set(table.VLLM_QUERIES, *labels, to=statistics.prefix_queries)
+    meters.set(table.VLLM_HITS, *labels, to=statistics.prefix_hits)
+    if (budget := statistics.budget) is not None:
+        meters.set(table.BUDGET_BYTES, *labels, to=budget.limit_bytes)
+        meters.set(table.BUDGET_HELD, *labels, to=budget.held_bytes)
+        meters.set(table.BUDGET_STEP, *labels, to=budget.step_bytes)
+        meters.set(table.BUDGET_WAITING, *labels, to=budget.waiting)
+        meters.set(table.BUDGET_DEFERRALS, *labels, to=budget.deferrals)
+
+
+TICK_SECONDS = 0.1
+CONGESTED_SECONDS = 0.005  # until a stage that waits for its receivers looks again
+
+
+def pause(runnable: bool, congested: bool, yields: bool) -> tuple[float, HeldBack | None]:
+    """Return the seconds to wait for events before the next step, and what holds back a step that could be done."""
+    if congested:
+        return CONGESTED_SECONDS, HeldBack.CREDIT if runnable else None
+    if not runnable:
+        return TICK_SECONDS, None
+    if yields:
+        return POLL_SECONDS, HeldBack.DEVICE_PRIORITY
+    return 0.0, None
+
+
+class EngineLoop:
+    """Serves one session's requests with its actor."""
+
+    def __init__(
+        self,
+        pipeline: PipelineConfig,
+        actor: StageActor,
+        engine: StageEngine,
+        inbox: Inbox,
+        inbound: Inbound,
+        outbound: Outbound,
+        meter: StageMeter,
+        flag: DemandFlag,
+        priority: DevicePriority,
+    ) -> None:
+        self._actor = actor
+        self._engine = engine
+        self._inbox = inbox
+        self._inbound = inbound
+        self._outbound = outbound
+        self._meter = meter
+        self._flag = flag
+        self._priority = priority
+        self._baseline = Baseline(engine)
+        engine.on_progress(inbox.wake)
+        self._heartbeat_interval = pipeline.coordinator.heartbeat_interval
+        self._snapshot_bytes = pipeline.limits.body_bytes
+        flow = pipeline.flow
+        self._received: ReceivedCredit[ReplicaId | None] = ReceivedCredit(flow.edge_messages, flow.edge_bytes)
+        self._grants_due = False
+        self._next_tick = self._next_snapshot = 0.0
+        self._end: Stop | Lost | None = None
+
+    def run(self) -> Stop | Lost:
+        """Serve until the session ends; return why it did."""
+        while self._end is None:
+            yields = self._priority.yields()
+            self._take_events(yields)
+            self._step(yields)
+            self._beat()
+            ticked = self._tick()
+            self._grant(everything=ticked)
+        self._flag.set(False)
+        if isinstance(self._end, Stop):
+            self._report_metrics()  # what has been counted since the last report
+        return self._end
+
+    def _take_events(self, yields: bool) -> None:
+        """Handle all events that are there. Wait for the first one while there is no step to do."""
+        timeout, held_back = pause(self._actor.runnable(), self._outbound.congested, yields)
+        began = time.monotonic()
+        while self._end is None and (events := self._inbox.take(timeout)):
+            timeout = 0.0
+            for event in events:
+                self._on_event(event)
+        if held_back is not None:
+            self._meter.held_back[held_back] += time.monotonic() - began
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case Received(envelope=envelope, size=size):
+                self._grants_due |= self._received.take(sender_of(envelope.header), size)
+                self._outbound.send(self._actor.receive(envelope))
+            case Rejected(header=header, error=error, size=size):
+                if size:
+                    self._grants_due |= self._received.take(sender_of(header), size)
+                self._outbound.send(self._actor.reject(header, error))
+            case Undelivered(request_id=request_id, receiver=receiver, error=error):
+                self._outbound.send(self._actor.undelivered(request_id, receiver, error))
+            case Control(body=body):
+                self._on_control(body)
+            case Stop() | Lost():
+                self._end_with(event)
+
+    def _on_control(self, body: CoordinatorToStage) -> None:
+        match body:
+            case Peers():
+                self._outbound.set_peers(body)
+            case Shutdown(reason=reason):
+                self._end_with(Stop(reason))
+            case Welcome() | Reregister():  # the inbound thread has seen to them
+                pass
+
+    def _end_with(self, end: Stop | Lost) -> None:
+        """End the loop. A coordinator that shuts down says so and leaves: that it has left must not undo that."""
+        if not isinstance(self._end, Stop):
+            self._end = end
+
+    def _step(self, yields: bool) -> None:
+        self._flag.set(self._actor.urgent())
+        if not (yields or self._outbound.congested):  # when congested, the stages after this one set the pace
+            output = self._actor.step()
+            self._outbound.send(output, idle=not self._actor.runnable())
+            self._flag.set(self._actor.urgent())  # before the next wait for events, which may be long
+
+    def _beat(self) -> None:
+        """Show the coordinator, by the next heartbeat, that the loop is alive."""
+        self._inbound.pulse.progress += 1
+
+    def _tick(self) -> bool:
+        """Do what depends on time, ten times a second; whether it was due."""
+        now = time.monotonic()
+        if now < self._next_tick:
+            return False
+        self._next_tick = now + TICK_SECONDS
+        self._outbound.send(self._actor.tick())
+        dropped = {f"dropped_{reason}": count for reason, count in self._actor.dropped.items()}
+        self._inbound.pulse.counts = {**self._actor.counts(), **self._outbound.counts(), **dropped}
+        listeners = self._engine.listeners
+        self._inbound.pulse.listeners = self._meter.listeners if listeners is None else listeners
+        if now >= self._next_snapshot:
+            self._next_snapshot = now + self._heartbeat_interval
+            self._report_metrics()
+        return True
+
+    def _grant(self, everything: bool) -> None:
+        """Give credit for what was taken, unless the engine has too much to do already."""
+        if (everything or self._grants_due) and not self._actor.saturated:
+            self._grants_due = False
+            for sender, messages, size in self._received.collect(everything):
+                self._outbound.grant(sender, messages, size)
+
+    def _report_metrics(self) -> None:
+        rejected = self._inbound.rejected_by_reason()
+        edges, held = self._outbound.edges(), self._outbound.counts()
+        self._inbound.tell(
+            snapshot(self._meter, self._actor, self._baseline, rejected, edges, held, self._snapshot_bytes)
+        )
+
 
 logger = logs.get_logger(__name__)
 

@@ -9,15 +9,13 @@ from typing import Protocol
 
 from omni_actors.config import PipelineConfig
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
-from omni_actors.host.clocks import AnchoredClock
+from omni_actors.host.processes import AnchoredClock
 from omni_actors.logs import get_logger
-from omni_actors.protocol.client import Observation, Observe, Subject
-from omni_actors.protocol.telemetry import Snapshot
-from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.meters import Labels, Meters, edge_metrics, process_metrics
-from omni_actors.telemetry.metric_table import TABLE, Kind, Metric
+from omni_actors.protocol.messages import Observation, Observe, Snapshot, Subject
+from omni_actors.telemetry import metrics as table
+from omni_actors.telemetry.metrics import TABLE, Kind, Labels, Meters, Metric, edge_metrics, process_metrics
 from omni_actors.telemetry.request_log import FinishedRequest, RequestLog
-from omni_actors.transport.credit import EdgeMetrics
+from omni_actors.transport.link import EdgeMetrics
 
 logger = get_logger(__name__)
 

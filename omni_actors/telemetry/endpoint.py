@@ -1,25 +1,76 @@
-"""Serve Prometheus text from the launcher's process (`--metrics HOST:PORT`), without an HTTP server."""
+"""Serves metrics as Prometheus text from the launcher's process (`--metrics HOST:PORT`), without an HTTP server."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from omni_actors.errors import ConfigError
 from omni_actors.host.addresses import is_loopback
+from omni_actors.telemetry.metrics import TABLE, Kind, Labels, Meters, Metric
+
+T = TypeVar("T")
+
+
+def families(meters: Meters, table: Mapping[str, Metric] = TABLE) -> Iterator[Family]:
+    """Every metric of a table, in its order, including those without a series."""
+    values = _by_name(meters.values)
+    histograms = _by_name(meters.histograms)
+    for metric in table.values():
+        if metric.kind is Kind.HISTOGRAM:
+            family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+            for labels, histogram in histograms.get(metric.name, ()):
+                bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+                sums = [float(count) for count in itertools.accumulate(histogram.counts)]
+                family.add_metric(labels, list(zip(bounds, sums, strict=True)), histogram.total)
+            yield family
+            continue
+        make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        plain = make(metric.name, metric.help, labels=metric.labels)
+        for labels, value in values.get(metric.name, ()):
+            plain.add_metric(labels, value)
+        yield plain
+
+
+def _by_name(series: Mapping[tuple[str, Labels], T]) -> dict[str, list[tuple[Labels, T]]]:
+    """The series of each metric, in order of their labels."""
+    found: dict[str, list[tuple[Labels, T]]] = {}
+    for name, labels in sorted(series):
+        found.setdefault(name, []).append((labels, series[(name, labels)]))
+    return found
+
+
+class _MetersCollector(Collector):
+    """Adapts `Meters` to prometheus-client."""
+
+    def __init__(self, meters: Meters, table: Mapping[str, Metric]) -> None:
+        self._meters = meters
+        self._table = table
+
+    def collect(self) -> Iterable[Family]:
+        return families(self._meters, self._table)
+
+
+def render(meters: Meters, table: Mapping[str, Metric] = TABLE) -> str:
+    """The values of a table's metrics in the text format 0.0.4."""
+    text: bytes = generate_latest(_MetersCollector(meters, table))
+    return text.decode()
+
 
 ANSWER_SECONDS = 5.0  # for the coordinator to gather the metrics
 CONNECTIONS = 16  # at a time, each with a thread; the oldest makes room for the next one

@@ -1,6 +1,6 @@
 """A request's timeline in the forms that people and tools read: phases, transfers, JSON, and a Chrome trace.
 
-Moments are Unix time in seconds by the coordinator's clock, as in `protocol/telemetry.py`. Pure functions.
+Moments are Unix time in seconds by the coordinator's clock, as in `protocol/messages.py`. Pure functions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from omni_actors.protocol.telemetry import RequestTimeline, StageTimeline
+from omni_actors.protocol.messages import RequestTimeline, StageTimeline
 
 # The phases of a stage, each with the moment that ends it. A phase begins where the one before it ended.
 PHASES = (

@@ -27,8 +27,8 @@ import psutil
 
 from omni_actors.errors import InvalidPayload, StartupError
 from omni_actors.protocol.codec import Frame
-from omni_actors.protocol.control import ArenaAddress
-from omni_actors.protocol.header import Block, Header, ReplicaId
+from omni_actors.protocol.fields import Block, Header, ReplicaId
+from omni_actors.protocol.messages import ArenaAddress
 
 ALIGNMENT = 64
 PREFIX = 64  # bytes before each block's data: its ticket; at the start of the arena: the token

@@ -1,4 +1,4 @@
-"""The factory of all sockets, and functions that send and receive without waiting.
+"""The factory of all sockets, functions that send, receive and wake without waiting, and what has gone.
 
 Every option that keeps a peer's death or slowness from becoming ours is set here. The facts behind the values: a PUSH
 without peers accepts messages unless IMMEDIATE is set; a closed socket keeps its process alive forever unless LINGER is
@@ -8,27 +8,95 @@ limits. A socket belongs to one thread, or to the threads that share one lock.
 Security depends on the endpoint: `tcp://` is encrypted and requires keys if this process has keys, and is limited to
 loopback if it has none; `ipc://` is a file in the private run directory. libzmq reads these options at each bind and
 connect, so one socket may have endpoints of both kinds.
+
+`ZmqReader` is ten times as fast as awaiting each message. zmq's descriptor signals only edges, and sending on the same
+socket can use one up, so the sender must call `poke`.
+
+A socket reconnects without a word. A cut TCP link loses what was on its way, and the credit for it never comes back. A
+peer that died cuts its link too, but then the coordinator announces the death within `GRACE_SECONDS`, and the link is
+no longer watched.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import os
+import queue
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import zmq
 
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, ProtocolError
-from omni_actors.host.addresses import IPC, LOCAL_SCHEMES, is_endpoint, stays_on_host
+from omni_actors.host.addresses import IPC, LOCAL_SCHEMES, is_endpoint, is_tcp, stays_on_host
 from omni_actors.protocol.codec import FIXED_FRAMES, Frame
-from omni_actors.protocol.header import MAX_BUFFERS
-from omni_actors.transport.connection_guard import ConnectionGuard
-from omni_actors.transport.curve import MAKE_KEYS, Keys
-from omni_actors.transport.handshake_monitor import HandshakeMonitor
-from omni_actors.transport.zap import EVERYONE, LOCAL, MEMBERS, PEER_KEY, ZapAuthenticator
+from omni_actors.protocol.fields import MAX_BUFFERS
+from omni_actors.transport.curve import EVERYONE, LOCAL, MAKE_KEYS, MEMBERS, PEER_KEY, Keys, ZapAuthenticator
+from omni_actors.transport.guard import ConnectionGuard, HandshakeMonitor
+
+T = TypeVar("T")
+
+
+class Wakeup:
+    """A flag whose file descriptor is readable from `set` to the next `clear`. Thread-safe.
+
+    `set` takes no lock, so a finalizer may call it wherever the interpreter happens to run it.
+    """
+
+    def __init__(self) -> None:
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """The descriptor to poll for reading."""
+        return self._event
+
+    def set(self) -> None:
+        """Make the descriptor readable."""
+        os.eventfd_write(self._event, 1)
+
+    def clear(self) -> bool:
+        """Reset the flag and return whether it was set."""
+        try:
+            os.eventfd_read(self._event)
+        except BlockingIOError:
+            return False
+        return True
+
+    def __del__(self) -> None:  # not earlier: anything that holds a reference may still call `set`
+        os.close(self._event)
+
+
+class WakeableQueue(Generic[T]):
+    """A queue with a file descriptor that is readable when items have arrived."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._wakeup = Wakeup()
+
+    def fileno(self) -> int:
+        """The descriptor to poll for reading."""
+        return self._wakeup.fileno()
+
+    def put(self, item: T) -> None:
+        """Append an item and wake the reader."""
+        self._items.put(item)
+        self._wakeup.set()
+
+    def drain(self) -> list[T]:
+        """Take all items that have arrived."""
+        if not self._wakeup.clear():
+            return []
+        items = []
+        while True:
+            try:
+                items.append(self._items.get_nowait())
+            except queue.Empty:
+                return items
+
 
 HIGH_WATER_MARK = 1000  # messages; a last wall: credit is the flow control
 LINGER_MS = 500  # how long a closing socket may still send
@@ -339,3 +407,164 @@ def _closed_on_error(socket: Socket) -> Iterator[None]:
 def _check_form(endpoint: str) -> None:
     if not is_endpoint(endpoint):
         raise InvalidRequest(f"{endpoint!r} is not an endpoint.", hint="An endpoint is ipc://PATH or tcp://HOST:PORT.")
+
+
+BATCH = 256  # messages before other tasks get a turn
+
+
+class SocketReader:
+    """Calls `on_message(frames)` for every message until `close`, and `on_quiet()` when all that had come was read.
+
+    `on_quiet` is also called when a socket that was full takes messages again.
+
+    Args:
+        receive: reads one message from the socket, or raises `zmq.Again` or `Discarded`.
+    """
+
+    def __init__(
+        self,
+        socket: Socket,
+        on_message: Callable[[Sequence[bytes]], None],
+        on_quiet: Callable[[], None] = lambda: None,
+        receive: Callable[[Socket], Sequence[bytes]] = receive,
+    ) -> None:
+        self._socket = socket
+        self._on_message = on_message
+        self._on_quiet = on_quiet
+        self._receive = receive
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = descriptor(socket)
+        self._closed = False
+        self._scheduled = False
+        self._loop.add_reader(self._descriptor, self.drain)
+        self.poke()
+
+    def poke(self) -> None:
+        """Look at the socket again soon."""
+        if not self._scheduled and not self._closed:
+            self._scheduled = True
+            self._loop.call_soon(self._run_scheduled)
+
+    def _run_scheduled(self) -> None:
+        self._scheduled = False
+        self.drain()
+
+    def drain(self) -> None:
+        """Read what has arrived, without waiting: one batch now, the rest soon."""
+        for _ in range(BATCH):
+            if self._closed:
+                return
+            try:
+                frames = self._receive(self._socket)
+            except Discarded:
+                continue
+            except zmq.Again:
+                self._on_quiet()
+                return
+            try:
+                self._on_message(frames)
+            except BaseException:
+                self.poke()  # the edge is used up: without this the messages behind would wait for the next one
+                raise
+        self.poke()
+
+    def close(self) -> None:
+        """Stop reading; the socket stays open. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._descriptor)
+
+
+GRACE_SECONDS = 1.0
+Name = TypeVar("Name")
+
+
+class DisconnectDetector(Generic[Name]):
+    """Watches the TCP sockets of one thread, each under a name.
+
+    A connection is lost when its peer closes it or dies, and when the peer's host or the link is silent for longer than
+    the socket's heartbeat allows.
+    """
+
+    def __init__(self) -> None:
+        self._watched: dict[Name, tuple[Socket, Socket]] = {}  # with its monitor
+        self._since: dict[Name, float] = {}
+
+    def watch(self, name: Name, socket: Socket, endpoint: str) -> None:
+        """Start watching a connected socket, unless the endpoint is local: then there is no link to cut."""
+        if is_tcp(endpoint):
+            self._watched[name] = (socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+
+    def forget(self, name: Name) -> None:
+        """Stop watching; call it before the socket is closed. Unknown names are ignored."""
+        self._since.pop(name, None)
+        if name in self._watched:
+            socket, monitor = self._watched.pop(name)
+            socket.disable_monitor()
+            monitor.close(linger=0)
+
+    def found(self, now: float) -> list[Name]:
+        """Return the names whose connection was lost `GRACE_SECONDS` ago or earlier."""
+        for name, (_, monitor) in self._watched.items():
+            if drain(monitor):
+                self._since.setdefault(name, now)
+        return [name for name, since in self._since.items() if since + GRACE_SECONDS <= now]
+
+    def close(self) -> None:
+        """Stop watching all sockets, which are still open."""
+        for name in list(self._watched):
+            self.forget(name)
+
+
+class PeerConnection(NamedTuple):
+    """An accepted connection: its descriptor in this process, and its inode, which no other connection has."""
+
+    descriptor: int
+    inode: int
+
+
+class PeerConnections:
+    """Finds the peers of a ROUTER whose connection was closed, although nothing is sent to them.
+
+    libzmq says with a message which descriptor it came from, and closes that as soon as the peer is gone or silent for
+    too long. Its own monitor names no peers.
+    """
+
+    def __init__(self) -> None:
+        self._connections: dict[bytes, PeerConnection] = {}
+        self._since: dict[bytes, float] = {}
+
+    def heard(self, peer: bytes, descriptor: bytes) -> bool:
+        """Note that a message of `peer` came over the connection with this descriptor, b"" for an unknown one.
+
+        Returns whether that is another connection than it had before.
+        """
+        if not descriptor:
+            return False
+        connection = PeerConnection(int(descriptor), _inode(int(descriptor)))
+        before = self._connections.get(peer)
+        self._connections[peer] = connection
+        if connection.inode:  # else it is closed already
+            self._since.pop(peer, None)
+        return before is not None and before != connection
+
+    def gone(self, now: float) -> list[bytes]:
+        """Return the peers whose connection was closed `GRACE_SECONDS` ago or earlier, and forget them.
+
+        Those that were heard on another connection since then are not among them.
+        """
+        for peer, connection in self._connections.items():
+            if _inode(connection.descriptor) != connection.inode or not connection.inode:
+                self._since.setdefault(peer, now)
+        found = [peer for peer, since in self._since.items() if since + GRACE_SECONDS <= now]
+        for peer in found:
+            del self._since[peer], self._connections[peer]
+        return found
+
+
+def _inode(descriptor: int) -> int:
+    """The inode of an open descriptor; 0 if it is closed."""
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return 0

@@ -13,7 +13,7 @@ import pytest
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
 from omni_actors.host.run_directory import FLEET
-from omni_actors.protocol.client import Operation
+from omni_actors.protocol.messages import Operation
 from tests.support.launcher import EchoLauncher
 from tests.support.load import ask_and_check, replicas, text_of, undisturbed_chain, until_healthy
 from tests.support.processes import assert_nothing_left, processes_of

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import psutil
 
 from omni_actors.client import AsyncOmniClient, Text
-from omni_actors.protocol.client import Operation, StageStatus
+from omni_actors.protocol.messages import Operation, StageStatus
 from tests.support.launcher import EchoLauncher
 from tests.support.load import STAGES, ask_and_check, disturbed_chain, replicas
 from tests.support.waiting import until

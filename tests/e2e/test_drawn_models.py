@@ -22,8 +22,8 @@ import torch
 from PIL import Image
 from transformers import Qwen2_5OmniForConditionalGeneration, Qwen3OmniMoeForConditionalGeneration
 
-from omni_actors.engine.tensors import to_torch
-from omni_actors.protocol.tensors import HostTensor
+from omni_actors.engine.rows import to_torch
+from omni_actors.protocol.fields import HostTensor
 from omni_actors.stage.engine_interface import StageInputs, TextEvent
 from tests.support import drawn_sizes
 from tests.support.code2wav import sound_of

@@ -7,7 +7,7 @@ import torch
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.encoder import EncoderEngine
-from omni_actors.engine.tensors import to_torch
+from omni_actors.engine.rows import to_torch
 from omni_actors.errors import InvalidRequest, OmniError, PromptTooLong
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Prompt, StageParams
 from omni_actors.stage.engine_interface import FinishedEvent, StageInputs, StageRequest, StreamEvent

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image as Picture
 
 from omni_actors.client import AsyncOmniClient, Image, Progress
-from omni_actors.engine.models.qwen_image.prompt_template import written
+from omni_actors.engine.models.qwen_image.layout import written
 from omni_actors.errors import DeadlineExceeded, InvalidRequest, OmniError
 from tests.support import qwen_image, z_image_engine
 from tests.support.nightly import nightly

@@ -17,7 +17,7 @@ from PIL import Image
 
 from omni_actors.client import AsyncOmniClient, Audio, OmniClient, Text
 from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError, PromptTooLong, UnknownModality, UnknownVoice
-from omni_actors.telemetry import metric_table as table
+from omni_actors.telemetry import metrics as table
 from omni_actors.telemetry.timeline import chrome_trace
 from tests.support.nightly import nightly
 from tests.support.observations import LOG_LINE, STAGES, assert_causal, grown, reported, scrape_until, settled

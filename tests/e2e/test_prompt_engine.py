@@ -21,9 +21,8 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.models.qwen2_5_omni.thinker import MIN_AUDIO_SAMPLES
-from omni_actors.engine.prompt import PromptEngine
-from omni_actors.engine.prompt_processing import seconds_per_patch
-from omni_actors.engine.tensors import FRAME_PREFIX
+from omni_actors.engine.prompt import PromptEngine, seconds_per_patch
+from omni_actors.engine.rows import FRAME_PREFIX
 from omni_actors.errors import (
     EngineError,
     InvalidPayload,
@@ -34,9 +33,8 @@ from omni_actors.errors import (
     UnknownModality,
 )
 from omni_actors.media.limits import MediaLimits
-from omni_actors.protocol.fields import pack_token_ids
+from omni_actors.protocol.fields import DType, HostTensor, TensorRef, pack_token_ids
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
-from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage.engine_interface import FinishedEvent, StageInputs, StageRequest
 from tests.support.waiting import until
 

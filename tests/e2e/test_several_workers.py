@@ -13,8 +13,8 @@ import pytest
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.errors import ConfigError
-from omni_actors.launcher.segment_ledger import SegmentLedger
-from omni_actors.protocol.header import ReplicaId
+from omni_actors.launcher.replica_processes import SegmentLedger
+from omni_actors.protocol.fields import ReplicaId
 from tests.support.paths import REPOSITORY
 from tests.support.processes import shared_memory_of
 from tests.support.several_workers import START, answer

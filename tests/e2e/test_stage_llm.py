@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
+from omni_actors.engine.rows import to_torch
 from omni_actors.engine.stage_llm import StageLLM
-from omni_actors.engine.tensors import to_torch
 from omni_actors.errors import InvalidRequest, UnknownVoice
+from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.results import FinishReason
 from omni_actors.stage.engine_interface import AudioEvent, StageInputs
 from tests.support.code2wav import arguments, codec_tokens, difference, expected
 from tests.support.paths import REPOSITORY

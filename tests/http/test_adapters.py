@@ -7,8 +7,8 @@ import pytest
 
 from omni_actors.client import OmniClient
 from omni_actors.errors import InvalidRequest
+from omni_actors.http_server.bodies import BodyBytes
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.shares import BodyBytes
 from omni_actors.http_server.state import ServerState
 from omni_actors.protocol.payloads import StageParams
 from tests.support.servers import HttpPipeline

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.fetch import Fetcher, is_public
+from omni_actors.http_server.media import Fetcher, is_public
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.servers import HttpPipeline, picture, serving
 

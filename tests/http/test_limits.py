@@ -17,8 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from omni_actors.client import OmniClient
 from omni_actors.http_server.app import create_app
+from omni_actors.http_server.media import Store
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.stores import Store
 from tests.support.servers import HttpPipeline, film, picture, serving, sound
 from tests.support.waiting import PATIENCE, eventually, until
 

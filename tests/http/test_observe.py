@@ -6,7 +6,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from omni_actors.telemetry.metric_table import HTTP_TABLE, TABLE
+from omni_actors.telemetry.metrics import HTTP_TABLE, TABLE
 from tests.support.observations import LOG_LINE
 from tests.support.servers import HttpPipeline
 

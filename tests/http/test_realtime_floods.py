@@ -15,13 +15,11 @@ import httpx
 import psutil
 import pytest
 
-from omni_actors.http_server.app import create_routes
-from omni_actors.http_server.bounded_websocket import bounded_websocket
-from omni_actors.http_server.middleware import RequestMiddleware
-from omni_actors.http_server.realtime.shared import DETECTOR_THREADS, Realtime
-from omni_actors.http_server.realtime.turns import LAG_SECONDS
+from omni_actors.http_server.app import RequestMiddleware, create_routes
+from omni_actors.http_server.bodies import BodyBytes
+from omni_actors.http_server.connections import bounded_websocket
+from omni_actors.http_server.realtime.turns import DETECTOR_THREADS, LAG_SECONDS, Realtime
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.shares import BodyBytes
 from scripts.fuzz_http import ACCEPTED, handshake
 from scripts.fuzz_websocket import CLOSE, CONTINUATION, PING, PONG, TEXT, frame, frames_of_server
 from tests.support.processes import processes_titled

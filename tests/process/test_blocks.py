@@ -18,14 +18,10 @@ import pytest
 
 from omni_actors.config import FlowConfig
 from omni_actors.protocol.codec import BufferList, Envelope
-from omni_actors.protocol.control import Hello, Peer, Peers
-from omni_actors.protocol.header import Header, Limits, ReplicaId
-from omni_actors.protocol.stage import Chunk
-from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.protocol.fields import DType, Header, HostTensor, Limits, ReplicaId
+from omni_actors.protocol.messages import Chunk, Hello, Peer, Peers
 from omni_actors.stage.actor import Outgoing
-from omni_actors.stage.events import Received
-from omni_actors.stage.inbound import Inbound
-from omni_actors.stage.inbox import Inbox
+from omni_actors.stage.inbound import Inbound, Inbox, Received
 from omni_actors.stage.outbound import Outbound
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.sockets import Sockets

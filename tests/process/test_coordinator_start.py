@@ -14,8 +14,8 @@ import pytest
 
 from omni_actors.errors import StartupError
 from omni_actors.host.run_directory import RunDirectory
-from omni_actors.launcher import coordinator_child
-from omni_actors.launcher.coordinator_child import CoordinatorChild
+from omni_actors.launcher import children
+from omni_actors.launcher.children import CoordinatorChild
 from tests.support.builders import pipeline
 from tests.support.waiting import eventually, until
 
@@ -27,7 +27,7 @@ BUSY = "while time.process_time() < {}: pass"
 @pytest.fixture
 def child(monkeypatch, short_path):
     """Makes a coordinator's owner. The process executes a statement before anything else."""
-    monkeypatch.setattr(coordinator_child, "IDLE_SECONDS", IDLE_SECONDS)
+    monkeypatch.setattr(children, "IDLE_SECONDS", IDLE_SECONDS)
     directory = RunDirectory(str(short_path / "run"))
 
     def make(statement: str) -> CoordinatorChild:
@@ -51,7 +51,7 @@ def failure_of(child: CoordinatorChild) -> StartupError:
     ("statement", "state"), [(STOPPED, "stopped"), (BUSY.format("1e9"), "running")], ids=["stopped", "computes"]
 )
 def test_a_coordinator_that_does_not_listen_is_ended_with_what_is_known_of_it(child, monkeypatch, statement, state):
-    monkeypatch.setattr(coordinator_child, "START_SECONDS", 2 * IDLE_SECONDS)
+    monkeypatch.setattr(children, "START_SECONDS", 2 * IDLE_SECONDS)
     before, threads = psutil.Process().children(), threading.active_count()
     error = failure_of(child(statement))
     until(lambda: threading.active_count() == threads, what="asyncio's thread that waits for the process")
@@ -77,7 +77,7 @@ async def test_a_coordinator_that_computes_is_waited_for(child):
 
 
 async def test_a_silent_coordinator_is_killed_unless_it_computes(child, monkeypatch):
-    monkeypatch.setattr(coordinator_child, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(children, "SILENT_SECONDS", 0.0)
     owner = child("signal.signal(signal.SIGUSR1, lambda *_: exec('while True: pass'))")
     before = psutil.Process().children()
     await owner.start()

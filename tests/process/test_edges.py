@@ -10,7 +10,7 @@ import pytest
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import Aborted
-from omni_actors.protocol.client import Operation, StageStatus
+from omni_actors.protocol.messages import Operation, StageStatus
 from tests.support.builders import flow_chain
 from tests.support.launcher import EchoLauncher
 from tests.support.waiting import eventually

@@ -10,11 +10,9 @@ import pytest
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import Overloaded, StageLost
-from omni_actors.protocol.client import Submit
 from omni_actors.protocol.codec import encode
-from omni_actors.protocol.common import Failed
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.header import Header
+from omni_actors.protocol.fields import Header, pack_token_ids
+from omni_actors.protocol.messages import Failed, Submit
 from omni_actors.protocol.payloads import Prompt
 from omni_actors.transport.sockets import Sockets, try_send
 from tests.support.answers import assert_echo, collect

@@ -12,7 +12,7 @@ import pytest
 from omni_actors.client import OmniClient
 from omni_actors.client.streams import OmniRequestOutput
 from omni_actors.errors import InvalidRequest
-from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.protocol.fields import DType, HostTensor
 from tests.support.builders import write
 from tests.support.pipelines import RunningPipeline
 from tests.support.waiting import until

@@ -14,7 +14,7 @@ import pytest
 from omni_actors.cli import ctl, top, trace
 from omni_actors.client import OmniClient
 from omni_actors.errors import Unauthorized
-from omni_actors.protocol.client import Operation
+from omni_actors.protocol.messages import Operation
 from omni_actors.transport.curve import make_client, make_cluster
 from tests.support.builders import chain, write
 from tests.support.paths import REPOSITORY

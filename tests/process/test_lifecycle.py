@@ -116,7 +116,7 @@ if __name__ == "__main__": sys.exit(launch.main())
 BROKEN = """
 from omni_actors.engine import platform
 platform.preload_modules = lambda: ["json", "a_module_that_is_missing"]
-import omni_actors.engine.preload
+import omni_actors.engine.workers.preload
 """
 
 

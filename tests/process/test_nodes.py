@@ -18,7 +18,7 @@ import pytest
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
-from omni_actors.protocol.client import Operation, StageStatus
+from omni_actors.protocol.messages import Operation, StageStatus
 from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher
 from tests.support.load import ask_and_check, replicas, text_of, until_busy

@@ -15,8 +15,8 @@ from omni_actors.cli.top import Scrape
 from omni_actors.client import AsyncOmniClient, OmniClient
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.stage.echo import FAIL_TOKEN
-from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.metric_table import TABLE
+from omni_actors.telemetry import metrics as table
+from omni_actors.telemetry.metrics import TABLE
 from omni_actors.telemetry.timeline import stages
 from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher

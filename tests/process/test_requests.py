@@ -24,17 +24,25 @@ from omni_actors.errors import (
     UnknownModality,
     UnknownVoice,
 )
-from omni_actors.protocol.client import Description, Done, StageStatus, Submit
 from omni_actors.protocol.codec import MAGIC, encode
-from omni_actors.protocol.control import Heartbeat, Hello
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.header import Header, ReplicaId
+from omni_actors.protocol.fields import DType, Header, ReplicaId, TensorRef, pack_token_ids
+from omni_actors.protocol.messages import (
+    AudioChunk,
+    Chunk,
+    Description,
+    Done,
+    FinishReason,
+    Heartbeat,
+    Hello,
+    StageDone,
+    StageStatus,
+    StageUsage,
+    Submit,
+    TextDelta,
+)
 from omni_actors.protocol.payloads import Prompt
-from omni_actors.protocol.results import AudioChunk, FinishReason, StageDone, StageUsage, TextDelta
-from omni_actors.protocol.stage import Chunk
-from omni_actors.protocol.tensors import DType, TensorRef
 from omni_actors.stage.echo import FAIL_TOKEN
-from omni_actors.telemetry.metric_table import REJECTED
+from omni_actors.telemetry.metrics import REJECTED
 from omni_actors.transport.sockets import try_send
 from tests.support.answers import SAMPLES, assert_echo, collect
 from tests.support.launcher import EchoLauncher

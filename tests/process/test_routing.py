@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 
 from omni_actors.client import AsyncOmniClient
-from omni_actors.protocol.client import StageStatus
+from omni_actors.protocol.messages import StageStatus
 from tests.support.load import replicas
 from tests.support.waiting import eventually
 

@@ -13,8 +13,8 @@ import pytest
 from omni_actors.cli import ctl
 from omni_actors.client import AsyncOmniClient, Audio, RequestStream, Text
 from omni_actors.errors import Overloaded
-from omni_actors.protocol.client import Operation
-from omni_actors.telemetry import metric_table as table
+from omni_actors.protocol.messages import Operation
+from omni_actors.telemetry import metrics as table
 from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher
 from tests.support.waiting import eventually

@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy
 
 from omni_actors.client.streams import OmniRequestOutput
-from omni_actors.protocol.client import CoordinatorToClient, Done
 from omni_actors.protocol.codec import Decoder, encode
-from omni_actors.protocol.common import Credit, Failed
-from omni_actors.protocol.header import Header
-from omni_actors.transport.credit import wire_size
+from omni_actors.protocol.fields import Header
+from omni_actors.protocol.messages import CoordinatorToClient, Credit, Done, Failed
+from omni_actors.transport.link import wire_size
 from omni_actors.transport.sockets import drain, try_send
 from tests.support.waiting import until
 

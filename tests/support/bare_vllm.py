@@ -18,7 +18,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from omni_actors.engine.cpu import CPUSampler, CPUStructuredOutputs
+from omni_actors.engine.workers.cpu import CPUSampler, CPUStructuredOutputs
 from tests.support.stage_driver import SMALL
 
 
@@ -47,7 +47,7 @@ class BareVllm:
             str(checkpoint),
             generation_config="vllm",
             worker_cls="tests.support.bare_vllm.BareWorker",
-            distributed_executor_backend="omni_actors.engine.executor.OmniUniProcExecutor",
+            distributed_executor_backend="omni_actors.engine.arguments.OmniUniProcExecutor",
             skip_mm_profiling=True,
             **SMALL,
         ).create_engine_config()

@@ -10,11 +10,9 @@ import yaml
 
 from omni_actors import config
 from omni_actors.config import PipelineConfig
-from omni_actors.protocol.client import Submit
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.header import Header, ReplicaId
+from omni_actors.protocol.fields import Header, ReplicaId, pack_token_ids
+from omni_actors.protocol.messages import StageDone, StageUsage, Submit
 from omni_actors.protocol.payloads import Prompt
-from omni_actors.protocol.results import StageDone, StageUsage
 
 CHAIN: dict[str, Any] = {
     "name": "test",

@@ -12,7 +12,7 @@ import torch
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.diffusion import DiffusionEngine
-from omni_actors.engine.tensors import to_torch
+from omni_actors.engine.rows import to_torch
 from omni_actors.errors import EngineError
 from omni_actors.protocol.fields import Scalar
 from omni_actors.protocol.payloads import StageParams

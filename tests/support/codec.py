@@ -15,8 +15,8 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
+from omni_actors.engine.models.diffusers_layout import read_tensors
 from omni_actors.engine.models.qwen3_omni.code2wav import MeanEmbedding, codec_sizes
-from omni_actors.engine.models.weights import read_tensors
 
 WINDOW = 6  # frames that attention sees
 CODEBOOK = 32

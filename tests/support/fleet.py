@@ -13,27 +13,32 @@ from omni_actors.coordinator.core.fleet import TICK_SECONDS, Fleet
 from omni_actors.coordinator.core.instructions import (
     Announce,
     FleetInstruction,
+    FleetMemory,
     GiveUp,
     Remember,
     ReplicaLost,
     ShowProgress,
     TellNode,
     TellReplica,
+    decode,
 )
-from omni_actors.coordinator.core.memory import FleetMemory, decode
 from omni_actors.coordinator.core.operations import operate
-from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
-from omni_actors.coordinator.core.states import LaunchState, NodeState, ReplicaState
-from omni_actors.protocol.client import Operate, Operation
-from omni_actors.protocol.control import Heartbeat, Hello, Peers, Ready, StageToCoordinator
-from omni_actors.protocol.header import PROTOCOL_VERSION, Body, ReplicaId
-from omni_actors.protocol.nodes import (
+from omni_actors.coordinator.core.replicas import LaunchState, NodeState, Replica, ReplicaState, ReplicaTable
+from omni_actors.protocol.fields import PROTOCOL_VERSION, Body, ReplicaId
+from omni_actors.protocol.messages import (
+    Heartbeat,
+    Hello,
     KillReplica,
     NodeBeat,
     NodeHello,
     NodeToCoordinator,
+    Operate,
+    Operation,
+    Peers,
+    Ready,
     ReplicaEnded,
     RunningReplica,
+    StageToCoordinator,
     StartReplica,
 )
 from tests.support.builders import chain

@@ -8,10 +8,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from omni_actors.protocol.client import Submit
 from omni_actors.protocol.codec import encode
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.header import Header
+from omni_actors.protocol.fields import Header, pack_token_ids
+from omni_actors.protocol.messages import Submit
 from omni_actors.protocol.payloads import Prompt
 from omni_actors.transport.sockets import Sockets, try_send
 from tests.support.paths import REPOSITORY

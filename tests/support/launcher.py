@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from omni_actors.client import OmniClient
-from omni_actors.protocol.client import Description
+from omni_actors.protocol.messages import Description
 from tests.support.paths import REPOSITORY, import_path
 from tests.support.processes import assert_nothing_left, end_all, processes_of, shared_memory_of
 from tests.support.waiting import PATIENCE, until

@@ -15,7 +15,7 @@ import psutil
 
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.errors import OmniError
-from omni_actors.protocol.client import StageStatus
+from omni_actors.protocol.messages import StageStatus
 from tests.support.builders import chain
 from tests.support.waiting import PATIENCE
 

@@ -21,8 +21,8 @@ SERVERS = {"": "exec sleep 300", "no server": "echo out of memory >> $CUDA_MPS_L
 # Starts the launcher on a host whose GPUs are the files in sys.argv[1].
 LAUNCH = """
 import pathlib, sys
-from omni_actors.config import devices
-devices.DEVICE_FILES = pathlib.Path({folder!r})
+from omni_actors.config import placement
+placement.DEVICE_FILES = pathlib.Path({folder!r})
 from omni_actors import launch
 if __name__ == "__main__":
     sys.exit(launch.main())

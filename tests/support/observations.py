@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from omni_actors.cli.top import Scrape, scrape
 from omni_actors.client import AsyncOmniClient
-from omni_actors.protocol.telemetry import RequestTimeline
-from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.metric_table import Metric
+from omni_actors.protocol.messages import RequestTimeline
+from omni_actors.telemetry import metrics as table
+from omni_actors.telemetry.metrics import Metric
 from tests.support.waiting import PATIENCE
 
 REPORTS = 3  # one may have been on its way, and one is made while the other is read

@@ -16,14 +16,13 @@ from openai.types.realtime import RealtimeResponse, RealtimeServerEvent
 from pydantic import BaseModel, TypeAdapter
 
 from omni_actors.http_server.app import create_app
-from omni_actors.http_server.bounded_websocket import bounded_websocket
+from omni_actors.http_server.bodies import BodyBytes
+from omni_actors.http_server.connections import bounded_websocket
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.realtime.config import RATE, Pipeline, ServerVad, SessionConfig
-from omni_actors.http_server.realtime.events import parse
+from omni_actors.http_server.realtime.config import RATE, Pipeline, ServerVad, SessionConfig, parse
 from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, RealtimeSession, Send, Transcribe
 from omni_actors.http_server.realtime.turns import AheadOfTurn, SpeechWindow
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.shares import BodyBytes
 from tests.support.servers import serving
 
 OPENAI = TypeAdapter(RealtimeServerEvent)

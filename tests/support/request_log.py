@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.header import Header, ReplicaId
-from omni_actors.protocol.results import AudioChunk, FinishReason, StageDone, StageUsage, TextDelta
-from omni_actors.protocol.telemetry import StageTimeline
-from omni_actors.protocol.tensors import DType, TensorRef
-from omni_actors.telemetry import metric_table as table
-from omni_actors.telemetry.meters import Meters
+from omni_actors.protocol.fields import DType, Header, ReplicaId, TensorRef, pack_token_ids
+from omni_actors.protocol.messages import AudioChunk, FinishReason, StageDone, StageTimeline, StageUsage, TextDelta
+from omni_actors.telemetry import metrics as table
+from omni_actors.telemetry.metrics import Meters
 from omni_actors.telemetry.request_log import FinishedRequest, RequestLog
 from tests.support.builders import submit
 from tests.support.clock import Clock

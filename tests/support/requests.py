@@ -12,18 +12,23 @@ import msgspec
 
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.instructions import Instruction, Observer, ToClient, ToStage
+from omni_actors.coordinator.core.replicas import Evidence, ReplicaEvent, ReplicaState
 from omni_actors.coordinator.core.request import ActiveRequest
 from omni_actors.coordinator.core.requests import RequestMachine
-from omni_actors.coordinator.core.states import Evidence, ReplicaEvent, ReplicaState
 from omni_actors.errors import OmniError
-from omni_actors.protocol.client import Done, Submit
-from omni_actors.protocol.common import Abort, Failed
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.header import Header, ReplicaId
+from omni_actors.protocol.fields import DType, Header, ReplicaId, TensorRef, pack_token_ids
+from omni_actors.protocol.messages import (
+    Abort,
+    AudioChunk,
+    Done,
+    Failed,
+    OpenRequest,
+    Resend,
+    StageDone,
+    Submit,
+    TextDelta,
+)
 from omni_actors.protocol.payloads import Prompt
-from omni_actors.protocol.results import AudioChunk, StageDone, TextDelta
-from omni_actors.protocol.stage import OpenRequest, Resend
-from omni_actors.protocol.tensors import DType, TensorRef
 from tests.support.builders import chain, done, header_from, submit
 
 STAGES = ("prompt", "thinker", "talker", "code2wav")

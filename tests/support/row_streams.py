@@ -11,8 +11,8 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from omni_actors.engine.scheduler import OmniSchedulerMixin, RowStream
-from omni_actors.protocol.results import FinishReason
-from omni_actors.protocol.tensors import HostTensor
+from omni_actors.protocol.fields import HostTensor
+from omni_actors.protocol.messages import FinishReason
 from omni_actors.stage.engine_interface import (
     EngineEvent,
     EngineFacts,

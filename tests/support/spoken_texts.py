@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from omni_actors.engine.tensors import to_host
+from omni_actors.engine.rows import to_host
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Prompt, StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
 from tests.support.stage_driver import Driver

@@ -8,16 +8,13 @@ import msgspec
 
 from omni_actors.config import FlowConfig, PipelineConfig, StageConfig
 from omni_actors.protocol.codec import BufferList, Envelope
-from omni_actors.protocol.common import Abort, Failed
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.header import Body, Header, ReplicaId
+from omni_actors.protocol.fields import Body, Header, HostTensor, ReplicaId, pack_token_ids
+from omni_actors.protocol.messages import Abort, Chunk, Ended, Failed, OpenRequest
 from omni_actors.protocol.payloads import Prompt, PromptEmbedsPayload, StageParams
-from omni_actors.protocol.stage import Chunk, Ended, OpenRequest
-from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.actor import StageActor
 from omni_actors.stage.engine_interface import EngineEvent, EngineFacts, StageEngine, StageInputs, StageRequest
 from omni_actors.stage.meter import StageMeter
-from omni_actors.stage.outgoing import Outgoing
+from omni_actors.stage.outbound import Outgoing
 from omni_actors.stage.processors import PROCESSORS
 from tests.support.builders import pipeline
 from tests.support.clock import Clock

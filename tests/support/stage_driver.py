@@ -14,13 +14,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
+from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig, build_engine
 from omni_actors.engine.autoregressive import AutoregressiveEngine
-from omni_actors.engine.factory import build_engine
-from omni_actors.engine.tensors import to_host, to_torch
+from omni_actors.engine.rows import to_host, to_torch
 from omni_actors.errors import OmniError
+from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import (
     EngineEvent,
     ErrorEvent,

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from omni_actors.config import PipelineConfig, StageConfig
+from omni_actors.protocol.fields import HostTensor
+from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import PROMPT_EMBEDS
-from omni_actors.protocol.results import FinishReason
-from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import (
     EngineEvent,
     EngineFacts,

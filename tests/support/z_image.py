@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from omni_actors.engine.models.z_image.dit import ZImageConfig, ZImageNetwork
-from omni_actors.engine.models.z_image.weights import load
+from omni_actors.engine.models.z_image.dit import ZImageConfig, ZImageNetwork, load
 from tools.checkpoints.pictures import Z_IMAGE
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from omni_actors.engine.tensors import to_host
+from omni_actors.engine.rows import to_host
 from omni_actors.stage.engine_interface import StageInputs
 from tests.support.picture_wishes import Wish, levels
 from tests.support.reference import one_thread

@@ -7,14 +7,11 @@ import pytest
 from omni_actors.config import FlowConfig
 from omni_actors.errors import EngineError, ErrorCode
 from omni_actors.protocol.codec import Envelope
-from omni_actors.protocol.common import Abort
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.header import Header
+from omni_actors.protocol.fields import Header, pack_token_ids
+from omni_actors.protocol.messages import Abort, FinishReason, OpenRequest
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.results import FinishReason
-from omni_actors.protocol.stage import OpenRequest
 from omni_actors.stage.engine_interface import FinishedEvent, TextEvent
-from omni_actors.stage.outgoing import Outgoing
+from omni_actors.stage.outbound import Outgoing
 from tests.support.stage import EMPTY, ROUTE, StageUnderTest, failed
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from omni_actors.http_server.answer import usage_of
 from omni_actors.http_server.images import image_usage
-from omni_actors.protocol.client import Description, StageStatus
-from omni_actors.protocol.results import FinishReason, StageUsage
+from omni_actors.protocol.messages import Description, FinishReason, StageStatus, StageUsage
 
 # Tokens read and written by each stage. A vocoder counts steps, a stage that changes audio counts pieces.
 WORK = {"prompt": (0, 5), "thinker": (5, 7), "talker": (9, 40), "code2wav": (40, 100), "leveller": (3, 3)}

@@ -10,8 +10,8 @@ from scripts import lines_per_package
 from tests.support.paths import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-CODE_LINES = 31_773  # a ceiling that moves down only; the goal is 26,000
-FILES = 341  # the same; 220
+CODE_LINES = 31_763  # a ceiling that moves down only; the goal is 26,000
+FILES = 207  # the same
 
 
 @cache  # it reads the whole package
@@ -66,7 +66,7 @@ def test_every_package_is_described() -> None:
 
 
 # Lists of what there is, and a hint at a shipped file; what a family needs is declared in its own folder.
-NAMES_FAMILIES = {"engine/models/registry.py", "engine/platform.py", "engine/chat_template.py"}
+NAMES_FAMILIES = {"engine/models/registry.py", "engine/platform.py", "engine/prompt.py"}
 
 
 def test_only_a_familys_own_folder_knows_it() -> None:

@@ -12,9 +12,8 @@ import pytest
 
 from omni_actors.errors import InvalidPayload, StartupError
 from omni_actors.protocol.codec import BadBody, BufferList, Decoder, encode
-from omni_actors.protocol.header import Block, Header, ReplicaId
-from omni_actors.protocol.stage import Chunk, IntoStage
-from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.protocol.fields import Block, DType, Header, HostTensor, ReplicaId
+from omni_actors.protocol.messages import Chunk, IntoStage
 from omni_actors.transport.arena import ALIGNMENT, PREFIX, Arena, ArenaReader
 
 OWNER, ME, OTHER = ReplicaId("thinker", 0, 1), ReplicaId("talker", 0, 1), ReplicaId("talker", 1, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from omni_actors.http_server.audio_formats import encode, make_encoder
+from omni_actors.http_server.answer import encode, make_encoder
 from omni_actors.http_server.errors import HttpError
 from omni_actors.media.limits import AUDIO_FILE, AUDIO_RATE, MediaBudget, MediaLimits
 from omni_actors.media.readers import decode

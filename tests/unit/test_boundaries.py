@@ -8,11 +8,9 @@ import pytest
 from omni_actors.coordinator.core.instructions import ToClient, ToStage
 from omni_actors.errors import ErrorCode
 from omni_actors.protocol.codec import Envelope
-from omni_actors.protocol.common import Abort
-from omni_actors.protocol.header import Header
+from omni_actors.protocol.fields import Header
+from omni_actors.protocol.messages import Abort, Ended, OpenRequest, Resend, TextDelta
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.results import TextDelta
-from omni_actors.protocol.stage import Ended, OpenRequest, Resend
 from tests.support.builders import header_from, submit
 from tests.support.requests import ALICE, BOB, NOW, STAGES, aborts, ask, failure, ready, replica_id
 from tests.support.stage import EMPTY, ROUTE, StageUnderTest, failed

@@ -14,15 +14,12 @@ import pytest
 
 import omni_actors
 from omni_actors.client import AsyncOmniClient
-from omni_actors.coordinator.core.memory import FleetMemory
-from omni_actors.coordinator.memory_file import MemoryFile
+from omni_actors.coordinator.core.instructions import FleetMemory
 from omni_actors.coordinator.process_spec import CoordinatorSpec
-from omni_actors.coordinator.shell import Coordinator, Endpoints
-from omni_actors.protocol.client import Operation
+from omni_actors.coordinator.shell import Coordinator, Endpoints, MemoryFile
 from omni_actors.protocol.codec import encode
-from omni_actors.protocol.common import Abort
-from omni_actors.protocol.header import PROTOCOL_VERSION, Header
-from omni_actors.protocol.nodes import NodeHello
+from omni_actors.protocol.fields import PROTOCOL_VERSION, Header
+from omni_actors.protocol.messages import Abort, NodeHello, Operation
 from omni_actors.transport.sockets import Sockets
 from tests.support.builders import pipeline
 from tests.support.waiting import PATIENCE

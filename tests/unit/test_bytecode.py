@@ -8,7 +8,7 @@ from pathlib import Path
 
 SCRIPT = """
 import sys
-from omni_actors.engine.bytecode import keep_bytecode
+from omni_actors.engine.platform import keep_bytecode
 print(keep_bytecode(["plain_package"]), sys.pycache_prefix)
 import plain_package
 print(plain_package.__cached__)

@@ -14,11 +14,10 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.config import FlowConfig
 from omni_actors.coordinator.core.instructions import ToClient
 from omni_actors.coordinator.links import ClientLinks
-from omni_actors.protocol.client import ClientToCoordinator, Observation
 from omni_actors.protocol.codec import Decoder, encode
-from omni_actors.protocol.common import Credit
-from omni_actors.protocol.header import Header
-from omni_actors.transport.credit import Traffic
+from omni_actors.protocol.fields import Header
+from omni_actors.protocol.messages import ClientToCoordinator, Credit, Observation
+from omni_actors.transport.link import Traffic
 from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
 from tests.support.builders import pipeline
 from tests.support.requests import ready

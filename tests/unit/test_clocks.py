@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from omni_actors.host.clocks import AnchoredClock
+from omni_actors.host.processes import AnchoredClock
 from omni_actors.telemetry.request_log import ClockOffset
 from tests.support.clock import Clock
 

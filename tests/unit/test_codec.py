@@ -11,16 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.errors import InvalidPayload
-from omni_actors.host.clocks import STEADY
-from omni_actors.protocol.client import ClientToCoordinator, Submit
+from omni_actors.host.processes import STEADY
 from omni_actors.protocol.codec import MAGIC, BadBody, BadHeader, BufferList, Decoder, encode
-from omni_actors.protocol.common import Abort
-from omni_actors.protocol.control import CoordinatorToStage
-from omni_actors.protocol.header import Header, Limits
+from omni_actors.protocol.fields import DType, Header, HostTensor, Limits, TensorRef, check_extent
+from omni_actors.protocol.messages import (
+    Abort,
+    AudioChunk,
+    Chunk,
+    ClientToCoordinator,
+    CoordinatorToStage,
+    FromStage,
+    IntoStage,
+    Submit,
+    TextDelta,
+)
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Prompt
-from omni_actors.protocol.results import AudioChunk, FromStage, TextDelta
-from omni_actors.protocol.stage import Chunk, IntoStage
-from omni_actors.protocol.tensors import DType, HostTensor, TensorRef, check_extent
 
 HEADER = Header("", request_id="r1", stage="thinker", replica=2, epoch=7, attempt=1, seq=9, deadline=5.5)
 

@@ -11,12 +11,12 @@ from omni_actors.engine.platform import prepare
 
 prepare()
 
-from omni_actors.engine.diffusion_runner import DiffusionJob  # noqa: E402
 from omni_actors.engine.models.chunks import ChunkPolicy  # noqa: E402
-from omni_actors.engine.models.codec_decoder.batches import BatchedDecoder  # noqa: E402
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder  # noqa: E402
+from omni_actors.engine.models.codec_decoder.runner import BatchedDecoder  # noqa: E402
 from omni_actors.engine.models.codec_decoder.stream import CodecChunk, CodecStream, Cutting, DecoderCarry  # noqa: E402
 from omni_actors.engine.models.qwen3_omni.code2wav import MeanEmbedding  # noqa: E402
+from omni_actors.engine.workers.diffusion import DiffusionJob  # noqa: E402
 from omni_actors.errors import InvalidPayload, InvalidRequest, OmniError, PromptTooLong  # noqa: E402
 from tests.support.codec import CODEBOOK, WINDOW, codes, flat, liven, own_decoder, whole  # noqa: E402
 

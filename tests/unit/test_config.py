@@ -132,7 +132,7 @@ def test_classes_are_resolved_by_name_or_allowed_path() -> None:
         ("pasthrough", "Did you mean"),
         ("omni_actors.stage.processors.Nothing", "cannot import"),
         ("omni_actors.nothing.X", "cannot import"),
-        ("omni_actors.protocol.stage.Chunk", "not a subclass of StreamProcessor"),
+        ("omni_actors.protocol.messages.Chunk", "not a subclass of StreamProcessor"),
         ("os.path", "outside"),
     ):
         with pytest.raises(ConfigError, match=word):

@@ -13,19 +13,12 @@ import pytest
 import zmq
 
 from omni_actors.protocol.codec import FIXED_FRAMES
-from omni_actors.protocol.header import MAX_BUFFERS
-from omni_actors.transport import connection_guard as guard_module
+from omni_actors.protocol.fields import MAX_BUFFERS
+from omni_actors.transport import guard as guard_module
 from omni_actors.transport import sockets as sockets_module
-from omni_actors.transport.connection_guard import (
-    HANDSHAKE_BYTES,
-    SENT_BEFORE_ACCEPTED,
-    Connections,
-    Counters,
-    GuardedConnection,
-)
-from omni_actors.transport.curve import load_keys, make_cluster
+from omni_actors.transport.curve import EVERYONE, load_keys, make_cluster
+from omni_actors.transport.guard import HANDSHAKE_BYTES, SENT_BEFORE_ACCEPTED, Connections, Counters, GuardedConnection
 from omni_actors.transport.sockets import MAX_FRAMES, MAX_IDENTITY, Discarded, Socket, Sockets, try_send
-from omni_actors.transport.zap import EVERYONE
 from tests.support.tcp import closed
 from tests.support.waiting import until
 from tests.support.zmtp import connect, dealer, frame, greeting

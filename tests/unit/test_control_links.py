@@ -10,8 +10,8 @@ import pytest
 from omni_actors.coordinator.links import ControlLinks
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.codec import Decoder
-from omni_actors.protocol.control import CoordinatorToStage, Shutdown
-from omni_actors.protocol.header import Limits
+from omni_actors.protocol.fields import Limits
+from omni_actors.protocol.messages import CoordinatorToStage, Shutdown
 from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
 from tests.support.waiting import until
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from omni_actors.transport import link as link_module
-from omni_actors.transport.credit import ReceivedCredit, Window
-from omni_actors.transport.link import STALL_SECONDS, Link
+from omni_actors.transport.link import STALL_SECONDS, Link, ReceivedCredit, Window
 from omni_actors.transport.sockets import Socket, Sockets, drain
 from tests.support.clock import Clock
 from tests.support.waiting import until

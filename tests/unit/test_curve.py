@@ -19,18 +19,15 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.client import async_client as client_module
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, RequestTimeout, Unauthorized
 from omni_actors.host.addresses import is_loopback, stays_on_host, tcp_host
-from omni_actors.protocol.control import Hello
-from omni_actors.protocol.header import Limits, ReplicaId
-from omni_actors.stage.events import Stop
-from omni_actors.stage.inbound import Inbound
-from omni_actors.stage.inbox import Inbox
-from omni_actors.transport import handshake_monitor as handshake_module
+from omni_actors.protocol.fields import Limits, ReplicaId
+from omni_actors.protocol.messages import Hello
+from omni_actors.stage.inbound import Inbound, Inbox, Stop
+from omni_actors.transport import guard as handshake_module
 from omni_actors.transport import sockets as sockets_module
 from omni_actors.transport.arena import ArenaReader
-from omni_actors.transport.curve import load_keys, make_client, make_cluster
-from omni_actors.transport.handshake_monitor import HandshakeMonitor
+from omni_actors.transport.curve import EVERYONE, LOCAL, MEMBERS, ZapAuthenticator, load_keys, make_client, make_cluster
+from omni_actors.transport.guard import HandshakeMonitor
 from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
-from omni_actors.transport.zap import EVERYONE, LOCAL, MEMBERS, ZapAuthenticator
 from tests.support import zmtp
 from tests.support.tcp import closed
 from tests.support.waiting import until

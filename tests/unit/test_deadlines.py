@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.stage.deadlines import (
+from omni_actors.stage.sound import (
     FIRST_SECONDS,
     INPUT_SECONDS,
     LATE_SECONDS,

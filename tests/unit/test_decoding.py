@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from omni_actors.http_server.bodies import decode
 from omni_actors.http_server.chat import BODY as CHAT
-from omni_actors.http_server.completions import CompletionRequest
-from omni_actors.http_server.decoding import decode
+from omni_actors.http_server.chat import CompletionRequest
 from omni_actors.http_server.errors import HttpError
 from omni_actors.protocol.payloads import StructuredOutputs
 

@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_actors.stage.device_priority import (
-    PATIENCE_SECONDS,
-    SEARCH_SECONDS,
-    VALID_SECONDS,
-    DemandFlag,
-    DevicePriority,
-)
+from omni_actors.stage.sound import PATIENCE_SECONDS, SEARCH_SECONDS, VALID_SECONDS, DemandFlag, DevicePriority
 from tests.support.clock import Clock
 
 

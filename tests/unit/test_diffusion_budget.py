@@ -13,10 +13,10 @@ from omni_actors.engine.platform import prepare
 
 prepare()
 
-from omni_actors.engine.diffusion_budget import Claim, DeviceBudget  # noqa: E402
-from omni_actors.engine.diffusion_runner import DiffusionJob  # noqa: E402
 from omni_actors.engine.models.qwen2_5_omni.code2wav import CHUNKS  # noqa: E402
 from omni_actors.engine.models.qwen2_5_omni.stream import Geometry  # noqa: E402
+from omni_actors.engine.scheduler import Claim, DeviceBudget  # noqa: E402
+from omni_actors.engine.workers.diffusion import DiffusionJob  # noqa: E402
 from tools.checkpoints.omni import QWEN2_5_OMNI, make_config  # noqa: E402
 
 LIMIT = 100

@@ -15,10 +15,9 @@ from omni_actors.engine.platform import prepare
 
 prepare()
 
-from omni_actors.engine.diffusion_budget import Claim  # noqa: E402
-from omni_actors.engine.diffusion_runner import DiffusionJob  # noqa: E402
-from omni_actors.engine.diffusion_scheduler import DiffusionMixin  # noqa: E402
-from omni_actors.stage.deadlines import LONG_STEP_TOKENS, STRETCH, TOKENS_PER_SECOND  # noqa: E402
+from omni_actors.engine.scheduler import Claim, DiffusionMixin  # noqa: E402
+from omni_actors.engine.workers.diffusion import DiffusionJob  # noqa: E402
+from omni_actors.stage.sound import LONG_STEP_TOKENS, STRETCH, TOKENS_PER_SECOND  # noqa: E402
 
 NOW, SOON, LATER = 100.0, 100.1, 110.0
 

@@ -11,8 +11,7 @@ from omni_actors.engine.platform import prepare
 
 prepare()
 
-from omni_actors.engine.diffusion_runner import FAILED_TOKEN, STEP_TOKEN, StepResult  # noqa: E402
-from omni_actors.engine.diffusion_worker import DiffusionOutput, DiffusionWorker  # noqa: E402
+from omni_actors.engine.workers.diffusion import FAILED_TOKEN, STEP_TOKEN, DiffusionOutput, DiffusionWorker, StepResult  # noqa: E402  # noqa: E402
 from omni_actors.errors import ConfigError, EngineError  # noqa: E402
 
 CPU = None  # the copy stream
@@ -66,7 +65,7 @@ def worker(runner: str) -> DiffusionWorker:
     [
         ("", "names no diffusion model runner"),
         ("omni_actors.engine.models.qwen2_5_omni.dit.Dit", "dit.Dit is not a DiffusionModelRunner"),
-        ("omni_actors.engine.diffusion_runner.diffusion_job", "diffusion_job is not a DiffusionModelRunner"),
+        ("omni_actors.engine.workers.diffusion.diffusion_job", "diffusion_job is not a DiffusionModelRunner"),
     ],
 )
 def test_what_is_no_runner_is_refused_by_name(runner: str, text: str) -> None:

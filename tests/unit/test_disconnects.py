@@ -14,8 +14,15 @@ import pytest
 import zmq
 
 from omni_actors.transport import sockets as sockets_module
-from omni_actors.transport.disconnects import GRACE_SECONDS, DisconnectDetector, PeerConnections
-from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
+from omni_actors.transport.sockets import (
+    GRACE_SECONDS,
+    DisconnectDetector,
+    PeerConnections,
+    Socket,
+    Sockets,
+    drain,
+    try_send,
+)
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import until
 

@@ -20,14 +20,14 @@ from omni_actors.cli.main import SUBCOMMANDS
 from omni_actors.config import CoordinatorConfig, FlowConfig, HttpConfig, PipelineConfig, StageConfig
 from omni_actors.config.schema import ClusterConfig
 from omni_actors.errors import ERROR_CLASSES, ErrorCode
-from omni_actors.http_server import chat, chat_messages, completions, decoding
-from omni_actors.http_server.stores import MAX_FILES
+from omni_actors.http_server import bodies, chat, generation
+from omni_actors.http_server.media import MAX_FILES
 from omni_actors.media import decoders
 from omni_actors.media.limits import MediaLimits
-from omni_actors.protocol.header import Limits
-from omni_actors.stage import attempts
+from omni_actors.protocol.fields import Limits
+from omni_actors.stage import actor
 from omni_actors.telemetry import endpoint
-from omni_actors.transport import connection_guard, sockets
+from omni_actors.transport import guard, sockets
 from scripts import reference_docs
 from tests.support.paths import REPOSITORY
 
@@ -144,7 +144,7 @@ def test_every_field_of_openai_and_vllm_is_listed_and_known() -> None:
     listed = {name for row in rows for name in re.findall(r"\w+", row)}
     for body, of_openai, of_vllm in (
         (chat.BODY, of_chats.CompletionCreateParamsBase, ("chat_completion", "ChatCompletionRequest")),
-        (completions.BODY, of_completions.CompletionCreateParamsBase, ("completion", "CompletionRequest")),
+        (chat.COMPLETION_BODY, of_completions.CompletionCreateParamsBase, ("completion", "CompletionRequest")),
     ):
         theirs = set(of_openai.__annotations__) | fields_in_vllm(*of_vllm)
         assert len(theirs) > 40
@@ -231,12 +231,12 @@ def test_the_bounds_of_the_threat_model_are_those_of_the_code() -> None:
     http, message = HttpConfig(), Limits()
     for bound in (
         f"{http.head_bytes >> 10} KiB and {http.head_timeout:g} s for a head",
-        f"{connection_guard.CONNECTIONS:,} connections (files less {connection_guard.RESERVED_FILES})"
+        f"{guard.CONNECTIONS:,} connections (files less {guard.RESERVED_FILES})"
         f"; {sockets.HANDSHAKE_MS // 1000} s; the oldest",
-        f"{connection_guard.HANDSHAKE_BYTES >> 10} KiB before the key is accepted",
+        f"{guard.HANDSHAKE_BYTES >> 10} KiB before the key is accepted",
         f"{sockets.MAX_FRAMES:,} frames are kept",
         f"past {message.message_bytes >> 20} MiB, all together past "
-        f"{connection_guard.UNFINISHED * message.message_bytes >> 30} GiB",
+        f"{guard.UNFINISHED * message.message_bytes >> 30} GiB",
         f"{endpoint.CONNECTIONS} connections, the oldest makes room",
         f"{MediaLimits().decoded_bytes >> 20} MiB decoded for a request",
         f"503 past {http.bodies_bytes >> 20} MiB in all",
@@ -257,12 +257,12 @@ def test_the_known_limits_are_those_of_the_code() -> None:
         "uploaded files, the oldest of which make room": MAX_FILES,
         "stages of a pipeline": most(PipelineConfig, "stages"),
         "nodes": most(ClusterConfig, "nnodes"),
-        "JSON of an HTTP request without its media": decoding.MAX_TEXT_BYTES,
-        "members and items in it": decoding.MAX_VALUES,
-        "members and items in it, text completions": decoding.MAX_TOKEN_VALUES,
-        "lists and objects in it": decoding.MAX_CONTAINERS,
-        "messages of a chat": chat_messages.MAX_MESSAGES,
-        "parts of a message": chat_messages.MAX_PARTS,
+        "JSON of an HTTP request without its media": bodies.MAX_TEXT_BYTES,
+        "members and items in it": bodies.MAX_VALUES,
+        "members and items in it, text completions": bodies.MAX_TOKEN_VALUES,
+        "lists and objects in it": bodies.MAX_CONTAINERS,
+        "messages of a chat": generation.MAX_MESSAGES,
+        "parts of a message": generation.MAX_PARTS,
         "requests in flight": most(CoordinatorConfig, "max_in_flight"),
         "requests that wait for a slot": most(CoordinatorConfig, "max_queued"),
         "answers whose speech waits": most(CoordinatorConfig, "speech_queue"),
@@ -279,7 +279,7 @@ def test_the_known_limits_are_those_of_the_code() -> None:
         "pixels of a frame in a video file": media.film_pixels,
         "frames in a video file": media.film_frames,
         "audio channels in a file": media.channels,
-        "input that waits for its announcement, per replica": attempts.MAX_EARLY_BYTES,
+        "input that waits for its announcement, per replica": actor.MAX_EARLY_BYTES,
     }
 
 

@@ -19,7 +19,7 @@ import sys
 import msgspec
 from omni_actors.config import PipelineConfig
 from omni_actors.errors import ConfigError
-from omni_actors.launcher.download import pending_download
+from omni_actors.launcher.preflight import pending_download
 from tests.support.builders import chain
 data = {{**chain(), "model": {MODEL!r}}}
 for stage, model in zip(data["stages"], [*sys.argv[1:], None, None], strict=False):

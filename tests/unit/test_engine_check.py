@@ -10,7 +10,7 @@ import yaml
 from omni_actors import config, launch
 from omni_actors.errors import ConfigError
 from omni_actors.host.processes import EXIT_OK, EXIT_USAGE
-from omni_actors.launcher.engine_check import check_engines
+from omni_actors.launcher.preflight import check_engines
 from tests.support.builders import chain, load, write
 from tests.support.paths import REPOSITORY
 

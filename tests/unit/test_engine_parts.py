@@ -14,11 +14,11 @@ from omni_actors.engine.encoded_requests import check_feature
 from omni_actors.engine.models import chat, checkpoint_architecture, find_model_spec, load_plugins, registry
 from omni_actors.engine.models.placeholder import PlaceholderModel
 from omni_actors.engine.models.qwen2_5_omni.thinker import Qwen2_5OmniThinkerAdapter
+from omni_actors.engine.rows import check_rows, to_host, to_torch
 from omni_actors.engine.sampling import check_prompt_logprobs, make_sampling_params
-from omni_actors.engine.tensors import check_rows, to_host, to_torch
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
+from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.tensors import DType, HostTensor
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tensors
@@ -237,7 +237,7 @@ def test_codec_tokens_leave_by_blocks_of_the_vocoder(count: int, ends: bool) -> 
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine import FinishReason as VllmFinishReason
 
-    from omni_actors.engine.models.qwen2_5_omni.talker_adapter import CodecOutputs
+    from omni_actors.engine.models.qwen2_5_omni.talker import CodecOutputs
 
     end = 99
     outputs = CodecOutputs("r", frozenset({end}), 12)

@@ -16,7 +16,7 @@ def test_no_cuda_process_preloads_the_cpu_worker(monkeypatch):
     """vLLM's CPU worker patches torch.cuda when it is imported."""
     monkeypatch.setattr(platform, "prepare", lambda: Platform.CUDA)
     names = platform.preload_modules()
-    assert "omni_actors.engine.gpu" in names
+    assert "omni_actors.engine.workers.gpu" in names
     assert not [name for name in names if "cpu" in name]
 
 
@@ -45,10 +45,10 @@ def test_the_shim_steps_aside_for_a_real_backend():
     code = """
 import os
 from importlib import metadata
-from omni_actors.engine import cpu_triton
+from omni_actors.engine import platform
 os.environ.pop('TRITON_INTERPRET', None)
-cpu_triton.metadata.entry_points = lambda **selection: ['a triton-cpu backend']
-print(cpu_triton.enable_interpreter(), os.environ.get('TRITON_INTERPRET'))
+platform.metadata.entry_points = lambda **selection: ['a triton-cpu backend']
+print(platform.enable_interpreter(), os.environ.get('TRITON_INTERPRET'))
 """
     assert run(code).splitlines()[-1] == "False None"
 
@@ -86,7 +86,7 @@ print(values.tolist(), counts[0] > 0, counts[0] == counts[2])
 @pytest.mark.nightly
 def test_preloading_has_all_models_and_leaves_nothing_that_forbids_a_fork():
     code = """
-import sys, threading, torch, gc, omni_actors.engine.preload
+import sys, threading, torch, gc, omni_actors.engine.workers.preload
 from omni_actors.engine.models.registry import MODULES, find_model_spec
 print(threading.active_count(), torch.cuda.is_initialized(), gc.get_freeze_count() > 100_000)
 before = set(sys.modules)

@@ -6,8 +6,8 @@ import pytest
 
 from omni_actors.errors import ERROR_CLASSES, ErrorCode, OmniError
 from omni_actors.protocol.codec import Decoder, encode
-from omni_actors.protocol.common import Failed
-from omni_actors.protocol.header import Header
+from omni_actors.protocol.fields import Header
+from omni_actors.protocol.messages import Failed
 
 
 @pytest.mark.parametrize("code", list(ErrorCode))

@@ -6,12 +6,19 @@ import pytest
 
 from omni_actors.coordinator.core.fleet import STOP_SECONDS, TICK_SECONDS
 from omni_actors.coordinator.core.instructions import Level, Log, ReplicaLost
-from omni_actors.coordinator.core.states import Evidence, LaunchState, ReplicaState
+from omni_actors.coordinator.core.replicas import Evidence, LaunchState, ReplicaState
 from omni_actors.errors import InvalidRequest
-from omni_actors.protocol.client import Operation
-from omni_actors.protocol.control import Heartbeat, Ready, Reregister, Shutdown
-from omni_actors.protocol.header import ReplicaId
-from omni_actors.protocol.nodes import KillReplica, NodeLeaving, ReplicaEnded
+from omni_actors.protocol.fields import ReplicaId
+from omni_actors.protocol.messages import (
+    Heartbeat,
+    KillReplica,
+    NodeLeaving,
+    Operation,
+    Ready,
+    ReplicaEnded,
+    Reregister,
+    Shutdown,
+)
 from tests.support.fleet import T, World, announced, losses, one_host, starts, to_node, to_stage, two_hosts
 
 # -- stuck processes --------------------------------------------------------------------------------------------------

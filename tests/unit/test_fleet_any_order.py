@@ -6,11 +6,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from omni_actors.coordinator.core.states import ReplicaState
+from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.errors import InvalidRequest
-from omni_actors.protocol.client import Operation
-from omni_actors.protocol.control import Fatal, Heartbeat, Loading, Ready, StageToCoordinator
-from omni_actors.protocol.nodes import NodeLeaving, RunningReplica
+from omni_actors.protocol.messages import (
+    Fatal,
+    Heartbeat,
+    Loading,
+    NodeLeaving,
+    Operation,
+    Ready,
+    RunningReplica,
+    StageToCoordinator,
+)
 from tests.support.fleet import World, two_hosts
 
 silents = ("talker/0", "talker/1", "node 1", "node 2")

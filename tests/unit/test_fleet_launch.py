@@ -11,19 +11,25 @@ from omni_actors.coordinator.core.instructions import (
     ReplicaSpawned,
     ShowProgress,
 )
-from omni_actors.coordinator.core.launch import Launch
-from omni_actors.coordinator.core.states import LaunchState, ReplicaState
-from omni_actors.protocol.client import Operation
-from omni_actors.protocol.control import Fatal, Hello, Loading, Ready, Reregister, Shutdown, Welcome
-from omni_actors.protocol.header import PROTOCOL_VERSION, ReplicaId
-from omni_actors.protocol.nodes import (
+from omni_actors.coordinator.core.nodes import Launch
+from omni_actors.coordinator.core.replicas import LaunchState, ReplicaState
+from omni_actors.protocol.fields import PROTOCOL_VERSION, ReplicaId
+from omni_actors.protocol.messages import (
+    Fatal,
+    Hello,
     KillReplica,
     Launched,
+    Loading,
     NodeBeat,
     NodeHello,
     NodeLeaving,
     NodeWelcome,
+    Operation,
+    Ready,
+    Reregister,
     RunningReplica,
+    Shutdown,
+    Welcome,
 )
 from tests.support.fleet import (
     STAGES,

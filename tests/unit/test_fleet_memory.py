@@ -8,14 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from omni_actors.coordinator.core.memory import FleetMemory
-from omni_actors.coordinator.core.states import ReplicaState
-from omni_actors.coordinator.memory_file import MemoryFile
+from omni_actors.coordinator.core.instructions import FleetMemory
+from omni_actors.coordinator.core.replicas import ReplicaState
+from omni_actors.coordinator.shell import MemoryFile
 from omni_actors.errors import StartupError
 from omni_actors.host.run_directory import FLEET
-from omni_actors.protocol.client import Operation
-from omni_actors.protocol.control import Shutdown
-from omni_actors.protocol.nodes import KillReplica, StartReplica
+from omni_actors.protocol.messages import KillReplica, Operation, Shutdown, StartReplica
 from tests.support.fleet import World, one_host, starts, to_node, to_stage
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
-from omni_actors.engine.gpu import GIB, OUTSIDE_TORCH_BYTES, OmniGPURunner, OmniGPUWorker, kv_cache_bytes
-from omni_actors.engine.runner import OmniRunnerBase
+from omni_actors.engine.workers.gpu import GIB, OUTSIDE_TORCH_BYTES, OmniGPURunner, OmniGPUWorker, kv_cache_bytes
+from omni_actors.engine.workers.runner import OmniRunnerBase
 from omni_actors.errors import ConfigError
 
 
@@ -59,7 +59,7 @@ class Device:
 def test_importing_it_touches_no_device() -> None:
     code = """
 import sys
-import omni_actors.engine, omni_actors.engine.gpu, torch
+import omni_actors.engine, omni_actors.engine.workers.gpu, torch
 print(torch.cuda.is_initialized(), "vllm.v1.worker.cpu_worker" in sys.modules)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
@@ -67,7 +67,7 @@ print(torch.cuda.is_initialized(), "vllm.v1.worker.cpu_worker" in sys.modules)
 
 
 def test_the_worker_makes_our_runner(worker: OmniGPUWorker, groups: None) -> None:
-    import omni_actors.engine.cpu  # noqa: F401 - gives torch.cuda streams that do nothing
+    import omni_actors.engine.workers.cpu  # noqa: F401 - gives torch.cuda streams that do nothing
 
     runner = worker._make_model_runner()
     assert type(runner) is OmniGPURunner
@@ -101,10 +101,10 @@ def test_prompts_that_fit_a_graph_of_prompts_are_not_run_again(
     from vllm.config import CUDAGraphMode
     from vllm.config.lora import LoRAConfig
 
-    from omni_actors.engine.prompt_kernels import Experts, prompt_sizes
+    from omni_actors.engine.workers.gpu import Experts, prompt_sizes
 
     experts, graphs = Experts((128, 1536, 2048), (128, 2048, 768), 8), [1, 2, 4, *range(8, 257, 8)]
-    monkeypatch.setattr("omni_actors.engine.gpu.experts_of", lambda _model: {experts})
+    monkeypatch.setattr("omni_actors.engine.workers.gpu.experts_of", lambda _model: {experts})
     monkeypatch.setattr(worker, "get_model", lambda: None)
     config = worker.vllm_config
     config.scheduler_config.max_num_batched_tokens = 2048

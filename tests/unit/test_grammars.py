@@ -6,7 +6,7 @@ import os
 import threading
 from typing import Any
 
-from omni_actors.engine.grammars import GrammarCompiler
+from omni_actors.engine.sampling import GrammarCompiler
 
 
 def test_grammars_are_compiled_at_the_lowest_priority_and_so_is_what_their_thread_starts() -> None:

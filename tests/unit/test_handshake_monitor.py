@@ -6,7 +6,7 @@ import zmq
 
 from omni_actors.errors import Unauthorized
 from omni_actors.transport.curve import Keys
-from omni_actors.transport.handshake_monitor import HANG_UP_SECONDS, Verdict
+from omni_actors.transport.guard import HANG_UP_SECONDS, Verdict
 
 
 def verdict(*events: tuple[float, int], keys: Keys | None = None) -> Verdict:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 
 from omni_actors.coordinator.core.fleet import TICK_SECONDS
-from omni_actors.coordinator.core.launch import HealthPolicy
-from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
-from omni_actors.coordinator.core.states import (
+from omni_actors.coordinator.core.nodes import HealthPolicy
+from omni_actors.coordinator.core.replicas import (
     LAUNCH_TRANSITIONS,
     NODE_TRANSITIONS,
     REPLICA_TRANSITIONS,
     REQUEST_TRANSITIONS,
     LaunchState,
     NodeState,
+    Replica,
     ReplicaEvent,
     ReplicaState,
+    ReplicaTable,
     RequestEvent,
     RequestState,
 )

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from omni_actors.coordinator.core.instructions import Instruction, ToStage
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.errors import ErrorCode
-from omni_actors.protocol.client import Done
 from omni_actors.protocol.codec import Envelope
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.header import Header
-from omni_actors.protocol.results import FinishReason, StageDone
-from omni_actors.protocol.stage import Begin, OpenRequest
+from omni_actors.protocol.fields import Header, pack_token_ids
+from omni_actors.protocol.messages import Begin, Done, FinishReason, OpenRequest, StageDone
 from omni_actors.stage.engine_interface import FinishedEvent
 from tests.support.builders import done
 from tests.support.requests import ALICE, BOB, NOW, STAGES, ask, bring_back, failure, letter, lose, ready, say

@@ -13,12 +13,10 @@ import numpy
 import pytest
 from PIL import Image
 
-from omni_actors.http_server.chat_messages import AnyMessage
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.fetch import Fetcher
-from omni_actors.http_server.media import MediaReader
+from omni_actors.http_server.generation import AnyMessage
+from omni_actors.http_server.media import Fetcher, MediaReader, Store, UploadedFile
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.stores import Store, UploadedFile
 from omni_actors.media.decoders import DecoderThreads
 from tests.support.servers import film, picture, sound
 from tests.support.waiting import PATIENCE

@@ -18,13 +18,12 @@ from starlette.types import Message
 from omni_actors.client import Audio, ChoiceStreams, RequestStream, Text
 from omni_actors.errors import RequestTimeout
 from omni_actors.http_server import state as server_state
-from omni_actors.http_server.answer import Answer, AnswerResponse, event
+from omni_actors.http_server.answer import Answer, AnswerResponse, encoded, event, feed, make_encoder, pcm16
 from omni_actors.http_server.app import create_routes
-from omni_actors.http_server.audio_formats import encoded, feed, make_encoder, pcm16
+from omni_actors.http_server.bodies import BodyBytes, Turns
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.shares import BodyBytes, Turns
 from omni_actors.http_server.state import ServerState
-from omni_actors.protocol.client import Description, Done
+from omni_actors.protocol.messages import Description, Done
 
 RATE = 24_000
 SETTINGS = ServerSettings(endpoint="ipc:///tmp/nobody")

@@ -10,8 +10,7 @@ import pytest
 from openai.types import image_edit_params, image_generate_params
 
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.image_formats import background_of, flattened
-from omni_actors.http_server.images import EDIT, GENERATION, ImageRequest, params_of
+from omni_actors.http_server.images import EDIT, GENERATION, ImageRequest, background_of, flattened, params_of
 from omni_actors.protocol.payloads import Parameter, StageParams
 
 DECLARED = {

@@ -11,24 +11,22 @@ from pathlib import Path
 import pytest
 
 from omni_actors.protocol.codec import Decoder, encode
-from omni_actors.protocol.control import (
+from omni_actors.protocol.fields import Header, Limits, ReplicaId, pack_token_ids
+from omni_actors.protocol.messages import (
+    Chunk,
     CoordinatorToStage,
     Heartbeat,
     Hello,
     Loading,
     Ready,
     Reregister,
+    Sample,
     Shutdown,
+    Snapshot,
     StageToCoordinator,
     Welcome,
 )
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.header import Header, Limits, ReplicaId
-from omni_actors.protocol.stage import Chunk
-from omni_actors.protocol.telemetry import Sample, Snapshot
-from omni_actors.stage.events import Control, Event, Lost, Received, Rejected, Stop
-from omni_actors.stage.inbound import Inbound
-from omni_actors.stage.inbox import Inbox
+from omni_actors.stage.inbound import Control, Event, Inbound, Inbox, Lost, Received, Rejected, Stop
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.sockets import HIGH_WATER_MARK, Socket, Sockets, drain, try_send
 from tests.support.waiting import until

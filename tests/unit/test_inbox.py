@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from omni_actors.stage import inbox as inbox_module
-from omni_actors.stage.events import Stop
-from omni_actors.stage.inbox import Inbox
+from omni_actors.stage import inbound as inbox_module
+from omni_actors.stage.inbound import Inbox, Stop
 from omni_actors.transport.sockets import Socket, Sockets, try_send
 from tests.support.waiting import until
 

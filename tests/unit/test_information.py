@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 
 from omni_actors.coordinator.core.instructions import Instruction
+from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.coordinator.core.requests import RequestMachine
-from omni_actors.coordinator.core.states import ReplicaState
 from omni_actors.errors import ErrorCode, InvalidPayload
-from omni_actors.protocol.client import Submit
 from omni_actors.protocol.codec import BufferList, Decoder, Envelope, encode
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.header import Header
+from omni_actors.protocol.fields import DType, Header, HostTensor, TensorRef, pack_token_ids
+from omni_actors.protocol.messages import Chunk, IntoStage, OpenRequest, Submit
 from omni_actors.protocol.payloads import AdditionalInformationPayload, Prompt, PromptEmbedsPayload, StageParams
-from omni_actors.protocol.stage import Chunk, IntoStage, OpenRequest
-from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage.engine_interface import EngineFacts, StreamEvent
-from omni_actors.stage.outgoing import chunk_of
+from omni_actors.stage.outbound import chunk_of
 from omni_actors.stage.processors import InputPiece, Passthrough
 from tests.support.requests import ALICE, NOW, failure, lose, opened_stages, ready
 from tests.support.stage import ROUTE, RecordingEngine, StageUnderTest, failed

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.http_server.decoding import (
+from omni_actors.http_server.bodies import (
     MAX_CONTAINERS,
     MAX_QUOTES,
     MAX_TEXT_BYTES,

@@ -9,8 +9,7 @@ import pytest
 
 from omni_actors.cli.keys import main
 from omni_actors.errors import ConfigError
-from omni_actors.transport.curve import Keys, load_keys, make_client, make_cluster
-from omni_actors.transport.zap import REVOKED_SECONDS, KeyOwner, KeyOwners
+from omni_actors.transport.curve import REVOKED_SECONDS, KeyOwner, KeyOwners, Keys, load_keys, make_client, make_cluster
 
 
 @pytest.fixture(scope="module")

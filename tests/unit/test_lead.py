@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.stage.lead import (
+from omni_actors.stage.sound import (
     FIXED_SHARE,
     HORIZON_SECONDS,
     LONGEST_SECONDS,
@@ -18,7 +18,7 @@ from omni_actors.stage.lead import (
     Outlook,
     foreseen,
 )
-from omni_actors.telemetry.playback import Playback
+from omni_actors.telemetry.request_log import Playback
 
 NOW = 100.0
 LENGTHS = (0.24, 0.48, 0.96, 1.92, 1.92)  # of the pieces after the first

@@ -10,16 +10,11 @@ import pytest
 from omni_actors.config import StageKind, load
 from omni_actors.coordinator.core.admission import admit
 from omni_actors.coordinator.core.instructions import Instruction, ToClient
-from omni_actors.coordinator.core.states import ReplicaState
+from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, InvalidRequest, SlowClient
-from omni_actors.protocol.client import Done
-from omni_actors.protocol.common import Failed, Tombstones
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.header import Header
+from omni_actors.protocol.fields import DType, Header, TensorRef, pack_token_ids
+from omni_actors.protocol.messages import Begin, Done, Failed, OpenRequest, TextDelta, Tombstones
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
-from omni_actors.protocol.results import TextDelta
-from omni_actors.protocol.stage import Begin, OpenRequest
-from omni_actors.protocol.tensors import DType, TensorRef
 from tests.support.builders import done, header_from, pipeline, submit
 from tests.support.requests import (
     ALICE,

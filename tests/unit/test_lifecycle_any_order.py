@@ -9,13 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from omni_actors.coordinator.core.instructions import Instruction, ToStage
-from omni_actors.coordinator.core.states import Evidence, ReplicaEvent, ReplicaState
+from omni_actors.coordinator.core.replicas import Evidence, ReplicaEvent, ReplicaState
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, StageLost
-from omni_actors.protocol.client import Done
-from omni_actors.protocol.common import Failed
-from omni_actors.protocol.header import Header, ReplicaId
-from omni_actors.protocol.results import TextDelta, Unreachable
-from omni_actors.protocol.stage import OpenRequest, Resend
+from omni_actors.protocol.fields import Header, ReplicaId
+from omni_actors.protocol.messages import Done, Failed, OpenRequest, Resend, TextDelta, Unreachable
 from tests.support.builders import done, header_from, submit
 from tests.support.requests import ALICE, BOB, CHUNK, NOW, STAGES, letter, ready, replica_id
 

@@ -12,14 +12,21 @@ import msgspec
 import pytest
 
 from omni_actors.errors import ErrorCode, InvalidPayload
-from omni_actors.protocol import client, control, nodes, payloads, results, stage, telemetry
+from omni_actors.protocol import messages, payloads
 from omni_actors.protocol.codec import MAGIC, Decoder, encode
-from omni_actors.protocol.common import Abort, Credit, Failed
-from omni_actors.protocol.fields import pack_token_ids, unpack_token_ids
-from omni_actors.protocol.header import PROTOCOL_VERSION, Body, Header, ReplicaId
-from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
-from omni_actors.protocol.tools import ToolCall, ToolCallPiece, Tools
+from omni_actors.protocol.fields import (
+    PROTOCOL_VERSION,
+    Body,
+    DType,
+    Header,
+    HostTensor,
+    ReplicaId,
+    TensorRef,
+    pack_token_ids,
+    unpack_token_ids,
+)
+from omni_actors.protocol.messages import Abort, Credit, Failed
+from omni_actors.protocol.payloads import StageParams, ToolCall, ToolCallPiece, Tools
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("golden_messages.json")
@@ -33,7 +40,7 @@ PROMPT = payloads.Prompt(
     messages=(payloads.ChatMessage("user", (payloads.ContentPart(text="hi"), payloads.ContentPart(media=0))),),
     media=(payloads.Media("audio", payloads.MediaEncoding.ARRAY, TensorRef(DType.F32, (2,), 0), sample_rate=16_000),),
 )
-USAGE = results.StageUsage(results.FinishReason.LENGTH, 3, 4, 0.5, 1.5)
+USAGE = messages.StageUsage(messages.FinishReason.LENGTH, 3, 4, 0.5, 1.5)
 PARAMS = StageParams(
     max_tokens=8,
     min_tokens=1,
@@ -63,7 +70,7 @@ INFORMATION = payloads.AdditionalInformationPayload(
         "rows": payloads.AdditionalInformationEntry(tensor=TensorRef(DType.U8, (1,), 1)),
     }
 )
-TIMELINE = telemetry.StageTimeline(
+TIMELINE = messages.StageTimeline(
     "talker",
     1,
     3,
@@ -78,16 +85,16 @@ TIMELINE = telemetry.StageTimeline(
     3.0,
     4,
     5,
-    (telemetry.TransferTimeline("thinker/0", 2, 64, 0.5, 1.25, 1.5, 2.0),),
+    (messages.TransferTimeline("thinker/0", 2, 64, 0.5, 1.25, 1.5, 2.0),),
 )
-ARENA = control.ArenaAddress(42, 7, 1 << 20, bytes(range(16)))
+ARENA = messages.ArenaAddress(42, 7, 1 << 20, bytes(range(16)))
 BODIES: list[tuple[Body, list[bytes]]] = [
-    (client.Submit(prompt=PROMPT, voice="Ethan", params={"thinker": PARAMS}, seed=1, priority=2), [bytes(8)]),
-    (client.Submit(prompt=payloads.Prompt(token_ids=pack_token_ids([1, 2])), modalities=("text",)), []),
+    (messages.Submit(prompt=PROMPT, voice="Ethan", params={"thinker": PARAMS}, seed=1, priority=2), [bytes(8)]),
+    (messages.Submit(prompt=payloads.Prompt(token_ids=pack_token_ids([1, 2])), modalities=("text",)), []),
     (Abort(), []),
-    (client.Describe(), []),
+    (messages.Describe(), []),
     (
-        client.Description(
+        messages.Description(
             pipeline="p",
             model="m",
             modalities=("text",),
@@ -97,15 +104,15 @@ BODIES: list[tuple[Body, list[bytes]]] = [
             in_flight=1,
             max_in_flight=9,
             requests=("r",),
-            stages=(client.StageStatus("thinker", 0, 1, "ready", 42, 1, {"requests": 1}),),
+            stages=(messages.StageStatus("thinker", 0, 1, "ready", 42, 1, {"requests": 1}),),
             counts={"rejected_client_magic": 1},
         ),
         [],
     ),
-    (results.TextDelta(text="hé", token_ids=pack_token_ids([5])), []),
-    (results.TextDelta(text="", tool_calls=(ToolCallPiece(0, "call_1", "f"), ToolCallPiece(1, arguments="{"))), []),
+    (messages.TextDelta(text="hé", token_ids=pack_token_ids([5])), []),
+    (messages.TextDelta(text="", tool_calls=(ToolCallPiece(0, "call_1", "f"), ToolCallPiece(1, arguments="{"))), []),
     (
-        client.Submit(
+        messages.Submit(
             prompt=payloads.Prompt(
                 messages=(
                     payloads.ChatMessage("assistant", (), (ToolCall("call_1", "f", "{}"),)),
@@ -116,9 +123,9 @@ BODIES: list[tuple[Body, list[bytes]]] = [
         ),
         [],
     ),
-    (results.AudioChunk(samples=TensorRef(DType.F32, (2,), 0), sample_rate=24_000), [bytes(8)]),
+    (messages.AudioChunk(samples=TensorRef(DType.F32, (2,), 0), sample_rate=24_000), [bytes(8)]),
     (
-        results.TextDelta(
+        messages.TextDelta(
             text="a",
             token_ids=pack_token_ids([1]),
             logprobs=(
@@ -128,7 +135,7 @@ BODIES: list[tuple[Body, list[bytes]]] = [
         [],
     ),
     (
-        results.TextDelta(
+        messages.TextDelta(
             text="",
             prompt_logprobs=(
                 payloads.PromptPosition(
@@ -138,88 +145,91 @@ BODIES: list[tuple[Body, list[bytes]]] = [
         ),
         [],
     ),
-    (client.Done(usage={"thinker": USAGE}), []),
+    (messages.Done(usage={"thinker": USAGE}), []),
     (Failed(ErrorCode.OVERLOADED, "full", "wait", "thinker", True, 1.0), []),
-    (stage.OpenRequest(route=(REPLICA,), params=PARAMS, seed=9, voice="Ethan", priority=1, prompt=PROMPT), [bytes(8)]),
     (
-        stage.Chunk(token_ids=pack_token_ids([1]), tensors={"f": REF}, information=INFORMATION, start=2, final=True),
+        messages.OpenRequest(route=(REPLICA,), params=PARAMS, seed=9, voice="Ethan", priority=1, prompt=PROMPT),
+        [bytes(8)],
+    ),
+    (
+        messages.Chunk(token_ids=pack_token_ids([1]), tensors={"f": REF}, information=INFORMATION, start=2, final=True),
         [bytes(16), b"x"],
     ),
-    (stage.Chunk(rows=payloads.PromptEmbedsPayload(TensorRef(DType.BF16, (2, 3), 0)), start=4), [bytes(12)]),
-    (results.StageDone(usage=USAGE), []),
-    (control.Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x"), []),
-    (control.Welcome(results="ipc:///r"), []),
-    (control.Loading(phase="weights"), []),
-    (control.Ready(seconds=1.5, voices=("Ethan",), sample_rate=24_000, max_input_tokens=99), []),
-    (control.Peers(peers=(control.Peer("talker", 0, 1, "ipc:///t"),)), []),
-    (control.Heartbeat(progress=5, counts={"requests": 1}), []),
-    (control.Shutdown(reason="end"), []),
-    (control.Fatal(message="no"), []),
+    (messages.Chunk(rows=payloads.PromptEmbedsPayload(TensorRef(DType.BF16, (2, 3), 0)), start=4), [bytes(12)]),
+    (messages.StageDone(usage=USAGE), []),
+    (messages.Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x"), []),
+    (messages.Welcome(results="ipc:///r"), []),
+    (messages.Loading(phase="weights"), []),
+    (messages.Ready(seconds=1.5, voices=("Ethan",), sample_rate=24_000, max_input_tokens=99), []),
+    (messages.Peers(peers=(messages.Peer("talker", 0, 1, "ipc:///t"),)), []),
+    (messages.Heartbeat(progress=5, counts={"requests": 1}), []),
+    (messages.Shutdown(reason="end"), []),
+    (messages.Fatal(message="no"), []),
     (Credit(messages=3, bytes=2**40, released=(7, 2**53), mapped=True), []),
-    (control.Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x", arena=ARENA), []),
-    (control.Peers(peers=(), sources=(control.Peer("prompt", 0, 1, "ipc:///p", ARENA),)), []),
-    (client.Operate(operation=client.Operation.RESTART, stage="talker", replica=1), []),
-    (client.Operate(operation=client.Operation.SCALE, stage="talker", count=3, node=1), []),
+    (messages.Hello(protocol=1, package="0.1.0", config="abc", pid=42, inbox="ipc:///x", arena=ARENA), []),
+    (messages.Peers(peers=(), sources=(messages.Peer("prompt", 0, 1, "ipc:///p", ARENA),)), []),
+    (messages.Operate(operation=messages.Operation.RESTART, stage="talker", replica=1), []),
+    (messages.Operate(operation=messages.Operation.SCALE, stage="talker", count=3, node=1), []),
     (
-        client.Report(
+        messages.Report(
             text="x",
-            description=client.Description("p", "m", ("text",), (), 0, True, 1, 9, ()),
-            edges=(client.EdgeStatus("talker", 1, 3, 4, 5, 6, 1, 0.5, 0.25, "ready"),),
-            requests=(client.RequestStatus("r", "running", 1, ("talker/1",), ("prompt",), 3.5, ("talker/0: died",)),),
+            description=messages.Description("p", "m", ("text",), (), 0, True, 1, 9, ()),
+            edges=(messages.EdgeStatus("talker", 1, 3, 4, 5, 6, 1, 0.5, 0.25, "ready"),),
+            requests=(messages.RequestStatus("r", "running", 1, ("talker/1",), ("prompt",), 3.5, ("talker/0: died",)),),
         ),
         [],
     ),
-    (control.Reregister(), []),
-    (nodes.NodeHello(1, "0.1.0", "abc", (nodes.RunningReplica("talker", 1, 3, 42),), launched=True), []),
-    (nodes.NodeWelcome(), []),
-    (nodes.NodeBeat(), []),
-    (nodes.NodeLeaving(reason="SIGTERM"), []),
-    (nodes.StartReplica("talker", 1, 3), []),
-    (nodes.KillReplica("talker", 1, 3), []),
-    (nodes.ReplicaEnded("talker", 1, 3, "killed by signal 9", "last words", -9), []),
-    (nodes.Launched(), []),
-    (stage.Resend(receiver=REPLICA, attempt=2), []),
-    (stage.Ended(request_ids=("r1", "r2")), []),
-    (results.Unreachable(receiver=REPLICA, attempt=1), []),
+    (messages.Reregister(), []),
+    (messages.NodeHello(1, "0.1.0", "abc", (messages.RunningReplica("talker", 1, 3, 42),), launched=True), []),
+    (messages.NodeWelcome(), []),
+    (messages.NodeBeat(), []),
+    (messages.NodeLeaving(reason="SIGTERM"), []),
+    (messages.StartReplica("talker", 1, 3), []),
+    (messages.KillReplica("talker", 1, 3), []),
+    (messages.ReplicaEnded("talker", 1, 3, "killed by signal 9", "last words", -9), []),
+    (messages.Launched(), []),
+    (messages.Resend(receiver=REPLICA, attempt=2), []),
+    (messages.Ended(request_ids=("r1", "r2")), []),
+    (messages.Unreachable(receiver=REPLICA, attempt=1), []),
     (
-        client.Submit(
+        messages.Submit(
             prompt=payloads.Prompt(token_ids=pack_token_ids([1])), traceparent=f"00-{'a' * 32}-{'b' * 16}-01", sent=1.5
         ),
         [],
     ),
-    (control.Heartbeat(progress=5, sent=2.5), []),
+    (messages.Heartbeat(progress=5, sent=2.5), []),
     (
-        telemetry.Snapshot(
-            samples=(telemetry.Sample("omni_stage_requests", ("talker", "1"), 2.0),),
-            histograms=(telemetry.HistogramSample("omni_stage_step_seconds", ("talker", "1"), (1, 0, 2), 0.5),),
+        messages.Snapshot(
+            samples=(messages.Sample("omni_stage_requests", ("talker", "1"), 2.0),),
+            histograms=(messages.HistogramSample("omni_stage_step_seconds", ("talker", "1"), (1, 0, 2), 0.5),),
             ended=(
-                telemetry.EndedWork(
-                    "r", telemetry.StageTimeline("talker", 1, 3, outcome="dropped", expected=1.0, ended=2.0)
+                messages.EndedWork(
+                    "r", messages.StageTimeline("talker", 1, 3, outcome="dropped", expected=1.0, ended=2.0)
                 ),
             ),
         ),
         [],
     ),
-    (results.StageDone(usage=USAGE, timeline=TIMELINE), []),
-    (client.Observe(subject=client.Subject.TIMELINE, request_id="r"), []),
+    (messages.StageDone(usage=USAGE, timeline=TIMELINE), []),
+    (messages.Observe(subject=messages.Subject.TIMELINE, request_id="r"), []),
     (
-        client.Observation(
+        messages.Observation(
             timelines=(
-                telemetry.RequestTimeline(
+                messages.RequestTimeline(
                     "r",
                     "a" * 32,
                     "done",
                     1,
-                    (telemetry.TimelineEvent("bound", 1.5, "talker/1"),),
+                    (messages.TimelineEvent("bound", 1.5, "talker/1"),),
                     (TIMELINE,),
-                    (telemetry.TransferTimeline("talker/1", 1, 4, 3.0, 3.5, 3.0, 3.5),),
+                    (messages.TransferTimeline("talker/1", 1, 4, 3.0, 3.5, 3.0, 3.5),),
                 ),
             )
         ),
         [],
     ),
     (
-        client.Submit(
+        messages.Submit(
             prompt=payloads.Prompt(
                 embeds=payloads.PromptEmbedsPayload(TensorRef(DType.F16, (1, 2), 0)), token_ids=pack_token_ids([7])
             ),
@@ -228,7 +238,7 @@ BODIES: list[tuple[Body, list[bytes]]] = [
         [bytes(4), b"x"],
     ),
     (
-        stage.OpenRequest(
+        messages.OpenRequest(
             route=(REPLICA,),
             params=StageParams(),
             seed=9,
@@ -237,17 +247,17 @@ BODIES: list[tuple[Body, list[bytes]]] = [
         ),
         [bytes(4), b"x"],
     ),
-    (control.Ready(seconds=1.5, wants_information=("speed", "names")), []),
-    (control.Ready(seconds=1.5, max_media={"image": 4, "video": 1}), []),
-    (stage.Begin(), []),
-    (stage.OpenRequest(route=(REPLICA,), params=StageParams(), seed=9, held=True), []),
-    (results.ImageChunk(pixels=TensorRef(DType.U8, (2, 1, 3), 0), preview=True, sent=1.5), [bytes(6)]),
-    (results.LatentsChunk(latents=TensorRef(DType.BF16, (1, 2), 0)), [bytes(4)]),
-    (results.StepsDone(step=3, steps=8, stage="dit"), []),
-    (stage.OpenRequest(route=(REPLICA,), params=PICTURE_PARAMS, seed=9), []),
-    (control.Ready(seconds=1.5, parameters=PARAMETERS), []),
-    (control.Ready(seconds=1.5, speech=payloads.SpeechAbility(("German",), "optional", "required", 1.0, 20.0)), []),
-    (client.Description("p", "m", ("image",), (), 0, True, 1, 9, (), parameters={"dit": PARAMETERS}), []),
+    (messages.Ready(seconds=1.5, wants_information=("speed", "names")), []),
+    (messages.Ready(seconds=1.5, max_media={"image": 4, "video": 1}), []),
+    (messages.Begin(), []),
+    (messages.OpenRequest(route=(REPLICA,), params=StageParams(), seed=9, held=True), []),
+    (messages.ImageChunk(pixels=TensorRef(DType.U8, (2, 1, 3), 0), preview=True, sent=1.5), [bytes(6)]),
+    (messages.LatentsChunk(latents=TensorRef(DType.BF16, (1, 2), 0)), [bytes(4)]),
+    (messages.StepsDone(step=3, steps=8, stage="dit"), []),
+    (messages.OpenRequest(route=(REPLICA,), params=PICTURE_PARAMS, seed=9), []),
+    (messages.Ready(seconds=1.5, parameters=PARAMETERS), []),
+    (messages.Ready(seconds=1.5, speech=payloads.SpeechAbility(("German",), "optional", "required", 1.0, 20.0)), []),
+    (messages.Description("p", "m", ("image",), (), 0, True, 1, 9, (), parameters={"dit": PARAMETERS}), []),
 ]
 HEADER = Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
 
@@ -286,14 +296,14 @@ def kinds_of(channel: object) -> set[str]:
 @pytest.mark.parametrize(
     ("row", "channel"),
     [
-        ("client → coordinator", client.ClientToCoordinator),
-        ("coordinator → client", client.CoordinatorToClient),
-        ("into a stage's inbox", stage.IntoStage),
-        ("stage → coordinator, results", results.FromStage),
-        ("stage → coordinator, control", control.StageToCoordinator),
-        ("coordinator → stage, control", control.CoordinatorToStage),
-        ("node agent → coordinator, control", nodes.NodeToCoordinator),
-        ("coordinator → node agent, control", nodes.CoordinatorToNode),
+        ("client → coordinator", messages.ClientToCoordinator),
+        ("coordinator → client", messages.CoordinatorToClient),
+        ("into a stage's inbox", messages.IntoStage),
+        ("stage → coordinator, results", messages.FromStage),
+        ("stage → coordinator, control", messages.StageToCoordinator),
+        ("coordinator → stage, control", messages.CoordinatorToStage),
+        ("node agent → coordinator, control", messages.NodeToCoordinator),
+        ("coordinator → node agent, control", messages.CoordinatorToNode),
     ],
 )
 def test_the_documentation_lists_the_messages_of_every_channel(row: str, channel: object) -> None:
@@ -339,7 +349,7 @@ def test_information_limits_and_lookup() -> None:
     assert INFORMATION.tensor_refs() == (TensorRef(DType.U8, (1,), 1),)
 
 
-EMBEDS, AUDIO, OPERATE = payloads.PromptEmbedsPayload, results.AudioChunk, client.Operate
+EMBEDS, AUDIO, OPERATE = payloads.PromptEmbedsPayload, messages.AudioChunk, messages.Operate
 ONE_TOKEN = payloads.TokenLogprob(0, "a", -0.5)
 REFUSED: list[tuple[str, Callable[[], object]]] = [
     ("65536", lambda: Entry(scalar="x" * 65_537)),
@@ -350,7 +360,7 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     ),
     (
         "4 bytes of token ids, but log probabilities of 2 tokens",
-        lambda: results.TextDelta(text="a", token_ids=bytes(4), logprobs=(payloads.PositionLogprobs(ONE_TOKEN),) * 2),
+        lambda: messages.TextDelta(text="a", token_ids=bytes(4), logprobs=(payloads.PositionLogprobs(ONE_TOKEN),) * 2),
     ),
     ("exactly one", payloads.Prompt),
     ("exactly one", lambda: payloads.Prompt(messages=(Chat("user", (Part(text="x"),)),), token_ids=bytes(4))),
@@ -362,12 +372,12 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     ("Audio must be f32", lambda: AUDIO(samples=TensorRef(DType.F32, (1, 2), 0), sample_rate=24_000)),
     ("Audio must be f32", lambda: AUDIO(samples=TensorRef(DType.F16, (2,), 0), sample_rate=24_000)),
     ("multiple of 4", lambda: unpack_token_ids(b"abc")),
-    ("multiple of 4", lambda: stage.Chunk(token_ids=b"abc")),
-    *(("stage", lambda word=word: OPERATE(client.Operation(word), "")) for word in ("drain", "restart", "scale")),
-    *(("stage", lambda word=word: OPERATE(client.Operation(word), "x")) for word in ("status", "shutdown")),
-    ("needs a count", lambda: OPERATE(client.Operation.SCALE, "talker")),
-    ("does not take a count", lambda: OPERATE(client.Operation.DRAIN, "talker", count=2)),
-    ("does not take a node", lambda: OPERATE(client.Operation.RESTART, "talker", node=1)),
+    ("multiple of 4", lambda: messages.Chunk(token_ids=b"abc")),
+    *(("stage", lambda word=word: OPERATE(messages.Operation(word), "")) for word in ("drain", "restart", "scale")),
+    *(("stage", lambda word=word: OPERATE(messages.Operation(word), "x")) for word in ("status", "shutdown")),
+    ("needs a count", lambda: OPERATE(messages.Operation.SCALE, "talker")),
+    ("does not take a count", lambda: OPERATE(messages.Operation.DRAIN, "talker", count=2)),
+    ("does not take a node", lambda: OPERATE(messages.Operation.RESTART, "talker", node=1)),
     ("rows: .*needs 16 bytes, got 15", lambda: HostTensor(DType.I64, (2,), bytes(15)).validate("rows")),
 ]
 

@@ -10,22 +10,21 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from omni_actors.errors import InvalidPayload
-from omni_actors.host.clocks import AnchoredClock
+from omni_actors.host.processes import AnchoredClock
 from omni_actors.protocol.codec import encode
-from omni_actors.protocol.header import Header, Limits, ReplicaId
-from omni_actors.protocol.telemetry import HistogramSample, Sample, Snapshot
-from omni_actors.stage import snapshot as stage_snapshot
+from omni_actors.protocol.fields import Header, Limits, ReplicaId
+from omni_actors.protocol.messages import HistogramSample, Sample, Snapshot
+from omni_actors.stage import session as stage_snapshot
 from omni_actors.stage.actor import StageActor
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.engine_interface import BudgetStatistics, EngineStatistics
 from omni_actors.stage.meter import KEPT_TIMELINES, StageMeter
-from omni_actors.stage.snapshot import Baseline
-from omni_actors.telemetry import metric_table as table
+from omni_actors.stage.session import Baseline
+from omni_actors.telemetry import metrics as table
 from omni_actors.telemetry.collector import StageMeters, TelemetryCollector
-from omni_actors.telemetry.meters import Meters, edge_metrics
-from omni_actors.telemetry.metric_table import TABLE, Kind
-from omni_actors.telemetry.prometheus import render
-from omni_actors.transport.credit import EdgeMetrics, Traffic
+from omni_actors.telemetry.endpoint import render
+from omni_actors.telemetry.metrics import TABLE, Kind, Meters, edge_metrics
+from omni_actors.transport.link import EdgeMetrics, Traffic
 from tests.support.builders import pipeline
 from tests.support.clock import Clock
 from tests.support.paths import REPOSITORY
@@ -60,7 +59,7 @@ def test_the_table_keeps_the_rules_of_prometheus() -> None:
 
 
 def test_the_documentation_has_this_table() -> None:
-    """Write it with `python -m omni_actors.telemetry.metric_table`."""
+    """Write it with `python -m omni_actors.telemetry.metrics`."""
     assert table.markdown() in (REPOSITORY / "docs" / "observability.md").read_text()
 
 

@@ -6,10 +6,18 @@ from typing import Any
 
 import pytest
 
-from omni_actors.coordinator.core.states import ReplicaState
+from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.errors import InvalidRequest
-from omni_actors.protocol.control import Reregister, Shutdown
-from omni_actors.protocol.nodes import KillReplica, Launched, NodeBeat, NodeLeaving, RunningReplica, StartReplica
+from omni_actors.protocol.messages import (
+    KillReplica,
+    Launched,
+    NodeBeat,
+    NodeLeaving,
+    Reregister,
+    RunningReplica,
+    Shutdown,
+    StartReplica,
+)
 from tests.support.fleet import World, announced, one_host, starts, to_node, two_hosts
 
 

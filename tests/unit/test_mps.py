@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from omni_actors.config.devices import shared_devices
+from omni_actors.config.placement import shared_devices
 from omni_actors.errors import ConfigError
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.launcher.mps import NO_MPS, MpsClients, answers, daemon_gpus
 from omni_actors.launcher.replica_processes import ReplicaProcesses
-from omni_actors.protocol.header import ReplicaId
+from omni_actors.protocol.fields import ReplicaId
 from tests.support.builders import chain, load
 from tests.support.other_user import AS_ROOT, NOBODY, python
 

@@ -14,9 +14,16 @@ from omni_actors.host.run_directory import RunDirectory
 from omni_actors.launcher.node_agent import NodeAgent
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.protocol.codec import Decoder, encode
-from omni_actors.protocol.control import Shutdown
-from omni_actors.protocol.header import Body, Header, ReplicaId
-from omni_actors.protocol.nodes import Launched, NodeLeaving, NodeToCoordinator, NodeWelcome, ReplicaEnded, StartReplica
+from omni_actors.protocol.fields import Body, Header, ReplicaId
+from omni_actors.protocol.messages import (
+    Launched,
+    NodeLeaving,
+    NodeToCoordinator,
+    NodeWelcome,
+    ReplicaEnded,
+    Shutdown,
+    StartReplica,
+)
 from omni_actors.stage.process import ReplicaSpec
 from omni_actors.transport.sockets import Sockets
 from tests.support.builders import pipeline

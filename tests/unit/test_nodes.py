@@ -7,9 +7,8 @@ import pytest
 
 from omni_actors.config import PipelineConfig, placement
 from omni_actors.coordinator.core.nodes import HelloKind, NodeTable, classify_hello
-from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
-from omni_actors.coordinator.core.states import NodeEvent, ReplicaEvent, ReplicaState
-from omni_actors.protocol.nodes import RunningReplica
+from omni_actors.coordinator.core.replicas import NodeEvent, Replica, ReplicaEvent, ReplicaState, ReplicaTable
+from omni_actors.protocol.messages import RunningReplica
 from tests.support.builders import chain, pipeline
 
 T = 100.0

@@ -13,15 +13,10 @@ import pytest
 from omni_actors.config import FlowConfig
 from omni_actors.errors import StageLost
 from omni_actors.protocol.codec import BufferList, Decoder
-from omni_actors.protocol.common import Credit
-from omni_actors.protocol.control import Peer, Peers
-from omni_actors.protocol.header import Header, Limits, ReplicaId
-from omni_actors.protocol.results import FromStage, TextDelta
-from omni_actors.protocol.stage import Chunk, IntoStage
-from omni_actors.protocol.tensors import DType, HostTensor
-from omni_actors.stage.events import Event, Rejected, Undelivered
-from omni_actors.stage.outbound import Outbound
-from omni_actors.stage.outgoing import Outgoing
+from omni_actors.protocol.fields import DType, Header, HostTensor, Limits, ReplicaId
+from omni_actors.protocol.messages import Chunk, Credit, FromStage, IntoStage, Peer, Peers, TextDelta
+from omni_actors.stage.inbound import Event, Rejected, Undelivered
+from omni_actors.stage.outbound import Outbound, Outgoing
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.sockets import Sockets, drain
 from tests.support.waiting import until

@@ -12,9 +12,9 @@ prepare()
 
 from vllm.v1.engine import EngineCoreOutput, FinishReason  # noqa: E402
 
-from omni_actors.engine.models.frame_talker.outputs import FrameOutputs  # noqa: E402
+from omni_actors.engine.models.frame_talker import FrameOutputs  # noqa: E402
 from omni_actors.engine.models.qwen3_omni.thinker import TokenOutputs  # noqa: E402
-from omni_actors.engine.worker_base import attach  # noqa: E402
+from omni_actors.engine.workers.base import attach  # noqa: E402
 from omni_actors.stage.engine_interface import OutputEvent, StreamEvent, TextEvent  # noqa: E402
 from omni_actors.stage.meter import StageMeter  # noqa: E402
 

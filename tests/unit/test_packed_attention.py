@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from omni_actors.engine.models.pictures.packing import (
+from omni_actors.engine.models.pictures.denoising import (
     attend_each,
     attend_varlen,
     fastest_attention,

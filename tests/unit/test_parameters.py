@@ -8,7 +8,7 @@ import pytest
 from omni_actors.config import check_parameters
 from omni_actors.config.checks import with_defaults
 from omni_actors.errors import ErrorCode, InvalidRequest
-from omni_actors.protocol.control import Ready
+from omni_actors.protocol.messages import Ready
 from omni_actors.protocol.payloads import Parameter, StageParams
 from tests.support.requests import ask, failure, opened_requests, ready
 

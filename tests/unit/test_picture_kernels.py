@@ -11,10 +11,8 @@ prepare()
 
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import QwenImage21DupUp3D  # noqa: E402
 
-from omni_actors.engine.models.pictures.between import Between, FusedBetween  # noqa: E402
-from omni_actors.engine.models.pictures.layers import RmsNorm, rotation_at  # noqa: E402
-from omni_actors.engine.models.qwen_image.dit import QwenImageConfig, QwenImageNetwork  # noqa: E402
-from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix  # noqa: E402
+from omni_actors.engine.models.pictures.layers import Between, FusedBetween, RmsNorm, rotation_at  # noqa: E402  # noqa: E402
+from omni_actors.engine.models.qwen_image.dit import Condition, Prefix, QwenImageConfig, QwenImageNetwork  # noqa: E402  # noqa: E402
 from omni_actors.engine.models.qwen_image.vae_decoder import PictureDecoder, sources_of  # noqa: E402
 from tools.checkpoints.pictures import QWEN_IMAGE  # noqa: E402
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omni_actors.engine.picture_outputs import picture_events
-from omni_actors.engine.tensors import to_torch
+from omni_actors.engine.diffusion import picture_events
+from omni_actors.engine.rows import to_torch
 from omni_actors.errors import ModelOutputInvalid
 from omni_actors.stage.engine_interface import ImageEvent, LatentsEvent
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omni_actors.engine.models.pictures.schedule import FlowSchedule
+from omni_actors.engine.models.pictures.denoising import FlowSchedule
 from omni_actors.errors import ConfigError
 
 CONFIGS = [

@@ -12,15 +12,22 @@ from omni_actors.config.schema import InputConfig
 from omni_actors.coordinator.core.instructions import ToClient
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.errors import ErrorCode, InvalidPayload
-from omni_actors.protocol import results
-from omni_actors.protocol.client import Done
-from omni_actors.protocol.results import FinishReason, ImageChunk, LatentsChunk, StageUsage
-from omni_actors.protocol.stage import LATENTS, PIXELS, Chunk
-from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
+from omni_actors.protocol import messages
+from omni_actors.protocol.fields import DType, HostTensor, TensorRef
+from omni_actors.protocol.messages import (
+    LATENTS,
+    PIXELS,
+    Chunk,
+    Done,
+    FinishReason,
+    ImageChunk,
+    LatentsChunk,
+    StageUsage,
+)
 from omni_actors.stage.engine_interface import FinishedEvent, ImageEvent, LatentsEvent, ProgressEvent
 from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.processors import Extend, InputPiece, Latents2Image, Start
-from omni_actors.telemetry import metric_table as table
+from omni_actors.telemetry import metrics as table
 from tests.support.builders import done, header_from
 from tests.support.requests import ALICE, NOW, again, ask, bring_back, failure, lose, ready, replica_id, say
 from tests.support.stage import ROUTE, StageUnderTest, bodies
@@ -86,7 +93,7 @@ def test_the_last_latents_end_the_stream_to_the_next_stage_and_those_of_previews
     assert list(to_next.body.tensors) == [LATENTS]
     assert to_next.body.final
     (done,) = stage.do(FINISHED)
-    assert isinstance(done.body, results.StageDone), "no second end"
+    assert isinstance(done.body, messages.StageDone), "no second end"
 
 
 def test_progress_goes_to_the_client_alone_and_is_no_output() -> None:
@@ -122,11 +129,13 @@ PREVIEW = ImageChunk(pixels=TensorRef(DType.U8, (1, 2, 3), 0), preview=True)
 SOME_LATENTS = LatentsChunk(latents=TensorRef(DType.F32, (4, 2), 0))
 
 
-def step(number: int) -> results.StepsDone:
-    return results.StepsDone(step=number, steps=4)
+def step(number: int) -> messages.StepsDone:
+    return messages.StepsDone(step=number, steps=4)
 
 
-def passed_on(state: RequestMachine, body: results.Output, seq: int, stage: str = "code2wav", attempt: int = 0) -> bool:
+def passed_on(
+    state: RequestMachine, body: messages.Output, seq: int, stage: str = "code2wav", attempt: int = 0
+) -> bool:
     """Whether the client gets what a stage sent in its first epoch, or after its loss."""
     sender = replica_id(stage, 0, 2 if attempt and stage == "code2wav" else 1)
     instructions = state.from_stage(header_from(sender, "r1", seq, attempt), body, (b"",), NOW)
@@ -134,7 +143,7 @@ def passed_on(state: RequestMachine, body: results.Output, seq: int, stage: str 
         return False
     (message,) = instructions
     assert isinstance(message, ToClient)
-    if isinstance(body, results.StepsDone):
+    if isinstance(body, messages.StepsDone):
         assert message.body == msgspec.structs.replace(body, stage=stage)
     else:
         assert message.body == body
@@ -171,8 +180,8 @@ def test_a_replay_without_the_picture_that_was_delivered_fails() -> None:
 async def test_the_result_has_pictures_and_latents_and_no_previews() -> None:
     stream = RequestStream("r1", lambda request_id: None)
     pixels, latents = TensorRef(DType.U8, (1, 2, 3), 0), TensorRef(DType.F32, (4, 2), 0)
-    sent: list[tuple[results.Output, HostTensor]] = [
-        (results.StepsDone(step=1, steps=2, stage="dit"), NOISE),
+    sent: list[tuple[messages.Output, HostTensor]] = [
+        (messages.StepsDone(step=1, steps=2, stage="dit"), NOISE),
         (ImageChunk(pixels=pixels, preview=True), RED._replace(data=bytes(6))),
         (ImageChunk(pixels=pixels), RED),
         (LatentsChunk(latents=latents), NOISE),

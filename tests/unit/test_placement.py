@@ -9,7 +9,7 @@ import pytest
 
 from omni_actors import config, launch
 from omni_actors.config import placement
-from omni_actors.config.devices import devices_by_replica
+from omni_actors.config.placement import devices_by_replica
 from omni_actors.coordinator.core.replicas import ReplicaTable
 from omni_actors.errors import ConfigError
 from omni_actors.host import addresses

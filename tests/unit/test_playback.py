@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.telemetry.playback import Playback
+from omni_actors.telemetry.request_log import Playback
 
 PIECES = st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.01, 3.0)), min_size=1, max_size=20)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from omni_actors.http_server.image_formats import png
+from omni_actors.http_server.images import png
 
 
 def picture(height: int, width: int, channels: int) -> np.ndarray:

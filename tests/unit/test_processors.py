@@ -7,7 +7,7 @@ import array
 import pytest
 
 from omni_actors.errors import InvalidPayload
-from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.stage.processors import (
     Extend,
     InputPiece,

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from omni_actors import logs
-from omni_actors.client.progress import progress_bar
+from omni_actors.client.offline import progress_bar
 
 
 def read_all(master: int) -> str:

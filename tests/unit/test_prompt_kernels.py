@@ -12,7 +12,7 @@ prepare()
 
 from vllm.model_executor.layers.fused_moe import fused_moe  # noqa: E402 - after the platform is chosen
 
-from omni_actors.engine.prompt_kernels import Experts, prompt_sizes  # noqa: E402
+from omni_actors.engine.workers.gpu import Experts, prompt_sizes  # noqa: E402
 
 GRAPHS = [1, 2, 4, *range(8, 257, 8)]
 THINKER = Experts((128, 1536, 2048), (128, 2048, 768), 8)

@@ -15,10 +15,8 @@ import torch
 from omni_actors.client.prompts import to_params, to_prompt
 from omni_actors.errors import Fault, InvalidRequest, OmniError
 from omni_actors.protocol.codec import BufferList
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.payloads import AdditionalInformationPayload, Prompt
-from omni_actors.protocol.tensors import DType, HostTensor
-from omni_actors.protocol.tools import ToolCall
+from omni_actors.protocol.fields import DType, HostTensor, pack_token_ids
+from omni_actors.protocol.payloads import AdditionalInformationPayload, Prompt, ToolCall
 
 PICTURE = numpy.zeros((2, 2, 3), numpy.uint8)
 SOUND = (numpy.zeros(8, numpy.float32), 16_000)

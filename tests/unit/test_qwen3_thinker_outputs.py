@@ -8,8 +8,8 @@ import torch
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from omni_actors.engine.models.qwen3_omni.thinker import SPEC, TokenOutputs
-from omni_actors.engine.tensors import to_torch
-from omni_actors.engine.worker_base import attach
+from omni_actors.engine.rows import to_torch
+from omni_actors.engine.workers.base import attach
 
 PROMPT = [5, 9, 9, 9, 6, 9, 7]
 PLACES = [1, 2, 3, 5]  # of media

@@ -10,10 +10,8 @@ import yaml
 
 from omni_actors.engine.models.diffusers_layout import part_config
 from omni_actors.engine.models.pictures.denoising import PictureSpec
-from omni_actors.engine.models.qwen_image.dit import QwenImageConfig, QwenImageNetwork
+from omni_actors.engine.models.qwen_image.dit import Condition, Prefix, QwenImageConfig, QwenImageNetwork, load, parts
 from omni_actors.engine.models.qwen_image.dit_stage import SPEC, dit_config
-from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix, parts
-from omni_actors.engine.models.qwen_image.weights import load
 from omni_actors.errors import ConfigError
 from tests.support.paths import REPOSITORY
 from tools.checkpoints.pictures import QWEN_IMAGE

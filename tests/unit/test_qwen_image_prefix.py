@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.engine.models.qwen_image.prefix import Condition, Prefix, parts
+from omni_actors.engine.models.qwen_image.dit import Condition, Prefix, parts
 
 conditions = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 6), st.integers(1, 8)), min_size=1, max_size=4).map(
     lambda given: Condition(

@@ -13,10 +13,10 @@ import pytest
 
 from omni_actors.cli import ray_job
 from omni_actors.config import Executor
-from omni_actors.engine.executor import executor_backend
+from omni_actors.engine.arguments import executor_backend
 from omni_actors.errors import ConfigError
 from omni_actors.host import ray_cluster
-from omni_actors.launcher import ray_room
+from omni_actors.launcher import preflight
 from omni_actors.launcher.ray_node import RayNode
 from omni_actors.transport.curve import make_client, make_cluster
 from tests.support.builders import load
@@ -60,9 +60,9 @@ def test_a_launch_with_another_version_of_ray_ends_before_anything_starts(
     pipeline = load(tmp_path, with_thinker(), devices=0).pipeline
     installed(tmp_path, "2.42.1")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(ray_room, "CHECK", "no_such_module")  # which would be the next error
+    monkeypatch.setattr(preflight, "CHECK", "no_such_module")  # which would be the next error
     with pytest.raises(ConfigError, match=r"Ray 2\.42\.1 is installed"):
-        ray_room.check_room(pipeline)
+        preflight.check_room(pipeline)
 
 
 def test_the_range_is_that_of_the_extra_and_begins_with_what_vllm_asks_for() -> None:

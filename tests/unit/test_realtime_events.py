@@ -19,19 +19,17 @@ from openai.types.realtime.realtime_audio_input_turn_detection import ServerVad 
 
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.realtime.config import (
+    AnyEvent,
     AudioFields,
+    CreateResponse,
     InputAudioFields,
     OutputAudioFields,
     PcmFormat,
+    ResponseAudio,
+    ResponseFields,
     ServerVad,
     SessionFields,
     Transcription,
-)
-from omni_actors.http_server.realtime.events import (
-    AnyEvent,
-    CreateResponse,
-    ResponseAudio,
-    ResponseFields,
     event_id_of,
     parse,
 )

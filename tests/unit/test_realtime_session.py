@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from omni_actors.http_server.chat_messages import MAX_MESSAGES
+from omni_actors.http_server.generation import MAX_MESSAGES
 from omni_actors.http_server.realtime.config import Pipeline
 from omni_actors.http_server.realtime.conversation import ItemPart, MessageItem, RealtimeConversation
 from tests.support.realtime import PIPELINE, SECOND, Talk, error_of, kinds

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from omni_actors.http_server.generation import tool_options
-from omni_actors.protocol.tools import ToolCallPiece
+from omni_actors.protocol.payloads import ToolCallPiece
 from tests.support.realtime import Talk, error_of, kinds
 
 WEATHER = {"type": "function", "name": "weather", "description": "Of a city.", "parameters": {"type": "object"}}

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.realtime.config import ServerVad, Transcription
-from omni_actors.http_server.realtime.events import Event
+from omni_actors.http_server.realtime.config import Event, ServerVad, Transcription
 from omni_actors.http_server.realtime.session import Ask, Send, Transcribe
 from tests.support.realtime import SECOND, Talk, kinds
 

@@ -7,7 +7,7 @@ import itertools
 import numpy
 import pytest
 
-from omni_actors.http_server.bounded_websocket import BURST_SECONDS, EventRate
+from omni_actors.http_server.connections import BURST_SECONDS, EventRate
 from omni_actors.http_server.realtime.config import RATE, ServerVad
 from omni_actors.http_server.realtime.conversation import heard
 from omni_actors.http_server.realtime.turns import Lag, SpeechWindow, TurnBegins, TurnDetector, TurnEnds, VoiceActivity

@@ -7,16 +7,11 @@ import array
 import pytest
 
 from omni_actors.coordinator.core.instructions import ToClient
-from omni_actors.coordinator.core.states import ReplicaEvent
+from omni_actors.coordinator.core.replicas import ReplicaEvent
 from omni_actors.errors import ErrorCode, StageLost
-from omni_actors.protocol.client import Done
-from omni_actors.protocol.common import Failed
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.payloads import PositionLogprobs, PromptPosition, TokenLogprob
-from omni_actors.protocol.results import TextDelta, Unreachable
-from omni_actors.protocol.stage import OpenRequest, Resend
-from omni_actors.protocol.tensors import DType, TensorRef
-from omni_actors.protocol.tools import ToolCallPiece
+from omni_actors.protocol.fields import DType, TensorRef, pack_token_ids
+from omni_actors.protocol.messages import Done, Failed, OpenRequest, Resend, TextDelta, Unreachable
+from omni_actors.protocol.payloads import PositionLogprobs, PromptPosition, TokenLogprob, ToolCallPiece
 from tests.support.builders import done
 from tests.support.requests import (
     ALICE,

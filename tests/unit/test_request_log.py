@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from omni_actors.errors import EngineError, Overloaded, StageLost
-from omni_actors.protocol.header import ReplicaId
-from omni_actors.protocol.telemetry import StageTimeline, TransferTimeline
-from omni_actors.telemetry import metric_table as table
+from omni_actors.protocol.fields import ReplicaId
+from omni_actors.protocol.messages import StageTimeline, TransferTimeline
+from omni_actors.telemetry import metrics as table
 from omni_actors.telemetry.request_log import KEPT
 from omni_actors.telemetry.timeline import stages
 from tests.support.request_log import Observed

@@ -7,16 +7,12 @@ import pytest
 
 from omni_actors.errors import ErrorCode, InvalidPayload, StageLost
 from omni_actors.protocol.codec import Envelope
-from omni_actors.protocol.common import Abort
-from omni_actors.protocol.fields import pack_token_ids
-from omni_actors.protocol.header import Header, ReplicaId
+from omni_actors.protocol.fields import DType, Header, HostTensor, ReplicaId, TensorRef, pack_token_ids
+from omni_actors.protocol.messages import Abort, Chunk, FinishReason, OpenRequest, Resend, StageDone, Unreachable
 from omni_actors.protocol.payloads import PromptEmbedsPayload, StageParams
-from omni_actors.protocol.results import FinishReason, StageDone, Unreachable
-from omni_actors.protocol.stage import Chunk, OpenRequest, Resend
-from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage import actor as actor_module
 from omni_actors.stage.engine_interface import FinishedEvent, StreamEvent
-from omni_actors.stage.outgoing import Outgoing
+from omni_actors.stage.outbound import Outgoing
 from omni_actors.stage.resend_buffer import COPIED_BYTES, ENTRY_BYTES, JOINED_BYTES, ResendBudget, ResendBuffer
 from tests.support.stage import EMPTY, ROUTE, StageUnderTest
 

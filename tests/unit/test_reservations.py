@@ -5,9 +5,9 @@ from __future__ import annotations
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from omni_actors.http_server.middleware import RequestMiddleware
+from omni_actors.http_server.app import RequestMiddleware
+from omni_actors.http_server.bodies import reserve
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.shares import reserve
 
 BODY = b"x" * 90_000
 SCOPE = {

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from omni_actors.http_server.decoding import decode
+from omni_actors.http_server.bodies import decode
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.response_schemas import ResponsesRequest
-from omni_actors.http_server.responses import ResponseReply
-from omni_actors.protocol.client import Description
+from omni_actors.http_server.responses import ResponseReply, ResponsesRequest
+from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core import routing
+from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.coordinator.core.request import ActiveRequest
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.coordinator.core.routing import ABOVE_MEAN
-from omni_actors.coordinator.core.states import ReplicaState
+from omni_actors.protocol.messages import FinishReason, StageDone, StageUsage
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Prompt
-from omni_actors.protocol.results import FinishReason, StageDone, StageUsage
 from tests.support.builders import chain, header_from
 from tests.support.requests import ALICE, NOW, CheckedRequestMachine, ask, bring_back, lose, ready
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from omni_actors.engine.row_cache import FollowedRows, RowCache
+from omni_actors.engine.rows import FollowedRows, RowCache
 
 SIZE, WIDTH = 4, 2
 BLOCK_BYTES = SIZE * WIDTH * 4

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 
 from omni_actors.engine.models import SpeechLimit
-from omni_actors.engine.row_budget import RowBudget
+from omni_actors.engine.rows import RowBudget
 from omni_actors.engine.scheduler import OmniSchedulerInterface, RowStream
+from omni_actors.protocol.fields import DType, HostTensor
+from omni_actors.protocol.messages import StageDone
 from omni_actors.protocol.payloads import AdditionalInformationEntry, AdditionalInformationPayload
-from omni_actors.protocol.results import StageDone
-from omni_actors.protocol.tensors import DType, HostTensor
-from omni_actors.transport.credit import ReceivedCredit, Window
+from omni_actors.transport.link import ReceivedCredit, Window
 from tests.support.row_streams import CountedRequest, CountingEngine, StreamScheduler
 from tests.support.stage import StageUnderTest
 

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from omni_actors.coordinator.core.instructions import ReplicaRemoved
-from omni_actors.coordinator.core.states import ReplicaState
+from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.errors import InvalidRequest, StageUnavailable
-from omni_actors.protocol.client import Operation
-from omni_actors.protocol.control import Ready, Shutdown
-from omni_actors.protocol.nodes import KillReplica, NodeLeaving, StartReplica
+from omni_actors.protocol.messages import KillReplica, NodeLeaving, Operation, Ready, Shutdown, StartReplica
 from tests.support.fleet import World, announced, one_host, starts, to_node, to_stage, two_hosts
 
 

@@ -13,8 +13,8 @@ import pytest
 from omni_actors.host import segments
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.host.segments import Segment
-from omni_actors.launcher.segment_ledger import SegmentLedger
-from omni_actors.protocol.header import ReplicaId
+from omni_actors.launcher.replica_processes import SegmentLedger
+from omni_actors.protocol.fields import ReplicaId
 from tests.support.segments import holder
 
 TALKER, OTHER = ReplicaId("talker", 0, 1), ReplicaId("talker", 1, 1)

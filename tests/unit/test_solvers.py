@@ -15,8 +15,7 @@ prepare()
 
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import RungeKutta4ODESolver  # noqa: E402
 
-from omni_actors.engine.models.qwen2_5_omni.dit import solver_times  # noqa: E402
-from omni_actors.engine.models.qwen2_5_omni.solvers import SOLVERS  # noqa: E402
+from omni_actors.engine.models.qwen2_5_omni.dit import SOLVERS, solver_times  # noqa: E402
 
 Slope = Callable[[float, torch.Tensor], torch.Tensor]
 

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 
 from omni_actors.config import describe, memory_plan
-from omni_actors.config.devices import shared_devices
+from omni_actors.config.placement import shared_devices
 from omni_actors.coordinator.core.instructions import ReplicaLost, ReplicaReady
-from omni_actors.coordinator.core.states import ReplicaState
+from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.errors import ConfigError
-from omni_actors.protocol.client import Operation
-from omni_actors.protocol.control import Ready, Shutdown
-from omni_actors.protocol.nodes import NodeLeaving
+from omni_actors.protocol.messages import NodeLeaving, Operation, Ready, Shutdown
 from tests.support.builders import chain, load
 from tests.support.fleet import World, announced, one_host, to_stage, two_hosts
 

@@ -9,7 +9,7 @@ import types
 import numpy
 import pytest
 
-from omni_actors.cli.speaker import find_speaker
+from omni_actors.cli.chat import find_speaker
 from tests.support.waiting import until
 
 

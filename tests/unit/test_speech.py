@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_actors.config import CoordinatorConfig
+from omni_actors.coordinator.core.admission import SpeechLine
 from omni_actors.coordinator.core.slots import Tenant, Ticket, reserved
-from omni_actors.coordinator.core.speech import SpeechLine
-from omni_actors.telemetry.playback import Playback
+from omni_actors.telemetry.request_log import Playback
 
 PIECE = 0.24  # seconds of sound
 LATENCY = 0.2  # from the beginning of an answer's speech to the first work on its sound

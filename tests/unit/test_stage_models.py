@@ -52,7 +52,7 @@ def test_a_prompt_stage_cannot_prepare_prompts_for_another_checkpoint(tmp_path: 
 
 
 def test_every_stage_reads_its_own_checkpoint(tmp_path: Path) -> None:
-    from omni_actors.engine.factory import stage_arguments
+    from omni_actors.engine.arguments import stage_arguments
 
     data = pipeline()
     for name, architecture in (("whole", "Qwen2_5OmniModel"), ("other", "Qwen9OmniModel")):

@@ -18,11 +18,11 @@ import pytest
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.protocol.codec import encode
-from omni_actors.protocol.control import Shutdown, Welcome
-from omni_actors.protocol.header import Header, ReplicaId
-from omni_actors.stage.device_priority import DemandFlag
+from omni_actors.protocol.fields import Header, ReplicaId
+from omni_actors.protocol.messages import Shutdown, Welcome
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.process import ReplicaSpec, StageProcess, build_engine
+from omni_actors.stage.sound import DemandFlag
 from omni_actors.transport.sockets import Sockets
 from tests.support.builders import chain, load, pipeline
 from tests.support.waiting import until

@@ -12,8 +12,8 @@ from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
 from omni_actors.engine import platform
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
-from omni_actors.engine.device_memory import GIB, wait_for_memory
-from omni_actors.engine.gpu import OmniGPUWorker
+from omni_actors.engine.platform import GIB, wait_for_memory
+from omni_actors.engine.workers.gpu import OmniGPUWorker
 from omni_actors.vllm_version import Platform
 
 # -- phases -----------------------------------------------------------------------------------------------------------

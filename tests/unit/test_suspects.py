@@ -9,14 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_actors.coordinator.core.instructions import Instruction, ToClient
+from omni_actors.coordinator.core.replicas import Evidence, ReplicaEvent, ReplicaState, evidence_of
 from omni_actors.coordinator.core.requests import RequestMachine
-from omni_actors.coordinator.core.states import Evidence, ReplicaEvent, ReplicaState, evidence_of
 from omni_actors.coordinator.core.suspects import EMPTY_SECONDS, GUILTY, MARGIN_SECONDS, RUN_SECONDS, SUSPECT
 from omni_actors.errors import ErrorCode
-from omni_actors.protocol.client import Done
-from omni_actors.protocol.common import Abort, Failed
-from omni_actors.protocol.header import ReplicaId
-from omni_actors.protocol.stage import OpenRequest
+from omni_actors.protocol.fields import ReplicaId
+from omni_actors.protocol.messages import Abort, Done, Failed, OpenRequest
 from tests.support.builders import done, header_from
 from tests.support.requests import (
     ALICE,

@@ -12,8 +12,8 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
+from omni_actors.engine.adapter import TextDecoder
 from omni_actors.engine.core import make_request
-from omni_actors.engine.text_decoder import TextDecoder
 from omni_actors.protocol.payloads import TokenLogprob
 
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from omni_actors.engine.instruction import instructed
+from omni_actors.engine.prompt import instructed
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
-from omni_actors.protocol.fields import pack_token_ids
+from omni_actors.protocol.fields import DType, TensorRef, pack_token_ids
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt
-from omni_actors.protocol.tensors import DType, TensorRef
 from omni_actors.stage.engine_interface import StreamEvent, TextEvent
-from omni_actors.stage.outgoing import divide
+from omni_actors.stage.outbound import divide
 from omni_actors.stage.processors import InputPiece, Text2Prompt
 from tests.support.builders import load
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from omni_actors.protocol.telemetry import RequestTimeline, StageTimeline, TimelineEvent, TransferTimeline
+from omni_actors.protocol.messages import RequestTimeline, StageTimeline, TimelineEvent, TransferTimeline
 from omni_actors.telemetry.otlp import OtlpExporter
 from omni_actors.telemetry.request_log import FinishedRequest
 from omni_actors.telemetry.timeline import as_json, chrome_trace

@@ -23,7 +23,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (  # noqa: E4
 
 from omni_actors.engine.models.chunks import ChunkPolicy, DecodeOptions  # noqa: E402
 from omni_actors.engine.models.qwen2_5_omni import bigvgan, kernels  # noqa: E402
-from omni_actors.engine.models.qwen2_5_omni.solvers import SOLVERS  # noqa: E402
+from omni_actors.engine.models.qwen2_5_omni.dit import SOLVERS  # noqa: E402
 from omni_actors.engine.models.qwen2_5_omni.stream import NoiseBlocks  # noqa: E402
 from omni_actors.errors import ConfigError  # noqa: E402
 from tests.support.reference import vocoder_noise  # noqa: E402

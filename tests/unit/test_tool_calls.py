@@ -13,15 +13,23 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
-from omni_actors.engine.chat_template import ChatTemplate
+from omni_actors.engine.adapter import TextDecoder
 from omni_actors.engine.core import make_request
 from omni_actors.engine.models.qwen2_5_omni.thinker import RowOutputs
-from omni_actors.engine.text_decoder import TextDecoder
+from omni_actors.engine.prompt import ChatTemplate
 from omni_actors.engine.tool_calls import ToolCallReader, parser_class
 from omni_actors.errors import ConfigError, InvalidRequest
-from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt
-from omni_actors.protocol.tensors import DType, TensorRef
-from omni_actors.protocol.tools import CollectedCalls, ToolCall, Tools
+from omni_actors.protocol.fields import DType, TensorRef
+from omni_actors.protocol.payloads import (
+    ChatMessage,
+    CollectedCalls,
+    ContentPart,
+    Media,
+    MediaEncoding,
+    Prompt,
+    ToolCall,
+    Tools,
+)
 from omni_actors.stage.engine_interface import StreamEvent, TextEvent
 from tests.support.paths import REPOSITORY
 

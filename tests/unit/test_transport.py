@@ -20,9 +20,7 @@ from zmq import EVENTS
 from omni_actors.errors import ConfigError, InvalidRequest, ProtocolError
 from omni_actors.host.run_directory import RunDirectory, clear_abandoned
 from omni_actors.transport.link import Link
-from omni_actors.transport.reader import SocketReader
-from omni_actors.transport.sockets import PeerGone, Sockets, drain, try_send
-from omni_actors.transport.wakeup import WakeableQueue
+from omni_actors.transport.sockets import PeerGone, SocketReader, Sockets, WakeableQueue, drain, try_send
 from tests.support.clock import Clock
 from tests.support.waiting import eventually, until
 

@@ -11,7 +11,7 @@ import pytest
 from omni_actors.errors import ConfigError
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.settings import ServerSettings, check_listening
-from omni_actors.http_server.voice_store import Voice, VoiceStore
+from omni_actors.http_server.state import Voice, VoiceStore
 
 SAMPLES = numpy.linspace(-1, 1, 100, dtype=numpy.float32)
 

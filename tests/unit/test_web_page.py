@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from omni_actors.http_server.status import PAGE_FILES
+from omni_actors.http_server.app import PAGE_FILES
 from tests.support.paths import REPOSITORY
 
 PAGE = REPOSITORY / "omni_actors" / "http_server" / "page"

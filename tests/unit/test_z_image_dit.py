@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from omni_actors.engine.models.diffusers_layout import part_config
-from omni_actors.engine.models.pictures.packing import attend_each, pack
-from omni_actors.engine.models.z_image.dit import ZImageConfig, ZImageNetwork
+from omni_actors.engine.models.pictures.denoising import attend_each, pack
+from omni_actors.engine.models.z_image.dit import ZImageConfig, ZImageNetwork, load
 from omni_actors.engine.models.z_image.dit_stage import dit_config
-from omni_actors.engine.models.z_image.weights import load
 from omni_actors.errors import ConfigError
 from tests.support.z_image import TINY_DIT, reference_velocity, same_dit, sequence, velocities
 from tools.checkpoints.pictures import Z_IMAGE

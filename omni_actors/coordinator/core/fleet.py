@@ -13,15 +13,18 @@ from collections.abc import Callable
 
 import omni_actors
 from omni_actors.config import PipelineConfig, placement
-from omni_actors.config.devices import node_devices
+from omni_actors.config.placement import node_devices
 from omni_actors.coordinator.core.instructions import (
+    VERSION,
     Announce,
     FleetInstruction,
+    FleetMemory,
     GiveUp,
     Level,
     Log,
     Measured,
     Remember,
+    RememberedReplica,
     ReplicaLost,
     ReplicaReady,
     ReplicaRegistered,
@@ -30,47 +33,53 @@ from omni_actors.coordinator.core.instructions import (
     TellNode,
     TellReplica,
 )
-from omni_actors.coordinator.core.launch import Culprit, HealthPolicy, Launch, explain_end
-from omni_actors.coordinator.core.memory import VERSION, FleetMemory, RememberedReplica
-from omni_actors.coordinator.core.nodes import HelloKind, Node, NodeTable, classify_hello
-from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
-from omni_actors.coordinator.core.routing import StageGraph
-from omni_actors.coordinator.core.seats import Seats
-from omni_actors.coordinator.core.states import (
+from omni_actors.coordinator.core.nodes import (
+    Culprit,
+    HealthPolicy,
+    HelloKind,
+    Launch,
+    Node,
+    NodeTable,
+    Seats,
+    classify_hello,
+    explain_end,
+)
+from omni_actors.coordinator.core.replicas import (
     Evidence,
     LaunchEvent,
     LaunchState,
     NodeEvent,
+    Replica,
     ReplicaEvent,
     ReplicaState,
+    ReplicaTable,
     evidence_of,
 )
+from omni_actors.coordinator.core.routing import StageGraph
 from omni_actors.errors import InvalidRequest
-from omni_actors.protocol.control import (
+from omni_actors.protocol.fields import PROTOCOL_VERSION, ReplicaId
+from omni_actors.protocol.messages import (
     Fatal,
     Heartbeat,
     Hello,
-    Loading,
-    Peers,
-    Ready,
-    Reregister,
-    Shutdown,
-    StageToCoordinator,
-    Welcome,
-)
-from omni_actors.protocol.header import PROTOCOL_VERSION, ReplicaId
-from omni_actors.protocol.nodes import (
     KillReplica,
     Launched,
+    Loading,
     NodeBeat,
     NodeHello,
     NodeLeaving,
     NodeToCoordinator,
     NodeWelcome,
+    Peers,
+    Ready,
     ReplicaEnded,
+    Reregister,
+    Shutdown,
+    Snapshot,
+    StageToCoordinator,
     StartReplica,
+    Welcome,
 )
-from omni_actors.protocol.telemetry import Snapshot
 
 TICK_SECONDS = 0.05  # between two calls of `tick`
 LATE_TICK_SECONDS = 1.0  # after a longer pause it is this process that had stopped

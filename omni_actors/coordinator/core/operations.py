@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from omni_actors.coordinator.core.fleet import Fleet, Instructions
 from omni_actors.coordinator.core.instructions import Announce
 from omni_actors.coordinator.core.nodes import Node
-from omni_actors.coordinator.core.replicas import Replica
-from omni_actors.coordinator.core.states import LaunchState, ReplicaEvent, ReplicaState
+from omni_actors.coordinator.core.replicas import LaunchState, Replica, ReplicaEvent, ReplicaState
 from omni_actors.errors import InvalidRequest, StageUnavailable, counted, suggest
-from omni_actors.protocol.client import Operate, Operation
+from omni_actors.protocol.messages import Operate, Operation
 
 MOST_REPLICAS = 1024  # of a stage, as in the configuration
 # Which replicas leave first: those that serve least.

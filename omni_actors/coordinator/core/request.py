@@ -17,17 +17,28 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from omni_actors.coordinator.core.replicas import REQUEST_TRANSITIONS, Evidence, RequestEvent, RequestState
 from omni_actors.coordinator.core.slots import Ticket
-from omni_actors.coordinator.core.states import REQUEST_TRANSITIONS, Evidence, RequestEvent, RequestState
 from omni_actors.errors import StageLost
-from omni_actors.protocol.client import RequestStatus
 from omni_actors.protocol.codec import Frame
-from omni_actors.protocol.fields import TOKEN_BYTES
-from omni_actors.protocol.header import ReplicaId
-from omni_actors.protocol.payloads import AdditionalInformationEntry, AdditionalInformationPayload, Prompt, StageParams
-from omni_actors.protocol.results import AudioChunk, ImageChunk, LatentsChunk, Output, StageUsage, StepsDone, TextDelta
-from omni_actors.protocol.tensors import TensorRef
-from omni_actors.protocol.tools import ToolCallPiece
+from omni_actors.protocol.fields import TOKEN_BYTES, ReplicaId, TensorRef
+from omni_actors.protocol.messages import (
+    AudioChunk,
+    ImageChunk,
+    LatentsChunk,
+    Output,
+    RequestStatus,
+    StageUsage,
+    StepsDone,
+    TextDelta,
+)
+from omni_actors.protocol.payloads import (
+    AdditionalInformationEntry,
+    AdditionalInformationPayload,
+    Prompt,
+    StageParams,
+    ToolCallPiece,
+)
 from omni_actors.transitions import advance
 
 Fresh = tuple[Output, Sequence[Frame]]

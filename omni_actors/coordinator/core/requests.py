@@ -12,13 +12,11 @@ import collections
 from collections.abc import Callable, Iterable, Sequence
 
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.core.admission import Gate
+from omni_actors.coordinator.core.admission import Gate, SpeechPacer
 from omni_actors.coordinator.core.instructions import Instruction, Observer, ToClient, ToStage
-from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
+from omni_actors.coordinator.core.replicas import Evidence, Replica, ReplicaTable, RequestEvent, RequestState
 from omni_actors.coordinator.core.request import ActiveRequest, RequestBook, diverged
 from omni_actors.coordinator.core.routing import Planner, Unavailable, Wait
-from omni_actors.coordinator.core.speech import SpeechPacer
-from omni_actors.coordinator.core.states import Evidence, RequestEvent, RequestState
 from omni_actors.coordinator.core.suspects import poison
 from omni_actors.errors import (
     Aborted,
@@ -29,12 +27,25 @@ from omni_actors.errors import (
     StageLost,
     StageUnavailable,
 )
-from omni_actors.protocol.client import Done, RequestStatus, Submit
 from omni_actors.protocol.codec import Frame
-from omni_actors.protocol.common import Abort, Failed, Tombstones
-from omni_actors.protocol.header import Body, Header, ReplicaId
-from omni_actors.protocol.results import Output, StageDone, StageUsage, Unreachable
-from omni_actors.protocol.stage import MAX_ENDED, Begin, Ended, OpenRequest, Resend
+from omni_actors.protocol.fields import Body, Header, ReplicaId
+from omni_actors.protocol.messages import (
+    MAX_ENDED,
+    Abort,
+    Begin,
+    Done,
+    Ended,
+    Failed,
+    OpenRequest,
+    Output,
+    RequestStatus,
+    Resend,
+    StageDone,
+    StageUsage,
+    Submit,
+    Tombstones,
+    Unreachable,
+)
 
 LISTED_REQUESTS = 1000
 Result = Output | StageDone | Failed | Unreachable

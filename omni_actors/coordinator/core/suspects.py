@@ -14,9 +14,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
+from omni_actors.coordinator.core.replicas import Evidence, Replica, ReplicaState, ReplicaTable
 from omni_actors.coordinator.core.request import ActiveRequest, Loss
-from omni_actors.coordinator.core.states import Evidence, ReplicaState
 from omni_actors.errors import Poison, counted
 
 SUSPECT = 2 * Evidence.CRASHED  # evidence that makes a suspect: two crashes, or four kills

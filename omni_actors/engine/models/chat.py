@@ -19,5 +19,5 @@ SPEC = ModelSpec(
     engine={"enable_prefix_caching": True},
     required={"enable_prompt_embeds": False},
     params=StageParams(max_tokens=1024, temperature=0.0),
-    adapter="omni_actors.engine.text_adapter.TextAdapter",
+    adapter="omni_actors.engine.adapter.TextAdapter",
 )

@@ -11,7 +11,7 @@ from torch import nn
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from omni_actors.engine.step_output import Attachments, Emission, EmittingState, Step, payload_of
+from omni_actors.engine.workers.runner import Attachments, Emission, EmittingState, Step, payload_of
 
 ENCODED = "encoded"  # name of the states [tokens, width] in a request's attachment
 

@@ -10,17 +10,15 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.engine import EngineCoreOutput
 
-from omni_actors.engine.adapter import Admission
+from omni_actors.engine.adapter import Admission, TextAdapter, TextDecoder, TextOutputs
 from omni_actors.engine.encoded_requests import RequestReader
 from omni_actors.engine.models.thinker_state import EmitRows
+from omni_actors.engine.rows import check_rows, embeds_width, to_host, to_torch
 from omni_actors.engine.scheduler import RowStream
-from omni_actors.engine.tensors import check_rows, embeds_width, to_host, to_torch
-from omni_actors.engine.text_adapter import TextAdapter, TextOutputs
-from omni_actors.engine.text_decoder import TextDecoder
-from omni_actors.engine.worker_base import omni_options
+from omni_actors.engine.workers.base import omni_options
 from omni_actors.errors import InvalidPayload, InvalidRequest
+from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import PROMPT_EMBEDS
-from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import EngineEvent, StageInputs, StageRequest, StreamEvent
 
 if TYPE_CHECKING:

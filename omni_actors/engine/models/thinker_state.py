@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from omni_actors.engine.step_output import EmittingState, Step, payload_of
+from omni_actors.engine.workers.runner import EmittingState, Step, payload_of
 from omni_actors.errors import EngineError
 
 

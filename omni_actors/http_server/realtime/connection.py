@@ -1,4 +1,4 @@
-"""One WebSocket and its session: reads events, carries out what the session decides, keeps the deadlines."""
+"""The route /v1/realtime: one WebSocket and its session."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from omni_actors.client import Audio, Text
 from omni_actors.errors import OmniError
-from omni_actors.http_server.audio_formats import pcm16
-from omni_actors.http_server.bounded_websocket import EventRate
-from omni_actors.http_server.decoding import SHORT
-from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.realtime import events
-from omni_actors.http_server.realtime.config import BYTES_PER_SECOND
-from omni_actors.http_server.realtime.events import error_event
+from omni_actors.http_server.answer import pcm16
+from omni_actors.http_server.bodies import SHORT, Reservation
+from omni_actors.http_server.connections import EventRate
+from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.realtime import config
+from omni_actors.http_server.realtime.config import (
+    BYTES_PER_SECOND,
+    RATE,
+    Pipeline,
+    ServerVad,
+    SessionConfig,
+    error_event,
+)
 from omni_actors.http_server.realtime.requests import (
     ANSWER_BYTES,
     Asker,
@@ -39,11 +45,11 @@ from omni_actors.http_server.realtime.session import (
     Send,
     Transcribe,
 )
-from omni_actors.http_server.realtime.turns import LAG_SECONDS, Lag, VoiceActivity
-from omni_actors.http_server.shares import Reservation
+from omni_actors.http_server.realtime.turns import LAG_SECONDS, AheadOfTurn, Lag, VoiceActivity
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger, trace_of
-from omni_actors.telemetry.metric_table import REALTIME_INTERRUPTIONS, REALTIME_LAG, REALTIME_RESPONSES
+from omni_actors.protocol.messages import Description
+from omni_actors.telemetry.metrics import REALTIME_INTERRUPTIONS, REALTIME_LAG, REALTIME_RESPONSES
 
 logger = get_logger(__name__)
 
@@ -129,13 +135,13 @@ class SessionConnection:
         """Let the session take an event, if it can be decoded and there is room for it."""
         try:
             self._reservation.add(len(data))
-            event = events.parse(data) if len(data) <= SHORT else await asyncio.to_thread(events.parse, data)
+            event = config.parse(data) if len(data) <= SHORT else await asyncio.to_thread(config.parse, data)
         except HttpError as error:
-            self._outbox.put(error_event(error, events.event_id_of(data)))
+            self._outbox.put(error_event(error, config.event_id_of(data)))
         else:
             before = self._session.position
             self._carry_out(self._session.receive(event))
-            if isinstance(event, events.AppendAudio) and self._session.position > before:
+            if isinstance(event, config.AppendAudio) and self._session.position > before:
                 await self._listen(event.audio, before)
                 if not self._prefiller.tasks and (prepare := self._session.prepare()) is not None:
                     self._prefiller.start(prepare)
@@ -252,3 +258,56 @@ async def _end(tasks: Sequence[asyncio.Task[None]]) -> Sequence[BaseException | 
     with contextlib.suppress(asyncio.CancelledError):
         return await asyncio.gather(*tasks, return_exceptions=True)
     return ()
+
+
+SUBPROTOCOL = "realtime"  # that browsers ask for, besides the one that holds the key
+PARAMETERS = frozenset({"model"})
+
+
+async def realtime(websocket: WebSocket) -> None:
+    """Converse, with OpenAI's realtime events. A refusal is a plain HTTP response."""
+    state: ServerState = websocket.app.state.server
+    description = await state.describe()
+    model = _model(websocket, state, description)
+    tenant = state.tenants.name(websocket.client.host if websocket.client is not None else "")
+    with state.realtime.session(tenant) as reservation:
+        await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
+        session = _session(state, description, model)
+        await SessionConnection(websocket, state, session, reservation, tenant).run()
+
+
+def _model(websocket: WebSocket, state: ServerState, description: Description) -> str:
+    for name in websocket.query_params:
+        if name not in PARAMETERS:
+            raise bad_field(name[:64], f"There is no parameter {name[:64]!r}; there is model.", "unknown_parameter")
+    return state.model_name(websocket.query_params.get("model"), description)
+
+
+def _hears(description: Description, pipeline: Pipeline) -> bool:
+    """Whether the stage that answers reads the user's sound itself, and does not need all of it for that."""
+    return description.outputs.get("text") in pipeline.stages[:2]
+
+
+def _session(state: ServerState, description: Description, model: str) -> RealtimeSession:
+    settings = state.settings
+    pipeline = Pipeline(
+        voices=description.voices,
+        voice_aliases=settings.voice_aliases,
+        stages=tuple(dict.fromkeys(status.stage for status in description.stages)),
+        models=(*state.model_names(description), *description.adapters),
+        speaks="audio" in description.modalities and description.sample_rate == RATE,
+        max_audios=description.max_media.get("audio"),
+    )
+    config = SessionConfig(
+        model=model,
+        output="audio" if pipeline.speaks else "text",
+        turn_detection=ServerVad() if state.realtime.detects else None,
+    )
+    return RealtimeSession(
+        config,
+        pipeline,
+        detects=state.realtime.detects,
+        audio_seconds=settings.audio_seconds,
+        expires=int(time.time() + settings.realtime_session_seconds),
+        ahead=AheadOfTurn(settings.realtime_ahead_seconds if _hears(description, pipeline) else 0.0),
+    )

@@ -9,11 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy
 
-from omni_actors.http_server.chat_messages import MAX_MESSAGES, InputText, OutputText
+from omni_actors.http_server.bodies import MAX_TEXT
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.fields import MAX_TEXT
-from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, RATE
-from omni_actors.http_server.realtime.events import (
+from omni_actors.http_server.generation import MAX_MESSAGES, InputText, OutputText
+from omni_actors.http_server.realtime.config import (
+    BYTES_PER_SECOND,
+    RATE,
     Event,
     FunctionCall,
     FunctionCallOutput,

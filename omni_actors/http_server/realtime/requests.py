@@ -15,19 +15,16 @@ from omni_actors.errors import OmniError
 from omni_actors.http_server.answer import finish_reason, token_counts, usage_of
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import tool_options
-from omni_actors.http_server.realtime.config import RATE, SessionConfig
+from omni_actors.http_server.realtime.config import RATE, Event, SessionConfig
 from omni_actors.http_server.realtime.conversation import TurnTranscripts
-from omni_actors.http_server.realtime.events import Event
 from omni_actors.http_server.realtime.session import Ask, Prepare, Transcribe
+from omni_actors.http_server.speech import token_usage
 from omni_actors.http_server.state import ServerState
-from omni_actors.http_server.transcriptions import token_usage
 from omni_actors.logs import get_logger, trace_of
-from omni_actors.protocol.client import Description
+from omni_actors.protocol.messages import Description, StageUsage
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.results import StageUsage
-from omni_actors.telemetry.meters import Meters
-from omni_actors.telemetry.metric_table import REALTIME_FIRST_AUDIO, REALTIME_PREPARATIONS, REALTIME_SMOOTH_START
-from omni_actors.telemetry.playback import Playback
+from omni_actors.telemetry.metrics import REALTIME_FIRST_AUDIO, REALTIME_PREPARATIONS, REALTIME_SMOOTH_START, Meters
+from omni_actors.telemetry.request_log import Playback
 
 logger = get_logger(__name__)
 

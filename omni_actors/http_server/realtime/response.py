@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from omni_actors.http_server.realtime.config import PcmFormat, SessionConfig
+from omni_actors.http_server.realtime.config import Event, PcmFormat, SessionConfig, event, new_id
 from omni_actors.http_server.realtime.conversation import (
     CallItem,
     ItemPart,
@@ -13,8 +13,7 @@ from omni_actors.http_server.realtime.conversation import (
     RealtimeConversation,
     seconds_of,
 )
-from omni_actors.http_server.realtime.events import Event, event, new_id
-from omni_actors.protocol.tools import ToolCallPiece
+from omni_actors.protocol.payloads import ToolCallPiece
 
 Status = Literal["in_progress", "completed", "cancelled", "failed", "incomplete"]
 Events = list[Event]

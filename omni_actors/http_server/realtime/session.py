@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.realtime import events
-from omni_actors.http_server.realtime.config import RATE, Pipeline, SessionConfig
+from omni_actors.http_server.realtime import config
+from omni_actors.http_server.realtime.config import RATE, Event, Pipeline, SessionConfig, error_event, event, new_id
 from omni_actors.http_server.realtime.conversation import (
     AnyItem,
     CallItem,
@@ -22,7 +22,6 @@ from omni_actors.http_server.realtime.conversation import (
     TurnTranscripts,
     prompt_of,
 )
-from omni_actors.http_server.realtime.events import Event, error_event, event, new_id
 from omni_actors.http_server.realtime.response import RunningResponse
 from omni_actors.http_server.realtime.turns import (
     MIN_COMMIT,
@@ -34,7 +33,7 @@ from omni_actors.http_server.realtime.turns import (
     TurnEnds,
     milliseconds,
 )
-from omni_actors.protocol.tools import ToolCallPiece
+from omni_actors.protocol.payloads import ToolCallPiece
 
 
 class Send(NamedTuple):
@@ -149,29 +148,29 @@ class RealtimeSession:
         """The first events of a session."""
         return [Send(event("session.created", session=self._config.shown(self.id, self._expires)))]
 
-    def receive(self, given: events.AnyEvent) -> Instructions:
+    def receive(self, given: config.AnyEvent) -> Instructions:
         """Take an event of the events."""
         try:
             return self._receive(given)
         except HttpError as error:
             return [Send(error_event(error, given.event_id))]
 
-    def _receive(self, given: events.AnyEvent) -> Instructions:
+    def _receive(self, given: config.AnyEvent) -> Instructions:
         match given:
-            case events.UpdateSession():
+            case config.UpdateSession():
                 return self._update(given)
-            case events.AppendAudio():
+            case config.AppendAudio():
                 self._buffer.append(given.audio)
                 return []
-            case events.CommitAudio():
+            case config.CommitAudio():
                 return self._commit()
-            case events.ClearAudio():
+            case config.ClearAudio():
                 self._buffer.take()
                 self._forget_turn()
                 return [EndPreparation(), Send(event("input_audio_buffer.cleared"))]
-            case events.CreateItem():
+            case config.CreateItem():
                 return self._add(self._item_of(given.item, "item"), given.previous_item_id)
-            case events.RetrieveItem():
+            case config.RetrieveItem():
                 return [
                     Send(
                         event(
@@ -180,34 +179,34 @@ class RealtimeSession:
                         )
                     )
                 ]
-            case events.DeleteItem():
+            case config.DeleteItem():
                 self._conversation.remove(given.item_id)
                 return [Send(event("conversation.item.deleted", item_id=given.item_id))]
-            case events.TruncateItem():
+            case config.TruncateItem():
                 return self._truncate(given)
-            case events.CreateResponse():
-                return self._respond_to(given.response or events.ResponseFields())
-            case events.CancelResponse():
+            case config.CreateResponse():
+                return self._respond_to(given.response or config.ResponseFields())
+            case config.CancelResponse():
                 return self._cancel(given)
 
     # -- configuration and items --------------------------------------------------------------------------------------
 
-    def _update(self, given: events.UpdateSession) -> Instructions:
+    def _update(self, given: config.UpdateSession) -> Instructions:
         config = self._config.updated(given.session, self._pipeline, self._detects)
         if config.turn_detection != self._config.turn_detection:
             self._detector = TurnDetector(config.turn_detection) if config.turn_detection is not None else None
         self._config = config
         return [Send(event("session.updated", session=config.shown(self.id, self._expires)))]
 
-    def _item_of(self, given: events.GivenItem, where: str) -> AnyItem:
+    def _item_of(self, given: config.GivenItem, where: str) -> AnyItem:
         match given:
-            case events.FunctionCall():
+            case config.FunctionCall():
                 return CallItem.of(given)
-            case events.FunctionCallOutput():
+            case config.FunctionCallOutput():
                 if not any(isinstance(item, CallItem) and item.call_id == given.call_id for item in self._conversation):
                     raise bad_field(f"{where}.call_id", "The conversation has no function_call with this call_id.")
                 return ResultItem.of(given)
-            case events.GivenMessage():
+            case config.GivenMessage():
                 return MessageItem.of(given, where)
 
     def _add(self, item: AnyItem, after: str | None = None) -> Instructions:
@@ -222,7 +221,7 @@ class RealtimeSession:
     def _deleted(self, item_ids: Sequence[str]) -> Instructions:
         return [Send(event("conversation.item.deleted", item_id=item_id)) for item_id in item_ids]
 
-    def _truncate(self, given: events.TruncateItem) -> Instructions:
+    def _truncate(self, given: config.TruncateItem) -> Instructions:
         item = self._conversation.find(given.item_id)
         running = self._response if self._response is not None and self._response.item is item else None
         rate = self._spoken_characters / self._spoken_seconds if self._spoken_seconds else None
@@ -278,7 +277,7 @@ class RealtimeSession:
         try:
             done += self._commit_sound(self._turn_id, self._buffer.take(self._turn_start, end.end))
             if self._config.turn_detection is not None and self._config.turn_detection.create_response:
-                done += self._respond_to(events.ResponseFields(), silence=end.silence / RATE)
+                done += self._respond_to(config.ResponseFields(), silence=end.silence / RATE)
         except HttpError as error:
             done.append(Send(error_event(error)))
         return [*done, *self._transcribe(self._turn_id)]
@@ -323,7 +322,7 @@ class RealtimeSession:
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
-    def _respond_to(self, fields: events.ResponseFields, silence: float = 0.0) -> Instructions:
+    def _respond_to(self, fields: config.ResponseFields, silence: float = 0.0) -> Instructions:
         config = self._config.with_answer(fields, fields.audio.output, self._pipeline, "response")
         if self._response is not None:
             message = f"The response {self._response.id} is running: wait for its end, or send response.cancel."
@@ -334,11 +333,11 @@ class RealtimeSession:
         self._response = RunningResponse(config, conversation, self._conversation_id, fields.metadata)
         return [*map(Send, self._response.created()), self._ask(self._response, silence)]
 
-    def _aside_of(self, given: Sequence[events.GivenItem | events.ItemReference]) -> Sequence[AnyItem]:
+    def _aside_of(self, given: Sequence[config.GivenItem | config.ItemReference]) -> Sequence[AnyItem]:
         items: list[AnyItem] = []
         for index, entry in enumerate(given):
             where = f"response.input[{index}]"
-            if not isinstance(entry, events.ItemReference):
+            if not isinstance(entry, config.ItemReference):
                 items.append(self._item_of(entry, where))
                 continue
             try:
@@ -352,7 +351,7 @@ class RealtimeSession:
         messages = prompt_of(response.config.instructions, items)
         return Ask(response.id, response.next_request_id(), response.config, messages, silence)
 
-    def _cancel(self, given: events.CancelResponse) -> Instructions:
+    def _cancel(self, given: config.CancelResponse) -> Instructions:
         running = self._response
         if running is None or given.response_id not in (None, running.id):
             message = "There is no response to cancel." if running is None else f"The response {running.id} is running."

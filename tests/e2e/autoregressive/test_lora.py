@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
+from omni_actors.engine.arguments import LoraAdapters, OmniEngineArgs, OmniModelConfig, engine_arguments
 from omni_actors.engine.autoregressive import AutoregressiveEngine
-from omni_actors.engine.lora import LoraAdapters, engine_arguments
 from omni_actors.errors import ConfigError, InvalidRequest
 from omni_actors.vllm_version import Platform
 from tests.support.lora import merged, write_adapter

@@ -11,10 +11,10 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.prompt import PromptEngine
-from omni_actors.engine.tensors import to_torch
+from omni_actors.engine.rows import to_torch
 from omni_actors.errors import InvalidRequest
+from omni_actors.protocol.fields import DType, HostTensor, TensorRef
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
-from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
 from tests.support.stage_driver import SMALL, encode_media_prompt, prompt_length, token_inputs
 

@@ -7,13 +7,11 @@ import random
 import pytest
 import torch
 
-from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
-from omni_actors.engine.factory import build_engine
-from omni_actors.engine.tensors import to_host
+from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig, build_engine
+from omni_actors.engine.rows import to_host
 from omni_actors.errors import InvalidPayload, PromptTooLong
-from omni_actors.protocol.fields import pack_token_ids
+from omni_actors.protocol.fields import DType, HostTensor, TensorRef, pack_token_ids
 from omni_actors.protocol.payloads import Prompt, PromptEmbedsPayload, StageParams
-from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
 from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.stage_driver import SMALL, prompt_length, token_inputs

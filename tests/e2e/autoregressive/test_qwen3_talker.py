@@ -12,9 +12,9 @@ from PIL import Image
 
 from omni_actors.engine.models import SpeechLimit
 from omni_actors.engine.models.qwen3_omni.talker import SPEC
-from omni_actors.engine.tensors import to_host
+from omni_actors.engine.rows import to_host
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong, UnknownVoice
-from omni_actors.protocol.results import FinishReason
+from omni_actors.protocol.messages import FinishReason
 from omni_actors.stage.engine_interface import StageInputs
 from tests.support.code2wav import sound_of
 from tests.support.penalties import draw_parameters, recorded_sampling

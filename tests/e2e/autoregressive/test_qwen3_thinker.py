@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.prompt import PromptEngine
-from omni_actors.engine.prompt_kernels import experts_of
-from omni_actors.engine.tensors import to_host, to_torch
+from omni_actors.engine.rows import to_host, to_torch
+from omni_actors.engine.workers.gpu import experts_of
 from omni_actors.errors import ConfigError, InvalidRequest
+from omni_actors.protocol.fields import DType, HostTensor, TensorRef
+from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
-from omni_actors.protocol.results import FinishReason
-from omni_actors.protocol.tensors import DType, HostTensor, TensorRef
 from omni_actors.stage.engine_interface import ErrorEvent, StageInputs, StageRequest
 from tests.support.qwen3_reference import Qwen3Result
 from tests.support.stage_driver import encode_media_prompt, make_engine

@@ -19,7 +19,7 @@ from omni_actors.engine.models import SpeechLimit
 from omni_actors.engine.models.qwen3_tts.clip_encoder import ClipEncoder, Encoded
 from omni_actors.engine.models.qwen3_tts.talker import SPEC
 from omni_actors.errors import InvalidRequest, PromptTooLong, UnknownVoice
-from omni_actors.protocol.results import FinishReason
+from omni_actors.protocol.messages import FinishReason
 from omni_actors.stage.engine_interface import FinishedEvent, StageInputs
 from tests.support.code2wav import sound_of
 from tests.support.nightly import nightly

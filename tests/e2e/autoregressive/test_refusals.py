@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
-from omni_actors.engine.tensors import to_host
+from omni_actors.engine.rows import to_host
 from omni_actors.errors import (
     ConfigError,
     EngineError,
@@ -18,7 +18,7 @@ from omni_actors.errors import (
     PromptTooLong,
     UnknownVoice,
 )
-from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.stage.engine_interface import StageInputs
 from tests.support.code2wav import assert_out_of_memory, out_of_memory
 from tests.support.stage_driver import SMALL, prompt_length, talker_inputs, token_inputs

@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
-from omni_actors.engine.bursts import burst_of
 from omni_actors.engine.models import SpeechLimit
 from omni_actors.engine.models.qwen2_5_omni.talker import SPEC
-from omni_actors.engine.tensors import to_host
+from omni_actors.engine.rows import to_host
+from omni_actors.engine.workers.base import burst_of
 from omni_actors.errors import ModelOutputInvalid
-from omni_actors.protocol.results import FinishReason
+from omni_actors.protocol.messages import FinishReason
 from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.stage_driver import VOICES, prompt_length, sample, talker_inputs
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from omni_actors.engine.tensors import to_torch
+from omni_actors.engine.rows import to_torch
 from omni_actors.errors import InvalidPayload, ModelOutputInvalid
-from omni_actors.protocol.results import FinishReason
-from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.protocol.fields import DType, HostTensor
+from omni_actors.protocol.messages import FinishReason
 from omni_actors.stage.engine_interface import StageInputs
 from tests.support.stage_driver import encode_media_prompt, prompt_length, talker_inputs, token_inputs
 

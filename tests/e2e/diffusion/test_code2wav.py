@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.core import VllmCore, make_request
 from omni_actors.engine.diffusion import DiffusionEngine
+from omni_actors.engine.models.diffusers_layout import read_tensors
 from omni_actors.engine.models.qwen2_5_omni.dit import solver_times
-from omni_actors.engine.models.weights import read_tensors
 from omni_actors.errors import (
     InvalidPayload,
     InvalidRequest,
@@ -27,8 +27,8 @@ from omni_actors.errors import (
     StartupError,
     UnknownVoice,
 )
+from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import AudioEvent, ErrorEvent, FinishedEvent, StageInputs, StageRequest
 from tests.support.code2wav import WHOLE, codec_tokens, difference, expected
 

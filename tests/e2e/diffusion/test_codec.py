@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from omni_actors.engine.diffusion import DiffusionEngine
-from omni_actors.engine.tensors import to_torch
+from omni_actors.engine.rows import to_torch
 from omni_actors.errors import InvalidPayload, InvalidRequest, StartupError
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import AudioEvent, ErrorEvent, FinishedEvent, StageInputs, StageRequest

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from omni_actors.engine import diffusion_worker
 from omni_actors.engine.core import EngineLost
 from omni_actors.engine.diffusion import DiffusionEngine
+from omni_actors.engine.workers import diffusion
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
 from tests.support.code2wav import CHUNKS, assert_out_of_memory, difference, out_of_memory
@@ -95,7 +95,7 @@ def test_no_room_for_the_output_ends_the_requests_of_the_step(engine, monkeypatc
         return calls == 2
 
     with monkeypatch.context() as patch:
-        patch.setattr(diffusion_worker, "HostCopy", raised_if(second_sound, diffusion_worker.HostCopy))
+        patch.setattr(diffusion, "HostCopy", raised_if(second_sound, diffusion.HostCopy))
         speech = speak(engine, *NAMES)
     assert speech.errors, "all that were in the step"
     assert speech.errors.keys() | speech.finished.keys() == set(NAMES)

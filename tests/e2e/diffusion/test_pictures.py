@@ -16,14 +16,13 @@ import torch
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.diffusion import DiffusionEngine
-from omni_actors.engine.diffusion_runner import StepResult
 from omni_actors.engine.models.diffusers_layout import part_config
 from omni_actors.engine.models.pictures.denoising import Denoiser, Picture
-from omni_actors.engine.models.qwen_image.dit import QwenImageNetwork
+from omni_actors.engine.models.qwen_image.dit import Prefix, QwenImageNetwork
 from omni_actors.engine.models.qwen_image.dit_stage import QwenImageDit, dit_config
-from omni_actors.engine.models.qwen_image.prefix import Prefix
 from omni_actors.engine.models.z_image.dit_stage import ZImageDit
-from omni_actors.engine.tensors import to_host, to_torch
+from omni_actors.engine.rows import to_host, to_torch
+from omni_actors.engine.workers.diffusion import StepResult
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, ModelOutputInvalid, OmniError, StartupError
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import (

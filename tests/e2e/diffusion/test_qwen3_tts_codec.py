@@ -12,7 +12,7 @@ import torch
 
 from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.models.qwen3_tts.clip_encoder import KEPT, ClipEncoder, clip_frames
-from omni_actors.engine.tensors import to_torch
+from omni_actors.engine.rows import to_torch
 from omni_actors.errors import InvalidPayload, StartupError
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import AudioEvent, StageInputs, StageRequest

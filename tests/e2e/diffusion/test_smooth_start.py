@@ -8,9 +8,8 @@ from typing import NoReturn
 import pytest
 
 from omni_actors.engine.diffusion import DiffusionEngine
-from omni_actors.engine.diffusion_runner import diffusion_entry
-from omni_actors.stage.deadlines import HEARD_SECONDS
-from omni_actors.stage.lead import LONGEST_SECONDS, Forecast
+from omni_actors.engine.workers.diffusion import diffusion_entry
+from omni_actors.stage.sound import HEARD_SECONDS, LONGEST_SECONDS, Forecast
 from tests.support.code2wav import CHUNKS, difference, run_dry
 from tests.support.speech import Spec, Speech
 

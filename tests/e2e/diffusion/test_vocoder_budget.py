@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from omni_actors.engine.diffusion import DiffusionEngine
-from omni_actors.engine.diffusion_runner import DiffusionJob
+from omni_actors.engine.workers.diffusion import DiffusionJob
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionStream
 from omni_actors.engine.models.chunks import ChunkPolicy
 from omni_actors.engine.models.codec_decoder.decoder import CodecSizes
+from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionStream
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
-from omni_actors.stage.lead import PIECES_AHEAD, Ahead
+from omni_actors.stage.sound import PIECES_AHEAD, Ahead
 
 # Copies of the widest activation that are alive at a time, for the memory estimates.
 COPIES = 4

@@ -12,17 +12,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from omni_actors.config.checks import check_parameters
-from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionModelRunner, DiffusionStream, StepResult
 from omni_actors.engine.models.diffusers_layout import checkpoint_folder, part_config, part_tensors
-from omni_actors.engine.models.pictures.denoising import Denoiser, Picture, PictureSpec, Preparation
-from omni_actors.engine.models.pictures.network import PackedNetwork, without_weights
-from omni_actors.engine.models.pictures.packing import fastest_attention
-from omni_actors.engine.models.pictures.schedule import FlowSchedule
-from omni_actors.engine.tensors import check_rows, to_torch
-from omni_actors.engine.worker_base import omni_options
+from omni_actors.engine.models.pictures.denoising import (
+    Denoiser,
+    FlowSchedule,
+    PackedNetwork,
+    Picture,
+    PictureSpec,
+    Preparation,
+    fastest_attention,
+    without_weights,
+)
+from omni_actors.engine.rows import check_rows, to_torch
+from omni_actors.engine.workers.base import omni_options
+from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionModelRunner, DiffusionStream, StepResult
 from omni_actors.errors import InvalidPayload, InvalidRequest
+from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import Parameter, StageParams
-from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
 if TYPE_CHECKING:

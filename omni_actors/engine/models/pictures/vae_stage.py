@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from omni_actors.config.checks import check_parameters
-from omni_actors.engine.diffusion_runner import (
+from omni_actors.engine.models.diffusers_layout import checkpoint_folder, part_config
+from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS
+from omni_actors.engine.rows import to_torch
+from omni_actors.engine.workers.base import omni_options
+from omni_actors.engine.workers.diffusion import (
     DiffusionJob,
     DiffusionModelRunner,
     DiffusionStream,
     JobQueue,
     StepResult,
 )
-from omni_actors.engine.models.diffusers_layout import checkpoint_folder, part_config
-from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS
-from omni_actors.engine.tensors import to_torch
-from omni_actors.engine.worker_base import omni_options
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, StartupError
+from omni_actors.protocol.fields import DType, HostTensor
+from omni_actors.protocol.messages import LATENTS
 from omni_actors.protocol.payloads import Parameter
-from omni_actors.protocol.stage import LATENTS
-from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
 if TYPE_CHECKING:

@@ -20,18 +20,16 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
 
-from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionModelRunner, StepResult
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.chunks import ChunkPolicy, DecodeOptions
+from omni_actors.engine.models.diffusers_layout import read_tensors
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
 from omni_actors.engine.models.qwen2_5_omni.bigvgan import FusedVocoder, GraphedVocoder, Vocoder
-from omni_actors.engine.models.qwen2_5_omni.dit import Dit, graph_rows
-from omni_actors.engine.models.qwen2_5_omni.dit_layout import DitChunk
-from omni_actors.engine.models.qwen2_5_omni.solvers import SOLVERS
+from omni_actors.engine.models.qwen2_5_omni.dit import SOLVERS, Dit, DitChunk, graph_rows
 from omni_actors.engine.models.qwen2_5_omni.stream import Carry, Code2WavPayload, Code2WavStream, Geometry, SolverParams
-from omni_actors.engine.models.qwen2_5_omni.voices import load_voices
-from omni_actors.engine.models.weights import read_tensors
-from omni_actors.engine.worker_base import omni_options
+from omni_actors.engine.models.qwen2_5_omni.talker import load_voices
+from omni_actors.engine.workers.base import omni_options
+from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionModelRunner, StepResult
 from omni_actors.errors import InvalidRequest, StartupError, UnknownVoice
 from omni_actors.protocol.payloads import DIFFUSION_PARAMS, StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest

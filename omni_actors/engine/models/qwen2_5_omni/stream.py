@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from omni_actors.engine.diffusion_runner import DiffusionJob, DiffusionStream
 from omni_actors.engine.models.qwen2_5_omni.bigvgan import receptive_frames
 from omni_actors.engine.models.qwen2_5_omni.dit import solver_times
+from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionStream
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
-from omni_actors.stage.lead import PIECES_AHEAD, Ahead
+from omni_actors.stage.sound import PIECES_AHEAD, Ahead
 
 if TYPE_CHECKING:
     from transformers import Qwen2_5OmniToken2WavConfig

@@ -1,4 +1,7 @@
-"""The thinker of Qwen2.5-Omni: vLLM's own model, with an adapter for its requests.
+"""Qwen2.5-Omni's thinker.
+
+vLLM takes the token before the first picture for a picture and the token after the last sound for text, so its
+positions are off by a few where a video has sound. These are transformers', with which the model was trained.
 
 Sends text to the client and, for requests that stream, one row per computed position to the talker: last hidden state
 plus token embedding (see `Qwen2_5OmniThinkerState`).
@@ -6,11 +9,13 @@ plus token embedding (see `Qwen2_5OmniThinkerState`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
@@ -18,21 +23,147 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine import EngineCoreOutput
 
 from omni_actors.engine.models import ModelSpec, PromptMedia
-from omni_actors.engine.models.qwen2_5_omni.thinker_state import Qwen2_5OmniThinkerState
-from omni_actors.engine.models.qwen2_5_omni.video_positions import SoundedVideo, with_sound
 from omni_actors.engine.models.thinker_adapter import ThinkerAdapter, ThinkerOutputs
-from omni_actors.engine.tensors import to_host
-from omni_actors.engine.worker_base import attachment_of
+from omni_actors.engine.models.thinker_state import ThinkerState
+from omni_actors.engine.rows import to_host
+from omni_actors.engine.workers.base import attachment_of
+from omni_actors.engine.workers.runner import Attachments, Emission, Step
 from omni_actors.errors import EngineError
+from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import StageRequest, StreamEvent
 
 if TYPE_CHECKING:
+    from vllm.model_executor.models.interfaces_base import VllmModel
     from vllm.model_executor.models.qwen2 import Qwen2Model
+
+
+@dataclass(frozen=True)
+class SoundedVideo:
+    """A video with sound: begin of sound, pictures and sound in turns of some seconds each, end of sound.
+
+    Args:
+        offset: of its first token, before which is the begin of the video; after its last token is the end of it.
+        times: i64 [pictures], positions after the first.
+        height: rows of a picture.
+        width: columns of a picture.
+        sounds: tokens of sound.
+        turn: positions in a turn.
+    """
+
+    offset: int
+    times: NDArray[np.int64]
+    height: int
+    width: int
+    sounds: int
+    turn: int
+
+    @property
+    def end(self) -> int:
+        """The place after its last token."""
+        return self.offset + len(self.times) * self.height * self.width + self.sounds + 2
+
+    def positions(self) -> tuple[NDArray[np.int64], int]:
+        """Positions [3, tokens] of pictures and sound from 0 on, and the next one after the last turn."""
+        rows, columns = np.indices((self.height, self.width)).reshape(2, -1)
+        frames = len(self.times)
+        times = np.repeat(self.times, self.height * self.width)
+        pictures = np.stack([times, np.tile(rows, frames), np.tile(columns, frames)])
+        sound = np.broadcast_to(np.arange(self.sounds), (3, self.sounds))
+        turns = np.concatenate([times // self.turn * 2, sound[0] // self.turn * 2 + 1])
+        order = np.argsort(turns, kind="stable")
+        last = turns == turns.max()
+        both = np.concatenate([pictures, sound], axis=1)
+        return both[:, order], int(both[:, last].max()) + 1
+
+
+def with_sound(positions: torch.Tensor, videos: Iterable[SoundedVideo]) -> torch.Tensor:
+    """Positions i64 [3, P] of a prompt with those of its videos with sound, in order, replaced; what follows moves."""
+    for video in videos:
+        begin = positions[:, video.offset - 1].max() + 1 if video.offset else torch.tensor(0)
+        inner, after = video.positions()
+        mark = (begin - 1).expand(3, 1)  # the begin of the sound has the position of the begin of the video
+        finish = (begin + after).expand(3, min(2, positions.shape[1] - video.end + 1))  # and so have the two ends
+        pieces = [positions[:, : video.offset], mark, torch.from_numpy(inner) + begin, finish]
+        rest = positions[:, video.end + 1 :]
+        if rest.shape[1]:
+            pieces.append(rest + (begin + after + 1 - rest[:, 0].min()))
+        positions = torch.cat(pieces, dim=1)
+    return positions
+
+
+class Qwen2_5OmniThinkerState(ThinkerState):
+    """Emits one row [width] for each computed position: last hidden state + token embedding.
+
+    At places that media fill there is no embedding, and where a prompt came as embeddings it is the given one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unplaced: set[str] = set()  # requests with media whose M-RoPE positions were not emitted yet
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """Take a new request, or one that resumes after preemption."""
+        super().add_request(req_index, new_req_data)
+        if new_req_data.mm_features:
+            self._unplaced.add(new_req_data.req_id)
+
+    def drop_request(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        super().drop_request(request_id)
+        self._unplaced.discard(request_id)
+
+    def emit(self, step: Step) -> Emission | None:
+        """The rows of the step; with the first of a prompt that has media also its M-RoPE positions.
+
+        The first need not be those of the first position, which may come from the prefix cache.
+        """
+        requests = self.emitting(step)
+        if not any(requests):
+            return None
+        n_tokens = step.batch.num_tokens  # without the padding of CUDA graphs
+        embeddings = cast("VllmModel", self.model).embed_input_ids(step.batch.input_ids[:n_tokens])
+        self._put_given(embeddings, step)
+        media = self.media_mask(step)
+        if media is not None:
+            embeddings = embeddings.masked_fill(async_tensor_h2d(media, device=self.device).unsqueeze(-1), 0)
+        # A new tensor, so that the next replay of a graph, which reuses the static hidden states, cannot overwrite it.
+        tensors = {"rows": step.hidden[:n_tokens] + embeddings}
+        for index, request in enumerate(requests):
+            if request is not None and request.req_id in self._unplaced:
+                self._unplaced.remove(request.req_id)
+                tensors[f"positions/{index}"] = self.prompt_positions(step, index)
+
+        def split(host: Mapping[str, torch.Tensor]) -> Attachments:
+            parts: Attachments = []
+            for index, request in enumerate(requests):
+                if request is None:
+                    parts.append(None)
+                    continue
+                rows = host["rows"][step.offsets[index] : step.offsets[index + 1]]
+                part = {"start": step.starts[index], "rows": rows}
+                if (positions := host.get(f"positions/{index}")) is not None:
+                    part["mrope_positions"] = positions
+                parts.append(part)
+            return parts
+
+        return Emission(tensors, split)
+
+    def _put_given(self, embeddings: torch.Tensor, step: Step) -> None:
+        """Put embeddings that came with a prompt in the place of those of its tokens, in `embeddings` [n_tokens, H]."""
+        for index, request in enumerate(self.emitting(step)):
+            given = request.prompt_embeds if request is not None else None
+            start, first, last = step.starts[index], step.offsets[index], step.offsets[index + 1]
+            if given is not None and start < len(given):
+                rows = given[start : start + last - first]
+                on_device = async_tensor_h2d(rows, device=embeddings.device, dtype=embeddings.dtype)
+                embeddings[first : first + len(rows)] = on_device
+
 
 ARCHITECTURE = "OmniActorsQwen2_5OmniThinker"
 MIN_AUDIO_SAMPLES = 321  # makes one frame: one window every 160 samples, then two convolutions with stride 2

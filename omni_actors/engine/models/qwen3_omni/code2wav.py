@@ -11,11 +11,10 @@ from torch import nn
 from transformers import AutoConfig
 
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.codec_decoder.context import Context
-from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder, CodecSizes
+from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder, CodecSizes, Context
 from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS, REQUIRED, CodecRunner
+from omni_actors.engine.models.diffusers_layout import read_tensors
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
-from omni_actors.engine.models.weights import read_tensors
 from omni_actors.errors import StartupError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The talker of Qwen3-Omni as a vLLM model: decodes frames of codes, one step a frame, to speak the thinker's text.
+"""Qwen3-Omni's talker, and the adapter that feeds it.
 
 Input of position p, with U the number of positions of the user's turns (`project` is a text token's embedding, taken to
 the talker's width):
@@ -16,18 +16,255 @@ A step samples the first code of a frame; the code predictor adds the others (`F
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 from transformers import PretrainedConfig
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeModel
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import NewRequestData
 
+from omni_actors.engine.adapter import Admission, AutoregressiveAdapter
+from omni_actors.engine.core import make_request
 from omni_actors.engine.models import ModelSpec, SpeechLimit
-from omni_actors.engine.models.code_talker import MROPE_DIMS
-from omni_actors.engine.models.continued_positions import ContinuedPositions
-from omni_actors.engine.models.frame_talker.model import FrameTalker, Projection
-from omni_actors.engine.models.qwen3_omni.talker_state import TalkerState
-from omni_actors.errors import ConfigError
+from omni_actors.engine.models.code_talker import MROPE_DIMS, ContinuedPositions
+from omni_actors.engine.models.frame_talker import FrameOutputs, FramePayload, FrameTalker, FrameTalkerState, Projection
+from omni_actors.engine.rows import check_rows, to_torch
+from omni_actors.engine.sampling import make_sampling_params
+from omni_actors.engine.scheduler import RowStream
+from omni_actors.engine.workers.runner import payload_of
+from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, UnknownVoice
+from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.payloads import StageParams
+from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
+
+HEADER = 3  # tokens that open the assistant's turn
+OPENING = 6  # positions between them and the first frame
+
+
+@dataclass(slots=True)
+class TalkerPayload(FramePayload):
+    """The worker's part of a new request.
+
+    Args:
+        prompt: text ids of the user's turns (U of them) and of the three tokens that open the reply.
+        first: text id that the reply begins with; `text` has the others.
+        voice: the code that stands for the voice.
+        media: the thinker's states [n, thinker's width] at the places of media.
+        places: their positions, below U.
+        positions: M-RoPE positions i64 [3, U]; None for prompts without images and videos.
+    """
+
+    prompt: list[int]
+    first: int
+    voice: int
+    media: torch.Tensor | None = field(default=None, repr=False)  # vLLM prints requests when a step fails
+    places: list[int] = field(default_factory=list)
+    positions: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def length(self) -> int:
+        """See `FramePayload.length`."""
+        return len(self.prompt) + OPENING
+
+
+class TalkerState(FrameTalkerState):
+    """Adds Qwen3-Omni's prompt, and its positions."""
+
+    model: Qwen3OmniTalker
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """See `FrameTalkerState.add_request`."""
+        payload = payload_of(new_req_data)
+        # vLLM passes only token ids when it asks the model for positions, so the request's own are left with the model.
+        self.model.next_positions = payload.positions if isinstance(payload, TalkerPayload) else None
+        try:
+            super().add_request(req_index, new_req_data)
+        finally:
+            self.model.next_positions = None
+
+    @torch.inference_mode()
+    def prompt_inputs(self, payload: TalkerPayload) -> torch.Tensor:
+        """The inputs of the prompt's positions [length, width], as the table in `talker.py` says."""
+        model, config = self.model, self.model.config
+        ids = [*payload.prompt, *[config.text_pad] * 4, config.text_bos, payload.first]
+        rows = model.text_table[async_tensor_h2d(ids, device=self.device, dtype=torch.int64)]
+        if payload.media is not None:
+            places = async_tensor_h2d(payload.places, device=self.device, dtype=torch.int64)
+            rows[places] = model.hidden_projection(payload.media.to(self.device, self.dtype))
+        codes = [*config.codec_start, payload.voice, config.codec_pad, config.codec_bos]
+        opening = async_tensor_h2d(codes, device=self.device, dtype=torch.int64)
+        rows[-OPENING:] += model.embed_input_ids(opening)
+        return rows
+
+
+DEFAULT_VOICE = "ethan"  # of transformers' generate, where the checkpoint has it
+
+
+class TalkerAdapter(AutoregressiveAdapter):
+    """Turns the thinker's tokens, and its states at places of media, into a vLLM request over first codes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.vllm_config.model_config.hf_config
+        self._config = config
+        voices = sorted(config.speaker_id, key=lambda name: name != DEFAULT_VOICE)
+        self._voices: dict[str, int] = {name: config.speaker_id[name] for name in voices}
+        self._turn, self._user, self._assistant = config.turn_ids
+        self._media_ids = frozenset(config.media_ids)
+        self._seen_ids = frozenset(config.media_ids[1:])  # of images and videos, whose positions have three dimensions
+        self._end_token_ids = frozenset({config.codec_end})
+        # vLLM keeps a rotary table of four times this many positions for M-RoPE; beyond it the device would fault.
+        self._max_position: int = 4 * config.max_position_embeddings - self.max_model_len
+
+    @property
+    def facts(self) -> EngineFacts:
+        """The checkpoint's voices, the default first, and the longest prompt that leaves room for an answer."""
+        return EngineFacts(voices=tuple(self._voices), max_input_tokens=self.max_model_len - OPENING - 1)
+
+    def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
+        """Check tokens, media, positions and voice; the prompt is a pad per position."""
+        voice = self._voice(request.voice)
+        token_ids = self._checked(inputs.token_ids)
+        n_prompt = inputs.scalars.get("prompt_tokens")
+        if isinstance(n_prompt, bool) or not isinstance(n_prompt, int) or not 0 < n_prompt < len(token_ids):
+            raise InvalidPayload(f"prompt_tokens: must lie in 1..{len(token_ids) - 1}; got {n_prompt!r}.")
+        if foreign := set(inputs.tensors) - {"media_rows", "mrope_positions"}:
+            raise InvalidPayload(f"The talker takes no tensors named {sorted(foreign)}.")
+        begin = self._reply_turn(token_ids[:n_prompt])
+        kept = self._users_turns(token_ids[:n_prompt])
+        media, places = self._media(inputs.tensors.get("media_rows"), token_ids[:n_prompt], kept)
+        reply = token_ids[begin + HEADER :]
+        payload = TalkerPayload(
+            prompt=[*(token_ids[index] for index in kept), *token_ids[begin : begin + HEADER]],
+            first=reply[0],
+            text=reply[1:],
+            complete=inputs.complete,
+            ending=(self._config.text_eos,),
+            voice=voice,
+            media=media,
+            places=places,
+            positions=self._positions(inputs.tensors.get("mrope_positions"), token_ids[:n_prompt], kept),
+        )
+        self.check_length(payload.length)
+        sampling = make_sampling_params(
+            request.params.merged_over(self.defaults),
+            seed=request.effective_seed,
+            end_token_ids=self._end_token_ids,
+            vocabulary=self.vocabulary,
+            payload=payload,
+        )
+        # vLLM's repetition penalty counts the prompt, too; the pad is never sampled.
+        pads = [self._config.codec_pad] * payload.length
+        core_request = make_request(request.request_id, pads, sampling, priority=request.priority)
+        held_bytes = payload.length * self._config.hidden_size * self.model_dtype.itemsize
+        held_bytes += media.nbytes if media is not None else 0
+        stream = RowStream(len(payload.text), inputs.complete, held_bytes, text_tokens=1)
+        return Admission(core_request, FrameOutputs(request.request_id), stream)
+
+    def read_tokens(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Text ids i32 [n, 1]. Raises `InvalidPayload`."""
+        return torch.tensor(self._checked(token_ids), dtype=torch.int32).unsqueeze(1)
+
+    def warm_up_inputs(self, length: int) -> StageInputs:
+        """A user's turn of `length` tokens, and the text of the first frames."""
+        prompt = [self._turn, self._user, *[0] * length, self._turn, self._assistant, 0]
+        return StageInputs(token_ids=[*prompt, *[0] * 4], scalars={"prompt_tokens": len(prompt)})
+
+    # -- checks
+
+    def _voice(self, name: str | None) -> int:
+        if name is None:
+            return next(iter(self._voices.values()))
+        if name not in self._voices:
+            raise UnknownVoice(f"There is no voice {name!r}; the voices are {', '.join(self._voices)}.")
+        return self._voices[name]
+
+    def _checked(self, token_ids: Sequence[int]) -> list[int]:
+        """Text ids that lie in the thinker's vocabulary."""
+        if beyond := [token for token in token_ids if not 0 <= token < self._config.thinker_vocab_size]:
+            raise InvalidPayload(
+                f"Token ids {beyond[:8]} are outside the thinker's vocabulary of {self._config.thinker_vocab_size}."
+            )
+        return list(token_ids)
+
+    def _reply_turn(self, prompt: list[int]) -> int:
+        """Where the last turn of the assistant begins, with the three tokens that open it."""
+        for index in range(len(prompt) - HEADER, -1, -1):
+            if prompt[index] == self._turn and prompt[index + 1] == self._assistant:
+                return index
+        raise InvalidRequest(
+            "The prompt opens no turn of the assistant, so there is nothing to speak in.",
+            hint="Send messages, or a prompt in the form of the chat template; or ask for text alone.",
+        )
+
+    def _users_turns(self, prompt: list[int]) -> list[int]:
+        """Positions of the user's turns; the talker sees no others."""
+        starts = [index for index, token in enumerate(prompt) if token == self._turn]
+        ends = [*starts[1:], len(prompt)]
+        return [
+            position
+            for start, end in zip(starts, ends, strict=True)
+            if start + 1 < end and prompt[start + 1] == self._user
+            for position in range(start, end)
+        ]
+
+    def _media(
+        self, rows: HostTensor | None, prompt: list[int], kept: list[int]
+    ) -> tuple[torch.Tensor | None, list[int]]:
+        """The rows for media in the user's turns, and their places among the positions that are kept."""
+        places = [position for position, token in enumerate(prompt) if token in self._media_ids]
+        given = 0 if rows is None else rows.shape[0] if rows.shape else -1
+        if given != len(places):
+            raise InvalidPayload(f"media_rows: the prompt has {len(places)} places of media; got {given} rows.")
+        if rows is None:
+            return None, []
+        check_rows(rows, self._config.thinker_hidden_size, "media_rows")
+        number = {position: index for index, position in enumerate(places)}
+        seen = [(place, number[position]) for place, position in enumerate(kept) if position in number]
+        if not seen:
+            return None, []
+        tensor = to_torch(rows, "media_rows").to(self.model_dtype)
+        return tensor[[row for _, row in seen]], [place for place, _ in seen]
+
+    def _positions(self, tensor: HostTensor | None, prompt: list[int], kept: list[int]) -> torch.Tensor | None:
+        """The thinker's positions i64 [3, U] of the user's turns, moved together.
+
+        A turn begins with text, which has the same position in all three dimensions, one after the largest before it.
+        """
+        length = len(prompt)
+        if tensor is None:
+            if self._seen_ids.isdisjoint(prompt):
+                return None
+            raise InvalidPayload("mrope_positions: a prompt with images or videos needs them.")
+        if tensor.dtype is not DType.I64 or tuple(tensor.shape) != (3, length):
+            raise InvalidPayload(f"mrope_positions: needs i64 [3, {length}]; got {tensor.dtype} {list(tensor.shape)}.")
+        positions = to_torch(tensor, "mrope_positions")
+        if int(positions.min()) < 0 or int(positions.max()) >= self._max_position:
+            raise InvalidPayload(f"mrope_positions: values must lie in [0, {self._max_position}).")
+        turns: list[torch.Tensor] = []
+        following = 0
+        for turn in _runs(kept):
+            moved = positions[:, turn] - positions[:, turn[0] : turn[0] + 1] + following
+            following = int(moved.max()) + 1
+            turns.append(moved)
+        return torch.cat(turns, dim=1) if turns else positions[:, :0]
+
+
+def _runs(positions: list[int]) -> list[list[int]]:
+    """Cut ascending positions where some are left out."""
+    runs: list[list[int]] = []
+    for position in positions:
+        if runs and runs[-1][-1] == position - 1:
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+    return runs
+
 
 ARCHITECTURE = "OmniActorsQwen3OmniTalker"
 
@@ -100,5 +337,5 @@ SPEC = ModelSpec(
     # The defaults of transformers' Qwen3OmniMoeForConditionalGeneration.generate.
     params=StageParams(max_tokens=4096, temperature=0.9, top_p=1.0, top_k=50, repetition_penalty=1.05),
     speech_limit=SpeechLimit(38, 19),  # 3 s, and 1.5 s for each token of text, at 12.5 frames a second
-    adapter="omni_actors.engine.models.qwen3_omni.talker_adapter.TalkerAdapter",
+    adapter="omni_actors.engine.models.qwen3_omni.talker.TalkerAdapter",
 )

@@ -1,4 +1,4 @@
-"""The thinker of Qwen3-Omni: vLLM's own model, with an adapter for its requests.
+"""Qwen3-Omni's thinker.
 
 Sends text to the client and, for requests that speak, token ids to the talker: those of the prompt and of the reply.
 Rows go along only where a prompt has media (see `Qwen3OmniThinkerState`), so a text that is spoken may use the prefix
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerMultiModalProcessor
@@ -21,17 +22,91 @@ from vllm.model_executor.models.qwen3_omni_moe_thinker import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.engine import EngineCoreOutput
 
 from omni_actors.engine.models import ModelSpec, PromptMedia
-from omni_actors.engine.models.qwen3_omni.thinker_state import Qwen3OmniThinkerState
 from omni_actors.engine.models.thinker_adapter import ThinkerAdapter, ThinkerOutputs
-from omni_actors.engine.tensors import to_host
-from omni_actors.engine.worker_base import attachment_of
+from omni_actors.engine.models.thinker_state import ThinkerState
+from omni_actors.engine.rows import to_host
+from omni_actors.engine.workers.base import attachment_of
+from omni_actors.engine.workers.runner import Attachments, Emission, Step
 from omni_actors.errors import ConfigError
+from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import StageRequest, StreamEvent
+
+
+class Qwen3OmniThinkerState(ThinkerState):
+    """Emits, for prompts with media, the states of layer `accept_hidden_layer` at the places that media fill.
+
+    Text needs none: the talker looks the token up in the thinker's table.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.model_config.hf_config
+        if config.enable_audio_output:
+            self.aux_layers = (config.talker_config.accept_hidden_layer,)
+
+    def emit(self, step: Step) -> Emission | None:
+        """The rows of the step's media places; with the first of a prompt also its M-RoPE positions."""
+        requests = self.emitting(step)
+        begun = {
+            index: request.mm_features
+            for index, request in enumerate(requests)
+            if request is not None and request.mm_features and step.starts[index] == 0
+        }
+        media = self.media_mask(step)
+        if media is None and not begun:
+            return None
+        places = np.flatnonzero(media) if media is not None else np.empty(0, np.int64)
+        # Indexing makes a new tensor, which the next replay of a graph cannot overwrite.
+        rows = step.aux[0][async_tensor_h2d(places, device=self.device)]
+        tensors = {"media_rows": rows}
+        for index, features in begun.items():
+            tensors[f"positions/{index}"] = flat_where_sound_is_in_video(self.prompt_positions(step, index), features)
+        cuts = np.searchsorted(places, step.offsets).tolist()
+
+        def split(host: Mapping[str, torch.Tensor]) -> Attachments:
+            parts: Attachments = []
+            for index, request in enumerate(requests):
+                if request is None or not request.mm_features:
+                    parts.append(None)
+                    continue
+                start, row, end = step.starts[index], step.offsets[index], step.offsets[index + 1]
+                mine = slice(cuts[index], cuts[index + 1])
+                part: dict[str, Any] = {
+                    "media_rows": host["media_rows"][mine],
+                    "places": torch.from_numpy(places[mine] - row + start),  # of the rows in the prompt
+                    "end": start + end - row,
+                }
+                if (positions := host.get(f"positions/{index}")) is not None:
+                    part["mrope_positions"] = positions
+                parts.append(part)
+            return parts
+
+        return Emission(tensors, split)
+
+
+def flat_where_sound_is_in_video(positions: torch.Tensor, features: Sequence[MultiModalFeatureSpec]) -> torch.Tensor:
+    """Positions i64 [3, P] as the talker counts them: one by one over a video with its own sound.
+
+    transformers gives the talker no `use_audio_in_video`, so these places are text for it. What follows moves on.
+    """
+    sounds = {feature.mm_position.offset for feature in features if feature.modality == "audio"}
+    shared = sorted(
+        (feature.mm_position for feature in features if feature.modality == "video"), key=lambda place: place.offset
+    )
+    for place in shared:
+        if place.offset not in sounds:
+            continue
+        end = place.offset + place.length
+        flat = torch.arange(place.length) + positions[:, place.offset - 1].max() + 1
+        behind = flat[-1] + 1 - positions[0, end] if end < positions.shape[1] else 0
+        positions = torch.cat([positions[:, : place.offset], flat.expand(3, -1), positions[:, end:] + behind], dim=1)
+    return positions
+
 
 ARCHITECTURE = "OmniActorsQwen3OmniThinker"
 MIN_AUDIO_SAMPLES = 320  # two frames of features; vLLM cannot encode the mask of a single one

@@ -18,8 +18,8 @@ from transformers import MimiConfig, MimiModel
 from transformers.audio_utils import mel_filter_bank
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import ECAPA_TimeDelayNet
 
-from omni_actors.engine.models.qwen3_tts.checkpoint import CODEC_FOLDER, SAMPLE_RATE, codec_part, read_json
-from omni_actors.engine.models.weights import read_tensors
+from omni_actors.engine.models.diffusers_layout import read_tensors
+from omni_actors.engine.models.qwen3_tts.prompt import CODEC_FOLDER, SAMPLE_RATE, codec_part, read_json
 from omni_actors.errors import StartupError
 
 KEPT = 64  # clips; each takes 8 KiB, and 1.5 KiB a second of its codes

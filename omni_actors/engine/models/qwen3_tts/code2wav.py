@@ -9,13 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.codec_decoder.context import Context
-from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder, CodecSizes
-from omni_actors.engine.models.codec_decoder.layers import CausalConv
+from omni_actors.engine.models.codec_decoder.decoder import CausalConv, CodecDecoder, CodecSizes, Context
 from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS, REQUIRED, CodecRunner
+from omni_actors.engine.models.diffusers_layout import read_tensors
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
-from omni_actors.engine.models.qwen3_tts.checkpoint import CODEC_FOLDER, codec_part, read_json
-from omni_actors.engine.models.weights import read_tensors
+from omni_actors.engine.models.qwen3_tts.prompt import CODEC_FOLDER, codec_part, read_json
 
 WEIGHT_PREFIX = "decoder."
 LEAST_USAGE = 1e-5  # of an entry of a codebook, as in the codec's training

@@ -1,6 +1,6 @@
-"""The prompt of the talker. Every position has a text; the later ones also have a code, or what stands in for one.
+"""Qwen3-TTS's prompt, and what its checkpoint says of speakers and languages.
 
-    i positions     instructions, as a turn of the user
+i positions     instructions, as a turn of the user
     3               the tokens that open the assistant's turn
     3 to 5          tts_pad + think or nothink, think_bos, the language if one is named, think_eos, the voice if there
                     is one
@@ -22,10 +22,114 @@ where the clip is continued (T the clip's text, the text and tts_eos; C the clip
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, Qwen3Config
+from transformers.utils import cached_file
+
+from omni_actors.errors import ConfigError, StartupError
+from omni_actors.protocol.payloads import StageParams
+
+CODEC_FOLDER = "speech_tokenizer"
+ARCHITECTURE = "OmniActorsQwen3TtsTalker"
+CODEC = "qwen3_tts_tokenizer_12hz"
+KINDS = ("custom_voice", "voice_design", "base")
+SAMPLE_RATE = 24_000  # Hz, of the speaker encoder and of the codec
+
+
+class Qwen3TtsConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is not followed
+    """The whole model's, with its parts as they are in the file."""
+
+    model_type = "qwen3_tts"
+
+
+AutoConfig.register(Qwen3TtsConfig.model_type, Qwen3TtsConfig, exist_ok=True)
+
+
+def read_json(model: str, name: str) -> dict[str, Any]:
+    """A file of the checkpoint. Raises `StartupError` if it has none."""
+    path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+    if path is None:
+        raise StartupError(f"The checkpoint {model!r} has no file {name!r}.", hint="Download it completely.")
+    with open(path, encoding="utf-8") as file:
+        content: dict[str, Any] = json.load(file)
+    return content
+
+
+def codec_part(model: str, part: str) -> SimpleNamespace:
+    """`encoder_config` or `decoder_config` of the codec.
+
+    Raises:
+        StartupError: it is missing, or is that of another codec.
+    """
+    config = read_json(model, f"{CODEC_FOLDER}/config.json")
+    if config.get("model_type") != CODEC:
+        raise StartupError(
+            f"The codec of {model!r} is {config.get('model_type')!r}; this model needs {CODEC!r}.",
+            hint="Use a checkpoint whose name has 12Hz in it.",
+        )
+    return SimpleNamespace(**config[part])
+
+
+def sampling_defaults(model: str) -> tuple[StageParams, dict[str, Any]]:
+    """What the checkpoint's generation_config.json says: of the talker, and of the code predictor."""
+    given = read_json(model, "generation_config.json")
+
+    def drawn(prefix: str, sample: str) -> dict[str, Any]:
+        found = {name: given[prefix + name] for name in ("temperature", "top_k", "top_p") if prefix + name in given}
+        return found if given.get(sample, True) else found | {"top_k": 1}
+
+    talker = drawn("", "do_sample")
+    if "repetition_penalty" in given:
+        talker["repetition_penalty"] = given["repetition_penalty"]
+    if "max_new_tokens" in given:
+        talker["max_tokens"] = given["max_new_tokens"]
+    return StageParams(**talker), drawn("subtalker_", "subtalker_dosample")
+
+
+def talker_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The talker's configuration out of the checkpoint's, in the shape of a dense Qwen3.
+
+    Its positions are one number each: the three of the published configuration are always equal.
+
+    Raises:
+        ConfigError: the checkpoint is of a kind that this family does not know.
+    """
+    if not hasattr(config, "talker_config"):  # vLLM first calls the function with an empty configuration
+        return config
+    if config.tts_model_type not in KINDS:
+        raise ConfigError(f"tts_model_type {config.tts_model_type!r} of the checkpoint is none of {', '.join(KINDS)}.")
+    talker = config.talker_config
+    text = _qwen3(talker)
+    text.architectures = [ARCHITECTURE]
+    text.dtype = config.dtype or "bfloat16"
+    text.predictor_config = _qwen3(talker["code_predictor_config"])
+    text.predictor_sampling = sampling_defaults(config.name_or_path)[1]
+    text.text_sizes = [talker["text_vocab_size"], talker["text_hidden_size"], talker["text_hidden_size"]]
+    text.text_bos, text.text_eos = config.tts_bos_token_id, config.tts_eos_token_id
+    text.text_pad = config.tts_pad_token_id
+    text.codec_end, text.codec_pad, text.codec_bos = (
+        talker[f"codec_{name}_id"] for name in ("eos_token", "pad", "bos")
+    )
+    text.codec_think = [talker[f"codec_{name}_id"] for name in ("think", "nothink", "think_bos", "think_eos")]
+    text.languages = {name.lower(): code for name, code in (talker.get("codec_language_id") or {}).items()}
+    text.voices = {name.lower(): code for name, code in (talker.get("spk_id") or {}).items()}
+    text.dialects = {name.lower(): spoken for name, spoken in (talker.get("spk_is_dialect") or {}).items() if spoken}
+    text.tts_kind, text.tts_size = config.tts_model_type, config.tts_model_size
+    text.speaker_encoder = config.speaker_encoder_config
+    return text
+
+
+def _qwen3(given: dict[str, Any]) -> Qwen3Config:
+    """A part's configuration as transformers' Qwen3, with plain rotary positions, and fields of its own."""
+    own = {name: value for name, value in given.items() if name not in ("model_type", "rope_scaling", "rope_theta")}
+    rope = {"rope_type": "default", "rope_theta": float(given.get("rope_theta", 10_000))}
+    return Qwen3Config(**own, rope_parameters=rope, tie_word_embeddings=False)
+
 
 NO_CODE = -1
 

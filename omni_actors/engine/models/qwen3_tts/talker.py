@@ -1,17 +1,348 @@
-"""The talker of Qwen3-TTS as a vLLM model: a dense Qwen3 that speaks the text it is given, a frame of codes a step.
+"""Qwen3-TTS's talker, and the adapter that feeds it.
 
 `prompt.py` says what the positions of its prompt are made of.
 """
 
 from __future__ import annotations
 
-from vllm.model_executor.models.qwen3 import Qwen3Model
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+from vllm.model_executor.models.qwen3 import Qwen3Model
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from omni_actors.engine.adapter import Admission, AutoregressiveAdapter
+from omni_actors.engine.core import make_request
 from omni_actors.engine.models import ModelSpec, SpeechLimit
-from omni_actors.engine.models.frame_talker.model import FrameTalker
-from omni_actors.engine.models.qwen3_tts.checkpoint import ARCHITECTURE, talker_config
-from omni_actors.engine.models.qwen3_tts.talker_state import TextTalkerState
-from omni_actors.protocol.payloads import StageParams
+from omni_actors.engine.models.frame_talker import FrameOutputs, FramePayload, FrameTalker, FrameTalkerState
+from omni_actors.engine.models.qwen3_tts.clip_encoder import ClipEncoder, clip_frames
+from omni_actors.engine.models.qwen3_tts.prompt import (
+    ARCHITECTURE,
+    NO_CODE,
+    SAMPLE_RATE,
+    PromptLayout,
+    lay_out,
+    sampling_defaults,
+    talker_config,
+)
+from omni_actors.engine.rows import to_torch
+from omni_actors.engine.sampling import make_sampling_params
+from omni_actors.engine.scheduler import RowStream
+from omni_actors.errors import InvalidRequest, PromptTooLong, UnknownVoice
+from omni_actors.protocol.fields import DType, HostTensor
+from omni_actors.protocol.payloads import (
+    AUTO,
+    CLIP,
+    CLIP_RATE,
+    INSTRUCTIONS,
+    LANGUAGE,
+    SPEECH_INFORMATION,
+    TRANSCRIPT,
+    InformationValue,
+    SpeechAbility,
+    StageParams,
+)
+from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
+
+
+@dataclass(slots=True)
+class TextTalkerPayload(FramePayload):
+    """The worker's part of a new request.
+
+    Args:
+        layout: of the prompt.
+        voice: f32 [width], what the speaker encoder makes of a clip.
+        clip: i64 [frames, G], the codes of a clip that is continued.
+    """
+
+    layout: PromptLayout
+    voice: torch.Tensor | None = field(default=None, repr=False)
+    clip: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def length(self) -> int:
+        """See `FramePayload.length`."""
+        return len(self.layout.texts)
+
+
+class TextTalkerState(FrameTalkerState):
+    """Adds Qwen3-TTS's prompt."""
+
+    @torch.inference_mode()
+    def prompt_inputs(self, payload: TextTalkerPayload) -> torch.Tensor:
+        """The inputs of the prompt's positions [length, width], as the table in `prompt.py` says."""
+        model, layout = self.model, payload.layout
+        rows = model.text_table[async_tensor_h2d(layout.texts, device=self.device, dtype=torch.int64)]
+        codes = async_tensor_h2d(layout.codes, device=self.device, dtype=torch.int64)
+        embedded = model.embed_input_ids(codes.clamp(min=0))
+        rows[-len(codes) :] += embedded.masked_fill_((codes == NO_CODE).unsqueeze(1), 0)
+        if payload.voice is not None:
+            rows[layout.voice_at] += payload.voice.to(self.device, self.dtype)
+        if payload.clip is not None:
+            clip = payload.clip.to(self.device)
+            summed = model.code_predictor.embed(clip[:, 1:], model.embed_input_ids(clip[:, 0]))
+            rows[layout.clip_at : layout.clip_at + len(clip)] += summed
+        return rows
+
+
+OPENING, CLOSING = 3, 5  # tokens around a text in the form that the model was trained with
+CLIP_CLOSING = 2
+SMALL = "0b6"  # the size that follows no instructions
+MIN_CLIP, MAX_CLIP = 0.5, 30.0  # seconds
+CLIP_RATES = range(8000, 192_001)
+LEAST_CODES = 2  # that are sampled before the one that ends the speech
+CHARACTERS = 16  # more of them a token than any text has: what is longer is not even counted
+
+
+class TextTalkerAdapter(AutoregressiveAdapter):
+    """Turns a text, and what says how to speak it, into a vLLM request over first codes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config, model = self.vllm_config.model_config.hf_config, self.vllm_config.model_config.model
+        self._config = config
+        self.defaults = sampling_defaults(model)[0].merged_over(self.defaults)
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self._voices: dict[str, int] = config.voices if config.tts_kind == "custom_voice" else {}
+        self._languages = tuple(name for name in config.languages if "dialect" not in name)
+        self._clips: ClipEncoder | None = None
+        if config.tts_kind == "base":
+            dummy = self.vllm_config.load_config.load_format == "dummy"
+            groups = config.predictor_config.num_code_groups
+            self._clips = ClipEncoder(model, config.speaker_encoder, groups, dummy=dummy)
+
+    @property
+    def _instructions(self) -> Literal["none", "optional", "required"]:
+        if self._config.tts_kind == "voice_design":
+            return "required"
+        return "optional" if self._config.tts_kind == "custom_voice" and self._config.tts_size != SMALL else "none"
+
+    @property
+    def facts(self) -> EngineFacts:
+        """The voices and languages, and what a request has to say besides its text."""
+        return EngineFacts(
+            voices=tuple(self._voices),
+            max_input_tokens=self.max_model_len - 1,
+            wants_information=SPEECH_INFORMATION,
+            speech=SpeechAbility(
+                languages=self._languages,
+                instructions=self._instructions,
+                clip="required" if self._clips is not None else "none",
+                min_clip_seconds=MIN_CLIP,
+                max_clip_seconds=MAX_CLIP,
+            ),
+        )
+
+    def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
+        """Check text, language, voice, instructions and clip; the prompt is a pad per position."""
+        given = request.information
+        if foreign := sorted(set(given) - set(SPEECH_INFORMATION)):
+            raise InvalidRequest(
+                f"The talker takes no information named {foreign}; it takes {list(SPEECH_INFORMATION)}."
+            )
+        ids = self._spoken(inputs)
+        clip, rate, clip_text, frames = self._clip(given) if inputs.prompt is not None else NO_CLIP
+        voice = self._voice(request.voice)
+        layout = lay_out(
+            self._config,
+            opening=ids[:OPENING],
+            text=ids[OPENING:-CLOSING],
+            instructions=self._instructed(given) if inputs.prompt is not None else (),
+            language=self._language(given, voice),
+            voice=self._voices[voice] if voice is not None else NO_CODE if clip is not None else None,
+            clip_text=clip_text,
+            clip_frames=frames,
+        )
+        payload = TextTalkerPayload(layout.following, True, (), layout)
+        self.check_length(payload.length)
+        outputs = FrameOutputs(request.request_id)
+
+        def encode() -> None:
+            if self._clips is not None and clip is not None:
+                payload.voice, codes = self._clips(clip, rate)
+                if frames:
+                    payload.clip = codes
+                    outputs.lead(codes.flatten().tolist())
+
+        params = request.params.merged_over(self.defaults)
+        if params.min_tokens is None and params.max_tokens is not None:
+            params = StageParams(min_tokens=min(LEAST_CODES, params.max_tokens)).merged_over(params)
+        sampling = make_sampling_params(
+            params,
+            seed=request.effective_seed,
+            end_token_ids=(self._config.codec_end,),
+            vocabulary=self.vocabulary,
+            payload=payload,
+        )
+        # vLLM's repetition penalty counts the prompt, too; the pad is never sampled.
+        pads = [self._config.codec_pad] * payload.length
+        core_request = make_request(request.request_id, pads, sampling, priority=request.priority)
+        held_bytes = payload.length * self._config.hidden_size * self.model_dtype.itemsize
+        text_tokens = len(ids) - OPENING - CLOSING - len(payload.text)  # most kinds have all of them in the prompt
+        stream = RowStream(len(payload.text), True, held_bytes, text_tokens)
+        return Admission(core_request, outputs, stream, work=encode if clip is not None else None)
+
+    def warm_up_inputs(self, length: int) -> StageInputs:
+        """A text of `length` tokens, without voice or instructions."""
+        return StageInputs(token_ids=[0] * (OPENING + length + CLOSING))
+
+    # -- checks
+
+    def _spoken(self, inputs: StageInputs) -> list[int]:
+        """The ids of the text to speak, in the form that the model was trained with."""
+        if inputs.prompt is None:  # the warm-up
+            return list(inputs.token_ids)
+        messages = inputs.prompt.messages
+        parts = [part.text for message in messages for part in message.content]
+        if len(messages) != 1 or messages[0].role != "user" or len(parts) != 1 or parts[0] is None:
+            raise InvalidRequest(
+                "This model speaks a text: the prompt has to be one message of the user with one text.",
+                hint="Send the text alone, without token ids, media or other messages.",
+                field="input",
+            )
+        if not parts[0].strip():
+            raise InvalidRequest("The text to speak is empty.", hint="Send some text.", field="input")
+        text = f"<|im_start|>assistant\n{parts[0]}<|im_end|>\n<|im_start|>assistant\n"
+        return self._tokens(text, "input", OPENING + CLOSING)
+
+    def _tokens(self, text: str, field: str, around: int) -> list[int]:
+        """Token ids, of which all but `around` are those of what the client has sent."""
+        if len(text) > CHARACTERS * self.max_model_len:
+            raise PromptTooLong(
+                f"{field}: {len(text)} characters are more than this stage takes (max_model_len {self.max_model_len}).",
+                hint="Send a shorter text, or several one after the other.",
+                field=field,
+            )
+        ids: list[int] = self._tokenizer(text)["input_ids"]
+        if len(ids) <= around:
+            raise InvalidRequest(f"{field}: the text has no token of its own.", hint="Send words.", field=field)
+        return ids
+
+    def _instructed(self, given: Mapping[str, InformationValue]) -> list[int]:
+        """The ids of the instructions, as a turn of the user; none without instructions."""
+        text = _text_of(given, INSTRUCTIONS)
+        if text is None:
+            if self._instructions == "required":
+                raise InvalidRequest(
+                    "instructions: this checkpoint needs a description of the voice.",
+                    hint="Say in instructions who speaks, and how.",
+                    field="instructions",
+                )
+            return []
+        if self._instructions == "none":
+            raise InvalidRequest(
+                "instructions: this checkpoint follows none.",
+                hint="Leave them out, or use a VoiceDesign checkpoint, or CustomVoice of 1.7B.",
+                field="instructions",
+            )
+        return self._tokens(f"<|im_start|>user\n{text}<|im_end|>\n", "instructions", OPENING + CLIP_CLOSING)
+
+    def _language(self, given: Mapping[str, InformationValue], voice: str | None) -> int | None:
+        """The code of the language; `None` for the model to find out. Some voices speak a dialect of Chinese."""
+        name = (_text_of(given, LANGUAGE) or AUTO).lower()
+        if name != AUTO and name not in self._languages:
+            raise InvalidRequest(
+                f"language: there is no {name[:64]!r}; the languages are {', '.join((AUTO, *self._languages))}.",
+                hint="Choose one of them, or leave it out.",
+                field="language",
+            )
+        if name in (AUTO, "chinese") and voice in self._config.dialects:
+            name = self._config.dialects[voice]
+        code: int | None = self._config.languages.get(name)
+        return code
+
+    def _voice(self, name: str | None) -> str | None:
+        """The name of one of the checkpoint's voices, the first where none is given; `None` if it has none."""
+        if not self._voices:
+            if name is not None:
+                what = "takes the voice of a clip" if self._clips is not None else "speaks as its instructions say"
+                raise UnknownVoice(
+                    f"There is no voice {name[:64]!r}: this checkpoint has none, it {what}.",
+                    hint="Leave the voice out, or use a CustomVoice checkpoint.",
+                    field="voice",
+                )
+            return None
+        voice = next(iter(self._voices)) if name is None else name.lower()
+        if voice not in self._voices:
+            raise UnknownVoice(
+                f"There is no voice {voice[:64]!r}; the voices are {', '.join(self._voices)}.", field="voice"
+            )
+        return voice
+
+    def _clip(self, given: Mapping[str, InformationValue]) -> Clip:
+        """The clip whose voice is to speak."""
+        if self._clips is None:
+            for field in (CLIP, CLIP_RATE, TRANSCRIPT):
+                if field in given:
+                    raise InvalidRequest(
+                        f"{field}: this checkpoint cannot speak with the voice of a clip.",
+                        hint="Leave it out, or use a Base checkpoint.",
+                        field=field,
+                    )
+            return NO_CLIP
+        samples, rate = _samples_of(given)
+        transcript = _text_of(given, TRANSCRIPT)
+        if transcript is None:
+            return Clip(samples, rate, [], 0)
+        text = f"<|im_start|>assistant\n{transcript}<|im_end|>\n"
+        ids = self._tokens(text, "transcript", OPENING + CLIP_CLOSING)[OPENING:-CLIP_CLOSING]
+        return Clip(samples, rate, ids, clip_frames(len(samples), rate, self._clips.samples_per_frame))
+
+
+class Clip(NamedTuple):
+    """A clip f32 [samples] at `rate` Hz; its text and how many frames it has, if it is to be continued."""
+
+    samples: np.ndarray | None
+    rate: int
+    text: list[int]
+    frames: int
+
+
+NO_CLIP = Clip(None, SAMPLE_RATE, [], 0)
+
+
+def _text_of(given: Mapping[str, InformationValue], name: str) -> str | None:
+    """A text that may be missing. Raises `InvalidRequest` for an empty one, and for what is none."""
+    value = given.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.strip():
+        raise InvalidRequest(f"{name}: must be a text that is not empty; got {str(value)[:64]!r}.", field=name)
+    return value
+
+
+def _samples_of(given: Mapping[str, InformationValue]) -> tuple[np.ndarray, int]:
+    """The clip's samples f32 [n], and its rate."""
+    clip, rate = given.get(CLIP), given.get(CLIP_RATE)
+    if not isinstance(clip, HostTensor):
+        raise InvalidRequest(
+            "clip: this checkpoint speaks with the voice of a clip, and none was sent.",
+            hint=f"Send {MIN_CLIP:g} to {MAX_CLIP:g} s of one person's speech, f32 [samples], and its clip_rate.",
+            field="clip",
+        )
+    if isinstance(rate, bool) or not isinstance(rate, int) or rate not in CLIP_RATES:
+        raise InvalidRequest(
+            f"clip_rate: must be a whole number of Hz from {CLIP_RATES[0]} to {CLIP_RATES[-1]}; got {rate!r}.",
+            field="clip_rate",
+        )
+    clip.validate("clip")
+    if clip.dtype is not DType.F32 or len(clip.shape) != 1:
+        raise InvalidRequest(f"clip: must be f32 [samples]; got {clip.dtype} {list(clip.shape)}.", field="clip")
+    seconds = clip.shape[0] / rate
+    if not MIN_CLIP <= seconds <= MAX_CLIP:
+        raise InvalidRequest(
+            f"clip: it lasts {seconds:.1f} s; {MIN_CLIP:g} to {MAX_CLIP:g} s are allowed.", field="clip"
+        )
+    samples = to_torch(clip, "clip").numpy().copy()  # the memory is the sender's
+    if not np.isfinite(samples).all() or np.abs(samples).max() > 1:
+        raise InvalidRequest("clip: its samples must be finite and lie in -1..1.", field="clip")
+    if not samples.any():
+        raise InvalidRequest("clip: it is silent.", hint="Send speech.", field="clip")
+    return samples, rate
 
 
 class Qwen3TtsTalker(FrameTalker):
@@ -35,5 +366,5 @@ SPEC = ModelSpec(
     # The defaults of Qwen's package, for a checkpoint without its own (`sampling_defaults`).
     params=StageParams(max_tokens=2048, temperature=0.9, top_p=1.0, top_k=50, repetition_penalty=1.05),
     speech_limit=SpeechLimit(38, 19),  # 3 s, and 1.5 s for each token of text, at 12.5 frames a second
-    adapter="omni_actors.engine.models.qwen3_tts.talker_adapter.TextTalkerAdapter",
+    adapter="omni_actors.engine.models.qwen3_tts.talker.TextTalkerAdapter",
 )

@@ -13,21 +13,26 @@ from weakref import WeakSet
 import torch
 
 from omni_actors.config.checkpoint import INDEX_NAME, read_json_object
-from omni_actors.engine.diffusion_runner import DiffusionJob, KnownJobs
 from omni_actors.engine.encoder import RUNS
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.pictures.configuration import PartConfig
-from omni_actors.engine.models.pictures.denoising import PictureSpec, Preparation
+from omni_actors.engine.models.pictures.denoising import FlowSchedule, PictureSpec, Preparation
 from omni_actors.engine.models.pictures.denoising_stage import MAX_STEPS, DenoisingStage, read_finite
-from omni_actors.engine.models.pictures.schedule import FlowSchedule
+from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
-from omni_actors.engine.models.qwen_image.dit import QwenImageConfig, QwenImageNetwork
-from omni_actors.engine.models.qwen_image.pictures import LATENT_PIXELS, MAX_REFERENCES, MULTIPLE, reference
-from omni_actors.engine.models.qwen_image.prefix import Condition, Part, Prefix, parts
-from omni_actors.engine.models.qwen_image.weights import load
+from omni_actors.engine.models.qwen_image.dit import (
+    Condition,
+    Part,
+    Prefix,
+    QwenImageConfig,
+    QwenImageNetwork,
+    load,
+    parts,
+)
+from omni_actors.engine.models.qwen_image.layout import LATENT_PIXELS, MAX_REFERENCES, MULTIPLE, reference
+from omni_actors.engine.workers.diffusion import DiffusionJob, KnownJobs
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, PromptTooLong
+from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import Parameter, StageParams
-from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import StageInputs
 
 if TYPE_CHECKING:

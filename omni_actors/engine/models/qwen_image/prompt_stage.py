@@ -18,21 +18,25 @@ from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoded_requests import RequestWriter
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.qwen_image import text_encoder_stage
-from omni_actors.engine.models.qwen_image.pictures import MAX_REFERENCES, MULTIPLE, REFERENCE_SIZE, picture, scaled_size
-from omni_actors.engine.models.qwen_image.prompt_template import (
+from omni_actors.engine.models.qwen_image.layout import (
+    MAX_REFERENCES,
+    MULTIPLE,
     NEGATIVE_TOKENS,
     PICTURE_TOKEN,
+    REFERENCE_SIZE,
     PictureTemplate,
+    picture,
+    scaled_size,
     text_of,
     written,
 )
-from omni_actors.engine.tensors import to_host
-from omni_actors.engine.text_prompts import NO_PARAMS, TextPromptProcessor
+from omni_actors.engine.prompt import NO_PARAMS, TextPromptProcessor
+from omni_actors.engine.rows import to_host
 from omni_actors.errors import InvalidRequest
 from omni_actors.media.decoders import MediaDecoder
 from omni_actors.media.limits import LAYERED_FILE, Item, MediaLimits
+from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.payloads import Media, MediaEncoding, Parameter, Prompt, StageParams
-from omni_actors.protocol.tensors import DType, HostTensor
 from omni_actors.stage.engine_interface import StageInputs
 
 LARGEST_SIZE = 2048

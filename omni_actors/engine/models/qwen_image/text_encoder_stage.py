@@ -26,11 +26,10 @@ from omni_actors.engine.encoder import EncoderAdapter, EncoderSequence
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.encoder_state import EncoderState, Residual
 from omni_actors.engine.models.qwen_image.dit_stage import NEGATIVE_STATES, STATES
-from omni_actors.engine.models.qwen_image.pictures import MAX_REFERENCES
-from omni_actors.engine.models.qwen_image.prompt_template import NEGATIVE_TOKENS, SYSTEM
-from omni_actors.engine.tensors import FRAME_PREFIX, to_torch
+from omni_actors.engine.models.qwen_image.layout import MAX_REFERENCES, NEGATIVE_TOKENS, SYSTEM
+from omni_actors.engine.rows import FRAME_PREFIX, to_torch
 from omni_actors.errors import InvalidPayload, PromptTooLong
-from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
 ARCHITECTURE = "OmniActorsQwenImageTextEncoder"

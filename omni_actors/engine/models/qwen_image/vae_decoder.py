@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from omni_actors.engine.models.pictures.between import norm_pixels
+from omni_actors.engine.models.pictures.layers import norm_pixels
 
 LEAST_LENGTH = 1e-12  # of a pixel's channels, by which they are divided
 

@@ -8,24 +8,31 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from omni_actors.config.checks import check_parameters
-from omni_actors.engine.diffusion_runner import (
+from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.diffusers_layout import checkpoint_folder
+from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS
+from omni_actors.engine.models.pictures.vae_stage import load_vae, vae_config
+from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
+from omni_actors.engine.models.qwen_image.layout import (
+    LATENT_PIXELS,
+    MAX_REFERENCES,
+    MULTIPLE,
+    VAE_CLASS,
+    Scaling,
+    picture,
+    reference,
+)
+from omni_actors.engine.rows import to_torch
+from omni_actors.engine.workers.base import omni_options
+from omni_actors.engine.workers.diffusion import (
     DiffusionJob,
     DiffusionModelRunner,
     DiffusionStream,
     KnownJobs,
     StepResult,
 )
-from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.diffusers_layout import checkpoint_folder
-from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS
-from omni_actors.engine.models.pictures.vae_stage import load_vae, vae_config
-from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
-from omni_actors.engine.models.qwen_image.latents import VAE_CLASS, Scaling
-from omni_actors.engine.models.qwen_image.pictures import LATENT_PIXELS, MAX_REFERENCES, MULTIPLE, picture, reference
-from omni_actors.engine.tensors import to_torch
-from omni_actors.engine.worker_base import omni_options
 from omni_actors.errors import InvalidPayload
-from omni_actors.protocol.tensors import DType, HostTensor
+from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS
 from omni_actors.engine.models.pictures.vae_stage import BACKGROUND, MAX_STEPS, VaeStage
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
-from omni_actors.engine.models.qwen_image.latents import VAE_CLASS, Scaling
-from omni_actors.engine.models.qwen_image.pictures import LATENT_PIXELS
+from omni_actors.engine.models.qwen_image.layout import LATENT_PIXELS, VAE_CLASS, Scaling
 from omni_actors.engine.models.qwen_image.vae_decoder import PictureDecoder
 from omni_actors.errors import ConfigError
 

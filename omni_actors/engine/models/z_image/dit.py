@@ -1,4 +1,4 @@
-"""The diffusion transformer of Z-Image, for packed batches: any mix of requests, sizes, moments and prompts at once.
+"""Z-Image's diffusion transformer, and its published weights.
 
 A sequence is a picture's tokens and then a prompt's; guidance makes two sequences of one picture. Sequences lie one
 after the other (`Packing`) without padding between them. Only attention looks beyond a token, and only within its
@@ -12,7 +12,7 @@ sees: the model was trained like this. Torch only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,49 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from omni_actors.engine.models.pictures import weights
+from omni_actors.engine.models.pictures.denoising import (
+    Attention,
+    PackedNetwork,
+    Packing,
+    Size,
+    attend_each,
+    moved,
+    pack,
+)
 from omni_actors.engine.models.pictures.layers import MOMENT_WAVES, RmsNorm, gated, rotate, rotation_at, waves
-from omni_actors.engine.models.pictures.network import PackedNetwork, Size
-from omni_actors.engine.models.pictures.packing import Attention, Packing, attend_each, moved, pack
+
+NAMES = weights.Names(
+    model="Z-Image",
+    parts={
+        ".attention.to_q.": (".qkv.", 0, 3),
+        ".attention.to_k.": (".qkv.", 1, 3),
+        ".attention.to_v.": (".qkv.", 2, 3),
+        ".feed_forward.w1.": (".up.", 0, 2),
+        ".feed_forward.w3.": (".up.", 1, 2),
+    },
+    patterns=(
+        (r"^all_x_embedder\.2-1\.", "embed."),
+        (r"^all_final_layer\.2-1\.linear\.", "final."),
+        (r"^all_final_layer\.2-1\.adaLN_modulation\.1\.", "final_modulation."),
+        (r"^t_embedder\.mlp\.0\.", "moment_in."),
+        (r"^t_embedder\.mlp\.2\.", "moment_out."),
+        (r"^cap_embedder\.0\.", "text_norm."),
+        (r"^cap_embedder\.1\.", "text_in."),
+        (r"^x_pad_token$", "picture_filler"),
+        (r"^cap_pad_token$", "text_filler"),
+        (r"\.attention\.to_out\.0\.", ".out."),
+        (r"\.attention\.(norm_[qk])\.", r".\1."),
+        (r"\.feed_forward\.w2\.", ".down."),
+        (r"\.adaLN_modulation\.0\.", ".modulation."),
+    ),
+)
+
+
+def load(model: ZImageNetwork, published: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy published weights into `model`. Raises `ConfigError` if they do not fit it."""
+    weights.load(model, published, NAMES)
+
 
 MULTIPLE = 32  # tokens; pictures and prompts are filled up to a multiple of it
 PATCH = 2  # latent pixels along an edge of a token
@@ -180,7 +220,7 @@ class ZImageBatch:
 class ZImageNetwork(PackedNetwork):
     """The network: predicts the velocity of latents, from noise at moment 0 to a picture at moment 1.
 
-    Its parameters are named as in published checkpoints, but for matrices that are kept as one (see weights.py).
+    Its parameters are named as in published checkpoints, but for matrices that are kept as one (`NAMES`).
 
     Args:
         config: its sizes.

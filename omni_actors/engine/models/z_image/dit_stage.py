@@ -7,18 +7,16 @@ from typing import Any
 
 import torch
 
-from omni_actors.engine.diffusion_runner import DiffusionJob, SingleJob
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.pictures.configuration import PartConfig
-from omni_actors.engine.models.pictures.denoising import PictureSpec
+from omni_actors.engine.models.pictures.denoising import FlowSchedule, PictureSpec
 from omni_actors.engine.models.pictures.denoising_stage import MAX_STEPS, DenoisingStage
-from omni_actors.engine.models.pictures.schedule import FlowSchedule
+from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
-from omni_actors.engine.models.z_image.dit import PATCH, ZImageConfig, ZImageNetwork, filled
-from omni_actors.engine.models.z_image.weights import load
+from omni_actors.engine.models.z_image.dit import PATCH, ZImageConfig, ZImageNetwork, filled, load
+from omni_actors.engine.workers.diffusion import DiffusionJob, SingleJob
 from omni_actors.errors import ConfigError, PromptTooLong
+from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import Parameter, StageParams
-from omni_actors.protocol.tensors import HostTensor
 from omni_actors.stage.engine_interface import StageInputs
 
 STATES, NEGATIVE_STATES = "states", "negative_states"  # names of the prompts' hidden states [tokens, text_width]

@@ -1,0 +1,354 @@
+"""A talker of frames: tables and heads around its layers, its state around a step, its frames for the vocoder."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from omni_actors.engine.adapter import RequestOutputs
+from omni_actors.engine.models.code_predictor import CodePredictor, GraphedPredictor, PredictorConfig, batch_sizes
+from omni_actors.engine.models.code_talker import CodeTalker
+from omni_actors.engine.scheduler import RowUpdate
+from omni_actors.engine.workers.base import attachment_of
+from omni_actors.engine.workers.runner import Attachments, Emission, EmittingState, Step, StreamedInputState, payload_of
+from omni_actors.errors import EngineError
+from omni_actors.protocol.messages import UNHEARD
+from omni_actors.stage.engine_interface import EngineEvent, StreamEvent
+
+# A message per frame and request would cost the engine's thread more time than the step that makes the frame; the first
+# ones are sent at once.
+FRAMES_PER_EVENT = (1, 1, 2, 4)
+
+
+class FrameOutputs(RequestOutputs):
+    """Frames of one request as a stream of codes, those of a frame one after the other.
+
+    The last code that the talker samples has no frame: it ends the speech, or no step follows that would hear it.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._sent = 0  # codes
+        self._generated = 0  # first codes since the last event, also those without a frame
+        self._events = 0
+        self._held: list[list[int]] = []
+        self._lead: list[int] = []
+
+    def lead(self, codes: list[int]) -> None:
+        """Set codes of frames that go before those of the speech, and are not to be heard."""
+        self._lead = codes
+
+    def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
+        """An event for every group of frames, and the rest with the last."""
+        finished = output.finish_reason is not None
+        self._generated += len(output.new_token_ids)
+        if output.new_token_ids and not finished:
+            frame = attachment_of(output).get("codes")
+            if frame is None or frame[0] != output.new_token_ids[-1]:
+                raise EngineError(f"The frame of code {output.new_token_ids[-1]} is missing.")
+            self._held.append(frame)
+        if len(self._held) < FRAMES_PER_EVENT[min(self._events, len(FRAMES_PER_EVENT) - 1)] and not finished:
+            return ()
+        if not self._held:
+            self._lead = []
+        codes = [*self._lead, *(code for frame in self._held for code in frame)]
+        unheard = {UNHEARD: len(self._lead)} if self._lead else {}
+        event = StreamEvent(
+            self._request_id,
+            token_ids=codes,
+            start=self._sent,
+            scalars=unheard,
+            final=finished,
+            generated=self._generated,
+        )
+        self._lead, self._generated = [], 0
+        self._sent += len(codes)
+        self._events += 1
+        self._held = []
+        return (event,)
+
+
+SPECIAL_CODES = 1024  # the last ids of the vocabulary, of which only the end is ever sampled
+PROJECTED_AT_ONCE = 8192  # rows of the text table
+
+
+class Projection(nn.Module):
+    """Takes rows of one width to the talker's."""
+
+    def __init__(self, given: int, between: int, made: int) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(given, between)
+        self.linear_fc2 = nn.Linear(between, made)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, given] -> [n, made]."""
+        projected: torch.Tensor = self.linear_fc2(F.silu(self.linear_fc1(rows)))
+        return projected
+
+
+class FrameTalker(CodeTalker):
+    """The model without its layers, with its code predictor, whole on every rank.
+
+    Its configuration has, besides what the layers want: `text_sizes` (ids of texts, width of their table, width between
+    the layers of their projection), `text_pad`, `codec_end`, `predictor_config` and `predictor_sampling`.
+
+    Attributes:
+        text_table_name: of the table of texts in the checkpoint.
+    """
+
+    text_table_name: ClassVar[str]
+    text_table: torch.Tensor
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={
+            "thinker.": None,
+            "code2wav.": None,
+            "speaker_encoder.": None,
+            "talker.model.codec_embedding.": "codec_embedding.",
+            "talker.model.": "decoder.",
+            "talker.": "",
+        }
+    )
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        config, width = self.config, self.config.hidden_size
+        del self.decoder.embed_tokens  # the model's own is codec_embedding, whole on every rank
+        self.codec_embedding = nn.Embedding(config.vocab_size, width)
+        predictor = PredictorConfig.of(config.predictor_config, width, **config.predictor_sampling)
+        self.code_predictor = CodePredictor(predictor)
+        texts, given, between = config.text_sizes
+        self.text_projection = Projection(given, between, width)
+        # Buffers from the start: on the right device, and defined even without load_weights (dummy weights).
+        self.register_buffer("text_table", torch.zeros(texts, width), persistent=False)
+        never_sampled = torch.arange(config.vocab_size) >= config.vocab_size - SPECIAL_CODES
+        never_sampled[config.codec_end] = False
+        self.register_buffer("never_sampled", never_sampled, persistent=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the talker's part of the whole checkpoint, and project its text table once and for all."""
+        tables = []
+
+        def talker_weights() -> Iterable[tuple[str, torch.Tensor]]:
+            for name, weight in weights:
+                if name == self.text_table_name:
+                    tables.append(weight)
+                else:
+                    yield name, weight
+
+        loaded = AutoWeightsLoader(self).load_weights(talker_weights(), mapper=self.hf_to_vllm_mapper)
+        with torch.inference_mode():
+            for start in range(0, len(self.text_table) if tables else 0, PROJECTED_AT_ONCE):
+                rows = tables[0][start : start + PROJECTED_AT_ONCE].to(self.text_table)
+                self.text_table[start : start + len(rows)] = self.text_projection(rows)
+        return loaded
+
+
+@dataclass(slots=True)
+class FramePayload(ABC):
+    """The worker's part of a new request. A family adds what its prompt is made of.
+
+    Args:
+        text: text ids of frame 0, 1 and so on, as far as they are known at the start.
+        complete: whether they are all; frames without one get the one that pads.
+        ending: text ids that follow the last one.
+    """
+
+    text: list[int]
+    complete: bool
+    ending: tuple[int, ...]
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """How many positions the prompt has."""
+
+
+@dataclass(slots=True)
+class _Speech:
+    """A request: the text of its frames, and their residual codes."""
+
+    length: int
+    text: list[int]
+    ending: tuple[int, ...]
+    complete: bool = False
+    prompt: torch.Tensor | None = None  # inputs [length, width], until they are computed
+    frames: list[torch.Tensor] = field(default_factory=list)  # each [G - 1], on the device
+    summed: bool = False  # whether the slot has the sum of the last frame
+
+    def extend(self, text: Iterable[int], complete: bool) -> None:
+        """Append text; with the last of it what ends it."""
+        self.text.extend(text)
+        if complete and not self.complete:
+            self.text.extend(self.ending)
+        self.complete = complete
+
+
+class FrameTalkerState(DefaultModelState, StreamedInputState, EmittingState):
+    """Completes frames right after sampling, so that the first leaves with the step that computes the prompt.
+
+    The sum of a frame's embeddings waits in a slot for the next step, which adds the text's row: two look-ups. A
+    preempted request embeds the frames that it has; the predictor never runs twice for one.
+    """
+
+    supports_prompt_embeds = True
+    model: FrameTalker
+    dtype: torch.dtype  # declared as a name, too; vLLM has resolved it
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._speeches: dict[str, _Speech] = {}
+        slots, width = self.max_num_reqs, self.model.config.hidden_size
+        self._sums = torch.zeros(slots, width, dtype=self.dtype, device=self.device)
+        self._seeds = torch.zeros(slots, dtype=torch.int64, device=self.device)
+        self._greedy = torch.zeros(slots, dtype=torch.bool, device=self.device)
+        self._predictor = GraphedPredictor(self.model.code_predictor, slots, self.dtype, self.device)
+
+    def capture_inner_cudagraphs(self, *args: Any, **kwargs: Any) -> None:
+        """Capture the predictor's graphs after the model's own."""
+        super().capture_inner_cudagraphs(*args, **kwargs)
+        self._predictor.capture(batch_sizes(self.max_num_reqs))
+
+    # -- requests
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """Take a new request, or one that resumes after preemption, into slot `req_index`."""
+        payload = payload_of(new_req_data)
+        if not isinstance(payload, FramePayload):  # vLLM's own warm-up requests carry none
+            super().add_request(req_index, new_req_data)
+            return
+        speech = self._speeches.get(new_req_data.req_id)
+        if speech is None:
+            speech = self._speeches[new_req_data.req_id] = _Speech(payload.length, [], payload.ending)
+            speech.extend(payload.text, payload.complete)
+        speech.prompt, speech.summed = self.prompt_inputs(payload), False
+        # A frame whose first code vLLM has dropped with the preemption is sampled again.
+        del speech.frames[len(new_req_data.prefill_token_ids or ()) - speech.length :]
+        sampling = new_req_data.sampling_params
+        if sampling is not None:
+            self._seeds[req_index] = sampling.seed or 0
+            self._greedy[req_index] = sampling.temperature == 0
+        super().add_request(req_index, new_req_data)
+
+    @abstractmethod
+    def prompt_inputs(self, payload: Any) -> torch.Tensor:
+        """The inputs of the prompt's positions [length, width], on the device, of the family's own payload."""
+
+    def push_rows(self, request_id: str, update: RowUpdate) -> None:
+        """Append text ids, which come as rows of one number. Ignores unknown ids."""
+        speech = self._speeches.get(request_id)
+        if speech is None:
+            return
+        speech.extend((text for rows in update.rows for text in rows.flatten().tolist()), update.complete)
+
+    def drop_request(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._speeches.pop(request_id, None)
+
+    def omni_counts(self) -> dict[str, int]:
+        """Requests that speak, and text ids held for them."""
+        texts = sum(len(speech.text) for speech in self._speeches.values())
+        return {"speeches": len(self._speeches), "worker_rows": texts}
+
+    # -- before the model
+
+    def prepare_inputs_embeds(
+        self, scheduled_encoder_inputs: dict[str, list[int]], input_batch: InputBatch, req_states: Any
+    ) -> torch.Tensor:
+        """The inputs of the step's positions [tokens of the step, width]."""
+        count = input_batch.num_reqs
+        starts = input_batch.num_computed_tokens_np[:count].tolist()
+        offsets = input_batch.query_start_loc_np[: count + 1].tolist()
+        embeddings = self.inputs_embeds
+        one_each = offsets[-1] == count  # the usual step: every request feeds its last frame
+        if one_each:
+            torch.index_select(self._sums, 0, input_batch.idx_mapping[:count].long(), out=embeddings[:count])
+        texts: list[int] = []
+        places: list[int] = []
+        for index, request_id in enumerate(input_batch.req_ids):
+            speech = self._speeches.get(request_id)
+            if speech is None:
+                continue
+            start, row, last = starts[index], offsets[index], offsets[index + 1]
+            end = start + last - row
+            if speech.prompt is not None and start < speech.length:
+                rows = speech.prompt[start:end]
+                embeddings[row : row + len(rows)] = rows
+                start, row = start + len(rows), row + len(rows)
+            if start == end:
+                continue
+            if not (speech.summed and end - start == 1):
+                frames = torch.stack(speech.frames[start - speech.length : end - speech.length])
+                first = self.model.embed_input_ids(input_batch.input_ids[row:last])
+                embeddings[row:last] = self.model.code_predictor.embed(frames, first)
+            elif not one_each:
+                embeddings[row] = self._sums[int(input_batch.idx_mapping_np[index])]
+            texts += [self._text(speech, position - speech.length) for position in range(start, end)]
+            places += range(row, last)
+        if texts:
+            rows = self.model.text_table[async_tensor_h2d(texts, device=self.device, dtype=torch.int64)]
+            if len(texts) == offsets[-1]:
+                embeddings[: offsets[-1]] += rows
+            else:
+                embeddings.index_add_(0, async_tensor_h2d(places, device=self.device, dtype=torch.int64), rows)
+        return embeddings[: input_batch.num_tokens_after_padding]
+
+    def _text(self, speech: _Speech, frame: int) -> int:
+        """The text id that goes with a frame."""
+        if frame < len(speech.text):
+            return speech.text[frame]
+        if not speech.complete:
+            # The scheduler holds such a request back, so this is an internal error; padding would only hide it.
+            raise RuntimeError(f"Text of frame {frame} is needed, but only that of {len(speech.text)} has arrived.")
+        pad: int = self.model.config.text_pad
+        return pad
+
+    # -- after sampling
+
+    def emit(self, step: Step) -> Emission | None:
+        """Complete the frames whose first codes were sampled; all codes of a frame go to the host together."""
+        batch = step.batch
+        ends = [start + step.offsets[index + 1] - step.offsets[index] for index, start in enumerate(step.starts)]
+        complete: dict[int, _Speech] = {}  # by place in the batch
+        for index, request_id in enumerate(batch.req_ids):
+            speech = self._speeches.get(request_id)
+            if speech is not None and ends[index] >= batch.prefill_len_np[index]:  # else more of its prompt follows
+                speech.prompt = None
+                complete[index] = speech
+        if not complete:
+            return None
+        slots, rows = batch.idx_mapping[: batch.num_reqs].long(), batch.logits_indices[: batch.num_reqs].long()
+        if len(complete) < batch.num_reqs:
+            chosen = async_tensor_h2d(list(complete), device=self.device, dtype=torch.int64)
+            slots, rows = slots[chosen], rows[chosen]
+        numbers = [ends[index] - speech.length for index, speech in complete.items()]
+        frames = async_tensor_h2d(numbers, device=self.device, dtype=torch.int64)
+        tokens = step.sampled[slots].reshape(-1).long()
+        first = self.model.embed_input_ids(tokens)
+        codes, sums = self._predictor(step.hidden[rows], first, self._seeds[slots], frames, self._greedy[slots])
+        self._sums[slots] = sums
+        whole = torch.cat((tokens.unsqueeze(1), codes), dim=1)
+        for speech, residual in zip(complete.values(), whole[:, 1:].unbind(), strict=True):
+            speech.frames.append(residual)
+            speech.summed = True
+
+        def split(host: Mapping[str, torch.Tensor]) -> Attachments:
+            parts: Attachments = [None] * batch.num_reqs
+            for index, frame in zip(complete, host["codes"].tolist(), strict=True):
+                parts[index] = {"codes": frame}
+            return parts
+
+        return Emission({"codes": whole}, split)

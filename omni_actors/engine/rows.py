@@ -1,0 +1,301 @@
+"""Rows (hidden states, embeddings) between messages and devices: tensors, their budget, the device's cache.
+
+`RowBudget`: a request counts from when it is opened until it is closed, with all its rows. It is *admitted* when the
+scheduler takes it into its batch for the first time; what it receives after that is taken whatever it amounts to,
+because a request that has begun must be able to end. Only admission waits, in the order in which the scheduler
+considers requests, and a request that is larger than the budget is admitted when no other holds rows.
+
+`RowCache`: a position that comes from the prefix cache is not computed and gives no row, but the next stage needs one
+for every position. So rows are kept by the hash of their block of the KV cache, and a request takes from the prefix
+cache only what there are rows for. While a request computes blocks, others that begin with them wait for its rows:
+answers to one prompt that come at a time would else compute it several times.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from vllm.config import ModelConfig
+
+from omni_actors.errors import EngineError, InvalidPayload
+from omni_actors.protocol.fields import DType, HostTensor
+from omni_actors.stage.engine_interface import BudgetStatistics
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {
+    DType.BF16: torch.bfloat16,
+    DType.F16: torch.float16,
+    DType.F32: torch.float32,
+    DType.I32: torch.int32,
+    DType.I64: torch.int64,
+    DType.U8: torch.uint8,
+}
+_WIRE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+# Names of the tensors that carry an encoded vLLM request from the prompt stage to the thinker: this + "0", "1", ...
+FRAME_PREFIX = "vllm."
+
+
+def to_torch(tensor: HostTensor, what: str = "tensor") -> torch.Tensor:
+    """Copy a HostTensor to a CPU tensor: its bytes may be a socket frame or shared memory that is soon reused.
+
+    Raises:
+        InvalidPayload: dtype, shape and length disagree.
+    """
+    tensor.validate(what)
+    result = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+    if result.numel():
+        result.view(-1).view(torch.uint8).numpy().data[:] = memoryview(tensor.data).cast("B")
+    return result
+
+
+def to_host(tensor: torch.Tensor) -> HostTensor:
+    """A HostTensor that shares the memory of a CPU tensor, which must not be changed afterwards.
+
+    Raises:
+        InvalidPayload: the wire has no such dtype.
+    """
+    dtype = _WIRE_DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise InvalidPayload(f"Tensors of {tensor.dtype} cannot be sent; only {[name.value for name in DType]} can.")
+    contiguous = tensor.detach().contiguous()
+    data = contiguous.view(-1).view(torch.uint8).numpy().data if contiguous.numel() else memoryview(b"")
+    return HostTensor(dtype, tuple(contiguous.shape), data)
+
+
+def embeds_width(config: ModelConfig) -> int:
+    """The width of the prompt embeddings that a model takes; 0 if they are turned off."""
+    return config.get_inputs_embeds_size() if config.enable_prompt_embeds else 0
+
+
+def check_rows(tensor: HostTensor, width: int, what: str, *, minimum: int = 0) -> None:
+    """Raise `InvalidPayload` unless `tensor` is of a floating dtype and the shape [n >= minimum, width]."""
+    tensor.validate(what)
+    if tensor.dtype not in (DType.BF16, DType.F16, DType.F32):
+        raise InvalidPayload(f"{what}: rows need a floating dtype; got {tensor.dtype}.")
+    if len(tensor.shape) != 2 or tensor.shape[1] != width or tensor.shape[0] < minimum:
+        raise InvalidPayload(f"{what}: needs the shape [n >= {minimum}, {width}]; got {list(tensor.shape)}.")
+
+
+class RowBudget:
+    """Not thread-safe.
+
+    Args:
+        limit_bytes: that the admitted requests may hold at the moment when another one is admitted.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0  # by all requests, those that wait included
+        self.deferrals = 0  # admissions put off, counted in every step
+        self._bytes: dict[str, int] = {}
+        self._admitted: set[str] = set()
+        self._admitted_bytes = 0
+        self._refused: set[str] = set()  # requests that wait for the budget, as of the last step
+        self._promised_bytes = 0  # to the admitted and, in this step, to those that may be
+        self._closed = False  # a request waits, so those after it in this step do, too
+
+    @property
+    def waiting(self) -> int:
+        """Requests whose admission was put off in the last step, for lack of room or because an earlier one waits."""
+        return len(self._refused)
+
+    def open(self, request_id: str, n_bytes: int) -> None:
+        """Begin to count a request."""
+        self._bytes[request_id] = n_bytes
+        self.held_bytes += n_bytes
+
+    def add(self, request_id: str, n_bytes: int) -> None:
+        """Count more rows of an open request."""
+        self._bytes[request_id] += n_bytes
+        self.held_bytes += n_bytes
+        if request_id in self._admitted:
+            self._admitted_bytes += n_bytes
+
+    def close(self, request_id: str) -> None:
+        """Free what an open request holds."""
+        n_bytes = self._bytes.pop(request_id)
+        self.held_bytes -= n_bytes
+        self._refused.discard(request_id)
+        if request_id in self._admitted:
+            self._admitted.discard(request_id)
+            self._admitted_bytes -= n_bytes
+
+    def begin_step(self) -> None:
+        """Begin a pass over the requests that could be admitted."""
+        self._promised_bytes = self._admitted_bytes
+        self._closed = False
+        self._refused.clear()
+
+    def admits(self, request_id: str) -> bool:
+        """Whether a request, the next in order, may be admitted in this step. Always true for those that were before.
+
+        None overtakes one that waits: a stream of small requests would keep a large one waiting forever.
+        """
+        n_bytes = self._bytes.get(request_id)
+        if n_bytes is None or request_id in self._admitted:
+            return True
+        if self._closed or (self._promised_bytes and self._promised_bytes + n_bytes > self.limit_bytes):
+            self._closed = True
+            self._refused.add(request_id)
+            self.deferrals += 1
+            return False
+        self._promised_bytes += n_bytes
+        return True
+
+    def admit(self, request_id: str) -> None:
+        """Note that the scheduler has taken a request into its batch. Idempotent; ignores others."""
+        if request_id in self._bytes and request_id not in self._admitted:
+            self._admitted.add(request_id)
+            self._admitted_bytes += self._bytes[request_id]
+
+    def statistics(self) -> BudgetStatistics:
+        """The figures for the metrics."""
+        return BudgetStatistics(self.limit_bytes, self.held_bytes, 0, self.waiting, self.deferrals)
+
+    def has_admitted(self, request_id: str) -> bool:
+        """Whether the scheduler has taken a request into its batch."""
+        return request_id in self._admitted
+
+
+class Hashed(Protocol):
+    """A request of vLLM: the hashes of its full blocks, each of which stands for all tokens up to the block's end."""
+
+    request_id: str
+    num_prompt_tokens: int
+
+    @property
+    def block_hashes(self) -> Sequence[Hashable]:
+        """By block; grows with the answer."""
+
+
+class RowCache:
+    """Rows [block_size, width] on the CPU by block, the least recently used of which make room. Not thread-safe.
+
+    Args:
+        limit_bytes: of all rows together; 0 keeps none.
+        block_size: positions of a block.
+    """
+
+    def __init__(self, limit_bytes: int, block_size: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.block_size = block_size
+        self.held_bytes = 0
+        self._blocks: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
+        self._promises: dict[str, set[Hashable]] = {}  # blocks that requests compute, by request
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def covers(self, blocks: Sequence[Hashable]) -> int:
+        """How many of the first blocks have rows."""
+        for index, block in enumerate(blocks):
+            if block not in self._blocks:
+                return index
+        return len(blocks)
+
+    def take(self, blocks: Sequence[Hashable]) -> list[torch.Tensor]:
+        """The rows of the first blocks, as far as there are any. Of a prefix, the first block is removed last."""
+        found = blocks[: self.covers(blocks)]
+        for block in reversed(found):
+            self._blocks.move_to_end(block)
+        return [self._blocks[block] for block in found]
+
+    def keep(self, block: Hashable, rows: torch.Tensor) -> None:
+        """Keep a copy of a block's rows."""
+        for promised in self._promises.values():
+            promised.discard(block)
+        if block in self._blocks or rows.nbytes > self.limit_bytes:
+            return
+        self._blocks[block] = rows.clone()  # it is a part of a whole step's
+        self.held_bytes += rows.nbytes
+        while self.held_bytes > self.limit_bytes:
+            _, oldest = self._blocks.popitem(last=False)
+            self.held_bytes -= oldest.nbytes
+
+    def promise(self, request_id: str, blocks: Sequence[Hashable]) -> None:
+        """Note that a request will compute blocks."""
+        self._promises[request_id] = set(blocks)
+
+    def release(self, request_id: str) -> None:
+        """Forget what a request was to compute. Idempotent."""
+        self._promises.pop(request_id, None)
+
+    def promising(self) -> list[str]:
+        """The requests that compute blocks."""
+        return list(self._promises)
+
+    def promised(self, blocks: Sequence[Hashable], request_id: str) -> bool:
+        """Whether another request computes the first of the blocks that has no rows."""
+        missing = self.covers(blocks)
+        if missing == len(blocks) or not self.limit_bytes:
+            return False
+        return any(blocks[missing] in own for owner, own in self._promises.items() if owner != request_id)
+
+
+class FollowedRows:
+    """The rows of one request from its first position on, those of its prefix included."""
+
+    def __init__(self, cache: RowCache, request: Hashed) -> None:
+        self.request_id = request.request_id
+        self._cache = cache
+        self._request = request
+        self._prefix: list[torch.Tensor] = []
+        self._end = 0  # positions whose rows have come
+        self._unkept: list[torch.Tensor] = []  # rows of a block that is not full yet
+
+    def _prompt_blocks(self) -> Sequence[Hashable]:
+        """The blocks of the prompt that may come from the prefix cache: vLLM computes the last position anyway."""
+        size = self._cache.block_size
+        return self._request.block_hashes[: (self._request.num_prompt_tokens - 1) // size]
+
+    def waits(self) -> bool:
+        """Whether rows of its prefix are on their way, from a request that computes them."""
+        return self._cache.promised(self._prompt_blocks(), self.request_id)
+
+    def use(self, cached_tokens: int) -> int:
+        """How many of the positions in the prefix cache it can use, whole blocks of them; takes their rows."""
+        size = self._cache.block_size
+        self._prefix = self._cache.take(self._request.block_hashes[: cached_tokens // size])
+        covered = len(self._prefix)
+        self._cache.promise(self.request_id, self._prompt_blocks()[covered:])
+        return covered * size
+
+    def close(self) -> None:
+        """Note the end of the request: its rows have just been used."""
+        self._cache.release(self.request_id)
+        self._cache.take(self._request.block_hashes)
+
+    def complete(self, emitted: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the worker gave the request in a step, with the rows of its prefix before the first one.
+
+        Raises:
+            EngineError: rows are missing.
+        """
+        start, rows = emitted["start"], emitted["rows"]
+        if start > self._end:
+            prefix = torch.cat([*self._prefix, rows[:0]])
+            if len(prefix) < start:
+                raise EngineError(f"Rows {len(prefix)} to {start} of request {self.request_id!r} are missing.")
+            rows = torch.cat([prefix[self._end : start], rows])
+            emitted = {**emitted, "start": self._end, "rows": rows}
+            self._end, self._unkept = start, []
+        if start == len(self._prefix) * self._cache.block_size:
+            self._prefix = []
+        self._keep(emitted["rows"][max(0, self._end - emitted["start"]) :])
+        return emitted
+
+    def _keep(self, rows: torch.Tensor) -> None:
+        """Keep the blocks that are full with new rows."""
+        size = self._cache.block_size
+        self._unkept.append(rows)
+        self._end += len(rows)
+        if self._end // size == (self._end - len(rows)) // size:
+            return
+        joined = torch.cat(self._unkept)
+        first = (self._end - len(joined)) // size
+        for index, block in enumerate(self._request.block_hashes[first : self._end // size]):
+            self._cache.keep(block, joined[index * size : (index + 1) * size])
+        self._unkept = [joined[(self._end // size - first) * size :].clone()]

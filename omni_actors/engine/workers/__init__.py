@@ -1,0 +1,1 @@
+"""What computes: vLLM's workers and model runners, and ours for diffusion."""

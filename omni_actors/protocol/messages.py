@@ -1,0 +1,885 @@
+"""All messages, by channel: client, control, nodes, data between stages, results.
+
+An agent's headers have no stage; `replica` is the node's rank. `spawn_epoch` is the epoch that a process was started
+with.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+from typing import Annotated, ClassVar
+
+from msgspec import Meta, Struct
+
+from omni_actors.errors import ERROR_CLASSES, ErrorCode, InvalidPayload, OmniError
+from omni_actors.protocol.fields import (
+    FLOATING,
+    TOKEN_BYTES,
+    TRACEPARENT,
+    Attempt,
+    Body,
+    Count,
+    DType,
+    Endpoint,
+    EndpointOrEmpty,
+    Label,
+    Moment,
+    Name,
+    Priority,
+    ReplicaId,
+    ReplicaIndex,
+    RequestId,
+    Seed,
+    StageName,
+    StageNameOrEmpty,
+    Steps,
+    TensorRef,
+    TokenId,
+    check_token_ids,
+)
+from omni_actors.protocol.payloads import (
+    MAX_CALLS,
+    MAX_PARAMETERS,
+    AdditionalInformationPayload,
+    Parameter,
+    PositionLogprobs,
+    Prompt,
+    PromptEmbedsPayload,
+    PromptPosition,
+    SpeechAbility,
+    StageParams,
+    ToolCallPiece,
+)
+
+MAX_MESSAGE, MAX_HINT, MAX_FIELD = 8192, 2048, 256  # characters
+
+
+class Credit(Body, tag="credit", frozen=True):
+    """Receiver -> sender of an edge: you may send this much more. Credit itself costs no credit.
+
+    A sender starts with the window of the configuration (`flow`). `bytes` are of frames, without arena blocks.
+    `released` are the tickets of arena blocks that the receiver no longer needs. `mapped` says that it can read the
+    sender's arena, so that blocks may be sent to it.
+    """
+
+    messages: Count = 0
+    bytes: Count = 0
+    released: Annotated[tuple[Count, ...], Meta(max_length=65536)] = ()
+    mapped: bool = False
+
+
+class Abort(Body, tag="abort", frozen=True):
+    """Client -> coordinator, coordinator -> stage: end the request named in the header. Idempotent."""
+
+
+class Failed(Body, tag="failed", frozen=True):
+    """Stage -> coordinator -> client, terminal: the request ended with an error.
+
+    `retry_after` is in seconds; `field` names the field of the request that is wrong.
+    """
+
+    code: ErrorCode
+    message: Annotated[str, Meta(max_length=MAX_MESSAGE)]
+    hint: Annotated[str, Meta(max_length=MAX_HINT)] = ""
+    stage: str | None = None
+    retryable: bool = False
+    retry_after: float | None = None
+    field: Annotated[str, Meta(max_length=MAX_FIELD)] | None = None
+
+    @classmethod
+    def from_error(cls, error: OmniError, stage: str | None = None) -> Failed:
+        """Describe an error; `stage` is used if the error names none. Long texts are cut."""
+        return cls(
+            code=error.code,
+            message=error.message[:MAX_MESSAGE],
+            hint=error.hint[:MAX_HINT],
+            stage=error.stage or stage,
+            retryable=error.retryable,
+            retry_after=error.retry_after,
+            field=error.field[:MAX_FIELD] if error.field is not None else None,
+        )
+
+    def to_error(self) -> OmniError:
+        """Return the typed exception that this message stands for."""
+        return ERROR_CLASSES[self.code](
+            self.message, hint=self.hint, stage=self.stage, retry_after=self.retry_after, field=self.field
+        )
+
+
+MAX_TOMBSTONES = 100_000
+
+
+class Tombstones:
+    """Ids of ended requests, bounded by age (`ttl` seconds) and by number; the oldest are forgotten first."""
+
+    def __init__(self, ttl: float, maximum: int = MAX_TOMBSTONES) -> None:
+        self._ttl = ttl
+        self._maximum = maximum
+        # (time, attempt), in order of time. A plain dict looks for its first entry among all that were deleted.
+        self._ended: collections.OrderedDict[str, tuple[float, int]] = collections.OrderedDict()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._ended
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    def covers(self, request_id: str, attempt: int) -> bool:
+        """Whether this attempt, or a later one, has ended."""
+        return request_id in self._ended and attempt <= self._ended[request_id][1]
+
+    def add(self, request_id: str, now: float, attempt: int = 0) -> None:
+        """Remember an end; the oldest is forgotten when there are too many."""
+        _, before = self._ended.pop(request_id, (0.0, 0))
+        self._ended[request_id] = (now, max(before, attempt))
+        while len(self._ended) > self._maximum:
+            self._ended.popitem(last=False)
+
+    def expire(self, now: float) -> None:
+        """Forget the requests that ended `ttl` seconds ago or earlier."""
+        while self._ended:
+            oldest = next(iter(self._ended))
+            if self._ended[oldest][0] + self._ttl > now:
+                return
+            self._ended.popitem(last=False)
+
+
+class TransferTimeline(Struct, frozen=True, array_like=True):
+    """What one replica (`source`, as "thinker/0") sent about one request to the one that reports it.
+
+    `bytes` are payload: tensors, token ids, text. The moments of sending are by the source's clock.
+    """
+
+    source: Annotated[str, Meta(max_length=80)]
+    messages: Count
+    bytes: Count
+    first_sent: Moment
+    first_received: Moment
+    last_sent: Moment
+    last_received: Moment
+
+
+class StageTimeline(Struct, frozen=True, omit_defaults=True):
+    """The moments of one attempt at a request in one replica; 0 for what did not happen."""
+
+    stage: StageNameOrEmpty
+    replica: ReplicaIndex = 0
+    epoch: Count = 0
+    attempt: Attempt = 0
+    outcome: Annotated[str, Meta(max_length=64)] = "done"  # or an error code, or "dropped": ended by the coordinator
+    expected: Moment = 0.0  # the announcement came
+    first_input: Moment = 0.0
+    started: Moment = 0.0  # handed to the engine
+    first_step: Moment = 0.0  # the engine took it into a step
+    first_output: Moment = 0.0
+    last_output: Moment = 0.0
+    ended: Moment = 0.0
+    input_tokens: Count = 0
+    output_tokens: Count = 0
+    transfers: Annotated[tuple[TransferTimeline, ...], Meta(max_length=64)] = ()
+
+
+class TimelineEvent(Struct, frozen=True, array_like=True):
+    """Something that happened to the request as a whole."""
+
+    name: Annotated[str, Meta(max_length=64)]
+    time: Moment
+    detail: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class RequestTimeline(Struct, frozen=True):
+    """A request as the coordinator saw it, with what the stages reported; all moments by the coordinator's clock.
+
+    `outcome` is "running", "done" or an error code. `events` are `submitted`, `admitted`, `bound` for each attempt,
+    `replayed`, `first_text`, `first_audio`, `first_image` and `ended`. `deliveries` are what stages sent for the
+    client.
+    """
+
+    request_id: str
+    trace_id: str
+    outcome: str
+    attempt: int
+    events: tuple[TimelineEvent, ...]
+    stages: tuple[StageTimeline, ...]
+    deliveries: tuple[TransferTimeline, ...]
+
+
+class Sample(Struct, frozen=True, array_like=True):
+    """The value of one series of a metric in `telemetry/metrics.py`; `labels` are the values of its labels."""
+
+    name: Name
+    labels: Annotated[tuple[Label, ...], Meta(max_length=8)]
+    value: float
+
+
+class HistogramSample(Struct, frozen=True, array_like=True):
+    """One series of a histogram: observations per bucket (not cumulated; the last is +Inf) and their sum."""
+
+    name: Name
+    labels: Annotated[tuple[Label, ...], Meta(max_length=8)]
+    counts: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=64)]
+    total: float
+
+
+class EndedWork(Struct, frozen=True, array_like=True):
+    """A stage's part of a request that did not end with `StageDone`: failed or aborted here."""
+
+    request_id: RequestId
+    timeline: StageTimeline
+
+
+class Snapshot(Body, tag="snapshot", frozen=True):
+    """Stage -> coordinator, once per heartbeat interval: its metrics, counted since its session began."""
+
+    samples: Annotated[tuple[Sample, ...], Meta(max_length=4096)]
+    histograms: Annotated[tuple[HistogramSample, ...], Meta(max_length=1024)] = ()
+    ended: Annotated[tuple[EndedWork, ...], Meta(max_length=256)] = ()
+
+
+ROWS = "rows"  # name of the streamed embeddings among an engine's tensors
+SAMPLES = "samples"  # name of sound, f32 [samples], on its way from a stage to a later one
+SAMPLE_RATE = "sample_rate"  # the scalar that goes with it, in Hz
+PIXELS = "pixels"  # name of a picture, u8 [height, width, 3 or 4], on its way from a stage to a later one
+TEXT = "text"  # the scalar with a piece of text, on its way from a stage to a later one
+UNHEARD = "unheard"  # the scalar with the number of tokens, from the first, whose sound is not to be heard
+LATENTS = "latents"  # the same of latents; those before a request's last are previews
+PICTURE = "picture_"  # begin of the names of tensors with the pixels of pictures, u8 [height, width, 4]
+MAX_ENDED = 4096
+
+
+class OpenRequest(Body, tag="open_request", frozen=True):
+    """Coordinator -> every stage of the route: a request will come.
+
+    The entry stage receives its `prompt` here, and every stage the `information` that it wants. A stage for which the
+    request is `held` takes its input and starts it when `Begin` comes.
+    """
+
+    route: Annotated[tuple[ReplicaId, ...], Meta(min_length=1, max_length=64)]
+    params: StageParams
+    seed: Seed
+    voice: str | None = None
+    priority: int = 0
+    prompt: Prompt | None = None
+    information: AdditionalInformationPayload | None = None
+    held: bool = False
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """References to the tensors whose bytes travel as buffers of the message."""
+        prompt = self.prompt.tensor_refs() if self.prompt is not None else ()
+        information = self.information.tensor_refs() if self.information is not None else ()
+        return (*prompt, *information)
+
+
+class Chunk(Body, tag="chunk", frozen=True):
+    """Stage -> next stage: the next piece of its input.
+
+    Attributes:
+        token_ids: int32 bytes.
+        rows: embeddings that stand in for the receiver's tokens.
+        start: position of the first row or token in the sender's whole sequence. A receiver drops what it already has,
+            since a preempted sender computes rows again.
+        final: ends the stream.
+    """
+
+    token_ids: bytes = b""
+    rows: PromptEmbedsPayload | None = None
+    tensors: Annotated[dict[Name, TensorRef], Meta(max_length=256)] = {}
+    information: AdditionalInformationPayload | None = None
+    start: Count = 0
+    final: bool = False
+    sent: Moment = 0.0
+
+    def __post_init__(self) -> None:
+        check_token_ids(self.token_ids)
+        if ROWS in self.tensors:
+            raise InvalidPayload(f"{ROWS!r} is a field of its own and cannot be one of the tensors.")
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """References to the tensors whose bytes travel as buffers of the message."""
+        rows = (self.rows.tensor,) if self.rows is not None else ()
+        more = self.information.tensor_refs() if self.information is not None else ()
+        return (*rows, *self.tensors.values(), *more)
+
+
+class Resend(Body, tag="resend", frozen=True):
+    """Coordinator -> stage: `receiver` starts again with `attempt`; send it everything again, then continue.
+
+    The header's attempt is the sending stage's own. A stage that no longer holds everything answers `Failed` with
+    `stage_lost`, and then starts again itself.
+    """
+
+    receiver: ReplicaId
+    attempt: Attempt
+
+
+class Begin(Body, tag="begin", frozen=True):
+    """Coordinator -> stage: start the attempt of the header, which is held there."""
+
+
+class Ended(Body, tag="ended", frozen=True):
+    """Coordinator -> stage: these requests are done; their output need no longer be kept for a `Resend`."""
+
+    request_ids: Annotated[tuple[RequestId, ...], Meta(max_length=MAX_ENDED)]
+
+
+# A failing stage does not tell the stages after it: the coordinator aborts them, so that there is one way to end.
+IntoStage = OpenRequest | Chunk | Abort | Credit | Resend | Begin | Ended
+
+
+CHANNELS = (3, 4)  # of a picture: RGB or RGBA
+
+
+class TextDelta(Body, tag="text", frozen=True):
+    """Stage -> coordinator -> client: more text. `text` is empty within a character; `token_ids` are int32 bytes.
+
+    `tool_calls` are the pieces of calls that the tokens make, besides the text. `logprobs` has an entry for each token,
+    or none at all. `prompt_logprobs` are the next positions of the prompt, from the second on.
+    """
+
+    modality: ClassVar[str] = "text"
+
+    text: str
+    token_ids: bytes = b""
+    sent: Moment = 0.0
+    tool_calls: Annotated[tuple[ToolCallPiece, ...], Meta(max_length=MAX_CALLS)] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptPosition, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.logprobs and len(self.logprobs) * TOKEN_BYTES != len(self.token_ids):
+            raise InvalidPayload(
+                f"A text delta has {len(self.token_ids)} bytes of token ids, but log probabilities of "
+                f"{len(self.logprobs)} tokens."
+            )
+
+
+class AudioChunk(Body, tag="audio", frozen=True):
+    """Stage -> coordinator -> client: the next samples, f32 [samples] in [-1, 1], at `sample_rate` Hz."""
+
+    modality: ClassVar[str] = "audio"
+
+    samples: TensorRef
+    sample_rate: Annotated[int, Meta(ge=1, le=768_000)]
+    sent: Moment = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.samples.shape) != 1 or self.samples.dtype is not DType.F32:
+            raise InvalidPayload(
+                f"Audio must be f32 of shape [samples]; got {self.samples.dtype} {list(self.samples.shape)}."
+            )
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """References to the tensors whose bytes travel as buffers of the message."""
+        return (self.samples,)
+
+
+class ImageChunk(Body, tag="image", frozen=True):
+    """Stage -> coordinator -> client: a whole picture, u8 [height, width, channels], 3 channels for RGB or 4 for RGBA.
+
+    A `preview` shows the picture while it is made; it is not part of the answer.
+    """
+
+    modality: ClassVar[str] = "image"
+
+    pixels: TensorRef
+    preview: bool = False
+    sent: Moment = 0.0
+
+    def __post_init__(self) -> None:
+        shape = self.pixels.shape
+        if self.pixels.dtype is not DType.U8 or len(shape) != 3 or shape[2] not in CHANNELS or 0 in shape:
+            raise InvalidPayload(
+                f"A picture must be u8 of shape [height, width, 3 or 4]; got {self.pixels.dtype} {list(shape)}."
+            )
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """References to the tensors whose bytes travel as buffers of the message."""
+        return (self.pixels,)
+
+
+class LatentsChunk(Body, tag="latents", frozen=True):
+    """Stage -> coordinator -> client: the latents of a picture, floating-point numbers of any shape."""
+
+    modality: ClassVar[str] = "latents"
+
+    latents: TensorRef
+    sent: Moment = 0.0
+
+    def __post_init__(self) -> None:
+        if self.latents.dtype not in FLOATING or not self.latents.shape or 0 in self.latents.shape:
+            raise InvalidPayload(
+                f"Latents must be floating-point numbers, and not none; got {self.latents.dtype} "
+                f"{list(self.latents.shape)}."
+            )
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """References to the tensors whose bytes travel as buffers of the message."""
+        return (self.latents,)
+
+
+class StepsDone(Body, tag="progress", frozen=True):
+    """Stage -> coordinator -> client: `step` of `steps` are done. The coordinator fills in the `stage` that sent it."""
+
+    modality: ClassVar[str] = ""  # for every client
+
+    step: Steps
+    steps: Steps
+    stage: StageNameOrEmpty = ""
+    sent: Moment = 0.0
+
+    def __post_init__(self) -> None:
+        if self.step > self.steps:
+            raise InvalidPayload(f"Progress cannot be {self.step} of {self.steps} steps.")
+
+
+Output = TextDelta | AudioChunk | ImageChunk | LatentsChunk | StepsDone  # what goes on to the client
+
+
+class FinishReason(enum.StrEnum):
+    """Why a stage ended a request: the model's own end, or the limit of tokens."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class StageUsage(Struct, frozen=True, omit_defaults=True):
+    """What a stage did for one request. `first_output` and `finished` are seconds since `OpenRequest` arrived.
+
+    `stop_reason` is the stop string or stop token that ended a text, `None` if the model did. `picture_tokens` says how
+    many of an encoder's input tokens stand for pictures.
+    """
+
+    finish_reason: FinishReason
+    input_tokens: Count = 0
+    output_tokens: Count = 0
+    first_output: float = 0.0
+    finished: float = 0.0
+    stop_reason: TokenId | Annotated[str, Meta(max_length=4096)] | None = None
+    picture_tokens: Count = 0
+
+
+class StageDone(Body, tag="stage_done", frozen=True):
+    """Stage -> coordinator: this stage has finished the request and sent all of its output."""
+
+    usage: StageUsage
+    timeline: StageTimeline | None = None
+
+
+class Unreachable(Body, tag="unreachable", frozen=True):
+    """Stage -> coordinator: `receiver` gets no messages of its `attempt`; they are kept for a `Resend`."""
+
+    receiver: ReplicaId
+    attempt: Attempt
+
+
+FromStage = TextDelta | AudioChunk | ImageChunk | LatentsChunk | StepsDone | StageDone | Failed | Unreachable | Credit
+
+
+class ArenaAddress(Struct, frozen=True, array_like=True):
+    """The shared memory of process `pid`: its file `descriptor`, of `size` bytes, the first 16 being `token`."""
+
+    pid: Annotated[int, Meta(ge=1, le=2**31)]
+    descriptor: Annotated[int, Meta(ge=0, le=2**31)]
+    size: Annotated[int, Meta(ge=1, le=2**46)]
+    token: Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class Hello(Body, tag="hello", frozen=True):
+    """Stage -> coordinator, first message: registers a replica, whose id is in the header.
+
+    A mismatch of protocol version, package version or configuration hash fails the start. A process that has lost its
+    coordinator says hello again with the next epoch; `spawn_epoch` stays the epoch that it was started with. `remote`
+    is the inbox for other nodes, "" if none can reach it.
+    """
+
+    protocol: int
+    package: str
+    config: str
+    pid: int
+    inbox: Endpoint
+    arena: ArenaAddress | None = None
+    spawn_epoch: Count = 0
+    remote: EndpointOrEmpty = ""
+
+
+class Welcome(Body, tag="welcome", frozen=True):
+    """Coordinator -> stage: accepted; send results to this endpoint."""
+
+    results: Endpoint
+
+
+class Loading(Body, tag="loading", frozen=True):
+    """Stage -> coordinator: what the start-up is doing now, for people to read."""
+
+    phase: Annotated[str, Meta(max_length=256)]
+
+
+class Ready(Body, tag="ready", frozen=True):
+    """Stage -> coordinator: the engine takes requests, `seconds` after its start-up began.
+
+    `phases` are the parts of that time by name. The rest are facts about the model, empty or 0 where they do not apply:
+    voices, `sample_rate` in Hz, the longest input in tokens, the names of the additional information that this stage
+    wants, how many media a prompt may have, by modality, the parameters that the model declares, and what a stage that
+    speaks a given text can do.
+    """
+
+    seconds: float
+    voices: tuple[str, ...] = ()
+    sample_rate: int = 0
+    max_input_tokens: int = 0
+    wants_information: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
+    phases: Annotated[dict[Name, float], Meta(max_length=64)] = {}
+    max_media: dict[Name, Count] = {}
+    parameters: Annotated[tuple[Parameter, ...], Meta(max_length=MAX_PARAMETERS)] | None = None
+    speech: SpeechAbility | None = None
+
+
+class Peer(Struct, frozen=True, array_like=True):
+    """A neighbour of a replica in the stage graph: its inbox, and its arena if it is on the same host."""
+
+    stage: str
+    replica: int
+    epoch: int
+    inbox: str
+    arena: ArenaAddress | None = None
+
+    @property
+    def replica_id(self) -> ReplicaId:
+        """Identity of the replica in the epoch in which it listens at this address."""
+        return ReplicaId(self.stage, self.replica, self.epoch)
+
+
+class Peers(Body, tag="peers", frozen=True):
+    """Coordinator -> stage: all replicas after it (`peers`) and before it (`sources`) that are up now."""
+
+    peers: tuple[Peer, ...]
+    sources: tuple[Peer, ...] = ()
+
+
+class Heartbeat(Body, tag="heartbeat", frozen=True):
+    """Stage -> coordinator: alive. `progress` counts iterations of the engine loop, `counts` what the stage holds.
+
+    The coordinator compares clocks by `sent`. `listeners`: for so many at a time the stage makes sound as fast as they
+    hear it; 0 if it makes none or cannot tell.
+    """
+
+    progress: Count
+    counts: dict[str, int] = {}
+    sent: Moment = 0.0
+    listeners: Count = 0
+
+
+class Shutdown(Body, tag="shutdown", frozen=True):
+    """Coordinator -> stage or node: end, and abort what is in flight. `failed`: the launch failed, for `reason`."""
+
+    reason: str = ""
+    failed: bool = False
+
+
+class Reregister(Body, tag="reregister", frozen=True):
+    """Coordinator -> stage or node: unknown sender; say hello again."""
+
+
+class Fatal(Body, tag="fatal", frozen=True):
+    """Stage -> coordinator: this process is about to end, for the reason in `message`."""
+
+    message: Annotated[str, Meta(max_length=16384)]
+
+
+StageToCoordinator = Hello | Loading | Ready | Heartbeat | Snapshot | Fatal
+CoordinatorToStage = Welcome | Peers | Shutdown | Reregister
+
+
+class RunningReplica(Struct, frozen=True, array_like=True):
+    """A stage process on a node."""
+
+    stage: StageName
+    replica: ReplicaIndex
+    spawn_epoch: Count
+    pid: int
+
+
+class NodeHello(Body, tag="node_hello", frozen=True):
+    """Node -> coordinator, first message: the processes that run here. `launched`: every replica was ready before.
+
+    `devices` is the number of GPUs of this host. A mismatch of protocol version, package version or configuration hash
+    fails the start.
+    """
+
+    protocol: int
+    package: str
+    config: str
+    replicas: Annotated[tuple[RunningReplica, ...], Meta(max_length=4096)] = ()
+    launched: bool = False
+    devices: Count = 0
+
+
+class NodeWelcome(Body, tag="node_welcome", frozen=True):
+    """Coordinator -> node: accepted."""
+
+
+class NodeBeat(Body, tag="node_beat", frozen=True):
+    """Node -> coordinator, and back as the answer: alive."""
+
+
+class NodeLeaving(Body, tag="node_leaving", frozen=True):
+    """Node -> coordinator: this node and its processes end.
+
+    With `drains` they end once its replicas have finished what they hold: the coordinator then answers with `Shutdown`.
+    """
+
+    reason: Annotated[str, Meta(max_length=16384)] = ""
+    drains: bool = False
+
+
+class StartReplica(Body, tag="start_replica", frozen=True):
+    """Coordinator -> node: start a process. `slot` says which of the stage's GPUs it takes there."""
+
+    stage: StageName
+    replica: ReplicaIndex
+    spawn_epoch: Annotated[int, Meta(ge=1)]
+    slot: ReplicaIndex = 0
+
+
+class KillReplica(Body, tag="kill_replica", frozen=True):
+    """Coordinator -> node: send SIGKILL to a process. Its end is reported like any other."""
+
+    stage: StageName
+    replica: ReplicaIndex
+    spawn_epoch: Count
+
+
+class ReplicaEnded(Body, tag="replica_ended", frozen=True):
+    """Node -> coordinator: a process ended or could not be started, as `how` says. `log` is the end of its log.
+
+    `exit_code` is negative for a signal, and `None` if there was no process.
+    """
+
+    stage: StageName
+    replica: ReplicaIndex
+    spawn_epoch: Count
+    how: Annotated[str, Meta(max_length=4096)]
+    log: Annotated[str, Meta(max_length=65536)] = ""
+    exit_code: int | None = None
+
+
+class Launched(Body, tag="launched", frozen=True):
+    """Coordinator -> node: every replica is ready."""
+
+
+NodeToCoordinator = NodeHello | NodeBeat | NodeLeaving | ReplicaEnded
+CoordinatorToNode = NodeWelcome | NodeBeat | StartReplica | KillReplica | Launched | Shutdown | Reregister
+
+
+class Submit(Body, tag="submit", frozen=True):
+    """Client -> coordinator: run this request, whose id and deadline are in the header.
+
+    Attributes:
+        params: parameters by stage name.
+        seed: chosen at random if `None`.
+        priority: for the engines' schedulers; lower values come first.
+        traceparent: the caller's span (W3C Trace Context).
+        information: for the stages that want it, by name. Its tensors are in the buffers after those of the prompt.
+        tenant: the part of the client's share of slots that the request counts for.
+    """
+
+    prompt: Prompt
+    modalities: Annotated[tuple[str, ...], Meta(min_length=1, max_length=8)] = ("text", "audio")
+    voice: str | None = None
+    params: Annotated[dict[Name, StageParams], Meta(max_length=64)] = {}
+    seed: Seed | None = None
+    priority: Priority = 0
+    traceparent: Annotated[str, Meta(pattern=TRACEPARENT)] | None = None
+    sent: Moment = 0.0
+    information: AdditionalInformationPayload | None = None
+    tenant: Annotated[str, Meta(max_length=64)] = ""
+
+    def __post_init__(self) -> None:
+        of_prompt = len(self.prompt.tensor_refs())
+        information = self.information.tensor_refs() if self.information is not None else ()
+        if any(ref.buffer < of_prompt for ref in information):
+            raise InvalidPayload("The tensors of additional information come after those of the prompt.")
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """References to the tensors whose bytes travel as buffers of the message."""
+        information = self.information.tensor_refs() if self.information is not None else ()
+        return (*self.prompt.tensor_refs(), *information)
+
+
+class Done(Body, tag="done", frozen=True):
+    """Coordinator -> client, terminal: everything was delivered. `usage` is by stage name."""
+
+    usage: dict[str, StageUsage]
+
+
+class Describe(Body, tag="describe", frozen=True):
+    """Client -> coordinator: describe the pipeline and its state."""
+
+
+class StageStatus(Struct, frozen=True):
+    """State of one replica as the coordinator sees it. A `spare` takes requests only in the place of another.
+
+    `start` are the seconds that the phases of its process's start took, empty until it is ready. `node` is the rank of
+    its node. It is `joining` from a `scale` until it is first ready, and `leaving` from one until it is gone.
+    """
+
+    stage: str
+    replica: int
+    epoch: int
+    state: str
+    pid: int
+    in_flight: int
+    counts: dict[str, int] = {}
+    spare: bool = False
+    start: dict[str, float] = {}
+    node: int = 0
+    joining: bool = False
+    leaving: bool = False
+
+
+class Description(Body, tag="description", frozen=True):
+    """Coordinator -> client: the answer to `Describe`.
+
+    Attributes:
+        sample_rate: of the audio, in Hz; 0 without audio.
+        in_flight: requests of all clients that have a slot, at most `max_in_flight`.
+        queued: those that wait for one.
+        speech_waiting: answers whose speech waits until it can be made in time.
+        speech_running: those whose speech is made.
+        speech_places: how many may be spoken at a time, as far as was measured; 0 if none has to wait.
+        requests: the asking client's own requests in flight; one that it waits for and does not find here is lost.
+        counts: what the coordinator refused or dropped, by reason.
+        outputs: the stage that produces each modality.
+        sampling_stages: stages for which a request may set parameters, in the pipeline's order.
+        adapters: names of LoRA adapters; each is also the name of a model.
+        max_media: how many media a prompt may have, by modality; no limit for those that are missing.
+        parameters: those that a stage's model declares, by stage; stages whose model declares none are missing.
+        speech: what the pipeline can do if it speaks the text that it is given; `None` if it answers.
+    """
+
+    pipeline: str
+    model: str
+    modalities: tuple[str, ...]
+    voices: tuple[str, ...]
+    sample_rate: int
+    healthy: bool
+    in_flight: int
+    max_in_flight: int
+    stages: tuple[StageStatus, ...]
+    requests: tuple[str, ...] = ()
+    counts: dict[str, int] = {}
+    outputs: dict[str, str] = {}
+    sampling_stages: tuple[str, ...] = ()
+    queued: int = 0
+    max_media: dict[str, int] = {}
+    adapters: tuple[str, ...] = ()
+    speech_waiting: int = 0
+    speech_running: int = 0
+    speech_places: int = 0
+    parameters: dict[str, tuple[Parameter, ...]] = {}
+    speech: SpeechAbility | None = None
+
+
+class Operation(enum.StrEnum):
+    """What an operator can ask for."""
+
+    STATUS = "status"
+    DRAIN = "drain"  # the replica takes no new requests and finishes those it holds
+    RESTART = "restart"  # drain it, then start it again
+    SCALE = "scale"  # give a stage another number of replicas; those that are too many drain first
+    SHUTDOWN = "shutdown"  # like SIGTERM to the launcher
+
+
+class Operate(Body, tag="operate", frozen=True):
+    """Client -> coordinator: an operator's command, to a replica if it is `drain` or `restart`, to a stage if `scale`.
+
+    Attributes:
+        count: the replicas that the stage is to have, without its spares.
+        node: rank of the node on which to add or remove them; the coordinator's choice if `None`.
+    """
+
+    operation: Operation
+    stage: StageNameOrEmpty = ""
+    replica: ReplicaIndex = 0
+    count: ReplicaIndex | None = None
+    node: ReplicaIndex | None = None
+
+    def __post_init__(self) -> None:
+        scales = self.operation is Operation.SCALE
+        needs_stage = scales or self.operation in (Operation.DRAIN, Operation.RESTART)
+        if needs_stage != bool(self.stage):
+            raise InvalidPayload(
+                f"The operation {self.operation} {'needs a' if needs_stage else 'does not take a'} stage."
+            )
+        if scales != (self.count is not None):
+            raise InvalidPayload(
+                f"The operation {self.operation} {'needs a' if scales else 'does not take a'} count.", field="count"
+            )
+        if self.node is not None and not scales:
+            raise InvalidPayload(f"The operation {self.operation} does not take a node.", field="node")
+
+
+class EdgeStatus(Struct, frozen=True):
+    """The coordinator's link to a replica, and the replica's health. Times are in seconds."""
+
+    stage: str
+    replica: int
+    epoch: int
+    messages_out: int  # sent, without credit for them yet
+    bytes_out: int
+    waiting: int  # messages not sent yet
+    restarts: int  # within the restart window
+    silent: float  # since it was last heard from
+    idle: float  # since its engine loop last made progress
+    phase: str = ""  # of its start-up, for people to read
+
+
+class RequestStatus(Struct, frozen=True):
+    """One request in flight. `remaining` is the time to its deadline in seconds."""
+
+    request_id: str
+    state: str
+    attempt: int
+    route: tuple[str, ...]
+    stages_done: tuple[str, ...]
+    remaining: float
+    losses: tuple[str, ...] = ()
+
+
+class Report(Body, tag="report", frozen=True):
+    """Coordinator -> client: the answer to `Operate`. At most 1000 requests are listed, the oldest first."""
+
+    text: str
+    description: Description
+    edges: tuple[EdgeStatus, ...] = ()
+    requests: tuple[RequestStatus, ...] = ()
+
+
+class Subject(enum.StrEnum):
+    """What a client can ask about."""
+
+    METRICS = "metrics"  # Prometheus text
+    TIMELINE = "timeline"  # of the request `request_id`
+    RECENT = "recent"  # timelines of the last `count` requests that ended, the newest first
+
+
+class Observe(Body, tag="observe", frozen=True):
+    """Client -> coordinator: send metrics or timelines."""
+
+    subject: Subject
+    request_id: Annotated[str, Meta(max_length=128)] = ""
+    count: Annotated[int, Meta(ge=1, le=200)] = 20
+
+
+class Observation(Body, tag="observation", frozen=True):
+    """Coordinator -> client: the answer to `Observe`."""
+
+    text: str = ""
+    timelines: tuple[RequestTimeline, ...] = ()
+
+
+ClientToCoordinator = Submit | Abort | Describe | Credit | Operate | Observe
+CoordinatorToClient = (
+    TextDelta | AudioChunk | ImageChunk | LatentsChunk | StepsDone | Done | Failed | Description | Report | Observation
+)

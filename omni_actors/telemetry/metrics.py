@@ -1,0 +1,428 @@
+"""Every metric, and the counters, gauges and histograms that hold their values.
+
+There is no lock: one thread counts, and others may read, as every change assigns one number.
+
+`python -m omni_actors.telemetry.metrics` prints the table of `docs/observability.md`; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import psutil
+
+from omni_actors.protocol.messages import HistogramSample, Sample, Snapshot, TransferTimeline
+from omni_actors.transport.link import EdgeMetrics
+
+Labels = tuple[str, ...]
+
+
+class Histogram:
+    """Observations per bucket, not cumulated, and their sum. The last bucket is +Inf."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value. A negative one, from clocks that differ, counts as zero."""
+        if value < 0.0:
+            value = 0.0
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class Meters:
+    """The values of one process by metric and labels."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[str, Labels], float] = {}
+        self.histograms: dict[tuple[str, Labels], Histogram] = {}
+
+    def count(self, metric: Metric, *labels: str, by: float = 1) -> None:
+        """Increase a value."""
+        key = (metric.name, labels)
+        self.values[key] = self.values.get(key, 0) + by
+
+    def set(self, metric: Metric, *labels: str, to: float) -> None:
+        """Set a gauge, or a counter that is kept elsewhere."""
+        self.values[(metric.name, labels)] = to
+
+    def set_all(self, metric: Metric, labels: Labels, values: Mapping[str, float]) -> None:
+        """Set a metric for each value of its last label; the mapping's keys are these values."""
+        for name, value in values.items():
+            self.values[(metric.name, (*labels, name))] = value
+
+    def histogram(self, metric: Metric, *labels: str) -> Histogram:
+        """The histogram of these labels. Keep it if you observe often."""
+        key = (metric.name, labels)
+        found = self.histograms.get(key)
+        if found is None:
+            found = self.histograms[key] = Histogram(metric.bounds)
+        return found
+
+    def forget(self, metric: Metric) -> None:
+        """Drop all series of a gauge whose labels come and go, before setting those that exist."""
+        for key in [key for key in self.values if key[0] == metric.name]:
+            del self.values[key]
+
+    def snapshot(self) -> Snapshot:
+        """All values as a message."""
+        samples = [Sample(name, labels, float(value)) for (name, labels), value in self.values.items()]
+        histograms = [
+            HistogramSample(name, labels, tuple(histogram.counts), histogram.total)
+            for (name, labels), histogram in self.histograms.items()
+        ]
+        return Snapshot(samples=tuple(samples), histograms=tuple(histograms))
+
+    def add(self, snapshot: Snapshot, counters_only: bool = False) -> None:
+        """Add the values of a snapshot that fits the table; `counters_only` leaves out its gauges."""
+        for sample in snapshot.samples:
+            metric = TABLE[sample.name]
+            if not counters_only or metric.kind is Kind.COUNTER:
+                self.count(metric, *sample.labels, by=sample.value)
+        for histogram in snapshot.histograms:
+            into = self.histogram(TABLE[histogram.name], *histogram.labels)
+            for index, count in enumerate(histogram.counts):
+                into.counts[index] += count
+            into.total += histogram.total
+
+
+@dataclass(slots=True)
+class TransferTrack:
+    """Grows with every message. `latency` is the edge's histogram, which all requests share."""
+
+    latency: Histogram
+    messages: int = 0
+    bytes: int = 0
+    first_sent: float = 0.0
+    first_received: float = 0.0
+    last_sent: float = 0.0
+    last_received: float = 0.0
+
+    def add(self, sent: float, received: float, size: int, offset: float = 0.0) -> None:
+        """Count a message of `size` bytes. `offset` is added to the sender's moments to compare them with ours."""
+        self.messages += 1
+        self.bytes += size
+        if not sent:
+            return
+        if not self.first_sent:
+            self.first_sent, self.first_received = sent, received
+        self.last_sent, self.last_received = sent, received
+        self.latency.observe(received - sent - offset)
+
+    def timeline(self, source: str) -> TransferTimeline:
+        """What goes into a stage's timeline."""
+        return TransferTimeline(
+            source, self.messages, self.bytes, self.first_sent, self.first_received, self.last_sent, self.last_received
+        )
+
+
+def track_of(tracks: dict[str, TransferTrack], meters: Meters, source: str, target: str) -> TransferTrack:
+    """The request's track for messages from `source`, created with the first of them."""
+    found = tracks.get(source)
+    if found is None:
+        found = tracks[source] = TransferTrack(meters.histogram(EDGE_LATENCY, source, target))
+    return found
+
+
+def edge_metrics(meters: Meters, source: str, edges: Mapping[str, EdgeMetrics]) -> None:
+    """Set the sender's metrics of its edges. An edge that is gone keeps its counters and loses its gauges."""
+    for gauge in (EDGE_OUT, EDGE_OUT_BYTES, EDGE_CREDIT, EDGE_WAITING):
+        meters.forget(gauge)
+    for target, edge in edges.items():
+        meters.set(EDGE_MESSAGES, source, target, to=edge.messages)
+        meters.set(EDGE_BYTES, source, target, to=edge.bytes)
+        meters.set(EDGE_SHARED, source, target, to=edge.shared_bytes)
+        if edge.open:
+            meters.set(EDGE_OUT, source, target, to=edge.messages_out)
+            meters.set(EDGE_OUT_BYTES, source, target, to=edge.bytes_out)
+            meters.set(EDGE_CREDIT, source, target, to=edge.credit)
+            meters.set(EDGE_WAITING, source, target, to=edge.waiting)
+
+
+def process_metrics(meters: Meters, labels: tuple[str, ...], processor_time: float) -> None:
+    """Set the memory of this process, and the processor time in seconds to report for it."""
+    meters.set(RESIDENT, *labels, to=psutil.Process().memory_info().rss)
+    meters.set(CPU_SECONDS, *labels, to=processor_time)
+
+
+class Kind(enum.StrEnum):
+    """How the values of a metric are merged and exposed."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Metric(NamedTuple):
+    """`bounds` are the upper bounds of a histogram's buckets without +Inf, rising, in the unit of the name."""
+
+    name: str
+    kind: Kind
+    labels: tuple[str, ...]
+    help: str
+    bounds: tuple[float, ...] = ()
+
+
+TABLE: dict[str, Metric] = {}  # of the pipeline: every endpoint exports them
+HTTP_TABLE: dict[str, Metric] = {}  # of the HTTP server, which exports them besides those of the pipeline
+COORDINATOR = ("coordinator", "0")  # its values of the labels stage and replica
+
+
+def _counter(name: str, labels: tuple[str, ...], help: str) -> Metric:
+    return TABLE.setdefault(name, Metric(name, Kind.COUNTER, labels, help))
+
+
+def _gauge(name: str, labels: tuple[str, ...], help: str) -> Metric:
+    return TABLE.setdefault(name, Metric(name, Kind.GAUGE, labels, help))
+
+
+def _histogram(name: str, labels: tuple[str, ...], bounds: tuple[float, ...], help: str) -> Metric:
+    return TABLE.setdefault(name, Metric(name, Kind.HISTOGRAM, labels, help, bounds))
+
+
+def _http(kind: Kind, name: str, labels: tuple[str, ...], help: str, bounds: tuple[float, ...] = ()) -> Metric:
+    return HTTP_TABLE.setdefault(name, Metric(name, kind, labels, help, bounds))
+
+
+_LATENCIES = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+_STEPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_WAITS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_REQUESTS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_FACTORS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0, 10.0)
+
+_REPLICA = ("stage", "replica")
+_EDGE = ("source", "target")
+
+# Counted by the coordinator.
+REQUESTS = _counter(
+    "omni_requests_total",
+    ("outcome", "code"),
+    "Requests that ended: done, failed or refused (never admitted), with the error code, or ok.",
+)
+IN_FLIGHT = _gauge("omni_requests_in_flight", (), "Requests that have a slot.")
+QUEUED = _gauge("omni_requests_queued", (), "Requests that wait for a slot.")
+SPEECH_WAITING = _gauge("omni_speech_waiting", (), "Answers whose speech waits until it can be made in time.")
+SPEECH_RUNNING = _gauge("omni_speech_running", (), "Answers whose speech is made.")
+SPEECH_PLACES = _gauge(
+    "omni_speech_places", (), "How many answers may be spoken at a time, as far as was measured; 0 if none has to wait."
+)
+SPEECH_WAIT = _histogram(
+    "omni_speech_wait_seconds", (), _WAITS, "Time from an answer's first text until its speech may be made."
+)
+REQUEST_SECONDS = _histogram("omni_request_seconds", (), _REQUESTS, "Time of a done request from arrival to end.")
+FIRST_TEXT = _histogram(
+    "omni_time_to_first_text_seconds", (), _WAITS, "Time from a request's arrival to its first text (TTFT)."
+)
+FIRST_AUDIO = _histogram(
+    "omni_time_to_first_audio_seconds", (), _WAITS, "Time from a request's arrival to its first samples (TTFA)."
+)
+SMOOTH_START = _histogram(
+    "omni_smooth_start_seconds",
+    (),
+    _WAITS,
+    "Time from a done request's arrival to the earliest moment at which its audio can be played without a gap.",
+)
+AUDIO_GAPS = _histogram(
+    "omni_audio_gaps_seconds",
+    (),
+    _WAITS,
+    "Silence in the audio of a done request, all gaps together, when it is played from its first samples on.",
+)
+REALTIME_FACTOR = _histogram(
+    "omni_realtime_factor",
+    (),
+    _FACTORS,
+    "Time of a done request divided by the length of its audio; below 1 is faster than playback.",
+)
+FIRST_PICTURE = _histogram(
+    "omni_time_to_first_picture_seconds", (), _WAITS, "Time from a request's arrival to its first picture or preview."
+)
+AUDIO_SECONDS = _counter("omni_audio_seconds_total", (), "Length of all audio sent to clients.")
+PICTURES = _counter("omni_pictures_total", (), "Pictures sent to clients, without previews.")
+TEXT_TOKENS = _counter("omni_text_tokens_total", (), "Text tokens sent to clients.")
+ROUTED = _counter(
+    "omni_routed_total",
+    ("by",),
+    "Choices of a replica, by what decided: load, a conversation in its prefix cache (prefix), or the same host.",
+)
+REPLAYS = _counter("omni_replays_total", (), "Attempts made after the loss of a replica.")
+RETAINED = _gauge("omni_retained_bytes", (), "Prompts and media kept to run requests again.")
+READY = _gauge("omni_replica_ready", _REPLICA, "1 while a replica takes requests, else 0.")
+SPARE = _gauge("omni_replica_spare", _REPLICA, "1 while a spare is ready to take the place of a replica, else 0.")
+RESTARTS = _counter("omni_replica_restarts_total", _REPLICA, "Restarts of a replica, for any reason.")
+BOUND = _gauge("omni_replica_requests", _REPLICA, "Requests bound to a replica.")
+
+# Counted by the receiver or the sender.
+REJECTED = _counter(
+    "omni_frames_rejected_total",
+    (*_REPLICA, "channel", "reason"),
+    "Messages that failed validation, by receiver (the coordinator's by channel) and reason.",
+)
+DROPPED = _counter(
+    "omni_messages_dropped_total",
+    (*_REPLICA, "reason"),
+    "Valid messages dropped as late, of an earlier epoch, or of unknown requests, by receiver and reason.",
+)
+EDGE_MESSAGES = _counter("omni_edge_messages_total", _EDGE, "Messages sent on an edge.")
+EDGE_BYTES = _counter("omni_edge_bytes_total", _EDGE, "Bytes of all frames sent on an edge, headers included.")
+EDGE_SHARED = _counter("omni_edge_shared_bytes_total", _EDGE, "Bytes of tensors sent through shared memory instead.")
+EDGE_OUT = _gauge("omni_edge_unacknowledged_messages", _EDGE, "Messages sent for which no credit has come back yet.")
+EDGE_OUT_BYTES = _gauge("omni_edge_unacknowledged_bytes", _EDGE, "Bytes sent for which no credit has come back yet.")
+EDGE_CREDIT = _gauge("omni_edge_credit_messages", _EDGE, "Messages that may be sent before more credit arrives.")
+EDGE_WAITING = _gauge(
+    "omni_edge_waiting_messages", _EDGE, "Messages waiting at the sender for credit or for the socket."
+)
+EDGE_LATENCY = _histogram(
+    "omni_edge_latency_seconds",
+    _EDGE,
+    _LATENCIES,
+    "Time from when a chunk, text or audio is made (or sent again) until its receiver takes it, waiting for credit "
+    "included. Between stages on two hosts it includes the difference of their clocks.",
+)
+
+# Counted by stages.
+STAGE_REQUESTS = _counter(
+    "omni_stage_requests_total",
+    (*_REPLICA, "outcome"),
+    "Attempts that ended in a stage: done, an error code, or dropped (ended by the coordinator).",
+)
+STAGE_HELD = _gauge("omni_stage_requests_held", _REPLICA, "Requests that a stage knows.")
+STEP_SECONDS = _histogram(
+    "omni_stage_step_seconds",
+    _REPLICA,
+    _STEPS,
+    "Time of an engine step, which computes up to `steps_per_schedule` of the model.",
+)
+HELD_BACK = _counter(
+    "omni_stage_held_back_seconds_total",
+    (*_REPLICA, "reason"),
+    "Time in which a stage had work and did not step: it yielded to a stage with priority on the same device "
+    "(device_priority), or later stages were behind (credit).",
+)
+QUEUE_SECONDS = _histogram(
+    "omni_stage_queue_seconds",
+    _REPLICA,
+    _WAITS,
+    "Time from handing a request to the engine until the engine first schedules it.",
+)
+OUTPUT_SECONDS = _histogram(
+    "omni_stage_first_output_seconds",
+    _REPLICA,
+    _WAITS,
+    "Time from handing a request to the engine until its first output.",
+)
+INPUT_TOKENS = _counter("omni_stage_input_tokens_total", _REPLICA, "Input tokens of done requests.")
+OUTPUT_TOKENS = _counter(
+    "omni_stage_output_tokens_total",
+    _REPLICA,
+    "Tokens generated, counted as they are made and as in a request's usage: a frame of several codes is one token.",
+)
+STAGE_AUDIO = _counter("omni_stage_audio_seconds_total", _REPLICA, "Length of the audio made.")
+STAGE_PICTURES = _counter("omni_stage_pictures_total", _REPLICA, "Pictures made, without previews.")
+EARLY_CHUNKS = _gauge("omni_stage_early_chunk_bytes", _REPLICA, "Input that arrived before its announcement.")
+ARENA = _gauge("omni_stage_arena_bytes", _REPLICA, "Shared memory in use for output.")
+ARENA_FULL = _counter(
+    "omni_stage_arena_full_total", _REPLICA, "Buffers sent as frames because shared memory had no room."
+)
+RESIDENT = _gauge("omni_process_resident_bytes", _REPLICA, "Resident memory of a process.")
+CPU_SECONDS = _counter("omni_process_cpu_seconds_total", _REPLICA, "Processor time of a process.")
+DEVICE_BYTES = _gauge("omni_device_memory_bytes", _REPLICA, "Device memory reserved by a stage's allocator.")
+
+# Reported by stages that account for the memory of their requests.
+BUDGET_BYTES = _gauge("omni_stage_budget_bytes", _REPLICA, "The stage's `budget_bytes`.")
+BUDGET_HELD = _gauge(
+    "omni_stage_budget_held_bytes",
+    _REPLICA,
+    "Memory that the budget counts for requests, whether they are computed or not: in a diffusion stage from their "
+    "admission to their end, in an autoregressive stage from their first rows on.",
+)
+BUDGET_STEP = _gauge(
+    "omni_stage_budget_step_bytes", _REPLICA, "Memory that the budget counts for the latest step in addition."
+)
+BUDGET_WAITING = _gauge(
+    "omni_stage_budget_waiting",
+    _REPLICA,
+    "Requests (chunks of sound in a diffusion stage) that the latest step left out because the budget was used up.",
+)
+BUDGET_DEFERRALS = _counter(
+    "omni_stage_budget_deferrals_total",
+    _REPLICA,
+    "How often work was left out of a step because the budget was used up.",
+)
+
+# Reported by vLLM.
+VLLM_RUNNING = _gauge("omni_vllm_running_requests", _REPLICA, "Requests in vLLM's batch.")
+VLLM_WAITING = _gauge("omni_vllm_waiting_requests", _REPLICA, "Requests in vLLM's queue.")
+VLLM_KV = _gauge("omni_vllm_kv_cache_usage_ratio", _REPLICA, "Share of KV cache blocks in use, 0 to 1.")
+VLLM_PREEMPTIONS = _counter(
+    "omni_vllm_preemptions_total", _REPLICA, "Requests put back into the queue for lack of KV cache blocks."
+)
+VLLM_QUERIES = _counter(
+    "omni_vllm_prefix_cache_queries_total", _REPLICA, "Prompt tokens looked up in the prefix cache."
+)
+VLLM_HITS = _counter("omni_vllm_prefix_cache_hits_total", _REPLICA, "Prompt tokens found in the prefix cache.")
+
+# Counted by the HTTP server.
+REALTIME_SESSIONS = _http(Kind.GAUGE, "omni_realtime_sessions", (), "Sessions of /v1/realtime that are open.")
+REALTIME_RESPONSES = _http(
+    Kind.COUNTER,
+    "omni_realtime_responses_total",
+    ("status",),
+    "Answers in realtime sessions that ended, by status: completed, cancelled, incomplete or failed.",
+)
+REALTIME_INTERRUPTIONS = _http(
+    Kind.COUNTER,
+    "omni_realtime_interruptions_total",
+    ("reason",),
+    "Answers that the user cut short, by speaking (turn_detected) or through the client (client_cancelled).",
+)
+REALTIME_PREPARATIONS = _http(
+    Kind.COUNTER,
+    "omni_realtime_preparations_total",
+    ("outcome",),
+    "Prompts computed while the user still spoke, by outcome: computed, cancelled (the turn was over) or failed.",
+)
+REALTIME_LAG = _http(
+    Kind.HISTOGRAM,
+    "omni_realtime_detection_lag_seconds",
+    (),
+    "How far behind real time the server looked for turns in a piece of sound; over 0.5 s it refuses new sessions.",
+    _WAITS,
+)
+REALTIME_FIRST_AUDIO = _http(
+    Kind.HISTOGRAM,
+    "omni_realtime_first_audio_seconds",
+    (),
+    "Time from the end of the user's speech (from the request for an answer, if the server does not find the turns) "
+    "to the first samples of the answer.",
+    _WAITS,
+)
+REALTIME_SMOOTH_START = _http(
+    Kind.HISTOGRAM,
+    "omni_realtime_smooth_start_seconds",
+    (),
+    "Time from there to the earliest moment at which the audio of a complete answer can be played without a gap.",
+    _WAITS,
+)
+
+
+def markdown() -> str:
+    """The table for the documentation."""
+    lines = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
+    for metric in (*TABLE.values(), *HTTP_TABLE.values()):
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown())
