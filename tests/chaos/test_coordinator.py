@@ -15,7 +15,7 @@ from omni_actors.errors import OmniError
 from omni_actors.host.run_directory import FLEET
 from omni_actors.protocol.messages import Operation
 from tests.support.launcher import EchoLauncher
-from tests.support.load import ask_and_check, replicas, text_of, undisturbed_chain, until_healthy
+from tests.support.load import ask_and_check, disturbed_chain, replicas, text_of, until_healthy
 from tests.support.processes import assert_nothing_left, processes_of
 from tests.support.waiting import PATIENCE, until
 
@@ -41,7 +41,7 @@ async def pids(client: AsyncOmniClient) -> dict[str, int]:
 
 async def test_a_killed_coordinator_comes_back_and_its_requests_end_typed(launch, short_path):
     """Twice, with 50 requests in flight each: all of them end typed, and the next ones are answered."""
-    launcher = launch(undisturbed_chain(0.005)).wait_ready()
+    launcher = launch(disturbed_chain(0.005)).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as watcher:
         before = await pids(client)
         for round_number in range(2):
@@ -65,7 +65,7 @@ async def test_a_killed_coordinator_comes_back_and_its_requests_end_typed(launch
 
 @pytest.mark.nightly
 async def test_a_coordinator_that_hangs_is_replaced(launch, short_path):
-    data = undisturbed_chain()
+    data = disturbed_chain()
     data["coordinator"]["heartbeat_timeout"] = 4.0
     launcher = launch(data).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
@@ -80,7 +80,7 @@ async def test_a_coordinator_that_hangs_is_replaced(launch, short_path):
 
 @pytest.mark.nightly
 def test_a_coordinator_that_keeps_dying_ends_the_launch(launch, short_path):
-    data = undisturbed_chain()
+    data = disturbed_chain()
     data["coordinator"]["restarts"] = 1
     launcher = launch(data).wait_ready()
     former = coordinator_of(short_path)
@@ -92,7 +92,7 @@ def test_a_coordinator_that_keeps_dying_ends_the_launch(launch, short_path):
 
 
 async def test_scale_and_drains_outlive_the_coordinator_and_a_broken_memory_is_no_silent_reset(launch, short_path):
-    launcher = launch(undisturbed_chain()).wait_ready()
+    launcher = launch(disturbed_chain()).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
         await client.operate(Operation.SCALE, "talker", count=2)
         await until_talkers(client, {"talker/0": "ready", "talker/1": "ready"})

@@ -67,7 +67,9 @@ def await_runs(launcher: EchoLauncher, stage: str, runs: int) -> None:
 
 
 async def test_a_stopped_process_is_killed_and_started_again(launch):
-    launcher = launch(disturbed_chain()).wait_ready()
+    data = disturbed_chain()
+    data["coordinator"]["heartbeat_timeout"] = 3.0
+    launcher = launch(data).wait_ready()
     async with connected(launcher.endpoint) as (client, losses):
         pid = await pid_of(client, "talker/0")
         await Load(client).run({0.3: lambda: losses.hit(pid, "talker/0", signal.SIGSTOP)})
@@ -78,10 +80,13 @@ async def test_a_stopped_process_is_killed_and_started_again(launch):
 
 @pytest.mark.parametrize(
     ("token", "reason", "stall_timeout"),
-    [(HANG_TOKEN, "no progress for", 0.6), nightly(GRAB_TOKEN, "no sign of life for", 20.0)],
+    [(HANG_TOKEN, "no progress for", 2.0), nightly(GRAB_TOKEN, "no sign of life for", 60.0)],
 )
 async def test_a_loop_that_hangs_is_killed_and_its_request_is_poison(launch, token, reason, stall_timeout):
-    launcher = launch(disturbed_chain(stall_timeout=stall_timeout)).wait_ready()
+    data = disturbed_chain()
+    data["stages"][0]["stall_timeout"] = stall_timeout
+    data["coordinator"]["heartbeat_timeout"] = 30.0 if token == HANG_TOKEN else 3.0
+    launcher = launch(data).wait_ready()
     async with connected(launcher.endpoint) as (client, losses):
         pid = await pid_of(client, "prompt/0")
         stream = await client.submit({"prompt_token_ids": [65, token]}, modalities=["text"])

