@@ -25,31 +25,6 @@ def test_the_package_does_not_grow() -> None:
     assert len(sizes) <= FILES
 
 
-def test_lines_of_code_are_those_that_say_something() -> None:
-    source = '''"""About it."""
-
-import os
-from a import (
-    b,
-)
-
-# a comment
-class C:
-    """What it is."""
-
-    text = """
-two lines
-"""
-
-    def f(self):
-        "Said here."
-        return (1,  # one
-
-                2)
-'''
-    assert lines_per_package.code_lines(source) == 7
-
-
 def test_no_two_classes_have_the_same_name() -> None:
     sources = [path.read_text("utf-8") for path in lines_per_package.PACKAGE.rglob("*.py")]
     nodes = [node for source in sources for node in ast.walk(ast.parse(source))]

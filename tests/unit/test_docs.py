@@ -74,17 +74,6 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
         assert not [address for address in assets.addresses if re.match(r"(https?:)?//", address)], page.name
 
 
-@pytest.mark.nightly
-def test_pages_have_what_their_sources_point_to(site: Path) -> None:
-    extending = (site / "extending.html").read_text()
-    for word in ("SoundPieces", "Leveller", "LlamaAdapter", "custom_model.prompt.Tokenize", "Painter"):
-        assert word in extending, f"{word}: the examples are shown as they stand"
-    client = (site / "client.html").read_text()
-    for word in ("AsyncOmniClient", "modalities", "retry_after"):
-        assert word in client
-    assert "<td>draining</td>" in (site / "architecture.html").read_text()
-
-
 @pytest.mark.parametrize("name", reference_docs.PARTS)
 def test_generated_parts_are_current(name: str) -> None:
     path, text, wanted = reference_docs.current(name)
@@ -161,19 +150,6 @@ def fields_in_vllm(package: str, name: str) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
-def test_meanings_come_from_docstrings_and_limits_from_annotations() -> None:
-    rows = {
-        cells[1].strip("` "): [cell.strip() for cell in cells[2:5]]
-        for cells in (line.split("|") for line in reference_docs.configuration().splitlines())
-        if len(cells) == 6
-    }
-    assert rows["kind"][0] == "**needed**"
-    assert "`autoregressive`" in rows["kind"][1]
-    assert rows["edge_bytes"][0] == "`67108864` (64 MiB)"
-    assert rows["replicas"] == ["`1`", "whole number, from 1 to 1 024", "processes that run this stage."]
-    assert rows["from"][0] == "**needed**", "under the name that it has in the YAML"
-
-
 def test_every_page_is_in_the_menu() -> None:
     def pages(entry: object) -> list[str]:
         if isinstance(entry, dict):
@@ -217,13 +193,6 @@ def default_of(section: str, key: str) -> Any:
 def test_a_default_named_in_passing_is_the_default(page: Path) -> None:
     for section, key, value, unit in DEFAULT.findall(page.read_text()):
         assert float(value) * UNITS[unit] == default_of(section, key), f"`{section}.{key}`"
-
-
-def test_the_pattern_for_defaults_finds_them() -> None:
-    assert DEFAULT.findall("the `coordinator.reconnect_timeout` (300 s) and `retain_bytes` (256 MiB) of a stage") == [
-        ("coordinator", "reconnect_timeout", "300", "s"),
-        ("", "retain_bytes", "256", "MiB"),
-    ]
 
 
 def test_the_bounds_of_the_threat_model_are_those_of_the_code() -> None:
@@ -287,11 +256,6 @@ def most(config: type[Struct], key: str) -> int:
     """The largest value, or the largest length, that a key may have."""
     schema = msgspec.json.schema(config)["$defs"][config.__name__]["properties"][key]
     return int(schema.get("maximum", schema.get("maxItems")))
-
-
-def test_the_pattern_for_paths_finds_them() -> None:
-    text = "`stage/session.py`, tests/unit/test_docs.py and (launch/slurm.sbatch), not https://example.com/a/b.py"
-    assert PATH.findall(text) == ["stage/session.py", "tests/unit/test_docs.py", "launch/slurm.sbatch"]
 
 
 def test_every_promise_has_a_test_that_every_change_runs() -> None:

@@ -24,12 +24,6 @@ ALLOWED_PRIVATE = {
     "support/sharing.py": {"_fixturemanager", "_request", "_split_scope"},
     # vLLM's own methods that the engine overrides.
     "unit/test_gpu_worker.py": {"_make_model_runner"},
-    "unit/test_vllm_contract.py": {
-        "_free_request",
-        "_handle_blocked_waiting_request",
-        "_make_model_runner",
-        "_sample_random",
-    },
 }
 
 

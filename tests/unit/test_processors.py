@@ -160,6 +160,3 @@ def test_a_stage_for_pictures_gets_them_alone_and_has_nothing_to_do_without() ->
     assert start.inputs.token_ids == []
     assert start.inputs.tensors == {"picture_0": pixels}
     assert PicturesOnly(2, ("prompt",)).feed("prompt", InputPiece(token_ids=[1], final=True)) == [Skip()]
-
-
-# -- helpers ----------------------------------------------------------------------------------------------------------

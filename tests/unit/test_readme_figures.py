@@ -12,7 +12,6 @@ from tests.support.paths import REPOSITORY
 
 README = (REPOSITORY / "README.md").read_text()
 BENCHMARKS = (REPOSITORY / "docs" / "benchmarks.md").read_text()
-LIMITS = " ".join((REPOSITORY / "docs" / "security.md").read_text().split())
 OUTSIDE = "### From outside, over HTTP"
 BESIDE = "### Beside vllm-omni"
 QWEN3 = "### Qwen3-Omni-30B-A3B"
@@ -86,13 +85,3 @@ def test_the_sentences_below_it() -> None:
     cells = (one[1], many[5], qwen[1], qwen[6], turbo[1], turbo[6])
     expect([Decimal(figure) for figure in found.groups()], [figures(cell)[0] for cell in cells])
     assert many[3] == "0 of 128"
-
-
-def test_stalled_answers_of_the_known_limits() -> None:
-    counts = [row(BENCHMARKS, OUTSIDE, f"c={load}")[3] for load in (32, 64, 128)]
-    assert counts == ["0 and 19 of 64", "0 and 5 of 128", "8 of 128"]
-    assert "19 of 64 in one of two measurements" in LIMITS
-    assert "5 of 256 at 64, 8 of 128 at 128" in LIMITS
-    counts = [row(BENCHMARKS, QWEN3, f"c={load}")[4].split(" (")[0] for load in (32, 64)]
-    assert counts == ["1 of 64", "26 of 128"]
-    assert "1 of 64 at 32 and 26 of 128 at 64" in LIMITS

@@ -143,9 +143,6 @@ def test_what_is_remembered_of_conversations_is_bounded(monkeypatch: pytest.Monk
         assert (router.chosen["prefix"] > before) is known
 
 
-# -- hosts ------------------------------------------------------------------------------------------------------------
-
-
 # -- always -----------------------------------------------------------------------------------------------------------
 
 CONDITIONS = ("ready", "draining", "dead", "starting", "spare", "reserved", "congested")

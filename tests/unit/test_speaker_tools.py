@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -12,66 +11,20 @@ import torch
 
 from tests.support.paths import REPOSITORY
 from tools.speaker import SpeakerError
-from tools.speaker.codec import CODES, PHONES, SOUNDS, VOICES, Sound, Utterance, encode, phones_of
+from tools.speaker.codec import PHONES, SOUNDS, Sound
 from tools.speaker.export import MAX_BYTES, expected_shapes, whole_model
 from tools.speaker.judge import Judge
 from tools.speaker.layout import load_tokenizer
 from tools.speaker.parts import read_part, read_voices, write_part
-from tools.speaker.teacher import read_records, speak
 
 pytestmark = pytest.mark.nightly
 
 CHECKPOINT = REPOSITORY / "examples" / "speaker"
-CHELSIE = VOICES["Chelsie"]
 # What is said in docs/audio/boat.wav: phones, and how many codes each lasts.
 BOAT = (
     "pau:3 dh:3 ax:2 ch:8 ih:3 l:5 d:3 r:2 ax:2 n:3 f:5 aw:8 n:4 d:2 ax:2 s:5 m:2 ao:4 l:3 b:3 ow:5 "
     "t:3 n:2 ih:3 r:4 dh:2 ax:2 r:5 ih:1 v:3 er:11 pau:6"
 )
-
-
-def utterance(*phones: str, each_ms: int = 80, pitch: float = 174.0) -> Utterance:
-    """An utterance of equally long phones, a word beginning with each second one, between two silences of 200 ms."""
-    names = ["pau", *phones, "pau"]
-    ends = 200 + each_ms * np.arange(len(phones) + 1)
-    return Utterance(
-        phones=np.array([PHONES.index(name) for name in names]),
-        word_starts=np.arange(len(names)) % 2 == 1,
-        ends_ms=np.append(ends, ends[-1] + 200),
-        pitch_hz=np.full((ends[-1] + 200) // 5, pitch),
-        samples=np.zeros(16 * (ends[-1] + 200), np.int16),
-    )
-
-
-def test_codes_say_the_phones_that_were_spoken() -> None:
-    codes, start = encode(utterance("hh", "ax", "l", "ow"), CHELSIE)
-    assert phones_of(codes) == ["hh", "ax", "l", "ow"]
-    assert start == 140, "60 ms of the first silence are kept"
-    assert len(codes) == (60 + 4 * 80 + 120) // 20
-    assert all(0 < code < CODES for code in codes)
-
-
-def record(phones: int = 2, frames: int = 3, samples: int = 4) -> bytes:
-    table = b"".join(struct.pack("<BBH", number, number % 2, 100 * number) for number in range(phones))
-    return (
-        struct.pack("<3I", phones, frames, samples)
-        + table
-        + struct.pack(f"<{frames}H{samples}h", *range(frames + samples))
-    )
-
-
-def test_records_of_the_teacher_are_read_and_a_cut_one_is_refused() -> None:
-    first, empty = read_records(record() + record(0, 0, 0))
-    assert first.ends_ms.tolist() == [0, 100]
-    assert first.word_starts.tolist() == [False, True]
-    assert first.pitch_hz.tolist() == [0.0, 0.1, 0.2]
-    assert first.samples.tolist() == [3, 4, 5, 6]
-    assert len(empty.phones) == 0
-    for cut in (5, 13, len(record()) - 1):
-        with pytest.raises(SpeakerError, match="ends within"):
-            list(read_records(record()[:cut]))
-    with pytest.raises(SpeakerError, match=r"build\.sh"):
-        speak(["Hello."], CHELSIE, wave=False, program=Path("/nowhere"))
 
 
 def test_the_checkpoint_is_whole_and_small() -> None:

@@ -6,27 +6,21 @@ import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from tests.support.paths import REPOSITORY
-from tools.speaker import SpeakerError, files_of
 from tools.speaker.codec import CODES, VOICES
 from tools.speaker.corpus import Corpus
 from tools.speaker.layout import load_tokenizer, speaker_config, write_layout
 from tools.speaker.parts import read_part, read_voices
 from tools.speaker.tasks import Task
 from tools.speaker.training import train
-from tools.speaker.training.decoder import Talker
 from tools.speaker.training.dit import train_dit
-from tools.speaker.training.learner import Learner
 from tools.speaker.training.loop import Options
 from tools.speaker.training.prepare import Prompts, write_texts
-from tools.speaker.training.senses import Thinker
-from tools.speaker.training.stored import Stored
 from tools.speaker.training.vocoder import train_vocoder
 
 pytestmark = pytest.mark.nightly
@@ -116,41 +110,3 @@ def test_thinker_and_talker_take_steps_and_continue_from_their_state(work: Path)
         assert {"model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"} <= changed, part
         if part == "thinker":
             assert {"audio_tower.conv1.weight", "visual.blocks.0.attn.q.weight"} <= set(first)
-
-
-def test_thinker_and_talker_begin_from_a_checkpoint_that_fits(work: Path, tmp_path: Path) -> None:
-    whole = Stored(work, "cpu").recipe
-    config = speaker_config(296)
-    whole["sizes"]["text"]["num_hidden_layers"] = config.thinker_config.text_config.num_hidden_layers
-    whole["sizes"]["audio"]["encoder_layers"] = config.thinker_config.audio_config.encoder_layers
-    whole["sizes"]["talker"]["num_hidden_layers"] = config.talker_config.num_hidden_layers
-    namespaces = {name: SimpleNamespace(**fields) for name, fields in whole["sizes"].items()}
-    modules = {"thinker": Thinker(namespaces), "talker": Talker(namespaces["talker"])}
-    for part in modules:
-        learner = Learner(part, modules[part], options(tmp_path, start=CHECKPOINT), peak=1e-3, decay=0.0, average=0.9)
-        given = read_part(CHECKPOINT, part)
-        means = learner.flat.averaged()
-        assert set(means) == set(given), part
-        assert all(torch.equal(value, means[name]) for name, value in given.items()), part
-    with pytest.raises(SpeakerError, match="do not fit"):
-        Learner(
-            "talker",
-            Talker(SimpleNamespace(**(whole["sizes"]["talker"] | {"hidden_size": 64}))),
-            options(tmp_path, start=CHECKPOINT),
-            peak=1e-3,
-            decay=0.0,
-            average=0.9,
-        )
-
-
-def test_what_is_missing_is_named(work: Path, tmp_path: Path) -> None:
-    with pytest.raises(SpeakerError, match="Unknown part 'singer'"):
-        train("singer", options(work))
-    with pytest.raises(SpeakerError, match="tokenizer"):
-        train("dit", options(tmp_path))
-    with pytest.raises(SpeakerError, match=r"lacks text\.npz; run .* prepare"):
-        train("talker", options(tmp_path))
-    with pytest.raises(SpeakerError, match="holds no codes"):
-        files_of(tmp_path, "codes")
-    with pytest.raises(SpeakerError, match="holds no corpus"):
-        Corpus.load(tmp_path)
