@@ -1,4 +1,4 @@
-"""Replicas are killed, stopped or stuck while 200 requests run: every answer equals that of an undisturbed run."""
+"""Replicas are killed, stopped or stuck while 100 requests run: every answer equals that of an undisturbed run."""
 
 from __future__ import annotations
 

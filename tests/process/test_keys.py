@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -14,17 +12,12 @@ import pytest
 from omni_actors.cli import ctl, top, trace
 from omni_actors.client import OmniClient
 from omni_actors.errors import Unauthorized
+from omni_actors.launch import main
 from omni_actors.protocol.messages import Operation
 from omni_actors.transport.curve import make_client, make_cluster
 from tests.support.builders import chain, write
-from tests.support.paths import REPOSITORY
 from tests.support.processes import processes_of
 from tests.support.waiting import until
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
 
 
 def test_a_pipeline_with_keys_serves_their_holders_and_shows_no_secret(short_path, launch, capsys):
@@ -52,13 +45,13 @@ def test_a_pipeline_with_keys_serves_their_holders_and_shows_no_secret(short_pat
     until(lambda: health() == 200, 10, "the HTTP server reaches the pipeline")
 
     said = ""
-    for main, first, *others in (
+    for command, first, *others in (
         (ctl.main, launcher.endpoint, "status"),
         (top.main, launcher.endpoint, "--once"),
         (trace.main, "last", "--endpoint", launcher.endpoint),
     ):
-        assert main([first, "--keys", str(keys), *others]) == 0
-        assert main([first, *others]) == 1
+        assert command([first, "--keys", str(keys), *others]) == 0
+        assert command([first, *others]) == 1
         said += capsys.readouterr().err
     assert said.count("unauthorized") == 3
     assert "Traceback" not in said
@@ -79,7 +72,7 @@ def test_a_pipeline_with_keys_serves_their_holders_and_shows_no_secret(short_pat
         assert secret not in shown
 
 
-def test_only_operators_change_what_runs_and_a_locked_out_client_learns_why(short_path, launch):
+def test_only_operators_change_what_runs_and_a_locked_out_client_learns_why(short_path, launch, capsys):
     keys = short_path / "keys"
     make_cluster(keys)
     alice, olga = make_client(keys, "alice"), make_client(keys, "olga", operator=True)
@@ -111,8 +104,10 @@ def test_only_operators_change_what_runs_and_a_locked_out_client_learns_why(shor
         assert "drains" in operator.operate(Operation.DRAIN, "talker").text
         states = {status.stage: status.state for status in launcher.describe_with(keys).stages}
         assert states["talker"] == "draining"
-        operator.operate(Operation.SHUTDOWN)
+    assert ctl.main([launcher.endpoint, "--keys", str(olga), "shutdown"]) == 0
+    assert capsys.readouterr().out == "The pipeline shuts down.\n"
     assert launcher.wait_end() == 0
+    assert "an operator asked for it" in launcher.output
 
 
 @pytest.mark.parametrize(
@@ -124,19 +119,20 @@ def test_only_operators_change_what_runs_and_a_locked_out_client_learns_why(shor
         (["--check", "--keys", "keys"], ""),
     ],
 )
-def test_a_launch_says_why_it_cannot_start_and_a_check_shows_the_folder_and_no_key(short_path, arguments, said):
+def test_a_launch_says_why_it_cannot_start_and_a_check_shows_the_folder_and_no_key(short_path, arguments, said, capsys):
     make_cluster(short_path / "keys")
     make_cluster(short_path / "open")
     (short_path / "open").chmod(0o755)
     arguments = [str(short_path / word) if word in ("keys", "open") else word for word in arguments]
-    done = run("omni_actors.launch", str(write(short_path, chain())), *arguments)
+    code = main([str(write(short_path, chain())), *arguments])
+    shown = capsys.readouterr()
     if said:
-        assert done.returncode == 2
-        assert done.stderr.startswith("configuration error: ")
-        assert said in done.stderr
+        assert code == 2
+        assert shown.err.startswith("configuration error: ")
+        assert said in shown.err
         return
-    assert done.returncode == 0, done.stderr
-    assert str(short_path / "keys") in done.stdout
+    assert code == 0, shown.err
+    assert str(short_path / "keys") in shown.out
     for path in (short_path / "keys").glob("cluster.*"):
         for key in re.findall(r'-key = "(.*)"', path.read_text()):
-            assert key not in done.stdout
+            assert key not in shown.out

@@ -260,6 +260,7 @@ def test_a_signal_to_a_stage_that_has_just_been_forked_is_not_lost():
     assert done.stdout.split() == ["-15"] * 4
 
 
+@pytest.mark.nightly
 def test_the_http_server_has_the_shutdown_timeout_to_end(launch):
     """It may have many clients to tell. This one is stopped for a while."""
     launcher = launch({**chain(), "coordinator": {"shutdown_timeout": 60.0}}, "--http", "127.0.0.1:0").wait_ready()

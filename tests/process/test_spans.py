@@ -116,17 +116,3 @@ def test_spans_reach_a_collector_with_the_callers_trace(launch, collector, monke
         text = answer.read().decode()
     assert answer.headers["content-type"].startswith("text/plain; version=")
     assert re.search(r'^omni_requests_total\{code="ok",outcome="done"\} 3.0$', text, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--metrics", "0.0.0.0:0"], "--metrics-insecure"),
-        (["--metrics", "nonsense"], "--metrics 'nonsense' is not of the form HOST:PORT"),
-        (["--set", "coordinator.otlp_protocol=smoke"], "otlp_protocol"),
-    ],
-)
-def test_wrong_settings_end_the_start(launch, arguments, words):
-    launcher = launch(chain(), *arguments)
-    assert launcher.wait_end() == 2
-    assert words in launcher.output

@@ -65,7 +65,7 @@ class Load:
     """`total` requests, `width` of them at a time; `at` runs something when a share of them is answered."""
 
     client: AsyncOmniClient
-    total: int = 200
+    total: int = 100
     width: int = 24
     answered: int = 0
     failures: list[str] = field(default_factory=list)
