@@ -14,6 +14,7 @@ from omni_actors.client.streams import OmniRequestOutput
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.fields import DType, HostTensor
 from tests.support.builders import write
+from tests.support.nightly import nightly
 from tests.support.pipelines import RunningPipeline
 from tests.support.waiting import until
 from tests.support.witness import ENVIRONMENT, PIPELINE, told_values
@@ -71,7 +72,7 @@ def test_what_no_stage_wants_is_refused_with_its_name(pipeline):
     pipeline.assert_idle()
 
 
-@pytest.mark.parametrize("stage", ["sink", "source"])
+@pytest.mark.parametrize("stage", ["sink", nightly("source")])
 def test_a_stage_that_is_killed_gets_everything_again(pipeline, stage):
     more = {f"pause {stage}": 1.0}
     with OmniClient(pipeline.endpoint) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import psutil
+import pytest
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.protocol.messages import StageStatus
@@ -20,6 +21,7 @@ async def replica_of(client: AsyncOmniClient, messages: list[dict[str, str]]) ->
     return f"{stage.stage}/{stage.replica}"
 
 
+@pytest.mark.nightly
 async def test_turns_stay_with_their_replica_until_it_is_killed(launch):
     thinker = {"name": "thinker", "kind": "echo", "outputs": ["text"], "replicas": 2, "restarts": 0}
     coordinator = {"heartbeat_interval": 0.1}
