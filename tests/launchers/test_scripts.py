@@ -141,6 +141,7 @@ def test_a_command_that_cannot_run_gives_a_shells_exit_code(arguments, code):
 JOB = {"SLURM_JOB_ID": "1234567", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "OMNI_DIR": str(REPOSITORY)}
 
 
+@pytest.mark.nightly
 def test_slurm_with_real_nodes(start, short_path):
     """Rank, number of nodes and the first node's address are found in Slurm's variables alone."""
     data = chain()
