@@ -100,7 +100,7 @@ class End:
         self.inbound.start()
         self.outbound.start()
 
-    def _hello(self, endpoint: str) -> Hello:
+    def _hello(self, endpoint: str, remote: str) -> Hello:
         self.endpoint.put(endpoint)
         return Hello(1, "x", "x", os.getpid(), endpoint)
 

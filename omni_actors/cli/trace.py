@@ -1,4 +1,4 @@
-"""Show where a request's time went: `omni-actors trace REQUEST --endpoint ENDPOINT [--chrome FILE]`."""
+"""Show where a request's time went: `omni-actors trace REQUEST --endpoint ENDPOINT`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,11 +14,10 @@ from rich.text import Text
 from omni_actors import flags
 from omni_actors.cli.connection import Connection, add_connection, connection, duration, size, with_flag
 from omni_actors.client import AsyncOmniClient
-from omni_actors.errors import ConfigError, InvalidRequest, OmniError
+from omni_actors.errors import InvalidRequest, OmniError
 from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
-from omni_actors.host.run_directory import check_file_can_be_written
 from omni_actors.protocol.messages import RequestTimeline, StageTimeline
-from omni_actors.telemetry.timeline import chrome_trace, end_of, extent, phases, replica_name, stages, transfers
+from omni_actors.telemetry.timeline import end_of, extent, phases, replica_name, stages, transfers
 
 LAST = "last"
 STYLES = {  # character and colour of each phase
@@ -37,32 +34,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 no such request or no answer, 2 wrong usage)."""
     options = parser().parse_args(with_flag(sys.argv[1:] if arguments is None else arguments))
     try:
-        if options.chrome is not None:
-            check_file_can_be_written(options.chrome, "--chrome")
         timeline = asyncio.run(_fetch(connection(options), options.request))
-        if options.chrome is not None:
-            _write(options.chrome, timeline)
     except OmniError as error:
         print(f"error ({error.code.value}): {error}", file=sys.stderr)
         return EXIT_FAILED
-    if options.chrome is None:
-        show(timeline, Console())
+    show(timeline, Console())
     return EXIT_OK
 
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
-    usage = "omni-actors trace [ENDPOINT] REQUEST|last [--chrome FILE]"
+    usage = "omni-actors trace [ENDPOINT] REQUEST|last"
     about = (__doc__ or "").partition(":")[0]
     parser = flags.CommandParser(prog="omni-actors trace", usage=usage, description=about)
     parser.add_argument("request", help=f"id of a running request or of one of the last 200, or {LAST!r}")
     add_connection(parser)
-    parser.add_argument(
-        "--chrome",
-        type=flags.path,
-        metavar="FILE",
-        help="write a Chrome trace (JSON) instead, for ui.perfetto.dev or chrome://tracing",
-    )
     return parser
 
 
@@ -74,13 +60,6 @@ async def _fetch(pipeline: Connection, request_id: str) -> RequestTimeline:
         if not recent:
             raise InvalidRequest("No request has ended yet.", hint="Send one first.")
         return recent[0]
-
-
-def _write(path: Path, timeline: RequestTimeline) -> None:
-    try:
-        path.write_bytes(msgspec.json.encode(chrome_trace(timeline)))
-    except OSError as error:
-        raise ConfigError(f"Cannot write {path}: {error.strerror}.") from error
 
 
 def show(timeline: RequestTimeline, console: Console) -> None:

@@ -444,7 +444,6 @@ class Coordinator:
                 if self._memory is not None:
                     self._memory.write(state)
             case Measured(replica, Heartbeat() as beat):
-                self._collector.requests.message_received(replica.name, beat.sent)
                 self._do(self._requests.take_beat(replica, beat.listeners, STEADY()))
             case Measured(replica, Snapshot() as snapshot):
                 self._collector.take_snapshot(replica.stage, replica.index, snapshot)

@@ -145,23 +145,32 @@ class Tombstones:
             self._ended.popitem(last=False)
 
 
-class TransferTimeline(Struct, frozen=True, array_like=True):
-    """What one replica (`source`, as "thinker/0") sent about one request to the one that reports it.
+class TransferTimeline(Struct, array_like=True):
+    """What one replica (`source`, as "thinker/0") sent about one request to the one that reports it; grows with it.
 
     `bytes` are payload: tensors, token ids, text. The moments of sending are by the source's clock.
     """
 
     source: Annotated[str, Meta(max_length=80)]
-    messages: Count
-    bytes: Count
-    first_sent: Moment
-    first_received: Moment
-    last_sent: Moment
-    last_received: Moment
+    messages: Count = 0
+    bytes: Count = 0
+    first_sent: Moment = 0.0
+    first_received: Moment = 0.0
+    last_sent: Moment = 0.0
+    last_received: Moment = 0.0
+
+    def add(self, sent: float, received: float, size: int) -> None:
+        """Count a message of `size` bytes; `sent` is 0 if its sender did not say when."""
+        self.messages += 1
+        self.bytes += size
+        if sent:
+            if not self.first_sent:
+                self.first_sent, self.first_received = sent, received
+            self.last_sent, self.last_received = sent, received
 
 
-class StageTimeline(Struct, frozen=True, omit_defaults=True):
-    """The moments of one attempt at a request in one replica; 0 for what did not happen."""
+class StageTimeline(Struct, omit_defaults=True):
+    """The moments of one attempt at a request in one replica, by its clock; 0 for what did not happen."""
 
     stage: StageNameOrEmpty
     replica: ReplicaIndex = 0
@@ -177,7 +186,16 @@ class StageTimeline(Struct, frozen=True, omit_defaults=True):
     ended: Moment = 0.0
     input_tokens: Count = 0
     output_tokens: Count = 0
-    transfers: Annotated[tuple[TransferTimeline, ...], Meta(max_length=64)] = ()
+    transfers: Annotated[list[TransferTimeline], Meta(max_length=64)] = []
+
+
+def transfer_from(transfers: list[TransferTimeline], source: str) -> TransferTimeline:
+    """The transfer from a replica, added to `transfers` if it is not among them yet."""
+    for transfer in transfers:
+        if transfer.source == source:
+            return transfer
+    transfers.append(TransferTimeline(source))
+    return transfers[-1]
 
 
 class TimelineEvent(Struct, frozen=True, array_like=True):
@@ -188,21 +206,21 @@ class TimelineEvent(Struct, frozen=True, array_like=True):
     detail: Annotated[str, Meta(max_length=1024)] = ""
 
 
-class RequestTimeline(Struct, frozen=True):
-    """A request as the coordinator saw it, with what the stages reported; all moments by the coordinator's clock.
+class RequestTimeline(Struct):
+    """A request as the coordinator sees it, with what the stages reported.
 
     `outcome` is "running", "done" or an error code. `events` are `submitted`, `admitted`, `bound` for each attempt,
-    `replayed`, `first_text`, `first_audio`, `first_image` and `ended`. `deliveries` are what stages sent for the
-    client.
+    `replayed`, `first_text`, `first_audio`, `first_image` and `ended`, by the coordinator's clock. `deliveries` are
+    what stages sent for the client.
     """
 
     request_id: str
     trace_id: str
-    outcome: str
-    attempt: int
-    events: tuple[TimelineEvent, ...]
-    stages: tuple[StageTimeline, ...]
-    deliveries: tuple[TransferTimeline, ...]
+    outcome: str = "running"
+    attempt: int = 0
+    events: list[TimelineEvent] = []
+    stages: list[StageTimeline] = []
+    deliveries: list[TransferTimeline] = []
 
 
 class Sample(Struct, frozen=True, array_like=True):
@@ -560,13 +578,11 @@ class Peers(Body, tag="peers", frozen=True):
 class Heartbeat(Body, tag="heartbeat", frozen=True):
     """Stage -> coordinator: alive. `progress` counts iterations of the engine loop, `counts` what the stage holds.
 
-    The coordinator compares clocks by `sent`. `listeners`: for so many at a time the stage makes sound as fast as they
-    hear it; 0 if it makes none or cannot tell.
+    `listeners` is the number for whom the stage can make sound in time; 0 if it makes none or cannot tell.
     """
 
     progress: Count
     counts: dict[str, int] = {}
-    sent: Moment = 0.0
     listeners: Count = 0
 
 

@@ -36,6 +36,7 @@ from omni_actors.protocol.messages import (
     OpenRequest,
     Resend,
     StageDone,
+    StageTimeline,
     StageUsage,
     Tombstones,
     Unreachable,
@@ -49,7 +50,7 @@ from omni_actors.stage.engine_interface import (
     StageRequest,
     StreamEvent,
 )
-from omni_actors.stage.meter import StageMeter, Track
+from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outbound import Outgoing, chunk_of, divide, length_of, result_of
 from omni_actors.stage.processors import Action, Extend, InputPiece, Skip, Start, StreamProcessor, start_of
 from omni_actors.stage.resend_buffer import Receiver, ResendBudget, ResendBuffer
@@ -121,7 +122,7 @@ class Attempt:
     opened: float
     input_order: InputOrder
     processor: StreamProcessor | None
-    track: Track
+    timings: StageTimeline
     output: ResendBuffer | None  # what later stages got; `None` if the route has none
     held: list[Action] | None = None  # what the engine gets when the attempt may begin; `None` once it may
     state: AttemptState = AttemptState.OPEN  # changed by `Attempts.advance` only
@@ -269,7 +270,7 @@ class StageActor:
         clock: Callable[[], float],
         meter: StageMeter | None = None,
     ) -> None:
-        self._meter = meter or StageMeter(identity.stage, identity.replica, identity.epoch)
+        self._meter = meter or StageMeter(identity)
         self._stage = stage
         self._downstream = pipeline.downstream(stage.name)
         self._sends_text = sends_text(pipeline, stage.name)
@@ -349,7 +350,7 @@ class StageActor:
         self._meter.stepped(began, took_all=scheduled is None)
         for engine_id, moment in scheduled or ():
             if (attempt := self._attempts.of_engine(engine_id)) is not None:
-                self._meter.scheduled(attempt.track, self._meter.clock.of(moment))
+                self._meter.scheduled(attempt.timings, self._meter.clock.of(moment))
         return events
 
     def tick(self) -> list[Outgoing]:
@@ -470,7 +471,7 @@ class StageActor:
             now,
             InputOrder(self._stage.source_names),
             processor,
-            self._meter.opened(header.request_id, header.attempt, has_input=request.prompt is not None),
+            self._meter.opened(header.attempt, has_input=request.prompt is not None),
             ResendBuffer(self._budget, receivers, header.attempt) if receivers else None,
             held=[] if request.held else None,
         )
@@ -501,7 +502,7 @@ class StageActor:
         except ProtocolError as error:
             return self._fail(header.request_id, error)
         size = len(chunk.token_ids) + sum(memoryview(buffer).nbytes for buffer in envelope.buffers)
-        self._meter.received(attempt.track, source.name, chunk.sent, size)
+        self._meter.received(attempt.timings, source.name, chunk.sent, size)
         return self._apply(attempt, lambda: processor.feed(header.stage, InputPiece.of(chunk, envelope)))
 
     def _apply(self, attempt: Attempt, decide: Callable[[], Iterable[Action]]) -> list[Outgoing]:
@@ -515,7 +516,7 @@ class StageActor:
                         self._runs += 1
                         self._engine.start(attempt.request, inputs)
                         self._attempts.advance(attempt, AttemptEvent.STARTED)
-                        self._meter.started(attempt.track)
+                        self._meter.started(attempt.timings)
                     case Extend(rows=rows, token_ids=token_ids, complete=complete):
                         self._engine.extend(attempt.request.request_id, rows, token_ids=token_ids, complete=complete)
                     case Skip():
@@ -553,7 +554,7 @@ class StageActor:
             return self._finish(attempt, event)
         if not attempt.first_output and not isinstance(event, ProgressEvent):
             attempt.first_output = self._clock()
-        moment = self._meter.output(attempt.track, event, self._stage.outputs)
+        moment = self._meter.output(attempt.timings, event, self._stage.outputs)
         result, stream = divide(event, self._stage.outputs, attempt.streamed, sends_text=self._sends_text)
         messages = [self._result(attempt, *result_of(result, moment))] if result is not None else []
         if stream is not None:
@@ -581,7 +582,7 @@ class StageActor:
         messages: list[Outgoing] = []
         if attempt.output is not None and not attempt.stream_ended:
             end = StreamEvent(attempt.request.request_id, start=attempt.streamed, final=True)
-            messages = self._stream(attempt, end, self._meter.output(attempt.track, end))
+            messages = self._stream(attempt, end, self._meter.output(attempt.timings, end))
             if not attempt.live:  # it failed: the end could not be kept for a stage that is not there
                 return messages
         usage = StageUsage(
@@ -593,8 +594,8 @@ class StageActor:
             stop_reason=event.stop_reason,
             picture_tokens=event.picture_tokens,
         )
-        timeline = self._meter.done(attempt.track, event.input_tokens, event.output_tokens)
-        messages.append(self._result(attempt, StageDone(usage=usage, timeline=timeline)))
+        self._meter.done(attempt.timings, event.input_tokens, event.output_tokens)
+        messages.append(self._result(attempt, StageDone(usage=usage, timeline=attempt.timings)))
         attempt.processor = None
         attempt.request = dataclasses.replace(attempt.request, information={})  # may be large; its output is kept on
         self._attempts.advance(attempt, AttemptEvent.FINISHED)
@@ -688,7 +689,7 @@ class StageActor:
     def _end(self, attempt: Attempt, outcome: str = "dropped") -> None:
         """End an attempt in any state; release all it holds."""
         if attempt.live:
-            self._meter.failed(attempt.track, outcome)
+            self._meter.failed(attempt.request_id, attempt.timings, outcome)
             self._engine.abort(attempt.request.request_id)
             self._bury(attempt.request_id, attempt.number)
         if attempt.output is not None:

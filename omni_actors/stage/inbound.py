@@ -235,7 +235,6 @@ class Inbound(threading.Thread):
         arenas: those of the stages before; mapped as the coordinator announces them.
         on_credit: called at once, not through the inbox, because the main thread may be in a long step.
         on_orphaned: called before this thread ends a process whose launcher is gone and whose main thread hangs.
-        clock: Unix time here, sent with every heartbeat.
     """
 
     def __init__(
@@ -252,11 +251,9 @@ class Inbound(threading.Thread):
         on_orphaned: Callable[[], None],
         arenas: ArenaReader,
         on_credit: Callable[[ReplicaId | None, Credit], None],
-        clock: Callable[[], float] = time.time,
         remote_endpoint: str = "",
     ) -> None:
         super().__init__(name="inbound", daemon=True)
-        self._clock = clock
         self._arenas = arenas
         self._on_credit = on_credit
         self._sockets = sockets
@@ -350,7 +347,7 @@ class Inbound(threading.Thread):
                 if orphaned_at is None:
                     self._restore_files()
                 pulse, counts = self.pulse, {**self.pulse.counts, **self.rejected()}
-                self._send(control, Heartbeat(pulse.progress, counts, self._clock(), pulse.listeners))
+                self._send(control, Heartbeat(pulse.progress, counts, pulse.listeners))
             refusal = handshake.take()
             # Always, because sending may have consumed the descriptor's signal; and after the check of the connection,
             # because by the time it is lost all of the coordinator's last messages can be read, and they count.

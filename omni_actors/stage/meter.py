@@ -8,12 +8,12 @@ from __future__ import annotations
 import collections
 import enum
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 import msgspec
 
 from omni_actors.host.processes import AnchoredClock
-from omni_actors.protocol.messages import EndedWork, StageTimeline
+from omni_actors.protocol.fields import ReplicaId
+from omni_actors.protocol.messages import EndedWork, StageTimeline, transfer_from
 from omni_actors.stage.engine_interface import (
     AudioEvent,
     ImageEvent,
@@ -24,7 +24,7 @@ from omni_actors.stage.engine_interface import (
 )
 from omni_actors.stage.sound import USUAL_SECONDS, Pace
 from omni_actors.telemetry import metrics as table
-from omni_actors.telemetry.metrics import Meters, TransferTrack, track_of
+from omni_actors.telemetry.metrics import Meters
 
 PROVEN_SOUND = 5.0  # seconds of sound that a stage has to make before it reports for how many listeners it does
 MOST_LISTENERS = 1_000_000  # that it reports
@@ -38,33 +38,14 @@ class HeldBack(enum.StrEnum):
     CREDIT = "credit"
 
 
-@dataclass(slots=True)
-class Track:
-    """The moments of one attempt at a request; 0 for what did not happen."""
-
-    request_id: str
-    attempt: int
-    expected: float
-    first_input: float = 0.0
-    started: float = 0.0
-    first_step: float = 0.0
-    first_output: float = 0.0
-    last_output: float = 0.0
-    ended: bool = False
-    transfers: dict[str, TransferTrack] = field(default_factory=dict)
-
-
 class StageMeter:
-    """Counts for the replica `stage`/`replica`.
+    """Counts for one replica."""
 
-    Args:
-        clock: for moments and durations; a new one by default.
-    """
-
-    def __init__(self, stage: str, replica: int, epoch: int, clock: AnchoredClock | None = None) -> None:
-        self.clock = clock or AnchoredClock()
+    def __init__(self, identity: ReplicaId) -> None:
+        self.identity = identity
+        self.clock = AnchoredClock()
         self.meters = Meters()
-        self.labels = (stage, str(replica))
+        self.labels = (identity.stage, str(identity.replica))
         self.output_tokens = 0
         self.input_tokens = 0
         self.audio_seconds = 0.0
@@ -72,32 +53,34 @@ class StageMeter:
         self._sound = Pace(USUAL_SECONDS)  # of steps for their seconds of sound
         self._followed = 0.0  # of `audio_seconds`
         self.held_back: dict[str, float] = dict.fromkeys(HeldBack, 0.0)  # seconds
-        self._stage, self._replica, self._epoch = stage, replica, epoch
-        self._name = f"{stage}/{replica}"
         self._steps = self.meters.histogram(table.STEP_SECONDS, *self.labels)
         self._queue = self.meters.histogram(table.QUEUE_SECONDS, *self.labels)
         self._outputs = self.meters.histogram(table.OUTPUT_SECONDS, *self.labels)
-        self._fresh: list[Track] = []  # handed to the engine since its last step
+        self._fresh: list[StageTimeline] = []  # handed to the engine since its last step
         self._unreported: collections.deque[EndedWork] = collections.deque(maxlen=KEPT_TIMELINES)
 
     # -- moments of a request -----------------------------------------------------------------------------------------
 
-    def opened(self, request_id: str, attempt: int, has_input: bool) -> Track:
+    def opened(self, attempt: int, has_input: bool) -> StageTimeline:
         """Begin with the announcement, which comes with the input or before it."""
         now = self.clock()
-        return Track(request_id, attempt, now, first_input=now if has_input else 0.0)
+        stage, replica = self.identity.stage, self.identity.replica
+        return StageTimeline(
+            stage, replica, self.identity.epoch, attempt, expected=now, first_input=now if has_input else 0.0
+        )
 
-    def received(self, track: Track, source: str, sent: float, size: int) -> None:
+    def received(self, timings: StageTimeline, source: str, sent: float, size: int) -> None:
         """Count a chunk of `size` payload bytes from the replica `source`, such as "thinker/0"."""
         now = self.clock()
-        if not track.first_input:
-            track.first_input = now
-        track_of(track.transfers, self.meters, source, self._name).add(sent, now, size)
+        timings.first_input = timings.first_input or now
+        transfer_from(timings.transfers, source).add(sent, now, size)
+        if sent:
+            self.meters.histogram(table.EDGE_LATENCY, source, self.identity.name).observe(now - sent)
 
-    def started(self, track: Track) -> None:
+    def started(self, timings: StageTimeline) -> None:
         """Note that the engine has the request."""
-        track.started = self.clock()
-        self._fresh.append(track)
+        timings.started = self.clock()
+        self._fresh.append(timings)
 
     def stepped(self, began: float, took_all: bool) -> None:
         """Note the end of a step. `took_all`: it worked on all requests that were handed over before."""
@@ -107,17 +90,17 @@ class StageMeter:
         self._followed = self.audio_seconds
         if self._fresh:
             if took_all:
-                for track in self._fresh:
-                    self.scheduled(track, began)
+                for timings in self._fresh:
+                    self.scheduled(timings, began)
             self._fresh.clear()
 
-    def scheduled(self, track: Track, moment: float) -> None:
+    def scheduled(self, timings: StageTimeline, moment: float) -> None:
         """Note when the engine first scheduled the request."""
-        if not track.first_step:
-            track.first_step = moment
-            self._queue.observe(moment - track.started)
+        if not timings.first_step:
+            timings.first_step = moment
+            self._queue.observe(moment - timings.started)
 
-    def output(self, track: Track, event: OutputEvent, outputs: Collection[str] = ()) -> float:
+    def output(self, timings: StageTimeline, event: OutputEvent, outputs: Collection[str] = ()) -> float:
         """Note output of the request; returns the moment. `outputs`: modalities of the stage for the client."""
         now = self.clock()
         match event:
@@ -131,43 +114,27 @@ class StageMeter:
                 self.output_tokens += len(event.token_ids)
             case StreamEvent() if "text" not in outputs:  # a stage with text streams the same tokens again
                 self.output_tokens += len(event.token_ids) if event.generated is None else event.generated
-        if not track.first_output:
-            track.first_output = now
-            if track.started:  # otherwise there was nothing to compute
-                self._outputs.observe(now - track.started)
-        track.last_output = now
+        if not timings.first_output:
+            timings.first_output = now
+            if timings.started:  # otherwise there was nothing to compute
+                self._outputs.observe(now - timings.started)
+        timings.last_output = now
         return now
 
-    def done(self, track: Track, input_tokens: int, output_tokens: int) -> StageTimeline:
+    def done(self, timings: StageTimeline, input_tokens: int, output_tokens: int) -> None:
         """End the attempt as done."""
         self.input_tokens += input_tokens
-        return self._end(track, "done", input_tokens, output_tokens)
+        timings.input_tokens, timings.output_tokens = input_tokens, output_tokens
+        self._end(timings, "done")
 
-    def failed(self, track: Track, outcome: str) -> None:
-        """End the attempt with another outcome, unless it has ended already."""
-        if not track.ended:
-            self._unreported.append(EndedWork(track.request_id, self._end(track, outcome)))
+    def failed(self, request_id: str, timings: StageTimeline, outcome: str) -> None:
+        """End the attempt with another outcome."""
+        self._end(timings, outcome)
+        self._unreported.append(EndedWork(request_id, timings))
 
-    def _end(self, track: Track, outcome: str, input_tokens: int = 0, output_tokens: int = 0) -> StageTimeline:
-        track.ended = True
+    def _end(self, timings: StageTimeline, outcome: str) -> None:
+        timings.outcome, timings.ended = outcome, self.clock()
         self.meters.count(table.STAGE_REQUESTS, *self.labels, outcome)
-        return StageTimeline(
-            stage=self._stage,
-            replica=self._replica,
-            epoch=self._epoch,
-            attempt=track.attempt,
-            outcome=outcome,
-            expected=track.expected,
-            first_input=track.first_input,
-            started=track.started,
-            first_step=track.first_step,
-            first_output=track.first_output,
-            last_output=track.last_output,
-            ended=self.clock(),
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            transfers=tuple(transfer.timeline(source) for source, transfer in track.transfers.items()),
-        )
 
     @property
     def listeners(self) -> int:

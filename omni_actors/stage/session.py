@@ -19,7 +19,7 @@ from omni_actors import logs
 from omni_actors.config import PipelineConfig
 from omni_actors.config.checks import with_defaults
 from omni_actors.errors import ProtocolError, StartupError
-from omni_actors.host.processes import STEADY, AnchoredClock
+from omni_actors.host.processes import STEADY
 from omni_actors.protocol.fields import PROTOCOL_VERSION, Body, ReplicaId
 from omni_actors.protocol.messages import (
     CoordinatorToStage,
@@ -333,8 +333,7 @@ class Session:
         sends = bool(pipeline.downstream(identity.stage)) and flow.arena_bytes > 0
         self._arena = Arena(flow.arena_bytes) if sends else None
         self._arenas = ArenaReader(self._on_release_due)
-        clock = AnchoredClock()
-        self._meter = StageMeter(identity.stage, identity.replica, identity.epoch, clock)
+        self._meter = StageMeter(identity)
         self._inbound = Inbound(
             self._sockets,
             identity,
@@ -348,7 +347,6 @@ class Session:
             on_orphaned=on_orphaned,
             arenas=self._arenas,
             on_credit=self._on_credit,
-            clock=clock,
             remote_endpoint=remote_endpoint,
         )
         self._outbound: Outbound | None = None

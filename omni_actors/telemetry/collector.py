@@ -14,7 +14,7 @@ from omni_actors.logs import get_logger
 from omni_actors.protocol.messages import Observation, Observe, Snapshot, Subject
 from omni_actors.telemetry import metrics as table
 from omni_actors.telemetry.metrics import TABLE, Kind, Labels, Meters, Metric, edge_metrics, process_metrics
-from omni_actors.telemetry.request_log import FinishedRequest, RequestLog
+from omni_actors.telemetry.request_log import ObservedRequest, RequestLog
 from omni_actors.transport.link import EdgeMetrics
 
 logger = get_logger(__name__)
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 class Exporter(Protocol):
     """Takes requests that have ended, for instance to an OpenTelemetry collector."""
 
-    def export(self, finished: FinishedRequest) -> None:
+    def export(self, finished: ObservedRequest) -> None:
         """Take one finished request, without waiting."""
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class TelemetryCollector:
         self._rejected_snapshots = 0
         self.requests = RequestLog(self._meters, clock or AnchoredClock(), self._export)
 
-    def _export(self, finished: FinishedRequest) -> None:
+    def _export(self, finished: ObservedRequest) -> None:
         if self._exporter is not None:
             self._exporter.export(finished)
 
@@ -78,7 +78,6 @@ class TelemetryCollector:
         self._spawn_epochs[key] = spawn_epoch or before
         if before and spawn_epoch > before:
             self._restarts[key] += 1
-            self.requests.forget_clock(f"{stage}/{replica}")
 
     def take_snapshot(self, stage: str, replica: int, snapshot: Snapshot) -> None:
         """Take a snapshot of a living process. One that is wrong is counted and dropped."""
@@ -99,7 +98,6 @@ class TelemetryCollector:
         """Note that a replica is gone for good: one that gets its number later is another one."""
         self._restarts.pop((stage, replica), None)
         self._spawn_epochs.pop((stage, replica), None)
-        self.requests.forget_clock(f"{stage}/{replica}")
 
     # -- queries ------------------------------------------------------------------------------------------------------
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import psutil
 
-from omni_actors.protocol.messages import HistogramSample, Sample, Snapshot, TransferTimeline
+from omni_actors.protocol.messages import HistogramSample, Sample, Snapshot
 from omni_actors.transport.link import EdgeMetrics
 
 Labels = tuple[str, ...]
@@ -93,44 +92,6 @@ class Meters:
             for index, count in enumerate(histogram.counts):
                 into.counts[index] += count
             into.total += histogram.total
-
-
-@dataclass(slots=True)
-class TransferTrack:
-    """Grows with every message. `latency` is the edge's histogram, which all requests share."""
-
-    latency: Histogram
-    messages: int = 0
-    bytes: int = 0
-    first_sent: float = 0.0
-    first_received: float = 0.0
-    last_sent: float = 0.0
-    last_received: float = 0.0
-
-    def add(self, sent: float, received: float, size: int, offset: float = 0.0) -> None:
-        """Count a message of `size` bytes. `offset` is added to the sender's moments to compare them with ours."""
-        self.messages += 1
-        self.bytes += size
-        if not sent:
-            return
-        if not self.first_sent:
-            self.first_sent, self.first_received = sent, received
-        self.last_sent, self.last_received = sent, received
-        self.latency.observe(received - sent - offset)
-
-    def timeline(self, source: str) -> TransferTimeline:
-        """What goes into a stage's timeline."""
-        return TransferTimeline(
-            source, self.messages, self.bytes, self.first_sent, self.first_received, self.last_sent, self.last_received
-        )
-
-
-def track_of(tracks: dict[str, TransferTrack], meters: Meters, source: str, target: str) -> TransferTrack:
-    """The request's track for messages from `source`, created with the first of them."""
-    found = tracks.get(source)
-    if found is None:
-        found = tracks[source] = TransferTrack(meters.histogram(EDGE_LATENCY, source, target))
-    return found
 
 
 def edge_metrics(meters: Meters, source: str, edges: Mapping[str, EdgeMetrics]) -> None:

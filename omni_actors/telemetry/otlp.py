@@ -28,7 +28,7 @@ from opentelemetry.trace import (
 
 from omni_actors import __version__
 from omni_actors.config import OtlpProtocol
-from omni_actors.telemetry.request_log import FinishedRequest
+from omni_actors.telemetry.request_log import ObservedRequest
 from omni_actors.telemetry.timeline import (
     end_of,
     extent,
@@ -85,7 +85,7 @@ class OtlpExporter:
             exporter = HttpExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
         return cls(pipeline, exporter)
 
-    def export(self, finished: FinishedRequest) -> None:
+    def export(self, finished: ObservedRequest) -> None:
         """Queue the spans of one request without waiting."""
         if not finished.sampled:
             return

@@ -1,12 +1,10 @@
-"""A request's timeline in the forms that people and tools read: phases, transfers, JSON, and a Chrome trace.
+"""A request's timeline in the forms that people and tools read: phases, transfers and JSON.
 
 Moments are Unix time in seconds by the coordinator's clock, as in `protocol/messages.py`. Pure functions.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from omni_actors.protocol.messages import RequestTimeline, StageTimeline
@@ -143,48 +141,6 @@ def as_json(timeline: RequestTimeline) -> dict[str, Any]:
         "stages": [stage_json(stage) for stage in stages(timeline)],
         "transfers": [{**transfer_facts(sent), **between(sent.begin, sent.end)} for sent in transfers(timeline)],
     }
-
-
-def chrome_trace(timeline: RequestTimeline) -> dict[str, Any]:
-    """The timeline in Chrome's trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
-
-    One row for the request and its events, one for each stage's attempt with its phases, one for each transfer.
-    Times are microseconds from the request's first moment.
-    """
-    started, ended = extent(timeline)
-    events: list[dict[str, Any]] = []
-    rows = itertools.count()
-
-    def ticks(moment: float) -> int:
-        return round(1e6 * max(0.0, moment - started))
-
-    def add_row(name: str) -> int:
-        row = next(rows)
-        for key, args in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": row})):
-            events.append({"ph": "M", "pid": 1, "tid": row, "name": key, "args": args})
-        return row
-
-    def add_slice(row: int, category: str, name: str, begin: float, end: float, args: Mapping[str, Any]) -> None:
-        length = ticks(end) - ticks(begin)  # so that rounding cannot push a phase out of its stage
-        place = {"ph": "X", "pid": 1, "tid": row, "ts": ticks(begin), "dur": length}
-        events.append({**place, "cat": category, "name": name, "args": args})
-
-    events.append({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"request {timeline.request_id}"}})
-    row = add_row("request")
-    about = {"outcome": timeline.outcome, "trace_id": timeline.trace_id}
-    add_slice(row, "request", "request", started, ended, about)
-    for event in timeline.events:
-        place = {"ph": "i", "pid": 1, "tid": row, "ts": ticks(event.time), "s": "p"}
-        events.append({**place, "cat": "event", "name": event.name, "args": {"detail": event.detail}})
-    for stage in stages(timeline):
-        row = add_row(replica_name(stage) + (f" attempt {stage.attempt}" if stage.attempt else ""))
-        add_slice(row, "stage", stage.stage, stage.expected, end_of(stage), stage_facts(stage))
-        for phase in phases(stage):
-            add_slice(row, "phase", phase.name, phase.begin, phase.end, {})
-    for sent in transfers(timeline):
-        name = f"{sent.source} → {sent.target}"
-        add_slice(add_row(name), "transfer", name, sent.begin, sent.end, transfer_facts(sent))
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"started": started}}
 
 
 def _rounded(seconds: float) -> float:

@@ -8,7 +8,7 @@ from omni_actors.protocol.fields import DType, Header, ReplicaId, TensorRef, pac
 from omni_actors.protocol.messages import AudioChunk, FinishReason, StageDone, StageTimeline, StageUsage, TextDelta
 from omni_actors.telemetry import metrics as table
 from omni_actors.telemetry.metrics import Meters
-from omni_actors.telemetry.request_log import FinishedRequest, RequestLog
+from omni_actors.telemetry.request_log import ObservedRequest, RequestLog
 from tests.support.builders import submit
 from tests.support.clock import Clock
 
@@ -19,7 +19,7 @@ class Observed:
     def __init__(self) -> None:
         self.clock = Clock(1000.0)
         self.meters = Meters()
-        self.settled: list[FinishedRequest] = []
+        self.settled: list[ObservedRequest] = []
         self.log = RequestLog(self.meters, self.clock, self.settled.append)
 
     def begin(self, request_id: str = "r", **fields: object) -> None:

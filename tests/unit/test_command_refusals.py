@@ -36,8 +36,6 @@ def run(*arguments: str) -> int:
         ),
         (["top", NONE, "--interval", "0"], EXIT_USAGE, "argument --interval: '0' is not a number of seconds above 0"),
         (["top", NONE, "--interval", "inf"], EXIT_USAGE, "argument --interval: 'inf' is not a finite number"),
-        (["trace", "last", "--endpoint", NONE, "--chrome", "/"], EXIT_FAILED, "--chrome: / is a folder"),
-        (["trace", "last", "--endpoint", NONE, "--chrome", "/nowhere/x"], EXIT_FAILED, "there is no folder /nowhere"),
         (["keys", "~no-such-user/keys"], EXIT_USAGE, "there is no home folder for '~no-such-user/keys'"),
     ],
 )

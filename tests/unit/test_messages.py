@@ -85,7 +85,7 @@ TIMELINE = messages.StageTimeline(
     3.0,
     4,
     5,
-    (messages.TransferTimeline("thinker/0", 2, 64, 0.5, 1.25, 1.5, 2.0),),
+    [messages.TransferTimeline("thinker/0", 2, 64, 0.5, 1.25, 1.5, 2.0)],
 )
 ARENA = messages.ArenaAddress(42, 7, 1 << 20, bytes(range(16)))
 BODIES: list[tuple[Body, list[bytes]]] = [
@@ -197,7 +197,7 @@ BODIES: list[tuple[Body, list[bytes]]] = [
         ),
         [],
     ),
-    (messages.Heartbeat(progress=5, sent=2.5), []),
+    (messages.Heartbeat(progress=5, listeners=2), []),
     (
         messages.Snapshot(
             samples=(messages.Sample("omni_stage_requests", ("talker", "1"), 2.0),),
@@ -220,9 +220,9 @@ BODIES: list[tuple[Body, list[bytes]]] = [
                     "a" * 32,
                     "done",
                     1,
-                    (messages.TimelineEvent("bound", 1.5, "talker/1"),),
-                    (TIMELINE,),
-                    (messages.TransferTimeline("talker/1", 1, 4, 3.0, 3.5, 3.0, 3.5),),
+                    [messages.TimelineEvent("bound", 1.5, "talker/1")],
+                    [TIMELINE],
+                    [messages.TransferTimeline("talker/1", 1, 4, 3.0, 3.5, 3.0, 3.5)],
                 ),
             )
         ),

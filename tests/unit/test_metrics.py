@@ -10,7 +10,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from omni_actors.errors import InvalidPayload
-from omni_actors.host.processes import AnchoredClock
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.fields import Header, Limits, ReplicaId
 from omni_actors.protocol.messages import HistogramSample, Sample, Snapshot
@@ -215,7 +214,7 @@ def test_a_snapshot_says_what_the_engine_holds_of_its_budget() -> None:
     engine = HoldingEngine(config.stage("talker"))
     baseline = Baseline(engine)
     engine.deferrals = 8
-    meter = StageMeter("talker", 0, 5)
+    meter = StageMeter(ReplicaId("talker", 0, 5))
     actor = StageActor(config, config.stage("talker"), ReplicaId("talker", 0, 5), engine, None, Clock(1000.0), meter)
     samples = stage_snapshot.snapshot(meter, actor, baseline, {}, {}, {}, 1 << 20).samples
     assert {sample.name: sample.value for sample in samples if "budget" in sample.name} == {
@@ -231,15 +230,15 @@ def end_many(meter: StageMeter, count: int, sources: int = 1) -> list[str]:
     """Let `count` requests fail; returns the names of the last ones, whose timelines the meter keeps."""
     names = [f"request-{index:04}" for index in range(count)]
     for name in names:
-        track = meter.opened(name, 0, has_input=False)
+        timings = meter.opened(0, has_input=False)
         for source in range(sources):
-            meter.received(track, f"thinker/{source}", 999.0, 100)
-        meter.failed(track, "engine_error")
+            meter.received(timings, f"thinker/{source}", 999.0, 100)
+        meter.failed(name, timings, "engine_error")
     return names[-KEPT_TIMELINES:]
 
 
 def test_a_snapshot_fits_its_message_and_the_next_ones_bring_the_remaining_timelines() -> None:
-    meter = StageMeter("talker", 0, 5, AnchoredClock(Clock(1000.0), Clock(0.0)))
+    meter = StageMeter(ReplicaId("talker", 0, 5))
     end_many(meter, 1)
     metrics_alone = next_snapshot(meter, 0)  # the metrics are sent even if there is no room for a timeline
     assert metrics_alone.samples

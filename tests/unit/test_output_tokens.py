@@ -15,6 +15,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason  # noqa: E402
 from omni_actors.engine.models.frame_talker import FrameOutputs  # noqa: E402
 from omni_actors.engine.models.qwen3_omni.thinker import TokenOutputs  # noqa: E402
 from omni_actors.engine.workers.base import attach  # noqa: E402
+from omni_actors.protocol.fields import ReplicaId  # noqa: E402
 from omni_actors.stage.engine_interface import OutputEvent, StreamEvent, TextEvent  # noqa: E402
 from omni_actors.stage.meter import StageMeter  # noqa: E402
 
@@ -32,10 +33,10 @@ def steps(*, frames: bool = False) -> Iterable[EngineCoreOutput]:
 
 
 def counted(events: Iterable[OutputEvent], outputs: tuple[str, ...] = ()) -> int:
-    meter = StageMeter("talker", 0, 1)
-    track = meter.opened("r", 0, has_input=True)
+    meter = StageMeter(ReplicaId("talker", 0, 1))
+    timings = meter.opened(0, has_input=True)
     for event in events:
-        meter.output(track, event, outputs)
+        meter.output(timings, event, outputs)
     return meter.output_tokens
 
 

@@ -13,7 +13,7 @@ from omni_actors.coordinator.core.instructions import ToClient
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.errors import ErrorCode, InvalidPayload
 from omni_actors.protocol import messages
-from omni_actors.protocol.fields import DType, HostTensor, TensorRef
+from omni_actors.protocol.fields import DType, HostTensor, ReplicaId, TensorRef
 from omni_actors.protocol.messages import (
     LATENTS,
     PIXELS,
@@ -70,7 +70,7 @@ def test_a_picture_has_bytes_rows_and_three_or_four_channels(dtype: DType, shape
 
 
 def test_pictures_go_to_the_client_where_they_are_an_output_and_to_later_stages_without_previews() -> None:
-    meter = StageMeter("talker", 0, 5)
+    meter = StageMeter(ReplicaId("talker", 0, 5))
     stage = stage_of(Modality.IMAGE, meter=meter)
     preview, to_client, to_next = stage.do(ImageEvent("r1", RED, preview=True), ImageEvent("r1", RED))
     assert preview.body.preview
@@ -97,7 +97,7 @@ def test_the_last_latents_end_the_stream_to_the_next_stage_and_those_of_previews
 
 
 def test_progress_goes_to_the_client_alone_and_is_no_output() -> None:
-    meter = StageMeter("talker", 0, 5)
+    meter = StageMeter(ReplicaId("talker", 0, 5))
     stage = stage_of(meter=meter)
     (message,) = stage.do(ProgressEvent("r1", 3, 8))
     assert sum(meter.meters.histogram(table.OUTPUT_SECONDS, *meter.labels).counts) == 0
