@@ -288,9 +288,8 @@ class ClientLinks:
         if now < self._next_sweep:
             return
         self._next_sweep = now + SWEEP_SECONDS
-        busy = self._state.clients()
         for client, link in list(self._links.items()):
-            if client not in busy and link.settled:
+            if link.settled and not self._state.requests_of(client):
                 del self._links[client]
 
     @contextlib.contextmanager

@@ -138,20 +138,19 @@ class CheckedRequestMachine(RequestMachine):
             assert replica.reserved or not suspects, "suspects run apart from others"
         for stage in self.pipeline.stages:
             free = [item for item in self.replicas if item.stage == stage.name and item.takes_requests]
-            best = min(free, key=lambda item: item.preference, default=None)
-            assert self.replicas.choose(stage.name) is best
-        waiting = {request.request_id for request in self.active.waiting()}
+            loads = [(item.congested, len(item.computing), len(item.requests), item.index) for item in free]
+            best = self.replicas.choose(stage.name)
+            assert loads.index(min(loads)) == free.index(best) if free else best is None
         for request in self.active:
-            self._check_request(request, request.request_id in waiting)
+            self._check_request(request)
         kept = [request.retained.size for request in self.active if request.retained and request.state != "queued"]
         assert self.retained_bytes == sum(kept)
 
-    def _check_request(self, request: ActiveRequest, waits: bool) -> None:
+    def _check_request(self, request: ActiveRequest) -> None:
         limit = self.pipeline.coordinator.max_attempts
         assert request.losses_made_up < limit
         assert request.attempt < limit * len(request.stages)
         assert (request.state == "running") == (len(request.route) == len(request.stages))
-        assert (request.state == "waiting") == waits
         assert set(request.attempts) == set(request.bound)
         assert set(request.usage) <= set(request.bound)
         assert request.attempts.items() <= self.onlooker.attempts[request.request_id].items()
@@ -200,7 +199,7 @@ def ready(replicas: int = 1, outputs: Sequence[str] = ("audio",), **coordinator:
     for stage in STAGES:
         for index in range(replicas):
             replica = state.replicas.add(stage, index, 1)
-            replica.update(state=ReplicaState.READY)
+            replica.state = ReplicaState.READY
             if stage == "code2wav":
                 replica.voices, replica.sample_rate = ("Chelsie", "Ethan"), 24_000
     return state
@@ -265,7 +264,7 @@ def bring_back(state: RequestMachine, stage: str, index: int = 0, now: float = N
     before = state.replicas.current(stage, index)
     assert before is not None
     replica = state.replicas.add(stage, index, before.epoch + 1)
-    replica.update(state=ReplicaState.READY)
+    replica.state = ReplicaState.READY
     return state.reopen(now)
 
 

@@ -94,10 +94,10 @@ def test_a_request_that_waited_for_its_stages_is_refused_when_they_are_known() -
     state = wanting(ready(), talker=("speed",))
     for replica in state.replicas:
         if replica.stage == "talker":
-            replica.update(state=ReplicaState.LOADING)
+            replica.state = ReplicaState.LOADING
     assert ask(state, {"pitch": 1.0}) == []
     for replica in state.replicas:
-        replica.update(state=ReplicaState.READY)
+        replica.state = ReplicaState.READY
     assert "'pitch'" in failure(state.reopen(NOW)).message
 
 
@@ -109,7 +109,7 @@ def test_a_later_stage_that_starts_again_gets_its_information_again() -> None:
         replica.wants_information = ("speed", "table") if replica.stage == "talker" else ()
     before = state.replicas.current("talker", 0)
     state.replicas.add("talker", 0, before.epoch + 1).wants_information = ("speed", "table")
-    state.replicas.current("talker", 0).update(state=ReplicaState.READY)
+    state.replicas.current("talker", 0).state = ReplicaState.READY
     opened = state.reopen(NOW)
     assert opened_stages(opened) == [("code2wav", 1), ("talker", 1)]
     assert arrived(opened) == {"talker": ({"table": TABLE, "speed": 1.5}, None), "code2wav": ({}, None)}

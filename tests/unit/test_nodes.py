@@ -78,7 +78,7 @@ def test_a_silent_agent_whose_stages_beat_is_not_lost() -> None:
     assert nodes.silent(T + 4.1, 4) == [node], "not the coordinator's own host"
     talker.heard = T + 2
     assert not nodes.silent(T + 4.1, 4)
-    talker.update(state=ReplicaState.DEAD)
+    talker.state = ReplicaState.DEAD
     assert nodes.silent(T + 4.1, 4) == [node]
     node.on(NodeEvent.LOST)
     assert not nodes.silent(T + 9, 4)

@@ -75,7 +75,7 @@ def test_a_request_is_checked_before_any_stage_hears_of_it() -> None:
     state = ready()
     replica = state.replicas.current("code2wav", 0)
     assert replica is not None
-    replica.update(state=replica.state.LOADING)
+    replica.state = replica.state.LOADING
     replica.become_ready(Ready(seconds=1.0, parameters=DECLARED))
     refused = failure(ask(state, params={"code2wav": StageParams(width=100)}))
     assert (refused.code, refused.field) == (ErrorCode.INVALID_REQUEST, "width")

@@ -41,7 +41,7 @@ def on_two_hosts(per_host: int) -> RequestMachine:
     state = CheckedRequestMachine(msgspec.convert(made, PipelineConfig), new_seed=lambda: 1)
     for stage in STAGES:
         for index in range(2 * per_host):
-            state.replicas.add(stage, index, 1, node=index % 2, slot=index // 2).update(state=ReplicaState.READY)
+            state.replicas.add(stage, index, 1, node=index % 2, slot=index // 2).state = ReplicaState.READY
     return state
 
 
@@ -103,11 +103,11 @@ def test_a_conversation_whose_replica_is_gone_or_busy_goes_elsewhere(loss: str) 
     answer(state, "one")
     home = state.replicas.current("thinker", 0)
     if loss == "drains":
-        home.update(state=ReplicaState.DRAINING)
+        home.state = ReplicaState.DRAINING
     elif loss == "spare":
-        home.update(spare=True)
+        home.spare = True
     elif loss == "full":
-        home.update(congested=True)
+        home.congested = True
     else:
         lose(state, "thinker", 0)
     if loss == "back":  # a new process, which has an empty cache
@@ -168,9 +168,9 @@ def test_a_choice_is_always_one_that_takes_requests_and_has_a_bounded_load(
         for number in range(held):
             replica.hold(f"{index} {number}")
         if condition in ("spare", "reserved", "congested"):
-            replica.update(**{condition: True})
+            setattr(replica, condition, True)
         else:
-            replica.update(state=ReplicaState(condition))
+            replica.state = ReplicaState(condition)
     sources = [] if source is None else [state.replicas.current("prompt", source)]
     chosen = router.choose("thinker", request, sources)
     free = [replica for replica in state.replicas.of("thinker") if replica.takes_requests]

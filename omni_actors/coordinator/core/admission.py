@@ -358,7 +358,7 @@ class Gate:
         size = size_of(submit, buffers)
         for stage in admitted.stages:
             waits = self._planner.may_wait_for(stage) and self._may_retain(size)
-            if self._replicas.choose(stage) is None and not waits:
+            if not waits and self._replicas.choose(stage) is None:
                 raise StageUnavailable(f"No replica of stage {stage!r} is ready.", stage=stage)
         return ActiveRequest(
             header.request_id,

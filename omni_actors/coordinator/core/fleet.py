@@ -149,7 +149,7 @@ class Fleet:
         done: Instructions = []
         for stage, index, spare, joining in parts:
             replica, expected = self._expect(stage, index, 0, now)
-            replica.update(spare=spare)
+            replica.spare = spare
             replica.joining = joining
             replica.phase = f"waiting for node {replica.node}"
             done += expected

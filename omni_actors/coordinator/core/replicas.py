@@ -8,11 +8,11 @@ With the transition tables of replicas, nodes, the launch and requests: what is 
 from __future__ import annotations
 
 import enum
-import heapq
 import math
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from omni_actors.protocol.fields import ReplicaId
 from omni_actors.protocol.messages import ArenaAddress, Peer, Ready, StageStatus
@@ -164,11 +164,6 @@ def evidence_of(exit_code: int | None) -> Evidence:
     return Evidence.KILLED if exit_code is None or exit_code in _FROM_OUTSIDE else Evidence.CRASHED
 
 
-STALE_ENTRIES = 64  # that a stage's heap may hold in addition to twice its replicas
-
-Preference = tuple[bool, int, int, int]
-
-
 @dataclass
 class ProcessOrders:
     """What was ordered of a process. Holds however often the process registers."""
@@ -249,25 +244,6 @@ class Replica:
     stopping: bool = False  # this registration was asked to end
     left_with_node: bool = False  # it is dead because its node is away
     last_words: str = ""  # why it ends, in its own words
-    on_change: Callable[[Replica], None] | None = field(default=None, repr=False, compare=False)
-
-    def update(
-        self,
-        state: ReplicaState | None = None,
-        spare: bool | None = None,
-        congested: bool | None = None,
-        reserved: bool | None = None,
-    ) -> None:
-        """Change what the choice of a replica depends on, and let the table know."""
-        self.state = self.state if state is None else state
-        self.spare = self.spare if spare is None else spare
-        self.congested = self.congested if congested is None else congested
-        self.reserved = self.reserved if reserved is None else reserved
-        self._changed()
-
-    def _changed(self) -> None:
-        if self.on_change is not None:
-            self.on_change(self)
 
     @property
     def replica_id(self) -> ReplicaId:
@@ -289,11 +265,6 @@ class Replica:
         return self.state not in (ReplicaState.WAITING, ReplicaState.DEAD)
 
     @property
-    def recovers(self) -> bool:
-        """Whether its process runs or another one will."""
-        return self.state is not ReplicaState.DEAD
-
-    @property
     def registered(self) -> bool:
         """Whether its process has said hello and runs."""
         return self.alive and self.state is not ReplicaState.STARTING
@@ -311,21 +282,16 @@ class Replica:
     @property
     def takes_requests(self) -> bool:
         """Whether any request may be bound to it."""
-        return self.serves and not self.reserved
+        return self.state is ReplicaState.READY and not self.spare and not self.reserved
 
     @property
     def leaving(self) -> bool:
         """Whether it ends for good as soon as it is empty."""
         return self.orders.leave
 
-    @property
-    def preference(self) -> Preference:
-        """The smallest is chosen: those that take input first, then the fewest requests to compute, then to hold."""
-        return (self.congested, len(self.computing), len(self.requests), self.index)
-
     def on(self, event: ReplicaEvent) -> None:
         """Enter the state that follows."""
-        self.update(state=advance(REPLICA_TRANSITIONS, self.state, event))
+        self.state = advance(REPLICA_TRANSITIONS, self.state, event)
 
     def become_ready(self, facts: Ready) -> None:
         """Take what a replica reports when its model is loaded."""
@@ -342,25 +308,21 @@ class Replica:
         """Bind a request to it."""
         self.requests.add(request_id)
         self.computing.add(request_id)
-        self._changed()
 
     def finished(self, request_id: str) -> None:
         """This stage has computed a request, which may still need it."""
         self.computing.discard(request_id)
         self.productive = True
-        self._changed()
 
     def release(self, request_id: str) -> None:
         """Unbind a request. Unknown ids are ignored."""
         self.requests.discard(request_id)
         self.computing.discard(request_id)
-        self._changed()
 
     def release_all(self) -> None:
         """Unbind all requests."""
         self.requests.clear()
         self.computing.clear()
-        self._changed()
 
     def status(self) -> StageStatus:
         """What operators see of it."""
@@ -381,17 +343,10 @@ class Replica:
 
 
 class ReplicaTable:
-    """All replicas of a pipeline, by stage and index.
-
-    The least loaded one of a stage comes from a heap. Every change of a replica puts a new entry on it, and outdated
-    entries are skipped, so that a choice among a thousand costs no search.
-    """
+    """All replicas of a pipeline, by stage and index."""
 
     def __init__(self) -> None:
-        self._replicas: dict[tuple[str, int], Replica] = {}
         self._by_stage: dict[str, dict[int, Replica]] = {}
-        self._by_host: dict[tuple[str, int], dict[int, Replica]] = {}
-        self._heaps: dict[str, list[tuple[Preference, int]]] = {}  # with the epoch
 
     def __iter__(self) -> Iterator[Replica]:
         """Iterate in order of the stages, those of a stage in order of their numbers."""
@@ -401,42 +356,21 @@ class ReplicaTable:
         self, stage: str, index: int, epoch: int, spawn_epoch: int | None = None, node: int = 0, slot: int = 0
     ) -> Replica:
         """Add a new registration of a replica, in place of the one before. `spawn_epoch`: `epoch` unless given."""
-        before = self._replicas.get((stage, index))
-        if before is not None:
-            before.on_change = None
-        spawn_epoch = epoch if spawn_epoch is None else spawn_epoch
-        replica = self._replicas[(stage, index)] = Replica(stage, index, epoch, spawn_epoch, node, slot)
-        if before is not None:
-            replica.spare, replica.joining = before.spare, before.joining
-        if before is not None and before.spawn_epoch == spawn_epoch:  # the same process
-            replica.orders, replica.productive = before.orders, before.productive
         others = self._by_stage.setdefault(stage, {})
-        others[index] = replica
+        before = others.get(index)
+        spawn_epoch = epoch if spawn_epoch is None else spawn_epoch
+        replica = others[index] = Replica(stage, index, epoch, spawn_epoch, node, slot)
         if before is None:
             self._by_stage[stage] = dict(sorted(others.items()))
-        if before is not None and before.node != node:
-            del self._by_host[stage, before.node][index]
-        self._by_host.setdefault((stage, node), {})[index] = replica
-        self._heaps.setdefault(stage, [])
-        replica.on_change = self._note
-        self._note(replica)
+            return replica
+        replica.spare, replica.joining = before.spare, before.joining
+        if before.spawn_epoch == spawn_epoch:  # the same process
+            replica.orders, replica.productive = before.orders, before.productive
         return replica
 
     def remove(self, replica: Replica) -> None:
         """Forget a replica that is gone for good."""
-        replica.on_change = None
-        del self._replicas[(replica.stage, replica.index)], self._by_stage[replica.stage][replica.index]
-        del self._by_host[replica.stage, replica.node][replica.index]
-
-    def _note(self, replica: Replica) -> None:
-        if not replica.takes_requests:
-            return
-        heap = self._heaps[replica.stage]
-        heapq.heappush(heap, (replica.preference, replica.epoch))
-        others = self._by_stage[replica.stage]
-        if len(heap) > 2 * len(others) + STALE_ENTRIES:
-            heap[:] = [(other.preference, other.epoch) for other in others.values() if other.takes_requests]
-            heapq.heapify(heap)
+        del self._by_stage[replica.stage][replica.index]
 
     def of(self, stage: str) -> list[Replica]:
         """The replicas of a stage."""
@@ -446,21 +380,13 @@ class ReplicaTable:
         """How many replicas a stage has, in whatever state."""
         return len(self._by_stage.get(stage, ()))
 
-    def on_host(self, stage: str, node: int) -> Iterator[Replica]:
-        """The replicas of a stage on a node, in whatever state."""
-        return iter(self._by_host.get((stage, node), {}).values())
-
     def current(self, stage: str, index: int) -> Replica | None:
         """The replica in its present epoch."""
-        return self._replicas.get((stage, index))
-
-    def is_current(self, replica: Replica) -> bool:
-        """Whether this object still stands for its place in the pipeline."""
-        return self._replicas.get((replica.stage, replica.index)) is replica
+        return self._by_stage.get(stage, {}).get(index)
 
     def find(self, stage: str, index: int, epoch: int) -> Replica | None:
         """The replica in exactly this epoch; `None` for unknown ones and former epochs."""
-        replica = self._replicas.get((stage, index))
+        replica = self.current(stage, index)
         return replica if replica is not None and replica.epoch == epoch else None
 
     def loaded(self, stage: str) -> Replica | None:
@@ -471,17 +397,19 @@ class ReplicaTable:
         """As `find`."""
         return self.find(replica_id.stage, replica_id.replica, replica_id.epoch)
 
-    def choose(self, stage: str) -> Replica | None:
-        """The least loaded ready replica of a stage, those that take input first; `None`: none is ready."""
-        heap, replicas = self._heaps.get(stage, []), self._by_stage.get(stage, {})
-        while heap:
-            preference, epoch = heap[0]
-            replica = replicas.get(preference[-1])
-            current = replica is not None and (replica.preference, replica.epoch) == (preference, epoch)
-            if replica is not None and current and replica.takes_requests:
-                return replica
-            heapq.heappop(heap)
-        return None
+    def choose(self, stage: str, beside: Collection[int] = ()) -> Replica | None:
+        """The ready replica of a stage that computes, then holds, the fewest requests; `None` if none is ready.
+
+        Those that take input come first.
+
+        Args:
+            beside: nodes; among replicas that compute as few requests, one on these is preferred.
+        """
+        return min(
+            filter(attrgetter("takes_requests"), self._by_stage.get(stage, {}).values()),
+            key=lambda one: (one.congested, len(one.computing), one.node not in beside, len(one.requests), one.index),
+            default=None,
+        )
 
     def recoverable(self, stage: str) -> bool:
         """Whether some replica of a stage is ready or will be: others are dead, drain without a restart, or leave."""
@@ -505,17 +433,15 @@ class ReplicaTable:
         absent = [replica for replica in self.places(stage) if not replica.ready]
         pairs = list(zip(spares, absent, strict=False))
         for spare, replaced in pairs:
-            spare.update(spare=False)
-            replaced.update(spare=True)
+            spare.spare = False
+            replaced.spare = True
         return pairs
 
     @property
     def healthy(self) -> bool:
         """Whether every replica takes requests that is no spare, does not leave and is not still to come."""
-        return all(
-            replica.ready or replica.spare or replica.leaving or (replica.joining and replica.recovers)
-            for replica in self
-        )
+        absent = [replica for replica in self if not (replica.ready or replica.spare or replica.leaving)]
+        return all(replica.joining and replica.state is not ReplicaState.DEAD for replica in absent)
 
     @property
     def voices(self) -> tuple[str, ...]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import heapq
-import itertools
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -187,7 +185,6 @@ def diverged() -> StageLost:
 
 
 LISTED_LOSSES = 8  # the newest ones, for operators
-STALE_DEADLINES = 1024  # entries of ended requests that the heap may hold next to those of active ones
 
 
 @dataclass(frozen=True)
@@ -274,6 +271,10 @@ class ActiveRequest:
     ticket: Ticket | None = None  # with which it got its slot
     suspected_by: str | None = None  # the stage in which it runs apart from others, to see if it crashes it again
 
+    def on(self, event: RequestEvent) -> None:
+        """Enter the state that follows."""
+        self.state = advance(REQUEST_TRANSITIONS, self.state, event)
+
     @property
     def route(self) -> tuple[ReplicaId, ...]:
         """The replicas that it is bound to, in order of the pipeline."""
@@ -326,13 +327,11 @@ class ActiveRequest:
 
 
 class RequestBook:
-    """All active requests: by id, client and deadline, and those that wait for a stage. No look-up searches all."""
+    """All active requests in order of admission, by id and by client."""
 
     def __init__(self) -> None:
         self._all: dict[str, ActiveRequest] = {}
-        self._by_client: dict[bytes, dict[str, None]] = {}
-        self._waiting: dict[str, None] = {}  # in order of their slots, or of their last loss
-        self._deadlines: list[tuple[float, str]] = []  # a heap; those of ended requests are skipped
+        self._by_client: dict[bytes, dict[str, ActiveRequest]] = {}
 
     def __len__(self) -> int:
         return len(self._all)
@@ -353,61 +352,16 @@ class RequestBook:
     def add(self, request: ActiveRequest) -> None:
         """Add a request that was just admitted."""
         self._all[request.request_id] = request
-        self._by_client.setdefault(request.client, {})[request.request_id] = None
-        heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+        self._by_client.setdefault(request.client, {})[request.request_id] = request
 
     def remove(self, request: ActiveRequest) -> None:
         """Forget a request that has ended."""
-        request_id = request.request_id
-        del self._all[request_id]
-        self._waiting.pop(request_id, None)
+        del self._all[request.request_id]
         own = self._by_client[request.client]
-        del own[request_id]
+        del own[request.request_id]
         if not own:
             del self._by_client[request.client]
-        if len(self._deadlines) > 2 * len(self._all) + STALE_DEADLINES:
-            self._deadlines = [(living.deadline, living.request_id) for living in self._all.values()]
-            heapq.heapify(self._deadlines)
-
-    def on(self, request: ActiveRequest, event: RequestEvent) -> None:
-        """Enter the state that follows."""
-        request.state = advance(REQUEST_TRANSITIONS, request.state, event)
-        if request.state is RequestState.WAITING:
-            self._waiting[request.request_id] = None
-        else:
-            self._waiting.pop(request.request_id, None)
 
     def of(self, client: bytes) -> list[ActiveRequest]:
         """A client's requests, the oldest first."""
-        return [self._all[request_id] for request_id in self._by_client.get(client, ())]
-
-    def ids_of(self, client: bytes) -> tuple[str, ...]:
-        """Ids of a client's requests, the oldest first."""
-        return tuple(self._by_client.get(client, ()))
-
-    def clients(self) -> set[bytes]:
-        """Addresses of clients with active requests."""
-        return set(self._by_client)
-
-    def oldest(self, count: int) -> list[ActiveRequest]:
-        """The first `count` requests in order of admission."""
-        return list(itertools.islice(self._all.values(), count))
-
-    def waiting(self) -> list[ActiveRequest]:
-        """Those that have a slot and wait for a stage, in order of priority."""
-        return sorted((self._all[request_id] for request_id in self._waiting), key=lambda request: request.priority)
-
-    @property
-    def deadlines(self) -> int:
-        """Deadlines that are kept, those of ended requests included."""
-        return len(self._deadlines)
-
-    def late(self, now: float) -> list[ActiveRequest]:
-        """Those whose deadline has passed; each is returned only once."""
-        passed: dict[str, ActiveRequest] = {}  # an id that was used again may be there twice
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, request_id = heapq.heappop(self._deadlines)
-            request = self._all.get(request_id)
-            if request is not None and request.deadline == deadline:
-                passed[request_id] = request
-        return list(passed.values())
+        return list(self._by_client.get(client, {}).values())

@@ -9,6 +9,7 @@ does not get anything twice (`core/request.py`).
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from omni_actors.config import PipelineConfig
@@ -88,13 +89,9 @@ class RequestMachine:
         """Requests that wait for a slot."""
         return self._slots.waiting
 
-    def clients(self) -> set[bytes]:
-        """Those with requests in flight."""
-        return self.active.clients()
-
     def requests_of(self, client: bytes) -> tuple[str, ...]:
         """The ids of a client's requests in flight."""
-        return self.active.ids_of(client)
+        return tuple(request.request_id for request in self.active.of(client))
 
     def attempt_of(self, request_id: str, stage: str) -> int:
         """The attempt that a stage works on; 0 for unknown requests."""
@@ -103,7 +100,7 @@ class RequestMachine:
 
     def statuses(self, now: float) -> tuple[RequestStatus, ...]:
         """The oldest requests in flight."""
-        return tuple(request.status(now) for request in self.active.oldest(LISTED_REQUESTS))
+        return tuple(request.status(now) for request in itertools.islice(self.active, LISTED_REQUESTS))
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
@@ -133,7 +130,7 @@ class RequestMachine:
         while (ticket := self._slots.next()) is not None:
             request = self.active[ticket.request_id]
             request.ticket = ticket
-            self.active.on(request, RequestEvent.GRANTED)
+            request.on(RequestEvent.GRANTED)
             self.retained_bytes += ticket.size
             instructions += self._open(request, now)
         for request_id, waited in self.speech.begin(now):
@@ -169,7 +166,7 @@ class RequestMachine:
             request.bound[replica.stage] = replica.replica_id
             request.attempts[replica.stage] = request.attempt
             request.opened_at[replica.stage] = now
-        self.active.on(request, RequestEvent.OPENED)
+        request.on(RequestEvent.OPENED)
         self._observer.bound(request.request_id, request.attempt, request.route, opened)
         # Later stages first: each should know the request before the first output of the stage before it.
         instructions: list[Instruction] = [self._open_stage(request, stage) for stage in reversed(opened)]
@@ -226,7 +223,8 @@ class RequestMachine:
     def _reopen(self, now: float) -> list[Instruction]:
         """Run the requests that wait: suspects, then in order of priority."""
         self._isolation_runs.ended = False
-        waiting = sorted(self.active.waiting(), key=self._isolation_runs.rank)
+        waiting = [request for request in self.active if request.state is RequestState.WAITING]
+        waiting.sort(key=lambda request: (self._isolation_runs.rank(request), request.priority))
         return [instruction for request in waiting for instruction in self._open(request, now)]
 
     def abort(self, client: bytes, request_id: str, now: float) -> list[Instruction]:
@@ -351,7 +349,7 @@ class RequestMachine:
             return []
         if not request.delivery.complete:
             return self._fail(request, diverged(), now)
-        self.active.on(request, RequestEvent.COMPLETED)
+        request.on(RequestEvent.COMPLETED)
         self._observer.ended(request.request_id, None)
         done = self._to_client(request, Done(usage=request.usage))
         for stage, replica_id in request.bound.items():
@@ -386,7 +384,7 @@ class RequestMachine:
         """A replica has granted no credit for more input, or some again: new requests for it wait meanwhile."""
         replica = self.replicas.at(replica_id)
         if replica is not None and replica.congested != congested:
-            replica.update(congested=congested)
+            replica.congested = congested
             self._slots.look_again()
         return self._filled([], now)
 
@@ -416,7 +414,7 @@ class RequestMachine:
         self.replays += counts
         self._observer.replayed(request.request_id, error, counts)
         if request.state is RequestState.RUNNING:  # otherwise no stage has seen the number yet
-            self.active.on(request, RequestEvent.REPLAYED)
+            request.on(RequestEvent.REPLAYED)
             request.attempt += 1
         return instructions + self._open(request, now)
 
@@ -426,7 +424,8 @@ class RequestMachine:
         self._slots.look_again()
         instructions = [
             instruction
-            for request in self.active.late(now)
+            for request in list(self.active)
+            if request.deadline <= now
             for instruction in self._fail(request, _too_late(request), now)
         ]
         waited = self.pipeline.coordinator.speech_wait
@@ -464,7 +463,7 @@ class RequestMachine:
 
     def _fail(self, request: ActiveRequest, error: OmniError, now: float) -> list[Instruction]:
         """End a request with an error, the only way there is: one message to the client, one to each of its stages."""
-        self.active.on(request, RequestEvent.FAILED)
+        request.on(RequestEvent.FAILED)
         self._observer.ended(request.request_id, error)
         instructions: list[Instruction] = [self._to_client(request, Failed.from_error(error))]
         instructions += self._aborts(request, request.bound)

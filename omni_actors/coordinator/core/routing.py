@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -68,7 +67,6 @@ class StageGraph:
         return any(after in stages for after in self.downstream[stage])
 
 
-NEIGHBOURS = 16  # replicas of a host that are looked at for one choice
 CONVERSATIONS = 65_536  # turns of which the replica is remembered, the latest ones
 ABOVE_MEAN = 1.25  # times the mean of requests, and one more: up to there a replica gets the turns of its conversations
 BLOCK_BYTES = 256 * TOKEN_BYTES  # of token ids between two cuts
@@ -106,9 +104,8 @@ class Router:
             return None
         best, by = self._holder(stage, request.parts, least), "prefix"
         if best is None:
-            best, by = self._beside(sources, least), "host"
-        if best is None:
-            best, by = least, "load"
+            best = self._replicas.choose(stage, {source.node for source in sources}) or least
+            by = "load" if best is least else "host"
         self.chosen[by] += 1
         return best
 
@@ -122,20 +119,6 @@ class Router:
             return None
         loads = [len(replica.computing) for replica in self._replicas.of(stage) if replica.takes_requests]
         return holder if len(holder.computing) <= ABOVE_MEAN * sum(loads) / len(loads) + 1 else None
-
-    def _beside(self, sources: Iterable[Replica], least: Replica) -> Replica | None:
-        """A replica that has as little to do as the least loaded one and shares a host with a source, as that does not.
-
-        `None` if the least loaded one does, or there is none.
-        """
-        hosts = [source.node for source in sources]
-        if not hosts or least.node in hosts:
-            return None
-        found = itertools.chain(
-            *(itertools.islice(self._replicas.on_host(least.stage, node), NEIGHBOURS) for node in hosts)
-        )
-        equal = (least.congested, len(least.computing))
-        return next((one for one in found if one.takes_requests and (one.congested, len(one.computing)) == equal), None)
 
     def hold(self, request: ActiveRequest, replica: Replica) -> None:
         """Bind a request to a replica, and remember that this one computes its prompt."""

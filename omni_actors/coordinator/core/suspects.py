@@ -122,7 +122,7 @@ class IsolationRuns:
             replica = self._replicas.choose(run.stage) if self._may_start(run.stage) else None
             if replica is None:
                 return None
-            replica.update(reserved=True)
+            replica.reserved = True
             run.replica, run.until = replica, now + EMPTY_SECONDS
         if not run.started and (not run.replica.computing or now >= run.until):
             run.started, run.until = True, now + 2 * max(map(_seconds_to_pass, run.members.values()))
@@ -147,7 +147,7 @@ class IsolationRuns:
                     self._pass(request, run.stage)
             if not run.members:
                 continue  # that was the last one
-            if not (self._replicas.is_current(replica) and replica.serves):
+            if not (self._replicas.at(replica.replica_id) is replica and replica.serves):
                 self._release(run)  # it starts over, on the next replica that is free
             elif now >= run.until + MARGIN_SECONDS or (run.started and not running):  # the rest wait for other stages
                 self._release(run)
@@ -165,7 +165,7 @@ class IsolationRuns:
 
     def _release(self, run: IsolationRun) -> None:
         if run.replica is not None:
-            run.replica.update(reserved=False)
+            run.replica.reserved = False
             run.replica, run.started, run.until = None, False, math.inf
             self.ended = True
 
