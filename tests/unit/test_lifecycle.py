@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from omni_actors.config import StageKind, load
-from omni_actors.coordinator.core.admission import admit
+from omni_actors.coordinator.core.admission import check_request
 from omni_actors.coordinator.core.instructions import Instruction, ToClient
 from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, InvalidRequest, SlowClient
@@ -114,7 +114,9 @@ def test_refusals_name_what_would_be_right(modalities, fields, code, words) -> N
 def test_a_request_may_change_the_pipelines_number_of_points() -> None:
     pipeline = load("qwen2_5_omni.yaml", {"stages.code2wav.sampling.num_steps": "6"}, devices=1).pipeline
     own = submit("audio", params={"code2wav": StageParams(num_steps=20)})
-    points = [admit(pipeline, request, voices=("Ethan",)).params["code2wav"].num_steps for request in (submit(), own)]
+    points = [
+        check_request(pipeline, request, voices=("Ethan",))[1]["code2wav"].num_steps for request in (submit(), own)
+    ]
     assert points == [6, 20]
 
 
@@ -135,7 +137,7 @@ def test_parameters_of_another_kind_of_stage(kind: str, stage: str, params: dict
     stages = [msgspec.structs.replace(stage, kind=StageKind(kind)) for stage in config.stages]
     config = msgspec.structs.replace(config, stages=stages)
     with pytest.raises(InvalidRequest, match=words) as caught:
-        admit(config, submit("text", params={stage: StageParams(**params)}), voices=())
+        check_request(config, submit("text", params={stage: StageParams(**params)}), voices=())
     assert caught.value.field == next(iter(params))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from omni_actors.config import CoordinatorConfig, Modality, PipelineConfig, check_parameters, unknown_adapter
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
@@ -172,24 +171,15 @@ class SpeechPacer(SpeechLine):
         return []
 
 
-@dataclass(frozen=True, slots=True)
-class AdmittedRequest:
-    """The stages that a request needs, in order of the graph, and the parameters of each."""
-
-    stages: tuple[str, ...]
-    params: dict[str, StageParams]
-    modalities: frozenset[str]
-
-
-def admit(
+def check_request(
     pipeline: PipelineConfig,
     submit: Submit,
     voices: tuple[str, ...],
     max_input_tokens: int = 0,
     max_media: Mapping[str, int] | None = None,
     parameters: Mapping[str, Sequence[Parameter] | None] | None = None,
-) -> AdmittedRequest:
-    """Check a request against the pipeline.
+) -> tuple[tuple[str, ...], dict[str, StageParams]]:
+    """Check a request against the pipeline. Returns its stages, in order of the graph, and the parameters of all.
 
     Args:
         max_input_tokens: longest prompt of token ids, 0 for unknown. The tokens of a text are counted by its stage.
@@ -223,7 +213,7 @@ def admit(
     for given in params.values():
         if given.adapter is not None and given.adapter not in pipeline.adapters:
             raise unknown_adapter(given.adapter, pipeline.adapters)
-    return AdmittedRequest(stages, params, frozenset(submit.modalities))
+    return stages, params
 
 
 def deadline_of(coordinator: CoordinatorConfig, given: float, now: float) -> float:
@@ -347,7 +337,7 @@ class Gate:
         longest = self.max_input_tokens if submit.prompt.length else 0
         loaded = {stage: replica for stage in submit.params if (replica := self._replicas.loaded(stage)) is not None}
         parameters = {stage: replica.parameters for stage, replica in loaded.items()}
-        admitted = admit(
+        stages, params = check_request(
             self._pipeline,
             submit,
             self._replicas.voices if submit.voice is not None else (),
@@ -356,22 +346,22 @@ class Gate:
             parameters,
         )
         size = size_of(submit, buffers)
-        for stage in admitted.stages:
+        for stage in stages:
             waits = self._planner.may_wait_for(stage) and self._may_retain(size)
             if not waits and self._replicas.choose(stage) is None:
                 raise StageUnavailable(f"No replica of stage {stage!r} is ready.", stage=stage)
         return ActiveRequest(
             header.request_id,
             client,
-            admitted.stages,
-            admitted.modalities,
+            stages,
+            frozenset(submit.modalities),
             deadline,
-            params=admitted.params,
+            params=params,
             seed=submit.seed if submit.seed is not None else self._new_seed(),
             voice=submit.voice,
             priority=submit.priority,
             retained=Retained(submit.prompt, buffers, size, submit.information),
-            parts=self._planner.router.parts(submit.prompt, buffers, admitted.params),
+            parts=self._planner.router.parts(submit.prompt, buffers, params),
             information=frozenset(submit.information.entries) if submit.information is not None else frozenset(),
         )
 

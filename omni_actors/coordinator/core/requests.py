@@ -17,7 +17,7 @@ from omni_actors.coordinator.core.admission import Gate, SpeechPacer
 from omni_actors.coordinator.core.instructions import Instruction, Observer, ToClient, ToStage
 from omni_actors.coordinator.core.replicas import Evidence, Replica, ReplicaTable, RequestEvent, RequestState
 from omni_actors.coordinator.core.request import ActiveRequest, RequestBook, diverged
-from omni_actors.coordinator.core.routing import Planner, Unavailable, Wait
+from omni_actors.coordinator.core.routing import Planner
 from omni_actors.coordinator.core.suspects import poison
 from omni_actors.errors import (
     Aborted,
@@ -155,13 +155,14 @@ class RequestMachine:
 
     def _open(self, request: ActiveRequest, now: float) -> list[Instruction]:
         """Bind the stages that have no replica and announce the request to them, or let it wait for one."""
-        plan = self.planner.plan(request, now)
-        if isinstance(plan, Wait):
+        try:
+            chosen = self.planner.plan(request, now)
+        except OmniError as error:
+            return self._fail(request, error, now)
+        if chosen is None:
             return []
-        if isinstance(plan, Unavailable):
-            return self._fail(request, plan.error, now)
         opened = request.missing
-        for replica in plan.replicas:
+        for replica in chosen:
             self.planner.router.hold(request, replica)
             request.bound[replica.stage] = replica.replica_id
             request.attempts[replica.stage] = request.attempt

@@ -16,7 +16,6 @@ from __future__ import annotations
 import collections
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -24,7 +23,7 @@ from omni_actors.config import LossPolicy, Modality, PipelineConfig, StageConfig
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.request import ActiveRequest
 from omni_actors.coordinator.core.suspects import IsolationRuns
-from omni_actors.errors import InvalidRequest, OmniError, StageLost, StageUnavailable, suggest
+from omni_actors.errors import InvalidRequest, StageLost, StageUnavailable, suggest
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.fields import MAX_ATTEMPT, TOKEN_BYTES
 from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, Prompt, StageParams
@@ -179,27 +178,6 @@ def _sample(prompt: Prompt, index: int, buffers: Sequence[Frame]) -> bytes:
     return b"".join((msgspec.msgpack.encode((tensor.shape, len(data))), *pieces))
 
 
-@dataclass(frozen=True)
-class Route:
-    """The replicas for those stages of a request that are bound to none."""
-
-    replicas: tuple[Replica, ...]
-
-
-@dataclass(frozen=True)
-class Wait:
-    """No replica of `stage` is free for the request now; one will be."""
-
-    stage: str
-
-
-@dataclass(frozen=True)
-class Unavailable:
-    """The request cannot run, now or later."""
-
-    error: OmniError
-
-
 class Planner:
     """Reads requests and replicas and changes neither, but for the replicas that it reserves for suspects."""
 
@@ -213,25 +191,31 @@ class Planner:
         self.isolation_runs = IsolationRuns(replicas)
         self.router = Router(pipeline, replicas)
 
-    def plan(self, request: ActiveRequest, now: float) -> Route | Wait | Unavailable:
-        """Choose a replica for every stage that the request still needs."""
+    def plan(self, request: ActiveRequest, now: float) -> tuple[Replica, ...] | None:
+        """Choose a replica for every stage that the request still needs; `None` if it has to wait for one.
+
+        Raises:
+            StageLost, StageUnavailable, InvalidRequest: it cannot run, now or later.
+        """
         missing = request.missing
         if self._entry in missing and request.retained is None:
-            return Unavailable(_not_kept())
+            raise _not_kept()
         chosen: dict[str, Replica] = {}
         # The stage that suspects it last: no replica is emptied for a request that has to wait for another one.
         for stage in sorted(missing, key=lambda stage: stage == request.suspected_by):
-            suspected = request.suspected_by == stage
-            if suspected:
+            if request.suspected_by == stage:
                 replica = self.isolation_runs.replica_for(request, now)
             else:
                 replica = self.router.choose(stage, request, self._sources(request, stage, chosen))
             if replica is None:
-                return Wait(stage) if self._replicas.recoverable(stage) else Unavailable(_unavailable(request, stage))
+                if self._replicas.recoverable(stage):
+                    return None
+                text = f"No replica of stage {stage!r} is ready, and none will be.{request.lost_before()}"
+                raise StageUnavailable(text, stage=stage)
             chosen[stage] = replica
         replicas = tuple(chosen.values())
-        error = self._information_error(request, replicas)
-        return Route(replicas) if error is None else Unavailable(error)
+        _check_information(request, replicas)
+        return replicas
 
     def _sources(self, request: ActiveRequest, stage: str, chosen: Mapping[str, Replica]) -> Iterator[Replica]:
         """The replicas that feed a stage, as far as they are known."""
@@ -240,17 +224,6 @@ class Planner:
             replica = self._replicas.at(replica_id) if replica_id is not None else chosen.get(source)
             if replica is not None:
                 yield replica
-
-    @staticmethod
-    def _information_error(request: ActiveRequest, chosen: Sequence[Replica]) -> OmniError | None:
-        """Why these replicas cannot run a request for the sake of its additional information."""
-        if not request.information:
-            return None
-        wanted = {name for replica in chosen for name in replica.wants_information}
-        if request.retained is None and not request.information.isdisjoint(wanted):
-            return _not_kept()
-        whole_route = len(chosen) == len(request.stages)
-        return _unwanted_information(request.information, wanted, request.stages) if whole_route else None
 
     def replays(self, stage: str) -> bool:
         """Whether work that a stage loses runs again, as configured."""
@@ -302,24 +275,19 @@ class Planner:
         return needed <= set(request.usage)
 
 
-def _unwanted_information(
-    names: Iterable[str], wanted: Collection[str], stages: tuple[str, ...]
-) -> InvalidRequest | None:
-    """The refusal of additional information that no stage of the route wants; `None` if each name is wanted."""
-    for name in sorted(names):
-        if name not in wanted:
-            return InvalidRequest(
-                f"{ADDITIONAL_INFORMATION}: none of the stages {', '.join(stages)} wants {name!r}."
-                f"{suggest(name, wanted)}",
-                hint="A stage names what it wants in EngineFacts or in its StreamProcessor (docs/extending.md).",
-            )
-    return None
+def _check_information(request: ActiveRequest, chosen: Sequence[Replica]) -> None:
+    """Raise the error of a request whose additional information these replicas need and is gone, or do not want."""
+    wanted = {name for replica in chosen for name in replica.wants_information}
+    if request.retained is None and not request.information.isdisjoint(wanted):
+        raise _not_kept()
+    unwanted = sorted(request.information - wanted)
+    if unwanted and len(chosen) == len(request.stages):
+        raise InvalidRequest(
+            f"{ADDITIONAL_INFORMATION}: none of the stages {', '.join(request.stages)} wants {unwanted[0]!r}."
+            f"{suggest(unwanted[0], wanted)}",
+            hint="A stage names what it wants in EngineFacts or in its StreamProcessor (docs/extending.md).",
+        )
 
 
 def _not_kept() -> StageLost:
     return StageLost("What it takes to run the request again was not kept.")
-
-
-def _unavailable(request: ActiveRequest, stage: str) -> StageUnavailable:
-    text = f"No replica of stage {stage!r} is ready, and none will be.{request.lost_before()}"
-    return StageUnavailable(text, stage=stage)
