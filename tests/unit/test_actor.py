@@ -101,18 +101,6 @@ def test_chunks_that_do_not_follow_fail_the_request(final: bool, seq: int) -> No
     assert stage.held() == EMPTY
 
 
-@pytest.mark.parametrize(
-    ("source", "attempt", "reason"),
-    [(ReplicaId("prompt", 0, 4), 0, "foreign_epoch"), (ReplicaId("talker", 0, 5), 0, "unexpected_source")],
-)
-def test_foreign_chunks_are_dropped(source: ReplicaId, attempt: int, reason: str) -> None:
-    stage = StageUnderTest("thinker")
-    stage.expect()
-    assert stage.chunk(source=source, attempt=attempt, token_ids=bytes(4), final=True) == []
-    assert stage.actor.dropped == {reason: 1}
-    assert stage.engine.calls == []
-
-
 def test_announcement_for_another_process_or_twice() -> None:
     stage = StageUnderTest("thinker")
     stage.expect(route=(ReplicaId("thinker", 0, 4),))
@@ -254,18 +242,6 @@ def test_payload_that_the_processor_refuses() -> None:
     stage.expect("r2")
     information = AdditionalInformationPayload({"prompt_tokens": AdditionalInformationEntry(scalar="1")})
     assert "whole number" in failed(stage.chunk("r2", information=information)).message
-
-
-def test_streamed_rows_extend_a_running_request() -> None:
-    stage = StageUnderTest("talker", processor="thinker2talker")
-    stage.expect()
-    one = HostTensor(DType.F32, (1, 1), bytes(4))
-    information = AdditionalInformationPayload({"prompt_tokens": AdditionalInformationEntry(scalar=1)})
-    stage.chunk(seq=0, tensors={"rows": HostTensor(DType.F32, (2, 1), bytes(8))}, information=information)
-    stage.chunk(seq=1, tensors={"rows": one}, start=2)
-    stage.chunk(seq=2, final=True, start=3)
-    assert [call[0] for call in stage.engine.calls] == ["start", "extend", "extend"]
-    assert stage.engine.calls[-1] == ("extend", "r1", None, True)
 
 
 def test_streamed_tokens_extend_a_running_request() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from collections import Counter
 from functools import cache
 
@@ -27,8 +27,7 @@ def test_the_package_does_not_grow() -> None:
 
 def test_no_two_classes_have_the_same_name() -> None:
     sources = [path.read_text("utf-8") for path in lines_per_package.PACKAGE.rglob("*.py")]
-    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
-    counts = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    counts = Counter(name for source in sources for name in re.findall(r"^ *class (\w+)[(:]", source, re.M))
     assert len(counts) > 500
     assert [name for name, count in counts.items() if count > 1] == []
 

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from omni_actors.coordinator.core.instructions import ToClient, ToStage
-from omni_actors.errors import ErrorCode
+from omni_actors.errors import ErrorCode, InvalidPayload
 from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.fields import Header
 from omni_actors.protocol.messages import Abort, Ended, OpenRequest, Resend, TextDelta
 from omni_actors.protocol.payloads import StageParams
 from tests.support.builders import header_from, submit
-from tests.support.requests import ALICE, BOB, NOW, STAGES, aborts, ask, failure, ready, replica_id
+from tests.support.requests import ALICE, NOW, STAGES, aborts, ask, failure, ready, replica_id
 from tests.support.stage import EMPTY, ROUTE, StageUnderTest, failed
 
 # -- client -> coordinator --------------------------------------------------------------------------------------------
@@ -25,15 +25,6 @@ def test_what_a_client_claims_to_be_changes_nothing() -> None:
     expected = plain.submit(ALICE, Header("", "r1"), submit(), [], NOW)
     assert lying.submit(ALICE, header, submit(), [], NOW) == expected
     assert {item.attempt for item in expected if isinstance(item, ToStage)} == {0}
-
-
-def test_a_client_reaches_only_its_own_requests() -> None:
-    state = ready()
-    ask(state)
-    assert state.abort(BOB, "r1", NOW) == []
-    assert state.abort(ALICE, "r2", NOW) == []
-    assert state.dropped == {"abort_of_unknown_request": 2}
-    assert len(aborts(state.abort(ALICE, "r1", NOW))) == 4
 
 
 # -- coordinator -> stage ---------------------------------------------------------------------------------------------
@@ -90,17 +81,6 @@ def test_a_chunk(change: dict, outcome: object) -> None:
     assert (len(stage.engine.started()) == 1) is (outcome == "taken")
 
 
-def test_a_chunk_of_a_request_that_has_ended_is_absorbed_by_its_tombstone() -> None:
-    stage = StageUnderTest("thinker")
-    stage.expect()
-    stage.abort()
-    for _ in range(2):
-        assert stage.tokens("late") == []
-        assert stage.abort() == []
-    assert stage.actor.dropped == {"late": 2}
-    assert stage.held() == EMPTY
-
-
 # -- stage -> coordinator ---------------------------------------------------------------------------------------------
 
 
@@ -111,6 +91,7 @@ def test_a_chunk_of_a_request_that_has_ended_is_absorbed_by_its_tombstone() -> N
         (header_from(replica_id("thinker", epoch=2), "r1"), "foreign_epoch"),
         (header_from(replica_id("thinker", epoch=0), "r1"), "foreign_epoch"),
         (header_from(replica_id("thinker", 1), "r1"), "foreign_epoch"),
+        (header_from(replica_id("stranger"), "r1"), "foreign_epoch"),
         (header_from(replica_id("thinker"), "r1", attempt=1), "foreign_attempt"),
         (header_from(replica_id("thinker"), "r1", seq=1), ErrorCode.PROTOCOL_ERROR),
         (header_from(replica_id("thinker"), "r1"), None),
@@ -127,5 +108,6 @@ def test_a_result(header: Header, outcome: object) -> None:
         assert [one.body for one in instructions if isinstance(one, ToClient)] == [TextDelta(text="a")]
     else:
         assert instructions == []
-        assert state.dropped == {outcome: 1}
+        assert state.reject_from_stage(header, InvalidPayload("x"), NOW) == []
+        assert state.dropped == {outcome: 2}
         assert state.in_flight == 1

@@ -40,25 +40,6 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path, change: dict, words: list
     assert all(word in text for word in words)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"ouputs": ["text"]}, ["stages.thinker.ouputs: unknown key", "Did you mean 'outputs'"]),
-        ({"inputs": {"form": "prompt"}}, ["stages.thinker.inputs.form: unknown key", "Did you mean 'from'"]),
-        ({"sampling": {"temprature": 1.0}}, ["sampling.temprature: unknown key", "Did you mean 'temperature'"]),
-        ({"sampling": {"qqqq": 1.0}}, ["Known: adapter, allowed_token_ids"]),
-    ],
-)
-def test_unknown_keys_of_a_stage(tmp_path: Path, fields: dict, words: list[str]) -> None:
-    text = refused(tmp_path, with_stage(1, **fields))
-    assert all(word in text for word in words), text
-
-
-def test_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Cannot read the pipeline file"):
-        config.load(tmp_path / "none.yaml", devices=0)
-
-
 def test_missing_stage_cycle_double_names_and_entries(tmp_path: Path) -> None:
     assert "no stage 'thinkr'. Did you mean 'thinker'" in refused(tmp_path, with_stage(2, inputs={"from": "thinkr"}))
     assert "cycle" in refused(tmp_path, with_stage(1, inputs={"from": ["prompt", "code2wav"]}))

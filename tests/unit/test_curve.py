@@ -17,7 +17,7 @@ from zmq.utils import z85
 from omni_actors.cli.keys import main
 from omni_actors.client import AsyncOmniClient
 from omni_actors.client import async_client as client_module
-from omni_actors.errors import ConfigError, InvalidRequest, OmniError, RequestTimeout, Unauthorized
+from omni_actors.errors import ConfigError, InvalidRequest, OmniError, Unauthorized
 from omni_actors.host.addresses import is_loopback, stays_on_host, tcp_host
 from omni_actors.protocol.fields import Limits, ReplicaId
 from omni_actors.protocol.messages import Hello
@@ -30,7 +30,7 @@ from omni_actors.transport.guard import HandshakeMonitor
 from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
 from tests.support import zmtp
 from tests.support.tcp import closed
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 REFUSED_SECONDS = 5.0  # within which a peer knows that it was refused
 TCP = "tcp://127.0.0.1:0"
@@ -156,6 +156,7 @@ def test_each_key_opens_its_own_endpoints(
         assert (refusal is None) == (wanted is None)
         assert refusal is None or isinstance(refusal, Unauthorized)
         assert (wanted or "") in str(refusal)
+        assert wanted != HANGS_UP or str(holders[holder]) in str(refusal), "whose keys are wrong"
 
 
 @pytest.mark.parametrize("mechanism", [b"NULL", b"PLAIN", b"CURVE", b"GSSAPI", b""])
@@ -227,19 +228,6 @@ def test_a_broken_file_locks_out_one(tmp_path: Path, contexts: list[Sockets]) ->
     (tmp_path / "k" / "allowed" / "aaa.key").write_bytes(b"\xff\x00 public-key = nonsense")
     coordinator = Coordinator(contexts, tmp_path / "k")
     assert refusal_of(contexts, handed, coordinator.client_endpoint, coordinator.clients) is None
-
-
-def test_wrong_keys_are_refused_with_the_reason(folder: Path, other: Path, contexts: list[Sockets]) -> None:
-    """Another pipeline's member and client, whose handshake cannot even be read, and a peer without keys."""
-    coordinator = Coordinator(contexts, folder)
-    for keys in (other, other / "clients" / "carol"):
-        refusal = refusal_of(contexts, keys, coordinator.client_endpoint, coordinator.clients)
-        assert isinstance(refusal, Unauthorized)
-        assert "hangs up" in str(refusal)
-        assert str(keys) in str(refusal)
-    refusal = refusal_of(contexts, None, coordinator.control_endpoint, coordinator.control)
-    assert isinstance(refusal, Unauthorized)
-    assert "asks for keys" in str(refusal)
 
 
 def test_keys_towards_a_pipeline_without(folder: Path, contexts: list[Sockets]) -> None:
@@ -398,7 +386,7 @@ async def test_a_refused_client_knows_why_at_once_in_every_wait(
         answer = client.generate("hello", modalities=["text"])
         outcomes = await asyncio.gather(client.describe(), answer, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [Unauthorized, Unauthorized]
-        assert time.monotonic() - began < REFUSED_SECONDS
+        assert time.monotonic() - began < REFUSED_SECONDS * PATIENCE
         with pytest.raises(Unauthorized):
             await client.submit("again", modalities=["text"])
 
@@ -423,14 +411,6 @@ async def test_a_client_that_was_refused_before_it_sends_knows_why(
         monkeypatch.setattr(client_module, "try_send", lambda *_: False)
         with pytest.raises(Unauthorized):
             await client.submit("hello", modalities=["text"])
-
-
-async def test_an_accepted_client_waits_for_answers(folder: Path, contexts: list[Sockets]) -> None:
-    coordinator = Coordinator(contexts, folder)
-    async with AsyncOmniClient(coordinator.client_endpoint, keys=folder / "clients" / "alice") as client:
-        with pytest.raises(RequestTimeout):  # no one reads the coordinator's socket
-            await client.describe(timeout=0.5)
-    assert drain(coordinator.clients)
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------
@@ -461,7 +441,7 @@ def test_a_stage_with_wrong_keys_ends_its_start(folder: Path, other: Path, conte
         assert stop.failed
         assert said in stop.reason
         inbound.finish()
-        inbound.join(5)
+        inbound.join(5 * PATIENCE)
     assert not drain(coordinator.control)
 
 

@@ -105,13 +105,3 @@ def test_a_custom_stage_checks_its_own_options(
         "engine options checked: prompt, thinker, code2wav",
         "not checked: stages.talker.engine, as tests.support.stage.RecordingEngine has no check_options",
     ]
-
-
-def test_the_command_line_exits_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(launch.logs, "configure", lambda process: None)
-    data = chain()
-    data["stages"][1]["engine"] = {"row_with": 8}
-    assert launch.main([str(write(tmp_path, data)), "--check"]) == EXIT_USAGE
-    assert "stages.thinker.engine.row_with: unknown key" in capsys.readouterr().err

@@ -29,7 +29,7 @@ from omni_actors.protocol.messages import (
 from omni_actors.stage.inbound import Control, Event, Inbound, Inbox, Lost, Received, Rejected, Stop
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.sockets import HIGH_WATER_MARK, Socket, Sockets, drain, try_send
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 IDENTITY = ReplicaId("thinker", 0, 5)
 NAME = b"thinker/0/5"
@@ -78,7 +78,7 @@ class Harness:
 
     def next(self, seconds: float = 5.0) -> Event | None:
         """The next event; `None` if none comes in time."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds * PATIENCE
         while (left := deadline - time.monotonic()) > 0:
             for event in self.inbox.take(left, maximum=1):
                 return event
@@ -86,7 +86,7 @@ class Harness:
 
     def close(self) -> None:
         self.inbound.finish()
-        self.inbound.join(5)
+        self.inbound.join(5 * PATIENCE)
         assert not self.inbound.is_alive()
         self.sockets.context.destroy(linger=0)
 
@@ -99,7 +99,7 @@ def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subpr
     heard: list = [decoder.decode(frames)]
     assert not harness.control.poll(200), "it beats before it is welcomed"
     harness.tell(Welcome(results="ipc:///results"))
-    assert harness.next(2) == Control(Welcome(results="ipc:///results"))
+    assert harness.next() == Control(Welcome(results="ipc:///results"))
     harness.inbound.pulse.listeners = 7
 
     def beats() -> bool:
@@ -165,9 +165,9 @@ def test_a_coordinator_that_dies_or_forgets_ends_the_session(short_path: Path, l
     harness = Harness(short_path, launcher.pid)
     harness.await_hello()
     harness.tell(Reregister())
-    assert harness.next(2) == Lost("the coordinator does not know this replica")
+    assert harness.next() == Lost("the coordinator does not know this replica")
     harness.control.close()
-    assert harness.next(2) == Lost("the coordinator is not connected any more")
+    assert harness.next() == Lost("the coordinator is not connected any more")
     harness.close()
 
 
@@ -187,8 +187,8 @@ def test_last_words_of_a_coordinator_count_though_it_has_left(
             time.sleep(0.2)
 
     monkeypatch.setattr(harness.inbound, "_receive_control", speak_and_leave)
-    assert harness.next(2) == Control(Shutdown(reason="the launcher stops"))
-    assert harness.next(2) == Lost("the coordinator is not connected any more")
+    assert harness.next() == Control(Shutdown(reason="the launcher stops"))
+    assert harness.next() == Lost("the coordinator is not connected any more")
     harness.close()
 
 
@@ -196,13 +196,13 @@ def test_death_of_the_launcher_stops_the_stage(short_path: Path, launcher: subpr
     harness = Harness(short_path, launcher.pid)
     assert harness.next(0.2) is None
     launcher.kill()
-    assert harness.next(2) == Stop("the launcher is gone")
+    assert harness.next() == Stop("the launcher is gone")
     harness.close()
 
 
 def test_a_thread_that_fails_says_so(short_path: Path, launcher: subprocess.Popen) -> None:
     harness = Harness(short_path, launcher.pid, inbox="missing/inbox")
-    stop = harness.next(2)
+    stop = harness.next()
     assert isinstance(stop, Stop)
     assert stop.failed
     assert "Cannot bind" in stop.reason

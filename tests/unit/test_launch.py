@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from omni_actors import launch
 from omni_actors.client.offline import as_prompts
 from omni_actors.errors import ConfigError
-from omni_actors.host.processes import EXIT_OK
-from omni_actors.launch import main
 from omni_actors.launcher.one_request import needed_modalities
-from tests.support.builders import chain, write
 
 
 def overrides(*arguments: str) -> dict[str, str]:
@@ -21,20 +16,8 @@ def overrides(*arguments: str) -> dict[str, str]:
 
 def test_options_become_overrides() -> None:
     assert overrides() == {}
-    assert overrides(
-        "--model",
-        "m",
-        "--run-dir",
-        "/r",
-        "--listen",
-        "ipc",
-        "--startup-timeout",
-        "5",
-        "--set",
-        "stages.talker.replicas=2",
-        "--set",
-        "name=a=b",
-    ) == {
+    given = "--model m --run-dir /r --listen ipc --startup-timeout 5 --set stages.talker.replicas=2 --set name=a=b"
+    assert overrides(*given.split()) == {
         "stages.talker.replicas": "2",
         "name": "a=b",
         "model": '"m"',
@@ -53,17 +36,6 @@ def test_text_alone_needs_no_talker() -> None:
     assert needed("--prompt", "x") == ["text"]
     assert needed("--prompt", "x", "--save-audio", "a.wav") is None
     assert needed("--prompt", "x", "--save-image", "a.png") == ["image"]
-
-
-def test_check_prints_and_starts_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "Launcher", None)
-    assert main([str(write(tmp_path, chain())), "--check", "--set", "stages.talker.replicas=3"]) == EXIT_OK
-    out = capsys.readouterr().out
-    assert "stages.talker.replicas" in out
-    assert "[command line]" in out
-    assert "talker: 3 x echo" in out
 
 
 def test_one_prompt_or_many() -> None:

@@ -269,25 +269,6 @@ def test_gap_in_the_results_is_an_error_but_hides_no_failure() -> None:
     assert failure(say(state, "code2wav", failed, 3, "r2")).code is ErrorCode.INVALID_PAYLOAD
 
 
-@pytest.mark.parametrize(
-    ("header", "reason"),
-    [
-        (header_from(replica_id("thinker", 0, 2), "r1"), "foreign_epoch"),
-        (header_from(replica_id("thinker", 1, 1), "r1"), "foreign_epoch"),
-        (header_from(replica_id("stranger"), "r1"), "foreign_epoch"),
-        (header_from(replica_id("thinker"), "r1", attempt=1), "foreign_attempt"),
-        (header_from(replica_id("thinker"), "r9"), "unknown_request"),
-    ],
-)
-def test_foreign_results_are_dropped_and_counted(header: Header, reason: str) -> None:
-    state = ready()
-    ask(state)
-    assert state.from_stage(header, Failed.from_error(EngineError("x")), (), NOW) == []
-    assert state.reject_from_stage(header, InvalidPayload("x"), NOW) == []
-    assert state.dropped == {reason: 2}
-    assert state.in_flight == 1
-
-
 def test_lost_replica_fails_what_it_held_only() -> None:
     state = ready()
     ask(state, "both")

@@ -312,11 +312,6 @@ def test_the_documentation_lists_the_messages_of_every_channel(row: str, channel
     assert set(re.findall(r"`(\w+)`", messages)) == kinds_of(channel)
 
 
-def test_kinds_are_unique() -> None:
-    tags = [cls.__struct_config__.tag for cls in Body.__subclasses__()]
-    assert len(set(tags)) == len(tags)
-
-
 # -- payloads ---------------------------------------------------------------------------------------------------------
 
 Entry, Chat, Part = payloads.AdditionalInformationEntry, payloads.ChatMessage, payloads.ContentPart

@@ -67,6 +67,14 @@ def test_configurations_have_openais_fields(ours: Any, theirs: Any, extensions: 
     )
 
 
+def session_of(**fields: Any) -> dict[str, Any]:
+    return {"type": "session.update", "session": {"type": "realtime", **fields}}
+
+
+def listening(**fields: Any) -> dict[str, Any]:
+    return session_of(audio={"input": fields})
+
+
 @pytest.mark.parametrize(
     ("event", "param", "code"),
     [
@@ -76,49 +84,17 @@ def test_configurations_have_openais_fields(ours: Any, theirs: Any, extensions: 
         ({"type": "input_audio_buffer.append"}, "audio", "missing_required_parameter"),
         ({"type": "input_audio_buffer.commit", "now": True}, "now", "unknown_parameter"),
         ({"type": "session.update", "session": {}}, "session.type", "missing_required_parameter"),
+        (session_of(instruction=""), "session.instruction", "unknown_parameter"),
+        (session_of(tracing="auto"), "session.tracing", "invalid_value"),
+        (listening(format={"type": "audio/pcmu"}), "session.audio.input.format.type", "invalid_value"),
         (
-            {"type": "session.update", "session": {"type": "realtime", "instruction": ""}},
-            "session.instruction",
-            "unknown_parameter",
-        ),
-        (
-            {"type": "session.update", "session": {"type": "realtime", "tracing": "auto"}},
-            "session.tracing",
-            "invalid_value",
-        ),
-        (
-            {
-                "type": "session.update",
-                "session": {"type": "realtime", "audio": {"input": {"format": {"type": "audio/pcmu"}}}},
-            },
-            "session.audio.input.format.type",
-            "invalid_value",
-        ),
-        (
-            {
-                "type": "session.update",
-                "session": {"type": "realtime", "audio": {"input": {"turn_detection": {"type": "semantic_vad"}}}},
-            },
+            listening(turn_detection={"type": "semantic_vad"}),
             "session.audio.input.turn_detection.type",
             "invalid_value",
         ),
-        (
-            {
-                "type": "session.update",
-                "session": {"type": "realtime", "audio": {"input": {"transcription": {"delay": "low"}}}},
-            },
-            "session.audio.input.transcription.delay",
-            "invalid_value",
-        ),
+        (listening(transcription={"delay": "low"}), "session.audio.input.transcription.delay", "invalid_value"),
         ({"type": "conversation.item.create", "item": {"type": "mcp_call"}}, "item.type", "invalid_value"),
-        (
-            {
-                "type": "session.update",
-                "session": {"type": "realtime", "tools": [{"type": "mcp", "server_label": "x"}]},
-            },
-            "session.tools[0].type",
-            "invalid_value",
-        ),
+        (session_of(tools=[{"type": "mcp", "server_label": "x"}]), "session.tools[0].type", "invalid_value"),
         (
             {"type": "conversation.item.truncate", "item_id": "a", "content_index": 0, "audio_end_ms": -1},
             "audio_end_ms",
@@ -148,10 +124,6 @@ def test_a_bad_event_names_the_field(event: dict[str, Any], param: str, code: st
 )
 def test_the_id_of_a_bad_event_is_found(data: bytes, wanted: str | None) -> None:
     assert event_id_of(data) == wanted
-
-
-def session_of(**fields: Any) -> dict[str, Any]:
-    return {"type": "session.update", "session": {"type": "realtime", **fields}}
 
 
 WITH_FIELDS: list[tuple[type[msgspec.Struct], Callable[[dict[str, None]], dict[str, Any]]]] = [
