@@ -109,11 +109,6 @@ def test_pictures_of_no_one_and_three_others_in_one_batch_equal_diffusers(dit, r
         assert (ours - reference_velocity(reference, one)).abs().max() < 1e-5
 
 
-def test_a_sequence_is_the_same_alone_and_in_a_batch(dit):
-    for packed, one in zip(velocities(dit, MIXED), MIXED, strict=True):
-        assert (packed - velocities(dit, [one])[0]).abs().max() < 1e-5
-
-
 def test_the_published_sizes_are_the_defaults(tmp_path):
     QWEN_IMAGE.write_full(tmp_path / "full")
     assert dit_config(part_config(tmp_path / "full", "transformer")) == QwenImageConfig()

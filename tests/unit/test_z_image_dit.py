@@ -38,12 +38,6 @@ def test_five_sizes_moments_and_prompts_in_one_batch_equal_diffusers(dit, refere
         assert (ours - reference_velocity(reference, one)).abs().max() < 1e-5
 
 
-def test_a_sequence_is_the_same_alone_and_in_a_batch(dit):
-    together = velocities(dit, MIXED)
-    for packed, one in zip(together, MIXED, strict=True):
-        assert (packed - velocities(dit, [one])[0]).abs().max() < 1e-5
-
-
 def test_the_published_sizes_are_the_defaults(tmp_path):
     Z_IMAGE.write_full(tmp_path / "full")
     assert dit_config(part_config(tmp_path / "full", "transformer")) == ZImageConfig()
