@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import httpx
@@ -11,6 +12,15 @@ from playwright.sync_api import Browser, Page
 from tests.support.browser import chromium, watched_page
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, close_clients
+
+
+@pytest.fixture(autouse=True, scope="session")
+def requests_are_patient() -> Iterator[None]:
+    """httpx gives up after 5 s, which an answer may take on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("get", "post", "put", "delete", "options", "request", "stream"):
+            patch.setattr(httpx, name, functools.partial(getattr(httpx, name), timeout=60))
+        yield
 
 
 @pytest.fixture(autouse=True)

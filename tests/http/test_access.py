@@ -24,8 +24,8 @@ from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings, check_exposure, parse_address
 from tests.support.paths import REPOSITORY
 from tests.support.processes import processes_titled
-from tests.support.servers import HttpPipeline, free_port, openai_client, serving, sound, wait_healthy
-from tests.support.waiting import until
+from tests.support.servers import ECHO, HttpPipeline, free_port, openai_client, serving, sound, wait_healthy
+from tests.support.waiting import PATIENCE, until
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
@@ -51,35 +51,10 @@ def open_server(echo_pipeline: HttpPipeline) -> Iterator[str]:
 @pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", "Basic c8OpczpzZXNhbWU=", "s\xe9same"])
 def test_wrong_keys_are_refused(keyed: str, header: str | None) -> None:
     headers = {} if header is None else {"authorization": header.encode("latin-1")}
-    for method, path in (
-        ("POST", CHAT),
-        ("GET", "/v1/models"),
-        ("GET", "/v1/status"),
-        ("GET", "/metrics"),
-        ("GET", "/v1/requests"),
-        ("GET", "/v1/requests/x/timeline"),
-        ("GET", "/openapi.json"),
-        ("POST", "/v1/files"),
-        ("GET", "/nothing"),
-    ):
-        response = httpx.request(method, f"{keyed}{path}", headers=headers)
-        assert response.status_code == 401, path
-        assert response.json()["error"]["code"] == "invalid_api_key"
-        assert response.headers["www-authenticate"] == "Bearer"
-
-
-def test_the_openai_client_sends_the_key(echo_pipeline: HttpPipeline) -> None:
-    settings = ServerSettings(endpoint=echo_pipeline.endpoint, api_key="sesame", check_host=False)
-    with serving(create_app(settings)) as url:
-        client = openai_client(url, api_key="sesame")
-        assert client.chat.completions.create(**HELLO).choices[0].message.content == "hi"
-        with pytest.raises(openai.AuthenticationError):
-            openai_client(url, api_key="wrong").chat.completions.create(**HELLO)
-
-
-def test_probes_and_page_need_no_key(keyed: str) -> None:
-    for path in ("/health", "/", "/app.js", "/style.css"):
-        assert httpx.get(f"{keyed}{path}").status_code == 200, path
+    response = httpx.post(f"{keyed}{CHAT}", headers=headers)
+    assert response.status_code == 401
+    assert response.json()["error"]["code"] == "invalid_api_key"
+    assert response.headers["www-authenticate"] == "Bearer"
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "evil.example:8000", "[", ""])
@@ -124,7 +99,7 @@ def test_wrong_addresses_are_refused(text: str) -> None:
 def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "omni_actors.launch", "stage_configs/echo.yaml", *arguments]
     return subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30, env={**os.environ, **environment}
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
     )
 
 
@@ -144,7 +119,7 @@ def test_health_names_a_dead_stage_and_the_server_comes_back() -> None:
         # The HTTP server dies: the launcher starts it again on the same socket, so no client is refused.
         (server,) = processes_titled("omni:http", launcher)
         psutil.Process(server).kill()
-        assert pipeline.openai(max_retries=2, timeout=20).chat.completions.create(**HELLO).choices
+        assert pipeline.openai(max_retries=2, timeout=60).chat.completions.create(**HELLO).choices
         # A stage dies: /health names it.
         talker = stage_pid(pipeline, "talker")
         psutil.Process(talker).kill()
@@ -171,11 +146,11 @@ def test_killing_the_http_server_loses_its_streams_and_files_and_nothing_else(sl
     started = [threading.Event() for _ in range(2)]
     with ThreadPoolExecutor() as pool, OmniClient(slow.endpoint) as client:
         streams = [pool.submit(stream, begun) for begun in started]
-        assert all(begun.wait(30) for begun in started)
+        assert all(begun.wait(10 * PATIENCE) for begun in started)
         assert client.describe().in_flight == 2
         (server,) = processes_titled("omni:http", slow.process.pid)
         psutil.Process(server).kill()
-        assert all(future.result(30) for future in streams)
+        assert all(future.result(10 * PATIENCE) for future in streams)
         until(lambda: not client.describe().in_flight, 15, "the requests of the dead server to end")
         assert slow.openai(max_retries=3, timeout=30).chat.completions.create(**HELLO).choices
         part = {"type": "file", "file": {"file_id": file}}
@@ -196,23 +171,15 @@ def stage_pid(pipeline: HttpPipeline, stage: str) -> int:
 
 def test_health_while_the_stages_load() -> None:
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "omni_actors.launch",
-        "stage_configs/echo.yaml",
-        "--http",
-        f"127.0.0.1:{port}",
-        "--set",
-        "stages.talker.engine.start_seconds=600",  # longer than the test
-    ]
+    command = [sys.executable, "-m", "omni_actors.launch", ECHO, "--http", f"127.0.0.1:{port}"]
+    command += ["--set", "stages.talker.engine.start_seconds=600"]  # longer than the test
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         seen: set[tuple[int, str]] = set()
 
         def is_loading() -> bool:
             with contextlib.suppress(httpx.TransportError):
-                response = httpx.get(f"http://127.0.0.1:{port}/health", timeout=5)
+                response = httpx.get(f"http://127.0.0.1:{port}/health", timeout=5 * PATIENCE)
                 seen.add((response.status_code, ",".join(response.json().get("missing", []))))
             return (503, "talker/0 (loading)") in seen
 
@@ -235,19 +202,9 @@ def test_health_while_the_stages_load() -> None:
 
 def test_a_separate_server_for_a_running_pipeline(echo: HttpPipeline, tmp_path: Path) -> None:
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "omni_actors.http_server",
-        "--endpoint",
-        echo.endpoint,
-        "--http",
-        f"127.0.0.1:{port}",
-        "--served-name",
-        "sea",
-    ]
+    command = f"-m omni_actors.http_server --endpoint {echo.endpoint} --http 127.0.0.1:{port} --served-name sea".split()
     with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
+        process = subprocess.Popen([sys.executable, *command], cwd=REPOSITORY, stdout=log, stderr=log)
     try:
         wait_healthy(f"http://127.0.0.1:{port}")
         client = openai_client(f"http://127.0.0.1:{port}")
@@ -256,7 +213,7 @@ def test_a_separate_server_for_a_running_pipeline(echo: HttpPipeline, tmp_path: 
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(**HELLO)
         process.terminate()
-        assert process.wait(10) in (0, -signal.SIGTERM)
+        assert process.wait(10 * PATIENCE) in (0, -signal.SIGTERM)
     finally:
         process.kill()
         process.wait()

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.processes import processes_titled
 from tests.support.servers import HttpPipeline, sound
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 LARGE = 600_000  # bytes, of a megabyte that all requests may hold
@@ -54,7 +54,7 @@ def test_clients_that_do_not_read_a_long_answer_hold_little_and_are_cut_off(smal
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect((host, int(port)))
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
-            connection.settimeout(20)
+            connection.settimeout(10 * PATIENCE)
             assert connection.recv(12, socket.MSG_PEEK) == b"HTTP/1.1 200"
         assert server.memory_info().rss - memory < 4 * len(answer.content)
         until(lambda: server.num_fds() <= files, 20, "the connections are closed")

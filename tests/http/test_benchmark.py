@@ -35,19 +35,6 @@ def test_a_load_is_measured_over_both_ways(echo: HttpPipeline, tmp_path: Path) -
     assert ours["prompt_tokens"] == http["prompt_tokens"]
 
 
-def test_texts_are_spoken_over_http(echo: HttpPipeline, tmp_path: Path) -> None:
-    report = tmp_path / "speech.json"
-    command = [sys.executable, "benchmarks/serve.py", "--endpoint", echo.endpoint, "--http", echo.url, "--speech"]
-    command += ["--concurrency", "2", "--rounds", "2", "--codec-tokens", "8", "--json", str(report)]
-    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=120)
-    (row,) = json.loads(report.read_text())["rows"]
-    assert (row["load"], row["requests"]) == ("c=2 over HTTP", 4)
-    assert row["stalled"].endswith(" of 4")
-    first, end = (float(row[name].split(" / ")[0]) for name in ("ttfa_ms", "e2e_s"))
-    assert 0 < first <= 1000 * end + 10
-    assert row["audio_s_per_s"] > 0
-
-
 def test_pictures_of_mixed_sizes_are_measured_over_http(pictures: HttpPipeline, tmp_path: Path) -> None:
     report = tmp_path / "pictures.json"
     command = [sys.executable, "benchmarks/pictures.py", "--http", pictures.url, "--concurrency", "1", "3"]
@@ -62,18 +49,3 @@ def test_pictures_of_mixed_sizes_are_measured_over_http(pictures: HttpPipeline, 
         assert 0 < first <= 1000 * whole + 1
         assert min(small, large) <= whole <= max(small, large)
         assert row["pictures_per_s"] > 0
-
-
-def cells(table: str) -> list[list[str]]:
-    """The rows of a Markdown table, without its head."""
-    rows = [line.strip("| \n").split(" | ") for line in table.splitlines() if line.startswith("|")]
-    return rows[2:]
-
-
-def test_the_wait_after_spoken_turns_is_measured_by_their_length(echo: HttpPipeline) -> None:
-    command = [sys.executable, "benchmarks/listening.py", "--url", echo.url, "--seconds", "0.2", "0.4", "--times", "2"]
-    run = subprocess.run(command, cwd=REPOSITORY, check=True, timeout=120, capture_output=True, text=True)
-    rows = cells(run.stdout)
-    assert [row[:2] for row in rows] == [["as it is", "0.2"], ["as it is", "0.4"]]
-    assert all(0 <= float(text) < 1e6 for _, _, text, _ in rows)
-    assert all(0 < float(sound) < 1e6 for _, _, _, sound in rows)

@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from omni_actors.config.schema import HttpConfig
-from scripts.fuzz_http import Fuzzer, handshake
-from scripts.fuzz_websocket import SessionCase
+from scripts.fuzz_http import handshake
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import PATIENCE, until
 
@@ -136,11 +135,3 @@ def test_no_websocket_begins_behind_a_request_that_is_not_answered(quiet: HttpPi
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + handshake())
         assert b" 101 " not in rest_of(connection)
     until(lambda: in_flight(quiet) == 0)
-
-
-def test_a_few_seconds_of_the_fuzzer_of_frames_break_nothing(echo: HttpPipeline) -> None:
-    fuzzer = Fuzzer(echo, 5, SessionCase)
-    fuzzer.run(2.5)
-    assert fuzzer.statuses[101], "sessions begin"
-    first, second = ([SessionCase(5, number).frames for number in range(20)] for _ in range(2))
-    assert first == second, "a case can be repeated"

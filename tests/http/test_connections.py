@@ -15,7 +15,7 @@ from omni_actors.http_server.connections import BEHIND_BYTES, bounded_protocol
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.servers import HttpPipeline, serving
 from tests.support.tcp import closed
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 GET = b"GET /v1/files HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\n"
@@ -39,7 +39,7 @@ def address() -> Iterator[tuple[str, int]]:
 
 
 def connect(address: tuple[str, int], sent: bytes = b"") -> socket.socket:
-    made = socket.create_connection(address, timeout=10)
+    made = socket.create_connection(address, timeout=10 * PATIENCE)
     made.sendall(sent)
     return made
 

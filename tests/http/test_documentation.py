@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import REPOSITORY
-from tests.support.printed_examples import CLIENT, DOCS, EXAMPLES, Example
+from tests.support.printed_examples import EXAMPLES, Example
 from tests.support.servers import HttpPipeline
 
 NEED_NO_MODEL = [example for example in EXAMPLES if not example.needs_model]
@@ -30,19 +30,6 @@ def test_example(
     pipeline: HttpPipeline = request.getfixturevalue("pictures" if draws else "cloning" if clones else "echo")
     monkeypatch.chdir(tmp_path)
     example.run(pipeline, "echo", tmp_path, capfd)
-
-
-def test_the_section_of_an_api_shows_curl_and_the_openai_package() -> None:
-    """And says what is refused, and how."""
-    page = (DOCS / "http.md").read_text()
-    assert page.count(CLIENT) == 1
-    sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
-    apis = re.findall(r"^\| [^|]* \| \[([^]]*)\]\(#", sections["The APIs"], re.M)
-    assert len(apis) >= 8
-    for name in {*apis, "Media input"} - {"Web page"}:
-        assert re.search(r"^```bash\n(?:(?!```).)*curl", sections[name], re.M | re.S), name
-        assert re.search(r"^```python\n(?:(?!```).)*client\.", sections[name], re.M | re.S), name
-        assert re.search(r"^\*\*Errors\b.*^\*\*Not supported\.\*\* ", sections[name], re.M | re.S), name
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

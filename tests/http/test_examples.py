@@ -35,20 +35,9 @@ def run(folder: Path, *command: object, code: int = 0, **environment: str) -> st
 
 
 def test_the_sync_client_answers_and_saves_audio(echo: HttpPipeline, tmp_path: Path) -> None:
-    text = run(
-        tmp_path,
-        sys.executable,
-        EXAMPLES / "client_sync.py",
-        echo.endpoint,
-        "--prompt",
-        "the tide is full",
-        "--voice",
-        "Ethan",
-        "--audio",
-        EXAMPLES / "question.wav",
-        "--image",
-        EXAMPLES / "sea.png",
-    )
+    media = ["--audio", EXAMPLES / "question.wav", "--image", EXAMPLES / "sea.png"]
+    asked = ["--prompt", "the tide is full", "--voice", "Ethan"]
+    text = run(tmp_path, sys.executable, EXAMPLES / "client_sync.py", echo.endpoint, *asked, *media)
     assert "voices: Chelsie, Ethan\nthe tide is full\n0.32 s of audio in answer.wav\n" in text
     assert "code2wav: 16 out" in text
     assert len(soundfile.read(tmp_path / "answer.wav")[0]) == 16 * 480
@@ -78,15 +67,8 @@ def test_a_batch_continues_where_it_stopped(echo: HttpPipeline, tmp_path: Path) 
     prompts = [{"id": f"p{number}", "prompt": f"number {number}", "voice": "Ethan"} for number in range(20)]
     prompts.append({"id": "wrong", "prompt": "x", "voice": "Nobody"})
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
-    command = [
-        sys.executable,
-        EXAMPLES / "batch.py",
-        echo.endpoint,
-        "prompts.jsonl",
-        "answers.jsonl",
-        "--audio-folder",
-        "sounds",
-    ]
+    command = [sys.executable, EXAMPLES / "batch.py", echo.endpoint]
+    command += ["prompts.jsonl", "answers.jsonl", "--audio-folder", "sounds"]
     assert "20 answered, 1 failed, 0 were there" in run(tmp_path, *command, code=1)
     answers = {line["id"]: line for line in map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())}
     assert len(answers) == 21
@@ -106,8 +88,6 @@ def test_a_batch_continues_where_it_stopped(echo: HttpPipeline, tmp_path: Path) 
     ("line", "problem"),
     [
         ("{'id': 3}", "prompts.jsonl, line 3: not JSON: Expecting property name enclosed in double quotes at column 2"),
-        ('{"id": "b"}', "prompts.jsonl, line 3: not an object with a text as 'prompt'"),
-        ('["id", "prompt"]', "prompts.jsonl, line 3: not an object with a text as 'id'"),
         ('{"id": "../b", "prompt": "x"}', "prompts.jsonl, line 3: the id '../b' cannot be the name of a file"),
     ],
 )

@@ -47,78 +47,55 @@ def small(echo_pipeline: HttpPipeline) -> Iterator[str]:
         image_pixels=100 * 100,
         video_seconds=1.0,
         files_bytes=60_000,
-        read_timeout=0.5,
     )
     with serving(create_app(settings)) as url:
         yield url
 
 
+def url_of(kind: str, url: str) -> dict:
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+
+
+SHORT_SOUND, SMALL_PICTURE = data_uri("audio/wav", sound(0.1)), data_uri("image/png", picture(8, 8))
+WITH_SOUND = url_of("video", data_uri("video/mp4", film(0.5, with_sound=True)))
+FIRST = "messages[0].content[0]"
+
+
 @pytest.mark.parametrize(
-    ("body", "status", "param", "code"),
+    ("parts", "status", "param", "code"),
     [
-        (with_parts({"type": "text", "text": "y" * 200_000}), 413, None, "body_too_large"),
+        ([{"type": "text", "text": "y" * 200_000}], 413, None, "body_too_large"),
         (
-            with_parts({"type": "input_audio", "input_audio": {"data": "A" * 70_000, "format": "wav"}}),
+            [{"type": "input_audio", "input_audio": {"data": "A" * 70_000, "format": "wav"}}],
             413,
-            "messages[0].content[0].input_audio.data",
+            f"{FIRST}.input_audio.data",
             "media_too_large",
         ),
-        (
-            with_parts({"type": "audio_url", "audio_url": {"url": data_uri("audio/wav", sound(1.2))}}),
-            413,
-            "messages[0].content[0].audio_url.url",
-            "media_too_large",
+        *(
+            ([url_of(kind, data)], 413, f"{FIRST}.{kind}_url.url", "media_too_large")
+            for kind, data in (
+                ("audio", data_uri("audio/wav", sound(1.2))),
+                ("image", data_uri("image/png", picture(101, 100))),
+                ("video", data_uri("video/mp4", film(1.5))),
+            )
         ),
+        ([url_of("image", SMALL_PICTURE)] * 3, 400, "messages", "invalid_value"),
+        ([url_of("image", SHORT_SOUND)], 400, f"{FIRST}.image_url.url", "invalid_url"),
+        ([url_of("image", "data:image/png,AAAA")], 400, f"{FIRST}.image_url.url", "invalid_url"),
         (
-            with_parts({"type": "image_url", "image_url": {"url": data_uri("image/png", picture(101, 100))}}),
-            413,
-            "messages[0].content[0].image_url.url",
-            "media_too_large",
-        ),
-        (
-            with_parts({"type": "video_url", "video_url": {"url": data_uri("video/mp4", film(1.5))}}),
-            413,
-            "messages[0].content[0].video_url.url",
-            "media_too_large",
-        ),
-        (
-            with_parts(*[{"type": "image_url", "image_url": {"url": data_uri("image/png", picture(8, 8))}}] * 3),
+            [url_of("video", data_uri("video/mp4", b"no video at all"))],
             400,
-            "messages",
-            "invalid_value",
-        ),
-        (
-            with_parts({"type": "image_url", "image_url": {"url": data_uri("audio/wav", sound(0.1))}}),
-            400,
-            "messages[0].content[0].image_url.url",
-            "invalid_url",
-        ),
-        (
-            with_parts({"type": "image_url", "image_url": {"url": "data:image/png,AAAA"}}),
-            400,
-            "messages[0].content[0].image_url.url",
-            "invalid_url",
-        ),
-        (
-            with_parts({"type": "video_url", "video_url": {"url": data_uri("video/mp4", b"no video at all")}}),
-            400,
-            "messages[0].content[0].video_url.url",
+            f"{FIRST}.video_url.url",
             "malformed_media",
         ),
-        (with_parts({"type": "file", "file": {}}), 400, "messages[0].content[0].file", "invalid_value"),
-        (
-            with_parts(
-                {"type": "video_url", "video_url": {"url": data_uri("video/mp4", film(0.5, with_sound=True))}},
-                {"type": "audio_url", "audio_url": {"url": data_uri("audio/wav", sound(0.1))}},
-            )
-            | {"mm_processor_kwargs": {"use_audio_in_video": True}},
-            400,
-            "mm_processor_kwargs.use_audio_in_video",
-            "invalid_payload",
-        ),
+        ([{"type": "file", "file": {}}], 400, f"{FIRST}.file", "invalid_value"),
+        ([WITH_SOUND, url_of("audio", SHORT_SOUND)], 400, "mm_processor_kwargs.use_audio_in_video", "invalid_payload"),
     ],
 )
-def test_each_limit_names_its_field(small: str, body: dict, status: int, param: str | None, code: str) -> None:
+def test_each_limit_names_its_field(small: str, parts: list, status: int, param: str | None, code: str) -> None:
+    body = with_parts(*parts)
+    if WITH_SOUND in parts:
+        body["mm_processor_kwargs"] = {"use_audio_in_video": True}
     response = httpx.post(f"{small}{CHAT}", json=body)
     error = response.json()["error"]
     assert response.status_code == status
@@ -132,18 +109,6 @@ def test_requests_just_within_the_limits_pass(small: str) -> None:
         {"type": "image_url", "image_url": {"url": data_uri("image/png", picture(100, 100))}},
     )
     assert httpx.post(f"{small}{CHAT}", json=body).status_code == 200
-
-
-def test_a_small_file_that_unpacks_to_a_huge_image_is_refused(small: str) -> None:
-    import io
-
-    from PIL import Image
-
-    sink = io.BytesIO()
-    Image.new("1", (20_000, 20_000)).save(sink, "PNG")
-    assert len(sink.getvalue()) < 50_000
-    body = with_parts({"type": "image_url", "image_url": {"url": data_uri("image/png", sink.getvalue())}})
-    assert httpx.post(f"{small}{CHAT}", json=body).status_code == 413
 
 
 def test_a_body_without_a_length_is_limited(small: str) -> None:
@@ -171,14 +136,13 @@ async def test_a_piece_of_a_body_that_is_longer_than_all_bodies_may_be_is_too_la
     assert response.status_code == 413
 
 
-def test_a_body_that_never_ends_times_out(small: str) -> None:
-    host, port = small.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
-        connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 1000\r\n\r\n{"
-        )
-        assert b" 408 " in connection.recv(4096)
+def test_a_body_that_never_ends_times_out() -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    with serving(create_app(ServerSettings(endpoint="ipc:///nowhere", read_timeout=0.5))) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10 * PATIENCE) as connection:
+            connection.sendall(head + b"Content-Length: 1000\r\n\r\n{")
+            assert b" 408 " in connection.recv(4096)
 
 
 def test_bodies_of_all_requests_together_are_bounded() -> None:
@@ -234,7 +198,7 @@ def test_a_client_that_does_not_read_is_disconnected(echo: HttpPipeline, caplog:
         host, port = url.removeprefix("http://").split(":")
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.settimeout(20)
+            connection.settimeout(10 * PATIENCE)
             connection.connect((host, int(port)))
             connection.sendall(
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -256,26 +220,6 @@ def test_a_client_that_does_not_read_is_disconnected(echo: HttpPipeline, caplog:
 def test_content_types_that_browsers_send_to_foreign_sites_are_refused(small: str, content_type: str) -> None:
     response = httpx.post(f"{small}{CHAT}", content=json.dumps(HELLO), headers={"content-type": content_type})
     assert response.status_code == 415
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"[" * 100_000, b'{"model": "\\ud800"}', b"\xff"])
-def test_bodies_that_are_not_requests(small: str, body: bytes) -> None:
-    response = httpx.post(f"{small}{CHAT}", content=body, headers={"content-type": "application/json"})
-    assert response.status_code in (400, 413)
-    assert response.json()["error"]["type"] == "invalid_request_error"
-
-
-def test_lone_surrogates_are_refused(small: str) -> None:
-    body = b'{"model": "echo", "messages": [{"role": "user", "content": "a\\ud800b"}]}'
-    response = httpx.post(f"{small}{CHAT}", content=body, headers={"content-type": "application/json"})
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "invalid_json"
-
-
-def test_unknown_paths_and_methods_answer_with_openai_errors(small: str) -> None:
-    for response, status in ((httpx.get(f"{small}/v1/nothing"), 404), (httpx.get(f"{small}{CHAT}"), 405)):
-        assert response.status_code == status
-        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
 # -- files and video --------------------------------------------------------------------------------------------------

@@ -13,115 +13,49 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.support.servers import HttpPipeline
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 HELLO = [{"role": "user", "content": "hello, sea"}]
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
+PART = "messages[0].content[0]"
+SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}}
+
+
+def part(kind: str, **field: str) -> dict:
+    """A message of one medium."""
+    return {"messages": [{"role": "user", "content": [{"type": kind, kind: field}]}]}
+
+
+# What a body may hold is tested in tests/unit/test_decoding.py; here is what depends on the pipeline, and a few others.
 ERRORS = [
     ({"model": "gpt-4o"}, openai.NotFoundError, "model", "model_not_found"),
     ({"modalities": ["smell"]}, openai.BadRequestError, "modalities", "unknown_modality"),
-    (
-        {"modalities": ["text", "audio"], "audio": {"voice": "alloy", "format": "wav"}},
-        openai.BadRequestError,
-        "audio.voice",
-        "unknown_voice",
-    ),
-    (
-        {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "amr"}},
-        openai.BadRequestError,
-        "audio.format",
-        None,
-    ),
-    (
-        {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}, "stream": True},
-        openai.BadRequestError,
-        "audio.format",
-        "unsupported_value",
-    ),
+    ({**SPOKEN, "audio": {"voice": "alloy", "format": "wav"}}, openai.BadRequestError, "audio.voice", "unknown_voice"),
+    ({**SPOKEN, "stream": True}, openai.BadRequestError, "audio.format", "unsupported_value"),
+    ({"audio": SPOKEN["audio"]}, openai.BadRequestError, "audio", "invalid_value"),
     ({"n": 17}, openai.BadRequestError, "n", "invalid_value"),
-    ({"stop": ""}, openai.BadRequestError, "stop", "invalid_value"),
     ({"stop": [".", "x" * 1025]}, openai.BadRequestError, "stop[1]", "invalid_value"),
-    ({"presence_penalty": 3}, openai.BadRequestError, "presence_penalty", "invalid_value"),
-    ({"logit_bias": {"hello": 1}}, openai.BadRequestError, "logit_bias", "invalid_value"),
+    ({"max_tokens": 0}, openai.BadRequestError, "max_tokens", None),
     ({"max_tokens": 3, "extra_body": {"min_tokens": 4}}, openai.BadRequestError, "min_tokens", "invalid_request"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools", None),
-    ({"response_format": {"type": "yaml"}}, openai.BadRequestError, "response_format.type", None),
-    ({"temperature": 3}, openai.BadRequestError, "temperature", "invalid_value"),
-    ({"top_p": 0}, openai.BadRequestError, "top_p", None),
-    ({"seed": -1}, openai.BadRequestError, "seed", None),
-    ({"max_tokens": 0}, openai.BadRequestError, "max_tokens", None),
     ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature", "unknown_parameter"),
     ({"extra_body": {"stage_params": {"thinkr": {}}}}, openai.BadRequestError, "stage_params", None),
-    (
-        {"extra_body": {"stage_params": {"thinker": {"tempo": 1}}}},
-        openai.BadRequestError,
-        "stage_params.thinker.tempo",
-        None,
-    ),
-    (
-        {"extra_body": {"stage_params": {"thinker": {"top_p": 9}}}},
-        openai.BadRequestError,
-        "stage_params.thinker.top_p",
-        None,
-    ),
-    ({"messages": []}, openai.BadRequestError, "messages", None),
-    ({"messages": [{"role": "user", "content": ""}]}, openai.BadRequestError, "messages", "invalid_request"),
-    ({"audio": {"voice": "Ethan", "format": "wav"}}, openai.BadRequestError, "audio", "invalid_value"),
     ({"extra_query": {"api-version": "1"}}, openai.BadRequestError, "api-version", "unknown_parameter"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, openai.BadRequestError, "messages[0].role", None),
-    ({"messages": [{"role": "user"}]}, openai.BadRequestError, "messages[0].content", "missing_required_parameter"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "smell"}]}]},
-        openai.BadRequestError,
-        "messages[0].content[0].type",
-        None,
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}]},
-        openai.BadRequestError,
-        "messages[0].content[0].image_url.uri",
-        "unknown_parameter",
-    ),
-    (
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "text", "text": "x"},
-                        {"type": "image_url", "image_url": {"url": "data:image/png;base64,!!"}},
-                    ],
-                }
-            ]
-        },
-        openai.BadRequestError,
-        "messages[0].content[1].image_url.url",
-        "invalid_base64",
-    ),
-    (
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}
-            ]
-        },
-        openai.BadRequestError,
-        "messages[0].content[0].image_url.url",
-        "malformed_media",
-    ),
-    (
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}]}
-            ]
-        },
-        openai.BadRequestError,
-        "messages[0].content[0].input_audio.data",
-        "malformed_media",
-    ),
+    ({"messages": [{"role": "user", "content": ""}]}, openai.BadRequestError, "messages", "invalid_request"),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, openai.BadRequestError, "messages", "prompt_too_long"),
+    *(
+        (part("image_url", url=f"data:image/png;base64,{data}"), openai.BadRequestError, f"{PART}.image_url.url", code)
+        for data, code in (("!!", "invalid_base64"), ("AAAA", "malformed_media"))
+    ),
+    (
+        part("input_audio", data="AAAA", format="wav"),
+        openai.BadRequestError,
+        f"{PART}.input_audio.data",
+        "malformed_media",
+    ),
 ]
 
 
@@ -183,7 +117,7 @@ def test_closing_a_stream_frees_every_stage(slow: HttpPipeline) -> None:
     wait_in_flight(slow, 1)
     stream.close()
     wait_in_flight(slow, 0)
-    slow.assert_idle(timeout=5)
+    slow.assert_idle(timeout=10)
     assert "the client went away" in slow.log()
 
 
@@ -192,7 +126,7 @@ def test_a_client_that_leaves_with_more_requests_in_a_row_frees_every_stage(slow
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     asked = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
     host, port = slow.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=10 * PATIENCE) as connection:
         connection.sendall(asked)
         wait_in_flight(slow, 1)
         connection.sendall(asked + asked[:100])
@@ -210,14 +144,8 @@ def test_cancelling_a_whole_answer_frees_every_stage(slow: HttpPipeline) -> None
 
     asyncio.run(run())
     wait_in_flight(slow, 0)
-    slow.assert_idle(timeout=5)
+    slow.assert_idle(timeout=10)
     assert re.search(r"POST /v1/chat/completions 499 in \d", slow.log()), "only the log can show it"
-
-
-def test_a_timeout_of_the_client_frees_every_stage(slow: HttpPipeline) -> None:
-    with pytest.raises(openai.APITimeoutError):
-        slow.openai(timeout=0.5).chat.completions.create(model="echo", messages=LONG)
-    wait_in_flight(slow, 0)
 
 
 def test_the_timeout_of_a_request(slow: HttpPipeline) -> None:

@@ -100,29 +100,6 @@ def test_an_alias_of_a_voice_that_does_not_exist_is_the_operators_mistake(rename
 
 # -- fields -----------------------------------------------------------------------------------------------------------
 
-NEUTRAL = {
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-    "add_generation_prompt": True,
-    "continue_final_message": False,
-    "chat_template_kwargs": {"enable_thinking": False},
-    "mm_processor_kwargs": {},
-    "use_beam_search": False,
-    "length_penalty": 1.0,
-    "prompt_logprobs": None,
-}
-
-
-def test_fields_that_change_nothing_are_accepted(echo: HttpPipeline) -> None:
-    client = echo.openai()
-    answer = client.chat.completions.create(model="echo", messages=HELLO, extra_body=NEUTRAL)
-    assert answer.choices[0].message.content == "hello, sea"
-    assert client.completions.create(model="echo", prompt="hello", best_of=1).choices[0].text == "hello"
-    for field, value in (("add_generation_prompt", False), ("chat_template_kwargs", {"enable_thinking": True})):
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(model="echo", messages=HELLO, extra_body={field: value})
-        assert caught.value.param == field
-
 
 def test_the_one_speed_of_speech_is_accepted_and_named(echo: HttpPipeline) -> None:
     client = echo.openai()

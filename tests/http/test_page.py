@@ -6,60 +6,35 @@ import httpx
 import pytest
 from playwright.sync_api import Page, Route, expect
 
-from tests.support.browser import answered, ask, data, in_flight, lanes, needs_chromium, open_page, sent_messages, until
+from tests.support.browser import ask, data, in_flight, lanes, needs_chromium, open_page, sent_messages, until
 from tests.support.servers import HttpPipeline
 
 pytestmark = [needs_chromium, pytest.mark.nightly]
 
 
-def phases(*named: tuple[str, float, float]) -> list[dict]:
-    return [{"name": name, "at": at, "seconds": seconds} for name, at, seconds in named]
+def stage(
+    name: str, replica: int, attempt: int, at: float, tokens: tuple[int, int], *phases: tuple[str, float]
+) -> dict:
+    """Of a timeline, with phases that follow one another; the first attempt was dropped."""
+    shown, begin = [], at
+    for phase, seconds in phases:
+        shown.append({"name": phase, "at": round(begin, 6), "seconds": seconds})
+        begin += seconds
+    read, written = tokens
+    return {
+        **{"stage": name, "replica": replica, "attempt": attempt, "outcome": "done" if attempt else "dropped"},
+        **{"at": at, "seconds": round(begin - at, 6), "input_tokens": read, "output_tokens": written, "phases": shown},
+    }
 
 
 # As docs/observability.md describes it: thinker/0 died and the request ran again.
 TIMELINE = {
-    "id": "r",
-    "trace_id": "t",
-    "outcome": "done",
-    "attempt": 1,
-    "started": 0.0,
-    "seconds": 2.0,
-    "events": [],
-    "transfers": [],
+    **{"id": "r", "trace_id": "t", "outcome": "done", "attempt": 1, "started": 0.0, "seconds": 2.0},
+    **{"events": [], "transfers": []},
     "stages": [
-        {
-            "stage": "thinker",
-            "replica": 0,
-            "attempt": 0,
-            "outcome": "dropped",
-            "at": 0.0,
-            "seconds": 0.5,
-            "input_tokens": 3,
-            "output_tokens": 1,
-            "phases": phases(("queued", 0.0, 0.4), ("output", 0.4, 0.1)),
-        },
-        {
-            "stage": "thinker",
-            "replica": 1,
-            "attempt": 1,
-            "outcome": "done",
-            "at": 0.5,
-            "seconds": 1.0,
-            "input_tokens": 3,
-            "output_tokens": 9,
-            "phases": phases(("waiting", 0.5, 0.5), ("output", 1.0, 0.5)),
-        },
-        {
-            "stage": "code2wav",
-            "replica": 0,
-            "attempt": 1,
-            "outcome": "done",
-            "at": 0.5,
-            "seconds": 1.5,
-            "input_tokens": 9,
-            "output_tokens": 10,
-            "phases": phases(("gathering", 0.5, 1.0), ("output", 1.5, 0.5)),
-        },
+        stage("thinker", 0, 0, 0.0, (3, 1), ("queued", 0.4), ("output", 0.1)),
+        stage("thinker", 1, 1, 0.5, (3, 9), ("waiting", 0.5), ("output", 0.5)),
+        stage("code2wav", 0, 1, 0.5, (9, 10), ("gathering", 1.0), ("output", 0.5)),
     ],
 }
 
@@ -90,35 +65,6 @@ def test_timeline_of_the_pipeline_is_drawn_and_read_by_keyboard(echo: HttpPipeli
     page.keyboard.press("Tab")  # to the lanes
     page.keyboard.press("Tab")
     expect(page.locator("#details")).to_have_text("thinker/1 done: 3 in, 9 out; waiting 500 ms, output 500 ms")
-
-
-def test_without_a_timeline_the_page_shows_the_usage(echo: HttpPipeline, page: Page) -> None:
-    page.route("**/v1/requests/*/timeline", lambda route: route.fulfill(status=404, json={}))
-    open_page(page, echo)
-    ask(page, "hello")
-    expect(page.locator("#timeline")).to_have_attribute("data-source", "usage")
-    assert lanes(page) == ["prompt", "thinker", "talker", "code2wav", "this page"]
-    page.locator("#toggle-details-panel").click()
-    page.locator(".timeline .lane").nth(1).hover()
-    expect(page.locator("#details")).to_contain_text("thinker: 5 in, 5 out; until the first output")
-
-
-def test_a_failed_request_shows_how_far_it_got(echo: HttpPipeline, page: Page) -> None:
-    failed = {**TIMELINE, "outcome": "prompt_too_long", "stages": TIMELINE["stages"][:1]}
-    page.route("**/v1/requests/*/timeline", lambda route: route.fulfill(json=failed))
-    open_page(page, echo)
-    ask(page, "x" * 5000)
-    expect(page.locator("#error")).to_contain_text("prompt_too_long")
-    expect(page.locator("#details")).to_have_text("Ended with prompt_too_long.")
-    assert lanes(page) == ["thinker"]
-
-
-def test_the_timeline_of_a_request_is_shown_as_it_ended(echo: HttpPipeline, page: Page) -> None:
-    outcomes = ["running", "running", "deadline_exceeded"]
-    page.route("**/v1/requests/*/timeline", lambda route: route.fulfill(json={**TIMELINE, "outcome": outcomes.pop(0)}))
-    open_page(page, echo)
-    ask(page, "hello")
-    expect(page.locator("#details")).to_have_text("Ended with deadline_exceeded.")
 
 
 def test_sound_plays_before_the_answer_is_complete(slow: HttpPipeline, page: Page) -> None:
@@ -170,31 +116,6 @@ def test_an_unreachable_server_is_shown(echo: HttpPipeline, page: Page) -> None:
     ask(page, "hello")
     expect(page.locator("#error")).to_contain_text("cannot be reached")
     expect(page.locator("#health")).to_have_text("unreachable")
-
-
-def test_stages_are_idle_again_soon_after_the_end(echo: HttpPipeline, page: Page) -> None:
-    busy = False
-
-    def answer(route: Route) -> None:
-        status = httpx.get(f"{echo.url}/v1/status").json()
-        for stage in status["stages"]:
-            stage["in_flight"] = 0
-        status["in_flight"] = status["stages"][0]["in_flight"] = int(busy)
-        route.fulfill(json=status)
-
-    page.clock.install(time=0)
-    page.route("**/v1/status", answer)
-    open_page(page, echo)
-    page.clock.pause_at(60_000)
-    page.locator("#toggle-details-panel").click()
-    busy = True
-    ask(page, "hello")
-    answered(page)
-    expect(page.locator("#stages .busy")).to_have_count(1)
-    busy = False
-    with page.expect_response("**/v1/status"):
-        page.clock.run_for(300)  # the usual look at the pipeline would come after 2 s
-    expect(page.locator("#stages .busy")).to_have_count(0)
 
 
 def test_stages_are_unknown_while_the_server_does_not_answer(echo: HttpPipeline, page: Page) -> None:

@@ -154,24 +154,6 @@ def ask_by_touch(phone: Page, text: str) -> None:
     phone.locator("#send").tap()
 
 
-def test_on_a_phone_files_with_long_names_are_not_cut_off(phone: Page) -> None:
-    name = "a sound with a name that is longer than a phone is wide, however small its letters.wav"
-    phone.locator("#file").set_input_files([{"name": name, "mimeType": "audio/wav", "buffer": sound()}])
-    ask_by_touch(phone, "What is this?")
-    answered(phone)
-    button = phone.locator("li.user").get_by_label(f"Listen to {name}")
-    assert button.bounding_box()["x"] > 0
-    assert phone.locator("li.user .card").bounding_box()["width"] < 390
-
-
-def test_on_a_phone_enter_ends_a_line(phone: Page) -> None:
-    phone.locator("#text").fill("one")
-    phone.locator("#text").press("Enter")
-    phone.keyboard.type("two")
-    expect(phone.locator("#text")).to_have_value("one\ntwo")
-    expect(phone.locator("li.user")).to_have_count(0)
-
-
 def test_on_a_phone_panels_cover_the_conversation_until_they_are_closed(phone: Page) -> None:
     for panel in ("settings-panel", "details-panel"):
         expect(phone.locator(f"#{panel}")).to_be_hidden()
@@ -200,13 +182,3 @@ def test_answers_are_announced_once_and_whole(echo: HttpPipeline, page: Page) ->
     expect(page.locator("#announcer")).to_have_attribute("role", "status")
     assert page.locator("#messages").evaluate("list => list.closest('[aria-live]')") is None
     expect(page.get_by_role("listitem").filter(has_text="You: salt")).to_have_count(1)
-
-
-def test_details_of_the_pipeline_are_for_those_who_ask(echo: HttpPipeline, page: Page) -> None:
-    open_page(page, echo)
-    expect(page.locator("#stages")).to_be_hidden()
-    page.locator("#toggle-details-panel").click()
-    expect(page.locator("#stages li.ready")).to_have_count(4)
-    page.reload()
-    expect(page.locator("#stages li.ready")).to_have_count(4)
-    expect(page.locator("#stages")).to_be_visible()  # a wide window remembers it

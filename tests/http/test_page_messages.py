@@ -46,21 +46,6 @@ def silent(echo: HttpPipeline, page: Page) -> Page:
     return page
 
 
-def test_the_box_grows_with_its_text_and_leaves_room_for_the_conversation(silent: Page) -> None:
-    box = silent.locator("#text")
-    one = box.bounding_box()["height"]
-    box.fill("a\nb\nc\nd")
-    four = box.bounding_box()["height"]
-    assert four > 3 * one
-    box.fill("line\n" * 100)
-    assert four < box.bounding_box()["height"] <= 0.45 * 800
-    expect(silent.locator("#send")).to_be_in_viewport()
-    box.fill("short")
-    box.press("Enter")
-    answered(silent)
-    assert box.bounding_box()["height"] == one
-
-
 def test_markdown_is_shown_as_it_is_meant(silent: Page) -> None:
     ask(silent, MARKDOWN)
     answered(silent)
@@ -148,19 +133,6 @@ def test_what_was_not_answered_is_asked_again_with_its_files(silent: Page) -> No
     answered(silent)
     expect(silent.locator("li.assistant")).to_have_count(1)
     expect(silent.locator("#error")).to_be_hidden()
-
-
-def test_a_hint_for_programs_is_not_shown_to_people(silent: Page) -> None:
-    error = {"message": "All slots are taken. Send the request to another pipeline.", "code": "overloaded"}
-    silent.route("**/v1/chat/**", lambda route: route.fulfill(status=429, json={"error": error}))
-    ask(silent, "hello")
-    expect(silent.locator("#error > span")).to_have_text(
-        "Too many questions are being answered at the moment. Try again in a few seconds."
-    )
-    hint = silent.get_by_text("Send the request to another pipeline")
-    expect(hint).to_be_hidden()
-    silent.get_by_text("Details", exact=True).last.click()
-    expect(hint).to_be_visible()
 
 
 def test_the_page_stays_where_its_reader_has_scrolled_to(slow: HttpPipeline, page: Page) -> None:

@@ -185,36 +185,6 @@ def test_speech_cuts_the_answer_to_what_was_heard(echo: HttpPipeline, page: Page
 
 
 @pytest.mark.nightly
-def test_an_answer_is_cut_although_the_next_one_begins_before_the_server_says_what_was_heard(
-    echo: HttpPipeline, page: Page, line: Line
-) -> None:
-    held: list[str] = []
-    begun: list[str] = []
-
-    def connect(route: WebSocketRoute) -> None:
-        def to_page(data: str) -> None:
-            kind = json.loads(data)["type"]
-            if kind == "conversation.item.retrieved" and len(begun) < 2:
-                held.append(data)
-                return
-            route.send(data)
-            if kind == "response.created":
-                begun.append(data)
-                while held and len(begun) == 2:
-                    route.send(held.pop())
-
-        line.connect(route).on_message(to_page)
-
-    page.route_web_socket(ROUTE, connect)
-    converse(page, echo, LONG)
-    speak(page, line)
-    until_playing(page)
-    speak(page, line)
-    expect(page.locator("li.assistant").nth(0).locator("small")).to_contain_text("interrupted")
-    assert len(begun) == 2
-
-
-@pytest.mark.nightly
 def test_an_answer_of_which_nothing_was_heard_is_forgotten(slow: HttpPipeline, page: Page, line: Line) -> None:
     def connect(route: WebSocketRoute) -> None:
         def to_page(data: str) -> None:

@@ -223,6 +223,7 @@ def test_turns_that_are_found_too_late_are_reported_and_admit_no_session(
             pass
 
 
+@pytest.mark.nightly
 def test_what_ended_sessions_held_goes_back_to_the_system(echo: HttpPipeline) -> None:
     """Each has a model of 2.6 MB. The first round also loads what all sessions share."""
     server, sessions = server_of(echo), 24

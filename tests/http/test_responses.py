@@ -16,7 +16,6 @@ from pydantic import TypeAdapter
 from tests.support.servers import HttpPipeline, picture, sound
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-BROKEN = {"type": "input_image", "image_url": "data:image/png;base64,!!"}
 SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}}
 
 
@@ -115,14 +114,6 @@ def test_a_response_is_spoken(echo: HttpPipeline) -> None:
     said = [event.delta for event in events if event.type == "response.audio.transcript.delta"]
     assert "".join(said) == "hello"
     assert events[-1].type == "response.completed"
-
-
-def test_a_response_names_its_form(echo: HttpPipeline) -> None:
-    form: Any = {"type": "json_schema", "name": "tide", "schema": {"type": "object"}, "strict": True}
-    client = echo.openai()
-    made = client.responses.create(model="echo", input="hi", text={"format": form})
-    for response in (made, client.responses.retrieve(made.id)):
-        assert response.text.format.to_dict() == form
 
 
 @pytest.mark.parametrize(

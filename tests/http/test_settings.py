@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives import serialization
 
+from omni_actors import launch
 from omni_actors.config import HttpConfig
 from omni_actors.errors import ConfigError
 from omni_actors.http_server.app import create_app
@@ -27,11 +28,11 @@ from omni_actors.http_server.settings import (
     server_settings,
     tls_context,
 )
-from tests.support.builders import chain, load
+from tests.support.builders import chain, load, write
 from tests.support.certificates import write_certificates
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, free_port, serving
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 CHANGED = HttpConfig(
@@ -125,21 +126,17 @@ def test_origins_that_are_none(tmp_path: Path, origin: str) -> None:
         load(tmp_path, {**chain(), "http": {"cors_origins": [origin]}})
 
 
-def test_flags_win_over_the_yaml(tmp_path: Path) -> None:
-    (tmp_path / "p.yaml").write_bytes(msgspec.yaml.encode({**chain(), "http": {"body_bytes": 5000, "media_parts": 3}}))
-    command = [
-        sys.executable,
-        "-m",
-        "omni_actors.launch",
-        str(tmp_path / "p.yaml"),
-        "--check",
-        "--http-body-bytes=6000",
-        "--http-cors-origin=https://a.example",
-    ]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=True)
-    shown = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.startswith("  http.")}
+def test_flags_win_over_the_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch.logs, "configure", lambda process: None)
+    path = write(tmp_path, {**chain(), "http": {"body_bytes": 5000, "media_parts": 3}})
+    flags = ["--check", "--http-body-bytes=6000", "--http-cors-origin=https://a.example"]
+    assert launch.main([str(path), *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  http.")}
     assert shown["http.body_bytes"] == ["6000", "[command", "line]"]
-    assert shown["http.media_parts"] == ["3", "[yaml", "p.yaml]"]
+    assert shown["http.media_parts"] == ["3", "[yaml", "pipeline.yaml]"]
     assert shown["http.cors_origins"][0] == '["https://a.example"]'
 
 
@@ -192,25 +189,15 @@ def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_https(echo: HttpPipeline, pem: Path, tmp_path: Path) -> None:
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "omni_actors.http_server",
-        "--endpoint",
-        echo.endpoint,
-        "--http",
-        f"127.0.0.1:{port}",
-        "--http-certificate",
-        str(pem / "chain.pem"),
-        "--http-key",
-        str(pem / "key.pem"),
-    ]
+    command = [sys.executable, "-m", "omni_actors.http_server", "--endpoint", echo.endpoint]
+    command += ["--http", f"127.0.0.1:{port}", "--http-certificate", str(pem / "chain.pem")]
+    command += ["--http-key", str(pem / "key.pem")]
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
     try:
         url = f"https://localhost:{port}"
         trusting = ssl.create_default_context(cafile=str(pem / "ca.pem"))
-        with httpx.Client(verify=trusting, timeout=20) as client:
+        with httpx.Client(verify=trusting, timeout=60) as client:
 
             def response() -> httpx.Response | None:
                 with contextlib.suppress(httpx.ConnectError):
@@ -226,7 +213,7 @@ def test_https(echo: HttpPipeline, pem: Path, tmp_path: Path) -> None:
             httpx.get(f"http://localhost:{port}/health", timeout=5)
         assert f"listening on https://127.0.0.1:{port}" in (tmp_path / "log").read_text()
         process.terminate()
-        assert process.wait(10) in (0, -signal.SIGTERM)
+        assert process.wait(10 * PATIENCE) in (0, -signal.SIGTERM)
     finally:
         process.kill()
         process.wait()
@@ -235,11 +222,8 @@ def test_https(echo: HttpPipeline, pem: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("certificate", "key", "word"),
     [
-        ("chain.pem", None, "go together"),
         (None, "key.pem", "go together"),
         ("chain.pem", "other.pem", "cannot be used"),
-        ("nothing.pem", "key.pem", "No such file"),
-        ("key.pem", "key.pem", "cannot be used"),
         ("chain.pem", "locked.pem", "the key has a password"),
     ],
 )
@@ -247,21 +231,3 @@ def test_certificates_that_cannot_be_used(pem: Path, certificate: str | None, ke
     given = {name: str(pem / file) for name, file in (("certificate", certificate), ("key", key)) if file is not None}
     with pytest.raises(ConfigError, match=word):
         tls_context(HttpConfig(**given))
-
-
-def test_a_wrong_certificate_ends_the_launch_at_once(pem: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "omni_actors.launch",
-        "stage_configs/echo.yaml",
-        "--http",
-        "127.0.0.1:0",
-        "--http-certificate",
-        str(pem / "chain.pem"),
-        "--http-key",
-        str(pem / "other.pem"),
-    ]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 2, done.stderr
-    assert "cannot be used" in done.stderr
