@@ -10,7 +10,7 @@ import pytest
 
 from omni_actors.http_server.bodies import decode
 from omni_actors.http_server.chat import BODY as CHAT
-from omni_actors.http_server.chat import CompletionRequest
+from omni_actors.http_server.chat import COMPLETION_BODY, CompletionRequest
 from omni_actors.http_server.errors import HttpError
 from omni_actors.protocol.payloads import StructuredOutputs
 
@@ -248,6 +248,13 @@ ASKING = {
 def test_a_field_that_is_not_supported_may_ask_for_nothing(field: str) -> None:
     for value in NEUTRAL[field]:
         assert refused(**{field: value}) is None, value
+
+
+def test_text_completions_may_ask_for_the_best_of_one() -> None:
+    assert COMPLETION_BODY.decoded(b'{"prompt": "a", "best_of": 1, "suffix": ""}').text_or_tokens() == "a"
+    with pytest.raises(HttpError) as caught:
+        COMPLETION_BODY.decoded(b'{"prompt": "a", "best_of": 2}')
+    assert (caught.value.param, caught.value.code) == ("best_of", "unsupported_parameter")
 
 
 @pytest.mark.parametrize("given", [{"fps": 1}, {"use_audio_in_video": "perhaps"}])
