@@ -335,7 +335,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
         speech_queue: answers whose speech may wait; with more, the client that has most gets `overloaded`.
         speech_wait: seconds for which speech may wait; after that the request ends with `overloaded`.
         startup_timeout: seconds until every stage must be ready.
-        shutdown_timeout: seconds that stages may take to stop before they are killed.
+        shutdown_timeout: seconds that stages and the HTTP server may take to stop before they are killed.
         drain_timeout: seconds that a stop waits for requests in flight.
         heartbeat_interval: seconds between two heartbeats of a replica.
         heartbeat_timeout: seconds of silence after which a ready replica is killed; at least twice the interval.

@@ -118,6 +118,7 @@ class HttpChild:
                 async with asyncio.timeout(seconds):
                     await process.wait()
             except TimeoutError:
+                logger.warning("the HTTP server did not stop within %g s; killing it", seconds)
                 process.kill()
                 await process.wait()
         self._listener.close()

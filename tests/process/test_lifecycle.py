@@ -260,13 +260,26 @@ def test_a_signal_to_a_stage_that_has_just_been_forked_is_not_lost():
     assert done.stdout.split() == ["-15"] * 4
 
 
-@pytest.mark.nightly
-def test_the_http_server_has_the_shutdown_timeout_to_end(launch):
-    """It may have many clients to tell. This one is stopped for a while."""
-    launcher = launch({**chain(), "coordinator": {"shutdown_timeout": 60.0}}, "--http", "127.0.0.1:0").wait_ready()
+def launched_with_a_stopped_server(launch, shutdown_timeout):
+    data = {**chain(), "coordinator": {"shutdown_timeout": shutdown_timeout}}
+    launcher = launch(data, "--http", "127.0.0.1:0").wait_ready()
     children = psutil.Process(launcher.process.pid).children
     server = until(lambda: next((child for child in children() if child.cmdline()[0] == "omni:http"), None))
     server.suspend()
+    return launcher, server
+
+
+def test_an_http_server_that_is_killed_at_the_end_is_no_secret(launch):
+    """Its clients get no answer, and the log says why."""
+    launcher, _ = launched_with_a_stopped_server(launch, 1.0)
+    assert launcher.end(seconds=30) == 0
+    assert "the HTTP server did not stop within 1 s; killing it" in launcher.output
+
+
+@pytest.mark.nightly
+def test_the_http_server_has_the_shutdown_timeout_to_end(launch):
+    """It may have many clients to tell. This one is stopped for a while."""
+    launcher, server = launched_with_a_stopped_server(launch, 60.0)
     launcher.process.terminate()
 
     def asked() -> bool:
