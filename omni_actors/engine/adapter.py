@@ -132,6 +132,9 @@ class AutoregressiveAdapter(ABC):
             )
 
 
+CONTEXT = 4  # positions before a token from which vLLM completes a character
+
+
 class TextDecoder:
     """vLLM's incremental detokenizer, and which tokens the text given out so far consists of.
 
@@ -187,8 +190,10 @@ class TextDecoder:
         if wanted is None or not output.new_token_ids:
             return ()
         self._logprobs.update_from_output(output)
-        positions = cast("list[dict[int, Logprob]]", self._logprobs.logprobs)[-len(output.new_token_ids) :]
-        return tuple(_position(position, wanted) for position in positions[:count])
+        kept = cast("list[dict[int, Logprob]]", self._logprobs.logprobs)
+        positions = kept[-len(output.new_token_ids) :][:count]
+        del kept[:-CONTEXT]
+        return tuple(_position(position, wanted) for position in positions)
 
     def prompt_logprobs(self, output: EngineCoreOutput) -> Iterator[tuple[PromptPosition, ...]]:
         """The log probabilities of the prompt, which come with the first output, in pieces for a message each.

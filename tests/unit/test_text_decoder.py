@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from vllm.logprobs import Logprob
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -94,3 +96,18 @@ def test_log_probabilities_name_the_token_taken_and_the_likeliest_in_order(token
     assert position.token == TokenLogprob(second, "c", -1.5)
     assert [entry.text for entry in position.top] == ["b", "c"]
     assert decoder_of(tokenizer).logprobs(made, 1) == ()
+
+
+def test_log_probabilities_that_were_given_out_are_forgotten(tokenizer: Any) -> None:
+    """All but those from which a character is completed: an answer of 32,000 tokens would hold 150 MB."""
+    tokens = tokenizer.encode("sea 🌊! " * 9)
+    decoder = decoder_of(tokenizer, logprobs=1)
+    before = sum(type(one) is Logprob for one in gc.get_objects())
+    text = ""
+    for token in tokens:
+        made = output(token, logprobs=LogprobsLists(np.array([[token, 5]]), np.array([[-1.0, -2.0]]), np.array([1])))
+        decoder.decode(made)
+        (position,) = decoder.logprobs(made, 1)
+        text += position.token.text
+    assert text == "sea 🌊! " * 9
+    assert sum(type(one) is Logprob for one in gc.get_objects()) < before + 18
