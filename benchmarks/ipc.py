@@ -157,7 +157,7 @@ def measure_hop(steps: Plan, transport: str, arena: bool, calls: list[float] | N
         end.outbound.set_peers(Peers(peers=(peer(RECEIVER, pipe.recv()),)))
         pipe.send((end.endpoint.get(), end.arena.address if end.arena is not None else None))
         deadline = time.monotonic() + 30
-        while arena and RECEIVER not in end.outbound.publications.readers:
+        while arena and RECEIVER not in end.outbound.readers:
             if time.monotonic() > deadline:
                 raise SystemExit("the receiver did not say within 30 s that it reads the arena")
             time.sleep(0.01)

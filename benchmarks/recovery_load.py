@@ -3,7 +3,7 @@
 Listeners ask for one answer after the other, each always for its own, so that every answer can be compared with the one
 that it got before anything was killed. The table has a row for each kill:
 
-* ready: seconds until the killed replica was ready again, and in the last column the phases of that start;
+* ready: seconds until the killed replica was ready again, and in the last column those of its process;
 * silence: the longest time for which a listener heard nothing. Each plays its sound as it comes, without a buffer; what
   came late because of the kill is a gap;
 * done, failed: answers that ended from the kill until the next one; short: those of them with fewer or more tokens or
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class Loss:
     failed: int = 0
     short: int = 0
     other: int = 0
-    start: dict[str, float] = field(default_factory=dict)
+    start: float = 0.0
 
 
 class Listeners:
@@ -209,8 +209,8 @@ async def kills(
     await load
 
 
-async def kill(client: AsyncOmniClient, stage: str) -> tuple[float, dict[str, float]]:
-    """Kill the replica that serves; return the seconds until it is ready again, and those of its start's phases."""
+async def kill(client: AsyncOmniClient, stage: str) -> tuple[float, float]:
+    """Kill the replica that serves; return the seconds until it is ready again, and those that its process took."""
     killed = next(item for item in (await client.describe()).stages if item.stage == stage and not item.spare)
     began = time.monotonic()
     psutil.Process(killed.pid).kill()
@@ -226,16 +226,10 @@ async def kill(client: AsyncOmniClient, stage: str) -> tuple[float, dict[str, fl
 def print_start(spares: int, stages: tuple[StageStatus, ...]) -> None:
     for status in stages:
         name = f"(first start of {status.stage}/{status.replica})"
-        print(
-            f"| {spares} | {name} | {sum(status.start.values()):.1f} | | | | | | {phases(status.start)} |", flush=True
-        )
+        print(f"| {spares} | {name} | {status.start:.1f} | | | | | | {status.start:.1f} |", flush=True)
 
 
 def print_loss(loss: Loss) -> None:
     counts = f"{loss.done} | {loss.failed} | {loss.short} | {loss.other}"
-    row = f"| {loss.spares} | {loss.stage} | {loss.ready:.1f} | {loss.silence:.1f} | {counts} | {phases(loss.start)} |"
+    row = f"| {loss.spares} | {loss.stage} | {loss.ready:.1f} | {loss.silence:.1f} | {counts} | {loss.start:.1f} |"
     print(row, flush=True)
-
-
-def phases(seconds: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {spent:.1f}" for name, spent in seconds.items() if spent >= 0.05)

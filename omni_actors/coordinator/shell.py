@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -71,10 +71,13 @@ from omni_actors.protocol.messages import (
     StageToCoordinator,
     Submit,
 )
-from omni_actors.telemetry.collector import Exporter, TelemetryCollector
+from omni_actors.telemetry.collector import TelemetryCollector
 from omni_actors.transport.curve import EVERYONE, KeyOwners, load_keys
 from omni_actors.transport.link import Traffic
 from omni_actors.transport.sockets import SocketReader, Sockets
+
+if TYPE_CHECKING:
+    from omni_actors.telemetry.otlp import OtlpExporter
 
 logger = get_logger(__name__)
 
@@ -150,7 +153,7 @@ class Coordinator:
         pipeline: PipelineConfig,
         endpoints: Endpoints,
         began: float,
-        exporter: Exporter | None = None,
+        exporter: OtlpExporter | None = None,
         started: float | None = None,
         memory: MemoryFile | None = None,
     ) -> None:

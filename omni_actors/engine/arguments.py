@@ -37,7 +37,6 @@ from omni_actors.engine.models.diffusers_layout import checkpoint_folder, part_f
 from omni_actors.engine.platform import prepare
 from omni_actors.errors import ConfigError
 from omni_actors.stage.engine_interface import StageEngine
-from omni_actors.stage.start import phase
 from omni_actors.vllm_version import Platform
 
 
@@ -314,7 +313,6 @@ class OmniEngineArgs:
             raise ConfigError(f"Stage {stage!r} is {spec.kind}, not {self.kind}.")
         return spec
 
-    @phase("configuration")
     def create_engine_config(self) -> VllmConfig:
         """vLLM's configuration of this stage; also registers its models with vLLM.
 
@@ -520,8 +518,7 @@ def build_engine(arguments: OmniEngineArgs) -> StageEngine:
         from omni_actors.engine.encoder import EncoderEngine
 
         encoder = EncoderEngine(arguments)
-        with phase("warm-up"):
-            encoder.warm_up()
+        encoder.warm_up()
         return encoder
     from omni_actors.engine.autoregressive import AutoregressiveEngine
 
@@ -529,6 +526,5 @@ def build_engine(arguments: OmniEngineArgs) -> StageEngine:
     # Nothing is compiled on the CPU; one request is enough to make a model that cannot run fail at the start.
     most = engine.core.vllm_config.scheduler_config.max_num_seqs
     cuda = engine.core.vllm_config.device_config.device_type == "cuda"
-    with phase("warm-up"):
-        engine.warm_up([size for size in WARM_UP_BATCHES if size <= most] if cuda else [1])
+    engine.warm_up([size for size in WARM_UP_BATCHES if size <= most] if cuda else [1])
     return engine

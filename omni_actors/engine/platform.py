@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from omni_actors.host.run_directory import user_cache
-from omni_actors.stage.start import phase
 from omni_actors.vllm_version import Platform, check_installed
 
 LARGE_PACKAGES = ("torch", "transformers", "vllm")
@@ -128,20 +127,18 @@ def wait_for_memory(
         measure: returns the free and the total bytes of the device; its first call may initialise it.
         share: of the total, from 0 to 1.
     """
-    with phase("device"):
-        free, total = measure()
+    free, total = measure()
     if free >= share * total:
         return True
     text = "waiting for memory of the device: %.1f GiB are free, %.1f GiB needed"
     logger.warning(text, free / GIB, share * total / GIB)
-    with phase("waiting for memory"):
-        began = clock()
-        while clock() < began + MEMORY_SECONDS:
-            sleep(POLL_SECONDS)
-            free, total = measure()
-            if free >= share * total:
-                logger.info("the device's memory was free after %.1f s", clock() - began)
-                return True
+    began = clock()
+    while clock() < began + MEMORY_SECONDS:
+        sleep(POLL_SECONDS)
+        free, total = measure()
+        if free >= share * total:
+            logger.info("the device's memory was free after %.1f s", clock() - began)
+            return True
     logger.error("the memory did not become free within %g s: another process holds it", MEMORY_SECONDS)
     return False
 

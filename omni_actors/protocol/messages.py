@@ -534,12 +534,11 @@ class Loading(Body, tag="loading", frozen=True):
 
 
 class Ready(Body, tag="ready", frozen=True):
-    """Stage -> coordinator: the engine takes requests, `seconds` after its start-up began.
+    """Stage -> coordinator: the engine takes requests, `seconds` after its process was ordered.
 
-    `phases` are the parts of that time by name. The rest are facts about the model, empty or 0 where they do not apply:
-    voices, `sample_rate` in Hz, the longest input in tokens, the names of the additional information that this stage
-    wants, how many media a prompt may have, by modality, the parameters that the model declares, and what a stage that
-    speaks a given text can do.
+    The rest are facts about the model, empty or 0 where they do not apply: voices, `sample_rate` in Hz, the longest
+    input in tokens, the names of the additional information that this stage wants, how many media a prompt may have, by
+    modality, the parameters that the model declares, and what a stage that speaks a given text can do.
     """
 
     seconds: float
@@ -547,7 +546,6 @@ class Ready(Body, tag="ready", frozen=True):
     sample_rate: int = 0
     max_input_tokens: int = 0
     wants_information: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
-    phases: Annotated[dict[Name, float], Meta(max_length=64)] = {}
     max_media: dict[Name, Count] = {}
     parameters: Annotated[tuple[Parameter, ...], Meta(max_length=MAX_PARAMETERS)] | None = None
     speech: SpeechAbility | None = None
@@ -736,8 +734,8 @@ class Describe(Body, tag="describe", frozen=True):
 class StageStatus(Struct, frozen=True):
     """State of one replica as the coordinator sees it. A `spare` takes requests only in the place of another.
 
-    `start` are the seconds that the phases of its process's start took, empty until it is ready. `node` is the rank of
-    its node. It is `joining` from a `scale` until it is first ready, and `leaving` from one until it is gone.
+    `start` are the seconds that its process took to be ready, 0 until then. `node` is the rank of its node. It is
+    `joining` from a `scale` until it is first ready, and `leaving` from one until it is gone.
     """
 
     stage: str
@@ -748,7 +746,7 @@ class StageStatus(Struct, frozen=True):
     in_flight: int
     counts: dict[str, int] = {}
     spare: bool = False
-    start: dict[str, float] = {}
+    start: float = 0.0
     node: int = 0
     joining: bool = False
     leaving: bool = False

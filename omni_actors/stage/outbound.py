@@ -3,12 +3,8 @@
 A sender of this stage gets the blocks of its arena back together with its credit.
 
 A message that can leave at once is sent in the call itself, on the engine's own thread: to hand it to another thread
-costs more than to send it. `Outbound`'s thread sends the rest: what is long, what a slow peer refuses, what waits. All
-parts are used under one lock, so a socket has one owner at a time (docs/decisions.md):
-
-* `Sender`: the steps that a message takes;
-* `Links`: the sockets, the traffic on them, and the credit and blocks that go back to senders;
-* `Publications`: this stage's arena, with the large buffers of its messages.
+costs more than to send it. `Outbound`'s thread sends the rest: what is long, what a slow peer refuses, what waits. The
+sockets (`Links`) and the arena are used under one lock, so each has one owner at a time (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -162,101 +158,6 @@ def chunk_of(event: StreamEvent, sent: float) -> tuple[Chunk, Sequence[Frame]]:
     return chunk, buffers.buffers
 
 
-NO_DEADLINE_SECONDS = 600.0  # for which a block of a request without deadline is kept
-
-Unfilled = Sequence[tuple[Block, Frame]]  # blocks, and what is to be copied into them
-
-
-class Publications:
-    """Not thread-safe, except for `fill` and `counts`.
-
-    Args:
-        arena: this process's own; `None` sends all buffers as frames.
-        identity: holds a block until its message is sent.
-        inline_bytes: buffers up to this size travel as frames.
-    """
-
-    def __init__(self, arena: Arena | None, identity: ReplicaId, inline_bytes: int) -> None:
-        self._arena = arena
-        self._identity = identity
-        self._inline_bytes = inline_bytes
-        self.readers: set[ReplicaId] = set()  # those that have mapped the arena
-
-    def place(self, message: Outgoing, placed: dict[int, Block]) -> tuple[tuple[Block, ...], Unfilled]:
-        """Reserve blocks for a message's large buffers; return them, and those of them that are to be filled.
-
-        Where there is no room buffers travel as frames.
-
-        Args:
-            placed: blocks of the same batch, by identity of the buffer; new ones are added.
-        """
-        arena = self._arena
-        if arena is None or message.destination not in self.readers:
-            return (), ()
-        blocks: list[Block] = []
-        unfilled: list[tuple[Block, Frame]] = []
-        for index, buffer in enumerate(message.buffers):
-            size = length(buffer)
-            if size <= self._inline_bytes or len(blocks) == MAX_BLOCKS:
-                continue
-            block = placed.get(id(buffer))
-            if block is None:
-                expires = (message.header.deadline or STEADY() + NO_DEADLINE_SECONDS) + GRACE_SECONDS
-                block = arena.reserve(size, self._identity, expires)
-                if block is None:
-                    continue
-                unfilled.append((block, buffer))
-                placed[id(buffer)] = block
-            blocks.append(Block(index, block.offset, block.length, block.ticket))
-        return tuple(blocks), unfilled
-
-    def fill(self, unfilled: Unfilled) -> None:
-        """Copy the buffers, which may take milliseconds. No lock is needed: only the outbound thread expires blocks."""
-        if self._arena is not None:
-            for block, buffer in unfilled:
-                self._arena.write(block, buffer)
-
-    def share(self, blocks: Sequence[Block], receiver: ReplicaId) -> int:
-        """Note that a receiver holds these blocks; return their bytes."""
-        if self._arena is not None:
-            for block in blocks:
-                self._arena.share(block, receiver)
-        return sum(block.length for block in blocks)
-
-    def release_batch(self, placed: dict[int, Block]) -> None:
-        """Leave a batch's blocks to their receivers. Those without any become free."""
-        if self._arena is not None:
-            for block in placed.values():
-                self._arena.release(self._identity, block.ticket)
-
-    def credited(self, receiver: ReplicaId, credit: Credit) -> None:
-        """Note what a receiver says of the arena: that it has mapped it, and which blocks it needs no more."""
-        if self._arena is None:
-            return
-        if credit.mapped:
-            self.readers.add(receiver)
-        for ticket in credit.released:
-            self._arena.release(receiver, ticket)
-
-    def forget(self, receiver: ReplicaId) -> None:
-        """Release everything that a dead receiver held."""
-        self.readers.discard(receiver)
-        if self._arena is not None:
-            self._arena.forget(receiver)
-
-    def expire(self) -> None:
-        """Free blocks whose receivers have not given them back in time."""
-        if self._arena is not None:
-            self._arena.expire(STEADY())
-
-    def counts(self) -> dict[str, int]:
-        """Blocks in use, and totals of those published and of buffers that did not fit; empty without an arena."""
-        if self._arena is None:
-            return {}
-        totals = {"total_blocks": self._arena.publications, "dropped_arena_full": self._arena.fallbacks}
-        return self._arena.counts() | totals
-
-
 def length(buffer: Frame) -> int:
     """Bytes of a buffer."""
     return len(buffer) if isinstance(buffer, bytes) else memoryview(buffer).nbytes
@@ -407,85 +308,13 @@ class Links:
         link.close()
 
 
-ADDRESS_SECONDS = 5.0  # how long a message waits for the address of a replica that has just been started
-
-
 class Prepared(NamedTuple):
     """A message that only has to be delivered once its blocks are filled."""
 
     message: Outgoing
     frames: Sequence[Frame]
     blocks: Sequence[Block]
-    unfilled: Unfilled
-
-
-class Sender:
-    """Not thread-safe: `Outbound` uses it under its lock.
-
-    Args:
-        on_event: gets `Rejected` for a message that may not be sent, `Undelivered` for one that a later stage does not
-            take.
-    """
-
-    def __init__(
-        self, links: Links, publications: Publications, limits: Limits, on_event: Callable[[Event], None]
-    ) -> None:
-        self._links = links
-        self._publications = publications
-        self._limits = limits
-        self._on_event = on_event
-        self._unaddressed: list[tuple[float, Outgoing]] = []  # since when, and what waits for an address
-
-    def send(self, message: Outgoing, placed: dict[int, Block], since: float | None = None) -> None:
-        """Do all steps at once. `placed` holds the blocks of the same batch, by identity of the buffer."""
-        prepared = self.prepare(message, placed, since)
-        if prepared is not None:
-            self._publications.fill(prepared.unfilled)
-            self.deliver(prepared)
-
-    def prepare(self, message: Outgoing, placed: dict[int, Block], since: float | None = None) -> Prepared | None:
-        """Do everything before the copy; `None` if there is nothing to send now."""
-        target = message.destination
-        if target is not None and self._links.receiver(target) is None and self._links.is_expected(target):
-            self._unaddressed.append((time.monotonic() if since is None else since, message))
-            return None
-        blocks, unfilled = self._publications.place(message, placed)
-        try:  # before the copy, which drives what this needs out of the processor's cache
-            frames = encode(message.header, message.body, message.buffers, self._limits, blocks)
-        except OmniError as error:  # larger than the limits
-            self._on_event(Rejected(message.header, error))
-            return None
-        return Prepared(message, frames, blocks, unfilled)
-
-    def deliver(self, prepared: Prepared) -> None:
-        """Hand a message whose blocks are filled to its link."""
-        header, target = prepared.message.header, prepared.message.destination
-        link = self._links.receiver(target)
-        if link is None or not link.send(header.request_id, prepared.frames):
-            what = "has no link" if link is None else "has taken no messages for so long that its outbox is full"
-            if target is None:
-                self._on_event(Rejected(header, StageLost(f"The coordinator {what}.")))
-            else:
-                self.lose(header.request_id, target, what)
-        elif target is not None and prepared.blocks:
-            link.traffic.shared_bytes += self._publications.share(prepared.blocks, target)
-
-    def lose(self, request_id: str, receiver: ReplicaId, what: str) -> None:
-        """Report that a later stage did not get a message, and why, as "takes no messages"."""
-        self._on_event(Undelivered(request_id, receiver, StageLost(f"{receiver.name} {what}.")))
-
-    def retry_unaddressed(self) -> None:
-        """Send what has an address now."""
-        waiting, self._unaddressed = self._unaddressed, []
-        for since, message in waiting:
-            self.send(message, {}, since)
-
-    def expire_unaddressed(self, now: float) -> None:
-        """Report messages whose receiver was never announced."""
-        while self._unaddressed and self._unaddressed[0][0] + ADDRESS_SECONDS < now:  # the oldest come first
-            _, message = self._unaddressed.pop(0)
-            if message.destination is not None:
-                self.lose(message.header.request_id, message.destination, "was never announced")
+    unfilled: Sequence[tuple[Block, Frame]]  # blocks, and what is to be copied into them
 
 
 logger = get_logger(__name__)
@@ -497,6 +326,8 @@ DIRECT_IDLE = (8, 8 << 20)
 MAXIMUM_POLL_MS = 100
 RELEASE_SECONDS = 0.1  # after which blocks are returned even if they are few
 LAST_MESSAGES_SECONDS = 1.0
+ADDRESS_SECONDS = 5.0  # how long a message waits for the address of a replica that has just been started
+NO_DEADLINE_SECONDS = 600.0  # for which a block of a request without deadline is kept
 
 
 class Outbound(threading.Thread):
@@ -530,8 +361,11 @@ class Outbound(threading.Thread):
         self._lock = threading.Lock()
         header = Header("", "", identity.stage, identity.replica, identity.epoch)
         self._links = Links(sockets, results_endpoint, header, limits, flow, arenas)
-        self.publications = Publications(arena, identity, flow.inline_bytes)
-        self._sender = Sender(self._links, self.publications, limits, on_event)
+        self._identity = identity  # holds a block until its message is sent
+        self._limits = limits
+        self._arena = arena
+        self.readers: set[ReplicaId] = set()  # those that have mapped the arena
+        self._unaddressed: list[tuple[float, Outgoing]] = []  # since when, and what waits for an address
         # Left to the thread, in order. While anything is here, nothing may be sent directly: it would overtake.
         self._queue: collections.deque[Sequence[Outgoing] | Peers] = collections.deque()
         self._queued, self._queued_bytes = 0, 0  # messages and bytes of it; read without the lock
@@ -560,8 +394,8 @@ class Outbound(threading.Thread):
             else:
                 placed: dict[int, Block] = {}
                 for message in messages:
-                    self._sender.send(message, placed)
-                self.publications.release_batch(placed)
+                    self._send(message, placed)
+                self._release_batch(placed)
                 wake = self._links.account()
         if wake:
             self._wakeup.set()
@@ -585,8 +419,11 @@ class Outbound(threading.Thread):
                 self._unknown_peers += 1
                 return
             link.granted(credit.messages, credit.bytes)
-            if receiver is not None:
-                self.publications.credited(receiver, credit)
+            if receiver is not None and self._arena is not None:
+                if credit.mapped:
+                    self.readers.add(receiver)
+                for ticket in credit.released:
+                    self._arena.release(receiver, ticket)
             wake = self._links.account()
         if wake:
             self._wakeup.set()
@@ -628,7 +465,8 @@ class Outbound(threading.Thread):
     def counts(self) -> dict[str, int]:
         """Messages, blocks and connections held, and totals of what was dropped."""
         unknown = {"dropped_credit_of_unknown_peer": self._unknown_peers} if self._unknown_peers else {}
-        return {"outbox": self.waiting, **self.publications.counts(), **unknown, **self._arenas.counts()}
+        own = self._arena.counts() if self._arena is not None else {}
+        return {"outbox": self.waiting, **own, **unknown, **self._arenas.counts()}
 
     def edges(self) -> dict[str, EdgeMetrics]:
         """What has left and what waits, by receiver, as "talker/0" or "coordinator"."""
@@ -678,17 +516,17 @@ class Outbound(threading.Thread):
             placed: dict[int, Block] = {}
             for message in first:
                 with self._lock:
-                    prepared = self._sender.prepare(message, placed)
+                    prepared = self._prepare(message, placed)
                 if prepared is not None:
-                    self.publications.fill(prepared.unfilled)  # may take long, and others go on meanwhile
+                    self._fill(prepared)  # may take long, and others go on meanwhile
                 with self._lock:
                     if prepared is not None:
-                        self._sender.deliver(prepared)
+                        self._deliver(prepared)
                     self._links.account()  # first: a message may be counted twice for a moment, but not never
                     self._queued -= 1
                     self._queued_bytes -= _payload(message)
             with self._lock:
-                self.publications.release_batch(placed)
+                self._release_batch(placed)
                 self._queue.popleft()
 
     def _maintain(self, now: float) -> None:
@@ -696,12 +534,15 @@ class Outbound(threading.Thread):
         if now >= self._next_release:
             self._next_release = now + RELEASE_SECONDS
             self._links.return_blocks()
-            self.publications.expire()
-            self._sender.expire_unaddressed(now)
+            if self._arena is not None:
+                self._arena.expire(STEADY())
+            while self._unaddressed and self._unaddressed[0][0] + ADDRESS_SECONDS < now:  # the oldest come first
+                _, message = self._unaddressed.pop(0)
+                self._lose(message, "was never announced")
             for name in self._links.cut(now):
                 self._on_event(Lost(f"the link to {name} was cut"))
         for receiver, request_id in self._links.flush():
-            self._sender.lose(request_id, receiver, "takes no messages")
+            self._on_event(Undelivered(request_id, receiver, StageLost(f"{receiver.name} takes no messages.")))
         self._links.account()
 
     def _linger(self) -> None:
@@ -719,9 +560,96 @@ class Outbound(threading.Thread):
 
     def _connect(self, peers: Peers) -> None:
         for receiver in self._links.connect(peers):
-            self.publications.forget(receiver)
-        self._sender.retry_unaddressed()
+            self.readers.discard(receiver)
+            if self._arena is not None:
+                self._arena.forget(receiver)
+        waiting, self._unaddressed = self._unaddressed, []
+        for since, message in waiting:
+            self._send(message, {}, since)
         self._links.account()
+
+    def _send(self, message: Outgoing, placed: dict[int, Block], since: float | None = None) -> None:
+        """Do all steps at once; for the arguments see `_prepare`."""
+        prepared = self._prepare(message, placed, since)
+        if prepared is not None:
+            self._fill(prepared)
+            self._deliver(prepared)
+
+    def _prepare(self, message: Outgoing, placed: dict[int, Block], since: float | None = None) -> Prepared | None:
+        """Do everything before the copy; `None` if there is nothing to send now.
+
+        Args:
+            placed: blocks of the same batch, by identity of the buffer; new ones are added.
+            since: when it began to wait for an address; now by default.
+        """
+        target = message.destination
+        if target is not None and self._links.receiver(target) is None and self._links.is_expected(target):
+            self._unaddressed.append((time.monotonic() if since is None else since, message))
+            return None
+        blocks, unfilled = self._place(message, placed)
+        try:  # before the copy, which drives what this needs out of the processor's cache
+            frames = encode(message.header, message.body, message.buffers, self._limits, blocks)
+        except OmniError as error:  # larger than the limits
+            self._on_event(Rejected(message.header, error))
+            return None
+        return Prepared(message, frames, blocks, unfilled)
+
+    def _place(
+        self, message: Outgoing, placed: dict[int, Block]
+    ) -> tuple[tuple[Block, ...], Sequence[tuple[Block, Frame]]]:
+        """Reserve blocks for large buffers, as far as there is room: the blocks, and which of them are to be filled."""
+        arena = self._arena
+        if arena is None or message.destination not in self.readers:
+            return (), ()
+        blocks: list[Block] = []
+        unfilled: list[tuple[Block, Frame]] = []
+        for index, buffer in enumerate(message.buffers):
+            size = length(buffer)
+            if size <= self._flow.inline_bytes or len(blocks) == MAX_BLOCKS:
+                continue
+            block = placed.get(id(buffer))
+            if block is None:
+                expires = (message.header.deadline or STEADY() + NO_DEADLINE_SECONDS) + GRACE_SECONDS
+                block = arena.reserve(size, self._identity, expires)
+                if block is None:
+                    continue
+                unfilled.append((block, buffer))
+                placed[id(buffer)] = block
+            blocks.append(Block(index, block.offset, block.length, block.ticket))
+        return tuple(blocks), unfilled
+
+    def _fill(self, prepared: Prepared) -> None:
+        """Copy the buffers, which may take milliseconds. Needs no lock: only the outbound thread expires blocks."""
+        if self._arena is not None:
+            for block, buffer in prepared.unfilled:
+                self._arena.write(block, buffer)
+
+    def _deliver(self, prepared: Prepared) -> None:
+        """Hand a message whose blocks are filled to its link."""
+        message, target = prepared.message, prepared.message.destination
+        link = self._links.receiver(target)
+        if link is None:
+            self._lose(message, "has no link")
+        elif not link.send(message.header.request_id, prepared.frames):
+            self._lose(message, "has taken no messages for so long that its outbox is full")
+        elif self._arena is not None and target is not None:
+            for block in prepared.blocks:
+                self._arena.share(block, target)
+                link.traffic.shared_bytes += block.length
+
+    def _lose(self, message: Outgoing, what: str) -> None:
+        """Report that a message did not leave, and why."""
+        header, target = message.header, message.destination
+        if target is None:
+            self._on_event(Rejected(header, StageLost(f"The coordinator {what}.")))
+        else:
+            self._on_event(Undelivered(header.request_id, target, StageLost(f"{target.name} {what}.")))
+
+    def _release_batch(self, placed: dict[int, Block]) -> None:
+        """Leave a batch's blocks to their receivers. Those without any become free."""
+        if self._arena is not None:
+            for block in placed.values():
+                self._arena.release(self._identity, block.ticket)
 
 
 def _payload(message: Outgoing) -> int:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -25,7 +25,6 @@ from omni_actors.host.processes import die_with_parent
 from omni_actors.host.run_directory import clear_abandoned, scratch_folder
 from omni_actors.protocol.fields import ReplicaId
 from omni_actors.protocol.messages import Fatal, Loading
-from omni_actors.stage import start
 from omni_actors.stage.engine_interface import EngineFacts, StageEngine
 from omni_actors.stage.inbound import Stop
 from omni_actors.stage.processors import PROCESSORS, StreamProcessor
@@ -34,6 +33,8 @@ from omni_actors.stage.sound import DemandFlag, DevicePriority
 
 logger = logs.get_logger(__name__)
 
+# Imports that failed in the fork server, a sentence each. `multiprocessing` would skip such a module, or end silently.
+PRELOAD_FAILURES: list[str] = []
 WELCOME_SECONDS = 30.0
 EXIT_GRACE_SECONDS = 4.0
 
@@ -66,7 +67,6 @@ class ReplicaSpec(NamedTuple):
 
 def main(spec: ReplicaSpec) -> None:
     """Entry of the child process. Ends the process: exit code 0 after a shutdown, 1 after a failure."""
-    start.note("process", time.monotonic() - spec.ordered)
     _prepare_process(spec)
     code = 1
     try:
@@ -118,7 +118,7 @@ class StageProcess:
         self.device_priority = DevicePriority(run_dir, self._stage.yields_to, spec.gpus)
         self._engine: StageEngine | None = None
         self._processor: type[StreamProcessor] | None = None
-        self._phases: Mapping[str, float] = {}
+        self._load_seconds = 0.0  # from the order to start this process
         self._loading = False
         self._stopping = ""  # why, once a signal has come
         self._session = self._new_session(spec.epoch)
@@ -143,15 +143,14 @@ class StageProcess:
         patience = WELCOME_SECONDS
         while True:
             session = self._session
-            with start.phase("connection"):
-                end = session.open(patience)
+            end = session.open(patience)
             if end is None:
                 if self._engine is None:
                     self._engine = self._load(session)
-                    self._phases = start.seconds()
-                    logger.info("ready after %.1f s (%s)", sum(self._phases.values()), start.listed())
+                    self._load_seconds = time.monotonic() - self._spec.ordered
+                    logger.info("ready after %.1f s", self._load_seconds)
                 end = session.serve(
-                    self._engine, self._processor, self._demand_flag, self.device_priority, self._phases
+                    self._engine, self._processor, self._demand_flag, self.device_priority, self._load_seconds
                 )
             if isinstance(end, Stop):
                 return end
@@ -185,9 +184,8 @@ class StageProcess:
         report("loading")
         self._loading = True
         try:
-            with start.phase("engine"):
-                engine = build_engine(self._pipeline, self._stage, report)
-                check_defaults(self._stage, engine.facts)
+            engine = build_engine(self._pipeline, self._stage, report)
+            check_defaults(self._stage, engine.facts)
         finally:
             self._loading = False
         return engine
@@ -271,10 +269,9 @@ def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[
         engine_class = resolve_class(stage.engine_class or "", {}, StageEngine, where)
         return cast(StageEngine, engine_class(pipeline, stage))
     report("importing vLLM")
-    if start.FAILURES:
-        raise StartupError(f"The fork server could not import what stages need: {'; '.join(start.FAILURES)}.")
-    with start.phase("imports"):
-        from omni_actors.engine.arguments import build_stage_engine
+    if PRELOAD_FAILURES:
+        raise StartupError(f"The fork server could not import what stages need: {'; '.join(PRELOAD_FAILURES)}.")
+    from omni_actors.engine.arguments import build_stage_engine
 
     engine: StageEngine = build_stage_engine(pipeline, stage, report)
     return engine

@@ -10,12 +10,12 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 
 import msgspec
+import psutil
 
 import omni_actors
-from omni_actors import logs
 from omni_actors.config import PipelineConfig
 from omni_actors.config.checks import with_defaults
 from omni_actors.errors import ProtocolError, StartupError
@@ -33,7 +33,7 @@ from omni_actors.protocol.messages import (
     Welcome,
 )
 from omni_actors.stage.actor import StageActor
-from omni_actors.stage.engine_interface import EngineStatistics, StageEngine
+from omni_actors.stage.engine_interface import StageEngine
 from omni_actors.stage.inbound import (
     Control,
     Event,
@@ -51,7 +51,7 @@ from omni_actors.stage.outbound import Outbound
 from omni_actors.stage.processors import StreamProcessor
 from omni_actors.stage.sound import POLL_SECONDS, DemandFlag, DevicePriority
 from omni_actors.telemetry import metrics as table
-from omni_actors.telemetry.metrics import Meters, edge_metrics, process_metrics
+from omni_actors.telemetry.metrics import Kind, Metric, edge_metrics
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.curve import load_keys
 from omni_actors.transport.link import EdgeMetrics, ReceivedCredit
@@ -60,43 +60,39 @@ from omni_actors.transport.sockets import Sockets
 ENDED_BYTES = len(msgspec.msgpack.encode("ended")) + 3  # the field, which is left out while empty, and its length
 
 
-class Baseline:
-    """What the process had counted when the session began, so that a session reports only its own share.
-
-    The coordinator adds up sessions, whether of one process or of several.
-    """
-
-    def __init__(self, engine: StageEngine) -> None:
-        self.engine = engine
-        self._before = engine.statistics()
-        self._processor_time = time.process_time()
-
-    @property
-    def processor_time(self) -> float:
-        """Seconds since the session began."""
-        return time.process_time() - self._processor_time
-
-    def statistics(self) -> EngineStatistics | None:
-        """vLLM's counts since the session began, and its present gauges; `None` for an engine without vLLM."""
-        now, before = self.engine.statistics(), self._before
-        if now is None or before is None:
-            return now
-        budget = now.budget
-        if budget is not None and before.budget is not None:
-            budget = replace(budget, deferrals=budget.deferrals - before.budget.deferrals)
-        return replace(
-            now,
-            budget=budget,
-            preemptions=now.preemptions - before.preemptions,
-            prefix_queries=now.prefix_queries - before.prefix_queries,
-            prefix_hits=now.prefix_hits - before.prefix_hits,
-        )
+def process_values(engine: StageEngine) -> dict[Metric, float]:
+    """What this process and its engine count and hold; the counters go on from session to session."""
+    values = {
+        table.RESIDENT: psutil.Process().memory_info().rss,
+        table.CPU_SECONDS: time.process_time(),
+        table.DEVICE_BYTES: engine.device_bytes(),
+    }
+    statistics = engine.statistics()
+    if statistics is not None:
+        values |= {
+            table.VLLM_RUNNING: statistics.running,
+            table.VLLM_WAITING: statistics.waiting,
+            table.VLLM_KV: statistics.kv_usage,
+            table.VLLM_PREEMPTIONS: statistics.preemptions,
+            table.VLLM_QUERIES: statistics.prefix_queries,
+            table.VLLM_HITS: statistics.prefix_hits,
+        }
+        if (budget := statistics.budget) is not None:
+            values |= {
+                table.BUDGET_BYTES: budget.limit_bytes,
+                table.BUDGET_HELD: budget.held_bytes,
+                table.BUDGET_STEP: budget.step_bytes,
+                table.BUDGET_WAITING: budget.waiting,
+                table.BUDGET_DEFERRALS: budget.deferrals,
+            }
+    return values
 
 
 def snapshot(
     meter: StageMeter,
     actor: StageActor,
-    baseline: Baseline,
+    engine: StageEngine,
+    before: Mapping[Metric, float],
     rejected: Mapping[str, int],
     edges: Mapping[str, EdgeMetrics],
     held: Mapping[str, int],
@@ -105,6 +101,7 @@ def snapshot(
     """All metrics of this session, and as many timelines of ended requests as fit into the same message.
 
     Args:
+        before: the `process_values` when the session began; the coordinator adds up sessions.
         rejected: counts of messages that did not decode, by reason.
         edges: by receiver, such as "talker/0" or "coordinator".
         held: counts of the I/O threads: `arena_bytes`, `dropped_arena_full`.
@@ -124,30 +121,11 @@ def snapshot(
     meters.set_all(table.DROPPED, labels, actor.dropped)
     meters.set_all(table.REJECTED, (*labels, "inbox"), rejected)
     edge_metrics(meters, "/".join(labels), edges)
-    process_metrics(meters, labels, baseline.processor_time)
-    _engine_metrics(meters, labels, baseline)
+    for metric, value in process_values(engine).items():
+        meters.set(metric, *labels, to=value - (before.get(metric, 0.0) if metric.kind is Kind.COUNTER else 0.0))
     metrics = meters.snapshot()
     room = limit - len(msgspec.msgpack.encode(metrics)) - ENDED_BYTES
     return msgspec.structs.replace(metrics, ended=meter.take_unreported(room))
-
-
-def _engine_metrics(meters: Meters, labels: tuple[str, ...], baseline: Baseline) -> None:
-    meters.set(table.DEVICE_BYTES, *labels, to=baseline.engine.device_bytes())
-    statistics = baseline.statistics()
-    if statistics is None:
-        return
-    meters.set(table.VLLM_RUNNING, *labels, to=statistics.running)
-    meters.set(table.VLLM_WAITING, *labels, to=statistics.waiting)
-    meters.set(table.VLLM_KV, *labels, to=statistics.kv_usage)
-    meters.set(table.VLLM_PREEMPTIONS, *labels, to=statistics.preemptions)
-    meters.set(table.VLLM_QUERIES, *labels, to=statistics.prefix_queries)
-    meters.set(table.VLLM_HITS, *labels, to=statistics.prefix_hits)
-    if (budget := statistics.budget) is not None:
-        meters.set(table.BUDGET_BYTES, *labels, to=budget.limit_bytes)
-        meters.set(table.BUDGET_HELD, *labels, to=budget.held_bytes)
-        meters.set(table.BUDGET_STEP, *labels, to=budget.step_bytes)
-        meters.set(table.BUDGET_WAITING, *labels, to=budget.waiting)
-        meters.set(table.BUDGET_DEFERRALS, *labels, to=budget.deferrals)
 
 
 TICK_SECONDS = 0.1
@@ -165,75 +143,66 @@ def pause(runnable: bool, congested: bool, yields: bool) -> tuple[float, HeldBac
     return 0.0, None
 
 
+@dataclass
 class EngineLoop:
-    """Serves one session's requests with its actor."""
+    """Serves one session's requests with its actor, until the session ends."""
 
-    def __init__(
-        self,
-        pipeline: PipelineConfig,
-        actor: StageActor,
-        engine: StageEngine,
-        inbox: Inbox,
-        inbound: Inbound,
-        outbound: Outbound,
-        meter: StageMeter,
-        flag: DemandFlag,
-        priority: DevicePriority,
-    ) -> None:
-        self._actor = actor
-        self._engine = engine
-        self._inbox = inbox
-        self._inbound = inbound
-        self._outbound = outbound
-        self._meter = meter
-        self._flag = flag
-        self._priority = priority
-        self._baseline = Baseline(engine)
-        engine.on_progress(inbox.wake)
-        self._heartbeat_interval = pipeline.coordinator.heartbeat_interval
-        self._snapshot_bytes = pipeline.limits.body_bytes
-        flow = pipeline.flow
+    pipeline: PipelineConfig
+    actor: StageActor
+    engine: StageEngine
+    inbox: Inbox
+    inbound: Inbound
+    outbound: Outbound
+    meter: StageMeter
+
+    def __post_init__(self) -> None:
+        self.engine.on_progress(self.inbox.wake)
+        self._before = process_values(self.engine)
+        flow = self.pipeline.flow
         self._received: ReceivedCredit[ReplicaId | None] = ReceivedCredit(flow.edge_messages, flow.edge_bytes)
         self._grants_due = False
         self._next_tick = self._next_snapshot = 0.0
         self._end: Stop | Lost | None = None
 
-    def run(self) -> Stop | Lost:
+    def run(self, flag: DemandFlag, priority: DevicePriority) -> Stop | Lost:
         """Serve until the session ends; return why it did."""
         while self._end is None:
-            yields = self._priority.yields()
+            yields = priority.yields()
             self._take_events(yields)
-            self._step(yields)
-            self._beat()
-            ticked = self._tick()
-            self._grant(everything=ticked)
-        self._flag.set(False)
+            flag.set(self.actor.urgent())
+            if not (yields or self.outbound.congested):  # when congested, the stages after this one set the pace
+                output = self.actor.step()
+                self.outbound.send(output, idle=not self.actor.runnable())
+                flag.set(self.actor.urgent())  # before the next wait for events, which may be long
+            self.inbound.pulse.progress += 1  # the coordinator sees by the next heartbeat that the loop is alive
+            self._grant(everything=self._tick())
+        flag.set(False)
         if isinstance(self._end, Stop):
             self._report_metrics()  # what has been counted since the last report
         return self._end
 
     def _take_events(self, yields: bool) -> None:
         """Handle all events that are there. Wait for the first one while there is no step to do."""
-        timeout, held_back = pause(self._actor.runnable(), self._outbound.congested, yields)
+        timeout, held_back = pause(self.actor.runnable(), self.outbound.congested, yields)
         began = time.monotonic()
-        while self._end is None and (events := self._inbox.take(timeout)):
+        while self._end is None and (events := self.inbox.take(timeout)):
             timeout = 0.0
             for event in events:
                 self._on_event(event)
         if held_back is not None:
-            self._meter.held_back[held_back] += time.monotonic() - began
+            self.meter.held_back[held_back] += time.monotonic() - began
 
     def _on_event(self, event: Event) -> None:
         match event:
             case Received(envelope=envelope, size=size):
                 self._grants_due |= self._received.take(sender_of(envelope.header), size)
-                self._outbound.send(self._actor.receive(envelope))
+                self.outbound.send(self.actor.receive(envelope))
             case Rejected(header=header, error=error, size=size):
                 if size:
                     self._grants_due |= self._received.take(sender_of(header), size)
-                self._outbound.send(self._actor.reject(header, error))
+                self.outbound.send(self.actor.reject(header, error))
             case Undelivered(request_id=request_id, receiver=receiver, error=error):
-                self._outbound.send(self._actor.undelivered(request_id, receiver, error))
+                self.outbound.send(self.actor.undelivered(request_id, receiver, error))
             case Control(body=body):
                 self._on_control(body)
             case Stop() | Lost():
@@ -242,7 +211,7 @@ class EngineLoop:
     def _on_control(self, body: CoordinatorToStage) -> None:
         match body:
             case Peers():
-                self._outbound.set_peers(body)
+                self.outbound.set_peers(body)
             case Shutdown(reason=reason):
                 self._end_with(Stop(reason))
             case Welcome() | Reregister():  # the inbound thread has seen to them
@@ -253,49 +222,34 @@ class EngineLoop:
         if not isinstance(self._end, Stop):
             self._end = end
 
-    def _step(self, yields: bool) -> None:
-        self._flag.set(self._actor.urgent())
-        if not (yields or self._outbound.congested):  # when congested, the stages after this one set the pace
-            output = self._actor.step()
-            self._outbound.send(output, idle=not self._actor.runnable())
-            self._flag.set(self._actor.urgent())  # before the next wait for events, which may be long
-
-    def _beat(self) -> None:
-        """Show the coordinator, by the next heartbeat, that the loop is alive."""
-        self._inbound.pulse.progress += 1
-
     def _tick(self) -> bool:
         """Do what depends on time, ten times a second; whether it was due."""
         now = time.monotonic()
         if now < self._next_tick:
             return False
         self._next_tick = now + TICK_SECONDS
-        self._outbound.send(self._actor.tick())
-        dropped = {f"dropped_{reason}": count for reason, count in self._actor.dropped.items()}
-        self._inbound.pulse.counts = {**self._actor.counts(), **self._outbound.counts(), **dropped}
-        listeners = self._engine.listeners
-        self._inbound.pulse.listeners = self._meter.listeners if listeners is None else listeners
+        self.outbound.send(self.actor.tick())
+        dropped = {f"dropped_{reason}": count for reason, count in self.actor.dropped.items()}
+        self.inbound.pulse.counts = {**self.actor.counts(), **self.outbound.counts(), **dropped}
+        listeners = self.engine.listeners
+        self.inbound.pulse.listeners = self.meter.listeners if listeners is None else listeners
         if now >= self._next_snapshot:
-            self._next_snapshot = now + self._heartbeat_interval
+            self._next_snapshot = now + self.pipeline.coordinator.heartbeat_interval
             self._report_metrics()
         return True
 
     def _grant(self, everything: bool) -> None:
         """Give credit for what was taken, unless the engine has too much to do already."""
-        if (everything or self._grants_due) and not self._actor.saturated:
+        if (everything or self._grants_due) and not self.actor.saturated:
             self._grants_due = False
             for sender, messages, size in self._received.collect(everything):
-                self._outbound.grant(sender, messages, size)
+                self.outbound.grant(sender, messages, size)
 
     def _report_metrics(self) -> None:
-        rejected = self._inbound.rejected_by_reason()
-        edges, held = self._outbound.edges(), self._outbound.counts()
-        self._inbound.tell(
-            snapshot(self._meter, self._actor, self._baseline, rejected, edges, held, self._snapshot_bytes)
-        )
+        rejected, edges, held = self.inbound.rejected_by_reason(), self.outbound.edges(), self.outbound.counts()
+        limit = self.pipeline.limits.body_bytes
+        self.inbound.tell(snapshot(self.meter, self.actor, self.engine, self._before, rejected, edges, held, limit))
 
-
-logger = logs.get_logger(__name__)
 
 CLOSE_SECONDS = 4.0
 
@@ -423,12 +377,12 @@ class Session:
         processor: type[StreamProcessor] | None,
         flag: DemandFlag,
         priority: DevicePriority,
-        phases: Mapping[str, float],
+        load_seconds: float,
     ) -> Stop | Lost:
         """Report that the engine is ready and serve requests until the session ends.
 
         Args:
-            phases: seconds that the phases of the process's start took, by name.
+            load_seconds: from the order to start the process until its engine was ready.
         """
         if self._outbound is None:
             raise ProtocolError("The stage cannot serve: no coordinator has welcomed it.")
@@ -437,21 +391,18 @@ class Session:
         wants = (*facts.wants_information, *(processor.wants_information if processor is not None else ()))
         self.tell(
             Ready(
-                seconds=sum(phases.values()),
+                seconds=load_seconds,
                 voices=facts.voices,
                 sample_rate=facts.sample_rate,
                 max_input_tokens=facts.max_input_tokens,
                 wants_information=tuple(dict.fromkeys(wants)),
-                phases=dict(phases),
                 max_media=dict(facts.max_media),
                 parameters=with_defaults(facts.parameters, self._stage.sampling),
                 speech=facts.speech,
             )
         )
-        loop = EngineLoop(
-            self._pipeline, self._actor, engine, self._inbox, self._inbound, self._outbound, self._meter, flag, priority
-        )
-        return loop.run()
+        loop = EngineLoop(self._pipeline, self._actor, engine, self._inbox, self._inbound, self._outbound, self._meter)
+        return loop.run(flag, priority)
 
     # -- end ----------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+import psutil
 
 from omni_actors.config import PipelineConfig
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
@@ -13,31 +15,23 @@ from omni_actors.host.processes import AnchoredClock
 from omni_actors.logs import get_logger
 from omni_actors.protocol.messages import Observation, Observe, Snapshot, Subject
 from omni_actors.telemetry import metrics as table
-from omni_actors.telemetry.metrics import TABLE, Kind, Labels, Meters, Metric, edge_metrics, process_metrics
+from omni_actors.telemetry.metrics import TABLE, Kind, Labels, Meters, Metric, edge_metrics
 from omni_actors.telemetry.request_log import ObservedRequest, RequestLog
 from omni_actors.transport.link import EdgeMetrics
+
+if TYPE_CHECKING:
+    from omni_actors.telemetry.otlp import OtlpExporter  # loads OpenTelemetry, which is optional
 
 logger = get_logger(__name__)
 
 
-class Exporter(Protocol):
-    """Takes requests that have ended, for instance to an OpenTelemetry collector."""
-
-    def export(self, finished: ObservedRequest) -> None:
-        """Take one finished request, without waiting."""
-
-    def close(self) -> None:
-        """Send what is left. May take seconds."""
-        ...
-
-
-def span_exporter(pipeline: PipelineConfig) -> Exporter | None:
+def span_exporter(pipeline: PipelineConfig) -> OtlpExporter | None:
     """The exporter that the configuration asks for. Raises `ConfigError` if its packages are not installed."""
     coordinator = pipeline.coordinator
     if coordinator.otlp_endpoint is None:
         return None
     try:
-        from omni_actors.telemetry.otlp import OtlpExporter  # loads OpenTelemetry, which is optional
+        from omni_actors.telemetry.otlp import OtlpExporter
 
         return OtlpExporter.connect(pipeline.name, coordinator.otlp_endpoint, coordinator.otlp_protocol)
     except ImportError as error:
@@ -55,7 +49,7 @@ class TelemetryCollector:
         exporter: receives every request that has ended.
     """
 
-    def __init__(self, exporter: Exporter | None = None, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, exporter: OtlpExporter | None = None, clock: Callable[[], float] | None = None) -> None:
         self._exporter = exporter
         self._meters = Meters()
         self._stages = StageMeters()
@@ -158,7 +152,8 @@ class TelemetryCollector:
         own.set_all(table.DROPPED, table.COORDINATOR, dropped)
         own.set_all(table.ROUTED, (), routed)
         edge_metrics(own, table.COORDINATOR[0], edges)
-        process_metrics(own, table.COORDINATOR, time.process_time())
+        own.set(table.RESIDENT, *table.COORDINATOR, to=psutil.Process().memory_info().rss)
+        own.set(table.CPU_SECONDS, *table.COORDINATOR, to=time.process_time())
         everything = Meters()
         everything.add(own.snapshot())
         self._stages.add_to(everything)

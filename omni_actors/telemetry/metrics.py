@@ -12,8 +12,6 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import psutil
-
 from omni_actors.protocol.messages import HistogramSample, Sample, Snapshot
 from omni_actors.transport.link import EdgeMetrics
 
@@ -107,12 +105,6 @@ def edge_metrics(meters: Meters, source: str, edges: Mapping[str, EdgeMetrics]) 
             meters.set(EDGE_OUT_BYTES, source, target, to=edge.bytes_out)
             meters.set(EDGE_CREDIT, source, target, to=edge.credit)
             meters.set(EDGE_WAITING, source, target, to=edge.waiting)
-
-
-def process_metrics(meters: Meters, labels: tuple[str, ...], processor_time: float) -> None:
-    """Set the memory of this process, and the processor time in seconds to report for it."""
-    meters.set(RESIDENT, *labels, to=psutil.Process().memory_info().rss)
-    meters.set(CPU_SECONDS, *labels, to=processor_time)
 
 
 class Kind(enum.StrEnum):

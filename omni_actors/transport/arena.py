@@ -125,14 +125,13 @@ class Arena:
         for ticket in [ticket for ticket, published in self._published.items() if published.expires <= now]:
             self._reclaim(ticket)
 
-    @property
-    def publications(self) -> int:
-        """Number of blocks published so far."""
-        return self._next_ticket - 1
-
     def counts(self) -> dict[str, int]:
-        """Blocks and bytes held now; both zero when the stages after this one are idle. Callable from any thread."""
-        return {"arena_blocks": len(self._published), "arena_bytes": self._used}
+        """Blocks and bytes held now; both zero when the stages after this one are idle. Callable from any thread.
+
+        Also the totals of blocks published and of buffers that did not fit.
+        """
+        held = {"arena_blocks": len(self._published), "arena_bytes": self._used}
+        return {**held, "total_blocks": self._next_ticket - 1, "dropped_arena_full": self.fallbacks}
 
     def close(self) -> None:
         """Close the descriptor; consumers keep what they have mapped."""

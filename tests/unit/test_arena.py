@@ -58,7 +58,7 @@ def test_bytes_arrive_in_place_and_are_given_back_with_the_last_view(arena: Aren
     assert reader.take_released() == {OWNER: [block.ticket]}
     assert reader.counts() == {"leases": 0}
     arena.release(ME, block.ticket)
-    assert arena.counts() == {"arena_blocks": 0, "arena_bytes": 0}
+    assert {"arena_blocks": 0, "arena_bytes": 0}.items() <= arena.counts().items()
 
 
 def test_fan_out_is_published_once_and_freed_by_the_last_consumer(arena: Arena) -> None:
@@ -83,7 +83,7 @@ def test_death_of_the_consumer_and_time_free_blocks(arena: Arena) -> None:
     arena.forget(ME)
     assert arena.counts()["arena_blocks"] == 1
     arena.expire(200.0)
-    assert arena.counts() == {"arena_blocks": 0, "arena_bytes": 0}
+    assert {"arena_blocks": 0, "arena_bytes": 0}.items() <= arena.counts().items()
 
 
 @pytest.mark.parametrize(

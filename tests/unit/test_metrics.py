@@ -18,7 +18,7 @@ from omni_actors.stage.actor import StageActor
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.engine_interface import BudgetStatistics, EngineStatistics
 from omni_actors.stage.meter import KEPT_TIMELINES, StageMeter
-from omni_actors.stage.session import Baseline
+from omni_actors.stage.session import process_values
 from omni_actors.telemetry import metrics as table
 from omni_actors.telemetry.collector import StageMeters, TelemetryCollector
 from omni_actors.telemetry.endpoint import render
@@ -197,7 +197,7 @@ def next_snapshot(meter: StageMeter, limit: int) -> Snapshot:
     engine = EchoEngine(pipeline().stage("talker"))
     config = pipeline()
     actor = StageActor(config, config.stage("talker"), ReplicaId("talker", 0, 5), engine, None, Clock(1000.0), meter)
-    return stage_snapshot.snapshot(meter, actor, Baseline(engine), {}, {}, {}, limit)
+    return stage_snapshot.snapshot(meter, actor, engine, process_values(engine), {}, {}, {}, limit)
 
 
 def test_a_snapshot_says_what_the_engine_holds_of_its_budget() -> None:
@@ -212,11 +212,11 @@ def test_a_snapshot_says_what_the_engine_holds_of_its_budget() -> None:
 
     config = pipeline()
     engine = HoldingEngine(config.stage("talker"))
-    baseline = Baseline(engine)
+    before = process_values(engine)
     engine.deferrals = 8
     meter = StageMeter(ReplicaId("talker", 0, 5))
     actor = StageActor(config, config.stage("talker"), ReplicaId("talker", 0, 5), engine, None, Clock(1000.0), meter)
-    samples = stage_snapshot.snapshot(meter, actor, baseline, {}, {}, {}, 1 << 20).samples
+    samples = stage_snapshot.snapshot(meter, actor, engine, before, {}, {}, {}, 1 << 20).samples
     assert {sample.name: sample.value for sample in samples if "budget" in sample.name} == {
         table.BUDGET_BYTES.name: 100,
         table.BUDGET_HELD.name: 150,

@@ -16,8 +16,6 @@ from omni_actors.engine.platform import GIB, wait_for_memory
 from omni_actors.engine.workers.gpu import OmniGPUWorker
 from omni_actors.vllm_version import Platform
 
-# -- phases -----------------------------------------------------------------------------------------------------------
-
 
 class Clock:
     """Time that passes only by `sleep`."""

@@ -219,7 +219,7 @@ class Replica:
     arena: ArenaAddress | None = None
     pid: int = 0
     phase: str = "starting process"
-    start: dict[str, float] = field(default_factory=dict)  # seconds of the phases of its process's start
+    start: float = 0.0  # seconds that its process took to be ready
     voices: tuple[str, ...] = ()
     sample_rate: int = 0
     max_input_tokens: int = 0
@@ -296,7 +296,7 @@ class Replica:
     def become_ready(self, facts: Ready) -> None:
         """Take what a replica reports when its model is loaded."""
         self.joining = False
-        self.phase, self.start = "ready", facts.phases
+        self.phase, self.start = "ready", facts.seconds
         self.voices, self.sample_rate = facts.voices, facts.sample_rate
         self.max_input_tokens = facts.max_input_tokens
         self.wants_information = facts.wants_information

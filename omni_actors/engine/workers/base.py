@@ -29,7 +29,6 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from omni_actors.engine.models import checkpoint_architecture, find_model_spec, register_models
 from omni_actors.host.processes import die_with_parent
-from omni_actors.stage.start import phase
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,19 +77,12 @@ class OmniWorkerBase(VllmWorker):
     def _omni_runner(self) -> OmniRunnerBase:
         return cast("OmniRunnerBase", self.model_runner)  # each of vLLM's workers declares another class for it
 
-    @phase("device")
     def init_device(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's `init_device`, timed, where ranks wait for one another."""
+        """vLLM's `init_device`, where ranks wait for one another."""
         if self.vllm_config.parallel_config.world_size > 1:
             _die_with_engine()
         return super().init_device(*args, **kwargs)
 
-    @phase("kernels")
-    def compile_or_warm_up_model(self) -> Any:
-        """vLLM's `compile_or_warm_up_model`, timed."""
-        return super().compile_or_warm_up_model()
-
-    @phase("weights")
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's `load_model`, after our models are registered: with several workers, each has its own process."""
         options = omni_options(self.vllm_config)

@@ -31,7 +31,6 @@ from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniErr
 from omni_actors.protocol.fields import HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 from omni_actors.stage.sound import Ahead
-from omni_actors.stage.start import phase
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -359,7 +358,6 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
     model_runner: DiffusionModelRunner  # type: ignore[assignment]  # declared as a module for vLLM's own workers
     device: torch.device
 
-    @phase("device")
     def init_device(self) -> None:
         """Choose the device; on CUDA also make the stream for copies to the host."""
         kind = self.device_config.device_type
@@ -376,7 +374,6 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
         else:
             self.device = torch.device(kind)
 
-    @phase("weights")
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Make and load the runner.
 
@@ -392,7 +389,6 @@ class DiffusionWorker(OmniWorkerBase, WorkerBase):
         self.model_runner = runner_class(self.vllm_config, self.device)
         self.model_runner.load(dummy=load_dummy_weights or self.load_config.load_format == "dummy")
 
-    @phase("warm-up")
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Warm up. The times are zero: vLLM only logs them."""
         self.model_runner.warm_up()

@@ -26,7 +26,6 @@ from omni_actors.engine.platform import wait_for_memory
 from omni_actors.engine.workers.base import OmniWorkerBase
 from omni_actors.engine.workers.runner import OmniRunnerMixin
 from omni_actors.errors import ConfigError
-from omni_actors.stage.start import phase
 
 _SPECIAL = 16  # Triton has code of its own for multiples of this
 
@@ -102,11 +101,6 @@ OUTSIDE_TORCH_BYTES = 2 * GIB  # CUDA context, cuBLAS and captured graphs of one
 class OmniGPURunner(OmniRunnerMixin, GPUModelRunner):
     """vLLM's V2 runner with rows in and out."""
 
-    @phase("graphs")
-    def capture_model(self, *args: Any, **kwargs: Any) -> int:
-        """vLLM's `capture_model`, timed."""
-        return super().capture_model(*args, **kwargs)
-
 
 class OmniGPUWorker(OmniWorkerBase, Worker):
     """vLLM's worker with our runner, and a KV cache sized by this process's own memory use."""
@@ -130,12 +124,6 @@ class OmniGPUWorker(OmniWorkerBase, Worker):
         largest = self.vllm_config.scheduler_config.max_num_batched_tokens
         return prompt_sizes(experts_of(self.get_model()), captured or (), largest)
 
-    @phase("KV cache")
-    def initialize_from_config(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's `initialize_from_config`, timed."""
-        return super().initialize_from_config(*args, **kwargs)
-
-    @phase("memory profile")
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: the stage's share of the device minus this process's own peak.
 

@@ -14,7 +14,7 @@ from omni_actors.engine.models.registry import MODULES
 from omni_actors.engine.platform import keep_bytecode, preload_modules
 from omni_actors.errors import StartupError
 from omni_actors.logs import get_logger
-from omni_actors.stage import start
+from omni_actors.stage.process import PRELOAD_FAILURES
 
 logger = get_logger(__name__)
 
@@ -32,7 +32,7 @@ def import_all() -> None:
         check_forkable()
     except Exception as error:  # third-party modules raise anything; the stages report it when they start
         logger.exception("preloading %s failed; stages forked from here will not start", name)
-        start.FAILURES.append(f"{name}: {type(error).__name__}: {error}")
+        PRELOAD_FAILURES.append(f"{name}: {type(error).__name__}: {error}")
 
 
 def import_model(name: str) -> None:
