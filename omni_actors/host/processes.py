@@ -34,7 +34,8 @@ class AnchoredClock:
     def __init__(self, wall: Callable[[], float] = _wall, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._wall = wall
         self._monotonic = monotonic
-        self._anchor = wall() - monotonic()
+        # The largest of three: who is interrupted between the two readings gets one that is too small.
+        self._anchor = max(wall() - monotonic() for _ in range(3))
 
     def __call__(self) -> float:
         """Seconds since the epoch, never less than at the call before."""

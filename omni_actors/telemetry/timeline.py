@@ -112,8 +112,7 @@ def stage_facts(stage: StageTimeline) -> dict[str, Any]:
 
 def transfer_facts(transfer: Transfer) -> dict[str, Any]:
     """What is known of a transfer besides its moments; `first_latency` in seconds."""
-    names = ("source", "target", "attempt", "messages", "bytes", "first_latency")
-    return {name: getattr(transfer, name) for name in names}
+    return {name: fact for name, fact in transfer._asdict().items() if name not in ("begin", "end")}
 
 
 def as_json(timeline: RequestTimeline) -> dict[str, Any]:
