@@ -11,6 +11,7 @@ from typing import NoReturn
 LONGEST_SECONDS = 1e7
 LARGEST_SEED = 2**63 - 1
 LARGEST_COUNT = 1024
+LONGEST_NUMBER = 64  # characters
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -40,17 +41,21 @@ def seconds_or_none(text: str) -> float:
 
 def seed(text: str) -> int:
     """A seed as requests take it."""
-    number = _whole(text)
-    if not 0 <= number <= LARGEST_SEED:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {LARGEST_SEED}")
-    return number
+    return whole(text, LARGEST_SEED)
 
 
 def count(text: str) -> int:
     """A number of things, perhaps none."""
-    number = _whole(text)
-    if not 0 <= number <= LARGEST_COUNT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {LARGEST_COUNT}")
+    return whole(text, LARGEST_COUNT)
+
+
+def whole(text: str, largest: int) -> int:
+    """A whole number from 0 to `largest`."""
+    if len(text) > LONGEST_NUMBER:
+        raise argparse.ArgumentTypeError(f"a number of {len(text)} characters is too long")
+    number = int(text) if text.isdecimal() else -1
+    if not 0 <= number <= largest:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {largest}")
     return number
 
 
@@ -84,12 +89,3 @@ def finite(text: str) -> float:
     if number != number or number in (float("inf"), float("-inf")):
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
     return number
-
-
-def _whole(text: str) -> int:
-    if len(text) > 64:
-        raise argparse.ArgumentTypeError(f"a number of {len(text)} characters is too long")
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None

@@ -20,10 +20,9 @@ import numpy
 from numpy.typing import NDArray
 
 from omni_actors import flags
-from omni_actors.cli.connection import add_connection, connection, with_flag
+from omni_actors.cli.connection import add_connection, connection, run
 from omni_actors.client import Audio, OmniClient, SyncRequestStream, Text
 from omni_actors.errors import Aborted, InvalidRequest, OmniError, UnknownVoice, suggest
-from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
 from omni_actors.host.run_directory import check_readable, expanded
 from omni_actors.launcher.one_request import save
 from omni_actors.logs import get_logger, say
@@ -189,15 +188,13 @@ TEXT, AUDIO = "text", "audio"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 at the end of the input, 1 if no pipeline answers)."""
-    options = parser().parse_args(with_flag(sys.argv[1:] if arguments is None else arguments))
-    try:
-        pipeline = connection(options)
-        with OmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
-            Chat(client, options).run()
-    except OmniError as error:
-        print(f"error ({error.code.value}): {error}", file=sys.stderr)
-        return EXIT_FAILED
-    return EXIT_OK
+    return run(parser(), arguments, _chat)
+
+
+def _chat(options: argparse.Namespace) -> None:
+    pipeline = connection(options)
+    with OmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
+        Chat(client, options).run()
 
 
 def parser() -> argparse.ArgumentParser:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from omni_actors import envs
-from omni_actors.errors import ConfigError, RequestTimeout
+from omni_actors.errors import ConfigError, OmniError, RequestTimeout
 from omni_actors.host.addresses import IPC, TCP, is_endpoint
+from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
 from omni_actors.host.run_directory import Running, running
 from omni_actors.protocol.messages import StageStatus
 from omni_actors.transport.curve import load_keys
@@ -71,6 +73,19 @@ def with_flag(arguments: Sequence[str]) -> list[str]:
             before = index - 1 if index and given[index - 1] == FLAG else index
             return [FLAG, argument.removeprefix(FLAG + "="), *given[:before], *given[index + 1 :]]
     return given
+
+
+def run(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, work: Callable[[argparse.Namespace], object]
+) -> int:
+    """Parse a command line and do its work. Returns the exit code: 0, or 1 with a printed error."""
+    options = parser.parse_args(with_flag(sys.argv[1:] if arguments is None else arguments))
+    try:
+        work(options)
+    except OmniError as error:
+        print(f"error ({error.code.value}): {error}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_OK
 
 
 def connection(options: argparse.Namespace) -> Connection:

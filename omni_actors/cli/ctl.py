@@ -8,10 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from omni_actors import flags
-from omni_actors.cli.connection import Connection, add_connection, connection, state, with_flag
+from omni_actors.cli.connection import Connection, add_connection, connection, run, state
 from omni_actors.client import AsyncOmniClient
-from omni_actors.errors import InvalidRequest, OmniError, RequestTimeout, StageUnavailable, counted
-from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
+from omni_actors.errors import InvalidRequest, RequestTimeout, StageUnavailable, counted
 from omni_actors.protocol.messages import Operate, Operation, Report, StageStatus
 
 POLL_SECONDS = 0.1
@@ -20,12 +19,7 @@ LARGEST = 65535  # number of a replica, of replicas or of a node that the protoc
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 refused or failed, 2 wrong usage)."""
-    options = parser().parse_args(with_flag(sys.argv[1:] if arguments is None else arguments))
-    try:
-        return asyncio.run(_run(connection(options), options, _order(options)))
-    except OmniError as error:
-        print(f"error ({error.code.value}): {error}", file=sys.stderr)
-        return EXIT_FAILED
+    return run(parser(), arguments, lambda options: asyncio.run(_run(connection(options), options, _order(options))))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,9 +52,7 @@ def _add_wait(command: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) > LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {LARGEST}")
-    return int(text)
+    return flags.whole(text, LARGEST)
 
 
 def _target(text: str) -> tuple[str, int]:
@@ -81,18 +73,17 @@ def _order(options: argparse.Namespace) -> Operate:
     return Operate(operation, stage, replica)
 
 
-async def _run(pipeline: Connection, options: argparse.Namespace, order: Operate) -> int:
+async def _run(pipeline: Connection, options: argparse.Namespace, order: Operate) -> None:
     async with AsyncOmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
         before = await client.operate(Operation.STATUS)
         report = await client.operate(order.operation, order.stage, order.replica, count=order.count, node=order.node)
         if order.operation is Operation.STATUS:
             print(render(report))
-            return EXIT_OK
+            return
         print(report.text)
         if order.stage and options.wait:
             await _wait(client, order, _epoch(before, order.stage, order.replica), options.wait)
             print("done")
-    return EXIT_OK
 
 
 async def _wait(client: AsyncOmniClient, order: Operate, former: int, seconds: float) -> None:

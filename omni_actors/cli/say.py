@@ -6,32 +6,22 @@ It needs a speech model, which speaks the text that it is given; ask an omni mod
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 import numpy
 from numpy.typing import NDArray
 
 from omni_actors import flags
-from omni_actors.cli.connection import add_connection, connection, with_flag
+from omni_actors.cli.connection import add_connection, connection, run
 from omni_actors.client import Audio, OmniClient, spoken
 from omni_actors.client.prompts import speech_ability
-from omni_actors.errors import InvalidRequest, OmniError
-from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
+from omni_actors.errors import InvalidRequest
 from omni_actors.launcher.one_request import save
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 if the text was spoken, 1 if not)."""
-    options = parser().parse_args(with_flag(sys.argv[1:] if arguments is None else arguments))
-    try:
-        pipeline = connection(options)
-        with OmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
-            say_text(client, options)
-    except OmniError as error:
-        print(f"error ({error.code.value}): {error}", file=sys.stderr)
-        return EXIT_FAILED
-    return EXIT_OK
+    return run(parser(), arguments, say_text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,22 +42,25 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def say_text(client: OmniClient, options: argparse.Namespace) -> None:
+def say_text(options: argparse.Namespace) -> None:
     """Write the sound of a text to a file. Raises `InvalidRequest` if the pipeline does not speak what it is given."""
-    if speech_ability(client.describe()) is None:
-        raise InvalidRequest("This pipeline answers; it does not speak what it is given.", hint="Use omni-actors chat.")
-    prompt = spoken(
-        options.text,
-        language=options.language,
-        instructions=options.instructions,
-        clip=options.clip,
-        transcript=options.transcript,
-    )
+    pipeline = connection(options)
     pieces: list[NDArray[numpy.float32]] = []
     rate = 0
-    stream = client.submit(prompt, voice=options.voice, seed=options.seed, timeout=options.timeout)
-    for item in stream:
-        if isinstance(item, Audio):
-            pieces.append(item.samples)
-            rate = item.sample_rate
+    with OmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
+        if speech_ability(client.describe()) is None:
+            raise InvalidRequest(
+                "This pipeline answers; it does not speak what it is given.", hint="Use omni-actors chat."
+            )
+        prompt = spoken(
+            options.text,
+            language=options.language,
+            instructions=options.instructions,
+            clip=options.clip,
+            transcript=options.transcript,
+        )
+        for item in client.submit(prompt, voice=options.voice, seed=options.seed, timeout=options.timeout):
+            if isinstance(item, Audio):
+                pieces.append(item.samples)
+                rate = item.sample_rate
     save(options.save.expanduser(), pieces, rate)

@@ -16,10 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from omni_actors import flags
-from omni_actors.cli.connection import Connection, add_connection, connection, duration, size, state, with_flag
+from omni_actors.cli.connection import Connection, add_connection, connection, duration, run, size, state
 from omni_actors.client import AsyncOmniClient
-from omni_actors.errors import OmniError
-from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
+from omni_actors.host.processes import EXIT_OK
 from omni_actors.protocol.messages import Operation, Report
 from omni_actors.telemetry import metrics as metrics
 from omni_actors.telemetry.metrics import Metric
@@ -45,9 +44,9 @@ class Scrape:
         """The value of one series; 0 if there is none."""
         return self.series.get((metric.name + suffix, frozenset(zip(metric.labels, labels, strict=True))), 0.0)
 
-    def labels(self, metric: Metric, suffix: str = "") -> list[tuple[str, ...]]:
+    def labels(self, metric: Metric) -> list[tuple[str, ...]]:
         """The label values of all series of a metric, sorted."""
-        found = [dict(labels) for name, labels in self.series if name == metric.name + suffix]
+        found = [dict(labels) for name, labels in self.series if name == metric.name]
         return sorted({tuple(labels[label] for label in metric.labels) for labels in found})
 
 
@@ -80,15 +79,10 @@ class Rates:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 no answer, 2 wrong usage)."""
-    options = parser().parse_args(with_flag(sys.argv[1:] if arguments is None else arguments))
     try:
-        asyncio.run(_run(connection(options), options))
+        return run(parser(), arguments, lambda options: asyncio.run(_run(connection(options), options)))
     except KeyboardInterrupt:
         return EXIT_OK
-    except OmniError as error:
-        print(f"error ({error.code.value}): {error}", file=sys.stderr)
-        return EXIT_FAILED
-    return EXIT_OK
 
 
 def parser() -> argparse.ArgumentParser:

@@ -12,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from omni_actors import flags
-from omni_actors.cli.connection import Connection, add_connection, connection, duration, size, with_flag
+from omni_actors.cli.connection import Connection, add_connection, connection, duration, run, size
 from omni_actors.client import AsyncOmniClient
-from omni_actors.errors import InvalidRequest, OmniError
-from omni_actors.host.processes import EXIT_FAILED, EXIT_OK
+from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.messages import RequestTimeline, StageTimeline
 from omni_actors.telemetry.timeline import end_of, extent, phases, replica_name, stages, transfers
 
@@ -32,14 +31,11 @@ STYLES = {  # character and colour of each phase
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 no such request or no answer, 2 wrong usage)."""
-    options = parser().parse_args(with_flag(sys.argv[1:] if arguments is None else arguments))
-    try:
-        timeline = asyncio.run(_fetch(connection(options), options.request))
-    except OmniError as error:
-        print(f"error ({error.code.value}): {error}", file=sys.stderr)
-        return EXIT_FAILED
-    show(timeline, Console())
-    return EXIT_OK
+    return run(parser(), arguments, _trace)
+
+
+def _trace(options: argparse.Namespace) -> None:
+    show(asyncio.run(_fetch(connection(options), options.request)), Console())
 
 
 def parser() -> argparse.ArgumentParser:
