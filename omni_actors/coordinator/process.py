@@ -80,12 +80,8 @@ async def _run(spec: CoordinatorSpec) -> int:
 def _answer(answer: Answer) -> None:
     """Write a line to the launcher, which may be gone."""
     with contextlib.suppress(BrokenPipeError):
-        _write(answer)
-
-
-def _write(answer: Answer) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-    sys.stdout.buffer.flush()
+        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+        sys.stdout.buffer.flush()
 
 
 def _on_exception(coordinator: Coordinator, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -1,17 +1,14 @@
-"""Answers questions about the pipeline, and obeys operators: drains, restarts and scales, shuts down."""
+"""Answers questions about the pipeline, and checks who may operate it."""
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from omni_actors.config import PipelineConfig, StageKind
 from omni_actors.coordinator.core.fleet import Fleet
-from omni_actors.coordinator.core.instructions import FleetInstruction
-from omni_actors.coordinator.core.operations import operate
 from omni_actors.coordinator.core.replicas import Replica
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.coordinator.links import StageLinks
@@ -20,17 +17,7 @@ from omni_actors.host.processes import STEADY
 from omni_actors.logs import get_logger
 from omni_actors.protocol.codec import Decoder, encode
 from omni_actors.protocol.fields import Header
-from omni_actors.protocol.messages import (
-    Description,
-    EdgeStatus,
-    Failed,
-    Observation,
-    Observe,
-    Operate,
-    Operation,
-    Report,
-    Subject,
-)
+from omni_actors.protocol.messages import Description, EdgeStatus, Failed, Observation, Observe, Report, Subject
 from omni_actors.telemetry.collector import TelemetryCollector
 from omni_actors.telemetry.endpoint import render
 from omni_actors.telemetry.metrics import Meters
@@ -71,7 +58,7 @@ class Reports:
         """Describe the pipeline and a client's own requests."""
         requests, replicas = self._requests, self._requests.replicas
         loaded = {stage.name: replicas.loaded(stage.name) for stage in self._pipeline.stages}
-        declared = {name: replica.parameters for name, replica in loaded.items() if replica is not None}
+        declared = {name: replica.facts.parameters for name, replica in loaded.items() if replica is not None}
         parameters = {name: those for name, those in declared.items() if those is not None}
         return Description(
             pipeline=self._pipeline.name,
@@ -98,7 +85,7 @@ class Reports:
             parameters=parameters,
             max_media=requests.gate.max_media,
             adapters=tuple(self._pipeline.adapters),
-            speech=next((replica.speech for replica in loaded.values() if replica and replica.speech), None),
+            speech=next((one.facts.speech for one in loaded.values() if one and one.facts.speech), None),
         )
 
     def _counts(self) -> dict[str, int]:
@@ -112,9 +99,14 @@ class Reports:
     def _all_dropped(self) -> collections.Counter[str]:
         return self._requests.dropped + self._fleet.dropped + self._dropped
 
-    def edges(self) -> tuple[EdgeStatus, ...]:
-        """The coordinator's link to each replica."""
-        return tuple(self._edge(replica) for replica in self._fleet.replicas)
+    def report(self, client: bytes, text: str) -> Report:
+        """The state of the pipeline for an operator, after `text` on what was done."""
+        return Report(
+            text=text,
+            description=self.describe(client),
+            edges=tuple(self._edge(replica) for replica in self._fleet.replicas),
+            requests=self._requests.statuses(STEADY()),
+        )
 
     def _edge(self, replica: Replica) -> EdgeStatus:
         link, now = self._stages.find(replica.replica_id), time.monotonic()
@@ -175,51 +167,3 @@ def check_operator(owner: KeyOwner, what: str) -> None:
     if not owner.may_operate:
         logger.warning("refused to %s: the client %s is no operator", what, owner.name)
         raise Unauthorized(f"The key of {owner.name} may not {what}.", hint=NO_OPERATOR)
-
-
-class AdminCommands:
-    """Checks that a client may operate the pipeline, and passes its orders on.
-
-    Args:
-        obey: carries out what an order leads to.
-        on_shutdown: called after the answer was sent when an operator shuts the pipeline down.
-    """
-
-    def __init__(
-        self,
-        requests: RequestMachine,
-        fleet: Fleet,
-        reports: Reports,
-        obey: Callable[[Iterable[FleetInstruction]], None],
-        on_shutdown: Callable[[], None],
-    ) -> None:
-        self._requests = requests
-        self._fleet = fleet
-        self._reports = reports
-        self._obey = obey
-        self._on_shutdown = on_shutdown
-
-    def answer(self, client: bytes, owner: KeyOwner, order: Operate) -> Report | Failed:
-        """Carry out an order and report the state of the pipeline after it."""
-        try:
-            if order.operation is not Operation.STATUS:
-                check_operator(owner, order.operation)
-            text = self._carry_out(order)
-        except OmniError as error:
-            return Failed.from_error(error)
-        return Report(
-            text=text,
-            description=self._reports.describe(client),
-            edges=self._reports.edges(),
-            requests=self._requests.statuses(STEADY()),
-        )
-
-    def _carry_out(self, order: Operate) -> str:
-        if order.operation is Operation.STATUS:
-            return ""
-        if order.operation is Operation.SHUTDOWN:
-            asyncio.get_running_loop().call_soon(self._on_shutdown)
-            return "The pipeline shuts down."
-        text, instructions = operate(self._fleet, order, time.monotonic())
-        self._obey(instructions)
-        return text

@@ -44,9 +44,10 @@ from omni_actors.coordinator.core.instructions import (
     ToClient,
     decode,
 )
+from omni_actors.coordinator.core.operations import operate
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.coordinator.links import ClientLinks, ControlLinks, StageLinks
-from omni_actors.coordinator.reports import AdminCommands, Reports
+from omni_actors.coordinator.reports import Reports, check_operator
 from omni_actors.errors import OmniError, StartupError, Unauthorized
 from omni_actors.host.processes import STEADY
 from omni_actors.host.run_directory import FLEET
@@ -58,6 +59,7 @@ from omni_actors.protocol.messages import (
     ClientToCoordinator,
     Credit,
     Describe,
+    Failed,
     FromStage,
     Heartbeat,
     NodeBeat,
@@ -66,13 +68,15 @@ from omni_actors.protocol.messages import (
     NodeToCoordinator,
     Observe,
     Operate,
+    Operation,
     ReplicaEnded,
+    Report,
     Snapshot,
     StageToCoordinator,
     Submit,
 )
 from omni_actors.telemetry.collector import TelemetryCollector
-from omni_actors.transport.curve import EVERYONE, KeyOwners, load_keys
+from omni_actors.transport.curve import EVERYONE, KeyOwner, KeyOwners, load_keys
 from omni_actors.transport.link import Traffic
 from omni_actors.transport.sockets import SocketReader, Sockets
 
@@ -206,7 +210,6 @@ class Coordinator:
         self._reports = Reports(
             pipeline, self._requests, self.fleet, self._stages, self._collector, decoders, self._traffic, self._dropped
         )
-        self._admin = AdminCommands(self._requests, self.fleet, self._reports, self._obey, self._on_shutdown)
         self._client_reader = SocketReader(
             self._clients, self._on_client, self._client_links.flush, self._sockets.receive_from_client
         )
@@ -319,12 +322,28 @@ class Coordinator:
             case Describe():
                 self._answer(client, header, self._reports.describe(client))
             case Operate():
-                self._answer(client, header, self._admin.answer(client, owner, body))
+                self._answer(client, header, self._operate(client, owner, body))
             case Observe():
                 self._answer(client, header, self._reports.observe(body))
 
     def _answer(self, client: bytes, header: Header, body: Body) -> None:
         self._do([ToClient(client, header.request_id, 0, body)])
+
+    def _operate(self, client: bytes, owner: KeyOwner, order: Operate) -> Report | Failed:
+        """Carry out an operator's order and report the state of the pipeline after it."""
+        text = ""
+        try:
+            if order.operation is not Operation.STATUS:
+                check_operator(owner, order.operation)
+            if order.operation is Operation.SHUTDOWN:
+                asyncio.get_running_loop().call_soon(self._on_shutdown)  # after the answer
+                text = "The pipeline shuts down."
+            elif order.operation is not Operation.STATUS:
+                text, instructions = operate(self.fleet, order, time.monotonic())
+                self._obey(instructions)
+        except OmniError as error:
+            return Failed.from_error(error)
+        return self._reports.report(client, text)
 
     def _lock_out(self, client: bytes, header: Header, body: Body, now: float) -> None:
         """Refuse a connected client whose key is no longer allowed; it gets nothing more than this answer."""

@@ -23,6 +23,7 @@ from omni_actors.protocol.messages import (
     Done,
     Failed,
     OpenRequest,
+    Ready,
     Resend,
     StageDone,
     Submit,
@@ -201,7 +202,7 @@ def ready(replicas: int = 1, outputs: Sequence[str] = ("audio",), **coordinator:
             replica = state.replicas.add(stage, index, 1)
             replica.state = ReplicaState.READY
             if stage == "code2wav":
-                replica.voices, replica.sample_rate = ("Chelsie", "Ethan"), 24_000
+                replica.facts = Ready(seconds=0.0, voices=("Chelsie", "Ethan"), sample_rate=24_000)
     return state
 
 

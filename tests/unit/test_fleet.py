@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from omni_actors.coordinator.core.fleet import STOP_SECONDS, TICK_SECONDS
-from omni_actors.coordinator.core.instructions import Level, Log, ReplicaLost
+from omni_actors.coordinator.core.instructions import Log, ReplicaLost
 from omni_actors.coordinator.core.replicas import Evidence, LaunchState, ReplicaState
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.fields import ReplicaId
@@ -28,7 +30,7 @@ def test_a_stuck_replica_is_killed_once_and_restarts() -> None:
     world = World(heartbeat_timeout=4.0).launch()
     silent = world.wait(5.0, "talker/0")
     assert len(to_node(silent, KillReplica)) == 1
-    assert [item.level for item in silent if isinstance(item, Log)] == [Level.ERROR]
+    assert [item.level for item in silent if isinstance(item, Log)] == [logging.ERROR]
     ended = world.ended("talker", how="killed by signal 9")
     (why,) = losses(ended).values()
     assert why == "no sign of life for 4.0 s; killed by signal 9"
@@ -146,7 +148,7 @@ def test_a_restart_drains_first_and_blames_no_request() -> None:
     ended = world.ended("talker", how="exit code 0")
     assert announced(ended) == ["talker/0 has stopped and restarts", "starting talker/0 again"]
     assert not any(item.evidence for item in ended if isinstance(item, ReplicaLost))
-    assert [item.level for item in ended if isinstance(item, Log)] == [Level.DEBUG]
+    assert [item.level for item in ended if isinstance(item, Log)] == [logging.DEBUG]
     assert world.fleet.health.restarts(world.replica("talker")) == 0
     world.ready("talker")
     assert world.state("talker") is ReplicaState.READY, "the order was for the process before"

@@ -97,16 +97,9 @@ def test_the_file_gives_back_what_was_written(tmp_path: Path) -> None:
 
 def broken_files() -> dict[str, tuple[bytes, str]]:
     memory = memory_of(scaled())
-    first, *others = memory.replicas
     changed = {
         "a newer version": ({"version": 2}, "it has version 2, and this coordinator reads 1"),
         "another pipeline": ({"config": "x"}, "it belongs to another configuration"),
-        "one twice": ({"replicas": (*memory.replicas, first)}, "it has prompt/0 twice"),
-        "none of a stage": ({"replicas": tuple(others)}, "it has no replica of prompt"),
-        "an unknown stage": (
-            {"replicas": (*memory.replicas, msgspec.structs.replace(first, stage="elsewhere"))},
-            "there is no stage elsewhere",
-        ),
     }
     found = {
         name: (msgspec.json.encode(msgspec.structs.replace(memory, **change)), words)

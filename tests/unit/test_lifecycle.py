@@ -13,7 +13,7 @@ from omni_actors.coordinator.core.instructions import Instruction, ToClient
 from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, InvalidRequest, SlowClient
 from omni_actors.protocol.fields import DType, Header, TensorRef, pack_token_ids
-from omni_actors.protocol.messages import Begin, Done, Failed, OpenRequest, TextDelta, Tombstones
+from omni_actors.protocol.messages import Begin, Done, Failed, OpenRequest, Ready, TextDelta, Tombstones
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
 from tests.support.builders import done, header_from, pipeline, submit
 from tests.support.requests import (
@@ -72,8 +72,8 @@ def test_prompts_that_no_replica_takes_are_refused_before_any_stage_sees_them() 
     state = ready(replicas=2)
     assert len(ask(state, "r0", ALICE, "text", prompt=tokens(1000))) == 2, "no limit is known"
     for replica in state.replicas:
-        replica.max_input_tokens = {"prompt": 20 - replica.index, "code2wav": 3}.get(replica.stage, 0)
-        replica.max_media = {"image": 3 - replica.index}
+        longest = {"prompt": 20 - replica.index, "code2wav": 3}.get(replica.stage, 0)
+        replica.facts = Ready(seconds=0.0, max_input_tokens=longest, max_media={"image": 3 - replica.index})
     for prompt, code, words in (
         (tokens(20), ErrorCode.PROMPT_TOO_LONG, "20 tokens; at most 19"),
         (images(3), ErrorCode.INVALID_REQUEST, "3 media of the kind image; at most 2"),

@@ -6,10 +6,12 @@ import msgspec
 import pytest
 
 from omni_actors.config import PipelineConfig, placement
-from omni_actors.coordinator.core.nodes import HelloKind, NodeTable, classify_hello
-from omni_actors.coordinator.core.replicas import NodeEvent, Replica, ReplicaEvent, ReplicaState, ReplicaTable
-from omni_actors.protocol.messages import RunningReplica
+from omni_actors.coordinator.core.nodes import NodeTable
+from omni_actors.coordinator.core.replicas import NodeEvent, ReplicaState, ReplicaTable
+from omni_actors.protocol.messages import Ready, RunningReplica, Shutdown, Welcome
 from tests.support.builders import chain, pipeline
+from tests.support.fleet import World as FleetWorld
+from tests.support.fleet import one_host, to_stage
 
 T = 100.0
 
@@ -24,40 +26,41 @@ class World:
         for stage in ("prompt", "thinker", "talker", "code2wav"):
             self.replicas.add(stage, 0, spawn_epoch).heard = T
 
-    def replica(self, stage: str = "talker") -> Replica:
-        return self.replicas.current(stage, 0)
-
     def take_over(self, **spawn_epoch: int):
         return self.nodes.take_over(self.node, [RunningReplica(stage, 0, b, 1) for stage, b in spawn_epoch.items()])
 
 
-def advanced(replica: Replica, *events: ReplicaEvent) -> Replica:
-    for event in events:
-        replica.on(event)
-    return replica
-
-
 @pytest.mark.parametrize(
     ("spawn_epoch", "epoch", "expected"),
-    [
-        (7, 7, HelloKind.EXPECTED),
-        (7, 9, HelloKind.RENEWED),
-        (7, 6, HelloKind.REPEATED),
-        (8, 8, HelloKind.FOREIGN),
-        (6, 9, HelloKind.FOREIGN),
-    ],
+    [(7, 7, "expected"), (7, 9, "renewed"), (7, 6, "repeated"), (8, 8, "foreign"), (6, 9, "foreign")],
 )
-def test_hello_of_a_process(spawn_epoch: int, epoch: int, expected: HelloKind) -> None:
-    assert classify_hello(World().replica(), epoch, spawn_epoch) is expected
+def test_hello_of_a_process(spawn_epoch: int, epoch: int, expected: str) -> None:
+    world = FleetWorld()
+    world.node_hello()
+    started = world.replica("talker").spawn_epoch
+    assert answer(world, started - 7 + epoch, started - 7 + spawn_epoch) == expected
 
 
 def test_a_hello_may_not_reset_what_works_but_may_renew_what_was_lost() -> None:
-    working = advanced(World().replica(), ReplicaEvent.HELLO, ReplicaEvent.READY)
-    assert classify_hello(working, 7, 7) is HelloKind.REPEATED
-    assert classify_hello(working, 8, 7) is HelloKind.RENEWED
-    lost = advanced(World().replica(), ReplicaEvent.GIVEN_UP)
-    assert classify_hello(lost, 7, 7) is HelloKind.REPEATED
-    assert classify_hello(lost, 8, 7) is HelloKind.RENEWED
+    world = FleetWorld(one_host(talker={"restarts": 0}))
+    world.launch()
+    for state in ("ready", "dead"):
+        if state == "dead":
+            world.ended("talker")
+        replica = world.replica("talker")
+        assert replica.state == state
+        assert answer(world, replica.epoch, replica.spawn_epoch) == "repeated"
+        assert answer(world, replica.epoch + 1, replica.spawn_epoch) == "renewed"
+        world.says("talker", Ready(seconds=0.5))
+
+
+def answer(world: FleetWorld, epoch: int, spawn_epoch: int) -> str:
+    """What becomes of a talker's hello."""
+    before = world.replica("talker").epoch
+    instructions = world.hello("talker", epoch=epoch, spawn_epoch=spawn_epoch)
+    if to_stage(instructions, Welcome):
+        return "renewed" if world.replica("talker").epoch > before else "expected"
+    return "foreign" if to_stage(instructions, Shutdown) else "repeated"
 
 
 def test_a_process_that_is_not_placed_there_is_killed() -> None:

@@ -317,7 +317,7 @@ class Gate:
     @property
     def max_input_tokens(self) -> int:
         """The longest prompt that every replica of the entry stage takes; 0 while none has said."""
-        limits = [replica.max_input_tokens for replica in self._replicas.of(self._pipeline.entry.name)]
+        limits = [replica.facts.max_input_tokens for replica in self._replicas.of(self._pipeline.entry.name)]
         return min((limit for limit in limits if limit), default=0)
 
     @property
@@ -325,7 +325,7 @@ class Gate:
         """How many media a prompt may have, by modality, for every replica of the entry stage."""
         most: dict[str, int] = {}
         for replica in self._replicas.of(self._pipeline.entry.name):
-            for modality, count in replica.max_media.items():
+            for modality, count in replica.facts.max_media.items():
                 most[modality] = min(count, most.get(modality, count))
         return most
 
@@ -336,7 +336,7 @@ class Gate:
         deadline = deadline_of(self._pipeline.coordinator, header.deadline, now)
         longest = self.max_input_tokens if submit.prompt.length else 0
         loaded = {stage: replica for stage in submit.params if (replica := self._replicas.loaded(stage)) is not None}
-        parameters = {stage: replica.parameters for stage, replica in loaded.items()}
+        parameters = {stage: replica.facts.parameters for stage, replica in loaded.items()}
         stages, params = check_request(
             self._pipeline,
             submit,

@@ -9,6 +9,7 @@ were scaled and what was drained, the coordinator keeps in a file (`core/memory.
 from __future__ import annotations
 
 import collections
+import logging
 from collections.abc import Callable
 
 import omni_actors
@@ -20,7 +21,6 @@ from omni_actors.coordinator.core.instructions import (
     FleetInstruction,
     FleetMemory,
     GiveUp,
-    Level,
     Log,
     Measured,
     Remember,
@@ -33,17 +33,7 @@ from omni_actors.coordinator.core.instructions import (
     TellNode,
     TellReplica,
 )
-from omni_actors.coordinator.core.nodes import (
-    Culprit,
-    HealthPolicy,
-    HelloKind,
-    Launch,
-    Node,
-    NodeTable,
-    Seats,
-    classify_hello,
-    explain_end,
-)
+from omni_actors.coordinator.core.nodes import Culprit, HealthPolicy, Launch, Node, NodeTable, Seats, explain_end
 from omni_actors.coordinator.core.replicas import (
     Evidence,
     LaunchEvent,
@@ -356,7 +346,7 @@ class Fleet:
             if replica.alive or replica.state is ReplicaState.WAITING:
                 replica.orders.clear_kill()
                 replica.left_with_node = True
-                done.append(Log(Level.ERROR, f"lost: {away}", replica.name))
+                done.append(Log(logging.ERROR, f"lost: {away}", replica.name))
                 done += self.lose(replica, away, restart=False)
                 if replica.leaving:
                     done += self.forget(replica)
@@ -428,41 +418,36 @@ class Fleet:
     def link_cut(self, replica_id: ReplicaId) -> Instructions:
         """Ask a stage process whose link was cut to register again."""
         text = f"the link to {replica_id.name} was cut; the stage should register again"
-        return [Log(Level.WARNING, text), TellReplica(replica_id, Reregister())]
+        return [Log(logging.WARNING, text), TellReplica(replica_id, Reregister())]
 
     def unreachable(self, replica_id: ReplicaId, why: str, now: float) -> Instructions:
         """A stage process cannot be told what it has to know: another process takes its place."""
         replica = self.replicas.at(replica_id)
         if replica is None or not replica.alive or replica.orders.killed or self.launch.ending:
             return []
-        return [Log(Level.ERROR, f"killing {replica.name}: {why}", replica.name), *self.kill(replica, why, now)]
+        return [Log(logging.ERROR, f"killing {replica.name}: {why}", replica.name), *self.kill(replica, why, now)]
 
     def _hello(self, replica_id: ReplicaId, hello: Hello, now: float) -> Instructions:
         """Register a process, for the first time or again."""
         place = replica_id.stage, replica_id.replica
         current = self.replicas.current(*place)
-        kind = classify_hello(current, replica_id.epoch, hello.spawn_epoch or replica_id.epoch)
-        if current is None:
-            kind = HelloKind.FOREIGN
-        match kind:
-            case HelloKind.EXPECTED if current is not None:
-                return self._welcome(current, hello)
-            case HelloKind.RENEWED if current is not None:
-                again: Instructions = []
-                if current.registered:
-                    again += self.lose(current, "it has registered again", restart=True)
-                renewed = self.replicas.add(*place, replica_id.epoch, current.spawn_epoch, current.node, current.slot)
-                renewed.phase = "registering again"
-                self.health.spawned(renewed, now)
-                return again + self._welcome(renewed, hello)
-            case HelloKind.REPEATED if current is not None:
-                return self._drop_disorder(current, "hello")
-            case HelloKind.EARLY:
-                self._early[place] = replica_id, hello
-                return []
-            case _:
-                foreign = Shutdown("the pipeline does not need this process")
-                return [*self._drop_unknown(replica_id, "hello"), TellReplica(replica_id, foreign)]
+        if current is not None and current.spawn_epoch == 0:  # its node's hello will say whether it belongs here
+            self._early[place] = replica_id, hello
+            return []
+        if current is None or current.spawn_epoch != (hello.spawn_epoch or replica_id.epoch):
+            foreign = Shutdown("the pipeline does not need this process")
+            return [*self._drop_unknown(replica_id, "hello"), TellReplica(replica_id, foreign)]
+        if replica_id.epoch > current.epoch:  # it registers again
+            again: Instructions = []
+            if current.registered:
+                again += self.lose(current, "it has registered again", restart=True)
+            renewed = self.replicas.add(*place, replica_id.epoch, current.spawn_epoch, current.node, current.slot)
+            renewed.phase = "registering again"
+            self.health.spawned(renewed, now)
+            return again + self._welcome(renewed, hello)
+        if replica_id.epoch == current.epoch and current.state is ReplicaState.STARTING:
+            return self._welcome(current, hello)
+        return self._drop_disorder(current, "hello")  # it would reset a replica that works
 
     def _welcome(self, replica: Replica, hello: Hello) -> Instructions:
         difference = self._difference(hello)
@@ -525,11 +510,11 @@ class Fleet:
     def _drop_unknown(self, replica_id: ReplicaId, kind: str) -> Instructions:
         self.dropped["control_of_unknown_replica"] += 1
         text = f"dropped a {kind} of the unknown replica {replica_id.name} (epoch {replica_id.epoch})"
-        return [Log(Level.WARNING, text)]
+        return [Log(logging.WARNING, text)]
 
     def _drop_disorder(self, replica: Replica, kind: str) -> Instructions:
         self.dropped["control_out_of_order"] += 1
-        return [Log(Level.WARNING, f"said {kind} while {replica.state}", replica.name)]
+        return [Log(logging.WARNING, f"said {kind} while {replica.state}", replica.name)]
 
     # -- starts -------------------------------------------------------------------------------------------------------
 
@@ -593,7 +578,7 @@ class Fleet:
         cause, evidence = (f"{killed}; {how}", Evidence.CRASHED) if killed else (how, evidence)
         asked = replica.orders.restart or replica.leaving
         restart = not self.launch.ending and not replica.leaving and self.health.plan(replica, now)
-        level = Level.DEBUG if asked or self.launch.ending else Level.ERROR
+        level = logging.DEBUG if asked or self.launch.ending else logging.ERROR
         done: Instructions = [Log(level, f"ended: {cause}", replica.name)]
         done += self.lose(replica, cause, restart, Evidence.NONE if asked else evidence)
         if replica.leaving:
@@ -649,7 +634,7 @@ class Fleet:
             if node_silent and now < replica.heard + self._settings.heartbeat_timeout + KILL_SECONDS:
                 continue  # it may be the link: the order would reach a healthy process once the link is back
             if not replica.orders.killed:
-                done.append(Log(Level.ERROR, f"killing {replica.name}: {why}", replica.name))
+                done.append(Log(logging.ERROR, f"killing {replica.name}: {why}", replica.name))
                 done += self.kill(replica, why, now)
         return done
 

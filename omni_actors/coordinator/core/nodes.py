@@ -1,14 +1,11 @@
 """Nodes, the processes on them and the places of replicas; the launch as a whole, and which replicas restart.
 
-Times are seconds of the caller's monotonic clock.
-
 Times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
 
 import collections
-import enum
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,31 +30,6 @@ from omni_actors.errors import InvalidRequest, counted
 from omni_actors.host.processes import Backoff
 from omni_actors.protocol.messages import RunningReplica
 from omni_actors.transitions import advance
-
-
-class HelloKind(enum.Enum):
-    """Meaning of a stage process's hello."""
-
-    EXPECTED = "expected"  # the first of a process, or of one that this coordinator adopted
-    RENEWED = "renewed"  # a known process registers again
-    EARLY = "early"  # its node has not said hello yet, so it is unknown whether the process belongs here
-    REPEATED = "repeated"  # it would reset a replica that works
-    FOREIGN = "foreign"  # a process that the pipeline does not need
-
-
-def classify_hello(current: Replica | None, epoch: int, spawn_epoch: int) -> HelloKind:
-    """Classify the hello of a process that was started as `spawn_epoch` and registers as `epoch`."""
-    if current is None:
-        return HelloKind.FOREIGN
-    if current.spawn_epoch == 0:
-        return HelloKind.EARLY
-    if current.spawn_epoch != spawn_epoch:
-        return HelloKind.FOREIGN
-    if epoch > current.epoch:
-        return HelloKind.RENEWED
-    if epoch == current.epoch and current.state is ReplicaState.STARTING:
-        return HelloKind.EXPECTED
-    return HelloKind.REPEATED
 
 
 @dataclass
@@ -335,7 +307,7 @@ def explain_end(replica: Replica, what: str, log: str) -> str:
 
 
 class Launch:
-    """Times are seconds of one monotonic clock.
+    """The launch of a pipeline.
 
     Args:
         began: when the launch began; timeouts count from there.

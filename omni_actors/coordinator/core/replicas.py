@@ -10,13 +10,12 @@ from __future__ import annotations
 import enum
 import math
 import signal
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from omni_actors.protocol.fields import ReplicaId
 from omni_actors.protocol.messages import ArenaAddress, Peer, Ready, StageStatus
-from omni_actors.protocol.payloads import Parameter, SpeechAbility
 from omni_actors.transitions import advance
 
 
@@ -164,6 +163,9 @@ def evidence_of(exit_code: int | None) -> Evidence:
     return Evidence.KILLED if exit_code is None or exit_code in _FROM_OUTSIDE else Evidence.CRASHED
 
 
+NO_FACTS = Ready(seconds=0.0)  # until a replica has reported them
+
+
 @dataclass
 class ProcessOrders:
     """What was ordered of a process. Holds however often the process registers."""
@@ -219,15 +221,7 @@ class Replica:
     arena: ArenaAddress | None = None
     pid: int = 0
     phase: str = "starting process"
-    start: float = 0.0  # seconds that its process took to be ready
-    voices: tuple[str, ...] = ()
-    sample_rate: int = 0
-    max_input_tokens: int = 0
-    wants_information: tuple[str, ...] = ()
-    max_media: Mapping[str, int] = field(default_factory=dict)
-    parameters: tuple[Parameter, ...] | None = None  # that its model declares
-    speech: SpeechAbility | None = None
-    loaded: bool = False  # it has reported these facts of its model
+    facts: Ready = NO_FACTS  # of its model
     progress: int = -1
     counts: dict[str, int] = field(default_factory=dict)
     requests: set[str] = field(default_factory=set)  # bound to it; change it with `hold` and `release`
@@ -295,13 +289,7 @@ class Replica:
 
     def become_ready(self, facts: Ready) -> None:
         """Take what a replica reports when its model is loaded."""
-        self.joining = False
-        self.phase, self.start = "ready", facts.seconds
-        self.voices, self.sample_rate = facts.voices, facts.sample_rate
-        self.max_input_tokens = facts.max_input_tokens
-        self.wants_information = facts.wants_information
-        self.max_media = facts.max_media
-        self.parameters, self.speech, self.loaded = facts.parameters, facts.speech, True
+        self.joining, self.phase, self.facts = False, "ready", facts
         self.on(ReplicaEvent.READY)
 
     def hold(self, request_id: str) -> None:
@@ -335,7 +323,7 @@ class Replica:
             len(self.requests),
             dict(self.counts),
             self.spare,
-            self.start,
+            self.facts.seconds,
             self.node,
             self.joining,
             self.leaving,
@@ -391,7 +379,9 @@ class ReplicaTable:
 
     def loaded(self, stage: str) -> Replica | None:
         """A replica of a stage that has reported its model's facts, which are those of all, or `None`."""
-        return next((replica for replica in self._by_stage.get(stage, {}).values() if replica.loaded), None)
+        return next(
+            (replica for replica in self._by_stage.get(stage, {}).values() if replica.facts is not NO_FACTS), None
+        )
 
     def at(self, replica_id: ReplicaId) -> Replica | None:
         """As `find`."""
@@ -446,12 +436,12 @@ class ReplicaTable:
     @property
     def voices(self) -> tuple[str, ...]:
         """All voices that the loaded stages know."""
-        return tuple(dict.fromkeys(voice for replica in self for voice in replica.voices))
+        return tuple(dict.fromkeys(voice for replica in self for voice in replica.facts.voices))
 
     @property
     def sample_rate(self) -> int:
         """Hz of the pipeline's audio; 0 while no stage that makes sound is loaded."""
-        return max((replica.sample_rate for replica in self), default=0)
+        return max((replica.facts.sample_rate for replica in self), default=0)
 
     def missing(self) -> list[Replica]:
         """Replicas that are not ready, in order of the pipeline."""

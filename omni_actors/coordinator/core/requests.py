@@ -184,7 +184,7 @@ class RequestMachine:
             prompt, buffers = retained.prompt, [*retained.prompt_buffers]
         replica = self.replicas.at(request.bound[stage])
         if retained is not None and replica is not None:
-            information, more = retained.select_information(replica.wants_information, len(buffers))
+            information, more = retained.select_information(replica.facts.wants_information, len(buffers))
             buffers += more
         body = OpenRequest(
             route=request.route,

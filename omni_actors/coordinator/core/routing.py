@@ -277,7 +277,7 @@ class Planner:
 
 def _check_information(request: ActiveRequest, chosen: Sequence[Replica]) -> None:
     """Raise the error of a request whose additional information these replicas need and is gone, or do not want."""
-    wanted = {name for replica in chosen for name in replica.wants_information}
+    wanted = {name for replica in chosen for name in replica.facts.wants_information}
     if request.retained is None and not request.information.isdisjoint(wanted):
         raise _not_kept()
     unwanted = sorted(request.information - wanted)
