@@ -18,12 +18,3 @@ def advance(table: Mapping[tuple[S, E], S], state: S, event: E) -> S:
     if following is None:
         raise ProtocolError(f"{event.value} cannot happen while {state.value}.")
     return following
-
-
-def mermaid(table: Mapping[tuple[S, E], S], initial: S) -> str:
-    """Draw a table as a Mermaid state diagram."""
-    lines = ["stateDiagram-v2", f"    [*] --> {initial.value}"]
-    lines += [f"    {state.value} --> {after.value}: {event.value}" for (state, event), after in table.items()]
-    ends = {after for after in table.values()} - {state for state, _ in table}
-    lines += [f"    {state.value} --> [*]" for state in sorted(ends)]
-    return "\n".join(lines)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
 from pathlib import Path
 
 from omni_actors.coordinator.core import replicas
 from omni_actors.stage.actor import ATTEMPT_TRANSITIONS, AttemptState
-from omni_actors.transitions import mermaid
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
 BEGIN, END = "<!-- written by scripts/state_diagrams.py -->\n", "<!-- end of what is written -->\n"
@@ -16,6 +17,15 @@ def document() -> str:
     """Return the text that the page should have."""
     head, _, rest = TARGET.read_text().partition(BEGIN)
     return f"{head}{BEGIN}{diagrams()}{END}{rest.partition(END)[2]}"
+
+
+def mermaid(table: Mapping[tuple[enum.StrEnum, enum.StrEnum], enum.StrEnum], initial: enum.StrEnum) -> str:
+    """Draw a table as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", f"    [*] --> {initial.value}"]
+    lines += [f"    {state.value} --> {after.value}: {event.value}" for (state, event), after in table.items()]
+    ends = {after for after in table.values()} - {state for state, _ in table}
+    lines += [f"    {state.value} --> [*]" for state in sorted(ends)]
+    return "\n".join(lines)
 
 
 def diagrams() -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -64,40 +64,34 @@ class ChoiceStreams:
 
     def __init__(self, streams: Sequence[RequestStream]) -> None:
         self.streams = tuple(streams)
-        self._running = deque(range(len(streams)))
-        self._arrived = asyncio.Event()
-        for stream in streams:
-            stream.on_delivery = self._arrived.set
+        self._left = len(streams)  # answers that are not complete
+        self._arrived: asyncio.Queue[int] = asyncio.Queue()  # the answer of each item that was not read yet
+        for choice, stream in enumerate(streams):
+            for _ in range(stream.unread):
+                self._arrived.put_nowait(choice)
+            stream.on_delivery = functools.partial(self._arrived.put_nowait, choice)
 
     def __aiter__(self) -> AsyncIterator[ChoiceItem]:
         return self
 
     async def __anext__(self) -> ChoiceItem:
-        while self._running:
-            for _ in range(len(self._running)):  # in turns, so that no answer holds up the others
-                choice = self._running[0]
-                self._running.rotate(-1)
-                if self.streams[choice].ready:
-                    return await self._next(choice)
-            self._arrived.clear()
-            await self._arrived.wait()
-        raise StopAsyncIteration
-
-    async def _next(self, choice: int) -> ChoiceItem:
+        if not self._left:
+            raise StopAsyncIteration
+        choice = await self._arrived.get()
         try:
             return ChoiceItem(choice, await anext(self.streams[choice]))
         except StopAsyncIteration:
-            self._running.remove(choice)
+            self._left -= 1
             return ChoiceItem(choice, None)
         except OmniError:
-            self._running.clear()
+            self._left = 0
             await self.abort()
             raise
 
     @property
     def ready(self) -> bool:
         """Whether the next step of the iteration need not wait."""
-        return not self._running or any(self.streams[choice].ready for choice in self._running)
+        return not self._left or not self._arrived.empty()
 
     @property
     def usages(self) -> list[dict[str, StageUsage]]:

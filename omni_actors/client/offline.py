@@ -181,39 +181,36 @@ def params_by_stage(name: str, given: PipelineParams | None, stages: Sequence[st
     listed = ", ".join(stages) or "none"
     if given is None:
         return {}
-    if isinstance(given, Mapping):
-        entries = dict(given)
-        if wrong := [stage for stage in entries if not isinstance(stage, str)]:
-            raise InvalidRequest(f"{name} is a mapping by stage name; {wrong[0]!r} is none. The stages are {listed}.")
-    elif is_list(given):
+    if is_list(given):
         if len(given) != len(stages):
             raise InvalidRequest(
                 f"{name} has {len(given)} entries for {len(stages)} stages. A list has one entry for each stage that "
                 f"takes parameters, in this order: {listed}.",
                 hint="Use None for a stage's defaults, or a mapping by stage name.",
             )
-        entries = dict(zip(stages, given, strict=True))
-    else:
+        given = dict(zip(stages, given, strict=True))
+    if not isinstance(given, Mapping):
         raise InvalidRequest(
             f"{name} is a {type(given).__name__}; it is a mapping by stage name, or a list with one entry for each of "
             f"these stages: {listed}."
         )
-    for stage, entry in entries.items():
-        _check_entry(f"{name}, stage {stage!r}", entry, stages)
-    return to_params({stage: entry for stage, entry in entries.items() if entry is not None})
-
-
-def _check_entry(where: str, entry: object, stages: Sequence[str]) -> None:
-    if entry is not None and not isinstance(entry, StageParams | Mapping):
-        raise InvalidRequest(
-            f"{where}: the parameters of a stage are a mapping such as {{'max_tokens': 64}}, a StageParams or None; "
-            f"got a {type(entry).__name__}."
-        )
-    if isinstance(entry, Mapping) and set(entry) & set(stages):
-        raise InvalidRequest(
-            f"{where}: the entry is a mapping by stage name.",
-            hint="Parameters of single prompts go in params_per_prompt.",
-        )
+    params: dict[str, StageParams | Mapping[str, Any]] = {}
+    for stage, entry in given.items():
+        if not isinstance(stage, str):
+            raise InvalidRequest(f"{name} is a mapping by stage name; {stage!r} is none. The stages are {listed}.")
+        if isinstance(entry, Mapping) and set(entry) & set(stages):
+            raise InvalidRequest(
+                f"{name}, stage {stage!r}: the entry is a mapping by stage name.",
+                hint="Parameters of single prompts go in params_per_prompt.",
+            )
+        if isinstance(entry, StageParams | Mapping):
+            params[stage] = entry
+        elif entry is not None:
+            raise InvalidRequest(
+                f"{name}, stage {stage!r}: the parameters of a stage are a mapping such as {{'max_tokens': 64}}, a "
+                f"StageParams or None; got a {type(entry).__name__}."
+            )
+    return to_params(params)
 
 
 def params_of_prompts(
@@ -228,7 +225,7 @@ def params_of_prompts(
     Raises:
         InvalidRequest: more than one is given, or one has the wrong form or length.
     """
-    given = {
+    given: dict[str, Any] = {
         "sampling_params": sampling_params,
         "sampling_params_list": sampling_params_list,
         "params_per_prompt": params_per_prompt,
@@ -244,14 +241,13 @@ def params_of_prompts(
         return [
             params_by_stage(f"params_per_prompt[{index}]", own, stages) for index, own in enumerate(params_per_prompt)
         ]
-    if sampling_params_list is None:
-        return [params_by_stage("sampling_params", sampling_params, stages)] * count
-    if not is_list(sampling_params_list):
+    if sampling_params_list is not None and not is_list(sampling_params_list):
         raise InvalidRequest(
             f"sampling_params_list is a list with one entry per stage; got a {type(sampling_params_list).__name__}.",
             hint="A mapping by stage name goes in sampling_params.",
         )
-    return [params_by_stage("sampling_params_list", sampling_params_list, stages)] * count
+    name = "sampling_params" if sampling_params_list is None else "sampling_params_list"
+    return [params_by_stage(name, given[name], stages)] * count
 
 
 STOP_SECONDS = 15.0  # for a launcher that has not read its configuration yet

@@ -104,9 +104,9 @@ class RequestStream:
         raise StopAsyncIteration
 
     @property
-    def ready(self) -> bool:
-        """Whether the next step of the iteration need not wait."""
-        return self._ended or not self._items.empty()
+    def unread(self) -> int:
+        """Items, and the end, that have arrived and were not read."""
+        return self._items.qsize()
 
     async def abort(self) -> None:
         """End the request in all stages. Idempotent. Iteration then raises `Aborted`, unless it was over already."""

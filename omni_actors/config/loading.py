@@ -132,24 +132,23 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: 
         stages=[_with_model(stage, path.parent) for stage in _in_graph_order(pipeline.stages)],
     )
 
-    def from_yaml(key: str) -> bool:
-        return sources.get(key, "").startswith("yaml")
+    def path_of(key: str, given: str) -> Path:
+        """The absolute path of a value: one of the YAML is relative to the YAML's folder."""
+        return expanded(given, key, path.parent if sources.get(key, "").startswith("yaml") else None)
 
-    if pipeline.coordinator.keys_dir is not None:
-        base = path.parent if from_yaml("coordinator.keys_dir") else None
-        folder = expanded(pipeline.coordinator.keys_dir, "coordinator.keys_dir", base)
-        coordinator = msgspec.structs.replace(pipeline.coordinator, keys_dir=str(folder))
-        pipeline = msgspec.structs.replace(pipeline, coordinator=coordinator)
-    if pipeline.tool_chat_template is not None:
-        base = path.parent if from_yaml("tool_chat_template") else None
-        file = expanded(pipeline.tool_chat_template, "tool_chat_template", base)
-        pipeline = msgspec.structs.replace(pipeline, tool_chat_template=str(file))
-    if pipeline.adapters:
-        adapters = {
-            name: _adapter_folder(name, folder, path.parent if from_yaml(f"adapters.{name}") else None)
-            for name, folder in pipeline.adapters.items()
-        }
-        pipeline = msgspec.structs.replace(pipeline, adapters=adapters)
+    coordinator, template = pipeline.coordinator, pipeline.tool_chat_template
+    if coordinator.keys_dir is not None:
+        folder = path_of("coordinator.keys_dir", coordinator.keys_dir)
+        coordinator = msgspec.structs.replace(coordinator, keys_dir=str(folder))
+    if template is not None:
+        template = str(path_of("tool_chat_template", template))
+    adapters = {
+        name: _adapter_folder(name, folder, path_of(f"adapters.{name}", folder))
+        for name, folder in pipeline.adapters.items()
+    }
+    pipeline = msgspec.structs.replace(
+        pipeline, coordinator=coordinator, tool_chat_template=template, adapters=adapters
+    )
     check_pipeline(pipeline, host_devices() if devices is None else devices)
     return LoadedConfig(pipeline, sources, path)
 
@@ -316,14 +315,13 @@ def _resolve_model(model: str, base: Path, where: str) -> str:
     return model
 
 
-def _adapter_folder(name: str, folder: str, base: Path | None) -> str:
+def _adapter_folder(name: str, given: str, folder: Path) -> str:
     """The folder of a LoRA adapter. Raises `ConfigError` if there is none."""
-    found = expanded(folder, f"adapters.{name}", base)
-    if not found.is_dir():
+    if not folder.is_dir():
         raise ConfigError(
-            f"adapters.{name}: there is no folder {folder!r}.", hint="Name a folder in which PEFT has saved an adapter."
+            f"adapters.{name}: there is no folder {given!r}.", hint="Name a folder in which PEFT has saved an adapter."
         )
-    return str(found.resolve())
+    return str(folder.resolve())
 
 
 def _in_graph_order(stages: Sequence[StageConfig]) -> list[StageConfig]:

@@ -17,12 +17,7 @@ REPORT_SECONDS = 5.0  # between two reports that a name is still unknown
 
 def is_loopback(host: str) -> bool:
     """Whether only programs on this machine can reach `host` (a name or an address, without brackets)."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def is_address(host: str) -> bool:

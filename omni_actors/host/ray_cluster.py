@@ -126,24 +126,14 @@ def reserve(bundles: Sequence[Bundle], strategy: str, seconds: float, what: str)
 def too_small(nodes: Sequence[Bundle], bundles: Sequence[Bundle], strategy: str) -> str:
     """Say why bundles cannot be placed even on an idle cluster of these nodes; "" if nothing is in the way.
 
-    Bundles that may share a node are only compared with the sums, so "" promises nothing.
+    Only sums and the number of nodes are compared, so "" promises nothing: Ray knows the rest.
     """
     for name in sorted({name for bundle in bundles for name in bundle}):
         needed, present = (sum(each.get(name, 0.0) for each in some) for some in (bundles, nodes))
         if needed > present:
             return f"it needs {needed:g} x {name}, and the Ray cluster has {present:g}."
-    if strategy != "STRICT_SPREAD":
-        return ""
-    if len(nodes) < len(bundles):
+    if strategy == "STRICT_SPREAD" and len(nodes) < len(bundles):
         return f"it needs {len(bundles)} nodes, and the Ray cluster has {len(nodes)}."
-    # The hardest to place first; a node that takes one of them takes the easier ones as well, if they are all alike.
-    for bundle in bundles:
-        fitting = [node for node in nodes if all(node.get(name, 0.0) >= amount for name, amount in bundle.items())]
-        alike = [other for other in bundles if all(other.get(name, 0.0) >= amount for name, amount in bundle.items())]
-        if len(fitting) < len(alike):
-            return (
-                f"{len(alike)} nodes need {_listed([bundle])} each, and the Ray cluster has {len(fitting)} such nodes."
-            )
     return ""
 
 

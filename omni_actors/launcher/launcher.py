@@ -87,7 +87,7 @@ class Launcher:
         if self._rank == 0:
             results = addresses.results or self._run_directory.endpoint("results")
             self._coordinator = CoordinatorChild(
-                pipeline, self._run_directory, self._control, results, self._on_coordinator_end, say, started
+                pipeline, self._run_directory, self._control, results, self._on_end, say, started
             )
         self._mps = MpsChild(pipeline, self._run_directory, say)
         self._agent: NodeAgent | None = None
@@ -166,7 +166,7 @@ class Launcher:
         if settings.voices_dir is None:
             settings = replace(settings, voices_dir=str(self._run_directory.voices))
         log_file = self._run_directory.log_file("http")
-        self._http = HttpChild(options.http, settings, options.http_insecure, log_file, self._on_http_failure)
+        self._http = HttpChild(options.http, settings, options.http_insecure, log_file, self._on_end)
         await self._http.start()
         say(f"HTTP on {self._http.url}")
 
@@ -250,10 +250,8 @@ class Launcher:
                     return
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _on_http_failure(self, reason: str) -> None:
-        self._on_shutdown(reason, failed=True)
-
-    def _on_coordinator_end(self, failure: str) -> None:
+    def _on_end(self, failure: str) -> None:
+        """Handle the end of the coordinator, or of an HTTP server that cannot serve; "" after an orderly end."""
         self._on_shutdown(failure, failed=bool(failure))
 
     def _on_shutdown(self, reason: str, failed: bool) -> None:

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-import msgspec
-
 from omni_actors import envs
 from omni_actors.config import Executor, PipelineConfig, StageConfig, StageKind, host_devices, placement, resolve_class
 from omni_actors.config.checkpoint import CONFIG_NAME, checkpoint_class, models_of
@@ -74,7 +72,8 @@ def pending_download(pipeline: PipelineConfig) -> str:
         ConfigError: a model is not here and may not be downloaded, or the disk has too little room for all of them.
     """
     models = [model for model in models_of(pipeline) if not Path(model).is_dir()]
-    if not models or importlib.util.find_spec("huggingface_hub") is None or _from_elsewhere():
+    from_modelscope = os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true")
+    if not models or importlib.util.find_spec("huggingface_hub") is None or from_modelscope:
         return ""
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -102,26 +101,14 @@ def pending_download(pipeline: PipelineConfig) -> str:
     return f"{names} {verb} downloaded first ({known}, to {cache}, where {free / GIB:.0f} GiB are free)"
 
 
-def _from_elsewhere() -> bool:
-    return os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true")
-
-
 def _size(url: str) -> int:
     """Bytes of a model's files, as the hub describes them at `url`; 0 if it does not."""
     # By hand: the errors of huggingface_hub are those of its HTTP library, which differs between its releases.
     try:
         with urllib.request.urlopen(url, timeout=ASK_SECONDS) as answer:
-            return sum(file.size or 0 for file in msgspec.json.decode(answer.read(), type=_Model).siblings)
-    except (OSError, ValueError, msgspec.DecodeError):  # no network, no such model, or one that needs a login
+            return sum(file.get("size") or 0 for file in json.load(answer)["siblings"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # no network, no such model, or a login page
         return 0
-
-
-class _File(msgspec.Struct):
-    size: int | None = None
-
-
-class _Model(msgspec.Struct):
-    siblings: list[_File] = []
 
 
 def check_engines(pipeline: PipelineConfig) -> list[str]:
