@@ -31,6 +31,7 @@ from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import AudioEvent, ErrorEvent, FinishedEvent, StageInputs, StageRequest
 from tests.support.code2wav import WHOLE, codec_tokens, difference, expected
+from tests.support.nightly import nightly
 
 pytestmark = pytest.mark.e2e
 
@@ -214,13 +215,13 @@ def test_request_without_a_job_is_refused_by_the_worker(engine):
     assert isinstance(outputs[0].pooling_output["error"], InvalidRequest)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [nightly(False), True])
 def test_autoregressive_requests_take_the_ordinary_path(tiny_checkpoint: Path, asynchronous: bool):
     """A thinker under the diffusion scheduler gives the tokens that it gives under its own."""
     from vllm.sampling_params import SamplingParams
 
     answers = []
-    for name in ("scheduler.Omni", "diffusion_scheduler.Diffusion"):
+    for name in ("Omni", "Diffusion"):
         config = OmniEngineArgs(
             OmniModelConfig(str(tiny_checkpoint), "thinker"),
             "autoregressive",
@@ -235,7 +236,7 @@ def test_autoregressive_requests_take_the_ordinary_path(tiny_checkpoint: Path, a
             asynchronous=asynchronous,
         ).create_engine_config()
         kind = "Async" if asynchronous else ""
-        config.scheduler_config.scheduler_cls = f"omni_actors.engine.{name}{kind}Scheduler"
+        config.scheduler_config.scheduler_cls = f"omni_actors.engine.scheduler.{name}{kind}Scheduler"
         core = VllmCore(config)
         for index in range(2):
             parameters = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -269,6 +270,7 @@ vocoder.shutdown()
 """
 
 
+@pytest.mark.nightly
 def test_a_vocoder_does_not_keep_what_ended_engines_shared(tiny_checkpoint: Path):
     """An engine with experts starts only where the process groups of those without are gone."""
     command = [sys.executable, "-c", GROUPS, str(tiny_checkpoint)]
