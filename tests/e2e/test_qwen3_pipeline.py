@@ -189,6 +189,7 @@ def assert_same(made, wanted):
     assert float(numpy.abs(made[1] - wanted[1]).max()) <= 1e-4
 
 
+@pytest.mark.nightly
 async def test_a_seed_repeats_itself_among_other_answers(pipeline, undisturbed):
     async with AsyncOmniClient(pipeline.endpoint) as client:
         others = [client.generate(text, seed=12, params=SAMPLED, timeout=120) for text in TEXTS]

@@ -166,7 +166,6 @@ class Reference:
         voice: str = "Chelsie",
         thinker_max_tokens: int = 32,
         talker_max_tokens: int = 64,
-        noise: torch.Tensor | None = None,
         seed: int = 0,
         num_steps: int = 10,
         guidance_scale: float = 0.5,
@@ -180,15 +179,15 @@ class Reference:
     ) -> ReferenceResult:
         """Runs the whole model on one prompt; without its vocoder, which takes most of the time, if `speaks` is false.
 
-        `noise` [1, 2 * codec tokens, mel_dim] starts the vocoder, else `self.noise(seed, ...)` does. The sampling
-        arguments go to transformers' `generate()`. The reply ends with the configured end tokens unless others are
-        given; an empty list means that only the length limit ends it. Raises ValueError for `thinker_max_tokens` < 2:
-        transformers has no talker input then. (A reply of one token fails inside transformers for the same reason.)
+        The sampling arguments go to transformers' `generate()`. The reply ends with the configured end tokens unless
+        others are given; an empty list means that only the length limit ends it. Raises ValueError for
+        `thinker_max_tokens` < 2: transformers has no talker input then. (A reply of one token fails inside transformers
+        for the same reason.)
         """
         if thinker_max_tokens < 2:
             raise ValueError("the talker needs two thinker tokens")
         model, talker, vocoder = self.model, self.model.talker, self.model.token2wav
-        noise_mode = InjectedNoise(lambda *shape: self.noise(seed, *shape) if noise is None else noise)
+        noise_mode = InjectedNoise(lambda *shape: self.noise(seed, *shape))
         projected: list[torch.Tensor] = []
         talker_calls: list[dict[str, Any]] = []
         vocoder_codes: list[torch.Tensor] = []

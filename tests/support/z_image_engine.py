@@ -22,7 +22,7 @@ WISHES = (
     Wish("ship", "the blue ship", 128, 64, 1, 5.0),
     Wish("x", "x", 32, 32, 50, 2.0, previews=2),
     Wish("user", "user assistant", 80, 48, 2, 0.0),
-    Wish("long", "a long one " * 10, 32, 64, 200, 0.0),
+    Wish("long", "a long one " * 10, 32, 64, 60, 0.0),
 )
 
 

@@ -13,6 +13,7 @@ from omni_actors.errors import InvalidPayload, PromptTooLong
 from omni_actors.protocol.fields import DType, HostTensor, TensorRef, pack_token_ids
 from omni_actors.protocol.payloads import Prompt, PromptEmbedsPayload, StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
+from tests.support.nightly import nightly
 from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.stage_driver import SMALL, prompt_length, token_inputs
 
@@ -139,7 +140,7 @@ def test_the_prompt_stage_passes_embeddings_on_unless_the_operator_turns_them_of
     engine.shutdown()
 
 
-@pytest.mark.parametrize("memory", ["enough", "too little"])
+@pytest.mark.parametrize("memory", ["enough", nightly("too little")])
 def test_penalties_count_the_tokens_that_embeddings_name_and_no_others(thinker, tight, table, answers, memory):
     """Embeddings without token ids have no prompt that a penalty could count."""
     stage = thinker if memory == "enough" else tight("thinker")

@@ -21,6 +21,7 @@ from omni_actors.errors import (
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.stage.engine_interface import StageInputs
 from tests.support.code2wav import assert_out_of_memory, out_of_memory
+from tests.support.nightly import nightly
 from tests.support.stage_driver import SMALL, prompt_length, talker_inputs, token_inputs
 from tools.checkpoints.omni import QWEN2_5_OMNI
 
@@ -119,7 +120,11 @@ def test_a_model_that_cannot_run_fails_its_start(talker, monkeypatch):
     assert not any(talker.engine.counts().values())
 
 
-@pytest.mark.parametrize("memory", ["enough", "out of"])
+@pytest.mark.parametrize(
+    ("stage", "memory"),
+    [("thinker", "enough"), ("talker", "out of"), nightly("thinker", "out of"), nightly("talker", "enough")],
+    indirect=["stage"],
+)
 def test_a_failing_step_ends_its_requests_and_no_others(stage, memory):
     calls = 0
 
