@@ -31,10 +31,10 @@ said() {
     echo "waited in vain for ${2:-1} x '$1':" && cat output && return 1
 }
 
-# ends_with CODE: it ends within 20 seconds and leaves no process behind.
+# ends_with CODE: it ends within a minute and leaves no process behind.
 ends_with() {
     local turn code=0
-    for ((turn = 0; turn < 400; turn++)); do
+    for ((turn = 0; turn < 1200; turn++)); do
         kill -0 "$launcher" 2> /dev/null || break
         sleep 0.05
     done

@@ -49,7 +49,7 @@ def test_the_launchers_decide_as_launchers_bats_says():
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
