@@ -102,7 +102,8 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
         head_timeout: seconds for a request's head to arrive.
         body_bytes: largest request body.
         bodies_bytes: all request bodies and events of sessions that arrive or are handled at a time, with the media
-            fetched for them and the uploaded files and earlier turns that they refer to; at least `body_bytes`.
+            fetched for them, the uploaded files and earlier turns that they refer to, and the log probabilities of
+            answers that are not yet whole; at least `body_bytes`.
         media_parts: number of media in one request.
         media_bytes: largest audio, image or video.
         audio_seconds: longest audio.

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from omni_actors.client import Audio, ChoiceItem, ChoiceStreams, StreamItem
 from omni_actors.errors import Aborted, OmniError
-from omni_actors.http_server.bodies import Submission, Turns, base64_string
+from omni_actors.http_server.bodies import Submission, Turns, base64_string, reserve
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger
@@ -525,18 +525,28 @@ def ending(usage: Mapping[str, StageUsage], description: Description) -> dict[st
     return {"finish_reason": finish_reason(usage, description), "stop_reason": stop}
 
 
-def chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
+def chat_logprobs(entries: Sequence[msgspec.Raw]) -> dict[str, Any] | None:
     """The `logprobs` of a chat completion's choice; `None` without any."""
-    if not positions:
-        return None
-    return {"content": token_logprobs(positions), "refusal": None}
+    return {"content": entries, "refusal": None} if entries else None
 
 
-def token_logprobs(positions: Sequence[PositionLogprobs]) -> list[dict[str, Any]]:
-    """An entry for each token, as chats and responses have it."""
-    return [
+def token_logprobs(positions: Sequence[PositionLogprobs]) -> list[msgspec.Raw]:
+    """An entry for each token, as chats and responses have it.
+
+    As JSON, because whole answers keep them: their objects take several times as much, and to encode those of 16,000
+    tokens at once would stop the server for a second.
+    """
+    entries = (
         {**_entry(position.token), "top_logprobs": [_entry(token) for token in position.top]} for position in positions
-    ]
+    )
+    return [msgspec.Raw(msgspec.json.encode(entry)) for entry in entries]
+
+
+def kept_logprobs(positions: Sequence[PositionLogprobs]) -> list[msgspec.Raw]:
+    """`token_logprobs` that are kept until the answer is whole, and count as bytes of its request until then."""
+    made = token_logprobs(positions)
+    reserve(sum(memoryview(entry).nbytes for entry in made))
+    return made
 
 
 def _entry(token: TokenLogprob) -> dict[str, Any]:

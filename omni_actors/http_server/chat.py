@@ -25,9 +25,11 @@ from omni_actors.http_server.answer import (
     encoded_base64,
     ending,
     event,
+    kept_logprobs,
     pcm16,
     prompt_logprobs,
     text_or_sound,
+    token_logprobs,
     usage_of_choices,
 )
 from omni_actors.http_server.bodies import (
@@ -40,6 +42,7 @@ from omni_actors.http_server.bodies import (
     Modalities,
     Strict,
     decode,
+    reserve,
 )
 from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.generation import (
@@ -59,6 +62,7 @@ from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.protocol.fields import PositiveInt, TokenId
 from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import (
+    MAX_PROMPT_LOGPROBS,
     USE_AUDIO_IN_VIDEO,
     CollectedCalls,
     PositionLogprobs,
@@ -132,9 +136,9 @@ async def completions(request: Request, state: ServerState, body: CompletionRequ
     logprobs = [CompletionLogprobs() for _ in answer.usages]
 
     def choice(
-        index: int, text: str, end: Mapping[str, Any], positions: Sequence[PositionLogprobs] = ()
+        index: int, text: str, end: Mapping[str, Any], likely: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        return {"index": index, "text": text, **end, "logprobs": logprobs[index].piece(positions)}
+        return {"index": index, "text": text, **end, "logprobs": likely}
 
     def finished(index: int) -> dict[str, Any]:
         return ending(answer.usages[index], description)
@@ -142,7 +146,8 @@ async def completions(request: Request, state: ServerState, body: CompletionRequ
     async def events() -> AsyncIterator[bytes]:
         async for index, item in answer.choices():
             if isinstance(item, Text):
-                yield event({**head, "choices": [choice(index, item.text, GOES_ON, item.logprobs)]})
+                likely = logprobs[index].piece(item.logprobs)
+                yield event({**head, "choices": [choice(index, item.text, GOES_ON, likely)]})
             elif item is None:
                 yield event({**head, "choices": [choice(index, "", finished(index))]})
         if body.stream_options and body.stream_options.include_usage:
@@ -152,21 +157,22 @@ async def completions(request: Request, state: ServerState, body: CompletionRequ
     if body.stream:
         return AnswerResponse(answer, events(), EVENTS, state.settings.write_timeout)
     async with answer:
-        texts: list[list[Text]] = [[] for _ in answer.usages]
+        texts: list[list[str]] = [[] for _ in answer.usages]
+        positions: list[PromptPosition] = []
         async for index, item in answer.choices():
             if isinstance(item, Text):
-                texts[index].append(item)
-        choices = [
-            choice(
-                index,
-                "".join(item.text for item in items),
-                finished(index),
-                [position for item in items for position in item.logprobs],
-            )
-            for index, items in enumerate(texts)
+                texts[index].append(item.text)
+                logprobs[index].keep(item.logprobs)
+                positions.extend(item.prompt_logprobs)
+                if len(positions) * ((body.prompt_logprobs or 0) + 1) * len(texts) > MAX_PROMPT_LOGPROBS:
+                    message = f"The prompt's log probabilities in {len(texts)} choices exceed {MAX_PROMPT_LOGPROBS}."
+                    raise bad_field("prompt_logprobs", message)
+        choices: list[dict[str, Any]] = [
+            choice(index, "".join(pieces), finished(index), logprobs[index].kept or None)
+            for index, pieces in enumerate(texts)
         ]
         if body.prompt_logprobs is not None:  # each choice has the prompt's, as with vLLM
-            of_prompt = prompt_logprobs([position for item in texts[0] for position in item.prompt_logprobs])
+            of_prompt = prompt_logprobs(positions)
             choices = [{**made, "prompt_logprobs": of_prompt} for made in choices]
         whole = {**head, "choices": choices, "usage": usage_of_choices(answer.usages, description)}
         return json_response(whole)
@@ -177,6 +183,14 @@ class CompletionLogprobs:
 
     def __init__(self) -> None:
         self._offset = 0
+        self.kept: dict[str, list[Any]] = {}
+
+    def keep(self, positions: Sequence[PositionLogprobs]) -> None:
+        """Add the next positions to `kept`. They count as bytes of the request until its answer is sent."""
+        if piece := self.piece(positions):
+            reserve(sum(memoryview(likeliest).nbytes for likeliest in piece["top_logprobs"]))
+            for name, values in piece.items():
+                self.kept.setdefault(name, []).extend(values)
 
     def piece(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
         """The next positions; `None` for none."""
@@ -190,11 +204,12 @@ class CompletionLogprobs:
             "text_offset": offsets,
             "token_logprobs": [max(position.token.logprob, LEAST_LOGPROB) for position in positions],
             "tokens": [position.token.text for position in positions],
-            "top_logprobs": [
-                {token.text: max(token.logprob, LEAST_LOGPROB) for token in (*position.top, position.token)}
-                for position in positions
-            ],
+            "top_logprobs": [Raw(json.encode(_likeliest(position))) for position in positions],
         }
+
+
+def _likeliest(position: PositionLogprobs) -> dict[str, float]:
+    return {token.text: max(token.logprob, LEAST_LOGPROB) for token in (*position.top, position.token)}
 
 
 FIELDS: dict[str, str] = {
@@ -292,7 +307,7 @@ class ChatChoice:
         self._pieces: list[NDArray[numpy.float32]] = []
         self._calls = CollectedCalls()
         self._called = False
-        self._logprobs: list[PositionLogprobs] = []
+        self._logprobs: list[Raw] = []
         self.prompt_logprobs: list[PromptPosition] = []
 
     def keep(self, item: StreamItem) -> None:
@@ -300,7 +315,7 @@ class ChatChoice:
         if isinstance(item, Text):
             self._texts.append(item.text)
             self._calls.add(item.tool_calls)
-            self._logprobs.extend(item.logprobs)
+            self._logprobs.extend(kept_logprobs(item.logprobs))
             self.prompt_logprobs.extend(item.prompt_logprobs)
         elif isinstance(item, Audio):
             self._pieces.append(item.samples)
@@ -356,7 +371,7 @@ class ChatChoice:
     def _chunk(
         self, delta: dict[str, Any], end: Mapping[str, Any] = GOES_ON, logprobs: Sequence[PositionLogprobs] = ()
     ) -> dict[str, Any]:
-        return {"index": self._index, "delta": delta, **end, "logprobs": chat_logprobs(logprobs)}
+        return {"index": self._index, "delta": delta, **end, "logprobs": chat_logprobs(token_logprobs(logprobs))}
 
     def _end(self, end: Mapping[str, Any]) -> Mapping[str, Any]:
         called = self._called and end["finish_reason"] == "stop"

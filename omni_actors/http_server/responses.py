@@ -22,10 +22,10 @@ from omni_actors.http_server.answer import (
     AnswerResponse,
     encoded_base64,
     finish_reason,
+    kept_logprobs,
     pcm16,
     text_or_sound,
     token_counts,
-    token_logprobs,
     usage_of,
 )
 from omni_actors.http_server.bodies import (
@@ -67,7 +67,7 @@ from omni_actors.http_server.media import KeptResponse
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.protocol.fields import PositiveInt
 from omni_actors.protocol.messages import Description
-from omni_actors.protocol.payloads import CallId, CollectedCalls, Json, PositionLogprobs, ToolCallPiece, ToolName
+from omni_actors.protocol.payloads import CallId, CollectedCalls, Json, ToolCallPiece, ToolName
 
 Metadata = Annotated[Raw, Meta(extra_json_schema={"type": NULLABLE_OBJECT, "additionalProperties": {"type": "string"}})]
 LOGPROBS = "message.output_text.logprobs"
@@ -409,7 +409,7 @@ class ResponseReply:
         self._model = model
         self._created = int(time.time())
         self._texts: list[str] = []
-        self._logprobs: list[PositionLogprobs] = []
+        self._logprobs: list[Raw] = []
         self._calls = CollectedCalls()
         self._audio: msgspec.Raw | None = None
         self._usage: dict[str, Any] | None = None
@@ -423,7 +423,7 @@ class ResponseReply:
         async for item in answer:
             if isinstance(item, Text):
                 self._texts.append(item.text)
-                self._logprobs.extend(item.logprobs)
+                self._logprobs.extend(kept_logprobs(item.logprobs))
                 self._calls.add(item.tool_calls)
             elif isinstance(item, Audio):
                 pieces.append(item.samples)
@@ -520,14 +520,14 @@ class ResponseReply:
                     yield self._event("response.audio.delta", delta=pcm16(item.samples))
                 if not isinstance(item, Text):
                     continue
-                self._logprobs.extend(item.logprobs)
+                self._logprobs.extend(kept_logprobs(item.logprobs))
                 if item.text:
                     if not opened:
                         opened = True
                         for piece in self._open_message():
                             yield piece
                     self._texts.append(item.text)
-                    likely = token_logprobs(self._logprobs[sent:])  # a token may end inside a character
+                    likely = self._logprobs[sent:]  # a token may end inside a character
                     sent = len(self._logprobs)
                     yield self._event("response.output_text.delta", **self._part, delta=item.text, logprobs=likely)
                     if self._spoken:
@@ -578,7 +578,7 @@ class ResponseReply:
         """The ends of the message and of the calls."""
         found: list[bytes] = []
         status = "incomplete" if self._length else "completed"
-        text, likely = "".join(self._texts), token_logprobs(self._logprobs)
+        text, likely = "".join(self._texts), self._logprobs
         if self._spoken:
             found.append(self._event("response.audio.transcript.done"))
             found.append(self._event("response.audio.done"))
@@ -606,5 +606,5 @@ def _plain(value: Any) -> Any:
     return msgspec.json.decode(msgspec.json.encode(value))
 
 
-def _text_part(text: str, logprobs: Sequence[PositionLogprobs] = ()) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": token_logprobs(logprobs)}
+def _text_part(text: str, logprobs: Sequence[Raw] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
