@@ -6,7 +6,7 @@ import asyncio
 import io
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy
@@ -43,19 +43,6 @@ OPUS_RATES = (8000, 12000, 16000, 24000, 48000)
 UNKNOWN_LENGTH = 0xFFFFFFFF  # players read it as "until the stream ends"
 
 
-class Encoder(Protocol):
-    """Encodes chunks of samples as a stream of bytes."""
-
-    def begin(self) -> bytes:
-        """The bytes before the first sample."""
-
-    def feed(self, samples: Samples) -> bytes:
-        """The bytes that are complete after these samples, f32 [samples] in [-1, 1]."""
-
-    def finish(self) -> bytes:
-        """The remaining bytes."""
-
-
 def pcm16(samples: Samples) -> bytes:
     """Little-endian 16-bit samples of f32 [samples], clipped to [-1, 1]."""
     scaled = numpy.clip(samples, -1.0, 1.0)
@@ -70,25 +57,6 @@ def wav_header(rate: int, n_bytes: int | None) -> bytes:
     return struct.pack(
         "<4sI4s4sIHHIIHH4sI", b"RIFF", riff, b"WAVE", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16, b"data", data
     )
-
-
-class PcmEncoder:
-    """Plain samples, with or without a WAV header."""
-
-    def __init__(self, rate: int, wav: bool) -> None:
-        self._header = wav_header(rate, None) if wav else b""
-
-    def begin(self) -> bytes:
-        """The WAV header with an unknown length, or nothing."""
-        return self._header
-
-    def feed(self, samples: Samples) -> bytes:
-        """Samples f32 [n] as 16-bit PCM."""
-        return pcm16(samples)
-
-    def finish(self) -> bytes:
-        """Nothing: no sample is held back."""
-        return b""
 
 
 class _Sink(io.BytesIO):
@@ -121,10 +89,6 @@ class FileEncoder:
         mode = {"compression_level": 0.5, "bitrate_mode": "CONSTANT"} if name == "mp3" else {}
         self._file = soundfile.SoundFile(self._sink, "w", rate, 1, subtype, format=container, **mode)
 
-    def begin(self) -> bytes:
-        """Nothing: libsndfile writes its header with the first samples."""
-        return b""
-
     def feed(self, samples: Samples) -> bytes:
         """Bytes that are complete after samples f32 [n]; may be none."""
         self._file.write(samples)
@@ -134,13 +98,6 @@ class FileEncoder:
         """The last frames of the file."""
         self._file.close()
         return self._sink.take()
-
-
-async def feed(encoder: Encoder, samples: Samples) -> bytes:
-    """Feed an encoder. A codec takes up to a tenth of a second; it works in a thread, so that other answers go on."""
-    if isinstance(encoder, FileEncoder):
-        return await asyncio.to_thread(encoder.feed, samples)
-    return encoder.feed(samples)
 
 
 class AacEncoder:
@@ -161,10 +118,6 @@ class AacEncoder:
         self._stream = self._file.add_stream("aac", rate=rate, layout="mono")
         self._stream.bit_rate = AAC_BITS
         self._pieces = av.AudioResampler("fltp", "mono", rate, frame_size=self._stream.codec_context.frame_size or 1024)
-
-    def begin(self) -> bytes:
-        """Nothing: ADTS has no header before the first frame."""
-        return b""
 
     def feed(self, samples: Samples) -> bytes:
         """Bytes of the frames that are complete after samples f32 [n]; may be none."""
@@ -189,13 +142,21 @@ def _no_format(message: str) -> HttpError:
     return HttpError(400, message, param="response_format", code="unsupported_value")
 
 
-def make_encoder(name: str, rate: int) -> Encoder:
-    """An encoder for one stream in one of `MEDIA_TYPES`."""
-    if name in SOUNDFILE_FORMATS:
-        return FileEncoder(name, rate)
-    if name == "aac":
-        return AacEncoder(rate)
-    return PcmEncoder(rate, wav=name == "wav")
+async def encoded_pieces(pieces: AsyncIterator[Samples], name: str, rate: int) -> AsyncIterator[bytes]:
+    """A stream in one of `MEDIA_TYPES`; pieces are f32 [samples] in [-1, 1]. Raises `HttpError` 400 for the rate."""
+    if name in ("pcm", "wav"):
+        if name == "wav":
+            yield wav_header(rate, None)
+        async for samples in pieces:
+            yield pcm16(samples)
+        return
+    encoder = AacEncoder(rate) if name == "aac" else FileEncoder(name, rate)
+    async for samples in pieces:
+        # A codec takes up to a tenth of a second; it works in a thread, so that other answers go on.
+        if data := await asyncio.to_thread(encoder.feed, samples):
+            yield data
+    if data := encoder.finish():
+        yield data
 
 
 async def encoded(samples: Samples, name: str, rate: int) -> bytes:
@@ -277,7 +238,7 @@ class Answer:
                 priority=body.priority or 0,
                 request_id=request.state.request_id,
                 traceparent=request.state.traceparent,
-                tenant=state.tenants.name(request.client.host if request.client is not None else ""),
+                tenant=state.tenant(request),
                 **options,
             )
         except OmniError as error:

@@ -10,10 +10,7 @@ import asyncio
 import binascii
 import difflib
 import functools
-import hashlib
-import ipaddress
 import re
-import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
@@ -431,9 +428,6 @@ def is_null(value: Raw) -> bool:
     return bytes(memoryview(value)[:5]) == b"null"
 
 
-IPV6_NETWORK = 64  # bits; who has one of its addresses usually has them all
-
-
 class BodyBytes:
     """Bytes of all requests that arrive or are handled."""
 
@@ -475,23 +469,6 @@ def reserve(size: int) -> None:
     """Count bytes for the request that this task handles, if it has a reservation. Raises as `Reservation.add`."""
     if (reservation := RESERVATION.get(None)) is not None:
         reservation.add(size)
-
-
-class TenantNames:
-    """Names of clients, among which slots are shared: told apart by address, which the pipeline does not learn."""
-
-    def __init__(self) -> None:
-        self._secret = secrets.token_bytes(32)
-
-    def name(self, host: str) -> str:
-        """Return 16 hexadecimal digits for the address of a connection, "" for none."""
-        try:
-            address = ipaddress.ip_address(host.partition("%")[0])
-        except ValueError:
-            return ""
-        if isinstance(address, ipaddress.IPv6Address):
-            address = address.ipv4_mapped or ipaddress.ip_network((address, IPV6_NETWORK), strict=False).network_address
-        return hashlib.blake2b(address.packed, digest_size=8, key=self._secret).hexdigest()
 
 
 class Turns:

@@ -30,10 +30,10 @@ from omni_actors.http_server.answer import (
     MEDIA_TYPES,
     Answer,
     AnswerResponse,
+    Samples,
     encoded,
+    encoded_pieces,
     event,
-    feed,
-    make_encoder,
     token_counts,
     usage_of,
 )
@@ -423,15 +423,15 @@ async def _spoken(
 
 async def _encoded(answer: Answer, name: str, description: Description, texts: list[str]) -> AsyncIterator[bytes]:
     """Encode the sound of an answer; its text goes into `texts`."""
-    encoder = make_encoder(name, description.sample_rate)
-    if head := encoder.begin():
-        yield head
-    async for item in answer:
-        if isinstance(item, Text):
-            texts.append(item.text)
-        elif isinstance(item, Audio) and (data := await feed(encoder, item.samples)):
-            yield data
-    if data := encoder.finish():
+
+    async def sound() -> AsyncIterator[Samples]:
+        async for item in answer:
+            if isinstance(item, Text):
+                texts.append(item.text)
+            elif isinstance(item, Audio):
+                yield item.samples
+
+    async for data in encoded_pieces(sound(), name, description.sample_rate):
         yield data
 
 

@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import fcntl
 import hashlib
+import ipaddress
 import os
+import secrets
 import stat
 import tempfile
 import time
@@ -22,13 +24,13 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 import numpy
 from msgspec import Meta, Struct
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ConfigError, OmniError, RequestTimeout
 from omni_actors.host.run_directory import check_own_folder, expanded
-from omni_actors.http_server.bodies import BodyBytes, Form, FormBody, Strict, TenantNames, Turns
+from omni_actors.http_server.bodies import BodyBytes, Form, FormBody, Strict, Turns
 from omni_actors.http_server.errors import HttpError, bad_field, too_large
 from omni_actors.http_server.media import (
     KEPT_SECONDS,
@@ -226,6 +228,7 @@ DESCRIBE_SECONDS = 3.0  # a coordinator that needs longer is not healthy
 FRESH_SECONDS = 0.2  # for which a description may be used again
 KNOWN_SECONDS = 2.0  # the same for what does not change while a pipeline runs
 REMEMBERED_SECONDS = 30.0  # the same while the coordinator is too busy to answer
+IPV6_NETWORK = 64  # bits; who has one of its addresses usually has them all
 
 
 class ServerState:
@@ -242,7 +245,7 @@ class ServerState:
         self._decoders = DecoderThreads()
         fetcher = fetcher or Fetcher(settings.media_hosts, settings.media_bytes)
         self.media = MediaReader(settings, fetcher, self.files, self.transcripts, self._decoders)
-        self.tenants = TenantNames()
+        self._tenants_key = secrets.token_bytes(32)
         self.turns = Turns()
         self.started = int(time.time())
         self._description: Description | None = None
@@ -302,6 +305,19 @@ class ServerState:
         await self.client.close()
         self.realtime.close()
         await asyncio.to_thread(self._decoders.close)
+
+    def tenant(self, connection: HTTPConnection) -> str:
+        """A name for the client's address, by which slots are shared and from which nobody else can tell the address.
+
+        16 hexadecimal digits, empty without an address.
+        """
+        try:
+            address = ipaddress.ip_address(connection.client.host.partition("%")[0] if connection.client else "")
+        except ValueError:
+            return ""
+        if isinstance(address, ipaddress.IPv6Address):
+            address = address.ipv4_mapped or ipaddress.ip_network((address, IPV6_NETWORK), strict=False).network_address
+        return hashlib.blake2b(address.packed, digest_size=8, key=self._tenants_key).hexdigest()
 
     # -- names --------------------------------------------------------------------------------------------------------
 

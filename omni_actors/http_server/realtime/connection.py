@@ -269,7 +269,7 @@ async def realtime(websocket: WebSocket) -> None:
     state: ServerState = websocket.app.state.server
     description = await state.describe()
     model = _model(websocket, state, description)
-    tenant = state.tenants.name(websocket.client.host if websocket.client is not None else "")
+    tenant = state.tenant(websocket)
     with state.realtime.session(tenant) as reservation:
         await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
         session = _session(state, description, model)
