@@ -302,7 +302,12 @@ class _Medium(NamedTuple):
     param: str
 
 
-_Reading = tuple[asyncio.Task[_Medium], dict[str, Any]]  # a medium, and the empty part of a message that it will fill
+class _Unread(NamedTuple):
+    """A medium to read, its field of the request, and the empty part of a message that it will fill."""
+
+    part: MediaPart
+    where: str
+    into: dict[str, Any]
 
 
 class MediaReader:
@@ -342,35 +347,28 @@ class MediaReader:
         """
         self._check_count(messages)
         check_calls(messages, calls)
-        reading: list[_Reading] = []
+        unread: list[_Unread] = []
+        converted = [self._message(message, f"messages[{index}]", unread) for index, message in enumerate(messages)]
+        found = await self._read_all(unread)
+        tracks = ["audio" for medium in found if sound_in_video and medium.modality == "video"]
         try:
-            converted, found = await self._read_all(messages, reading)
-            tracks = ["audio" for medium in found if sound_in_video and medium.modality == "video"]
-            try:
-                check_counts([medium.modality for medium in found] + tracks, max_media)
-            except InvalidRequest as error:
-                raise bad_field("messages", error.message) from None
-            values = await self._checked(found, sound_in_video)
-        finally:
-            for task, _ in reading:
-                task.cancel()
-            await asyncio.gather(*(task for task, _ in reading), return_exceptions=True)
-        for (_, part), medium, value in zip(reading, found, values, strict=True):
-            part.update({"type": medium.modality, medium.modality: value})
+            check_counts([medium.modality for medium in found] + tracks, max_media)
+        except InvalidRequest as error:
+            raise bad_field("messages", error.message) from None
+        values = await self._checked(found, sound_in_video)
+        for one, medium, value in zip(unread, found, values, strict=True):
+            one.into.update({"type": medium.modality, medium.modality: value})
         return converted
 
-    async def _read_all(
-        self, messages: Sequence[AnyMessage], reading: list[_Reading]
-    ) -> tuple[list[dict[str, Any]], list[_Medium]]:
-        """Convert messages and read their media, side by side. Raises the first error in the order of the messages."""
+    async def _read_all(self, unread: Sequence[_Unread]) -> list[_Medium]:
+        """Read media side by side. Raises the error of the first one that has one, in the order of the request."""
+        reading = [asyncio.create_task(self._part(one.part, one.where), name="medium") for one in unread]
         try:
-            converted = [
-                self._message(message, f"messages[{index}]", reading) for index, message in enumerate(messages)
-            ]
-        except HttpError:
-            await _in_order(reading)
-            raise
-        return converted, await _in_order(reading)
+            return [await task for task in reading]
+        finally:
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
 
     async def recording(self, data: bytes, param: str) -> tuple[dict[str, Any], float]:
         """The part of a message with an uploaded sound, and its length in seconds, 0 if it does not say that.
@@ -418,8 +416,8 @@ class MediaReader:
             message = f"The messages have {count} media; at most {self._settings.media_parts} are allowed."
             raise bad_field("messages", message)
 
-    def _message(self, message: AnyMessage, where: str, reading: list[_Reading]) -> dict[str, Any]:
-        """A message whose media are empty parts: they are filled when what is added to `reading` has been read."""
+    def _message(self, message: AnyMessage, where: str, unread: list[_Unread]) -> dict[str, Any]:
+        """A message whose media are empty parts: they are filled when what is added to `unread` has been read."""
         tag = str(message.__struct_config__.tag)
         role = "system" if tag == "developer" else tag
         content: str | Sequence[AnyPart] = message.content or ""
@@ -441,8 +439,7 @@ class MediaReader:
                 parts.append({"type": "text", "text": part.text})
                 continue
             parts.append({})
-            task = asyncio.create_task(self._part(part, f"{where}.content[{index}]"), name="medium")
-            reading.append((task, parts[-1]))
+            unread.append(_Unread(part, f"{where}.content[{index}]", parts[-1]))
         return {"role": role, "content": parts, **calls}
 
     def _said(self, message: AssistantMessage, where: str) -> str:
@@ -611,11 +608,6 @@ def _base64_of(text: memoryview, param: str) -> bytes:
         if len(pieces[-1]) < PIECE * 3 // 4 and start + PIECE < len(text):
             raise bad_field(param, "This is not valid base64: its end is followed by more.", "invalid_base64")
     return b"".join(pieces)
-
-
-async def _in_order(reading: Sequence[_Reading]) -> list[_Medium]:
-    """What has been read. Raises the error of the first medium that has one, in the order of the request."""
-    return [await task for task, _ in reading]
 
 
 def check_calls(messages: Sequence[AnyMessage], calls: Collection[str]) -> None:
