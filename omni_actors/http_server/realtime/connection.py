@@ -29,7 +29,6 @@ from omni_actors.http_server.realtime.config import (
 from omni_actors.http_server.realtime.requests import (
     ANSWER_BYTES,
     Asker,
-    Latency,
     Outbox,
     Prefiller,
     Transcriber,
@@ -49,7 +48,14 @@ from omni_actors.http_server.realtime.turns import LAG_SECONDS, AheadOfTurn, Lag
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.messages import Description
-from omni_actors.telemetry.metrics import REALTIME_INTERRUPTIONS, REALTIME_LAG, REALTIME_RESPONSES
+from omni_actors.telemetry.metrics import (
+    REALTIME_FIRST_AUDIO,
+    REALTIME_INTERRUPTIONS,
+    REALTIME_LAG,
+    REALTIME_RESPONSES,
+    REALTIME_SMOOTH_START,
+)
+from omni_actors.telemetry.request_log import Playback
 
 logger = get_logger(__name__)
 
@@ -209,15 +215,19 @@ class SessionConnection:
 
     async def _answer(self, ask: Ask) -> None:
         """Relay one answer. When this task is cancelled, the request ends in all stages."""
-        latency, complete = Latency(ask.silence), False
+        speech_ended, playback, complete = time.monotonic() - ask.silence, Playback(), False
         try:
-            complete = await self._relay(ask, latency)
+            complete = await self._relay(ask, playback)
         except HttpError as error:
             self._carry_out(self._session.failed(ask.response_id, error))
         except OmniError as error:
             self._carry_out(self._session.failed(ask.response_id, HttpError.of(error)))
         finally:
-            latency.report(self._state.realtime.meters, complete)
+            meters = self._state.realtime.meters
+            if playback.first:
+                meters.histogram(REALTIME_FIRST_AUDIO).observe(playback.first - speech_ended)
+            if playback.first and complete:
+                meters.histogram(REALTIME_SMOOTH_START).observe(playback.smooth_start - speech_ended)
 
     def _answered(self, response_id: str, answer: asyncio.Task[None]) -> None:
         """Forget an answer; one that a bug has ended is reported to the client, who waits for its end."""
@@ -229,7 +239,7 @@ class SessionConnection:
             failure = HttpError(500, INTERNAL, code="internal_error")
             self._carry_out(self._session.failed(response_id, failure))
 
-    async def _relay(self, ask: Ask, latency: Latency) -> bool:
+    async def _relay(self, ask: Ask, playback: Playback) -> bool:
         description = await self._state.facts()
         stream = await self._asker.answer(ask, description)
         try:
@@ -237,7 +247,7 @@ class SessionConnection:
                 if isinstance(item, Text):
                     self._carry_out(self._session.text(ask.response_id, item.text, item.tool_calls))
                 elif isinstance(item, Audio):
-                    latency.sound(len(item.samples))
+                    playback.add(time.monotonic(), len(item.samples) / RATE)
                     self._carry_out(self._session.sound(ask.response_id, pcm16(item.samples)))
                 await self._outbox.room(ANSWER_BYTES)
         finally:

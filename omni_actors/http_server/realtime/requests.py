@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from omni_actors.errors import OmniError
 from omni_actors.http_server.answer import finish_reason, token_counts, usage_of
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import tool_options
-from omni_actors.http_server.realtime.config import RATE, Event, SessionConfig
+from omni_actors.http_server.realtime.config import Event, SessionConfig
 from omni_actors.http_server.realtime.conversation import TurnTranscripts
 from omni_actors.http_server.realtime.session import Ask, Prepare, Transcribe
 from omni_actors.http_server.speech import token_usage
@@ -23,8 +22,7 @@ from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.messages import Description, StageUsage
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.telemetry.metrics import REALTIME_FIRST_AUDIO, REALTIME_PREPARATIONS, REALTIME_SMOOTH_START, Meters
-from omni_actors.telemetry.request_log import Playback
+from omni_actors.telemetry.metrics import REALTIME_PREPARATIONS
 
 logger = get_logger(__name__)
 
@@ -128,30 +126,6 @@ def response_usage(usage: Mapping[str, StageUsage], description: Description) ->
 def was_cut(usage: Mapping[str, StageUsage], description: Description) -> bool:
     """Whether the limit of tokens ended the text."""
     return finish_reason(usage, description) == "length"
-
-
-class Latency:
-    """The sound of one answer, timed from the end of the user's speech.
-
-    Args:
-        silence: seconds that have passed since then.
-    """
-
-    def __init__(self, silence: float) -> None:
-        self._began = time.monotonic() - silence
-        self._playback = Playback()
-
-    def sound(self, samples: int) -> None:
-        """Note a piece of sound that has come now."""
-        self._playback.add(time.monotonic(), samples / RATE)
-
-    def report(self, meters: Meters, complete: bool) -> None:
-        """Count the answer; its smooth start only if it is `complete`."""
-        if not self._playback.first:
-            return
-        meters.histogram(REALTIME_FIRST_AUDIO).observe(self._playback.first - self._began)
-        if complete:
-            meters.histogram(REALTIME_SMOOTH_START).observe(self._playback.smooth_start - self._began)
 
 
 class Transcriber:
