@@ -143,6 +143,20 @@ def test_what_is_remembered_of_conversations_is_bounded(monkeypatch: pytest.Monk
         assert (router.chosen["prefix"] > before) is known
 
 
+# -- hosts ------------------------------------------------------------------------------------------------------------
+
+
+def test_of_those_that_compute_as_few_one_beside_the_source_takes_a_request() -> None:
+    state = on_two_hosts(1)
+    router, (here, there) = state.planner.router, state.replicas.of("thinker")
+    request = ActiveRequest("r", ALICE, STAGES, frozenset(), NOW, {}, 1)
+    source = state.replicas.current("prompt", 1)
+    assert router.choose("thinker", request, [source]) is there
+    there.hold("other")
+    assert router.choose("thinker", request, [source]) is here, "it computes fewer"
+    assert router.chosen == {"host": 1, "load": 1}
+
+
 # -- always -----------------------------------------------------------------------------------------------------------
 
 CONDITIONS = ("ready", "draining", "dead", "starting", "spare", "reserved", "congested")
