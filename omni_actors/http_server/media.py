@@ -122,16 +122,6 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
             raise AddressRefused(host)
         return await self._backend.connect_tcp(addresses[0], port, timeout, local_address, socket_options)
 
-    async def connect_unix_socket(
-        self, path: str, timeout: float | None = None, socket_options: Iterable[Any] | None = None
-    ) -> httpcore.AsyncNetworkStream:
-        """Raise `AddressRefused`: no URL may reach a local socket."""
-        raise AddressRefused(path)
-
-    async def sleep(self, seconds: float) -> None:
-        """Wait between attempts, in seconds."""
-        await self._backend.sleep(seconds)
-
 
 class Fetcher:
     """Fetches media for requests.
