@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from omni_actors.client import Audio, ChoiceItem, ChoiceStreams, StreamItem
 from omni_actors.errors import Aborted, OmniError
-from omni_actors.http_server.bodies import Submission, Turns, base64_string, reserve
+from omni_actors.http_server.bodies import Submission, base64_string, reserve
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger
@@ -83,7 +83,7 @@ class FileEncoder:
     def __init__(self, name: str, rate: int) -> None:
         container, subtype = SOUNDFILE_FORMATS[name]
         if name == "opus" and rate not in OPUS_RATES:
-            raise HttpError(400, f"Opus does not support {rate} Hz.", param="response_format", code="unsupported_value")
+            raise _no_format(f"Opus does not support {rate} Hz.")
         self._sink = _Sink()
         # Readers estimate the length of a stream from its first bytes, which a variable bit rate would falsify.
         mode = {"compression_level": 0.5, "bitrate_mode": "CONSTANT"} if name == "mp3" else {}
@@ -201,7 +201,9 @@ class Answer:
     and not an error inside a stream.
     """
 
-    def __init__(self, streams: ChoiceStreams, request: Request, fields: Mapping[str, str], turns: Turns) -> None:
+    def __init__(
+        self, streams: ChoiceStreams, request: Request, fields: Mapping[str, str], turns: asyncio.Lock
+    ) -> None:
         self._streams = streams
         self._fields = fields
         self._turns = turns
@@ -282,7 +284,10 @@ class Answer:
                 except StopAsyncIteration:
                     return
                 if isinstance(found.item, Audio):
-                    await self._turns.take()
+                    # A vocoder's step ends with sound for many answers: to encode all of it in one turn of the loop
+                    # would hold up every text that arrives meanwhile.
+                    async with self._turns:
+                        await asyncio.sleep(0)
                 yield found
         except OmniError as error:
             raise HttpError.of(error, self._fields) from error

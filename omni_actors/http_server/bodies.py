@@ -471,22 +471,6 @@ def reserve(size: int) -> None:
         reservation.add(size)
 
 
-class Turns:
-    """Spreads work over turns of the event loop, so that other callbacks run in between.
-
-    A step of a vocoder ends with sound for many answers. To encode all of it in one turn would hold up every text that
-    arrives meanwhile.
-    """
-
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-
-    async def take(self) -> None:
-        """Wait for a turn of the loop in which no other caller works. Callers come in the order of their calls."""
-        async with self._lock:
-            await asyncio.sleep(0)
-
-
 StrictT = TypeVar("StrictT", bound=Strict)
 REFERENCE = "#/components/schemas/{name}"
 JSON, FORM = "application/json", "multipart/form-data"

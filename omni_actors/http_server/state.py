@@ -30,7 +30,7 @@ from starlette.responses import Response
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ConfigError, OmniError, RequestTimeout
 from omni_actors.host.run_directory import check_own_folder, expanded
-from omni_actors.http_server.bodies import BodyBytes, Form, FormBody, Strict, Turns
+from omni_actors.http_server.bodies import BodyBytes, Form, FormBody, Strict
 from omni_actors.http_server.errors import HttpError, bad_field, too_large
 from omni_actors.http_server.media import (
     KEPT_SECONDS,
@@ -246,7 +246,7 @@ class ServerState:
         fetcher = fetcher or Fetcher(settings.media_hosts, settings.media_bytes)
         self.media = MediaReader(settings, fetcher, self.files, self.transcripts, self._decoders)
         self._tenants_key = secrets.token_bytes(32)
-        self.turns = Turns()
+        self.turns = asyncio.Lock()  # held for a turn of the loop by each answer that has sound to encode
         self.started = int(time.time())
         self._description: Description | None = None
         self._described = 0.0

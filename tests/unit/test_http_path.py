@@ -20,7 +20,7 @@ from omni_actors.errors import RequestTimeout
 from omni_actors.http_server import state as server_state
 from omni_actors.http_server.answer import Answer, AnswerResponse, Samples, encoded, encoded_pieces, event, pcm16
 from omni_actors.http_server.app import create_routes
-from omni_actors.http_server.bodies import BodyBytes, Turns
+from omni_actors.http_server.bodies import BodyBytes
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState
 from omni_actors.protocol.messages import Description, Done
@@ -47,7 +47,7 @@ async def silent() -> Message:
 
 
 def answer_of(stream: RequestStream) -> Answer:
-    return Answer(ChoiceStreams([stream]), Request(SCOPE, silent), {}, Turns())
+    return Answer(ChoiceStreams([stream]), Request(SCOPE, silent), {}, asyncio.Lock())
 
 
 async def test_nothing_that_is_ready_waits_for_the_next_item() -> None:
@@ -106,7 +106,7 @@ async def test_a_codec_does_not_hold_up_the_loop(name: str) -> None:
 
 
 async def test_sound_of_many_answers_is_taken_one_at_a_time_with_turns_for_others_between() -> None:
-    turns = Turns()
+    turns = asyncio.Lock()
     streams = [RequestStream(str(index), lambda request_id: None) for index in range(4)]
     rounds = 0
     seen: list[tuple[int, str]] = []
