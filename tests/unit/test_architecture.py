@@ -10,8 +10,8 @@ from scripts import lines_per_package
 from tests.support.paths import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-CODE_LINES = 31_763  # a ceiling that moves down only; the goal is 26,000
-FILES = 207  # the same
+CODE_LINES = 31_134  # a ceiling that moves down only; the goal is 26,000
+FILES = 206  # the same
 
 
 @cache  # it reads the whole package
