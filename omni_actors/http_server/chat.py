@@ -62,7 +62,6 @@ from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.protocol.fields import PositiveInt, TokenId
 from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import (
-    MAX_PROMPT_LOGPROBS,
     USE_AUDIO_IN_VIDEO,
     CollectedCalls,
     PositionLogprobs,
@@ -164,15 +163,12 @@ async def completions(request: Request, state: ServerState, body: CompletionRequ
                 texts[index].append(item.text)
                 logprobs[index].keep(item.logprobs)
                 positions.extend(item.prompt_logprobs)
-                if len(positions) * ((body.prompt_logprobs or 0) + 1) * len(texts) > MAX_PROMPT_LOGPROBS:
-                    message = f"The prompt's log probabilities in {len(texts)} choices exceed {MAX_PROMPT_LOGPROBS}."
-                    raise bad_field("prompt_logprobs", message)
         choices: list[dict[str, Any]] = [
             choice(index, "".join(pieces), finished(index), logprobs[index].kept or None)
             for index, pieces in enumerate(texts)
         ]
         if body.prompt_logprobs is not None:  # each choice has the prompt's, as with vLLM
-            of_prompt = prompt_logprobs(positions)
+            of_prompt = Raw(json.encode(prompt_logprobs(positions)))
             choices = [{**made, "prompt_logprobs": of_prompt} for made in choices]
         whole = {**head, "choices": choices, "usage": usage_of_choices(answer.usages, description)}
         return json_response(whole)
