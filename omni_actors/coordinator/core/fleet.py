@@ -9,14 +9,16 @@ were scaled and what was drained, the coordinator keeps in a file (`core/memory.
 from __future__ import annotations
 
 import collections
-import logging
 from collections.abc import Callable
 
 import omni_actors
 from omni_actors.config import PipelineConfig, placement
 from omni_actors.config.placement import node_devices
 from omni_actors.coordinator.core.instructions import (
+    DEBUG,
+    ERROR,
     VERSION,
+    WARNING,
     Announce,
     FleetInstruction,
     FleetMemory,
@@ -346,7 +348,7 @@ class Fleet:
             if replica.alive or replica.state is ReplicaState.WAITING:
                 replica.orders.clear_kill()
                 replica.left_with_node = True
-                done.append(Log(logging.ERROR, f"lost: {away}", replica.name))
+                done.append(Log(ERROR, f"lost: {away}", replica.name))
                 done += self.lose(replica, away, restart=False)
                 if replica.leaving:
                     done += self.forget(replica)
@@ -418,14 +420,14 @@ class Fleet:
     def link_cut(self, replica_id: ReplicaId) -> Instructions:
         """Ask a stage process whose link was cut to register again."""
         text = f"the link to {replica_id.name} was cut; the stage should register again"
-        return [Log(logging.WARNING, text), TellReplica(replica_id, Reregister())]
+        return [Log(WARNING, text), TellReplica(replica_id, Reregister())]
 
     def unreachable(self, replica_id: ReplicaId, why: str, now: float) -> Instructions:
         """A stage process cannot be told what it has to know: another process takes its place."""
         replica = self.replicas.at(replica_id)
         if replica is None or not replica.alive or replica.orders.killed or self.launch.ending:
             return []
-        return [Log(logging.ERROR, f"killing {replica.name}: {why}", replica.name), *self.kill(replica, why, now)]
+        return [Log(ERROR, f"killing {replica.name}: {why}", replica.name), *self.kill(replica, why, now)]
 
     def _hello(self, replica_id: ReplicaId, hello: Hello, now: float) -> Instructions:
         """Register a process, for the first time or again."""
@@ -510,11 +512,11 @@ class Fleet:
     def _drop_unknown(self, replica_id: ReplicaId, kind: str) -> Instructions:
         self.dropped["control_of_unknown_replica"] += 1
         text = f"dropped a {kind} of the unknown replica {replica_id.name} (epoch {replica_id.epoch})"
-        return [Log(logging.WARNING, text)]
+        return [Log(WARNING, text)]
 
     def _drop_disorder(self, replica: Replica, kind: str) -> Instructions:
         self.dropped["control_out_of_order"] += 1
-        return [Log(logging.WARNING, f"said {kind} while {replica.state}", replica.name)]
+        return [Log(WARNING, f"said {kind} while {replica.state}", replica.name)]
 
     # -- starts -------------------------------------------------------------------------------------------------------
 
@@ -578,7 +580,7 @@ class Fleet:
         cause, evidence = (f"{killed}; {how}", Evidence.CRASHED) if killed else (how, evidence)
         asked = replica.orders.restart or replica.leaving
         restart = not self.launch.ending and not replica.leaving and self.health.plan(replica, now)
-        level = logging.DEBUG if asked or self.launch.ending else logging.ERROR
+        level = DEBUG if asked or self.launch.ending else ERROR
         done: Instructions = [Log(level, f"ended: {cause}", replica.name)]
         done += self.lose(replica, cause, restart, Evidence.NONE if asked else evidence)
         if replica.leaving:
@@ -634,7 +636,7 @@ class Fleet:
             if node_silent and now < replica.heard + self._settings.heartbeat_timeout + KILL_SECONDS:
                 continue  # it may be the link: the order would reach a healthy process once the link is back
             if not replica.orders.killed:
-                done.append(Log(logging.ERROR, f"killing {replica.name}: {why}", replica.name))
+                done.append(Log(ERROR, f"killing {replica.name}: {why}", replica.name))
                 done += self.kill(replica, why, now)
         return done
 

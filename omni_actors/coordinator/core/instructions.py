@@ -112,9 +112,12 @@ class ShowProgress:
     is_line: bool
 
 
+DEBUG, WARNING, ERROR = 10, 30, 40  # the levels of `logging`, which the core does not import
+
+
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Write a log line about a stage, "" for none. The level is one of `logging`."""
+    """Write a log line about a stage, "" for none."""
 
     level: int
     text: str
