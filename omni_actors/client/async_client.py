@@ -45,6 +45,8 @@ from omni_actors.transport.curve import load_keys
 from omni_actors.transport.link import wire_size
 from omni_actors.transport.sockets import SocketReader, Sockets, try_send
 
+logger = get_logger(__name__)
+
 MAX_CHOICES = 16
 SEEDS = 1 << 63
 
@@ -143,9 +145,6 @@ def of_choice(options: Mapping[str, Any], choice: int) -> dict[str, Any]:
 
 def _counted(seed: int | None, choice: int) -> int | None:
     return seed if seed is None else (seed + choice) % SEEDS
-
-
-logger = get_logger(__name__)
 
 
 ANSWER_SECONDS = 10.0  # a coordinator that does not answer `Describe` within this time is gone

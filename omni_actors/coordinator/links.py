@@ -25,6 +25,8 @@ from omni_actors.protocol.messages import Abort, Credit
 from omni_actors.transport.link import EdgeMetrics, Link, ReceivedCredit, Traffic, Window, wire_size
 from omni_actors.transport.sockets import DisconnectDetector, PeerConnections, PeerGone, Socket, Sockets
 
+logger = get_logger(__name__)
+
 
 class StageLinks:
     """Belongs to the coordinator's loop.
@@ -184,8 +186,6 @@ class StageLinks:
 def _takes_no_messages(replica_id: ReplicaId) -> StageLost:
     return StageLost(f"{replica_id.name} takes no messages.", stage=replica_id.stage)
 
-
-logger = get_logger(__name__)
 
 SWEEP_SECONDS = 10.0
 LOOK_SECONDS = 0.5  # how often connections are looked at

@@ -24,6 +24,8 @@ from omni_actors.telemetry.metrics import Meters
 from omni_actors.transport.curve import KeyOwner
 from omni_actors.transport.link import Traffic
 
+logger = get_logger(__name__)
+
 
 class Reports:
     """Reads what the other parts of the coordinator know.
@@ -156,8 +158,6 @@ class Reports:
             self._requests.planner.router.chosen,
         )
 
-
-logger = get_logger(__name__)
 
 NO_OPERATOR = "Use an operator's folder of keys, made with `omni-actors keys DIR --operator NAME`."
 

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
         """Any of our schedulers: vLLM's, and what the engines need beyond it."""
 
 
+logger = logging.getLogger(__name__)
+
+
 KEPT_SCHEDULED = 4096  # entries kept until `take_scheduled`; later ones are dropped
 
 
@@ -93,9 +96,6 @@ class CoreStatistics:
             prefix_queries=self._queries,
             prefix_hits=self._hits,
         )
-
-
-logger = logging.getLogger(__name__)
 
 
 # The cores of a process share vLLM's process groups, which a core's shutdown destroys, so they shut down when the last

@@ -29,6 +29,8 @@ from typing import Any
 from omni_actors.host.run_directory import user_cache
 from omni_actors.vllm_version import Platform, check_installed
 
+logger = logging.getLogger(__name__)
+
 LARGE_PACKAGES = ("torch", "transformers", "vllm")
 
 
@@ -104,8 +106,6 @@ def enable_interpreter() -> bool:
     interpreter._patch_lang = _LanguageKeptInterpreted(interpreter._patch_lang)
     return True
 
-
-logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 MEMORY_SECONDS = 10.0

@@ -81,6 +81,8 @@ from omni_actors.stage.engine_interface import (
     StreamEvent,
 )
 
+logger = logging.getLogger(__name__)
+
 
 def instructed(prompt: Prompt, instruction: str) -> Prompt:
     """The prompt with `instruction` before the content of its only message; itself if the instruction is empty.
@@ -573,8 +575,6 @@ def _media_of(media: Media, array: np.ndarray[Any, Any], name: str) -> DecodedMe
         return DecodedMedia("image", Image.fromarray(array, "RGB"))
     return DecodedMedia("video", array, media.frames_per_second or DEFAULT_VIDEO_RATE)
 
-
-logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 60.0  # of a step that has nothing to do but to wait for media
 

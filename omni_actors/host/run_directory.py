@@ -20,6 +20,8 @@ import psutil
 from omni_actors.errors import ConfigError
 from omni_actors.host import segments
 
+logger = logging.getLogger(__name__)
+
 
 def user_cache() -> Path:
     """This package's folder in the user's cache; it need not exist."""
@@ -155,8 +157,6 @@ def _is_ours(folder: Path) -> bool:
     status = folder.lstat()
     return status.st_uid == os.geteuid() and not folder.is_symlink() and not status.st_mode & 0o022
 
-
-logger = logging.getLogger(__name__)
 
 MAX_IPC_PATH = 107  # bytes that a Unix socket address can hold
 LONGEST_SOCKET_NAME = 60

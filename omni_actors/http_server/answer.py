@@ -25,6 +25,8 @@ from omni_actors.logs import get_logger
 from omni_actors.protocol.messages import Description, StageUsage
 from omni_actors.protocol.payloads import PositionLogprobs, PromptPosition, TokenLogprob
 
+logger = get_logger(__name__)
+
 Samples = NDArray[numpy.float32]
 
 MEDIA_TYPES = {
@@ -183,8 +185,6 @@ def encode(samples: Samples, name: str, rate: int) -> bytes:
         file.write(samples)
     return sink.getvalue()
 
-
-logger = get_logger(__name__)
 
 PICTURES = ("image", "latents")  # modalities
 EVENTS = "text/event-stream"

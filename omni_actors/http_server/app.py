@@ -47,6 +47,8 @@ from omni_actors.telemetry.endpoint import render
 from omni_actors.telemetry.metrics import HTTP_TABLE
 from omni_actors.telemetry.timeline import as_json
 
+logger = get_logger(__name__)
+
 PIPELINE_FIELDS = ("pipeline", "modalities", "parameters", "speech", "outputs", "sample_rate", "healthy", "in_flight")
 STAGE_FIELDS = ("stage", "replica", "state", "spare", "joining", "leaving", "in_flight", "counts")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -156,8 +158,6 @@ async def page(request: Request) -> Response:
     media_type = MEDIA_TYPES[file.name.rpartition(".")[2]]
     return Response(file.read_bytes(), media_type=media_type, headers=PAGE_HEADERS)
 
-
-logger = get_logger(__name__)
 
 OPEN_PATHS = frozenset({*PAGE_FILES, "/health"})  # no key needed: they hold no secrets and cause no work
 VALID_TRACEPARENT = re.compile(TRACEPARENT)

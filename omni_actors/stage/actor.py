@@ -56,6 +56,8 @@ from omni_actors.stage.processors import Action, Extend, InputPiece, Skip, Start
 from omni_actors.stage.resend_buffer import Receiver, ResendBudget, ResendBuffer
 from omni_actors.transitions import advance
 
+logger = get_logger(__name__)
+
 
 class AttemptState(enum.StrEnum):
     """Where an attempt is between its announcement and its end."""
@@ -242,8 +244,6 @@ class EarlyChunks:
 def _size(envelope: Envelope[IntoStage]) -> int:
     return MESSAGE_BYTES + sum(memoryview(buffer).nbytes for buffer in envelope.buffers)
 
-
-logger = get_logger(__name__)
 
 CLOCK_SECONDS = 5.0  # by which the clocks of two hosts may differ
 RESENT_MESSAGES = 64  # per step

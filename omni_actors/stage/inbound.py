@@ -36,6 +36,8 @@ from omni_actors.transport.guard import HandshakeMonitor
 from omni_actors.transport.link import Link, wire_size
 from omni_actors.transport.sockets import Socket, Sockets, WakeableQueue, Wakeup, descriptor, drain
 
+logger = get_logger(__name__)
+
 
 def sender_of(header: Header) -> ReplicaId | None:
     """Return the replica that sent a message; `None` for the coordinator."""
@@ -220,8 +222,6 @@ class Inbox:
                     self._watched = on
                     self.epoll.modify(self._descriptor, select.EPOLLIN if on else 0)
 
-
-logger = get_logger(__name__)
 
 MAXIMUM_POLL_SECONDS = 0.1
 ORPHAN_SECONDS = 3.0  # how long the main thread may take to end once the launcher is gone

@@ -54,6 +54,8 @@ from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader
 from omni_actors.transport.link import EdgeMetrics, Link, Traffic, Window
 from omni_actors.transport.sockets import DisconnectDetector, Sockets, Wakeup
 
+logger = get_logger(__name__)
+
 ForClient = TextEvent | AudioEvent | ImageEvent | LatentsEvent | ProgressEvent
 
 
@@ -316,8 +318,6 @@ class Prepared(NamedTuple):
     blocks: Sequence[Block]
     unfilled: Sequence[tuple[Block, Frame]]  # blocks, and what is to be copied into them
 
-
-logger = get_logger(__name__)
 
 # What is sent in the call itself, in messages and bytes; more is left to the thread. A busy engine pays for the
 # text and the chunk of one request, an idle one has nothing better to do.

@@ -43,6 +43,8 @@ from omni_actors.host.run_directory import DEMAND_PREFIX
 from omni_actors.logs import get_logger
 from omni_actors.telemetry.request_log import AUDIBLE_SECONDS, Playback
 
+logger = get_logger(__name__)
+
 FIRST_SECONDS = 0.25  # from the first input of an answer to when its first sound is due
 HEARD_SECONDS = 0.4  # priority bonus in seconds for requests whose playback has started
 PRESSING_SECONDS = 0.3  # a piece that is due this soon keeps a step light
@@ -328,8 +330,6 @@ class Forecast:
             for answer in answers:
                 answer.smooth_start = max(answer.smooth_start, answer.made.first + self._need)
 
-
-logger = get_logger(__name__)
 
 FLAG = struct.Struct("<d")
 VALID_SECONDS = 0.25  # a flag that its owner does not renew, once per step, means nothing after that

@@ -34,6 +34,8 @@ from omni_actors.errors import ConfigError
 from omni_actors.host.run_directory import expanded
 from omni_actors.logs import get_logger
 
+logger = get_logger(__name__)
+
 CLUSTER, CLIENT = "cluster", "client"
 ALLOWED, OPERATORS, CLIENTS = "allowed", "operators", "clients"
 PUBLIC, SECRET = ".key", ".key_secret"
@@ -173,8 +175,6 @@ def _copy(source: Path, target: Path) -> None:
     with open(descriptor, "wb") as file:
         file.write(source.read_bytes())
 
-
-logger = get_logger(__name__)
 
 # ZAP domains: who may connect to a socket.
 MEMBERS = "members"  # the pipeline's processes

@@ -30,6 +30,8 @@ from omni_actors.host.processes import raise_file_limit
 from omni_actors.logs import get_logger, is_worth_a_line
 from omni_actors.transport.curve import MAKE_KEYS, Keys
 
+logger = get_logger(__name__)
+
 HANG_UPS = 3  # this many in a row,
 HANG_UP_SECONDS = 2.0  # over at least this time, are more than a peer that is just shutting down
 HANDSHAKE_EVENTS = (
@@ -133,8 +135,6 @@ class HandshakeMonitor:
             self._monitored.disable_monitor()
         self.socket.close()
 
-
-logger = get_logger(__name__)
 
 CONNECTIONS = 4096  # at most, of all endpoints of a process
 RESERVED_FILES = 256  # for everything else in the process

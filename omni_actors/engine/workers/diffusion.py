@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 
 # The two token ids that a diffusion worker "samples": vLLM's scheduler counts the first as a completed denoise step and
 # ends a request at the second, by its ordinary stop-token check.
@@ -291,9 +293,6 @@ class DiffusionModelRunner(OmniRunnerBase):
 
     def omni_reset(self) -> None:
         """Do nothing: `step` leaves nothing half done."""
-
-
-logger = logging.getLogger(__name__)
 
 
 class DiffusionOutput(AttachedOutput):

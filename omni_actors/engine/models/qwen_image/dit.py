@@ -1,7 +1,5 @@
 """Qwen-Image's diffusion transformer: its network, the prefix that steps share, and its published weights.
 
-Torch only.
-
 A sequence is a prompt, the pictures that it refers to in the places where it does, and then the picture that is made;
 guidance makes two sequences of one picture. All before the picture that is made, the prefix, sees only what comes
 before it, and has one modulation at any moment. So its keys and values are the same in every step: they are computed
