@@ -137,8 +137,6 @@ def render(report: Report) -> str:
     shown = report.description
     health = "healthy" if shown.healthy else "degraded"
     requests = f"{shown.in_flight} of {shown.max_in_flight} requests in flight, {shown.queued} queued"
-    if shown.speech_places:
-        requests += f", {shown.speech_running} of {shown.speech_places} speaking, {shown.speech_waiting} waiting to"
     lines = [f"{shown.pipeline}: {health}, {requests}"]
     hosts = any(stage.node for stage in shown.stages)
     edges = {(edge.stage, edge.replica): edge for edge in report.edges}

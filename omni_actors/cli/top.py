@@ -142,7 +142,6 @@ def _summary(rates: Rates) -> Text:
     factor = rates.mean(metrics.REALTIME_FACTOR)
     words = [
         f"{description.in_flight} of {description.max_in_flight} requests in flight",
-        f"{description.speech_running} speaking, {description.speech_waiting} waiting to",
         f"{sum(rates.rate(metrics.REQUESTS, *labels) for labels in outcomes):.1f}/s",
         f"{ended:.0f} ended, {bad:.0f} of them failed or refused",
         f"first text {_time(rates.mean(metrics.FIRST_TEXT))}",

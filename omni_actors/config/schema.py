@@ -260,7 +260,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
         decode: how the stage decodes, for diffusion stages only.
         environment: variables that the stage's process sets before it touches a device, such as OMP_NUM_THREADS.
         yields_to: stages for which this one skips steps on a shared device while their requests await their first
-            output or, if they make sound, a listener falls silent (see `stage/sound.py`).
+            output or, if they make sound, while a chunk is due soon (see `stage/sound.py`).
     """
 
     name: StageName
@@ -331,10 +331,6 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
         keys_dir: folder of CURVE keys, made by `omni-actors keys`; without them TCP stays on this host.
         max_in_flight: requests that run at a time; each has a slot. Some slots are kept for clients that have none.
         max_queued: requests that may wait for a slot; with more, the client that has most gets `overloaded`.
-        speech_pace: how many times as fast as it is heard the sound of every running answer is to be made. While it is
-            slower, the speech of further answers waits; their text does not. 0: none waits.
-        speech_queue: answers whose speech may wait; with more, the client that has most gets `overloaded`.
-        speech_wait: seconds for which speech may wait; after that the request ends with `overloaded`.
         startup_timeout: seconds until every stage must be ready.
         shutdown_timeout: seconds that stages and the HTTP server may take to stop before they are killed.
         drain_timeout: seconds that a stop waits for requests in flight.
@@ -360,9 +356,6 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     keys_dir: Line | None = None
     max_in_flight: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
     max_queued: Annotated[int, Meta(ge=0, le=10_000)] = 256
-    speech_pace: Annotated[float, Meta(ge=0, le=1000)] = 1.2
-    speech_queue: Annotated[int, Meta(ge=0, le=10_000)] = 256
-    speech_wait: Seconds = 120.0
     startup_timeout: Seconds = 600.0
     shutdown_timeout: Seconds = 8.0
     drain_timeout: Annotated[float, Meta(ge=0, le=1e7)] = 2.0
@@ -501,6 +494,11 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         if self.flow.client_bytes is not None:
             return self.flow.client_bytes
         return 1 << 30 if {Modality.IMAGE, Modality.LATENTS} & set(self.modalities) else 64 << 20
+
+    def before(self, name: str) -> frozenset[str]:
+        """The stages whose output reaches a stage, directly or through others."""
+        sources = self.stage(name).source_names
+        return frozenset(sources).union(*map(self.before, sources))
 
     def downstream(self, name: str) -> tuple[str, ...]:
         """Return the stages that take input from `name`."""

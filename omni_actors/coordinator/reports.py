@@ -71,9 +71,6 @@ class Reports:
             healthy=replicas.healthy,
             in_flight=requests.in_flight,
             queued=requests.queued,
-            speech_waiting=requests.speech.waiting,
-            speech_running=requests.speech.speaking,
-            speech_places=requests.speech.bound,
             max_in_flight=self._pipeline.coordinator.max_in_flight,
             stages=tuple(replica.status() for replica in replicas),
             requests=requests.requests_of(client),
@@ -144,12 +141,10 @@ class Reports:
             (replica.stage, replica.index): (replica.ready, replica.spare, len(replica.requests))
             for replica in self._fleet.replicas
         }
-        speech = self._requests.speech
         edges = {target: traffic.metrics() for target, traffic in self._traffic.items()} | self._stages.metrics()
         return self._collector.gather(
             self._requests.in_flight,
             self._requests.queued,
-            (speech.waiting, speech.speaking, speech.bound),
             self._requests.retained_bytes,
             replicas,
             edges,

@@ -61,7 +61,6 @@ from omni_actors.protocol.messages import (
     Describe,
     Failed,
     FromStage,
-    Heartbeat,
     NodeBeat,
     NodeHello,
     NodeLeaving,
@@ -71,7 +70,6 @@ from omni_actors.protocol.messages import (
     Operation,
     ReplicaEnded,
     Report,
-    Snapshot,
     StageToCoordinator,
     Submit,
 )
@@ -465,12 +463,8 @@ class Coordinator:
             case Remember(state):
                 if self._memory is not None:
                     self._memory.write(state)
-            case Measured(replica, Heartbeat() as beat):
-                self._do(self._requests.take_beat(replica, beat.listeners, STEADY()))
-            case Measured(replica, Snapshot() as snapshot):
+            case Measured(replica, snapshot):
                 self._collector.take_snapshot(replica.stage, replica.index, snapshot)
-            case Measured():  # all of what it may hold is above; mypy does not look into fields
-                pass
             case GiveUp():
                 self._stopping.set()
 

@@ -31,7 +31,7 @@ from omni_actors.stage.engine_interface import (
     StageRequest,
     StreamEvent,
 )
-from omni_actors.stage.sound import FIRST_SECONDS, HEARD_SECONDS, Ahead, Arrivals, Forecast, Outlook, needs_device
+from omni_actors.stage.sound import FIRST_SECONDS, Ahead, Arrivals, Costs, Outlook, foresee, needs_device
 from omni_actors.telemetry.request_log import Playback
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class _RunningStream:
     request: StageRequest
     stream: DiffusionStream
     first_due: float
-    arrivals: Arrivals
+    arrivals: Arrivals = field(default_factory=Arrivals)
     claim: Claim | None = None
     job_id: str | None = None
     job: DiffusionJob | None = None
@@ -137,8 +137,10 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         self._facts = self._runner.facts
         self._jobs: dict[str, str] = {}  # id of a job in the core -> request
         self._keeps = bool(arguments.model_config.decode.get("smooth_start", True))  # first sounds, for a while
-        self._forecast = Forecast(self._scheduler.places)
+        self._costs = Costs(self._scheduler.places)
+        self._pace = 0.0  # seconds for a token of the input, of the answer that got some last
         self._keeping: dict[str, _RunningStream] = {}  # requests with sound that has not left
+        self._queue: dict[str, _RunningStream] = {}  # requests whose sound waits for room
 
     @property
     def _scheduler(self) -> DiffusionMixin:
@@ -154,9 +156,8 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         self._check_new(request.request_id)
         stream = self._runner.open(request, inputs)
         first_due = self._scheduler.clock() + FIRST_SECONDS
-        running = _RunningStream(request, stream, first_due, self._forecast.arrivals())
-        self._requests[request.request_id] = running
-        running.arrivals.add(self._scheduler.clock(), stream.input_tokens)
+        running = self._requests[request.request_id] = _RunningStream(request, stream, first_due)
+        self._arrived(running)
         self._submit(running)
 
     def extend(
@@ -174,9 +175,13 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         except OmniError:
             self.abort(request_id)  # without this input it could never end
             raise
-        running.arrivals.add(self._scheduler.clock(), running.stream.input_tokens)
+        self._arrived(running)
         if running.job_id is None:
             self._submit(running)
+
+    def _arrived(self, running: _RunningStream) -> None:
+        running.arrivals.add(self._scheduler.clock(), running.stream.input_tokens)
+        self._pace = running.arrivals.pace(self._pace)
 
     def waits_for_input(self, request_id: str) -> bool:
         """Whether the next job is to come from input that is missing."""
@@ -184,7 +189,10 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         return running is not None and running.job_id is None
 
     def _submit(self, running: _RunningStream) -> None:
-        """Add the next job of a request to the core, if its input has arrived."""
+        """Add the next job of a request to the core, if its input has arrived and there is room for its sound."""
+        if not (running.jobs or self._has_room()):
+            self._queue[running.request.request_id] = running
+            return
         stream = running.stream
         job = stream.next_job()
         if job is None:
@@ -198,7 +206,7 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
             temperature=0.0,
             detokenize=False,
             stop_token_ids=[FAILED_TOKEN],
-            extra_args={"omni": {"diffusion": job, "claim": running.claim, "due": self._rank(running)}},
+            extra_args={"omni": {"diffusion": job, "claim": running.claim, "due": running.due}},
         )
         job_id = f"{running.request.request_id}/{running.jobs}"
         request = make_request(job_id, [STEP_TOKEN], parameters, priority=running.request.priority)
@@ -208,20 +216,32 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         running.steps += job.num_steps
         self._jobs[job_id] = running.request.request_id
 
-    def _rank(self, running: _RunningStream) -> float:
-        """By which its pieces are ordered: those of a listener who hears already come before those of others."""
-        return running.due - (HEARD_SECONDS if self._keeps and running.left else 0.0)
+    def _has_room(self) -> bool:
+        """Whether another answer's sound can be begun; pictures and latents have no listeners."""
+        listeners = sum(bool(running.jobs) for running in self._requests.values())
+        return not self._facts.sample_rate or listeners < self._costs.listeners
+
+    def _admit(self) -> None:
+        """Begin the sound of answers that waited for room, in order of priority and of when it was due."""
+        order = sorted(self._queue.values(), key=lambda running: (running.request.priority, running.first_due))
+        for running in order:
+            if not self._has_room():
+                break
+            del self._queue[running.request.request_id]
+            self._submit(running)
 
     def abort(self, request_id: str) -> None:
         """Drop a request with its job and what it left on the device. Unknown ids are ignored."""
         running = self._requests.pop(request_id, None)
         self._keeping.pop(request_id, None)
+        self._queue.pop(request_id, None)
         if running is None:
             return
         if running.job_id is not None:
             del self._jobs[running.job_id]
             self.core.abort([running.job_id])
         self._release(running)
+        self._admit()
 
     def _release(self, running: _RunningStream) -> None:
         """Free the device memory of a request that has ended, and its claim."""
@@ -240,6 +260,7 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
             for request_id in ended:
                 self._release(running := self._requests.pop(request_id))
                 events += [*self._let_go(running), ErrorEvent(request_id, error)]
+            self._admit()
             return events
         if outputs:
             jobs = (
@@ -247,8 +268,8 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
                 for output in outputs
                 if output.request_id in self._jobs
             )
-            share = sum(job.share for job in jobs if job is not None)
-            self._forecast.stepped(share, began, self._scheduler.clock())
+            shares = [job.share for job in jobs if job is not None]
+            self._costs.stepped(shares, began, self._scheduler.clock())
         for output in outputs:
             running_id = self._jobs.get(output.request_id)
             if running_id is None:  # aborted while its last step was in flight
@@ -258,6 +279,7 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
             else:
                 del self._jobs[output.request_id]
                 events += self._job_done(running_id, attachment_of(output))
+        self._admit()
         self._foresee()
         return [*events, *self._leaving()]
 
@@ -303,7 +325,7 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         seconds = audio.shape[-1] / self._facts.sample_rate
         running.made.add(self._scheduler.clock(), seconds)
         if job is not None:
-            self._forecast.completed(job.share, job.num_steps, seconds, running.made.seconds)
+            self._costs.completed(job.share, job.num_steps, seconds)
         running.kept.append(AudioEvent(request_id, to_host(audio), self._facts.sample_rate))
         self._keeping[request_id] = running
 
@@ -312,18 +334,17 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         kept = [running for running in self._keeping.values() if not running.left]
         if not kept or not self._keeps:
             return
-        outlooks = {running.request.request_id: self._outlook(running) for running in self._requests.values()}
-        self._forecast.look(list(outlooks.values()), self._scheduler.clock())
+        outlooks = {key: self._outlook(running) for key, running in self._requests.items() if key not in self._queue}
+        foresee(list(outlooks.values()), self._costs, self._scheduler.clock())
         for running in kept:
-            running.leaves = outlooks[running.request.request_id].leaves()
+            running.leaves = outlooks[running.request.request_id].leaves
 
     def _outlook(self, running: _RunningStream) -> Outlook:
         """What is to be made of a request."""
         job = running.job if running.job_id is not None else None
         now = [Ahead(running.made.seconds, job.share, max(1, job.num_steps - running.done))] if job is not None else []
-        return Outlook(
-            running.made, self._rank(running), running.arrivals, [*now, *running.stream.ahead(self._facts.sample_rate)]
-        )
+        ahead = [*now, *running.stream.ahead(self._facts.sample_rate)]
+        return Outlook(running.made, running.due, running.arrivals.pace(self._pace), ahead)
 
     def _leaving(self) -> list[EngineEvent]:
         """The sound whose time to leave has come."""
@@ -343,18 +364,14 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         now = self._scheduler.clock() if self._keeping else 0.0
         return super().runnable() or any(running.leaves <= now for running in self._keeping.values())
 
-    @property
-    def listeners(self) -> int | None:
-        """See `StageEngine.listeners`."""
-        return self._forecast.listeners
-
     def urgent(self) -> bool | None:
         """See `StageEngine.urgent`. Sound is while a listener falls silent, and not for want of input."""
         if not self._facts.sample_rate:
             return None
         due: dict[bool, list[float]] = {True: [], False: []}
-        for running in self._requests.values():
-            due[running.job_id is not None].append(running.due)
+        for request_id, running in self._requests.items():
+            if request_id not in self._queue:
+                due[running.job_id is not None].append(running.due)
         return needs_device(due[True], due[False], self._scheduler.clock())
 
     def statistics(self) -> EngineStatistics:
@@ -370,6 +387,7 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         """Forget all jobs and shut the core down."""
         self._jobs.clear()
         self._keeping.clear()
+        self._queue.clear()
         super().shutdown()
 
 

@@ -269,8 +269,7 @@ MAX_ENDED = 4096
 class OpenRequest(Body, tag="open_request", frozen=True):
     """Coordinator -> every stage of the route: a request will come.
 
-    The entry stage receives its `prompt` here, and every stage the `information` that it wants. A stage for which the
-    request is `held` takes its input and starts it when `Begin` comes.
+    The entry stage receives its `prompt` here, and every stage the `information` that it wants.
     """
 
     route: Annotated[tuple[ReplicaId, ...], Meta(min_length=1, max_length=64)]
@@ -280,7 +279,6 @@ class OpenRequest(Body, tag="open_request", frozen=True):
     priority: int = 0
     prompt: Prompt | None = None
     information: AdditionalInformationPayload | None = None
-    held: bool = False
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""
@@ -331,10 +329,6 @@ class Resend(Body, tag="resend", frozen=True):
     attempt: Attempt
 
 
-class Begin(Body, tag="begin", frozen=True):
-    """Coordinator -> stage: start the attempt of the header, which is held there."""
-
-
 class Ended(Body, tag="ended", frozen=True):
     """Coordinator -> stage: these requests are done; their output need no longer be kept for a `Resend`."""
 
@@ -342,7 +336,7 @@ class Ended(Body, tag="ended", frozen=True):
 
 
 # A failing stage does not tell the stages after it: the coordinator aborts them, so that there is one way to end.
-IntoStage = OpenRequest | Chunk | Abort | Credit | Resend | Begin | Ended
+IntoStage = OpenRequest | Chunk | Abort | Credit | Resend | Ended
 
 
 CHANNELS = (3, 4)  # of a picture: RGB or RGBA
@@ -574,14 +568,10 @@ class Peers(Body, tag="peers", frozen=True):
 
 
 class Heartbeat(Body, tag="heartbeat", frozen=True):
-    """Stage -> coordinator: alive. `progress` counts iterations of the engine loop, `counts` what the stage holds.
-
-    `listeners` is the number for whom the stage can make sound in time; 0 if it makes none or cannot tell.
-    """
+    """Stage -> coordinator: alive. `progress` counts iterations of the engine loop, `counts` what the stage holds."""
 
     progress: Count
     counts: dict[str, int] = {}
-    listeners: Count = 0
 
 
 class Shutdown(Body, tag="shutdown", frozen=True):
@@ -759,9 +749,6 @@ class Description(Body, tag="description", frozen=True):
         sample_rate: of the audio, in Hz; 0 without audio.
         in_flight: requests of all clients that have a slot, at most `max_in_flight`.
         queued: those that wait for one.
-        speech_waiting: answers whose speech waits until it can be made in time.
-        speech_running: those whose speech is made.
-        speech_places: how many may be spoken at a time, as far as was measured; 0 if none has to wait.
         requests: the asking client's own requests in flight; one that it waits for and does not find here is lost.
         counts: what the coordinator refused or dropped, by reason.
         outputs: the stage that produces each modality.
@@ -788,9 +775,6 @@ class Description(Body, tag="description", frozen=True):
     queued: int = 0
     max_media: dict[str, int] = {}
     adapters: tuple[str, ...] = ()
-    speech_waiting: int = 0
-    speech_running: int = 0
-    speech_places: int = 0
     parameters: dict[str, tuple[Parameter, ...]] = {}
     speech: SpeechAbility | None = None
 

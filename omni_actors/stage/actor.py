@@ -26,7 +26,6 @@ from omni_actors.protocol.codec import Envelope, Frame
 from omni_actors.protocol.fields import Body, Header, ReplicaId
 from omni_actors.protocol.messages import (
     Abort,
-    Begin,
     Chunk,
     Credit,
     Ended,
@@ -126,7 +125,6 @@ class Attempt:
     processor: StreamProcessor | None
     timings: StageTimeline
     output: ResendBuffer | None  # what later stages got; `None` if the route has none
-    held: list[Action] | None = None  # what the engine gets when the attempt may begin; `None` once it may
     state: AttemptState = AttemptState.OPEN  # changed by `Attempts.advance` only
     first_output: float = 0.0
     streamed: int = 0  # characters, samples, pictures or latents that went to later stages
@@ -294,7 +292,7 @@ class StageActor:
         """Handle a checked message from the coordinator or a source stage."""
         header = envelope.header
         match envelope.body:
-            case OpenRequest() | Abort() | Resend() | Begin() | Ended() if header.stage:
+            case OpenRequest() | Abort() | Resend() | Ended() if header.stage:
                 self.dropped["not_the_coordinator"] += 1
             case OpenRequest() as request:
                 return self._open(header, request, envelope)
@@ -302,8 +300,6 @@ class StageActor:
                 return self._take_chunk(header, chunk, envelope)
             case Resend() as body:
                 return self._resend(header, body)
-            case Begin():
-                return self._begin(header)
             case Abort():
                 self._abort(header)
             case Ended(request_ids=request_ids):
@@ -473,17 +469,7 @@ class StageActor:
             processor,
             self._meter.opened(header.attempt, has_input=request.prompt is not None),
             ResendBuffer(self._budget, receivers, header.attempt) if receivers else None,
-            held=[] if request.held else None,
         )
-
-    def _begin(self, header: Header) -> list[Outgoing]:
-        """Give the engine what an attempt has got while it was held."""
-        attempt = self._attempts.live(header.request_id)
-        if attempt is None or attempt.number != header.attempt:
-            self.dropped["late"] += 1
-            return []
-        actions, attempt.held = attempt.held or [], None
-        return self._apply(attempt, lambda: actions)
 
     def _take_chunk(self, header: Header, chunk: Chunk, envelope: Envelope[IntoStage]) -> list[Outgoing]:
         attempt = self._attempts.live(header.request_id)
@@ -510,8 +496,6 @@ class StageActor:
         try:
             for action in decide():
                 match action:
-                    case Start() | Extend() if attempt.held is not None:
-                        attempt.held.append(action)
                     case Start(inputs=inputs):
                         self._runs += 1
                         self._engine.start(attempt.request, inputs)

@@ -308,14 +308,6 @@ class StageEngine(ABC):
     def counts(self) -> dict[str, int]:
         """What the engine holds now, by name; all zero when it is idle, which leak checks rely on."""
 
-    @property
-    def listeners(self) -> int | None:
-        """For how many listeners it makes sound as fast as they hear it; 0 if it cannot tell yet.
-
-        `None`: what it made in the time of its steps tells it.
-        """
-        return None
-
     def urgent(self) -> bool | None:
         """Whether lower-priority stages on this GPU should pause. None: while first outputs are computed."""
         return None

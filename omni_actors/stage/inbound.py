@@ -101,7 +101,6 @@ class Pulse:
 
     progress: int = 0
     counts: dict[str, int] = field(default_factory=dict)
-    listeners: int = 0
 
 
 LIMIT = 4096  # events that may wait for the engine; further messages wait in zmq and at the sender
@@ -347,7 +346,7 @@ class Inbound(threading.Thread):
                 if orphaned_at is None:
                     self._restore_files()
                 pulse, counts = self.pulse, {**self.pulse.counts, **self.rejected()}
-                self._send(control, Heartbeat(pulse.progress, counts, pulse.listeners))
+                self._send(control, Heartbeat(pulse.progress, counts))
             refusal = handshake.take()
             # Always, because sending may have consumed the descriptor's signal; and after the check of the connection,
             # because by the time it is lost all of the coordinator's last messages can be read, and they count.

@@ -22,12 +22,9 @@ from omni_actors.stage.engine_interface import (
     StreamEvent,
     TextEvent,
 )
-from omni_actors.stage.sound import USUAL_SECONDS, Pace
 from omni_actors.telemetry import metrics as table
 from omni_actors.telemetry.metrics import Meters
 
-PROVEN_SOUND = 5.0  # seconds of sound that a stage has to make before it reports for how many listeners it does
-MOST_LISTENERS = 1_000_000  # that it reports
 KEPT_TIMELINES = 256  # of requests that ended here without a `StageDone`, until the next snapshot
 
 
@@ -50,8 +47,6 @@ class StageMeter:
         self.input_tokens = 0
         self.audio_seconds = 0.0
         self.pictures = 0
-        self._sound = Pace(USUAL_SECONDS)  # of steps for their seconds of sound
-        self._followed = 0.0  # of `audio_seconds`
         self.held_back: dict[str, float] = dict.fromkeys(HeldBack, 0.0)  # seconds
         self._steps = self.meters.histogram(table.STEP_SECONDS, *self.labels)
         self._queue = self.meters.histogram(table.QUEUE_SECONDS, *self.labels)
@@ -84,10 +79,7 @@ class StageMeter:
 
     def stepped(self, began: float, took_all: bool) -> None:
         """Note the end of a step. `took_all`: it worked on all requests that were handed over before."""
-        seconds = self.clock() - began
-        self._steps.observe(seconds)
-        self._sound.add(seconds, self.audio_seconds - self._followed)
-        self._followed = self.audio_seconds
+        self._steps.observe(self.clock() - began)
         if self._fresh:
             if took_all:
                 for timings in self._fresh:
@@ -135,13 +127,6 @@ class StageMeter:
     def _end(self, timings: StageTimeline, outcome: str) -> None:
         timings.outcome, timings.ended = outcome, self.clock()
         self.meters.count(table.STAGE_REQUESTS, *self.labels, outcome)
-
-    @property
-    def listeners(self) -> int:
-        """For how many listeners the stage makes sound as fast as they hear it; 0 until it has made enough to tell."""
-        if self.audio_seconds < PROVEN_SOUND:
-            return 0
-        return min(MOST_LISTENERS, int(1 / self._sound.seconds)) if self._sound.seconds else 0
 
     # -- for the snapshot ---------------------------------------------------------------------------------------------
 

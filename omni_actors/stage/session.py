@@ -167,7 +167,7 @@ class EngineLoop:
     def run(self, flag: DemandFlag, priority: DevicePriority) -> Stop | Lost:
         """Serve until the session ends; return why it did."""
         while self._end is None:
-            yields = priority.yields()
+            yields = priority.yields(self.actor.urgent())
             self._take_events(yields)
             flag.set(self.actor.urgent())
             if not (yields or self.outbound.congested):  # when congested, the stages after this one set the pace
@@ -231,8 +231,6 @@ class EngineLoop:
         self.outbound.send(self.actor.tick())
         dropped = {f"dropped_{reason}": count for reason, count in self.actor.dropped.items()}
         self.inbound.pulse.counts = {**self.actor.counts(), **self.outbound.counts(), **dropped}
-        listeners = self.engine.listeners
-        self.inbound.pulse.listeners = self.meter.listeners if listeners is None else listeners
         if now >= self._next_snapshot:
             self._next_snapshot = now + self.pipeline.coordinator.heartbeat_interval
             self._report_metrics()

@@ -1,25 +1,23 @@
-"""When sound is made and sent: whose comes next, when a first sound may leave, and who lets whom have the device.
+"""When sound is made and sent: whose comes next, when a first sound may leave, and which stage has the device.
 
-A piece of sound is due when its listener has heard everything before it; a first piece is due a moment after its input
-came. Pieces are served in the order of their requests' priority and, among equals, of when they are due. While one of
-them is due soon, those that are not may only fill a step that stays light, because every chunk makes a step longer.
+One rule stands behind all of it: every chunk of sound has a moment at which its listener runs dry.
 
-None starves: a piece's due time is fixed, and those of new ones lie ever later.
+* **Order** (`choose`). Chunks are served in the order of their requests' priority and, among equals, of these moments;
+  a first chunk is due a moment after its input came. While one of them is due soon, those that are not may only fill a
+  step that stays light, because every chunk makes a step longer. None starves: a due time is fixed, and those of new
+  ones lie ever later.
+* **Start** (`foresee`). A first sound leaves once all chunks of the next seconds can be made before they are heard, as
+  far as the pace of its input, its own steps and the work that is due before it tell. Alone, it leaves at once.
+* **Room** (`Costs.listeners`). Sound of another answer is begun only while the stage makes the sound of those that are
+  running faster than they hear it.
+* **Device** (`needs_device`, `DemandFlag`, `DevicePriority`). A GPU runs the kernels of several processes by turns, so
+  tokens that nobody needs yet make chunks late that somebody waits for. A stage with `yields_to: [code2wav]` skips
+  steps while a chunk that can be made is due soon, unless a listener who is due earlier lacks the tokens that it makes;
+  one that computes texts or codes is waited for while the first output of a request is computed. A stage yields for at
+  most half of the time, so that it never starves.
 
 Pictures are in the same order. One is due when it has taken `STRETCH` times as long as it would alone: of those that
 came together the smallest goes first, and a large one, which takes seconds, yields to small ones until it is overdue.
-
-Under load the second piece of an answer may be made later than the first one has been heard, and the longest one later
-than all before it. A listener who starts at once then hears a gap, and one who starts a little later hears none. How
-much later that is follows from what the stage has to make before each of the pieces, in the order of `choose`,
-from how fast it computes, and from how fast their input comes; what answers before have needed says what others that
-begin later make of it. Without load nothing is kept.
-
-A device runs the kernels of several processes by turns, so a vocoder that is busy anyway makes every thinker's prefill
-two or three times as long, and with it the time to the first token. A stage with `yields_to: [thinker]` skips steps
-while a thinker on the same device computes first outputs, for at most half of the time, so that it never starves.
-A request that still waits for input does not count, because yielding could delay that very input. A vocoder wants the
-device while a listener falls silent.
 
 A demand flag is eight bytes of memory per replica, mapped from a file in the run directory: until when the replica
 wants the device, on the clock that all processes of a host share. It expires when its owner dies or hangs. The file's
@@ -34,7 +32,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -46,11 +44,10 @@ from omni_actors.telemetry.request_log import AUDIBLE_SECONDS, Playback
 logger = get_logger(__name__)
 
 FIRST_SECONDS = 0.25  # from the first input of an answer to when its first sound is due
-HEARD_SECONDS = 0.4  # priority bonus in seconds for requests whose playback has started
-PRESSING_SECONDS = 0.3  # a piece that is due this soon keeps a step light
+PRESSING_SECONDS = 0.3  # a chunk that is due this soon keeps a step light
 
-LATE_SECONDS = 0.05  # before a piece is due, from which on other stages leave the device to this one
-INPUT_SECONDS = 0.2  # before a piece is due whose input is missing, from which on the stages that make it do not
+LATE_SECONDS = 0.5  # before a chunk is due, from which on other stages leave the device to this one
+INPUT_SECONDS = 0.2  # by which a chunk without input must be due later, or the stages that make its input do not
 
 # What one H200 computes of a transformer with 6 billion parameters: 31,000 in pictures of 2048 x 2048 pixels, 43,000 in
 # those of 1024 x 1024, 49,000 in those of 512 x 512. On a slower device the order is closer to that of arrival, on a
@@ -112,40 +109,34 @@ def choose(
 
 
 def needs_device(able: Iterable[float], waiting: Iterable[float], now: float) -> bool:
-    """Whether the stages before this one shall leave the device to it, because a listener falls silent.
-
-    Not while a listener who soon does so lacks the very input that they make.
+    """Whether the stages before this one shall leave the device to it.
 
     Args:
-        able: when the pieces are due that could be made at once.
+        able: when the chunks are due that could be made at once.
         waiting: when those are due that lack input.
     """
-    late = min(able, default=math.inf) < now + LATE_SECONDS
-    return late and min(waiting, default=math.inf) > now + INPUT_SECONDS
+    first = min(able, default=math.inf)
+    return first < now + LATE_SECONDS and first < min(waiting, default=math.inf) - INPUT_SECONDS
 
 
-FIXED_SHARE = 0.45  # of a light step: what every step takes besides its pieces, on the host and an H200
-MEMORY_SECONDS = 0.5  # of computing, after which a step's time counts a third
-USUAL_SECONDS = 10.0  # the same, for what is usual
-PHASE_SECONDS = 0.5  # for which what is slow now stays slow; the stages before are busy with an answer's beginning
-LATE_WEIGHT = 0.1  # of a step, in the mean of what late steps had in them
+FIXED_SHARE = 0.45  # of a light step: what every step costs besides its chunks
+MEMORY_SECONDS = 1.0  # of computing, after which what a step cost counts a third
 PAUSE_SECONDS = 0.01  # between steps, from which on the stage had nothing to do
-INPUT_MARGIN = 1.25  # of the time until a piece's input is foreseen to have come
-QUEUE_MARGIN = 1.5  # of that for all pieces before it: those of answers that begin later come before it, too
-HORIZON_SECONDS = 6.0  # of sound; pieces that are due later are not looked at
-PROVEN_SECONDS = 1.5  # of an answer's sound; with less the pieces are small, and little is known
-MOST = 0.9  # of the answers, which need no more than is foreseen for all
+ROOM = 1.2  # times as fast as it is heard the sound of all running answers is to be made
+HORIZON_SECONDS = 2.0  # of sound; chunks that are due later are not looked at
+INPUT_MARGIN = 1.1  # of the time until a chunk's input is expected
+WORK_MARGIN = 1.5  # of that for all work that is due before: chunks of answers that begin later come before it, too
 LONGEST_SECONDS = 5.0  # to keep sound
-PIECES_AHEAD = 6  # of an answer that are looked at
+CHUNKS_AHEAD = 6  # of an answer that are looked at
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A piece of an answer's sound that is to be made.
+    """A chunk that is to be made.
 
     Args:
         before: seconds of the answer's sound before it.
-        share: the part that it takes of a light step.
+        share: the part that it takes of a light step; 0 if its model has none.
         steps: that it has to be in.
         missing: tokens of its input that are not there yet.
     """
@@ -156,42 +147,62 @@ class Ahead:
     missing: int = 0
 
 
-class Pace:
-    """Seconds for a unit of something, of all of it together; what is longer ago counts less.
+class Costs:
+    """What the steps of a stage have cost lately. Moments are in seconds, all by one clock.
 
-    Not the mean of ratios, in which what is slow and little would count as much as what is fast and much.
+    Args:
+        places: the most chunks that a step takes.
     """
 
-    def __init__(self, memory: float) -> None:
-        self._memory = memory
-        self._seconds = self._units = 0.0
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._seconds = self._work = self._steps = 0.0  # what is longer ago counts less
+        self._ended = 0.0
+        self._largest, self._sound = Ahead(0.0, 0.0, 1), 0.0  # and the seconds of its sound
 
-    def add(self, seconds: float, units: float) -> None:
-        """Note that so many units took so long."""
-        kept = math.exp(-seconds / self._memory)
-        self._seconds, self._units = kept * self._seconds + seconds, kept * self._units + units
+    def work(self, share: float) -> float:
+        """The work of a chunk in one step, in light steps."""
+        return share or 1 / self._places
+
+    def stepped(self, shares: Sequence[float], began: float, ended: float) -> None:
+        """Note a step with chunks that take these shares of a light one."""
+        # Without a pause the time between steps is theirs: that of the host.
+        seconds = ended - (self._ended if began - self._ended < PAUSE_SECONDS else began)
+        self._ended = ended
+        kept = math.exp(-seconds / MEMORY_SECONDS)
+        self._seconds = kept * self._seconds + seconds
+        self._work = kept * self._work + sum(map(self.work, shares))
+        self._steps = kept * self._steps + 1
+
+    def completed(self, share: float, steps: int, seconds: float) -> None:
+        """Note how long the sound of a finished chunk is. Most sound is in the largest ones."""
+        if self.work(share) >= self.work(self._largest.share) or not self._sound:
+            self._largest, self._sound = Ahead(0.0, share, steps), seconds
 
     @property
-    def seconds(self) -> float:
-        """For a unit; 0 if nothing is known."""
-        return self._seconds / self._units if self._units else 0.0
+    def unit(self) -> float:
+        """Seconds for the work of a light step, in steps like the last ones."""
+        return self._seconds / self._work if self._work else 0.0
 
+    @property
+    def step(self) -> float:
+        """Seconds for a step."""
+        return self._seconds / self._steps if self._steps else 0.0
 
-def foreseen(units: float, now: float, usual: float) -> float:
-    """Estimated seconds for `units`: at the current rate for the first 0.5 s, then at the long-run rate."""
-    if units * now <= PHASE_SECONDS:
-        return units * now
-    return PHASE_SECONDS + (units - PHASE_SECONDS / now) * usual
+    @property
+    def listeners(self) -> float:
+        """For how many listeners the stage makes sound `ROOM` times as fast as they hear it, in full steps."""
+        if not (self._sound and self._seconds):
+            return math.inf
+        full = FIXED_SHARE + self._places * self.work(self._largest.share)
+        seconds = self._seconds / (self._work + FIXED_SHARE * self._steps) * full * self._largest.steps
+        return max(1.0, self._places * self._sound / (seconds * ROOM))
 
 
 @dataclass(slots=True)
 class Arrivals:
-    """How fast an answer's input comes: when tokens first and last came, and how many did by then. Seconds.
+    """How an answer's input comes: when tokens first and last came, and how many did by then. Seconds."""
 
-    `usual` is the pace of all answers.
-    """
-
-    usual: Pace = field(default_factory=lambda: Pace(USUAL_SECONDS))
     first: float = 0.0
     first_tokens: int = 0
     last: float = 0.0
@@ -200,135 +211,52 @@ class Arrivals:
     def add(self, now: float, tokens: int) -> None:
         """Note that there are so many tokens now."""
         if tokens > self.last_tokens:
-            if self.last_tokens:
-                self.usual.add(now - self.last, tokens - self.last_tokens)
-            else:
+            if not self.last_tokens:
                 self.first, self.first_tokens = now, tokens
             self.last, self.last_tokens = now, tokens
 
-    def foresee(self, tokens: int) -> float:
-        """Seconds until so many more have come.
-
-        The first tokens of an answer are slow because the stages before this one begin with it. So what is slow now
-        becomes usual, and what is fast now stays so.
-        """
-        more, usual = self.last_tokens - self.first_tokens, self.usual.seconds
-        now = (self.last - self.first) / more if more else usual
-        return foreseen(tokens, now, min(now, usual))
+    def pace(self, usual: float) -> float:
+        """Seconds for a token; `usual` while none has come after the first ones."""
+        more = self.last_tokens - self.first_tokens
+        return (self.last - self.first) / more if more else usual
 
 
 @dataclass(slots=True)
 class Outlook:
-    """An answer: what was made of it, when its next piece is due, how its input comes, and all pieces to come.
+    """An answer: what was made of it, when its next chunk is due, seconds for a token of its input, all chunks to come.
 
     `smooth_start` is the result: when a listener can start and hear no gap, as far as is foreseen.
     """
 
     made: Playback
     due: float
-    arrivals: Arrivals
+    pace: float
     ahead: Sequence[Ahead]
     smooth_start: float = field(default=0.0)
 
+    @property
     def leaves(self) -> float:
         """When its first sound may leave."""
         wait = self.smooth_start - self.made.first
         return self.made.first + (min(wait, LONGEST_SECONDS) if wait > AUDIBLE_SECONDS else 0.0)
 
 
-class Forecast:
-    """Follows how fast a stage computes, and foresees smooth starts. Moments are in seconds, all by one clock.
-
-    Args:
-        places: the most pieces that a step takes.
-    """
-
-    def __init__(self, places: int) -> None:
-        self._places = places
-        self._late, self._usual = Pace(MEMORY_SECONDS), Pace(USUAL_SECONDS)  # of a light step's pieces
-        self._tokens = Pace(USUAL_SECONDS)  # of all answers' input
-        self._share = 0.0  # of a light step, in a late one on average
-        self._ended = 0.0
-        self._largest = Ahead(0.0, 0.0, 1)
-        self._seconds = 0.0  # of the sound of that one
-        self._proven = False
-        self._need, self._needed_by = 0.0, 0  # seconds that first sounds had to be kept, and of how many answers
-
-    def arrivals(self) -> Arrivals:
-        """Those of another answer's input."""
-        return Arrivals(self._tokens)
-
-    def stepped(self, share: float, began: float, ended: float) -> None:
-        """Note a step, with pieces that together take this share of a light step."""
-        # Without a pause the time between steps is theirs: that of the host.
-        seconds = ended - (self._ended if began - self._ended < PAUSE_SECONDS else began)
-        self._ended = ended
-        self._share += LATE_WEIGHT * (share - self._share)
-        for pace in (self._late, self._usual):
-            pace.add(seconds, FIXED_SHARE + share)
-
-    def completed(self, share: float, steps: int, seconds: float, made: float) -> None:
-        """Record a finished chunk: its duration and the request's total audio so far.
-
-        The largest pieces are those of which most sound consists.
-        """
-        self._proven |= made >= PROVEN_SECONDS
-        if share >= self._largest.share:
-            self._largest, self._seconds = Ahead(0.0, share, steps), seconds
-
-    @property
-    def listeners(self) -> int | None:
-        """For how many listeners the stage makes sound as fast as they hear it, in full steps.
-
-        0 until enough of an answer was made; `None` if pieces do not say what part of a step they take.
-        """
-        piece, unit = self._largest, self._usual.seconds
-        if not (self._proven and unit):
-            return 0
-        if not piece.share:
-            return None
-        step = unit * (FIXED_SHARE + self._places * piece.share)
-        return max(1, int(self._places * self._seconds / (piece.steps * step)))
-
-    def look(self, answers: Sequence[Outlook], now: float) -> None:
-        """Foresee the smooth starts of all answers of the stage."""
-        pieces = []
-        for answer in answers:
-            answer.smooth_start = answer.made.smooth_start
-            for piece in answer.ahead:
-                later = piece.before - answer.made.seconds
-                if later > HORIZON_SECONDS:
-                    break
-                pieces.append((max(answer.due, now) + later, answer.due, piece, answer))
-        pieces.sort(key=lambda entry: entry[:2])
-        late, usual = self._late.seconds, self._usual.seconds
-        step = self._share + FIXED_SHARE  # of those before
-        under_way = step * usual
-        work, steps = 0.0, 0
-        for _, _, piece, answer in pieces:
-            work += piece.share * piece.steps
-            steps += piece.steps
-            queue = foreseen(work + FIXED_SHARE * max(piece.steps, steps / self._places), late, usual)
-            # The steps in which it is made have as much else in them as those before. Two others end first: the one
-            # that the device computes, and the one that is queued behind it. The margin of the queue holds one of them.
-            own = foreseen((piece.share + step) * (piece.steps + 2), late, usual)
-            done = now + max(
-                QUEUE_MARGIN * queue + under_way, INPUT_MARGIN * answer.arrivals.foresee(piece.missing) + own
-            )
-            answer.smooth_start = max(answer.smooth_start, done - piece.before)
-        self._learn(answers)
-
-    def _learn(self, answers: Sequence[Outlook]) -> None:
-        """Use the 90th percentile of observed startup delays as the minimum for all requests.
-
-        It applies while at least as many requests are concurrent as when it was observed.
-        """
-        needs = sorted(answer.made.gaps for answer in answers if answer.made.seconds > PROVEN_SECONDS)
-        if needs:
-            self._need, self._needed_by = needs[int(MOST * len(needs))], len(answers)
-        if len(answers) >= MOST * self._needed_by:
-            for answer in answers:
-                answer.smooth_start = max(answer.smooth_start, answer.made.first + self._need)
+def foresee(answers: Sequence[Outlook], costs: Costs, now: float) -> None:
+    """Foresee the smooth starts of all answers of a stage."""
+    chunks = []
+    for answer in answers:
+        answer.smooth_start = answer.made.smooth_start
+        for chunk in answer.ahead:
+            later = chunk.before - answer.made.seconds
+            if later > HORIZON_SECONDS:
+                break
+            chunks.append((max(answer.due, now) + later, chunk, answer))
+    chunks.sort(key=lambda entry: entry[0])
+    work = 0.0
+    for _, chunk, answer in chunks:
+        work += costs.work(chunk.share) * chunk.steps
+        own = INPUT_MARGIN * chunk.missing * answer.pace + (chunk.steps + 1) * costs.step  # one step is under way
+        answer.smooth_start = max(answer.smooth_start, now + max(WORK_MARGIN * work * costs.unit, own) - chunk.before)
 
 
 FLAG = struct.Struct("<d")
@@ -393,28 +321,33 @@ class DevicePriority:
     """Decides before each step of a replica whether to skip it.
 
     Args:
-        stages: those to whose replicas on the same device this one yields.
+        stages: those to whose replicas on the same device this one yields; of each, whether also while it computes
+            first outputs itself, as it does to those before it.
         devices: its own GPUs, as for `DemandFlag`.
     """
 
     def __init__(
         self,
         folder: Path,
-        stages: Iterable[str],
+        stages: Mapping[str, bool],
         devices: Iterable[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
-        self._stages = frozenset(stages)
+        self._stages = stages
         self._places = _places(devices)
-        self._flags: dict[str, mmap.mmap] = {}  # by the file's name
+        self._flags: dict[str, tuple[bool, mmap.mmap]] = {}  # by the file's name
         self._clock = clock
         self._search_at = 0.0
         self._yielding_since: float | None = None
         self._works_until = 0.0
 
-    def yields(self) -> bool:
-        """Whether to skip a step now, and ask again after `POLL_SECONDS`."""
+    def yields(self, urgent: bool = False) -> bool:
+        """Whether to skip a step now, and ask again after `POLL_SECONDS`.
+
+        Args:
+            urgent: whether this replica computes the first output of a request itself.
+        """
         if not self._stages:
             return False
         now = self._clock()
@@ -422,7 +355,8 @@ class DevicePriority:
             self._search_at = now + SEARCH_SECONDS
             with contextlib.suppress(OSError):  # the run directory is being removed, for instance
                 self._search()
-        if now < self._works_until or not any(FLAG.unpack_from(flag)[0] > now for flag in self._flags.values()):
+        wanted = any(FLAG.unpack_from(flag)[0] > now for always, flag in self._flags.values() if always or not urgent)
+        if now < self._works_until or not wanted:
             self._yielding_since = None
             return False
         if self._yielding_since is None:
@@ -441,7 +375,8 @@ class DevicePriority:
             path = self._folder / name
             if stage in self._stages and self._places.intersection(places.split("+")) and _is_allocated(path):
                 with path.open("rb") as file:
-                    self._flags[name] = mmap.mmap(file.fileno(), FLAG.size, access=mmap.ACCESS_READ)
+                    flag = mmap.mmap(file.fileno(), FLAG.size, access=mmap.ACCESS_READ)
+                self._flags[name] = self._stages[stage], flag
 
 
 def _is_allocated(path: Path) -> bool:

@@ -111,7 +111,6 @@ class TelemetryCollector:
         self,
         in_flight: int,
         queued: int,
-        speech: tuple[int, int, int],
         retained_bytes: int,
         replicas: Mapping[tuple[str, int], tuple[bool, bool, int]],
         edges: Mapping[str, EdgeMetrics],
@@ -122,7 +121,6 @@ class TelemetryCollector:
         """All values of the whole pipeline, as of the stages' last snapshots.
 
         Args:
-            speech: answers whose speech waits, those that are spoken, and how many may be.
             replicas: whether a replica is ready, whether it is a spare, and the number of requests bound to it.
             edges: the coordinator's own, by receiver.
             rejected: counts of messages that did not decode, by channel and reason.
@@ -132,10 +130,6 @@ class TelemetryCollector:
         own = self._meters
         own.set(table.IN_FLIGHT, to=in_flight)
         own.set(table.QUEUED, to=queued)
-        for metric, value in zip(
-            (table.SPEECH_WAITING, table.SPEECH_RUNNING, table.SPEECH_PLACES), speech, strict=True
-        ):
-            own.set(metric, to=value)
         own.set(table.RETAINED, to=retained_bytes)
         for metric in (table.READY, table.SPARE, table.BOUND, table.RESTARTS):  # of those that have left
             own.forget(metric)

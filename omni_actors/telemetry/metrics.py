@@ -163,14 +163,6 @@ REQUESTS = _counter(
 )
 IN_FLIGHT = _gauge("omni_requests_in_flight", (), "Requests that have a slot.")
 QUEUED = _gauge("omni_requests_queued", (), "Requests that wait for a slot.")
-SPEECH_WAITING = _gauge("omni_speech_waiting", (), "Answers whose speech waits until it can be made in time.")
-SPEECH_RUNNING = _gauge("omni_speech_running", (), "Answers whose speech is made.")
-SPEECH_PLACES = _gauge(
-    "omni_speech_places", (), "How many answers may be spoken at a time, as far as was measured; 0 if none has to wait."
-)
-SPEECH_WAIT = _histogram(
-    "omni_speech_wait_seconds", (), _WAITS, "Time from an answer's first text until its speech may be made."
-)
 REQUEST_SECONDS = _histogram("omni_request_seconds", (), _REQUESTS, "Time of a done request from arrival to end.")
 FIRST_TEXT = _histogram(
     "omni_time_to_first_text_seconds", (), _WAITS, "Time from a request's arrival to its first text (TTFT)."

@@ -115,7 +115,6 @@ class RequestLog(Observer):
         self._first_audio = meters.histogram(table.FIRST_AUDIO)
         self._first_picture = meters.histogram(table.FIRST_PICTURE)
         self._smooth_start = meters.histogram(table.SMOOTH_START)
-        self._speech_wait = meters.histogram(table.SPEECH_WAIT)
         self._audio_gaps = meters.histogram(table.AUDIO_GAPS)
         self._factor = meters.histogram(table.REALTIME_FACTOR)
         for metric in (table.AUDIO_SECONDS, table.PICTURES, table.TEXT_TOKENS, table.REPLAYS):
@@ -146,10 +145,6 @@ class RequestLog(Observer):
             request.timeline.attempt = attempt
             names = " ".join(replica.name for replica in route)
             request.timeline.events.append(TimelineEvent("bound", self._clock(), names[:1024]))
-
-    def speech_begun(self, request_id: str, waited: float) -> None:
-        """Note how long its speech has waited."""
-        self._speech_wait.observe(waited)
 
     def replayed(self, request_id: str, error: OmniError, counts: bool) -> None:
         """Note a replay; `counts` is false for a consequence of one that was counted."""

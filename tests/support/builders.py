@@ -36,7 +36,7 @@ def flow_chain(flow: dict[str, Any], **engines: dict[str, Any]) -> dict[str, Any
     made = chain()
     for stage in made["stages"]:
         stage["engine"] = engines.get(stage["name"], {})
-    made["coordinator"] = {"heartbeat_interval": 0.05, "max_in_flight": 10_000, "speech_pace": 0}  # no line for speech
+    made["coordinator"] = {"heartbeat_interval": 0.05, "max_in_flight": 10_000}
     made["flow"] = {"arena_bytes": 16 << 20, **flow}
     return made
 

@@ -14,7 +14,7 @@ from tests.support.clock import Clock
 def test_yields_while_the_other_wants_the_device(tmp_path: Path) -> None:
     clock = Clock(100.0)
     flag = DemandFlag(tmp_path, "thinker", 0, clock=clock)
-    priority = DevicePriority(tmp_path, ["thinker"], clock=clock)
+    priority = DevicePriority(tmp_path, {"thinker": True}, clock=clock)
     assert not priority.yields()
     flag.set(True)
     assert priority.yields()
@@ -22,10 +22,20 @@ def test_yields_while_the_other_wants_the_device(tmp_path: Path) -> None:
     assert not priority.yields()
 
 
+def test_what_computes_a_first_output_yields_only_to_stages_before_it(tmp_path: Path) -> None:
+    clock = Clock(100.0)
+    for stage, before in (("thinker", True), ("code2wav", False)):
+        flag = DemandFlag(tmp_path, stage, 0, clock=clock)
+        flag.set(True)
+        priority = DevicePriority(tmp_path, {stage: before}, clock=clock)
+        assert priority.yields(urgent=False)
+        assert priority.yields(urgent=True) is before
+
+
 def test_a_flag_expires_with_its_owner(tmp_path: Path) -> None:
     clock = Clock(100.0)
     DemandFlag(tmp_path, "thinker", 0, clock=clock).set(True)
-    priority = DevicePriority(tmp_path, ["thinker"], clock=clock)
+    priority = DevicePriority(tmp_path, {"thinker": True}, clock=clock)
     assert priority.yields()
     clock.now += VALID_SECONDS + 0.01
     assert not priority.yields()
@@ -33,7 +43,10 @@ def test_a_flag_expires_with_its_owner(tmp_path: Path) -> None:
 
 def test_never_yields_for_more_than_half_of_the_time(tmp_path: Path) -> None:
     clock = Clock(100.0)
-    flag, priority = DemandFlag(tmp_path, "thinker", 0, clock=clock), DevicePriority(tmp_path, ["thinker"], clock=clock)
+    flag, priority = (
+        DemandFlag(tmp_path, "thinker", 0, clock=clock),
+        DevicePriority(tmp_path, {"thinker": True}, clock=clock),
+    )
     yielded = 0
     for _ in range(2000):
         clock.now += 0.001
@@ -46,7 +59,7 @@ def test_never_yields_for_more_than_half_of_the_time(tmp_path: Path) -> None:
 def test_replicas_that_come_later_are_found_though_others_were_there(tmp_path: Path) -> None:
     """More may come at any time (`ctl scale`), and one may come back on another GPU."""
     clock = Clock(100.0)
-    priority = DevicePriority(tmp_path, ["thinker"], [1], clock)
+    priority = DevicePriority(tmp_path, {"thinker": True}, [1], clock)
     assert not priority.yields()
     for replica, devices in ((0, [1]), (3, [1]), (0, [2, 1])):
         later = DemandFlag(tmp_path, "thinker", replica, devices, clock)
@@ -75,9 +88,9 @@ def test_replicas_that_come_later_are_found_though_others_were_there(tmp_path: P
 def test_yields_where_a_device_is_shared(tmp_path: Path, own: list[int], theirs: list[int], shared: bool) -> None:
     clock = Clock(100.0)
     DemandFlag(tmp_path, "thinker", 0, theirs, clock).set(True)
-    assert DevicePriority(tmp_path, ["reader", "thinker"], own, clock).yields() is shared
-    assert not DevicePriority(tmp_path, ["reader"], own, clock).yields()
-    assert not DevicePriority(tmp_path, [], own, clock).yields()
+    assert DevicePriority(tmp_path, dict.fromkeys(["reader", "thinker"], True), own, clock).yields() is shared
+    assert not DevicePriority(tmp_path, {"reader": True}, own, clock).yields()
+    assert not DevicePriority(tmp_path, {}, own, clock).yields()
 
 
 def test_a_run_directory_that_is_gone_does_not_end_a_stage(tmp_path: Path) -> None:
@@ -85,7 +98,7 @@ def test_a_run_directory_that_is_gone_does_not_end_a_stage(tmp_path: Path) -> No
     folder = tmp_path / "run"
     folder.mkdir()
     DemandFlag(folder, "thinker", 0, clock=clock).set(True)
-    priority = DevicePriority(folder, ["thinker"], clock=clock)
+    priority = DevicePriority(folder, {"thinker": True}, clock=clock)
     assert priority.yields()
     shutil.rmtree(folder)
     clock.now += SEARCH_SECONDS

@@ -234,7 +234,6 @@ def test_the_known_limits_are_those_of_the_code() -> None:
         "parts of a message": generation.MAX_PARTS,
         "requests in flight": most(CoordinatorConfig, "max_in_flight"),
         "requests that wait for a slot": most(CoordinatorConfig, "max_queued"),
-        "answers whose speech waits": most(CoordinatorConfig, "speech_queue"),
         "tensors and media in a message": message.buffers,
         "one tensor or medium of a message": message.buffer_bytes,
         "a message": message.message_bytes,

@@ -100,12 +100,12 @@ def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subpr
     assert not harness.control.poll(200), "it beats before it is welcomed"
     harness.tell(Welcome(results="ipc:///results"))
     assert harness.next() == Control(Welcome(results="ipc:///results"))
-    harness.inbound.pulse.listeners = 7
+    harness.inbound.pulse.progress = 7
 
     def beats() -> bool:
         for _, *frames in drain(harness.control):
             heard.append(decoder.decode(frames))
-        return sum(isinstance(envelope.body, Heartbeat) and envelope.body.listeners == 7 for envelope in heard) >= 2
+        return sum(isinstance(envelope.body, Heartbeat) and envelope.body.progress == 7 for envelope in heard) >= 2
 
     until(beats)
     assert heard[0].body == Hello(1, "p", "c", 1, f"ipc://{short_path}/inbox")

@@ -13,7 +13,7 @@ from omni_actors.coordinator.core.instructions import Instruction, ToClient
 from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, InvalidRequest, SlowClient
 from omni_actors.protocol.fields import DType, Header, TensorRef, pack_token_ids
-from omni_actors.protocol.messages import Begin, Done, Failed, OpenRequest, Ready, TextDelta, Tombstones
+from omni_actors.protocol.messages import Done, Failed, OpenRequest, Ready, TextDelta, Tombstones
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
 from tests.support.builders import done, header_from, pipeline, submit
 from tests.support.requests import (
@@ -192,15 +192,13 @@ def test_ids_are_used_once() -> None:
 def test_results_reach_the_client_numbered_and_filtered() -> None:
     state = ready()
     ask(state)
-    first, begin = say(state, "thinker", TextDelta(text="a"), 0)
-    assert first == ToClient(ALICE, "r1", 0, TextDelta(text="a"))
-    assert isinstance(begin.body, Begin), "to the talker"
+    first = ToClient(ALICE, "r1", 0, TextDelta(text="a"))
+    assert say(state, "thinker", TextDelta(text="a"), 0) == [first]
     assert say(state, "code2wav", CHUNK, 0, buffers=(b"1234",)) == [ToClient(ALICE, "r1", 1, CHUNK, (b"1234",))]
     assert say(state, "talker", TextDelta(text="x"), 0) == [], "the talker has no outputs"
     assert say(state, "thinker", CHUNK, 1) == [], "the thinker has no audio output"
     ask(state, "r2", ALICE, "audio")
-    (begin,) = say(state, "thinker", TextDelta(text="a"), request_id="r2")
-    assert isinstance(begin.body, Begin), "to the talker; audio was asked for, so the client gets no text"
+    assert say(state, "thinker", TextDelta(text="a"), request_id="r2") == [], "audio alone was asked for"
     assert say(state, "code2wav", CHUNK, request_id="r2") == [ToClient(ALICE, "r2", 0, CHUNK)]
 
 

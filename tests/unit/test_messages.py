@@ -197,7 +197,7 @@ BODIES: list[tuple[Body, list[bytes]]] = [
         ),
         [],
     ),
-    (messages.Heartbeat(progress=5, listeners=2), []),
+    (messages.Heartbeat(progress=5), []),
     (
         messages.Snapshot(
             samples=(messages.Sample("omni_stage_requests", ("talker", "1"), 2.0),),
@@ -249,8 +249,7 @@ BODIES: list[tuple[Body, list[bytes]]] = [
     ),
     (messages.Ready(seconds=1.5, wants_information=("speed", "names")), []),
     (messages.Ready(seconds=1.5, max_media={"image": 4, "video": 1}), []),
-    (messages.Begin(), []),
-    (messages.OpenRequest(route=(REPLICA,), params=StageParams(), seed=9, held=True), []),
+    (messages.OpenRequest(route=(REPLICA,), params=StageParams(), seed=9), []),
     (messages.ImageChunk(pixels=TensorRef(DType.U8, (2, 1, 3), 0), preview=True, sent=1.5), [bytes(6)]),
     (messages.LatentsChunk(latents=TensorRef(DType.BF16, (1, 2), 0)), [bytes(4)]),
     (messages.StepsDone(step=3, steps=8, stage="dit"), []),

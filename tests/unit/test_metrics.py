@@ -143,7 +143,7 @@ def test_a_wrong_snapshot_is_counted_and_does_not_hide_the_others() -> None:
     collector.replica_spawned("talker", 0, 7)
     collector.replica_spawned("talker", 0, 8)
     everything = collector.gather(
-        3, 2, (5, 6, 7), 4, {("talker", 0): (False, True, 2)}, {}, {"client": {"magic": 6}}, {"late": 7}, {"load": 8}
+        3, 2, 4, {("talker", 0): (False, True, 2)}, {}, {"client": {"magic": 6}}, {"late": 7}, {"load": 8}
     )
     value = everything.values
     assert value[(table.OUTPUT_TOKENS.name, LABELS)] == 5

@@ -472,7 +472,6 @@ class Fleet:
             case Heartbeat():
                 self.health.beat(replica, body.progress, now)
                 replica.counts = body.counts
-                return [Measured(replica, body)]
             case Snapshot():
                 return [Measured(replica, body)]
             case Loading(phase=phase):

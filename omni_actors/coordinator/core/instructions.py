@@ -14,15 +14,7 @@ from omni_actors.coordinator.core.replicas import Evidence, Replica
 from omni_actors.errors import OmniError
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.fields import Body, Count, Header, ReplicaId, ReplicaIndex, StageName
-from omni_actors.protocol.messages import (
-    CoordinatorToNode,
-    CoordinatorToStage,
-    Heartbeat,
-    Output,
-    Snapshot,
-    StageDone,
-    Submit,
-)
+from omni_actors.protocol.messages import CoordinatorToNode, CoordinatorToStage, Output, Snapshot, StageDone, Submit
 
 VERSION = 1
 
@@ -192,7 +184,7 @@ class Measured:
     """Pass on what a living stage process measured."""
 
     replica: Replica
-    body: Heartbeat | Snapshot
+    snapshot: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +222,6 @@ class Observer:
 
     def bound(self, request_id: str, attempt: int, route: tuple[ReplicaId, ...], begun: Sequence[str]) -> None:
         """An attempt was announced to the replicas of the stages `begun`; the rest of the route goes on as it was."""
-
-    def speech_begun(self, request_id: str, waited: float) -> None:
-        """Its speech may be made; it has waited for this for so many seconds."""
 
     def replayed(self, request_id: str, error: OmniError, counts: bool) -> None:
         """The work of a stage is lost; it runs again, with those that depend on it, as soon as they can be bound.

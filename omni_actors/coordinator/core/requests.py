@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.core.admission import Gate, SpeechPacer
+from omni_actors.coordinator.core.admission import Gate
 from omni_actors.coordinator.core.instructions import Instruction, Observer, ToClient, ToStage
 from omni_actors.coordinator.core.replicas import Evidence, Replica, ReplicaTable, RequestEvent, RequestState
 from omni_actors.coordinator.core.request import ActiveRequest, RequestBook, diverged
@@ -33,7 +33,6 @@ from omni_actors.protocol.fields import Body, Header, ReplicaId
 from omni_actors.protocol.messages import (
     MAX_ENDED,
     Abort,
-    Begin,
     Done,
     Ended,
     Failed,
@@ -77,7 +76,6 @@ class RequestMachine:
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
         self.gate = Gate(pipeline, self.replicas, self.planner, new_seed, self._may_retain)
         self._slots = self.gate.slots
-        self.speech = SpeechPacer(pipeline)
 
     @property
     def in_flight(self) -> int:
@@ -126,18 +124,13 @@ class RequestMachine:
         return self._filled(instructions, now)
 
     def _filled(self, instructions: list[Instruction], now: float) -> list[Instruction]:
-        """What an event leads to, and then the requests that can have a slot, or begin to speak, after it."""
+        """What an event leads to, and then the requests that can have a slot after it."""
         while (ticket := self._slots.next()) is not None:
             request = self.active[ticket.request_id]
             request.ticket = ticket
             request.on(RequestEvent.GRANTED)
             self.retained_bytes += ticket.size
             instructions += self._open(request, now)
-        for request_id, waited in self.speech.begin(now):
-            request = self.active[request_id]
-            self._observer.speech_begun(request_id, waited)
-            if self.speech.first_stage in request.bound:  # else it begins when that stage is bound
-                instructions.append(self._to_stage(request, self.speech.first_stage, Begin()))
         return instructions
 
     def _check_new(self, request_id: str) -> None:
@@ -194,7 +187,6 @@ class RequestMachine:
             priority=request.priority,
             prompt=prompt,
             information=information,
-            held=stage == self.speech.first_stage and self.speech.holds(request, stage),
         )
         return self._to_stage(request, stage, body, buffers)
 
@@ -270,10 +262,7 @@ class RequestMachine:
             )
             return self._filled(self._fail(request, error, now), now)
         request.next_seq[header.stage] = expected + 1
-        instructions = self._refuse_speech(self.speech.notice(request, header.stage, body, now), now)
-        if request.request_id in self.active:
-            instructions += self._take(request, header, body, buffers, now)
-        return self._filled(instructions, now)
+        return self._filled(self._take(request, header, body, buffers, now), now)
 
     def _take(
         self, request: ActiveRequest, header: Header, body: Result, buffers: Sequence[Frame], now: float
@@ -290,11 +279,6 @@ class RequestMachine:
             return self._forward(request, header.stage, body, buffers)
         except StageLost as error:
             return self._fail(request, error, now)
-
-    def _refuse_speech(self, request_ids: Iterable[str], now: float, waited: float | None = None) -> list[Instruction]:
-        """End answers whose speech would wait for too long, or has."""
-        error = self.speech.overloaded(waited)
-        return [instruction for name in request_ids for instruction in self._fail(self.active[name], error, now)]
 
     def reject_from_stage(self, header: Header, error: OmniError, now: float) -> list[Instruction]:
         """A stage's message did not decode: its request ends."""
@@ -368,10 +352,9 @@ class RequestMachine:
         error = StageLost(f"{replica.name} (epoch {replica.epoch}) died: {why}.", stage=replica.stage)
         held = [self.active[request_id] for request_id in sorted(replica.requests) if request_id in self.active]
         replica.release_all()
-        self.speech.take_beat(replica.stage, replica.index, 0)
         self._ended.pop(replica.replica_id, None)
         held = [request for request in held if not self.planner.is_through_with(request, replica.stage)]
-        culprit = self._isolation_runs.record_crash(held, replica, why, evidence, self._may_have_begun, now)
+        culprit = self._isolation_runs.record_crash(held, replica, why, evidence, self.planner.may_have_begun, now)
         instructions: list[Instruction] = []
         if culprit is not None:
             instructions += self._fail(culprit, poison(culprit, replica.stage), now)
@@ -388,14 +371,6 @@ class RequestMachine:
             replica.congested = congested
             self._slots.look_again()
         return self._filled([], now)
-
-    def take_beat(self, replica: Replica, listeners: int, now: float) -> list[Instruction]:
-        """A replica says for how many listeners it makes sound in time, 0 if it does not know."""
-        self.speech.take_beat(replica.stage, replica.index, listeners)
-        return self._filled([], now)
-
-    def _may_have_begun(self, request: ActiveRequest, stage: str) -> bool:
-        return not self.speech.holds(request, stage) and self.planner.may_have_begun(request, stage)
 
     def _replay_or_fail(
         self, request: ActiveRequest, lost: str, error: OmniError, now: float, counts: bool = True
@@ -429,8 +404,6 @@ class RequestMachine:
             if request.deadline <= now
             for instruction in self._fail(request, _too_late(request), now)
         ]
-        waited = self.pipeline.coordinator.speech_wait
-        instructions += self._refuse_speech(self.speech.overdue(now), now, waited)
         self._isolation_runs.tick(now)
         if self._isolation_runs.ended or self._isolation_runs:  # a replica is free again, or may be empty for suspects
             instructions += self._reopen(now)
@@ -485,7 +458,6 @@ class RequestMachine:
 
     def _close(self, request: ActiveRequest, now: float) -> None:
         self.active.remove(request)
-        self.speech.leave(request.request_id)
         if self._slots.leave(request.request_id):  # else no stage has heard of it
             self._release_input(request)
             self._unbind(request, request.bound)

@@ -8,8 +8,7 @@ from typing import NoReturn
 import pytest
 
 from omni_actors.engine.diffusion import DiffusionEngine
-from omni_actors.engine.workers.diffusion import diffusion_entry
-from omni_actors.stage.sound import HEARD_SECONDS, LONGEST_SECONDS, Forecast
+from omni_actors.stage.sound import LONGEST_SECONDS, Costs
 from tests.support.code2wav import CHUNKS, difference, run_dry
 from tests.support.speech import Spec, Speech
 
@@ -38,7 +37,7 @@ def engine(
 ) -> Iterator[DiffusionEngine]:
     engine = vocoders(True, CHUNKS | {"smooth_start": True})
     monkeypatch.setattr(engine.core.scheduler, "clock", clock)
-    monkeypatch.setattr(engine, "_forecast", Forecast(16))  # which remembers no other test
+    monkeypatch.setattr(engine, "_costs", Costs(16))  # which remembers no other test
     yield engine
     run_dry(engine)
     assert set(engine.counts().values()) == {0}, engine.counts()
@@ -105,20 +104,27 @@ def test_what_is_kept_leaves_as_soon_as_the_rest_is_sure(engine: DiffusionEngine
     assert len(speech.wave("sure")) == SPEC[0] * 480
 
 
-def test_the_vocoder_knows_for_how_many_listeners_it_is_fast_enough(engine: DiffusionEngine, clock: Clock) -> None:
-    """From its steps, which take 5 ms, and then from those of a slower device."""
-    found = []
-    for name, seconds in (("fast", 0.005), ("slow", 0.009)):
-        clock.now += 100
-        speech = begin(engine, clock, name, pace=0.05, spec=(8 * BLOCK, *SPEC[1:]))
-        speech.feed_all(name)
-        for _ in range(500):
-            clock.now += seconds
-            if not engine.runnable():
-                break
-            speech.step()
-        found.append(engine.listeners)
-    assert found[0] > found[1] > 0
+def test_another_answers_sound_is_begun_only_while_there_is_time_to_make_it(
+    engine: DiffusionEngine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Costs(16)
+    slow.stepped([0.1], 1.0, 900.0)
+    monkeypatch.setattr(engine, "_costs", slow)
+    speech = begin(engine, clock, "first")
+    for name, priority in (("second", 0), ("third", -1)):
+        speech.start(name, SPEC, first=SPEC[0], priority=priority)
+        assert engine.waits_for_input(name), "there is no room for it"
+    speech.feed_all("first")
+    while "first" not in speech.finished:
+        assert engine.waits_for_input("second")
+        assert engine.waits_for_input("third")
+        speech.step()
+    assert engine.waits_for_input("second")
+    assert not engine.waits_for_input("third"), "the more urgent one comes first"
+    engine.abort("third")
+    assert not engine.waits_for_input("second"), "what is aborted makes room at once"
+    speech.run()
+    assert len(speech.wave("second")) == SPEC[0] * 480
 
 
 def test_other_stages_leave_the_device_to_it_while_a_listener_falls_silent_unless_it_lacks_their_tokens(
@@ -136,22 +142,6 @@ def test_other_stages_leave_the_device_to_it_while_a_listener_falls_silent_unles
     speech.feed_all("late")
     speech.run()
     assert engine.urgent() is False
-
-
-def test_the_next_piece_of_who_hears_already_goes_before_that_of_who_hears_nothing_yet(
-    engine: DiffusionEngine, clock: Clock
-) -> None:
-    early = {}
-    for name, pace in (("hears", 0.05), ("waits", SLOW)):
-        speech = begin(engine, clock, name, pace=pace)
-        assert bool(speech.heard[name]) == (name == "hears")
-        runs_out = clock.now + BLOCK * 480 / engine.facts.sample_rate
-        speech.feed(name, BLOCK)
-        (job,) = engine.core.scheduler.requests.values()
-        early[name] = runs_out - diffusion_entry(job.sampling_params)["due"]
-        speech.feed_all(name)
-        speech.run()
-    assert early["hears"] - early["waits"] == pytest.approx(HEARD_SECONDS)
 
 
 def test_a_request_that_is_aborted_leaves_nothing_kept(engine: DiffusionEngine, clock: Clock) -> None:

@@ -15,7 +15,7 @@ from omni_actors.engine.models.chunks import ChunkPolicy
 from omni_actors.engine.models.codec_decoder.decoder import CodecSizes
 from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionStream
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
-from omni_actors.stage.sound import PIECES_AHEAD, Ahead
+from omni_actors.stage.sound import CHUNKS_AHEAD, Ahead
 
 # Copies of the widest activation that are alive at a time, for the memory estimates.
 COPIES = 4
@@ -181,7 +181,7 @@ class CodecStream(DiffusionStream):
         total = received if self._complete else None
         pieces: list[Ahead] = []
         begin = self._frame
-        while len(pieces) < PIECES_AHEAD and (total is None or begin < total):
+        while len(pieces) < CHUNKS_AHEAD and (total is None or begin < total):
             missing = 0 if self._complete else max(0, policy.end(begin) - received) * sizes.num_quantizers
             before = sizes.samples(begin) - sizes.samples(min(self._silent, begin))
             pieces.append(Ahead(before / sample_rate, 0.0, 1, missing))

@@ -21,7 +21,7 @@ from omni_actors.engine.models.qwen2_5_omni.bigvgan import receptive_frames
 from omni_actors.engine.models.qwen2_5_omni.dit import solver_times
 from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionStream
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
-from omni_actors.stage.sound import PIECES_AHEAD, Ahead
+from omni_actors.stage.sound import CHUNKS_AHEAD, Ahead
 
 if TYPE_CHECKING:
     from transformers import Qwen2_5OmniToken2WavConfig
@@ -294,7 +294,7 @@ class Code2WavStream(DiffusionStream):
         rate = sample_rate / math.prod(geometry.config.bigvgan_config.upsample_rates)  # frames a second
         pieces: list[Ahead] = []
         begin, emitted = self._block, self._emitted
-        while len(pieces) < PIECES_AHEAD and (total is None or begin < total):
+        while len(pieces) < CHUNKS_AHEAD and (total is None or begin < total):
             end, window_end = self._cut(policy, begin)
             share = (window_end - begin) / LIGHT_BLOCKS
             pieces.append(Ahead(emitted / rate, share, max(1, self._sizes[0]), self._missing(window_end)))
