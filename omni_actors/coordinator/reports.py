@@ -88,7 +88,7 @@ class Reports:
         )
 
     def _counts(self) -> dict[str, int]:
-        counts = {"replays": self._requests.replays, "retained_bytes": self._requests.retained_bytes}
+        counts = {"replays": self._requests.replays, "retained_bytes": self._requests.retained.used}
         counts |= {f"dropped_{reason}": count for reason, count in self._all_dropped().items()}
         counts |= {f"routed_{by}": count for by, count in self._requests.planner.router.chosen.items()}
         for channel, decoder in self._decoders.items():
@@ -145,7 +145,7 @@ class Reports:
         return self._collector.gather(
             self._requests.in_flight,
             self._requests.queued,
-            self._requests.retained_bytes,
+            self._requests.retained.used,
             replicas,
             edges,
             {channel: decoder.rejected for channel, decoder in self._decoders.items()},

@@ -170,8 +170,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
 
     def over_budget(self) -> bool:
         """Whether requests, those that wait included, hold more rows than the budget admits."""
-        budget = self._scheduler.budget
-        return budget.held_bytes > budget.limit_bytes
+        return not self._scheduler.budget.rows.fits()
 
     def statistics(self) -> EngineStatistics:
         """Totals of vLLM's scheduler, and the state of the budget of rows."""

@@ -47,7 +47,6 @@ from omni_actors.media.limits import (
     DEFAULT_VIDEO_RATE,
     IMAGE_FILE,
     Item,
-    MediaBudget,
     MediaLimits,
     check_counts,
     check_finite,
@@ -70,6 +69,7 @@ from omni_actors.protocol.payloads import (
     ToolCall,
     function_of,
 )
+from omni_actors.sharing import Budget
 from omni_actors.stage.engine_interface import (
     EngineEvent,
     EngineFacts,
@@ -255,7 +255,7 @@ class TextPromptProcessor:
         """
         if len(inputs.media) != len(prompt.media):
             raise InvalidPayload(f"The prompt names {len(prompt.media)} media, but has {len(inputs.media)} tensors.")
-        budget = MediaBudget(self.limits)
+        budget = Budget(self.limits.decoded_bytes)
         for index, (media, tensor) in enumerate(zip(prompt.media, inputs.media, strict=True)):
             check_media(media, tensor, self.limits, budget, index)
         check_counts((media.modality for media in prompt.media), self.max_media)

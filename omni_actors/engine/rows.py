@@ -14,7 +14,7 @@ answers to one prompt that come at a time would else compute it several times.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from vllm.config import ModelConfig
 
 from omni_actors.errors import EngineError, InvalidPayload
 from omni_actors.protocol.fields import DType, HostTensor
+from omni_actors.sharing import Budget
 from omni_actors.stage.engine_interface import BudgetStatistics
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
@@ -83,50 +84,40 @@ class RowBudget:
     """Not thread-safe.
 
     Args:
-        limit_bytes: that the admitted requests may hold at the moment when another one is admitted.
+        limit: bytes that the admitted requests may hold at the moment when another one is admitted.
+
+    Attributes:
+        rows: of all requests, those that wait included.
+        admitted: those of the requests that the scheduler has taken into its batch.
+        deferrals: admissions put off, counted in every step.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.held_bytes = 0  # by all requests, those that wait included
-        self.deferrals = 0  # admissions put off, counted in every step
-        self._bytes: dict[str, int] = {}
-        self._admitted: set[str] = set()
-        self._admitted_bytes = 0
-        self._refused: set[str] = set()  # requests that wait for the budget, as of the last step
-        self._promised_bytes = 0  # to the admitted and, in this step, to those that may be
-        self._closed = False  # a request waits, so those after it in this step do, too
+    def __init__(self, limit: int) -> None:
+        self.rows, self.admitted = Budget(limit), Budget(limit)
+        self.deferrals = 0
+        self._allowed: set[str] = set()  # requests that may be admitted in this step
+        self._refused: set[str] = set()  # requests that wait, as of the last step
 
     @property
     def waiting(self) -> int:
         """Requests whose admission was put off in the last step, for lack of room or because an earlier one waits."""
         return len(self._refused)
 
-    def open(self, request_id: str, n_bytes: int) -> None:
-        """Begin to count a request."""
-        self._bytes[request_id] = n_bytes
-        self.held_bytes += n_bytes
+    def take(self, request_id: str, size: int) -> None:
+        """Count rows of a request."""
+        self.rows.take(request_id, size)
+        if request_id in self.admitted:
+            self.admitted.take(request_id, size)
 
-    def add(self, request_id: str, n_bytes: int) -> None:
-        """Count more rows of an open request."""
-        self._bytes[request_id] += n_bytes
-        self.held_bytes += n_bytes
-        if request_id in self._admitted:
-            self._admitted_bytes += n_bytes
-
-    def close(self, request_id: str) -> None:
-        """Free what an open request holds."""
-        n_bytes = self._bytes.pop(request_id)
-        self.held_bytes -= n_bytes
+    def release(self, request_id: str) -> None:
+        """Free what a request holds."""
         self._refused.discard(request_id)
-        if request_id in self._admitted:
-            self._admitted.discard(request_id)
-            self._admitted_bytes -= n_bytes
+        self.rows.release(request_id)
+        self.admitted.release(request_id)
 
     def begin_step(self) -> None:
         """Begin a pass over the requests that could be admitted."""
-        self._promised_bytes = self._admitted_bytes
-        self._closed = False
+        self._allowed.clear()
         self._refused.clear()
 
     def admits(self, request_id: str) -> bool:
@@ -134,30 +125,25 @@ class RowBudget:
 
         None overtakes one that waits: a stream of small requests would keep a large one waiting forever.
         """
-        n_bytes = self._bytes.get(request_id)
-        if n_bytes is None or request_id in self._admitted:
+        if request_id not in self.rows or request_id in self.admitted:
             return True
-        if self._closed or (self._promised_bytes and self._promised_bytes + n_bytes > self.limit_bytes):
-            self._closed = True
+        size = self.rows.held_by(request_id)
+        if self._refused or (self.admitted.used and not self.admitted.fits(size)):
             self._refused.add(request_id)
             self.deferrals += 1
             return False
-        self._promised_bytes += n_bytes
+        self._allowed.add(request_id)
+        self.admitted.take(request_id, size)
         return True
 
-    def admit(self, request_id: str) -> None:
-        """Note that the scheduler has taken a request into its batch. Idempotent; ignores others."""
-        if request_id in self._bytes and request_id not in self._admitted:
-            self._admitted.add(request_id)
-            self._admitted_bytes += self._bytes[request_id]
+    def end_step(self, scheduled: Collection[str]) -> None:
+        """Note which requests the scheduler has taken into its batch. Others that it might have must ask again."""
+        for request_id in self._allowed.difference(scheduled):
+            self.admitted.release(request_id)
 
     def statistics(self) -> BudgetStatistics:
         """The figures for the metrics."""
-        return BudgetStatistics(self.limit_bytes, self.held_bytes, 0, self.waiting, self.deferrals)
-
-    def has_admitted(self, request_id: str) -> bool:
-        """Whether the scheduler has taken a request into its batch."""
-        return request_id in self._admitted
+        return BudgetStatistics(self.rows.limit, self.rows.used, 0, self.waiting, self.deferrals)
 
 
 class Hashed(Protocol):

@@ -48,6 +48,7 @@ from omni_actors.engine.rows import FollowedRows, RowBudget, RowCache
 from omni_actors.engine.workers.base import DRAFT, mark_burst, omni_options
 from omni_actors.engine.workers.diffusion import DiffusionJob, diffusion_entry, diffusion_job
 from omni_actors.errors import InvalidRequest
+from omni_actors.sharing import Budget
 from omni_actors.stage.engine_interface import BudgetStatistics
 from omni_actors.stage.sound import LONG_STEP_TOKENS, Piece, choose, picture_due
 
@@ -192,7 +193,7 @@ class OmniSchedulerMixin(StallMixin):
         """
         if request_id in self._streams or request_id in self.requests:
             raise InvalidRequest(f"Request {request_id!r} is already running.")
-        self.budget.open(request_id, stream.held_bytes)
+        self.budget.take(request_id, stream.held_bytes)
         self._streams[request_id] = stream
 
     def push_rows(self, request_id: str, rows: torch.Tensor | None, *, complete: bool) -> None:
@@ -206,13 +207,13 @@ class OmniSchedulerMixin(StallMixin):
             return
         if stream.complete:
             raise InvalidRequest(f"Request {request_id!r} got rows after its input was complete.")
-        if self.budget.has_admitted(request_id):  # otherwise it waits for others, and rows do not change that
+        if request_id in self.budget.admitted:  # otherwise it waits for others, and rows do not change that
             self._stalled = False
         stream.complete = complete
         stream.pending = stream.pending or RowUpdate()
         stream.pending.complete = complete
         if rows is not None and len(rows):
-            self.budget.add(request_id, rows.nbytes)
+            self.budget.take(request_id, rows.nbytes)
             stream.received += len(rows)
             stream.pending.rows.append(rows)
         if (request := self.requests.get(request_id)) is not None:
@@ -231,7 +232,7 @@ class OmniSchedulerMixin(StallMixin):
     def close_stream(self, request_id: str) -> None:
         """Forget a request's rows. Idempotent."""
         if self._streams.pop(request_id, None) is not None:
-            self.budget.close(request_id)
+            self.budget.release(request_id)
 
     def _ready(self, request: Request) -> bool:
         """Whether the input of the request's next step has arrived."""
@@ -296,8 +297,7 @@ class OmniSchedulerMixin(StallMixin):
         output = super().schedule(*args, **kwargs)
         if self.steps_per_schedule > 1:
             mark_burst(output)
-        for admitted in output.scheduled_new_reqs:
-            self.budget.admit(admitted.req_id)
+        self.budget.end_step([admitted.req_id for admitted in output.scheduled_new_reqs])
         updates: dict[str, RowUpdate] = {}
         for request_id, stream in self._streams.items():
             known = self.requests.get(request_id)
@@ -345,7 +345,7 @@ class OmniSchedulerMixin(StallMixin):
             "pending_rows": sum(
                 len(rows) for stream in self._streams.values() if stream.pending for rows in stream.pending.rows
             ),
-            "row_bytes": self.budget.held_bytes,
+            "row_bytes": self.budget.rows.used,
             "followed": len(self._followed),
             "waiting_for_budget": self.budget.waiting,
         }
@@ -380,12 +380,12 @@ class DeviceBudget:
     For each step: `begin_step`, then in order of precedence `takes` for each job in progress and `admits` for each that
     waits.
 
-    Args:
-        limit_bytes: the budget.
+    Attributes:
+        held: bytes for the requests that were admitted and the jobs in progress.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
+    def __init__(self, limit: int) -> None:
+        self.held = Budget(limit)
         self.step_bytes = 0  # needed by the step that was put together last
         self.deferred = 0  # jobs that it left out for lack of room
         self.deferrals = 0  # jobs left out of all steps so far
@@ -394,13 +394,6 @@ class DeviceBudget:
         self._alone = True  # nothing is in the step yet
         self._admits_jobs = True
         self._admits_requests = True
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes held for the requests that were admitted and the jobs in progress."""
-        return sum(claim.held_bytes for claim in self._claims.values()) + sum(
-            job.held_bytes for job in self._jobs.values()
-        )
 
     def begin_step(self) -> None:
         """Forget what the step before needed, but not what is held."""
@@ -411,7 +404,7 @@ class DeviceBudget:
         """Whether step number `step`, from 1, of a job in progress fits; if not, no job is admitted in this step."""
         if step > job.num_steps:
             return True  # asynchronous scheduling: its last step is in flight, and it needs no other
-        if not self._alone and self.held_bytes + self.step_bytes + job.bytes_at(step) > self.limit_bytes:
+        if not self._alone and not self.held.fits(self.step_bytes + job.bytes_at(step)):
             self._admits_jobs = False
             return self._defer()
         return self._take(job, step)
@@ -434,32 +427,36 @@ class DeviceBudget:
             return self._defer()
         if new is not None:
             self._claims[new.request_id] = new
+            self.held.take(("request", new.request_id), new.held_bytes)
         self._jobs[job_id] = job
+        self.held.take(("job", job_id), job.held_bytes)
         return self._take(job, 1)
 
     def job_ended(self, job_id: str) -> None:
         """Release what a job holds. Idempotent; ignores unknown ids."""
         self._jobs.pop(job_id, None)
+        self.held.release(("job", job_id))
 
     def request_ended(self, request_id: str) -> None:
         """Release what a request keeps between its jobs. Idempotent; ignores unknown ids."""
         self._claims.pop(request_id, None)
+        self.held.release(("request", request_id))
 
     def statistics(self) -> BudgetStatistics:
         """The figures for the metrics."""
-        return BudgetStatistics(self.limit_bytes, self.held_bytes, self.step_bytes, self.deferred, self.deferrals)
+        return BudgetStatistics(self.held.limit, self.held.used, self.step_bytes, self.deferred, self.deferrals)
 
     def _fits_request(self, claim: Claim) -> bool:
         claims = [*self._claims.values(), claim]
         held = sum(each.held_bytes for each in claims)
-        return len(claims) == 1 or held + max(each.job_bytes for each in claims) <= self.limit_bytes
+        return len(claims) == 1 or held + max(each.job_bytes for each in claims) <= self.held.limit
 
     def _fits_job(self, job: DiffusionJob, claimed: int) -> bool:
         if self._alone and not self._jobs:
             return True
         dearest = max(each.most_bytes for each in (job, *self._jobs.values()))
         needed = max(dearest, self.step_bytes + job.bytes_at(1))
-        return self.held_bytes + claimed + job.held_bytes + needed <= self.limit_bytes
+        return self.held.fits(claimed + job.held_bytes + needed)
 
     def _take(self, job: DiffusionJob, step: int) -> bool:
         self.step_bytes += job.bytes_at(step)
@@ -561,7 +558,7 @@ class DiffusionMixin(StallMixin):
     def omni_counts(self) -> dict[str, int]:
         """Bytes that requests hold and that the last step needed, and jobs deferred in it."""
         budget = self.budget
-        return {"held_bytes": budget.held_bytes, "step_bytes": budget.step_bytes, "deferred": budget.deferred}
+        return {"held_bytes": budget.held.used, "step_bytes": budget.step_bytes, "deferred": budget.deferred}
 
 
 def _has_step(request: Request) -> bool:

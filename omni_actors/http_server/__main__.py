@@ -20,7 +20,6 @@ from omni_actors.errors import ConfigError
 from omni_actors.host.addresses import is_endpoint
 from omni_actors.host.processes import EXIT_OK, EXIT_USAGE, die_with_parent, raise_file_limit
 from omni_actors.http_server.app import create_app
-from omni_actors.http_server.bodies import BodyBytes
 from omni_actors.http_server.connections import RESERVED_FILES, bounded_protocol, bounded_websocket
 from omni_actors.http_server.settings import (
     SPEC_FLAG,
@@ -32,6 +31,7 @@ from omni_actors.http_server.settings import (
     server_settings,
     url,
 )
+from omni_actors.sharing import Budget
 from omni_actors.transport.curve import load_keys
 
 KEEP_ALIVE_SECONDS = 30
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     logs.get_logger(__name__).info("listening on %s", url(listener, settings))
     _join_logs()
-    bodies = BodyBytes(settings.bodies_bytes)
+    bodies = Budget(settings.bodies_bytes)
     config = uvicorn.Config(
         create_app(settings, bodies=bodies),
         http=bounded_protocol(settings, raise_file_limit(RESERVED_FILES)),

@@ -34,7 +34,7 @@ from omni_actors import __version__
 from omni_actors.errors import ErrorCode, InvalidRequest, OmniError
 from omni_actors.host.addresses import is_loopback
 from omni_actors.http_server import chat, images, responses, speech, state
-from omni_actors.http_server.bodies import REFERENCE, RESERVATION, BodyBytes, FormBody, JsonBody, Reservation, decode
+from omni_actors.http_server.bodies import BODIES, REFERENCE, FormBody, JsonBody, decode
 from omni_actors.http_server.errors import STOPPING, HttpError, bad_field
 from omni_actors.http_server.media import Fetcher
 from omni_actors.http_server.realtime import connection as realtime
@@ -43,6 +43,7 @@ from omni_actors.http_server.state import ServerState, json_response, readiness
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.fields import TRACEPARENT
 from omni_actors.protocol.payloads import StageParams
+from omni_actors.sharing import Budget
 from omni_actors.telemetry.endpoint import render
 from omni_actors.telemetry.metrics import HTTP_TABLE
 from omni_actors.telemetry.timeline import as_json
@@ -175,10 +176,10 @@ class RequestMiddleware:
     it is valid, else `None`) into the scope's state.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, bodies: BodyBytes | None = None) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, bodies: Budget | None = None) -> None:
         self._app = app
         self._settings = settings
-        self._bodies = bodies or BodyBytes(settings.bodies_bytes)
+        self._bodies = bodies or Budget(settings.bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request or WebSocket; lifespan events pass through untouched."""
@@ -214,12 +215,12 @@ class RequestMiddleware:
             logger.log(level, "%s %s %d in %.3f s", *what, extra={"request_id": request_id})
 
     async def _check_and_run(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        reservation = Reservation(self._bodies)
-        RESERVATION.set(reservation)
+        holder = object()
+        BODIES.set((self._bodies, holder))
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                reservation.release()  # first: the client's next request may come at once
+                self._bodies.release(holder)  # first: the client's next request may come at once
                 rest = memoryview(message.get("body", b""))
                 while len(rest) > PIECE_BYTES:  # uvicorn would hold all of it until the client has read it
                     await send({"type": "http.response.body", "body": rest[:PIECE_BYTES], "more_body": True})
@@ -240,7 +241,7 @@ class RequestMiddleware:
         try:
             await self._app(scope, receive, answer)
         finally:
-            reservation.release()
+            self._bodies.release(holder)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -390,14 +391,14 @@ ENDPOINTS = (
 )
 
 
-def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None, bodies: BodyBytes | None = None) -> ASGIApp:
+def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None, bodies: Budget | None = None) -> ASGIApp:
     """Make the whole server as an ASGI application.
 
     Args:
         fetcher: fetches media by URL; made from `settings` if `None`.
         bodies: accounts for the bytes of all requests, also those that have not reached the application.
     """
-    bodies = bodies or BodyBytes(settings.bodies_bytes)
+    bodies = bodies or Budget(settings.bodies_bytes)
     app: ASGIApp = RequestMiddleware(create_routes(settings, fetcher=fetcher, bodies=bodies), settings, bodies)
     if settings.cors_origins:
         # Outermost, because a browser asks in advance without the key, and must be able to read refusals.
@@ -412,13 +413,13 @@ def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None, bodi
 
 
 def create_routes(
-    settings: ServerSettings, *, fetcher: Fetcher | None = None, bodies: BodyBytes | None = None
+    settings: ServerSettings, *, fetcher: Fetcher | None = None, bodies: Budget | None = None
 ) -> Starlette:
     """Make the application without its middleware, so without key and request ids."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        state = ServerState(settings, bodies or BodyBytes(settings.bodies_bytes), fetcher)
+        state = ServerState(settings, bodies or Budget(settings.bodies_bytes), fetcher)
         async with state.client:
             app.state.server = state
             yield

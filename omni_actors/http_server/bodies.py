@@ -11,7 +11,7 @@ import binascii
 import difflib
 import functools
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
@@ -25,6 +25,7 @@ from omni_actors.http_server.errors import HttpError, bad_field, too_large
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.protocol.fields import Priority, Seed
 from omni_actors.protocol.payloads import StageParams
+from omni_actors.sharing import Budget
 
 T = TypeVar("T")
 
@@ -428,47 +429,21 @@ def is_null(value: Raw) -> bool:
     return bytes(memoryview(value)[:5]) == b"null"
 
 
-class BodyBytes:
-    """Bytes of all requests that arrive or are handled."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
+BODIES: ContextVar[tuple[Budget, Hashable]] = ContextVar("bodies")  # and the holder: the request of this task
+TOO_MANY = "The server holds too many bytes of other requests: try again."
 
 
-class Reservation:
-    """What one request takes of them."""
-
-    def __init__(self, bodies: BodyBytes) -> None:
-        self._bodies = bodies
-        self.size = 0
-
-    def add(self, size: int) -> None:
-        """Count a piece. Raises `HttpError` 503 if all requests together hold too many."""
-        if self._bodies.used + size > self._bodies.limit:
-            message = "The server holds too many bytes of other requests: try again."
-            raise HttpError(503, message, code="overloaded")
-        self.size += size
-        self._bodies.used += size
-
-    def settle(self, size: int) -> None:
-        """Hold this much from now on, without a refusal: what exceeds the limit makes the next `add` fail."""
-        self._bodies.used += size - self.size
-        self.size = size
-
-    def release(self) -> None:
-        """Give all of it back. Idempotent."""
-        self._bodies.used -= self.size
-        self.size = 0
-
-
-RESERVATION: ContextVar[Reservation] = ContextVar("reservation")  # of the request that this task handles
+def take_bytes(bodies: Budget, holder: Hashable, size: int) -> None:
+    """Count bytes of a request or session. Raises `HttpError` 503 if all together hold too many."""
+    if not bodies.fits(size):
+        raise HttpError(503, TOO_MANY, code="overloaded")
+    bodies.take(holder, size)
 
 
 def reserve(size: int) -> None:
-    """Count bytes for the request that this task handles, if it has a reservation. Raises as `Reservation.add`."""
-    if (reservation := RESERVATION.get(None)) is not None:
-        reservation.add(size)
+    """Count bytes for the request that this task handles, if it counts any. Raises as `take_bytes`."""
+    if (found := BODIES.get(None)) is not None:
+        take_bytes(*found, size)
 
 
 StrictT = TypeVar("StrictT", bound=Strict)

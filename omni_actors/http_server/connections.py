@@ -28,10 +28,11 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Close, CloseCode, Frame, Opcode
 
 from omni_actors.errors import ErrorCode
-from omni_actors.http_server.bodies import BodyBytes, Reservation
+from omni_actors.http_server.bodies import TOO_MANY
 from omni_actors.http_server.errors import STOPPING, HttpError
 from omni_actors.http_server.settings import ServerSettings, tls_context
 from omni_actors.logs import get_logger
+from omni_actors.sharing import Budget
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -316,7 +317,7 @@ REASONS = {
 EARLY = "A WebSocket's client must wait for the answer to its request before it sends anything."
 
 
-def bounded_websocket(settings: ServerSettings, bodies: BodyBytes) -> type[BoundedWebSocket]:
+def bounded_websocket(settings: ServerSettings, bodies: Budget) -> type[BoundedWebSocket]:
     """Make uvicorn's WebSocket class for one server. What sessions send counts as bytes of `bodies` as it arrives."""
     limits = {"frames_per_second": settings.realtime_events_per_second, "bodies": bodies}
     return type("WebSocket", (BoundedWebSocket,), limits)  # uvicorn makes one for each connection
@@ -330,12 +331,11 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
     """
 
     frames_per_second: float
-    bodies: BodyBytes
+    bodies: Budget
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pace = EventRate(self.frames_per_second, time.monotonic())
-        self._held = Reservation(self.bodies)
         self._pieces = bytearray()  # of a message that has not ended
         self._unread = b""  # what has come behind a message that waits for the application
         self._waiting_bytes = 0  # of that message
@@ -377,13 +377,12 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         """Count what is kept of the connection."""
         kept = (self.conn.reader.buffer, self._pieces, *self.frames, self._unread)
         size = sum(map(len, kept)) + self._waiting_bytes
-        try:
-            if size > max(self._held.size, FREE_BYTES):
-                self._held.add(size - self._held.size)
-        except HttpError as error:
-            self._end(CloseCode.TRY_AGAIN_LATER, error.message)
-        else:
-            self._held.settle(size)
+        before = self.bodies.held_by(self)
+        self.bodies.release(self)
+        if size > max(before, FREE_BYTES) and not self.bodies.fits(size):
+            self._end(CloseCode.TRY_AGAIN_LATER, TOO_MANY)
+        elif size:  # an entry of nothing would outlive the connection
+            self.bodies.take(self, size)
 
     def handle_events(self) -> None:
         """Handle frames up to the end of the session, or to one too many of those that the application does not see."""
@@ -450,7 +449,7 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
     def _forget(self) -> None:
         self.frames, self._pieces, self._unread, self._waiting_bytes = [], bytearray(), b"", 0
         self.conn.reader.discard()
-        self._held.release()
+        self.bodies.release(self)
 
     # -- the application
 

@@ -53,6 +53,7 @@ from omni_actors.media.limits import (
     check_counts,
 )
 from omni_actors.protocol.payloads import MEDIA_MODALITIES
+from omni_actors.sharing import Budget
 
 FETCH_SECONDS = 20.0
 HTTPS_PORT = 443
@@ -239,17 +240,16 @@ class Store(Generic[T]):
 
     def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
         self._most = most
-        self._most_bytes = most_bytes
+        self._budget = Budget(most_bytes)
         self._seconds = seconds
-        self._kept: dict[str, tuple[T, int, float]] = {}  # with its bytes, and until when (monotonic)
-        self._bytes = 0
+        self._kept: dict[str, tuple[T, float]] = {}  # and until when (monotonic)
 
     def add(self, key: str, value: T, size: int) -> int:
         """Keep a value of `size` bytes, unless it alone is too large; returns the Unix time until which it is kept."""
-        if size <= self._most_bytes:
-            self._kept[key] = (value, size, time.monotonic() + self._seconds)
-            self._bytes += size
-        while len(self._kept) > self._most or self._bytes > self._most_bytes:
+        if size <= self._budget.limit:
+            self._kept[key] = (value, time.monotonic() + self._seconds)
+            self._budget.take(key, size)
+        while len(self._kept) > self._most or not self._budget.fits():
             self.remove(next(iter(self._kept)))
         return int(time.time() + self._seconds)
 
@@ -260,19 +260,17 @@ class Store(Generic[T]):
 
     def remove(self, key: str) -> bool:
         """Remove a value; false if there is none with this id."""
-        if key not in self._kept:
-            return False
-        self._bytes -= self._kept.pop(key)[1]
-        return True
+        self._budget.release(key)
+        return self._kept.pop(key, None) is not None
 
     def values(self) -> Sequence[T]:
         """All values, the oldest first."""
         self._expire()
-        return [value for value, _, _ in self._kept.values()]
+        return [value for value, _ in self._kept.values()]
 
     def _expire(self) -> None:
         now = time.monotonic()
-        while self._kept and next(iter(self._kept.values()))[2] < now:
+        while self._kept and next(iter(self._kept.values()))[1] < now:
             self.remove(next(iter(self._kept)))
 
 

@@ -30,7 +30,7 @@ from starlette.responses import Response
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ConfigError, OmniError, RequestTimeout
 from omni_actors.host.run_directory import check_own_folder, expanded
-from omni_actors.http_server.bodies import BodyBytes, Form, FormBody, Strict
+from omni_actors.http_server.bodies import Form, FormBody, Strict
 from omni_actors.http_server.errors import HttpError, bad_field, too_large
 from omni_actors.http_server.media import (
     KEPT_SECONDS,
@@ -50,6 +50,7 @@ from omni_actors.logs import get_logger
 from omni_actors.media.decoders import DecoderThreads
 from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import StageParams
+from omni_actors.sharing import Budget
 
 logger = get_logger(__name__)
 
@@ -234,7 +235,7 @@ IPV6_NETWORK = 64  # bits; who has one of its addresses usually has them all
 class ServerState:
     """One per application, in `app.state.server`."""
 
-    def __init__(self, settings: ServerSettings, bodies: BodyBytes, fetcher: Fetcher | None = None) -> None:
+    def __init__(self, settings: ServerSettings, bodies: Budget, fetcher: Fetcher | None = None) -> None:
         self.settings = settings
         self.realtime = Realtime(settings, bodies)
         self.client = AsyncOmniClient(settings.endpoint, keys=settings.keys)

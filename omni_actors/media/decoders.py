@@ -39,10 +39,11 @@ from omni_actors.media.limits import (
     SOUNDS,
     UNKNOWN_FILE,
     Item,
-    MediaBudget,
     MediaLimits,
     MediaTooLarge,
+    take_decoded,
 )
+from omni_actors.sharing import Budget
 
 THREADS: Final = 2
 DECODE_SECONDS: Final = 60.0  # for all media of a request
@@ -370,11 +371,13 @@ def _serve(job: Job, data: list[bytes], replies: IO[bytes]) -> None:
     if job.items and job.items[0].kind == UNKNOWN_FILE:
         _send(replies, Reply(modality=sniff(data[0])))
         return
-    announced, budget = MediaBudget(job.limits, job.used), MediaBudget(job.limits, job.used)
+    announced, budget = Budget(job.limits.decoded_bytes), Budget(job.limits.decoded_bytes)
+    announced.take(None, job.used)
+    budget.take(None, job.used)
     measured = []
     for item, content in zip(job.items, data, strict=True):
         measured.append(measure(item.kind, content, job.limits, item.what))
-        announced.take(measured[-1].size, item.what)
+        take_decoded(announced, measured[-1].size, item.what)
     _send(replies, Reply(sum(one.size for one in measured), sum(one.seconds for one in measured)))
     for index, item in enumerate(() if job.measure else job.items):
         content, data[index] = data[index], b""

@@ -12,6 +12,7 @@ from msgspec import Struct
 from omni_actors.errors import InvalidPayload, InvalidRequest, MalformedMedia, UnknownModality
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.payloads import MEDIA_MODALITIES, Media, MediaEncoding
+from omni_actors.sharing import Budget
 
 AUDIO_RATE: Final = 16_000  # Hz, what the audio encoder was trained with
 DEFAULT_VIDEO_RATE: Final = 2.0  # frames per second that the model's processor assumes by default
@@ -82,21 +83,14 @@ class MediaLimits:
     audio_rate: int = AUDIO_RATE
 
 
-class MediaBudget:
-    """The bytes that a request's media may still take after decoding; `used` of them are taken."""
-
-    def __init__(self, limits: MediaLimits, used: int = 0) -> None:
-        self._limit = limits.decoded_bytes
-        self._left = limits.decoded_bytes - used
-
-    def take(self, size: int, what: str) -> None:
-        """Count `size` bytes. Raises `MediaTooLarge` if the media of the request exceed the limit with them."""
-        self._left -= size
-        if self._left < 0:
-            raise MediaTooLarge(
-                f"{what}: the media of the request exceed {self._limit} bytes when decoded.",
-                hint="Send fewer or smaller media: fewer channels, a lower sample rate, fewer pixels.",
-            )
+def take_decoded(budget: Budget, size: int, what: str) -> None:
+    """Count bytes after decoding. Raises `MediaTooLarge` if the media of the request exceed the budget with them."""
+    budget.take(what, size)
+    if not budget.fits():
+        raise MediaTooLarge(
+            f"{what}: the media of the request exceed {budget.limit} bytes when decoded.",
+            hint="Send fewer or smaller media: fewer channels, a lower sample rate, fewer pixels.",
+        )
 
 
 def check_counts(modalities: Iterable[str], allowed: Mapping[str, int]) -> None:
@@ -114,7 +108,7 @@ def check_counts(modalities: Iterable[str], allowed: Mapping[str, int]) -> None:
             )
 
 
-def check_media(media: Media, tensor: HostTensor, limits: MediaLimits, budget: MediaBudget, index: int) -> None:
+def check_media(media: Media, tensor: HostTensor, limits: MediaLimits, budget: Budget, index: int) -> None:
     """Check one medium without decoding a file.
 
     Args:
@@ -153,7 +147,7 @@ def check_media(media: Media, tensor: HostTensor, limits: MediaLimits, budget: M
         if tensor.shape[0] > limits.video_frames:
             raise MediaTooLarge(f"{what} has {tensor.shape[0]} frames; at most {limits.video_frames} are allowed.")
         check_sides(tensor.shape[2], tensor.shape[1], limits.video_pixels, limits, what)
-    budget.take(memoryview(tensor.data).nbytes, what)
+    take_decoded(budget, memoryview(tensor.data).nbytes, what)
 
 
 def _check_form(tensor: HostTensor, dtype: DType, form: str, shape: tuple[int | None, ...], what: str) -> None:

@@ -23,14 +23,15 @@ from omni_actors.media.limits import (
     IMAGE_MODES,
     PIXEL_BYTES,
     SAMPLE_BYTES,
-    MediaBudget,
     MediaLimits,
     MediaTooLarge,
     check_finite,
     check_rate,
     check_seconds,
     check_sides,
+    take_decoded,
 )
+from omni_actors.sharing import Budget
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -100,7 +101,7 @@ def sound_rate(data: bytes, limits: MediaLimits, what: str) -> int:
         return rate
 
 
-def sound_blocks(data: bytes, limits: MediaLimits, what: str, budget: MediaBudget) -> Iterator[Samples]:
+def sound_blocks(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Iterator[Samples]:
     """Blocks of mono samples f32 at the file's own rate."""
     import av
 
@@ -111,7 +112,7 @@ def sound_blocks(data: bytes, limits: MediaLimits, what: str, budget: MediaBudge
         for frame in container.decode(stream):
             for part in planar.resample(frame):
                 samples = part.to_ndarray()
-                budget.take(samples.nbytes, what)
+                take_decoded(budget, samples.nbytes, what)
                 total += samples.shape[1]
                 check_seconds(total / stream.rate, limits.audio_seconds, what)
                 yield samples.mean(axis=0, dtype=np.float32)
@@ -123,7 +124,7 @@ def sound_blocks(data: bytes, limits: MediaLimits, what: str, budget: MediaBudge
 # Video
 
 
-def decode_video(data: bytes, limits: MediaLimits, what: str, budget: MediaBudget) -> Pixels:
+def decode_video(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Pixels:
     """Frames u8 [n, height, width, 3] of a video file, `DEFAULT_VIDEO_RATE` per second."""
     kept: list[Pixels] = []
     with _opened(data) as container:
@@ -144,7 +145,7 @@ def decode_video(data: bytes, limits: MediaLimits, what: str, budget: MediaBudge
             check_sides(frame.width, frame.height, limits.film_pixels, limits, what)
             scale = min(1.0, VIDEO_SIDE / max(frame.width, frame.height))
             size = (max(2, round(frame.width * scale)), max(2, round(frame.height * scale)))
-            budget.take(size[0] * size[1] * PIXEL_BYTES, what)
+            take_decoded(budget, size[0] * size[1] * PIXEL_BYTES, what)
             small = frame.reformat(width=size[0], height=size[1], format="rgb24")
             picture = np.ascontiguousarray(small.to_ndarray(), dtype=np.uint8)
             if kept and picture.shape != kept[0].shape:
@@ -153,7 +154,7 @@ def decode_video(data: bytes, limits: MediaLimits, what: str, budget: MediaBudge
     if not kept:
         raise MalformedMedia(f"{what} has no frames.")
     if len(kept) % 2:
-        budget.take(kept[-1].nbytes, what)
+        take_decoded(budget, kept[-1].nbytes, what)
         kept.append(kept[-1])  # the model takes frames in pairs
     return np.stack(kept)
 
@@ -199,7 +200,7 @@ def measure(kind: str, data: bytes, limits: MediaLimits, what: str) -> Announced
     return Announced()  # arrays have been counted, and a video's frames are counted as they are decoded
 
 
-def decode(kind: str, data: bytes, rate: int, limits: MediaLimits, budget: MediaBudget, what: str) -> Decoded:
+def decode(kind: str, data: bytes, rate: int, limits: MediaLimits, budget: Budget, what: str) -> Decoded:
     """Decode a medium.
 
     Sound becomes f32 [samples] at `limits.audio_rate`, a picture u8 [height, width, 3 or 4] and a video u8 [frames,
@@ -312,7 +313,7 @@ def _check_audio_header(file: soundfile.SoundFile, limits: MediaLimits, what: st
     return Announced(int(frames * file.channels * SAMPLE_BYTES), frames / file.samplerate)
 
 
-def _decode_audio(data: bytes, limits: MediaLimits, what: str, budget: MediaBudget) -> Samples:
+def _decode_audio(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Samples:
     """Mono f32 [samples] at `limits.audio_rate` from a file that libsndfile (WAV, FLAC, Ogg, MP3) or FFmpeg knows."""
     if not _is_known(data):
         rate = sound_rate(data, limits, what)
@@ -322,12 +323,12 @@ def _decode_audio(data: bytes, limits: MediaLimits, what: str, budget: MediaBudg
         return resampled(_mono_blocks(file, limits, what, budget), file.samplerate, limits.audio_rate, what)
 
 
-def _mono_blocks(file: soundfile.SoundFile, limits: MediaLimits, what: str, budget: MediaBudget) -> Iterator[Samples]:
+def _mono_blocks(file: soundfile.SoundFile, limits: MediaLimits, what: str, budget: Budget) -> Iterator[Samples]:
     block = BLOCK_BYTES // SAMPLE_BYTES // file.channels
     total = 0
     while len(samples := file.read(block, dtype="float32", always_2d=True)):
         total += len(samples)
-        budget.take(samples.nbytes, what)
+        take_decoded(budget, samples.nbytes, what)
         check_seconds(total / file.samplerate, limits.audio_seconds, what)
         yield samples.mean(axis=1)
     if not total:
@@ -390,7 +391,7 @@ def _measure_image(data: bytes, mode: str, limits: MediaLimits, what: str) -> An
         return Announced(image.width * image.height * len(mode))
 
 
-def _decode_image(data: bytes, mode: str, limits: MediaLimits, what: str, budget: MediaBudget) -> Pixels:
+def _decode_image(data: bytes, mode: str, limits: MediaLimits, what: str, budget: Budget) -> Pixels:
     with _open_image(data, limits, what) as image:
-        budget.take(image.width * image.height * len(mode), what)
+        take_decoded(budget, image.width * image.height * len(mode), what)
         return np.asarray(ImageOps.exif_transpose(image).convert(mode))

@@ -40,6 +40,7 @@ from omni_actors.protocol.messages import (
     Tombstones,
     Unreachable,
 )
+from omni_actors.sharing import Budget
 from omni_actors.stage.engine_interface import (
     EngineEvent,
     ErrorEvent,
@@ -52,7 +53,7 @@ from omni_actors.stage.engine_interface import (
 from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outbound import Outgoing, chunk_of, divide, length_of, result_of
 from omni_actors.stage.processors import Action, Extend, InputPiece, Skip, Start, StreamProcessor, start_of
-from omni_actors.stage.resend_buffer import Receiver, ResendBudget, ResendBuffer
+from omni_actors.stage.resend_buffer import Receiver, ResendBuffer
 from omni_actors.transitions import advance
 
 logger = get_logger(__name__)
@@ -202,11 +203,11 @@ class EarlyChunks:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._waiting: dict[str, list[tuple[float, Envelope[IntoStage]]]] = {}
-        self._bytes = 0
+        self._budget = Budget(MAX_EARLY_BYTES)
 
     def put(self, envelope: Envelope[IntoStage], now: float) -> bool:
         """Keep a message; false if too much is kept already."""
-        if self._bytes + _size(envelope) > MAX_EARLY_BYTES:
+        if not self._budget.fits(_size(envelope)):
             return False
         self._keep(now, envelope)
         return True
@@ -227,16 +228,15 @@ class EarlyChunks:
 
     def counts(self) -> dict[str, int]:
         """Requests with early chunks, and the bytes of those."""
-        return {"early_requests": len(self._waiting), "early_chunk_bytes": self._bytes}
+        return {"early_requests": len(self._waiting), "early_chunk_bytes": self._budget.used}
 
     def _keep(self, moment: float, envelope: Envelope[IntoStage]) -> None:
         self._waiting.setdefault(envelope.header.request_id, []).append((moment, envelope))
-        self._bytes += _size(envelope)
+        self._budget.take(envelope.header.request_id, _size(envelope))
 
     def _take(self, request_id: str) -> list[tuple[float, Envelope[IntoStage]]]:
-        waiting = self._waiting.pop(request_id, [])
-        self._bytes -= sum(_size(envelope) for _, envelope in waiting)
-        return waiting
+        self._budget.release(request_id)
+        return self._waiting.pop(request_id, [])
 
 
 def _size(envelope: Envelope[IntoStage]) -> int:
@@ -279,7 +279,8 @@ class StageActor:
         self._attempts = Attempts()
         self._early = EarlyChunks(pipeline.flow.early_chunk_seconds)
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
-        self._budget = ResendBudget(stage.retain_bytes)
+        self._retained = Budget(stage.retain_bytes)
+        self._unretained = 0  # attempts of which it was too much
         self._resending: collections.deque[tuple[Attempt, Receiver]] = collections.deque()
         self._runs = 0
         self._backlog_requests = pipeline.flow.backlog_requests
@@ -404,7 +405,7 @@ class StageActor:
             "requests": self._attempts.live_count,
             **self._early.counts(),
             "retained": self._attempts.count(AttemptState.FINISHED),
-            "retained_bytes": self._budget.used,
+            "retained_bytes": self._retained.used,
         }
 
     def counts(self) -> dict[str, int]:
@@ -412,7 +413,7 @@ class StageActor:
         return {
             **self.held(),
             "total_runs": self._runs,
-            "dropped_retained": self._budget.overflows,
+            "dropped_retained": self._unretained,
             **{f"engine_{name}": value for name, value in self._engine.counts().items()},
         }
 
@@ -468,7 +469,7 @@ class StageActor:
             InputOrder(self._stage.source_names),
             processor,
             self._meter.opened(header.attempt, has_input=request.prompt is not None),
-            ResendBuffer(self._budget, receivers, header.attempt) if receivers else None,
+            ResendBuffer(self._retained, receivers, header.attempt) if receivers else None,
         )
 
     def _take_chunk(self, header: Header, chunk: Chunk, envelope: Envelope[IntoStage]) -> list[Outgoing]:
@@ -553,7 +554,8 @@ class StageActor:
         if output is None:
             return []
         chunk, buffers = chunk_of(event, moment)
-        output.keep(chunk, buffers)
+        if output.intact and not output.keep(chunk, buffers):
+            self._unretained += 1
         receivers = output.receivers.values()
         behind = [receiver for receiver in receivers if receiver.unreachable or receiver.resend_from is not None]
         if behind and not output.intact:

@@ -14,6 +14,7 @@ import msgspec
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.fields import ReplicaId
 from omni_actors.protocol.messages import Chunk
+from omni_actors.sharing import Budget
 
 COPIED_BYTES = 1 << 20  # buffers up to this size
 JOINED_BYTES = 64 << 10  # of token ids in one message
@@ -39,7 +40,7 @@ class _Kept:
         self._tokens = bytearray(chunk.token_ids)
         self._final = chunk.final
         self.buffers = [_detached(buffer) for buffer in buffers]
-        self.size = ENTRY_BYTES + len(self._tokens) + sum(memoryview(buffer).nbytes for buffer in buffers)
+        self.size = ENTRY_BYTES + len(self._tokens) + sum(memoryview(buffer).nbytes for buffer in buffers)  # at first
 
     def join(self, chunk: Chunk) -> bool:
         """Append the tokens that follow those here; false if there is more than tokens in either."""
@@ -49,7 +50,6 @@ class _Kept:
         if len(self._tokens) + len(chunk.token_ids) > JOINED_BYTES:
             return False
         self._tokens += chunk.token_ids
-        self.size += len(chunk.token_ids)
         self._final = chunk.final
         return True
 
@@ -59,40 +59,29 @@ class _Kept:
 
 
 class ResendBuffer:
-    """Everything that one attempt at a request gave to the stages after this one."""
+    """Everything that one attempt at a request gave to the stages after this one. All of a stage share the budget."""
 
-    def __init__(self, budget: ResendBudget, receivers: Iterable[ReplicaId], attempt: int) -> None:
+    def __init__(self, budget: Budget, receivers: Iterable[ReplicaId], attempt: int) -> None:
         self.receivers = {replica_id.stage: Receiver(replica_id, attempt) for replica_id in receivers}
         self._budget = budget
         self._entries: list[_Kept] = []
-        self.size = 0
         self.intact = True  # nothing of it was released
 
-    def keep(self, chunk: Chunk, buffers: Sequence[Frame]) -> None:
-        """Keep a message. If that exceeds the stage's budget, release everything that is kept of this attempt."""
-        if not self.intact:
-            return
-        if self._entries and not buffers:
-            last = self._entries[-1]
-            before = last.size
-            if last.join(chunk):
-                self._grow(last.size - before)
-                return
-        entry = _Kept(chunk, buffers)
-        self._entries.append(entry)
-        self._grow(entry.size)
-
-    def _grow(self, size: int) -> None:
-        self.size += size
-        self._budget.used += size
-        if self._budget.used > self._budget.limit:
-            self._budget.overflows += 1
+    def keep(self, chunk: Chunk, buffers: Sequence[Frame]) -> bool:
+        """Keep a message of an attempt that is intact. False if that exceeds the budget: then all of it is released."""
+        if self._entries and not buffers and self._entries[-1].join(chunk):
+            self._budget.take(self, len(chunk.token_ids))
+        else:
+            self._entries.append(_Kept(chunk, buffers))
+            self._budget.take(self, self._entries[-1].size)
+        if not self._budget.fits():
             self.release()
+        return self.intact
 
     def release(self) -> None:
         """Free what is kept. Idempotent."""
-        self._budget.used -= self.size
-        self.size, self.intact = 0, False
+        self._budget.release(self)
+        self.intact = False
         self._entries.clear()
 
     def restart(self, replica_id: ReplicaId, attempt: int) -> Receiver:
@@ -112,15 +101,6 @@ class ResendBuffer:
         if receiver.resend_from == len(self._entries):  # what is made from now on goes to it directly
             receiver.resend_from = None
         return entry.chunk, entry.buffers
-
-
-@dataclass
-class ResendBudget:
-    """Bytes that all buffers of a stage may keep together."""
-
-    limit: int
-    used: int = 0
-    overflows: int = 0
 
 
 def _only_tokens(chunk: Chunk) -> bool:

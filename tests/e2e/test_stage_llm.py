@@ -135,7 +135,7 @@ def test_sound_is_joined_from_its_chunks_for_each_prompt(vocoder, reference):
 
 
 def test_incomplete_inputs_end_with_what_they_suffice_for_and_free_what_they_held(vocoder, monkeypatch):
-    monkeypatch.setattr(vocoder.engine.core.scheduler.budget, "limit_bytes", 1)  # room for one request at a time
+    monkeypatch.setattr(vocoder.engine.core.scheduler.budget.held, "limit", 1)  # room for one request at a time
     tokens = codec_tokens(40, 1)
     prompts = [StageInputs(token_ids=tokens, complete=False), StageInputs(token_ids=tokens)]
     part, whole = vocoder.generate(prompts, PARAMS, seed=[1, 1], priority=[0, 1])

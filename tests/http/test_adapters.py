@@ -7,10 +7,10 @@ import pytest
 
 from omni_actors.client import OmniClient
 from omni_actors.errors import InvalidRequest
-from omni_actors.http_server.bodies import BodyBytes
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState
 from omni_actors.protocol.payloads import StageParams
+from omni_actors.sharing import Budget
 from tests.support.servers import HttpPipeline
 
 HELLO = [{"role": "user", "content": "hello, sea"}]
@@ -37,7 +37,7 @@ def test_the_text_stage_runs_the_adapter_that_a_request_names(echo: HttpPipeline
             client.generate("hello", params={"thinker": {"adapter": "poet"}}, timeout=60)
         assert caught.value.field == "adapter"
     assert description.adapters == ("pirate",)
-    state = ServerState(ServerSettings(endpoint=echo.endpoint), BodyBytes(1 << 20))
+    state = ServerState(ServerSettings(endpoint=echo.endpoint), Budget(1 << 20))
     adapted = state.stage_params("pirate", {}, description, {"top_p": 0.5})
     assert adapted == {"thinker": StageParams(top_p=0.5, adapter="pirate")}
     assert state.stage_params("echo", {}, description, {"top_p": 0.5}) == {"thinker": StageParams(top_p=0.5)}

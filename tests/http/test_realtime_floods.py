@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from omni_actors.http_server.app import RequestMiddleware, create_routes
-from omni_actors.http_server.bodies import BodyBytes
 from omni_actors.http_server.connections import bounded_websocket
 from omni_actors.http_server.realtime.turns import DETECTOR_THREADS, LAG_SECONDS, Realtime
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.sharing import Budget
 from scripts.fuzz_http import ACCEPTED, handshake
 from scripts.fuzz_websocket import CLOSE, CONTINUATION, PING, PONG, TEXT, frame, frames_of_server
 from tests.support.processes import processes_titled
@@ -171,9 +171,9 @@ def test_messages_that_have_not_ended_count_as_bytes_of_all_requests(echo: HttpP
 
 
 @contextmanager
-def counted_sessions(settings: ServerSettings) -> Iterator[tuple[str, BodyBytes, list[Realtime]]]:
+def counted_sessions(settings: ServerSettings) -> Iterator[tuple[str, Budget, list[Realtime]]]:
     """A server, the bytes that its requests hold, and what its sessions share once there is one."""
-    bodies = BodyBytes(settings.bodies_bytes)
+    bodies = Budget(settings.bodies_bytes)
     routes = create_routes(settings, bodies=bodies)
     app = RequestMiddleware(routes, settings, bodies)
     with serving(app, ws=bounded_websocket(settings, bodies), ws_max_size=settings.realtime_event_bytes) as url:

@@ -25,8 +25,8 @@ from openai.types.completion_choice import Logprobs
 
 from omni_actors.client import OmniClient
 from omni_actors.http_server.app import create_app
-from omni_actors.http_server.bodies import BodyBytes
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.sharing import Budget
 from tests.support.paths import REPOSITORY
 from tests.support.realtime import spoken_turn
 from tests.support.servers import HttpPipeline, film, picture, serving, sound, tone
@@ -251,7 +251,7 @@ def test_log_probabilities_of_the_prompt(tiny: HttpPipeline) -> None:
 
 def test_log_probabilities_of_an_answer_are_bounded(tiny: HttpPipeline) -> None:
     """Those that are kept for a whole answer count as bytes of requests."""
-    bodies = BodyBytes(30_000)
+    bodies = Budget(30_000)
     settings = ServerSettings(endpoint=tiny.endpoint, bodies_bytes=bodies.limit)
     included = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
     sampling = {"model": MODEL, "ignore_eos": True}

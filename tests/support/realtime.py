@@ -16,13 +16,13 @@ from openai.types.realtime import RealtimeResponse, RealtimeServerEvent
 from pydantic import BaseModel, TypeAdapter
 
 from omni_actors.http_server.app import create_app
-from omni_actors.http_server.bodies import BodyBytes
 from omni_actors.http_server.connections import bounded_websocket
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.realtime.config import RATE, Pipeline, ServerVad, SessionConfig, parse
 from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, RealtimeSession, Send, Transcribe
 from omni_actors.http_server.realtime.turns import AheadOfTurn, SpeechWindow
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.sharing import Budget
 from tests.support.servers import serving
 
 OPENAI = TypeAdapter(RealtimeServerEvent)
@@ -161,7 +161,7 @@ def error_of(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def serving_sessions(settings: ServerSettings, **options: object) -> AbstractContextManager[str]:
     """A server inside the test's process that has sessions; gives its URL."""
-    bodies = BodyBytes(settings.bodies_bytes)
+    bodies = Budget(settings.bodies_bytes)
     app, websocket = create_app(settings, bodies=bodies), bounded_websocket(settings, bodies)
     return serving(app, ws=websocket, ws_max_size=settings.realtime_event_bytes, **options)
 

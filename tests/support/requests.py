@@ -145,7 +145,7 @@ class CheckedRequestMachine(RequestMachine):
         for request in self.active:
             self._check_request(request)
         kept = [request.retained.size for request in self.active if request.retained and request.state != "queued"]
-        assert self.retained_bytes == sum(kept)
+        assert self.retained.used == sum(kept)
 
     def _check_request(self, request: ActiveRequest) -> None:
         limit = self.pipeline.coordinator.max_attempts

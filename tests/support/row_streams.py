@@ -156,7 +156,7 @@ class CountingEngine(StageEngine):
         return self.scheduler.has_runnable()
 
     def over_budget(self) -> bool:
-        return self.scheduler.budget.held_bytes > self.scheduler.budget.limit_bytes
+        return not self.scheduler.budget.rows.fits()
 
     def step(self) -> Sequence[EngineEvent]:
         before = self.scheduler.running_ids()

@@ -9,8 +9,9 @@ import pytest
 
 from omni_actors.http_server.answer import Samples, encode, encoded_pieces
 from omni_actors.http_server.errors import HttpError
-from omni_actors.media.limits import AUDIO_FILE, AUDIO_RATE, MediaBudget, MediaLimits
+from omni_actors.media.limits import AUDIO_FILE, AUDIO_RATE, MediaLimits
 from omni_actors.media.readers import decode
+from omni_actors.sharing import Budget
 
 RATE = 24_000
 TONE = (0.5 * numpy.sin(2 * numpy.pi * 440 * numpy.arange(RATE) / RATE)).astype(numpy.float32)
@@ -23,7 +24,7 @@ async def split(samples: Samples, pieces: int) -> AsyncIterator[Samples]:
 
 def test_aac_holds_the_sound() -> None:
     limits = MediaLimits()
-    samples = decode(AUDIO_FILE, encode(TONE, "aac", RATE), 0, limits, MediaBudget(limits), "it")
+    samples = decode(AUDIO_FILE, encode(TONE, "aac", RATE), 0, limits, Budget(limits.decoded_bytes), "it")
     assert abs(len(samples) - AUDIO_RATE) < AUDIO_RATE // 8, "coders add and cut a little"
     assert abs(int(numpy.abs(numpy.fft.rfft(samples)).argmax()) * AUDIO_RATE / len(samples) - 440) < 5
     assert abs(float(samples.std()) - 0.5 / numpy.sqrt(2)) < 0.03

@@ -35,10 +35,10 @@ def test_a_request_holds_its_bytes_from_its_first_job_to_its_end() -> None:
     a, b = Claim("a", 40, 20), Claim("b", 45, 20)
     budget.begin_step()
     assert admitted(budget, "a", 0, job(held=5, step=10), a)
-    assert budget.held_bytes == 45
+    assert budget.held.used == 45
     assert budget.step_bytes == 10
     budget.job_ended("a/0")
-    assert budget.held_bytes == 40, "between its jobs, too"
+    assert budget.held.used == 40, "between its jobs, too"
     budget.begin_step()
     assert not admitted(budget, "b", 0, job(step=10), b), "40 + 45, and 20 for a job to come"
     assert budget.deferred == 1
@@ -47,7 +47,7 @@ def test_a_request_holds_its_bytes_from_its_first_job_to_its_end() -> None:
     assert admitted(budget, "b", 0, job(step=10), b)
     budget.job_ended("b/0")
     budget.request_ended("b")
-    assert budget.held_bytes == 0
+    assert budget.held.used == 0
 
 
 def test_later_jobs_pass_a_request_that_waits_and_new_requests_do_not() -> None:
@@ -71,7 +71,7 @@ def test_a_job_that_is_left_out_of_steps_still_counts() -> None:
     budget.begin_step()
     assert budget.takes(first, 2)
     assert not budget.takes(second, 2), "60 held and 80 for the two last steps"
-    assert budget.held_bytes == 60
+    assert budget.held.used == 60
     assert not budget.admits("c", job()), "nothing is admitted past it"
     assert budget.deferred == 2
     budget.job_ended("a")
@@ -145,7 +145,7 @@ def test_any_requests_stay_within_the_budget_and_all_of_them_end(requests, rando
                 taken.append(each)
         assert taken, "something can always go on"
         admitted_requests = sum(bool(each.running or each.at) for each in spoken)
-        assert budget.held_bytes + budget.step_bytes <= LIMIT or admitted_requests == 1
+        assert budget.held.used + budget.step_bytes <= LIMIT or admitted_requests == 1
         for each in taken:
             each.step += 1
             if each.step == each.jobs[each.at].num_steps:
@@ -155,7 +155,7 @@ def test_any_requests_stay_within_the_budget_and_all_of_them_end(requests, rando
                     budget.request_ended(each.claim.request_id)
                     spoken.remove(each)
     assert not spoken
-    assert budget.held_bytes == 0
+    assert budget.held.used == 0
 
 
 def test_the_default_admits_as_many_requests_of_the_published_size_as_its_description_says() -> None:

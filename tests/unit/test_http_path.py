@@ -20,10 +20,10 @@ from omni_actors.errors import RequestTimeout
 from omni_actors.http_server import state as server_state
 from omni_actors.http_server.answer import Answer, AnswerResponse, Samples, encoded, encoded_pieces, event, pcm16
 from omni_actors.http_server.app import create_routes
-from omni_actors.http_server.bodies import BodyBytes
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState
 from omni_actors.protocol.messages import Description, Done
+from omni_actors.sharing import Budget
 
 RATE = 24_000
 SETTINGS = ServerSettings(endpoint="ipc:///tmp/nobody")
@@ -160,7 +160,7 @@ async def one_turn(state: ServerState) -> str:
 async def test_requests_do_not_wait_for_a_description_while_one_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_state, "FRESH_SECONDS", 0.0)
     monkeypatch.setattr(server_state, "KNOWN_SECONDS", 1000.0)
-    state, pipeline = ServerState(SETTINGS, BodyBytes(SETTINGS.bodies_bytes)), SlowPipeline()
+    state, pipeline = ServerState(SETTINGS, Budget(SETTINGS.bodies_bytes)), SlowPipeline()
     monkeypatch.setattr(state, "client", pipeline)
     pipeline.answers.put_nowait(description("first"))
     async with asyncio.timeout(20):

@@ -80,7 +80,7 @@ def test_information_that_no_stage_of_the_route_wants_is_refused() -> None:
     assert "prompt, thinker, talker, code2wav wants 'speeed'. Did you mean 'speed'?" in body.message
     assert "additional_information" in body.message
     assert state.in_flight == 0
-    assert state.retained_bytes == 0
+    assert state.retained.used == 0
     text_only = Submit(
         prompt=Prompt(token_ids=pack_token_ids([1])),
         modalities=("text",),

@@ -294,7 +294,7 @@ def test_requests_wait_in_the_queue_for_a_slot_and_may_be_aborted_there() -> Non
     assert opened_requests(finish(state, "d")) == {"c"}
     assert opened_requests(state.abort(ALICE, "c", NOW)) == {"b"}
     assert failure(state.tick(NOW + 600)).code is ErrorCode.DEADLINE_EXCEEDED
-    assert (state.in_flight, state.queued, state.retained_bytes) == (0, 0, 0)
+    assert (state.in_flight, state.queued, state.retained.used) == (0, 0, 0)
 
 
 def test_a_client_that_has_more_makes_room_for_one_that_has_less() -> None:

@@ -19,11 +19,11 @@ from omni_actors.media.limits import (
     AUDIO_RATE,
     IMAGE_FILE,
     VIDEO_FILE,
-    MediaBudget,
     MediaLimits,
     MediaTooLarge,
 )
 from omni_actors.media.readers import BLOCK_BYTES, Decoded, decode, measure, sniff
+from omni_actors.sharing import Budget
 
 RANDOM = np.random.default_rng(0)
 
@@ -67,7 +67,7 @@ def wav_header(rate: int, channels: int, announced: int) -> bytes:
 
 def read(kind: str, data: bytes, rate: int = 0, **limits: float) -> Decoded:
     given = MediaLimits(**limits)  # type: ignore[arg-type]
-    return decode(kind, data, rate, given, MediaBudget(given), "it")
+    return decode(kind, data, rate, given, Budget(given.decoded_bytes), "it")
 
 
 def header(kind: str, data: bytes, **limits: float) -> int:

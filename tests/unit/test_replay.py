@@ -178,7 +178,7 @@ def test_an_unreachable_stage_runs_again_unless_that_is_under_way() -> None:
 def test_without_its_prompt_a_request_survives_all_but_the_first_stage() -> None:
     state = ready(retain_bytes=0)
     ask(state)
-    assert state.retained_bytes == 0
+    assert state.retained.used == 0
     lose(state, "thinker")
     assert resends(bring_back(state, "thinker")) == [("prompt", "thinker", 1)]
     assert failure(lose(state, "prompt")).code is ErrorCode.STAGE_LOST
@@ -227,7 +227,7 @@ def test_the_client_gets_only_what_it_has_not() -> None:
         assert again(state, stage, done(), seq, epoch) == []
     (end,) = again(state, "code2wav", done(), 2)
     assert isinstance(end.body, Done)
-    assert state.retained_bytes == 0
+    assert state.retained.used == 0
 
 
 def test_a_replay_sends_the_rest_of_a_call_under_its_first_id() -> None:
@@ -318,7 +318,7 @@ def test_over_the_budget_nothing_is_kept() -> None:
     state = ready(retain_bytes=20)  # one request of 12 + 5 bytes
     ask(state, "kept")
     ask(state, "released")
-    assert state.retained_bytes == 17
+    assert state.retained.used == 17
     assert failure(lose(state, "prompt")).code is ErrorCode.STAGE_LOST
     assert state.requests_of(ALICE) == ("kept",)
 

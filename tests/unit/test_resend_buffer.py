@@ -10,10 +10,11 @@ from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.fields import DType, Header, HostTensor, ReplicaId, TensorRef, pack_token_ids
 from omni_actors.protocol.messages import Abort, Chunk, FinishReason, OpenRequest, Resend, StageDone, Unreachable
 from omni_actors.protocol.payloads import PromptEmbedsPayload, StageParams
+from omni_actors.sharing import Budget
 from omni_actors.stage import actor as actor_module
 from omni_actors.stage.engine_interface import FinishedEvent, StreamEvent
 from omni_actors.stage.outbound import Outgoing
-from omni_actors.stage.resend_buffer import COPIED_BYTES, ENTRY_BYTES, JOINED_BYTES, ResendBudget, ResendBuffer
+from omni_actors.stage.resend_buffer import COPIED_BYTES, ENTRY_BYTES, JOINED_BYTES, ResendBuffer
 from tests.support.stage import EMPTY, ROUTE, StageUnderTest
 
 TALKER, AGAIN = ROUTE[2], ReplicaId("talker", 0, 6)
@@ -204,7 +205,8 @@ def test_a_receiver_that_is_lost_while_it_gets_all_again_begins_once_more() -> N
 
 
 def test_small_buffers_are_copied_and_large_ones_referred_to() -> None:
-    output = ResendBuffer(ResendBudget(1 << 30), [TALKER], 0)
+    budget = Budget(1 << 30)
+    output = ResendBuffer(budget, [TALKER], 0)
     batch = bytearray(COPIED_BYTES + 8)
     small, large = memoryview(batch)[:8], memoryview(batch)[8:]
     large = memoryview(bytearray(COPIED_BYTES + 1))
@@ -216,11 +218,11 @@ def test_small_buffers_are_copied_and_large_ones_referred_to() -> None:
     assert first is not small
     assert second is large
     assert output.next_resend(receiver) is None
-    assert output.size == 2 * ENTRY_BYTES + 8 + len(large)
+    assert budget.used == 2 * ENTRY_BYTES + 8 + len(large)
 
 
 def test_only_consecutive_tokens_are_joined_and_not_without_end() -> None:
-    output = ResendBuffer(ResendBudget(1 << 30), [TALKER], 0)
+    output = ResendBuffer(Budget(1 << 30), [TALKER], 0)
     many = JOINED_BYTES // 4
     for begin, count in ((0, 2), (2, 1), (9, 1), (10, many), (10 + many, 1)):
         output.keep(Chunk(token_ids=bytes(4 * count), start=begin), [])

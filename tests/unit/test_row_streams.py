@@ -171,16 +171,16 @@ def test_the_budget_counts_what_is_held_whatever_happens(seed: int, limit: int) 
         match generator.choice(("open", "add", "close", "step", "step")):
             case "open":
                 held[f"r{number}"] = generator.randint(0, 20)
-                budget.open(f"r{number}", held[f"r{number}"])
+                budget.take(f"r{number}", held[f"r{number}"])
             case "add" if held:
                 name = generator.choice(list(held))
                 held[name] += 5
-                budget.add(name, 5)
+                budget.take(name, 5)
             case "close" if held:
                 name = generator.choice(list(held))
                 del held[name]
                 running.discard(name)
-                budget.close(name)
+                budget.release(name)
             case "step":
                 budget.begin_step()
                 allowed = [name for name in held if name not in running and budget.admits(name)]
@@ -189,13 +189,13 @@ def test_the_budget_counts_what_is_held_whatever_happens(seed: int, limit: int) 
                 for name in taken:
                     assert before == 0 or before + held[name] <= limit
                     before += held[name]
-                    budget.admit(name)
                     running.add(name)
+                budget.end_step(taken)
                 refused = [name for name in held if name not in running and name not in allowed]
                 assert budget.waiting == len(refused)
                 assert not (refused and before == 0 and not allowed), "nothing holds rows, so one can be admitted"
-        assert budget.held_bytes == sum(held.values())
-        assert all(budget.has_admitted(name) == (name in running) for name in held)
+        assert budget.rows.used == sum(held.values())
+        assert all((name in budget.admitted) == (name in running) for name in held)
 
 
 # -- the budget and credit --------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import itertools
 
 from omni_actors import config
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.core.slots import Slots, Tenant, Ticket
+from omni_actors.sharing import Slots, Tenant, Ticket
 from tests.support.paths import REPOSITORY
 
 ANSWERS = 128

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from omni_actors.coordinator.core.slots import Slots, Tenant, Ticket, reserved
+from omni_actors.sharing import Slots, Tenant, Ticket, reserved
 
 NUMBERS = itertools.count()
 MANY = 10_000

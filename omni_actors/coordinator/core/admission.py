@@ -9,7 +9,6 @@ from omni_actors.config import CoordinatorConfig, Modality, PipelineConfig, chec
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.request import ActiveRequest, Retained
 from omni_actors.coordinator.core.routing import Planner
-from omni_actors.coordinator.core.slots import Slots, Tenant, Ticket
 from omni_actors.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -26,6 +25,7 @@ from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.fields import Header
 from omni_actors.protocol.messages import Submit
 from omni_actors.protocol.payloads import DECLARED_PARAMS, TEXT_PARAMS, Parameter, StageParams
+from omni_actors.sharing import Budget, Slots, Tenant, Ticket
 
 
 def check_request(
@@ -147,7 +147,7 @@ class Gate:
 
     Args:
         new_seed: gives the seed of a request that brings none.
-        may_retain: whether so many more bytes of input can be kept for requests that run.
+        retained: bytes of input that are kept for requests that run.
     """
 
     def __init__(
@@ -156,13 +156,13 @@ class Gate:
         replicas: ReplicaTable,
         planner: Planner,
         new_seed: Callable[[], int],
-        may_retain: Callable[[int], bool],
+        retained: Budget,
     ) -> None:
         self._pipeline = pipeline
         self._replicas = replicas
         self._planner = planner
         self._new_seed = new_seed
-        self._may_retain = may_retain
+        self._retained = retained
         settings = pipeline.coordinator
         self.slots = Slots(
             settings.max_in_flight,
@@ -204,7 +204,7 @@ class Gate:
         )
         size = size_of(submit, buffers)
         for stage in stages:
-            waits = self._planner.may_wait_for(stage) and self._may_retain(size)
+            waits = self._planner.may_wait_for(stage) and self._retained.fits(size)
             if not waits and self._replicas.choose(stage) is None:
                 raise StageUnavailable(f"No replica of stage {stage!r} is ready.", stage=stage)
         return ActiveRequest(

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from omni_actors.coordinator.core.replicas import REQUEST_TRANSITIONS, Evidence, RequestEvent, RequestState
-from omni_actors.coordinator.core.slots import Ticket
 from omni_actors.errors import StageLost
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.fields import TOKEN_BYTES, ReplicaId, TensorRef
@@ -37,6 +36,7 @@ from omni_actors.protocol.payloads import (
     StageParams,
     ToolCallPiece,
 )
+from omni_actors.sharing import Ticket
 from omni_actors.transitions import advance
 
 Fresh = tuple[Output, Sequence[Frame]]

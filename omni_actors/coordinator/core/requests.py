@@ -46,6 +46,7 @@ from omni_actors.protocol.messages import (
     Tombstones,
     Unreachable,
 )
+from omni_actors.sharing import Budget
 
 LISTED_REQUESTS = 1000
 Result = Output | StageDone | Failed | Unreachable
@@ -70,11 +71,11 @@ class RequestMachine:
         self.planner = Planner(pipeline, self.replicas)
         self._isolation_runs = self.planner.isolation_runs
         self._ended: dict[ReplicaId, list[str]] = {}  # what stages may forget, to be sent on the next tick
-        self.retained_bytes = 0
+        self.retained = Budget(pipeline.coordinator.retain_bytes)  # what clients sent, by request
         self.replays = 0
         self._closing = False
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
-        self.gate = Gate(pipeline, self.replicas, self.planner, new_seed, self._may_retain)
+        self.gate = Gate(pipeline, self.replicas, self.planner, new_seed, self.retained)
         self._slots = self.gate.slots
 
     @property
@@ -129,7 +130,7 @@ class RequestMachine:
             request = self.active[ticket.request_id]
             request.ticket = ticket
             request.on(RequestEvent.GRANTED)
-            self.retained_bytes += ticket.size
+            self.retained.take(ticket.request_id, ticket.size)
             instructions += self._open(request, now)
         return instructions
 
@@ -142,9 +143,6 @@ class RequestMachine:
             raise InvalidRequest(f"The request id {request_id!r} has characters that cannot be printed.")
         if request_id in self.active or request_id in self._tombstones:
             raise InvalidRequest(f"The request id {request_id!r} was used before.", hint="Use a new id per request.")
-
-    def _may_retain(self, size: int) -> bool:
-        return self.retained_bytes + size <= self.pipeline.coordinator.retain_bytes
 
     def _open(self, request: ActiveRequest, now: float) -> list[Instruction]:
         """Bind the stages that have no replica and announce the request to them, or let it wait for one."""
@@ -200,14 +198,13 @@ class RequestMachine:
 
     def _wants_retention(self, request: ActiveRequest) -> bool:
         """Whether a running request could run again, and there is room to keep what that takes."""
-        if request.retained is None or not self._may_retain(0):
+        if request.retained is None or not self.retained.fits():
             return False
         return any(self.planner.replays(stage) for stage in request.stages)
 
     def _release_input(self, request: ActiveRequest) -> None:
-        if request.retained is not None:
-            self.retained_bytes -= request.retained.size
-            request.retained = None
+        self.retained.release(request.request_id)
+        request.retained = None
 
     def reopen(self, now: float) -> list[Instruction]:
         """A replica has become ready."""

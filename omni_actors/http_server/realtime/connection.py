@@ -14,7 +14,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from omni_actors.client import Audio, Text
 from omni_actors.errors import OmniError
 from omni_actors.http_server.answer import pcm16
-from omni_actors.http_server.bodies import SHORT, Reservation
+from omni_actors.http_server.bodies import SHORT, take_bytes
 from omni_actors.http_server.connections import EventRate
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime import config
@@ -69,17 +69,14 @@ class SessionConnection:
     """Runs one session until the client leaves, a limit is reached, or the server stops.
 
     Args:
-        reservation: accounts for the bytes that the session holds.
         tenant: the client whose share of the slots the requests use.
     """
 
-    def __init__(
-        self, websocket: WebSocket, state: ServerState, session: RealtimeSession, reservation: Reservation, tenant: str
-    ) -> None:
+    def __init__(self, websocket: WebSocket, state: ServerState, session: RealtimeSession, tenant: str) -> None:
         self._websocket = websocket
         self._state = state
         self._session = session
-        self._reservation = reservation
+        self._bodies = state.realtime.bodies  # of which `websocket` has what the session holds
         self._asker = Asker(state, tenant, websocket.state.traceparent)
         self._outbox = Outbox(websocket.send_text, state.settings.write_timeout)
         self._transcriber = Transcriber(session.transcripts, self._outbox, self._asker)
@@ -140,7 +137,7 @@ class SessionConnection:
     async def _take(self, data: bytes) -> None:
         """Let the session take an event, if it can be decoded and there is room for it."""
         try:
-            self._reservation.add(len(data))
+            take_bytes(self._bodies, self._websocket, len(data))
             event = config.parse(data) if len(data) <= SHORT else await asyncio.to_thread(config.parse, data)
         except HttpError as error:
             self._outbox.put(error_event(error, config.event_id_of(data)))
@@ -151,7 +148,8 @@ class SessionConnection:
                 await self._listen(event.audio, before)
                 if not self._prefiller.tasks and (prepare := self._session.prepare()) is not None:
                     self._prefiller.start(prepare)
-        self._reservation.settle(self._session.held)
+        self._bodies.release(self._websocket)
+        self._bodies.take(self._websocket, self._session.held)
 
     async def _listen(self, pcm: bytes, position: int) -> None:
         """Look for turns in sound, a second at a time so that sessions take turns."""
@@ -280,10 +278,10 @@ async def realtime(websocket: WebSocket) -> None:
     description = await state.describe()
     model = _model(websocket, state, description)
     tenant = state.tenant(websocket)
-    with state.realtime.session(tenant) as reservation:
+    with state.realtime.session(tenant, websocket):
         await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
         session = _session(state, description, model)
-        await SessionConnection(websocket, state, session, reservation, tenant).run()
+        await SessionConnection(websocket, state, session, tenant).run()
 
 
 def _model(websocket: WebSocket, state: ServerState, description: Description) -> str:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy
 
-from omni_actors.coordinator.core.slots import reserved
 from omni_actors.host.processes import give_back_memory
-from omni_actors.http_server.bodies import BodyBytes, Reservation
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, RATE, ServerVad
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.sharing import Budget, reserved
 from omni_actors.telemetry.metrics import REALTIME_SESSIONS, Meters
 
 SAMPLE_BYTES = 2
@@ -272,19 +271,19 @@ LAG_RETRY_SECONDS = 2.0  # for which no session begins after turns were found to
 class Realtime:
     """One per server."""
 
-    def __init__(self, settings: ServerSettings, bodies: BodyBytes) -> None:
+    def __init__(self, settings: ServerSettings, bodies: Budget) -> None:
         self.settings = settings
         self.meters = Meters()
         self.detects = available()
         self.threads = ThreadPoolExecutor(DETECTOR_THREADS, "voice activity")
-        self._bodies = bodies
+        self.bodies = bodies
         self._sessions: Counter[str] = Counter()  # by tenant
         self._lagged = 0.0  # until when no session begins (monotonic clock)
         self.meters.set(REALTIME_SESSIONS, to=0)
 
     @contextmanager
-    def session(self, tenant: str) -> Iterator[Reservation]:
-        """Take a place for a session, and account for the bytes it holds.
+    def session(self, tenant: str, holder: Hashable) -> Iterator[None]:
+        """Take a place for a session; at its end, release the bytes that `holder` has for it.
 
         As with slots, the last sixteenth of the places is kept for clients that have none (docs/decisions.md).
 
@@ -300,13 +299,12 @@ class Realtime:
         if (seconds := self._lagged - time.monotonic()) > 0:
             message = f"The server finds the turns of its sessions over {LAG_SECONDS:g} s too late: try again."
             raise HttpError(429, message, code="overloaded", retry_after=seconds)
-        reservation = Reservation(self._bodies)
         self._count(tenant, 1)
         try:
-            yield reservation
+            yield
         finally:
             self._count(tenant, -1)
-            reservation.release()
+            self.bodies.release(holder)
             give_back_memory()  # a model and messages in pieces that the allocator would keep for the next session
 
     def lags(self) -> None:

@@ -232,8 +232,8 @@ def test_the_budget_for_rows_delays_requests_and_changes_none(talker, answers, m
     answer = answers[0]
     rows, length = answer.thinker_rows, prompt_length(answer)
     # A request starts with the rows of its prompt and its first reply row; two more are room for none.
-    budget = talker.engine.core.scheduler.budget
-    monkeypatch.setattr(budget, "limit_bytes", (length + 3 + rows_beyond_one_request) * rows[0].nbytes)
+    budget = talker.engine.core.scheduler.budget.admitted
+    monkeypatch.setattr(budget, "limit", (length + 3 + rows_beyond_one_request) * rows[0].nbytes)
     talker.engine.take_scheduled()
     late = Late(talker, 3)
     for name, replies, priority in (("first", 0, 0), ("second", 0, 0), ("gone", None, 0), ("urgent", None, -1)):

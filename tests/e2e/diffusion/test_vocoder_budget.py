@@ -87,7 +87,7 @@ def claim(engine: DiffusionEngine) -> tuple[int, int]:
 def limit(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch, requests: int) -> int:
     """Set a budget that has room for this many requests."""
     held, largest = claim(engine)
-    monkeypatch.setattr(engine.core.scheduler.budget, "limit_bytes", requests * held + largest)
+    monkeypatch.setattr(engine.core.scheduler.budget.held, "limit", requests * held + largest)
     return requests * held + largest
 
 

@@ -1,8 +1,8 @@
-"""Which request gets the next slot. A request in flight has one; the others wait in a line of bounded length.
+"""What many share: bytes within a limit (`Budget`), and slots (`Slots`).
 
-Slots are shared among owners (a key, or a connection without one), and an owner's slots among its tenants: its
-connections, and the names that it gives to its own users. No request loses its slot, so the last ones are kept for
-those who hold none (docs/decisions.md).
+A request in flight has a slot; the others wait in a line of bounded length. Slots are shared among owners (a key, or a
+connection without one), and an owner's slots among its tenants: its connections, and the names that it gives to its own
+users. No request loses its slot, so the last ones are kept for those who hold none (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -10,9 +10,43 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+
+class Budget:
+    """Counts what holders have. Not thread-safe.
+
+    `take` counts whatever is taken. Whoever takes asks `fits` before or after, and decides what happens if it does not
+    fit: it waits, is refused, or others make room.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._held: dict[Hashable, int] = {}
+
+    def __contains__(self, holder: Hashable) -> bool:
+        return holder in self._held
+
+    def held_by(self, holder: Hashable) -> int:
+        """What a holder has."""
+        return self._held.get(holder, 0)
+
+    def fits(self, size: int = 0) -> bool:
+        """Whether the limit allows `size` more."""
+        return self.used + size <= self.limit
+
+    def take(self, holder: Hashable, size: int) -> None:
+        """Count `size` more for a holder."""
+        self._held[holder] = self.held_by(holder) + size
+        self.used += size
+
+    def release(self, holder: Hashable) -> None:
+        """Give back all that a holder has. Idempotent."""
+        self.used -= self._held.pop(holder, 0)
+
 
 RESERVED_OF = 16  # one slot in so many is kept for those who hold none;
 LEAST_SLOTS = 4  # with fewer slots, none is
