@@ -225,11 +225,11 @@ class OmniModelConfig:
     Args:
         model: folder or hub name of the checkpoint, with all its stages.
         model_stage: the stage of it, for example "talker".
-        row_budget_bytes: bytes of embedding rows that an autoregressive stage may hold at a time.
+        budget_bytes: bytes that the stage's requests may hold at a time: embedding rows in an autoregressive stage, in
+            a diffusion stage device memory with what a step needs.
         row_cache_bytes: bytes of memory for rows of positions in the prefix cache; without them, requests whose rows
             another stage takes compute all of their prompt. 0 keeps none.
         steps_per_schedule: decode steps of an autoregressive stage for one scheduling; None is the model's own number.
-        latent_budget_bytes: bytes of device memory that a diffusion stage holds for its requests and computes with.
         decode: how a diffusion stage decodes: the fields of `config.DecodeConfig` by name.
         adapters: folders of LoRA adapters by name.
         instruction: what a prompt stage puts before what it gets.
@@ -239,8 +239,7 @@ class OmniModelConfig:
 
     model: str
     model_stage: str
-    row_budget_bytes: int = 2 * GIB
-    latent_budget_bytes: int = 2 * GIB
+    budget_bytes: int = 2 * GIB
     row_cache_bytes: int = GIB
     steps_per_schedule: int | None = None
     decode: dict[str, Any] = field(default_factory=dict)
@@ -250,9 +249,8 @@ class OmniModelConfig:
     tool_chat_template: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("row_budget_bytes", "latent_budget_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be positive; got {getattr(self, name)}.")
+        if self.budget_bytes < 1:
+            raise ConfigError(f"budget_bytes must be positive; got {self.budget_bytes}.")
         if self.row_cache_bytes < 0:
             raise ConfigError(f"row_cache_bytes must not be negative; got {self.row_cache_bytes}.")
         if self.steps_per_schedule is not None and self.steps_per_schedule < 1:
@@ -460,8 +458,7 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
     model = OmniModelConfig(
         model=model_of(pipeline, stage),
         model_stage=stage.part,
-        row_budget_bytes=stage.budget_bytes,
-        latent_budget_bytes=stage.budget_bytes,
+        budget_bytes=stage.budget_bytes,
         row_cache_bytes=stage.row_cache_bytes,
         steps_per_schedule=stage.steps_per_schedule,
         decode=msgspec.to_builtins(stage.decode) if stage.decode is not None else {},

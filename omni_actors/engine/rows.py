@@ -14,7 +14,7 @@ answers to one prompt that come at a time would else compute it several times.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -81,21 +81,22 @@ def check_rows(tensor: HostTensor, width: int, what: str, *, minimum: int = 0) -
 
 
 class RowBudget:
-    """Not thread-safe.
+    """Decides which requests are admitted. Not thread-safe.
 
     Args:
         limit: bytes that the admitted requests may hold at the moment when another one is admitted.
 
     Attributes:
         rows: of all requests, those that wait included.
-        admitted: those of the requests that the scheduler has taken into its batch.
+        admitted: requests that the scheduler has taken into its batch.
         deferrals: admissions put off, counted in every step.
     """
 
     def __init__(self, limit: int) -> None:
-        self.rows, self.admitted = Budget(limit), Budget(limit)
+        self.rows = Budget(limit)
+        self.admitted: set[str] = set()
         self.deferrals = 0
-        self._allowed: set[str] = set()  # requests that may be admitted in this step
+        self._promised = 0  # bytes of the admitted and, in this step, of those that may be
         self._refused: set[str] = set()  # requests that wait, as of the last step
 
     @property
@@ -103,21 +104,9 @@ class RowBudget:
         """Requests whose admission was put off in the last step, for lack of room or because an earlier one waits."""
         return len(self._refused)
 
-    def take(self, request_id: str, size: int) -> None:
-        """Count rows of a request."""
-        self.rows.take(request_id, size)
-        if request_id in self.admitted:
-            self.admitted.take(request_id, size)
-
-    def release(self, request_id: str) -> None:
-        """Free what a request holds."""
-        self._refused.discard(request_id)
-        self.rows.release(request_id)
-        self.admitted.release(request_id)
-
     def begin_step(self) -> None:
         """Begin a pass over the requests that could be admitted."""
-        self._allowed.clear()
+        self._promised = sum(map(self.rows.held_by, self.admitted))
         self._refused.clear()
 
     def admits(self, request_id: str) -> bool:
@@ -128,18 +117,18 @@ class RowBudget:
         if request_id not in self.rows or request_id in self.admitted:
             return True
         size = self.rows.held_by(request_id)
-        if self._refused or (self.admitted.used and not self.admitted.fits(size)):
+        if self._refused or (self._promised and self._promised + size > self.rows.limit):
             self._refused.add(request_id)
             self.deferrals += 1
             return False
-        self._allowed.add(request_id)
-        self.admitted.take(request_id, size)
+        self._promised += size
         return True
 
-    def end_step(self, scheduled: Collection[str]) -> None:
-        """Note which requests the scheduler has taken into its batch. Others that it might have must ask again."""
-        for request_id in self._allowed.difference(scheduled):
-            self.admitted.release(request_id)
+    def release(self, request_id: str) -> None:
+        """Free what a request holds."""
+        self.rows.release(request_id)
+        self.admitted.discard(request_id)
+        self._refused.discard(request_id)
 
     def statistics(self) -> BudgetStatistics:
         """The figures for the metrics."""

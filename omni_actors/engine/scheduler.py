@@ -141,7 +141,7 @@ class OmniSchedulerMixin(StallMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.budget = RowBudget(omni_options(self.vllm_config).get("row_budget_bytes", 2 << 30))
+        self.budget = RowBudget(omni_options(self.vllm_config).get("budget_bytes", 2 << 30))
         self.steps_per_schedule: int = omni_options(self.vllm_config).get("steps_per_schedule", 1)
         self.speech_limit: SpeechLimit | None = omni_options(self.vllm_config).get("speech_limit")
         self.held_steps = 0  # how often a request was left out of a batch because its input was missing
@@ -193,7 +193,7 @@ class OmniSchedulerMixin(StallMixin):
         """
         if request_id in self._streams or request_id in self.requests:
             raise InvalidRequest(f"Request {request_id!r} is already running.")
-        self.budget.take(request_id, stream.held_bytes)
+        self.budget.rows.take(request_id, stream.held_bytes)
         self._streams[request_id] = stream
 
     def push_rows(self, request_id: str, rows: torch.Tensor | None, *, complete: bool) -> None:
@@ -213,7 +213,7 @@ class OmniSchedulerMixin(StallMixin):
         stream.pending = stream.pending or RowUpdate()
         stream.pending.complete = complete
         if rows is not None and len(rows):
-            self.budget.take(request_id, rows.nbytes)
+            self.budget.rows.take(request_id, rows.nbytes)
             stream.received += len(rows)
             stream.pending.rows.append(rows)
         if (request := self.requests.get(request_id)) is not None:
@@ -297,7 +297,7 @@ class OmniSchedulerMixin(StallMixin):
         output = super().schedule(*args, **kwargs)
         if self.steps_per_schedule > 1:
             mark_burst(output)
-        self.budget.end_step([admitted.req_id for admitted in output.scheduled_new_reqs])
+        self.budget.admitted.update(new.req_id for new in output.scheduled_new_reqs if new.req_id in self._streams)
         updates: dict[str, RowUpdate] = {}
         for request_id, stream in self._streams.items():
             known = self.requests.get(request_id)
@@ -483,7 +483,7 @@ class DiffusionMixin(StallMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.budget = DeviceBudget(omni_options(self.vllm_config).get("latent_budget_bytes", NO_LIMIT))
+        self.budget = DeviceBudget(omni_options(self.vllm_config).get("budget_bytes", NO_LIMIT))
         self.places: int = self.vllm_config.scheduler_config.max_num_seqs
         self._step_tokens: int = self.vllm_config.scheduler_config.max_num_batched_tokens
         self._by_priority = self.vllm_config.scheduler_config.policy == "priority"

@@ -47,7 +47,7 @@ class Wish:
 
 
 def engine(checkpoint: Path, stage: str, *, asynchronous: bool | None = None, **options: Any) -> DiffusionEngine:
-    model = OmniModelConfig(str(checkpoint), stage, latent_budget_bytes=options.pop("budget", 1 << 40))
+    model = OmniModelConfig(str(checkpoint), stage, budget_bytes=options.pop("budget", 1 << 40))
     given = {"dtype": "float32", **options}
     return DiffusionEngine(OmniEngineArgs(model, "diffusion", given, asynchronous=asynchronous))
 

@@ -44,8 +44,8 @@ class CountedRequest:
 class CountingScheduler:
     """What vLLM's scheduler does around the hooks: advance, run the eligible, then admit by priority and arrival."""
 
-    def __init__(self, row_budget_bytes: int, places: int) -> None:
-        self.vllm_config = SimpleNamespace(additional_config={"omni": {"row_budget_bytes": row_budget_bytes}})
+    def __init__(self, budget_bytes: int, places: int) -> None:
+        self.vllm_config = SimpleNamespace(additional_config={"omni": {"budget_bytes": budget_bytes}})
         self.hash_block_size = 1
         self.places = places
         self.requests: dict[str, CountedRequest] = {}
@@ -104,9 +104,9 @@ class CountingScheduler:
 class StreamScheduler(OmniSchedulerMixin, CountingScheduler):
     """The scheduler under test."""
 
-    def __init__(self, row_budget_bytes: int = 1 << 20, places: int = 1 << 20) -> None:
+    def __init__(self, budget_bytes: int = 1 << 20, places: int = 1 << 20) -> None:
         # CountingScheduler sets vllm_config before the mixin reads it, as vLLM's scheduler does.
-        super().__init__(row_budget_bytes, places)
+        super().__init__(budget_bytes, places)
 
     def running_ids(self) -> set[str]:
         return {request.request_id for request in self.running}

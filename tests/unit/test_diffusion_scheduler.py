@@ -113,7 +113,7 @@ def autoregressive(request_id: str, tokens: int) -> FakeRequest:
 def run(
     budget: int, *requests: FakeRequest, arrivals: dict[int, FakeRequest] | None = None, places: int = 64
 ) -> list[list[str]]:
-    scheduler = Scheduler(config(places, latent_budget_bytes=budget))
+    scheduler = Scheduler(config(places, budget_bytes=budget))
     scheduler.clock = lambda: NOW
     scheduler.waiting = list(requests)
     steps = []
@@ -140,7 +140,7 @@ def test_of_two_jobs_in_progress_the_more_urgent_takes_the_step_that_has_room_fo
 
 
 def test_while_requests_wait_for_memory_that_waits_for_input_there_is_nothing_to_do():
-    scheduler = Scheduler(config(latent_budget_bytes=10))
+    scheduler = Scheduler(config(budget_bytes=10))
     first, second = diffusion("a/0", 1, 1), diffusion("b/0", 1, 1)
     for request, name in ((first, "a"), (second, "b")):
         request.sampling_params.extra_args["omni"]["claim"] = Claim(name, 6, 1)
@@ -194,7 +194,7 @@ def test_who_has_sound_in_hand_skips_steps_that_must_stay_light():
 
 
 def test_who_waits_for_memory_in_vain_does_not_stop_those_that_hold_it():
-    scheduler = Scheduler(config(latent_budget_bytes=10))
+    scheduler = Scheduler(config(budget_bytes=10))
     scheduler.clock = lambda: NOW
     holder, pressing = diffusion("a/0", 3, 1, due=LATER, share=1.0), diffusion("b/0", 1, 1, due=SOON, share=1.0)
     for request, name in ((holder, "a"), (pressing, "b")):
@@ -264,7 +264,7 @@ def test_behind_a_long_step_none_is_queued(tokens, behind):
 )
 def test_no_picture_waits_for_ever_however_many_smaller_ones_keep_coming(large, others):
     # One more comes before every step, and the stage computes less than comes: it can never be empty.
-    scheduler = Scheduler(config(latent_budget_bytes=1 << 40))
+    scheduler = Scheduler(config(budget_bytes=1 << 40))
     now = NOW
     scheduler.clock = lambda: now
     scheduler.add_request(picture("large", *large, now))

@@ -122,7 +122,7 @@ def admitted(scheduler: StreamScheduler, **sizes: int) -> set[str]:
 
 
 def test_an_urgent_request_is_the_next_to_get_room():
-    scheduler = StreamScheduler(row_budget_bytes=10)
+    scheduler = StreamScheduler(budget_bytes=10)
     assert admitted(scheduler, a=6, b=6, c=6) == {"a"}
     scheduler.open_stream("urgent", RowStream(0, True, 6))
     scheduler.add_request(CountedRequest("urgent", priority=-1))
@@ -135,7 +135,7 @@ def test_an_urgent_request_is_the_next_to_get_room():
 
 
 def test_a_request_beyond_the_budget_runs_alone():
-    scheduler = StreamScheduler(row_budget_bytes=10)
+    scheduler = StreamScheduler(budget_bytes=10)
     assert admitted(scheduler, a=4, big=99, c=4) == {"a"}
     scheduler.finish(scheduler.requests["a"])
     scheduler.schedule()
@@ -146,7 +146,7 @@ def test_a_request_beyond_the_budget_runs_alone():
 
 
 def test_what_was_admitted_gets_all_its_rows_and_its_place_back():
-    scheduler = StreamScheduler(row_budget_bytes=10)
+    scheduler = StreamScheduler(budget_bytes=10)
     request = CountedRequest("a")
     scheduler.open_stream("a", RowStream(0, False, 8))
     scheduler.add_request(request)
@@ -171,11 +171,11 @@ def test_the_budget_counts_what_is_held_whatever_happens(seed: int, limit: int) 
         match generator.choice(("open", "add", "close", "step", "step")):
             case "open":
                 held[f"r{number}"] = generator.randint(0, 20)
-                budget.take(f"r{number}", held[f"r{number}"])
+                budget.rows.take(f"r{number}", held[f"r{number}"])
             case "add" if held:
                 name = generator.choice(list(held))
                 held[name] += 5
-                budget.take(name, 5)
+                budget.rows.take(name, 5)
             case "close" if held:
                 name = generator.choice(list(held))
                 del held[name]
@@ -190,12 +190,12 @@ def test_the_budget_counts_what_is_held_whatever_happens(seed: int, limit: int) 
                     assert before == 0 or before + held[name] <= limit
                     before += held[name]
                     running.add(name)
-                budget.end_step(taken)
+                budget.admitted.update(taken)
                 refused = [name for name in held if name not in running and name not in allowed]
                 assert budget.waiting == len(refused)
                 assert not (refused and before == 0 and not allowed), "nothing holds rows, so one can be admitted"
         assert budget.rows.used == sum(held.values())
-        assert all((name in budget.admitted) == (name in running) for name in held)
+        assert budget.admitted == running
 
 
 # -- the budget and credit --------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class Edge:
 @given(SEEDS)
 def test_every_request_ends_whatever_the_order_of_rows_and_however_small_budget_and_window(seed: int) -> None:
     generator = random.Random(seed)
-    scheduler = StreamScheduler(row_budget_bytes=generator.randint(1, 30) * ROW_BYTES, places=generator.randint(1, 4))
+    scheduler = StreamScheduler(budget_bytes=generator.randint(1, 30) * ROW_BYTES, places=generator.randint(1, 4))
     engine = CountingEngine(scheduler, WIDTH)
     stage = StageUnderTest("talker", engine, processor="thinker2talker")
     edge = Edge(stage, messages=generator.randint(1, 6))
@@ -274,7 +274,7 @@ def test_every_request_ends_whatever_the_order_of_rows_and_however_small_budget_
 
 def test_credit_is_withheld_while_the_engine_can_work_and_only_then() -> None:
     """Two rows of the admitted request are behind those of one that waits for the budget."""
-    scheduler = StreamScheduler(row_budget_bytes=4 * ROW_BYTES)
+    scheduler = StreamScheduler(budget_bytes=4 * ROW_BYTES)
     stage = StageUnderTest("talker", CountingEngine(scheduler, WIDTH), processor="thinker2talker")
     edge = Edge(stage, messages=2)
     edge.lengths = {"a": (2, 5), "b": (2, 3)}

@@ -232,7 +232,7 @@ def test_the_budget_for_rows_delays_requests_and_changes_none(talker, answers, m
     answer = answers[0]
     rows, length = answer.thinker_rows, prompt_length(answer)
     # A request starts with the rows of its prompt and its first reply row; two more are room for none.
-    budget = talker.engine.core.scheduler.budget.admitted
+    budget = talker.engine.core.scheduler.budget.rows
     monkeypatch.setattr(budget, "limit", (length + 3 + rows_beyond_one_request) * rows[0].nbytes)
     talker.engine.take_scheduled()
     late = Late(talker, 3)
