@@ -1,4 +1,4 @@
-"""What many share: bytes within a limit (`Budget`), and slots (`Slots`).
+"""What many share: bytes within a limit (`Budget`), and slots (`FairQueue`).
 
 A request in flight has a slot; the others wait in a line of bounded length. Slots are shared among owners (a key, or a
 connection without one), and an owner's slots among its tenants: its connections, and the names that it gives to its own
@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -81,21 +81,32 @@ class _Entry(NamedTuple):
     ticket: Ticket
 
 
+class _Turn(NamedTuple):
+    """Rank of a share's first entry; the smallest goes first."""
+
+    over: bool  # the share is no smaller than a fair one
+    priority: int
+    held: int
+    served: int  # of two that hold as much, the one that has got nothing for longer goes first
+    number: int
+
+
 @dataclass
 class _Share:
-    """What an owner or a tenant has, and waits for."""
+    """What all, an owner or a tenant have, and wait for. `keeps`: slots are kept for it while it has none."""
 
+    keeps: bool = True
     held: int = 0
     waiting: int = 0
     waiting_bytes: int = 0
     latest: int = 0  # number of the last entry that joined
     served: int = 0  # number of the last slot that it got
+    parts: dict[Hashable, _Share] = field(default_factory=dict)  # of all by owner, of an owner by tenant
     line: list[_Entry] = field(default_factory=list)  # of a tenant
-    tenants: dict[Tenant, _Share] = field(default_factory=dict)  # of an owner
 
-    @property
-    def requests(self) -> int:
-        return self.held + self.waiting
+    def may_have(self, part: _Share, slots: int) -> bool:
+        """Whether a part can have one more of the slots that the parts can have together."""
+        return slots - self.held > (reserved(slots) if part.keeps and part.held else 0)
 
 
 def reserved(slots: int) -> int:
@@ -103,7 +114,7 @@ def reserved(slots: int) -> int:
     return max(1, slots // RESERVED_OF) if slots >= LEAST_SLOTS else 0
 
 
-class Slots:
+class FairQueue:
     """Grants slots, and keeps the line short.
 
     Args:
@@ -119,25 +130,15 @@ class Slots:
         self._line_bytes = line_bytes
         self._blocked = blocked
         self._all = _Share()
-        self._owners: dict[bytes, _Share] = {}
-        self._waiting: dict[bytes, _Share] = {}  # those of them that have requests in line
         self._holders: dict[str, Ticket] = {}
         self._entries: dict[str, _Entry] = {}
-        self._arrivals = 0
-        self._grants = 0
+        self._arrivals, self._grants = itertools.count(1), itertools.count(1)
         self._settled = True  # none in line can have a slot before something changes
 
     def resize(self, slots: int) -> None:
         """Change how many there are. No request loses its own."""
-        self._slots = slots
-        self._reserved = reserved(slots)
-        self._limit = slots - self._reserved  # what one owner can have
+        self.count = slots
         self._settled = False
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return self._slots
 
     @property
     def held(self) -> int:
@@ -154,23 +155,17 @@ class Slots:
         """Bytes of the requests in line."""
         return self._all.waiting_bytes
 
-    def requests_of(self, owner: bytes) -> int:
-        """How many requests of an owner have a slot or wait for one."""
-        share = self._owners.get(owner)
-        return share.requests if share is not None else 0
-
     def enter(self, ticket: Ticket) -> list[str]:
         """Join the line. Returns the ids of requests that left it because it was too long, perhaps this one's.
 
         They are taken from the owner, and within it from the tenant, with the most requests or bytes.
         """
         self._settled = False
-        self._arrivals += 1
-        entry = _Entry(ticket.priority, self._arrivals, ticket)
+        entry = _Entry(ticket.priority, next(self._arrivals), ticket)
         self._join(entry)
         left: list[_Entry] = []
         while (by_bytes := self.waiting_bytes > self._line_bytes) or self.waiting > self._line:
-            if not left and self._may_have(ticket) and not self._blocked(ticket.stages):
+            if not left and self._may_start(ticket):
                 return []  # `next` gives it a slot at once
             left.append(self._largest(by_bytes))
             self._quit(left[-1])
@@ -183,26 +178,19 @@ class Slots:
 
     def next(self) -> Ticket | None:
         """Give a slot to the request whose turn it is; `None` if none can have one."""
-        best: tuple[_Turn, _Entry] | None = None
-        if not self._settled and self.held < self._slots and self.waiting:
-            blocked = functools.cache(self._blocked)
-            for owner in self._waiting.values():
-                entry = self._first_of(owner, blocked)
-                if entry is None:
-                    continue
-                turn = _turn(owner, len(self._owners), self._slots, entry)
-                if best is None or turn < best[0]:
-                    best = turn, entry
-        if best is None:
+        if self._settled or not self.waiting:
+            return None
+        found = self._first(self._all, self.count, self.count, functools.cache(self._blocked))
+        if found is None:
             self._settled = True
             return None
-        ticket = best[1].ticket
-        self._quit(best[1], forget=False)
-        self._grants += 1
+        ticket = found[1].ticket
+        grant = next(self._grants)
         for share in self._shares(ticket):
             share.held += 1
-            share.served = self._grants
+            share.served = grant
         self._holders[ticket.request_id] = ticket
+        self._quit(found[1])
         return ticket
 
     def look_again(self) -> None:
@@ -212,44 +200,49 @@ class Slots:
     def leave(self, request_id: str) -> bool:
         """Forget a request that has ended, wherever it is. Returns whether it had a slot."""
         self._settled = False
+        if request_id in self._entries:
+            self._quit(self._entries[request_id])
         ticket = self._holders.pop(request_id, None)
-        if ticket is None:
-            if request_id in self._entries:
-                self._quit(self._entries[request_id])
-            return False
-        for share in self._shares(ticket):
-            share.held -= 1
-        self._forget_idle(ticket)
-        return True
+        if ticket is not None:
+            for share in self._shares(ticket):
+                share.held -= 1
+            self._forget_idle(ticket)
+        return ticket is not None
 
-    # -- who may have a slot, and whose turn it is --------------------------------------------------------------------
+    # -- whose turn it is ---------------------------------------------------------------------------------------------
 
-    def _may_have(self, ticket: Ticket) -> bool:
-        owner = self._owners[ticket.owner]
-        return self._owner_may(owner) and self._tenant_may(owner, ticket.tenant)
+    @property
+    def _owners_limit(self) -> int:
+        """What one owner can have."""
+        return self.count - reserved(self.count)
 
-    def _owner_may(self, owner: _Share) -> bool:
-        free = self._slots - self.held
-        return free > (self._reserved if owner.held else 0)
+    def _may_start(self, ticket: Ticket) -> bool:
+        _, owner, tenant = self._shares(ticket)
+        free = self._all.may_have(owner, self.count) and owner.may_have(tenant, self._owners_limit)
+        return free and not self._blocked(ticket.stages)
 
-    def _tenant_may(self, owner: _Share, tenant: Tenant) -> bool:
-        """Only owners that name tenants keep slots for them."""
-        if not tenant.name or not owner.tenants[tenant].held:
-            return True
-        return self._limit - owner.held > reserved(self._limit)
+    def _first(
+        self, of: _Share, slots: int, fair: int, blocked: Callable[[Stages], bool]
+    ) -> tuple[_Turn, _Entry] | None:
+        """The entry that goes first, of those in a share that can have a slot, and the rank of its part.
 
-    def _first_of(self, owner: _Share, blocked: Callable[[Stages], bool]) -> _Entry | None:
-        """The entry of an owner that goes first, of those that can have a slot."""
-        if not self._owner_may(owner):
-            return None
-        share = max(owner.held + 1, self._slots // len(self._owners))
-        entries = [
-            (_turn(tenant, len(owner.tenants), share, entry), entry)
-            for name, tenant in owner.tenants.items()
-            if tenant.line and self._tenant_may(owner, name)
-            for entry in itertools.islice((entry for entry in tenant.line if not blocked(entry.ticket.stages)), 1)
-        ]
-        return min(entries)[1] if entries else None
+        Args:
+            slots: those that the parts can have together.
+            fair: those that the parts share fairly.
+        """
+        found = []
+        for part in of.parts.values():
+            if not part.waiting or not of.may_have(part, slots):
+                continue
+            if part.parts:
+                best = self._first(part, self._owners_limit, max(part.held + 1, fair // len(of.parts)), blocked)
+                entry = best[1] if best is not None else None
+            else:
+                entry = next((entry for entry in part.line if not blocked(entry.ticket.stages)), None)
+            if entry is not None:
+                over = part.held * len(of.parts) >= fair
+                found.append((_Turn(over, entry.priority, part.held, part.served, entry.number), entry))
+        return min(found, default=None)
 
     # -- the line -----------------------------------------------------------------------------------------------------
 
@@ -257,59 +250,39 @@ class Slots:
         """The entry that has to leave: the last one of the owner that has most; of two, the later one."""
 
         def size(share: _Share) -> tuple[int, int]:
-            return share.waiting_bytes if by_bytes else share.requests, share.latest
+            return share.waiting_bytes if by_bytes else share.held + share.waiting, share.latest
 
-        def largest(shares: Iterable[_Share]) -> _Share:
-            return max((share for share in shares if share.waiting), key=size)
-
-        return largest(largest(self._waiting.values()).tenants.values()).line[-1]
+        share = self._all
+        while share.parts:
+            share = max((part for part in share.parts.values() if part.waiting), key=size)
+        return share.line[-1]
 
     def _join(self, entry: _Entry) -> None:
-        ticket = entry.ticket
-        for share in self._shares(ticket):
+        shares = self._shares(entry.ticket)
+        for share in shares:
             share.waiting += 1
-            share.waiting_bytes += ticket.size
+            share.waiting_bytes += entry.ticket.size
             share.latest = max(share.latest, entry.number)
-        owner = self._waiting[ticket.owner] = self._owners[ticket.owner]
-        bisect.insort(owner.tenants[ticket.tenant].line, entry)
-        self._entries[ticket.request_id] = entry
+        bisect.insort(shares[-1].line, entry)
+        self._entries[entry.ticket.request_id] = entry
 
-    def _quit(self, entry: _Entry, forget: bool = True) -> None:
-        ticket = entry.ticket
-        del self._entries[ticket.request_id]
-        for share in self._shares(ticket):
+    def _quit(self, entry: _Entry) -> None:
+        shares = self._shares(entry.ticket)
+        for share in shares:
             share.waiting -= 1
-            share.waiting_bytes -= ticket.size
-        owner = self._owners[ticket.owner]
-        if not owner.waiting:
-            del self._waiting[ticket.owner]
-        line = owner.tenants[ticket.tenant].line
+            share.waiting_bytes -= entry.ticket.size
+        line = shares[-1].line
         del line[bisect.bisect_left(line, entry)]
-        if forget:
-            self._forget_idle(ticket)
+        del self._entries[entry.ticket.request_id]
+        self._forget_idle(entry.ticket)
 
     def _shares(self, ticket: Ticket) -> tuple[_Share, _Share, _Share]:
         """Everything that a request counts for."""
-        owner = self._owners.setdefault(ticket.owner, _Share())
-        return self._all, owner, owner.tenants.setdefault(ticket.tenant, _Share())
+        owner = self._all.parts.setdefault(ticket.owner, _Share())
+        # Only owners that name tenants keep slots for them.
+        return self._all, owner, owner.parts.setdefault(ticket.tenant, _Share(keeps=bool(ticket.tenant.name)))
 
     def _forget_idle(self, ticket: Ticket) -> None:
-        owner = self._owners[ticket.owner]
-        if not owner.tenants[ticket.tenant].requests:
-            del owner.tenants[ticket.tenant]
-        if not owner.requests:
-            del self._owners[ticket.owner]
-
-
-class _Turn(NamedTuple):
-    """Rank of a share's first entry; the smallest goes first."""
-
-    over: bool  # the share is no smaller than a fair one
-    priority: int
-    held: int
-    served: int  # of two that hold as much, the one that has got nothing for longer goes first
-    number: int
-
-
-def _turn(share: _Share, sharers: int, slots: int, entry: _Entry) -> _Turn:
-    return _Turn(share.held * sharers >= slots, entry.priority, share.held, share.served, entry.number)
+        for of, name in ((self._all.parts[ticket.owner], ticket.tenant), (self._all, ticket.owner)):
+            if not of.parts[name].held and not of.parts[name].waiting:
+                del of.parts[name]

@@ -6,7 +6,7 @@ import itertools
 
 from omni_actors import config
 from omni_actors.config import PipelineConfig
-from omni_actors.sharing import Slots, Tenant, Ticket
+from omni_actors.sharing import FairQueue, Tenant, Ticket
 from tests.support.paths import REPOSITORY
 
 ANSWERS = 128
@@ -19,7 +19,7 @@ def shipped() -> PipelineConfig:
 def granted(count: int, tenant: str) -> int:
     """How many of so many slots one client gets that is alone, for one of its tenants."""
     numbers = itertools.count()
-    slots = Slots(count, 10 * count, 10 * count, lambda stages: False)
+    slots = FairQueue(count, 10 * count, 10 * count, lambda stages: False)
     for _ in range(2 * count):
         slots.enter(Ticket(str(next(numbers)), b"http", Tenant(b"http", tenant), 0, 1, ()))
     return len(list(iter(slots.next, None)))

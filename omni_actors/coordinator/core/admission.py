@@ -25,7 +25,7 @@ from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.fields import Header
 from omni_actors.protocol.messages import Submit
 from omni_actors.protocol.payloads import DECLARED_PARAMS, TEXT_PARAMS, Parameter, StageParams
-from omni_actors.sharing import Budget, Slots, Tenant, Ticket
+from omni_actors.sharing import Budget, FairQueue, Tenant, Ticket
 
 
 def check_request(
@@ -164,7 +164,7 @@ class Gate:
         self._new_seed = new_seed
         self._retained = retained
         settings = pipeline.coordinator
-        self.slots = Slots(
+        self.slots = FairQueue(
             settings.max_in_flight,
             settings.max_queued,
             settings.retain_bytes,
