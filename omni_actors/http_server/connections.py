@@ -1,8 +1,10 @@
 """Bounds on connections: their number, slow handshakes and heads, and what WebSockets may cost.
 
-uvicorn's parser keeps all of a head before a key can be checked. Here bytes are counted before they are
-parsed, so that a connection costs at most one head. uvicorn would also leave TLS to asyncio, which counts no
-connections during the handshake and gives each a minute; so it begins here, on connections that are counted.
+uvicorn's strict parser (httptools) keeps all of a head or of a trailer before a key can be checked. Here bytes of which
+no part of a body comes are counted, so that a connection costs at most one head. Its other parser (h11) has such a
+limit, but takes what a proxy may read otherwise: bare line feeds, folded lines, two lengths. uvicorn would also leave
+TLS to asyncio, which counts no connections during the handshake and gives each a minute; so it begins here, on
+connections that are counted.
 
 uvicorn parses all frames of a read at once, answers pings among them, and keeps what is not complete. Here it is given
 a little at a time, and nothing more while a message waits for the application; what it keeps is counted.
@@ -40,7 +42,6 @@ T = TypeVar("T")
 RESERVED_FILES = 64  # for all but connections: logs, sockets to the pipeline, media that are fetched
 TLS_CLOSE_SECONDS = 2.0  # for the peer to answer the end of its encrypted connection
 LINGER_SECONDS = 1.0  # for which what a refused client still sends is read and discarded, so that it sees why
-BEHIND_BYTES = 65_536  # that are read and discarded behind a request that is not answered yet
 
 
 def bounded_protocol(settings: ServerSettings, connections: int) -> type[asyncio.Protocol]:
@@ -87,8 +88,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     A head lasts from the start of the connection (so it includes a TLS handshake), or the first byte after the request
     before, to its empty line. If there are too many connections, the one that has been without a request for longest is
-    closed for the new one. A request that is sent before the one in front of it is answered gets no answer: the
-    connection closes after that one. uvicorn would stop reading until then, and not see that the client is gone.
+    closed for the new one. A request before the answer to the one in front of it ends the connection: uvicorn would
+    keep all that come in one read, and stop reading, so that it does not see that the client is gone.
     """
 
     head_limit: int
@@ -101,9 +102,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.parser: _Parser = _Parser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
-        self._behind: int | None = None  # bytes discarded behind the request that is being answered
         self._in_head = True
-        self._head_bytes = self._trailer_bytes = 0
+        self._head_bytes = 0  # parsed since a head or a piece of a body came of it: a head, a trailer, sizes of chunks
         self._clock: TimerHandle | None = None
         self._refused = False
         self._handshake: asyncio.Task[asyncio.Transport | None] | None = None
@@ -166,31 +166,21 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._handshake is not None:
             self._early.append(data)
             return
-        if self._behind is not None:
-            self._behind += len(data)
-            if self._behind > BEHIND_BYTES:
-                self.transport.close()
-            return
-        while data and self._behind is None and not (self._refused or self._upgraded or self.transport.is_closing()):
-            if not self._in_head:
-                super().data_received(data)
-                return
-            if self._clock is None:
+        while data and not (self._refused or self._upgraded or self.transport.is_closing()):
+            if self._in_head and self._clock is None and not self._answering():
                 self._start_clock()
-            room = self.head_limit - self._head_bytes
+            room = self.head_limit - self._head_bytes if self._in_head else len(data)
             piece, data = data[:room], data[room:]
             self._head_bytes += len(piece)
             super().data_received(piece)
-            if self._behind is None and self._in_head and self._head_bytes >= self.head_limit:
-                message = f"The head of a request is limited to {self.head_limit} bytes."
+            if self._head_bytes >= self.head_limit:
+                message = f"The head and the trailer of a request are limited to {self.head_limit} bytes each."
                 self._refuse(431, message, "head_too_large", linger=True)
         if data and isinstance(upgraded := self.transport.get_protocol(), BoundedWebSocket):
             upgraded.data_received(data)
 
     def handle_websocket_upgrade(self) -> None:
         """Hand the connection, which still counts, to a WebSocket, unless it carries something else, too."""
-        if self._answering():
-            return
         if self.parser.behind_upgrade:
             self._refuse(400, EARLY, "invalid_http")
             return
@@ -200,42 +190,34 @@ class BoundedProtocol(HttpToolsProtocol):
     # -- callbacks of the parser
 
     def on_message_begin(self) -> None:
-        """Begin a request, or discard it if the one before it is not answered yet."""
+        """Begin a request, unless the one before it is not answered yet."""
         if self._answering():
-            self._behind = 0
-            self.cycle.keep_alive = False
+            raise HttpError(400, "A request before the answer to the one in front of it.", code="invalid_http")
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header. The trailer of a chunked body, which nothing here reads, is only counted."""
+        """Keep a header, but none of a trailer: it must not change what was checked."""
         if self._in_head:
             super().on_header(name, value)
-            return
-        self._trailer_bytes += len(name) + len(value)
-        if self._trailer_bytes > self.head_limit:
-            message = f"The trailer of a request is limited to {self.head_limit} bytes."
-            self._refuse(431, message, "head_too_large", linger=True)
 
     def on_headers_complete(self) -> None:
         """Stop the clock and run the request."""
-        if self._behind is not None:
-            return
         self._in_head = False
-        self._head_bytes = self._trailer_bytes = 0
+        self._head_bytes = 0
         self._leave_idle()
         if not self._refused:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Pass a piece of the body on."""
-        if self._behind is None:
-            super().on_body(body)
+        self._head_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Take what follows as the next head."""
-        if self._behind is None:
-            super().on_message_complete()
-            self._in_head = True
+        super().on_message_complete()
+        self._in_head = True
+        self._head_bytes = 0
 
     def on_response_complete(self) -> None:
         """Mark the connection as one without a request, if that was its last."""
@@ -255,9 +237,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._clock = None
 
     def _too_slow(self) -> None:
-        if self._answering():  # reading may be paused, so that the rest of the next head cannot arrive
-            self._start_clock()
-            return
         self._clock = None
         message = f"The head of the request did not arrive completely within {self.head_seconds:g} s."
         self._refuse(408, message, "head_timeout")
