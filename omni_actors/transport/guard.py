@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -148,61 +147,48 @@ SO_COOKIE = 57  # identifies a connection for as long as the system runs, where 
 TCP_INFO_BYTES = struct.Struct("=120xQQ")  # of `struct tcp_info`: bytes that the peer acknowledged, bytes received
 
 
-class Counters(NamedTuple):
-    """Bytes of a connection so far."""
-
-    sent: int
-    received: int
-
-
 @dataclass
 class GuardedConnection:
     """An accepted connection.
 
     Attributes:
+        descriptor: libzmq's, which may be that of another connection by now.
         cookie: the kernel's name of it.
-        encrypted: it uses keys, so that what was sent to it tells whether its key was accepted.
-        watched: that it completes its messages is checked, too.
+        watched: unfinished messages are limited as well.
         accepted: its handshake has succeeded, as far as can be known.
         counted: bytes that it had sent when it last completed a message.
-        closing: it is being closed.
     """
 
+    descriptor: int
     cookie: int
-    encrypted: bool
     watched: bool
     accepted: bool = False
     counted: int = 0
-    closing: bool = False
 
 
 class Connections:
-    """Decides which connections to close. Pure: the kernel's counters are arguments.
+    """Decides which connections to close, and forgets those. Pure: the kernel's counters are arguments.
 
     Args:
         limit: connections at a time.
         message_bytes: largest message, -1 for any.
+        encrypted: they use keys, so that what was sent to one tells whether its key was accepted.
     """
 
-    def __init__(self, limit: int, message_bytes: int) -> None:
+    def __init__(self, limit: int, message_bytes: int, encrypted: bool) -> None:
         self._limit = limit
         self._message_bytes = message_bytes
+        self._encrypted = encrypted
         self.open: dict[int, GuardedConnection] = {}  # by descriptor, the oldest first
 
-    def add(self, descriptor: int, connection: GuardedConnection) -> tuple[int, str] | None:
+    def add(self, connection: GuardedConnection) -> tuple[GuardedConnection, str] | None:
         """Take note of a new connection and return which one has to make room, if any, and why."""
-        self.open.pop(descriptor, None)  # its end was not seen
-        self.open[descriptor] = connection
-        staying = [number for number, other in self.open.items() if not other.closing]
-        if len(staying) <= self._limit:
+        self.open.pop(connection.descriptor, None)  # its end was not seen
+        self.open[connection.descriptor] = connection
+        if len(self.open) <= self._limit:
             return None
-        leaving = next((number for number in staying if not self.open[number].accepted), descriptor)
-        self.open[leaving].closing = True
-        return leaving, f"all {self._limit} connections are in use"
-
-    def remove(self, descriptor: int) -> None:
-        """Forget a connection that has ended."""
-        self.open.pop(descriptor, None)
+        leaving = next((other for other in self.open.values() if not other.accepted), connection)
+        return self.open.pop(leaving.descriptor), f"all {self._limit} connections are in use"
 
     def heard(self, descriptor: int, received: int) -> None:
         """Take note that a connection has completed a message; `received` are its bytes until now."""
@@ -210,33 +196,28 @@ class Connections:
             connection.accepted = True
             connection.counted = received
 
-    def to_close(self, counters: Mapping[int, Counters]) -> Iterator[tuple[int, str]]:
-        """Yield the connections that have sent too much, each once, and why."""
+    def to_close(self, counters: Mapping[int, tuple[int, int]]) -> Iterator[tuple[GuardedConnection, str]]:
+        """Yield the connections that have sent too much, and why.
+
+        Args:
+            counters: bytes sent to a connection and received of it until now, by descriptor.
+        """
         unfinished: dict[int, int] = {}
         for descriptor, (sent, received) in counters.items():
             connection = self.open[descriptor]
-            if connection.closing:
-                continue
-            if connection.encrypted and sent > SENT_BEFORE_ACCEPTED:
+            if self._encrypted and sent > SENT_BEFORE_ACCEPTED:
                 connection.accepted = True
-            if connection.encrypted and not connection.accepted and received > HANDSHAKE_BYTES:
-                connection.closing = True
-                yield descriptor, f"it sent {received} bytes before it showed its key"
-            elif connection.watched:
+            if self._encrypted and not connection.accepted and received > HANDSHAKE_BYTES:
+                yield self.open.pop(descriptor), f"it sent {received} bytes before it showed its key"
+            elif connection.watched and self._message_bytes >= 0:
                 unfinished[descriptor] = received - connection.counted
-        yield from self._too_much_unfinished(unfinished)
-
-    def _too_much_unfinished(self, unfinished: dict[int, int]) -> Iterator[tuple[int, str]]:
-        if self._message_bytes < 0:
-            return
         total = sum(unfinished.values())
         for descriptor, size in sorted(unfinished.items(), key=lambda item: -item[1]):
             # Encryption and framing add a little to what the codec counts.
             if size <= self._message_bytes + (self._message_bytes >> 4) and total <= UNFINISHED * self._message_bytes:
                 return
-            self.open[descriptor].closing = True
             total -= size
-            yield descriptor, f"it sent {size} bytes without completing a message"
+            yield self.open.pop(descriptor), f"it sent {size} bytes without completing a message"
 
 
 class ConnectionGuard(threading.Thread):
@@ -251,8 +232,7 @@ class ConnectionGuard(threading.Thread):
         super().__init__(name="connection guard", daemon=True)
         # As that of the authenticator: destroying the context must not close sockets that this thread uses.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
-        self._connections = Connections(min(CONNECTIONS, raise_file_limit(RESERVED_FILES)), message_bytes)
-        self._encrypted = encrypted
+        self._connections = Connections(min(CONNECTIONS, raise_file_limit(RESERVED_FILES)), message_bytes, encrypted)
         self._monitors: dict[zmq.Socket[bytes], bool] = {}  # and whether what it accepts is watched
         self._new: collections.deque[tuple[zmq.Socket[bytes], bool]] = collections.deque()
         self._numbers = itertools.count()
@@ -317,40 +297,37 @@ class ConnectionGuard(threading.Thread):
             if event["event"] == zmq.EVENT_MONITOR_STOPPED:
                 return False
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                self._connections.remove(descriptor)
+                self._connections.open.pop(descriptor, None)
             elif (cookie := _cookie(descriptor, bytes(event["endpoint"]))) is not None:
-                leaving = self._connections.add(
-                    descriptor, GuardedConnection(cookie, self._encrypted, self._monitors[monitor])
-                )
+                leaving = self._connections.add(GuardedConnection(descriptor, cookie, self._monitors[monitor]))
                 if leaving is not None:
                     self._close(*leaving)
 
     def _look(self) -> None:
         """Read the counters of all connections and close those that have sent too much."""
-        counters: dict[int, Counters] = {}
+        counters: dict[int, tuple[int, int]] = {}
         for descriptor, connection in list(self._connections.open.items()):
             if connection.accepted and not connection.watched:
                 continue
             found = _counters(descriptor, connection.cookie)
             if found is None:
-                self._connections.remove(descriptor)
+                del self._connections.open[descriptor]
             else:
                 counters[descriptor] = found
         while self._heard:
             descriptor, _ = self._heard.popitem()
             if descriptor in counters:
-                self._connections.heard(descriptor, counters[descriptor].received)
-        for descriptor, why in self._connections.to_close(counters):
-            self._close(descriptor, why)
+                self._connections.heard(descriptor, counters[descriptor][1])
+        for connection, why in self._connections.to_close(counters):
+            self._close(connection, why)
 
-    def _close(self, descriptor: int, why: str) -> None:
+    def _close(self, connection: GuardedConnection, why: str) -> None:
         """End a connection as if its peer had; libzmq then closes the descriptor."""
-        cookie = self._connections.open[descriptor].cookie
-        with _borrowed(descriptor) as connection:
-            if connection is None or _cookie_of(connection) != cookie:
+        with _borrowed(connection.descriptor) as socket:
+            if socket is None or _cookie_of(socket) != connection.cookie:
                 return
-            peer = connection.getpeername()[0]
-            connection.shutdown(kernel.SHUT_RDWR)
+            peer = socket.getpeername()[0]
+            socket.shutdown(kernel.SHUT_RDWR)
         self._closed += 1
         if is_worth_a_line(self._closed):
             logger.warning("closed a connection of %s: %s (%d closed so far)", peer, why, self._closed)
@@ -393,10 +370,12 @@ def _port(connection: kernel.socket) -> int:
     return int(connection.getsockname()[1]) if inet else -1
 
 
-def _counters(descriptor: int, cookie: int) -> Counters | None:
-    """The bytes of a connection so far; `None` if it is gone by now."""
+def _counters(descriptor: int, cookie: int) -> tuple[int, int] | None:
+    """The bytes sent to a connection and received of it so far; `None` if it is gone by now."""
     with _borrowed(descriptor) as connection:
         if connection is not None and _cookie_of(connection) == cookie:
-            info = connection.getsockopt(kernel.IPPROTO_TCP, kernel.TCP_INFO, TCP_INFO_BYTES.size)
-            return Counters(*TCP_INFO_BYTES.unpack(info))
+            sent, received = TCP_INFO_BYTES.unpack(
+                connection.getsockopt(kernel.IPPROTO_TCP, kernel.TCP_INFO, TCP_INFO_BYTES.size)
+            )
+            return sent, received
     return None

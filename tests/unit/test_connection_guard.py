@@ -17,7 +17,7 @@ from omni_actors.protocol.fields import MAX_BUFFERS
 from omni_actors.transport import guard as guard_module
 from omni_actors.transport import sockets as sockets_module
 from omni_actors.transport.curve import EVERYONE, load_keys, make_cluster
-from omni_actors.transport.guard import HANDSHAKE_BYTES, SENT_BEFORE_ACCEPTED, Connections, Counters, GuardedConnection
+from omni_actors.transport.guard import HANDSHAKE_BYTES, SENT_BEFORE_ACCEPTED, Connections, GuardedConnection
 from omni_actors.transport.sockets import MAX_FRAMES, MAX_IDENTITY, Discarded, Socket, Sockets, try_send
 from tests.support.tcp import closed
 from tests.support.waiting import until
@@ -25,6 +25,7 @@ from tests.support.zmtp import connect, dealer, frame, greeting
 
 TCP = "tcp://127.0.0.1:0"
 MESSAGE_BYTES = 1 << 20
+LONG_MS = 600_000  # for a handshake, so that it is not what ends a connection
 Bound = tuple[Sockets, Socket, str]
 
 
@@ -80,6 +81,7 @@ def test_silent_connections_make_room_for_those_that_speak(
     bind: Callable[..., Bound], keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard_module, "CONNECTIONS", 8)
+    monkeypatch.setattr(sockets_module, "HANDSHAKE_MS", LONG_MS)
     sockets, router, endpoint = bind(keys)
     strangers = [connect(endpoint) for _ in range(32)]
     for stranger in strangers[::2]:
@@ -109,8 +111,11 @@ def test_a_handshake_that_does_not_end_is_given_up(bind: Callable[..., Bound], m
 
 
 @pytest.mark.parametrize("flags", [4, 6, 2], ids=["a short command", "a long command", "a message"])
-def test_a_stranger_sends_no_more_than_a_handshake(bind: Callable[..., Bound], keys: Path, flags: int) -> None:
+def test_a_stranger_sends_no_more_than_a_handshake(
+    bind: Callable[..., Bound], keys: Path, flags: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """libzmq keeps up to MAXMSGSIZE of it before it looks at the key."""
+    monkeypatch.setattr(sockets_module, "HANDSHAKE_MS", LONG_MS)
     _, _, endpoint = bind(keys)
     with connect(endpoint) as stranger:
         stranger.sendall(greeting(b"CURVE"))
@@ -176,29 +181,33 @@ def test_a_sender_with_a_huge_identity_is_ignored(bind: Callable[..., Bound]) ->
 # -- decisions --------------------------------------------------------------------------------------------------------
 
 
-def connection(encrypted: bool = True, watched: bool = True) -> GuardedConnection:
-    return GuardedConnection(0, encrypted, watched)
+def connection(descriptor: int, watched: bool = True) -> GuardedConnection:
+    return GuardedConnection(descriptor, 0, watched)
+
+
+def closed_of(connections: Connections, counters: dict[int, tuple[int, int]]) -> list[int]:
+    """The descriptors of those that are to be closed, if these are the bytes sent and received."""
+    return [leaving.descriptor for leaving, _ in connections.to_close(counters)]
 
 
 def test_the_oldest_connection_that_showed_no_key_makes_room() -> None:
-    connections = Connections(2, MESSAGE_BYTES)
-    assert connections.add(1, connection()) is None
-    assert connections.add(2, connection()) is None
-    assert list(connections.to_close({1: Counters(SENT_BEFORE_ACCEPTED + 1, 600)})) == []
-    leaving = connections.add(3, connection())
+    connections = Connections(2, MESSAGE_BYTES, encrypted=True)
+    assert connections.add(connection(1)) is None
+    assert connections.add(connection(2)) is None
+    assert closed_of(connections, {1: (SENT_BEFORE_ACCEPTED + 1, 600)}) == []
+    leaving = connections.add(connection(3))
     assert leaving is not None
-    assert leaving[0] == 2
-    connections.remove(2)
+    assert leaving[0].descriptor == 2
     connections.heard(3, 700)
-    leaving = connections.add(4, connection())
+    leaving = connections.add(connection(4))
     assert leaving is not None
-    assert leaving[0] == 4, "there is no other"
+    assert leaving[0].descriptor == 4, "there is no other"
 
 
 def test_a_descriptor_that_is_used_again_is_another_connection() -> None:
-    connections = Connections(1, MESSAGE_BYTES)
-    connections.add(1, connection())
-    assert connections.add(1, connection()) is None
+    connections = Connections(1, MESSAGE_BYTES, encrypted=True)
+    connections.add(connection(1))
+    assert connections.add(connection(1)) is None
     connections.heard(9, 0)  # one that is gone by now
 
 
@@ -212,27 +221,27 @@ def test_a_descriptor_that_is_used_again_is_another_connection() -> None:
     ],
 )
 def test_what_a_connection_may_send(sent: int, received: int, closes: bool) -> None:
-    connections = Connections(9, MESSAGE_BYTES)
-    connections.add(1, connection())
-    assert [number for number, _ in connections.to_close({1: Counters(sent, received)})] == [1] * closes
-    assert not list(connections.to_close({1: Counters(sent, received)})), "it is being closed"
+    connections = Connections(9, MESSAGE_BYTES, encrypted=True)
+    connections.add(connection(1))
+    assert closed_of(connections, {1: (sent, received)}) == [1] * closes
+    assert (1 in connections.open) != closes
 
 
 def test_all_together_send_a_few_messages_without_ending_one_and_the_largest_leaves() -> None:
-    connections = Connections(99, MESSAGE_BYTES)
+    connections = Connections(99, MESSAGE_BYTES, encrypted=True)
     counters = {}
     for number in range(6):
-        connections.add(number, connection())
-        counters[number] = Counters(SENT_BEFORE_ACCEPTED + 1, MESSAGE_BYTES - 1000 * number)
-    assert [number for number, _ in connections.to_close(counters)] == [0, 1]
-    connections.heard(2, counters[2].received)
-    assert not list(connections.to_close({number: counters[number] for number in range(2, 6)}))
+        connections.add(connection(number))
+        counters[number] = (SENT_BEFORE_ACCEPTED + 1, MESSAGE_BYTES - 1000 * number)
+    assert closed_of(connections, counters) == [0, 1]
+    connections.heard(2, counters[2][1])
+    assert closed_of(connections, {number: counters[number] for number in range(2, 6)}) == []
 
 
 def test_connections_of_members_may_queue_what_they_like() -> None:
-    connections = Connections(9, MESSAGE_BYTES)
-    connections.add(1, connection(watched=False))
-    assert not list(connections.to_close({1: Counters(SENT_BEFORE_ACCEPTED + 1, 100 * MESSAGE_BYTES)}))
+    connections = Connections(9, MESSAGE_BYTES, encrypted=True)
+    connections.add(connection(1, watched=False))
+    assert closed_of(connections, {1: (SENT_BEFORE_ACCEPTED + 1, 100 * MESSAGE_BYTES)}) == []
 
 
 def test_a_socket_that_is_closed_frees_its_monitor(bind: Callable[..., Bound]) -> None:
