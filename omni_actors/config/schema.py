@@ -100,7 +100,7 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
         connections: connections at a time; fewer if the limit of open files is lower.
         head_bytes: largest head of a request: its first line and headers.
         head_timeout: seconds for a request's head to arrive.
-        body_bytes: largest request body.
+        body_bytes: largest request body, and largest event of a session.
         bodies_bytes: all request bodies and events of sessions that arrive or are handled at a time, with the media
             fetched for them, the uploaded files and earlier turns that they refer to, and the log probabilities of
             answers that are not yet whole; at least `body_bytes`.
@@ -126,7 +126,6 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
         realtime_idle_seconds: seconds without an event of the client, and without an answer, that end a session.
         realtime_ahead_seconds: sound of the user after which the pipeline computes what was said so far, while the user
             still speaks; 0 to compute a turn when it is over. 2 s is what Qwen2.5-Omni encodes together.
-        realtime_event_bytes: largest event of a client.
         realtime_events_per_second: events that are read of a client in the long run; it is slowed down to this. More
             pings, pongs and small pieces of events than this end its session.
         cors_origins: origins (`https://example.com`, or `*`) whose web pages may use the server from a browser; by
@@ -158,7 +157,6 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     realtime_session_seconds: Seconds = 3600.0
     realtime_idle_seconds: Seconds = 300.0
     realtime_ahead_seconds: Annotated[float, Meta(ge=0, le=300)] = 2.0
-    realtime_event_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 30)] = 20 << 20
     realtime_events_per_second: Annotated[int, Meta(ge=1, le=1_000_000)] = 500
     cors_origins: Annotated[list[Origin], Meta(max_length=64)] = []
     certificate: Line | None = None

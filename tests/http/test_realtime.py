@@ -243,11 +243,7 @@ async def test_leaving_ends_the_answer(slow: HttpPipeline) -> None:
 def limited(echo_pipeline: HttpPipeline) -> Iterator[str]:
     """A server with a key and small limits."""
     settings = ServerSettings(
-        endpoint=echo_pipeline.endpoint,
-        api_key="sesame",
-        check_host=False,
-        realtime_sessions=1,
-        realtime_event_bytes=100_000,
+        endpoint=echo_pipeline.endpoint, api_key="sesame", check_host=False, realtime_sessions=1, body_bytes=100_000
     )
     with serving_sessions(settings, http=bounded_protocol(settings, 4)) as url:
         yield url

@@ -157,7 +157,7 @@ def test_a_message_in_many_pieces_with_pings_between_them_is_taken(echo: HttpPip
 
 def test_messages_that_have_not_ended_count_as_bytes_of_all_requests(echo: HttpPipeline) -> None:
     """In one frame or in pieces. Who cannot have more is told so; the end of a connection gives its bytes back."""
-    settings = ServerSettings(endpoint=echo.endpoint, body_bytes=MEBIBYTE, bodies_bytes=5 * MEBIBYTE // 2)
+    settings = ServerSettings(endpoint=echo.endpoint, body_bytes=2 * MEBIBYTE, bodies_bytes=5 * MEBIBYTE // 2)
     with counted_sessions(settings) as (url, bodies, _):
         with Peer(url) as first, Peer(url) as second, Peer(url) as third:
             first.socket.sendall(frame(TEXT, bytes(MEBIBYTE), size=2 * MEBIBYTE))
@@ -176,7 +176,7 @@ def counted_sessions(settings: ServerSettings) -> Iterator[tuple[str, Budget, li
     bodies = Budget(settings.bodies_bytes)
     routes = create_routes(settings, bodies=bodies)
     app = RequestMiddleware(routes, settings, bodies)
-    with serving(app, ws=bounded_websocket(settings, bodies), ws_max_size=settings.realtime_event_bytes) as url:
+    with serving(app, ws=bounded_websocket(settings, bodies), ws_max_size=settings.body_bytes) as url:
         yield url, bodies, [routes.state.server.realtime]
 
 

@@ -163,7 +163,7 @@ def serving_sessions(settings: ServerSettings, **options: object) -> AbstractCon
     """A server inside the test's process that has sessions; gives its URL."""
     bodies = Budget(settings.bodies_bytes)
     app, websocket = create_app(settings, bodies=bodies), bounded_websocket(settings, bodies)
-    return serving(app, ws=websocket, ws_max_size=settings.realtime_event_bytes, **options)
+    return serving(app, ws=websocket, ws_max_size=settings.body_bytes, **options)
 
 
 class Turn(NamedTuple):
