@@ -58,9 +58,9 @@ async def run(endpoint: str, lines: list[dict[str, Any]], sink: TextIO, folder: 
                 failed += "error" in answered
                 sink.write(json.dumps(answered, ensure_ascii=False) + "\n")
                 sink.flush()
-                bar.update(1)
+                done(1)
 
-        with contextlib.closing(progress_bar(len(lines), use_tqdm=True)) as bar:
+        with progress_bar(len(lines), use_tqdm=True) as done:
             async with asyncio.TaskGroup() as tasks:
                 for line in lines:
                     tasks.create_task(one(line))

@@ -13,11 +13,10 @@ import sys
 import tempfile
 import time
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -42,54 +41,9 @@ def start_line(description: Description, seconds: float) -> str:
     return f"{len(states) - len(missing)} of {len(states)} ready after {seconds:.0f} s; missing: {', '.join(missing)}"
 
 
-class ProgressBar(Protocol):
-    """What is used of a `tqdm` object."""
-
-    def update(self, n: int) -> Any:
-        """Count `n` more prompts."""
-
-    def close(self) -> None:
-        """Show nothing more."""
-
-
-class TerminalBar:
-    """A bar on standard error."""
-
-    def __init__(self, total: int) -> None:
-        from rich.console import Console  # takes 0.1 s, which only those who see a bar should wait for
-        from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-
-        columns = (
-            *Progress.get_default_columns()[:2],
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(*columns, console=Console(file=sys.stderr))
-        self._task = self._progress.add_task(TITLE, total=total)
-        self._progress.start()
-
-    def update(self, n: int) -> None:
-        """Count `n` more prompts."""
-        self._progress.advance(self._task, n)
-
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        self._progress.stop()
-
-
-class NoBar:
-    """Shows nothing."""
-
-    def update(self, n: int) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def progress_bar(total: int, use_tqdm: bool | Callable[..., ProgressBar]) -> ProgressBar:
-    """Return a started bar for `total` prompts.
+@contextlib.contextmanager
+def progress_bar(total: int, use_tqdm: bool | Callable[..., Any]) -> Iterator[Callable[[int], object]]:
+    """Show a bar for `total` prompts; yields what is called with the number of those that are done.
 
     Args:
         use_tqdm: `True` for a bar on standard error if that is a terminal, `False` for none, or a class such as `tqdm`,
@@ -99,10 +53,21 @@ def progress_bar(total: int, use_tqdm: bool | Callable[..., ProgressBar]) -> Pro
         InvalidRequest: `use_tqdm` is something else.
     """
     if callable(use_tqdm):
-        return use_tqdm(total=total, desc=TITLE, dynamic_ncols=True)
+        with contextlib.closing(use_tqdm(total=total, desc=TITLE, dynamic_ncols=True)) as bar:
+            yield bar.update
+        return
     if not isinstance(use_tqdm, bool):
         raise InvalidRequest(f"use_tqdm is True, False or a class such as tqdm; got {use_tqdm!r}.")
-    return TerminalBar(total) if use_tqdm and sys.stderr.isatty() else NoBar()
+    if not use_tqdm or not sys.stderr.isatty():
+        yield lambda n: None
+        return
+    from rich.console import Console  # takes 0.1 s, which only those who see a bar should wait for
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr)) as progress:
+        task = progress.add_task(TITLE, total=total)
+        yield lambda n: progress.advance(task, n)
 
 
 OneStageParams = StageParams | Mapping[str, Any] | None
@@ -344,7 +309,7 @@ class OmniLLM:
         *,
         sampling_params_list: Sequence[OneStageParams] | None = None,
         params_per_prompt: Sequence[PipelineParams | None] | None = None,
-        use_tqdm: bool | Callable[..., ProgressBar] = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         **options: Any,
     ) -> list[OmniRequestOutput]:
         """Answer all prompts at once: the stages work on different prompts at the same time.
@@ -378,9 +343,12 @@ class OmniLLM:
         params = params_of_prompts(
             len(many), pipeline.sampling_stages, sampling_params, sampling_params_list, params_per_prompt
         )
-        calls = [PromptCall(*call) for call in zip(many, params, spread_options(options, len(many)), strict=True)]
-        with contextlib.closing(progress_bar(len(many), use_tqdm)) as bar:
-            return self.client.run(lambda client: answer_all(client, calls, pipeline.max_in_flight, bar.update))
+        submitted = [
+            {"prompt": prompt, "params": own, **rest}
+            for prompt, own, rest in zip(many, params, spread_options(options, len(many)), strict=True)
+        ]
+        with progress_bar(len(many), use_tqdm) as done:
+            return self.client.run(lambda client: answer_all(client, submitted, pipeline.max_in_flight, done))
 
     def close(self) -> None:
         """Stop the pipeline and remove its files. Idempotent."""
@@ -428,55 +396,47 @@ def as_prompts(prompts: Prompting | Sequence[Prompting]) -> list[Prompting]:
 RETRY_SECONDS = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class PromptCall:
-    """A prompt with its parameters by stage and its options for `AsyncOmniClient.submit`."""
-
-    prompt: Prompting
-    params: dict[str, StageParams]
-    options: dict[str, Any]
-
-
 async def answer_all(
-    client: AsyncOmniClient, calls: Sequence[PromptCall], at_a_time: int, done: Callable[[int], Any]
+    client: AsyncOmniClient, submitted: Sequence[Mapping[str, Any]], at_a_time: int, done: Callable[[int], object]
 ) -> list[OmniRequestOutput]:
-    """Return one output per call, in order; a call that failed has its `error` set.
+    """Return one output per request, in order; one that failed has its `error` set.
 
     Args:
+        submitted: the arguments of `AsyncOmniClient.submit` of each request.
         at_a_time: requests to have in flight. Of those that wait here, lower values of `priority` go first, then
             earlier ones.
-        done: called with 1 for each call that is answered.
+        done: called with 1 for each request that is answered.
     """
     outputs: dict[int, OmniRequestOutput] = {}
-    waiting = [(call.options.get("priority", 0), index) for index, call in enumerate(calls)]
+    waiting = [(options.get("priority", 0), index) for index, options in enumerate(submitted)]
     heapq.heapify(waiting)
 
     async def work() -> None:
         while waiting:
             place = heapq.heappop(waiting)
             try:
-                outputs[place[1]] = await _answer(client, calls[place[1]])
+                outputs[place[1]] = await _answer(client, submitted[place[1]])
             except Overloaded as error:  # another client of this pipeline has requests, too
                 heapq.heappush(waiting, place)
                 await asyncio.sleep(error.retry_after or RETRY_SECONDS)
             else:
                 done(1)
 
-    workers = [asyncio.create_task(work()) for _ in range(min(at_a_time, len(calls)))]
+    workers = [asyncio.create_task(work()) for _ in range(min(at_a_time, len(submitted)))]
     try:
         await asyncio.gather(*workers)
     finally:
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-    return [outputs[index] for index in range(len(calls))]
+    return [outputs[index] for index in range(len(submitted))]
 
 
-async def _answer(client: AsyncOmniClient, call: PromptCall) -> OmniRequestOutput:
-    """Answer one call. Raises `Overloaded`; all other errors of the request are in the output."""
+async def _answer(client: AsyncOmniClient, options: Mapping[str, Any]) -> OmniRequestOutput:
+    """Answer one request. Raises `Overloaded`; all other errors of the request are in the output."""
     stream: RequestStream | None = None
     try:
-        stream = await client.submit(call.prompt, params=call.params, **call.options)
+        stream = await client.submit(**options)
         return await stream.result()
     except Overloaded:
         raise

@@ -25,10 +25,9 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     master, slave = os.openpty()
     with open(slave, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        bar = progress_bar(7, True)
-        bar.update(3)
-        bar.update(1)
-        bar.close()
+        with progress_bar(7, True) as done:
+            done(3)
+            done(1)
     shown = read_all(master)
     assert "Processed prompts" in shown
     assert "4/7" in shown
