@@ -20,6 +20,7 @@ import types
 from array import array
 from asyncio.events import TimerHandle
 from collections.abc import Coroutine, Generator
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import httptools
@@ -287,12 +288,6 @@ SMALL_BYTES = 1 << 10  # of a piece of a message, below which it costs more to p
 FREE_BYTES = (
     64 << 10
 )  # of a message that may arrive even when the budget is used up: the session then refuses it and goes on
-REASONS = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
 EARLY = "A WebSocket's client must wait for the answer to its request before it sends anything."
 
 
@@ -484,5 +479,5 @@ def refusal(status: int, message: str, code: str) -> bytes:
     """The bytes of an answer after which the connection is closed."""
     response = HttpError(status, message, code=code).response()
     headers = "".join(f"{name}: {value}\r\n" for name, value in response.headers.items())
-    head = f"HTTP/1.1 {status} {REASONS[status]}\r\n{headers}connection: close\r\n\r\n"
+    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{headers}connection: close\r\n\r\n"
     return head.encode() + bytes(response.body)
