@@ -17,7 +17,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.support.vllm_contract import problems
-from tests.support.vllm_release import RECORDED, describe
+from tests.support.vllm_release import RECORDED, describe, describe_imported
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
     release, own = describe(parser.parse_args().wheel)
     path = RECORDED / f"{release.version}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(release, order="deterministic"), indent=1) + b"\n")
-    installed, _ = describe()
+    installed, _ = describe_imported()
     missing = problems(release, own, installed)
     print(f"wrote {path}; " + ("\n".join(["the engine misses:", *missing]) if missing else "the engine misses nothing"))
     return 1 if missing else 0

@@ -1,4 +1,4 @@
-"""Describes a release of vLLM in the terms of `vllm_contract.py`.
+"""Describes a release of vLLM in the terms of `vllm_contract.py`: the installed one in this process, or another one.
 
 `describe` runs in a process of its own, in which the release is the first one on the path: its Python files are enough,
 neither its extensions nor its dependencies have to fit this machine.
@@ -34,15 +34,14 @@ def recorded() -> list[Path]:
     return sorted(RECORDED.glob("*.json"))
 
 
-def describe(vllm: Path | None = None) -> tuple[Release, Own]:
-    """Describe the release in `vllm`, a wheel or a folder with the package, or else the installed one."""
-    if vllm is not None and vllm.suffix == ".whl":
+def describe(vllm: Path) -> tuple[Release, Own]:
+    """Describe the release in `vllm`, a wheel or a folder with the package."""
+    if vllm.suffix == ".whl":
         with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(vllm) as wheel:
             wanted = [name for name in wheel.namelist() if name.endswith(".py") or ".dist-info/" in name]
             wheel.extractall(folder, wanted)
             return describe(Path(folder))
-    path = [str(vllm)] if vllm is not None else []
-    path += [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    path = [str(vllm), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     with tempfile.NamedTemporaryFile(suffix=".json") as answer:
         subprocess.run(
             [sys.executable, "-m", __name__, answer.name],
@@ -52,9 +51,6 @@ def describe(vllm: Path | None = None) -> tuple[Release, Own]:
             timeout=DESCRIBE_SECONDS,
         )
         return msgspec.json.decode(Path(answer.name).read_bytes(), type=tuple[Release, Own])
-
-
-# -- in the process that imports the release
 
 
 def describe_imported() -> tuple[Release, Own]:

@@ -17,7 +17,7 @@ from packaging.version import Version
 from omni_actors.vllm_version import SUPPORTED
 from tests.support import vllm_contract
 from tests.support.vllm_contract import Own, Release, problems
-from tests.support.vllm_release import describe, recorded
+from tests.support.vllm_release import describe, describe_imported, recorded
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 PARAMS, FINISH = "vllm.sampling_params:SamplingParams", f"{SCHEDULER}.finish_requests"
@@ -26,7 +26,7 @@ AGAIN = "run python scripts/vllm_signatures.py WHEEL"
 
 @pytest.fixture(scope="module")
 def described() -> tuple[Release, Own]:
-    return describe()
+    return describe_imported()
 
 
 @pytest.fixture
