@@ -40,7 +40,7 @@ from tools.checkpoints.tts import KINDS, SAMPLING, TINY_VOICES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-TEXT_TOKENS, CODES, DRAWN = 16, 32, 10
+TEXT_TOKENS, CODES, DRAWN = 12, 20, 8
 THINKER: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.05}  # as in stage_configs/qwen2_5_omni.yaml
 PROMPTS = (range(1, 4), range(4, 12), range(40, 60))  # words
 
