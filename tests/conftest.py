@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
+import runpy
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from xdist.scheduler import LoadFileScheduling
 from omni_actors.transport.sockets import Sockets
 from tests.support import guard, sharing, trust
 from tests.support.launcher import EchoLauncher
-from tests.support.paths import EXAMPLE_MODULES
+from tests.support.paths import REPOSITORY
 from tests.support.pipelines import RunningPipeline, remove_run_directories
 from tests.support.processes import assert_nothing_left, end_all, processes_of, shared_memory_of
 
@@ -157,13 +156,7 @@ def tiny_qwen_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_llama(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with the tokenizer of the tiny Qwen2.5-Omni checkpoint, built for this run."""
     checkpoint = tmp_path_factory.mktemp("llama") / "tiny_llama"
-    subprocess.run(
-        [sys.executable, "-m", "custom_model.tiny", str(checkpoint), "--tokenizer", str(tiny_checkpoint)],
-        check=True,
-        capture_output=True,
-        timeout=120,
-        env={**os.environ, **EXAMPLE_MODULES},
-    )
+    runpy.run_path(str(REPOSITORY / "examples" / "custom_model" / "tiny.py"))["write"](checkpoint, tiny_checkpoint)
     return checkpoint
 
 
