@@ -28,10 +28,11 @@ python scripts/audit.py --licences
 if [[ $# -gt 0 ]]; then
     exec python -m pytest "$@"
 fi
-# In two parts: what kills and stops processes does not run beside models, and its workers load none.
+# In two parts: what kills and stops processes does not run beside models, and its workers load none. Three workers for
+# two cores: many tests wait for most of their time.
 status=0
 processes=(tests/chaos tests/launchers tests/nodes tests/process)
-parallel=(--durations=15 --numprocesses=2 --dist=loadfile --no-loadscope-reorder)
+parallel=(--durations=15 --numprocesses=3 --dist=loadfile --no-loadscope-reorder)
 python -m pytest "${parallel[@]}" "${processes[@]/#/--ignore=}" || status=$?
 python -m pytest "${parallel[@]}" "${processes[@]}" || status=$?
 exit "$status"

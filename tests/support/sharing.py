@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 from tests.support.paths import REPOSITORY
 
@@ -35,11 +36,19 @@ def pipeline_of(file: Path) -> str | None:
 
 
 class ByPipeline(LoadFileScheduling):
-    """Gives all files that share a pipeline to one worker, one after the other."""
+    """Gives all files that share a pipeline to one worker, and the last files to the last of three workers.
+
+    Models, which come first, keep two cores busy; tests of servers and single modules wait for most of their time.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
         return pipeline_of(REPOSITORY / file) or file
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if len(self.nodes) > 2 and node is self.nodes[-1]:
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)
 
 
 def sharing_first(items: list[pytest.Item]) -> None:

@@ -21,7 +21,7 @@ ALLOWED_PRIVATE = {
     # The kernel's arguments, compared with the module that computes the same.
     "unit/test_token2wav.py": {"_Activation"},
     # pytest ends fixtures, and xdist shares out files, in no public way.
-    "support/sharing.py": {"_fixturemanager", "_request", "_split_scope"},
+    "support/sharing.py": {"_assign_work_unit", "_fixturemanager", "_request", "_split_scope"},
     # vLLM's own methods that the engine overrides.
     "unit/test_gpu_worker.py": {"_make_model_runner"},
 }
