@@ -1,6 +1,6 @@
-"""Which files of tests share a pipeline of models: one worker runs them, and the pipeline ends with the last of them.
+"""Which files of tests share a pipeline: one worker runs them, and the pipeline ends with the last of them.
 
-Each of these pipelines takes up to 20 s to start, and costs time while it is idle.
+One of models takes up to 20 s to start, and each costs time while it is idle: 5 % of a core with an HTTP server.
 """
 
 from __future__ import annotations
@@ -15,28 +15,33 @@ from xdist.workermanage import WorkerController
 
 from tests.support.paths import REPOSITORY
 
-# The fixtures of pipelines for the tests of FOLDERS, by the pipeline. A file belongs to the first one that it names.
+ECHO = "echo stages"
+# The fixtures of each pipeline, or of several that are kept together. A file belongs to the first one that it names.
 PIPELINES = {
-    "qwen3_tts_http": "Qwen3-TTS",
-    "qwen3_http": "Qwen3-Omni",
-    "tiny_pipeline": "Qwen2.5-Omni",
-    "tiny_http": "Qwen2.5-Omni",
+    "Qwen3-TTS": ("qwen3_tts_http",),
+    "Qwen3-Omni": ("qwen3_http",),
+    "Qwen2.5-Omni": ("tiny_pipeline", "tiny_http"),
+    ECHO: (
+        *("echo", "echo_pipeline", "slow", "slow_pipeline", "pictures", "picture_pipeline"),
+        *("cloning", "cloning_pipeline", "shared_launcher"),
+    ),
 }
-FOLDERS = (REPOSITORY / "tests" / "e2e", REPOSITORY / "tests" / "http")
-PARAMETER = re.compile(rf"\b({'|'.join(PIPELINES)})[,:)]")
+FOLDERS = {ECHO: ("http", "process")}  # of the files that share a pipeline; else MODELS
+MODELS = ("e2e", "http")
 
 
 @functools.cache
 def pipeline_of(file: Path) -> str | None:
     """The pipeline that a file of tests shares with others."""
-    if not any(file.is_relative_to(folder) for folder in FOLDERS):
-        return None
-    used = PARAMETER.search(file.read_text())
-    return PIPELINES[used.group(1)] if used else None
+    folder, text = file.relative_to(REPOSITORY / "tests").parts[0], file.read_text()
+    for pipeline, fixtures in PIPELINES.items():
+        if folder in FOLDERS.get(pipeline, MODELS) and re.search(rf"\b({'|'.join(fixtures)})[,:)]", text):
+            return pipeline
+    return None
 
 
 class ByPipeline(LoadFileScheduling):
-    """Gives all files that share a pipeline to one worker, and the last files to the last of three workers.
+    """Gives all files that share a pipeline to one worker, and what comes last to the last of three workers.
 
     Models, which come first, keep two cores busy; tests of servers and single modules wait for most of their time.
     """
@@ -52,8 +57,9 @@ class ByPipeline(LoadFileScheduling):
 
 
 def sharing_first(items: list[pytest.Item]) -> None:
-    """Sort tests so that those that share a pipeline come first: they are the longest that one worker has to run."""
-    items.sort(key=lambda item: pipeline_of(item.path) is None)
+    """Sort tests so that models that are shared come first, as they take longest, and shared echo stages last."""
+    places = {None: 1, ECHO: 2}
+    items.sort(key=lambda item: places.get(pipeline_of(item.path), 0))
 
 
 def end_unused(item: pytest.Item, nextitem: pytest.Item | None) -> None:
@@ -63,7 +69,6 @@ def end_unused(item: pytest.Item, nextitem: pytest.Item | None) -> None:
         return
     if nextitem is not None and pipeline_of(nextitem.path) == pipeline:
         return
-    for name, shared in PIPELINES.items():
-        if shared == pipeline:
-            for fixture in item.session._fixturemanager.getfixturedefs(name, item) or ():
-                fixture.finish(item._request)
+    for name in PIPELINES[pipeline]:
+        for fixture in item.session._fixturemanager.getfixturedefs(name, item) or ():
+            fixture.finish(item._request)
