@@ -10,18 +10,20 @@ from tests.support.servers import HttpPipeline
 
 pytestmark = needs_chromium
 
+TEXT = " ".join(["hello, sea. do you hear me?"] * 5)  # long enough to be heard on a busy machine
+
 
 def test_text_is_answered_in_text_and_sound(echo: HttpPipeline, page: Page) -> None:
     open_page(page, echo)
     expect(page.locator("#text")).to_be_focused()
-    ask(page, "hello, sea. do you hear me?")
+    ask(page, TEXT)
     answer = page.locator("li.assistant .say")
-    expect(answer).to_have_text("hello, sea. do you hear me?")
+    expect(answer).to_have_text(TEXT)
     answered(page)
-    assert data(page, "audio-seconds") == pytest.approx(27 * 0.02)
+    assert data(page, "audio-seconds") == pytest.approx(len(TEXT) * 0.02)
     until(page, lambda: data(page, "peak") > 0.2, "sound")  # what the analyser hears on the way to the loudspeaker
     expect(page.locator("body")).to_have_attribute("data-playing", "false")
-    plays(page, page.get_by_label("Play again (0.5 s)").click)
+    plays(page, page.get_by_label("Play again (2.8 s)").click)
     expect(page.locator("#timeline")).to_have_attribute("data-source", "pipeline")  # not a routed answer
     assert lanes(page) == ["prompt", "thinker", "talker", "code2wav", "this page"]
     expect(page.locator("#measurements")).to_contain_text("First sound")
@@ -29,6 +31,6 @@ def test_text_is_answered_in_text_and_sound(echo: HttpPipeline, page: Page) -> N
     # The next turn brings the first one along; the echo repeats both.
     page.locator("#speak").uncheck()
     ask(page, "!")
-    expect(page.locator("li.assistant .say").nth(1)).to_have_text("hello, sea. do you hear me?" * 2 + "!")
+    expect(page.locator("li.assistant .say").nth(1)).to_have_text(TEXT * 2 + "!")
     page.locator("#clear").click()
     expect(page.locator("#empty")).to_be_visible()
