@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import struct
-import zlib
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import openai
 import psutil
 import pytest
 from PIL import Image as Picture
 
 from omni_actors.client import AsyncOmniClient, Image, Progress
 from omni_actors.engine.models.qwen_image.layout import written
-from omni_actors.errors import DeadlineExceeded, InvalidRequest, OmniError
+from omni_actors.errors import InvalidRequest, OmniError
 from tests.support import qwen_image, z_image_engine
 from tests.support.nightly import nightly
 from tests.support.picture_wishes import Wish, equal, params
@@ -119,20 +115,6 @@ async def test_a_picture_is_the_same_when_stages_are_killed_between_two_of_its_s
         check(await wanted(client, LONG[family], kill), LONG[family], painter)
 
 
-@pytest.mark.nightly
-async def test_what_a_client_leaves_or_its_deadline_ends_frees_all_stages(pipeline, family):
-    endless = replace(LONG[family], steps=1000)
-    asked = {"modalities": ["image"], "params": given(endless)}
-    async with AsyncOmniClient(pipeline.endpoint) as client:
-        stream = await client.submit(prompt_of(endless), **asked)
-        async for item in stream:
-            if isinstance(item, Progress):
-                break
-        await stream.abort()
-        with pytest.raises(DeadlineExceeded):
-            await client.generate(prompt_of(endless), **asked, timeout=1.0)
-
-
 REFUSALS = {
     "z_image": [
         ("A fox", {"dit": {"width": 65}}, InvalidRequest, "width", "a multiple of 16 from 16 to 1024; got 65"),
@@ -160,28 +142,6 @@ async def test_what_the_model_does_not_take_is_refused(pipeline, family):
             assert caught.value.field == field
 
 
-def test_the_openai_client_gets_the_same_picture(pipeline, painter, family):
-    """With its alpha channel, if it has one, unless it shall be opaque."""
-    fox = SUPPORT[family].WISHES[0]
-    expected, size = painter.pixels(fox), f"{fox.width}x{fox.height}"
-    extra = {"seed": fox.seed, "num_inference_steps": fox.steps, "guidance_scale": fox.guidance}
-    for background in ("transparent", "auto", "opaque") if family == "qwen_image" else (openai.omit,):
-        answer = pipeline.openai().images.generate(
-            prompt=fox.prompt, size=size, background=background, extra_body=extra
-        )
-        pixels = picture_of(answer)
-        if family == "z_image":
-            assert equal(pixels[..., :3], expected)
-        elif background != "opaque":
-            assert answer.background == "transparent"
-            assert equal(pixels, expected)
-        else:
-            assert answer.background == "opaque"
-            white = 255 - expected[..., 3:] / 255 * (255 - expected[..., :3].astype(float))
-            assert pixels.shape == white.shape
-            assert np.abs(pixels - white).max() < 2.5, "on white"
-
-
 QWEN_IMAGE = pytest.mark.parametrize("family", [nightly("qwen_image")], indirect=True, scope="module")
 
 
@@ -200,26 +160,3 @@ def test_the_openai_client_edits_a_picture(pipeline, painter):
     text = painter.pipeline.processor.tokenizer(written(EDIT.prompt, 1))["input_ids"]
     assert details.text_tokens == len(text) - 1
     assert answer.usage.input_tokens == len(text) - 1 + 4 * 4
-
-
-def bomb() -> bytes:
-    """A small file of a picture of 50,000 x 50,000 pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", 50_000, 50_000, 1, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-
-
-@QWEN_IMAGE
-def test_pictures_that_cannot_be_edited_are_refused(pipeline):
-    for files, status, message in [
-        ([bomb()], 413, "2500000000 pixels"),
-        ([b"GIF no picture"], 400, "not a PNG"),
-        ([file_of(Picture.new("RGB", (32, 32)))] * 11, 400, "at most 10"),
-    ]:
-        named = [(f"{index}.png", file) for index, file in enumerate(files)]
-        with pytest.raises(openai.APIStatusError, match=message) as caught:
-            pipeline.openai().images.edit(image=named, prompt="blue")
-        assert caught.value.status_code == status
