@@ -37,7 +37,7 @@ fi
 alone=tests/e2e/test_several_workers.py
 coverage erase
 startup=$PWD/tests/support/startup  # imports what is not ours without coverage
-given=(--numprocesses=2 --dist=loadfile --no-loadscope-reorder --ignore="$alone")
+given=(--numprocesses=3 --dist=loadfile --no-loadscope-reorder --ignore="$alone")
 PYTHONPATH="$startup${PYTHONPATH:+:$PYTHONPATH}" all coverage run
 given=("$alone")
 all python
