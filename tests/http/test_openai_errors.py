@@ -111,10 +111,10 @@ LONG = [{"role": "user", "content": "x" * 2000}]  # 100 s at 20 tokens a second
 def test_closing_a_stream_frees_every_stage(slow: HttpPipeline) -> None:
     audio = {"voice": "Ethan", "format": "pcm16"}
     stream = slow.openai().chat.completions.create(
-        model="echo", messages=LONG, stream=True, modalities=["text", "audio"], audio=audio
+        model="echo", messages=LONG, n=2, stream=True, modalities=["text", "audio"], audio=audio
     )
     next(iter(stream))
-    wait_in_flight(slow, 1)
+    wait_in_flight(slow, 2)
     stream.close()
     wait_in_flight(slow, 0)
     slow.assert_idle(timeout=10)
