@@ -22,7 +22,7 @@ def talkers(world: World) -> dict[str, str]:
 
 
 def three_talkers(**talker: Any) -> World:
-    world = World(one_host(talker=talker)).launch()
+    world = World({**one_host(talker=talker), "coordinator": {"default_timeout": 30.0}}).launch()
     world.scale("talker", 3)
     for index in (1, 2):
         world.ready("talker", index)
