@@ -14,6 +14,7 @@ from omni_actors.engine.workers import diffusion
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
 from tests.support.code2wav import CHUNKS, assert_out_of_memory, difference, out_of_memory
+from tests.support.nightly import nightly
 from tests.support.speech import Spec, Speech
 
 pytestmark = pytest.mark.e2e
@@ -58,7 +59,7 @@ def test_a_batch_without_room_is_computed_one_by_one(engine, monkeypatch):
     assert_all_well(engine, want)
 
 
-@pytest.mark.parametrize("method", ["integrate", "vocode", "add"])
+@pytest.mark.parametrize("method", [nightly("integrate"), "vocode", "add"])
 def test_a_request_without_room_fails_alone(engine, monkeypatch, method):
     want = speak(engine, "a")
     runner = engine.core.worker.model_runner
