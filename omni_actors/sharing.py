@@ -125,7 +125,7 @@ class FairQueue:
     """
 
     def __init__(self, slots: int, line: int, line_bytes: int, blocked: Callable[[Stages], bool]) -> None:
-        self.resize(slots)
+        self.count = slots
         self._line = line
         self._line_bytes = line_bytes
         self._blocked = blocked
@@ -134,11 +134,6 @@ class FairQueue:
         self._entries: dict[str, _Entry] = {}
         self._arrivals, self._grants = itertools.count(1), itertools.count(1)
         self._settled = True  # none in line can have a slot before something changes
-
-    def resize(self, slots: int) -> None:
-        """Change how many there are. No request loses its own."""
-        self.count = slots
-        self._settled = False
 
     @property
     def held(self) -> int:
