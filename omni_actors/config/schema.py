@@ -197,8 +197,8 @@ class DecodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
             an interval, as the reference does, `midpoint` twice, `euler` once. There are `num_steps` (of `sampling`)
             points: with 6 in place of 10 the network costs 44 % less for 0.16 dB, which no cheaper solver reaches.
             docs/benchmarks.md has what each costs in sound.
-        smooth_start: keep the first sound of an answer until the rest of it is foreseen to follow without a gap;
-            nothing while there is little load, and at most 5 s.
+        smooth_start: keep the first sound of an answer until the rest of it is foreseen to follow without a gap, not at
+            all while there is little load, and at most 5 s; and begin no more answers than the stage can make in time.
     """
 
     policy: Literal["chunks", "whole"] = "chunks"

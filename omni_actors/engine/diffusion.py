@@ -217,9 +217,9 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         self._jobs[job_id] = running.request.request_id
 
     def _has_room(self) -> bool:
-        """Whether another answer's sound can be begun; pictures and latents have no listeners."""
+        """Whether another answer's sound can be begun; pictures, latents and sound for files have no listeners."""
         listeners = sum(bool(running.jobs) for running in self._requests.values())
-        return not self._facts.sample_rate or listeners < self._costs.listeners
+        return not (self._keeps and self._facts.sample_rate) or listeners < self._costs.listeners
 
     def _admit(self) -> None:
         """Begin the sound of answers that waited for room, in order of priority and of when it was due."""

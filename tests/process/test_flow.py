@@ -130,14 +130,15 @@ async def test_killed_consumer_gives_its_blocks_back(launch, policy):
         talker = echo.pid_of("talker")
         psutil.Process(talker).suspend()  # blocks pile up
 
-        def blocks() -> int:
-            return {stage.stage: stage.counts.get("arena_blocks", 0) for stage in echo.describe().stages}["thinker"]
+        def piled_up() -> bool:
+            stages = {stage.stage: stage for stage in echo.describe().stages}
+            return stages["thinker"].counts.get("arena_blocks", 0) > 3 and stages["talker"].in_flight == len(tasks)
 
-        await asyncio.to_thread(until, lambda: blocks() > 3, 10, "blocks")
+        await asyncio.to_thread(until, piled_up, 10, "blocks, and all requests at the talker")
         psutil.Process(talker).kill()
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         if policy == "fail":
-            assert all(isinstance(answer, StageLost) for answer in answers)
+            assert [type(answer) for answer in answers] == [StageLost] * len(tasks), answers
         else:
             for answer in answers:
                 assert_echo(answer, "x" * 400)

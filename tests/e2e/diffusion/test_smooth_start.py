@@ -127,6 +127,21 @@ def test_another_answers_sound_is_begun_only_while_there_is_time_to_make_it(
     assert len(speech.wave("second")) == SPEC[0] * 480
 
 
+def test_sound_that_is_sent_at_once_waits_for_no_room(
+    vocoders: Callable[..., DiffusionEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = vocoders(True, CHUNKS | {"smooth_start": False})
+    slow = Costs(16)
+    slow.stepped([0.1], 1.0, 900.0)
+    slow.completed(0.1, 1, 0.2)
+    monkeypatch.setattr(engine, "_costs", slow)
+    speech = Speech(engine)
+    for name in ("first", "second"):
+        speech.start(name, SPEC, first=SPEC[0])
+        assert not engine.waits_for_input(name)
+    speech.run()
+
+
 def test_other_stages_leave_the_device_to_it_while_a_listener_falls_silent_unless_it_lacks_their_tokens(
     engine: DiffusionEngine, clock: Clock
 ) -> None:
