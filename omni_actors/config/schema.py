@@ -493,18 +493,17 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
             return self.flow.client_bytes
         return 1 << 30 if {Modality.IMAGE, Modality.LATENTS} & set(self.modalities) else 64 << 20
 
-    def before(self, name: str) -> frozenset[str]:
-        """The stages whose output reaches a stage, directly or through others."""
-        sources = self.stage(name).source_names
-        return frozenset(sources).union(*map(self.before, sources))
-
     def downstream(self, name: str) -> tuple[str, ...]:
         """Return the stages that take input from `name`."""
         return tuple(stage.name for stage in self.stages if name in stage.source_names)
 
     def route(self, modalities: Iterable[str]) -> tuple[str, ...]:
         """Return the stages needed to answer in `modalities`, in graph order, entry first."""
-        needed = {stage.name for stage in self.stages if set(stage.outputs) & set(modalities)}
+        return self.feeding({stage.name for stage in self.stages if set(stage.outputs) & set(modalities)})
+
+    def feeding(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return these stages and all whose output reaches them, in graph order."""
+        needed = set(names)
         for stage in reversed(self.stages):  # stages are in topological order after validation
             if stage.name in needed:
                 needed.update(stage.source_names)

@@ -115,7 +115,7 @@ class StageProcess:
         run_dir = Path(spec.run_dir)
         _prepare_for_workers(spec, self._stage)
         self._demand_flag = DemandFlag(run_dir, spec.stage, spec.replica, spec.gpus)
-        before = self._pipeline.before(spec.stage)
+        before = self._pipeline.feeding([spec.stage])
         yields_to = {stage: stage in before for stage in self._stage.yields_to}
         self.device_priority = DevicePriority(run_dir, yields_to, spec.gpus)
         self._engine: StageEngine | None = None

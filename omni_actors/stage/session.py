@@ -167,7 +167,7 @@ class EngineLoop:
     def run(self, flag: DemandFlag, priority: DevicePriority) -> Stop | Lost:
         """Serve until the session ends; return why it did."""
         while self._end is None:
-            yields = priority.yields(self.actor.urgent())
+            yields = priority.yields(flag.raised)
             self._take_events(yields)
             flag.set(self.actor.urgent())
             if not (yields or self.outbound.congested):  # when congested, the stages after this one set the pace

@@ -11,7 +11,7 @@ One rule stands behind all of it: every chunk of sound has a moment at which its
 * **Room** (`Costs.listeners`). Sound of another answer is begun only while the stage makes the sound of those that are
   running faster than they hear it.
 * **Device** (`needs_device`, `DemandFlag`, `DevicePriority`). A GPU runs the kernels of several processes by turns, so
-  tokens that nobody needs yet make chunks late that somebody waits for. A stage with `yields_to: [code2wav]` skips
+  computing tokens early delays sound that is due. A stage with `yields_to: [code2wav]` skips
   steps while a chunk that can be made is due soon, unless a listener who is due earlier lacks the tokens that it makes;
   one that computes texts or codes is waited for while the first output of a request is computed. A stage yields for at
   most half of the time, so that it never starves.
@@ -280,6 +280,8 @@ def _flag_path(folder: Path, stage: str, replica: int, devices: Iterable[int]) -
 class DemandFlag:
     """A replica's own flag. Other replicas may read it at any time; if none does, it has no effect.
 
+    `raised` is what was said last.
+
     Args:
         devices: the replica's GPUs, as the configuration counts them; none if it computes on the CPU.
     """
@@ -294,13 +296,13 @@ class DemandFlag:
     ) -> None:
         self._clock = clock
         self._memory = _allocate(_flag_path(folder, stage, replica, devices))
-        self._raised = False
+        self.raised = False
 
     def set(self, wanted: bool) -> None:
         """Tell other replicas whether this one's requests await their first output."""
-        if self._memory is not None and (wanted or self._raised):
+        if self._memory is not None and (wanted or self.raised):
             FLAG.pack_into(self._memory, 0, self._clock() + VALID_SECONDS if wanted else 0.0)
-        self._raised = wanted
+        self.raised = wanted
 
 
 def _allocate(path: Path) -> mmap.mmap | None:
