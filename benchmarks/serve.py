@@ -35,7 +35,6 @@ from omni_actors import config
 from omni_actors.cli import top
 from omni_actors.client import AsyncOmniClient
 from omni_actors.launch import Launcher
-from omni_actors.stage.meter import HeldBack
 from omni_actors.telemetry import metrics as table
 
 SNAPSHOT_SECONDS = 1.0  # two heartbeats, until the stages have reported all counts of a load
@@ -56,8 +55,7 @@ def busy(rates: top.Rates) -> str:
     for stage, replica in rates.now.labels(table.STEP_SECONDS, "_count"):
         name = (stage, replica)
         count, seconds = (rates.rate(table.STEP_SECONDS, *name, suffix=suffix) for suffix in ("_count", "_sum"))
-        priority, credit = (rates.rate(table.HELD_BACK, *name, reason) for reason in HeldBack)
-        shares = f"{seconds:.0%} in steps, {priority:.0%} yielding, {credit:.0%} no credit"
+        shares = f"{seconds:.0%} in steps, {rates.rate(table.HELD_BACK, *name):.0%} no credit"
         parts.append(
             f"  {stage}/{replica}: {count:.0f} steps a second of {1000 * seconds / count if count else 0:.2f} ms, "
             f"{shares}, processor {rates.rate(table.CPU_SECONDS, *name):.0%}"

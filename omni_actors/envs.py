@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+MPS_SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"  # NVIDIA's: a process's part of a GPU, given to it before it starts
+
 
 class Variable(NamedTuple):
     """One environment variable that the package reads."""

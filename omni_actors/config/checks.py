@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import graphlib
 import importlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,7 +51,6 @@ def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
             raise ConfigError(f"The stages {producers} all output {modality}; one stage owns a modality.")
     _check_exposure(pipeline.coordinator, pipeline.cluster)
     _check_collector(pipeline.coordinator)
-    _check_yields(pipeline)
     check_models(pipeline)
     check_text_edges(pipeline)
     _check_tools(pipeline)
@@ -69,8 +67,12 @@ def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
             _check_ray(stage, where)
         if stage.decode is not None:
             _check_decode(stage.kind, stage.decode, f"{where}.decode")
-        if stage.steps_per_schedule is not None and stage.kind is not StageKind.AUTOREGRESSIVE:
-            raise ConfigError(f"{where}.steps_per_schedule does not apply to a stage of kind {stage.kind}.")
+        for key, value in (
+            ("steps_per_schedule", stage.steps_per_schedule),
+            ("multiprocessors", stage.multiprocessors),
+        ):
+            if value is not None and stage.kind is not StageKind.AUTOREGRESSIVE:
+                raise ConfigError(f"{where}.{key} does not apply to a stage of kind {stage.kind}.")
         if stage.inputs is not None:
             _check_processor(stage.inputs.processor, f"{where}.inputs.processor")
             if len(set(stage.source_names)) != len(stage.source_names):
@@ -162,21 +164,6 @@ def _check_collector(coordinator: CoordinatorConfig) -> None:
     raise ConfigError(
         f"coordinator.otlp_endpoint: {endpoint!r} is not the URL of a collector.", hint="For instance http://host:4318."
     )
-
-
-def _check_yields(pipeline: PipelineConfig) -> None:
-    """Check that stages yield to stages that exist, and not in a circle, in which all would wait."""
-    for stage in pipeline.stages:
-        for other in stage.yields_to:
-            if other == stage.name or all(known.name != other for known in pipeline.stages):
-                names = [known.name for known in pipeline.stages if known is not stage]
-                where = f"stages.{stage.name}.yields_to"
-                raise ConfigError(f"{where}: there is no other stage {other!r}.{suggest(other, names)}")
-    try:
-        graphlib.TopologicalSorter({stage.name: stage.yields_to for stage in pipeline.stages}).prepare()
-    except graphlib.CycleError as error:
-        circle = ", ".join(sorted(set(error.args[1])))
-        raise ConfigError(f"yields_to: the stages {circle} would wait for one another.") from None
 
 
 def _check_decode(kind: StageKind, decode: DecodeConfig, where: str) -> None:

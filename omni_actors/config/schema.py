@@ -257,8 +257,8 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
         on_replica_loss: what happens to the requests that a lost replica held.
         decode: how the stage decodes, for diffusion stages only.
         environment: variables that the stage's process sets before it touches a device, such as OMP_NUM_THREADS.
-        yields_to: stages for which this one skips steps on a shared device while their requests await their first
-            output or, if they make sound, while a chunk is due soon (see `stage/sound.py`).
+        multiprocessors: the most multiprocessors of a GPU on which an autoregressive stage computes, rounded down to an
+            even number; under MPS only, which lets the other stages of the GPU have the rest. Default: all of them.
     """
 
     name: StageName
@@ -287,7 +287,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     retain_bytes: Annotated[int, Meta(ge=0, le=LARGEST)] = 256 << 20
     decode: DecodeConfig | None = None
     environment: dict[VariableName, VariableText | int] = {}
-    yields_to: Annotated[list[StageName], Meta(max_length=64)] = []
+    multiprocessors: Annotated[int, Meta(ge=2, le=1024)] | None = None
 
     @property
     def source_names(self) -> tuple[str, ...]:

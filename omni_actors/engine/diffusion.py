@@ -31,7 +31,7 @@ from omni_actors.stage.engine_interface import (
     StageRequest,
     StreamEvent,
 )
-from omni_actors.stage.sound import FIRST_SECONDS, Ahead, Arrivals, Costs, Outlook, foresee, needs_device
+from omni_actors.stage.sound import FIRST_SECONDS, Ahead, Arrivals, Costs, Outlook, foresee
 from omni_actors.telemetry.request_log import Playback
 
 if TYPE_CHECKING:
@@ -363,16 +363,6 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         """Whether a step would do something: compute, or send sound that was kept."""
         now = self._scheduler.clock() if self._keeping else 0.0
         return super().runnable() or any(running.leaves <= now for running in self._keeping.values())
-
-    def urgent(self) -> bool | None:
-        """See `StageEngine.urgent`. Sound is while a listener falls silent, and not for want of input."""
-        if not self._facts.sample_rate:
-            return None
-        due: dict[bool, list[float]] = {True: [], False: []}
-        for request_id, running in self._requests.items():
-            if request_id not in self._queue:
-                due[running.job_id is not None].append(running.due)
-        return needs_device(due[True], due[False], self._scheduler.clock())
 
     def statistics(self) -> EngineStatistics:
         """Totals of vLLM's scheduler, and the state of the budget."""

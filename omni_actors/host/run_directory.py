@@ -163,7 +163,6 @@ LONGEST_SOCKET_NAME = 60
 LOCK = "lock"
 LOCK_SECONDS = 0.5  # the stages of a killed launcher hold its lock for a moment while they clean up
 TOUCH_SECONDS = 3600.0  # between two touches of all files, which cleaners of /tmp remove once they are days old
-DEMAND_PREFIX = "demand-"  # of the stages' demand flags (stage/sound.py)
 SEGMENTS = "segments"  # list of the shared memory that the replicas hold (segments.py)
 SCRATCH_PREFIX = "scratch-"  # of the folders with temporary files of engines that leave some (`scratch_folder`)
 FORK_SERVER_PREFIX = "pymp-"  # of the folder that multiprocessing makes for its fork server's socket
@@ -398,7 +397,7 @@ def _sweep(path: Path) -> None:
     segments.remove_listed(path / SEGMENTS)
     remove(path)
     for entry in path.iterdir():
-        if entry.is_socket() or entry.name in (RUNNING, FLEET) or entry.name.startswith(DEMAND_PREFIX):
+        if entry.is_socket() or entry.name in (RUNNING, FLEET):
             entry.unlink(missing_ok=True)
         elif entry.name.startswith((FORK_SERVER_PREFIX, MPS_PREFIX, SCRATCH_PREFIX)):
             shutil.rmtree(entry, ignore_errors=True)

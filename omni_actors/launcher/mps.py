@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import socket
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 from omni_actors.config import PipelineConfig, host_devices, replica_devices, visible_devices
 from omni_actors.config.placement import shared_devices
+from omni_actors.envs import MPS_SHARE
 from omni_actors.host.processes import describe_exit
 from omni_actors.host.run_directory import MPS_PREFIX, RunDirectory
 from omni_actors.logs import get_logger
@@ -23,7 +25,13 @@ logger = get_logger(__name__)
 
 CONTROL, CONTROL_FOLDERS = "nvidia-cuda-mps-control", "/usr/local/nvidia/bin:/usr/bin:/usr/sbin"  # besides PATH
 PIPES, USUAL_PIPES = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"  # where CUDA looks unless the variable is set
-SMI_SECONDS = 5.0
+SMI_SECONDS, COUNT_SECONDS = 5.0, 20.0
+COUNT = """
+import ctypes
+cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+failed = cuda.cuInit(0) or cuda.cuDeviceGetAttribute(ctypes.byref(count), 16, 0)
+print(0 if failed else count.value)
+"""  # of the multiprocessors of the first visible GPU
 START_SECONDS, END_SECONDS = 45.0, 15.0  # of the guardian, whose own deadlines end earlier
 
 
@@ -32,12 +40,22 @@ class MpsClients(NamedTuple):
 
     pipes: str
     uuids: Mapping[str, str]  # a GPU of the daemon as CUDA_VISIBLE_DEVICES names it for this host -> its UUID
+    multiprocessors: int = 0  # of each GPU; 0 if that is not known, or no daemon runs
 
-    def apply(self, gpus: Sequence[str], environment: Mapping[str, str]) -> tuple[Sequence[str], dict[str, str]]:
-        """Return the GPUs and the variables of a replica's process, given those that it has without MPS."""
+    def apply(
+        self, gpus: Sequence[str], environment: Mapping[str, str], most: int | None = None
+    ) -> tuple[Sequence[str], dict[str, str]]:
+        """Return the GPUs and the variables of a replica's process, given those that it has without MPS.
+
+        Args:
+            most: multiprocessors on which it shall compute, of each GPU.
+        """
+        variables = dict(environment)
+        if most is not None and gpus and self.multiprocessors > most:
+            variables.setdefault(MPS_SHARE, str(math.ceil(100 * most / self.multiprocessors)))
         if not gpus or not self.uuids.keys() >= set(gpus):
-            return gpus, dict(environment)
-        return [self.uuids[name] for name in gpus], {PIPES: self.pipes, **environment}
+            return gpus, variables
+        return [self.uuids[name] for name in gpus], {PIPES: self.pipes, **variables}
 
 
 NO_MPS = MpsClients("", {})
@@ -60,6 +78,7 @@ class MpsChild:
         if shared and self._pipeline.mps == "off":
             self._say(f"MPS is off; stages take turns ({text})")
         elif shared and answers(pipes):
+            self.clients = MpsClients("", {}, await asyncio.to_thread(self._multiprocessors))
             self._say(f"MPS: using the daemon at {pipes} ({text})")
         elif shared:
             try:
@@ -75,6 +94,7 @@ class MpsChild:
         if (control := shutil.which(CONTROL, path=path)) is None:
             return f"{CONTROL} is not in {path}"
         uuids = await asyncio.to_thread(gpu_uuids, visible_devices(gpus))
+        multiprocessors = await asyncio.to_thread(self._multiprocessors)
         run = self._run_directory
         folder = str(run.path / f"{MPS_PREFIX}{os.getpid()}")
         variables = {"PATH": path, "CUDA_VISIBLE_DEVICES": ",".join(uuids.values())}  # PATH: to find its server
@@ -90,9 +110,25 @@ class MpsChild:
             line = await guardian.stdout.readline() if guardian.stdout is not None else b""
         if line != b"\n":
             return line.decode().strip() or f"the daemon's guardian died ({describe_exit(await guardian.wait())})"
-        self.clients = MpsClients(folder, uuids)
+        self.clients = MpsClients(folder, uuids, multiprocessors)
         self._watching = asyncio.create_task(self._watch(guardian), name="MPS guardian")
         return ""
+
+    def _multiprocessors(self) -> int:
+        """Multiprocessors of a GPU here, if a stage is to have a part of them; 0 if none is, or they can't be counted.
+
+        Another process counts: this one must not touch CUDA, and a stage that has can no longer be given a part.
+        """
+        if all(stage.multiprocessors is None for stage in self._pipeline.stages):
+            return 0
+        try:
+            counted = subprocess.run(
+                [sys.executable, "-c", COUNT], capture_output=True, timeout=COUNT_SECONDS, check=True
+            )
+            return int(counted.stdout)
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            logger.warning("stages get all multiprocessors, because these cannot be counted: %s", error)
+            return 0
 
     async def _watch(self, guardian: asyncio.subprocess.Process) -> None:
         how = describe_exit(await guardian.wait())

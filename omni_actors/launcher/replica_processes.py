@@ -264,7 +264,7 @@ class ReplicaProcesses:
         sharing = max(1, sum(self._pipeline.stage(name).kind in MODEL_KINDS for name, _ in self._here))
         inbox = self._run_directory.endpoint(f"{identity.stage}-{identity.replica}")
         environment = {name: str(value) for name, value in stage.environment.items()}
-        visible, environment = self.mps.apply(visible_devices(placed), environment)
+        visible, environment = self.mps.apply(visible_devices(placed), environment, stage.multiprocessors)
         return ReplicaSpec(
             pipeline_json=msgspec.json.encode(self._pipeline),
             stage=identity.stage,
@@ -275,7 +275,6 @@ class ReplicaProcesses:
             inbox_endpoint=inbox,
             remote_endpoint=f"tcp://{self._address}:0" if spans_hosts(self._pipeline) else "",
             devices=tuple(visible),
-            gpus=tuple(placed),
             threads=threads_of(bool(placed) or stage.executor is Executor.RAY, sharing, os.cpu_count() or 1)
             if stage.kind in MODEL_KINDS
             else 0,

@@ -384,21 +384,6 @@ class StageActor:
         complete = self._attempts.count(AttemptState.INPUT_COMPLETE)
         return complete > self._backlog_requests or self._engine.over_budget()
 
-    def urgent(self) -> bool:
-        """Whether the stages that yield to this one shall leave it the device.
-
-        Unless its engine decides it: while it computes the first output of a request, or will as soon as it gets the
-        device.
-        """
-        if (urgent := self._engine.urgent()) is not None:
-            return urgent
-        return any(
-            attempt.state is not AttemptState.OPEN
-            and not attempt.first_output
-            and not self._engine.waits_for_input(attempt.request.request_id)
-            for attempt in self._attempts.all_live()
-        )
-
     def held(self) -> dict[str, int]:
         """What this stage holds now outside its engine; all zero when it is idle."""
         return {

@@ -308,10 +308,6 @@ class StageEngine(ABC):
     def counts(self) -> dict[str, int]:
         """What the engine holds now, by name; all zero when it is idle, which leak checks rely on."""
 
-    def urgent(self) -> bool | None:
-        """Whether lower-priority stages on this GPU should pause. None: while first outputs are computed."""
-        return None
-
     def take_scheduled(self) -> Sequence[tuple[str, float]] | None:
         """Return requests first scheduled since the last call, with the time (monotonic clock, seconds).
 

@@ -6,7 +6,6 @@ Nothing here takes a lock or does I/O; docs/decisions.md says what it costs.
 from __future__ import annotations
 
 import collections
-import enum
 from collections.abc import Collection
 
 import msgspec
@@ -28,13 +27,6 @@ from omni_actors.telemetry.metrics import Meters
 KEPT_TIMELINES = 256  # of requests that ended here without a `StageDone`, until the next snapshot
 
 
-class HeldBack(enum.StrEnum):
-    """Why a stage with work does not step."""
-
-    DEVICE_PRIORITY = "device_priority"
-    CREDIT = "credit"
-
-
 class StageMeter:
     """Counts for one replica."""
 
@@ -47,7 +39,7 @@ class StageMeter:
         self.input_tokens = 0
         self.audio_seconds = 0.0
         self.pictures = 0
-        self.held_back: dict[str, float] = dict.fromkeys(HeldBack, 0.0)  # seconds
+        self.held_back = 0.0  # seconds in which there was work, but no credit
         self._steps = self.meters.histogram(table.STEP_SECONDS, *self.labels)
         self._queue = self.meters.histogram(table.QUEUE_SECONDS, *self.labels)
         self._outputs = self.meters.histogram(table.OUTPUT_SECONDS, *self.labels)

@@ -29,7 +29,6 @@ from omni_actors.stage.engine_interface import EngineFacts, StageEngine
 from omni_actors.stage.inbound import Stop
 from omni_actors.stage.processors import PROCESSORS, StreamProcessor
 from omni_actors.stage.session import Session
-from omni_actors.stage.sound import DemandFlag, DevicePriority
 
 logger = logs.get_logger(__name__)
 
@@ -55,7 +54,6 @@ class ReplicaSpec(NamedTuple):
     log_file: str
     run_dir: str
     run_dir_is_temporary: bool
-    gpus: tuple[int, ...] = ()  # the same as the configuration counts them; none that Ray chooses
     environment: tuple[tuple[str, str], ...] = ()
     remote_endpoint: str = ""  # for other nodes: tcp with port 0, "" if there are none
 
@@ -112,12 +110,7 @@ class StageProcess:
         self._spec = spec
         self._pipeline = msgspec.json.decode(spec.pipeline_json, type=PipelineConfig)
         self._stage = self._pipeline.stage(spec.stage)
-        run_dir = Path(spec.run_dir)
         _prepare_for_workers(spec, self._stage)
-        self._demand_flag = DemandFlag(run_dir, spec.stage, spec.replica, spec.gpus)
-        before = self._pipeline.feeding([spec.stage])
-        yields_to = {stage: stage in before for stage in self._stage.yields_to}
-        self.device_priority = DevicePriority(run_dir, yields_to, spec.gpus)
         self._engine: StageEngine | None = None
         self._processor: type[StreamProcessor] | None = None
         self._load_seconds = 0.0  # from the order to start this process
@@ -151,9 +144,7 @@ class StageProcess:
                     self._engine = self._load(session)
                     self._load_seconds = time.monotonic() - self._spec.ordered
                     logger.info("ready after %.1f s", self._load_seconds)
-                end = session.serve(
-                    self._engine, self._processor, self._demand_flag, self.device_priority, self._load_seconds
-                )
+                end = session.serve(self._engine, self._processor, self._load_seconds)
             if isinstance(end, Stop):
                 return end
             logger.warning("%s; registering again", end.reason)

@@ -46,10 +46,9 @@ from omni_actors.stage.inbound import (
     Undelivered,
     sender_of,
 )
-from omni_actors.stage.meter import HeldBack, StageMeter
+from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outbound import Outbound
 from omni_actors.stage.processors import StreamProcessor
-from omni_actors.stage.sound import POLL_SECONDS, DemandFlag, DevicePriority
 from omni_actors.telemetry import metrics as table
 from omni_actors.telemetry.metrics import Kind, Metric, edge_metrics
 from omni_actors.transport.arena import Arena, ArenaReader
@@ -117,7 +116,7 @@ def snapshot(
     meters.set(table.STAGE_PICTURES, *labels, to=meter.pictures)
     meters.set(table.ARENA, *labels, to=held.get("arena_bytes", 0))
     meters.set(table.ARENA_FULL, *labels, to=held.get("dropped_arena_full", 0))
-    meters.set_all(table.HELD_BACK, labels, meter.held_back)
+    meters.set(table.HELD_BACK, *labels, to=meter.held_back)
     meters.set_all(table.DROPPED, labels, actor.dropped)
     meters.set_all(table.REJECTED, (*labels, "inbox"), rejected)
     edge_metrics(meters, "/".join(labels), edges)
@@ -130,17 +129,6 @@ def snapshot(
 
 TICK_SECONDS = 0.1
 CONGESTED_SECONDS = 0.005  # until a stage that waits for its receivers looks again
-
-
-def pause(runnable: bool, congested: bool, yields: bool) -> tuple[float, HeldBack | None]:
-    """Return the seconds to wait for events before the next step, and what holds back a step that could be done."""
-    if congested:
-        return CONGESTED_SECONDS, HeldBack.CREDIT if runnable else None
-    if not runnable:
-        return TICK_SECONDS, None
-    if yields:
-        return POLL_SECONDS, HeldBack.DEVICE_PRIORITY
-    return 0.0, None
 
 
 @dataclass
@@ -164,33 +152,30 @@ class EngineLoop:
         self._next_tick = self._next_snapshot = 0.0
         self._end: Stop | Lost | None = None
 
-    def run(self, flag: DemandFlag, priority: DevicePriority) -> Stop | Lost:
+    def run(self) -> Stop | Lost:
         """Serve until the session ends; return why it did."""
         while self._end is None:
-            yields = priority.yields(flag.raised)
-            self._take_events(yields)
-            flag.set(self.actor.urgent())
-            if not (yields or self.outbound.congested):  # when congested, the stages after this one set the pace
+            self._take_events()
+            if not self.outbound.congested:  # otherwise congested, the stages after this one set the pace
                 output = self.actor.step()
                 self.outbound.send(output, idle=not self.actor.runnable())
-                flag.set(self.actor.urgent())  # before the next wait for events, which may be long
             self.inbound.pulse.progress += 1  # the coordinator sees by the next heartbeat that the loop is alive
             self._grant(everything=self._tick())
-        flag.set(False)
         if isinstance(self._end, Stop):
             self._report_metrics()  # what has been counted since the last report
         return self._end
 
-    def _take_events(self, yields: bool) -> None:
+    def _take_events(self) -> None:
         """Handle all events that are there. Wait for the first one while there is no step to do."""
-        timeout, held_back = pause(self.actor.runnable(), self.outbound.congested, yields)
+        runnable, congested = self.actor.runnable(), self.outbound.congested
+        timeout = CONGESTED_SECONDS if congested else 0.0 if runnable else TICK_SECONDS
         began = time.monotonic()
         while self._end is None and (events := self.inbox.take(timeout)):
             timeout = 0.0
             for event in events:
                 self._on_event(event)
-        if held_back is not None:
-            self.meter.held_back[held_back] += time.monotonic() - began
+        if runnable and congested:
+            self.meter.held_back += time.monotonic() - began
 
     def _on_event(self, event: Event) -> None:
         match event:
@@ -369,14 +354,7 @@ class Session:
 
     # -- loop ---------------------------------------------------------------------------------------------------------
 
-    def serve(
-        self,
-        engine: StageEngine,
-        processor: type[StreamProcessor] | None,
-        flag: DemandFlag,
-        priority: DevicePriority,
-        load_seconds: float,
-    ) -> Stop | Lost:
+    def serve(self, engine: StageEngine, processor: type[StreamProcessor] | None, load_seconds: float) -> Stop | Lost:
         """Report that the engine is ready and serve requests until the session ends.
 
         Args:
@@ -400,7 +378,7 @@ class Session:
             )
         )
         loop = EngineLoop(self._pipeline, self._actor, engine, self._inbox, self._inbound, self._outbound, self._meter)
-        return loop.run(flag, priority)
+        return loop.run()
 
     # -- end ----------------------------------------------------------------------------------------------------------
 

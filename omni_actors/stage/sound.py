@@ -1,4 +1,4 @@
-"""When sound is made and sent: whose comes next, when a first sound may leave, and which stage has the device.
+"""When sound is made and sent: whose comes next, and when a first sound may leave.
 
 One rule stands behind all of it: every chunk of sound has a moment at which its listener runs dry.
 
@@ -10,44 +10,22 @@ One rule stands behind all of it: every chunk of sound has a moment at which its
   far as the pace of its input, its own steps and the work that is due before it tell. Alone, it leaves at once.
 * **Room** (`Costs.listeners`). Sound of another answer is begun only while the stage makes the sound of those that are
   running faster than they hear it.
-* **Device** (`needs_device`, `DemandFlag`, `DevicePriority`). A GPU runs the kernels of several processes by turns, so
-  computing tokens early delays sound that is due. A stage with `yields_to: [code2wav]` skips
-  steps while a chunk that can be made is due soon, unless a listener who is due earlier lacks the tokens that it makes;
-  one that computes texts or codes is waited for while the first output of a request is computed. A stage yields for at
-  most half of the time, so that it never starves.
 
 Pictures are in the same order. One is due when it has taken `STRETCH` times as long as it would alone: of those that
 came together the smallest goes first, and a large one, which takes seconds, yields to small ones until it is overdue.
-
-A demand flag is eight bytes of memory per replica, mapped from a file in the run directory: until when the replica
-wants the device, on the clock that all processes of a host share. It expires when its owner dies or hangs. The file's
-name says which replica it is and where it computes, so that replicas which come later, or to another device, are found.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
-import os
-import struct
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Generic, TypeVar
 
-from omni_actors.host.run_directory import DEMAND_PREFIX
-from omni_actors.logs import get_logger
 from omni_actors.telemetry.request_log import AUDIBLE_SECONDS, Playback
-
-logger = get_logger(__name__)
 
 FIRST_SECONDS = 0.25  # from the first input of an answer to when its first sound is due
 PRESSING_SECONDS = 0.3  # a chunk that is due this soon keeps a step light
-
-LATE_SECONDS = 0.5  # before a chunk is due, from which on other stages leave the device to this one
-INPUT_SECONDS = 0.2  # by which a chunk without input must be due later, or the stages that make its input do not
 
 # What one H200 computes of a transformer with 6 billion parameters: 31,000 in pictures of 2048 x 2048 pixels, 43,000 in
 # those of 1024 x 1024, 49,000 in those of 512 x 512. On a slower device the order is closer to that of arrival, on a
@@ -108,23 +86,11 @@ def choose(
     return chosen
 
 
-def needs_device(able: Iterable[float], waiting: Iterable[float], now: float) -> bool:
-    """Whether the stages before this one shall leave the device to it.
-
-    Args:
-        able: when the chunks are due that could be made at once.
-        waiting: when those are due that lack input.
-    """
-    first = min(able, default=math.inf)
-    return first < now + LATE_SECONDS and first < min(waiting, default=math.inf) - INPUT_SECONDS
-
-
 FIXED_SHARE = 0.45  # of a light step: what every step costs besides its chunks
 MEMORY_SECONDS = 1.0  # of computing, after which what a step cost counts a third
 PAUSE_SECONDS = 0.01  # between steps, from which on the stage had nothing to do
 ROOM = 1.2  # times as fast as it is heard the sound of all running answers is to be made
 HORIZON_SECONDS = 2.0  # of sound; chunks that are due later are not looked at
-INPUT_MARGIN = 1.1  # of the time until a chunk's input is expected
 WORK_MARGIN = 1.5  # of that for all work that is due before: chunks of answers that begin later come before it, too
 LONGEST_SECONDS = 5.0  # to keep sound
 CHUNKS_AHEAD = 6  # of an answer that are looked at
@@ -255,132 +221,5 @@ def foresee(answers: Sequence[Outlook], costs: Costs, now: float) -> None:
     work = 0.0
     for _, chunk, answer in chunks:
         work += costs.work(chunk.share) * chunk.steps
-        own = INPUT_MARGIN * chunk.missing * answer.pace + (chunk.steps + 1) * costs.step  # one step is under way
+        own = chunk.missing * answer.pace + (chunk.steps + 1) * costs.step  # one step is under way
         answer.smooth_start = max(answer.smooth_start, now + max(WORK_MARGIN * work * costs.unit, own) - chunk.before)
-
-
-FLAG = struct.Struct("<d")
-VALID_SECONDS = 0.25  # a flag that its owner does not renew, once per step, means nothing after that
-PATIENCE_SECONDS = 0.25  # of yielding in a row; after that the stage works for as long
-POLL_SECONDS = 0.001
-SEARCH_SECONDS = 1.0  # between two searches for flags that were not there
-CPU = "cpu"  # where a replica without a GPU computes
-
-
-def _places(devices: Iterable[int]) -> set[str]:
-    """Where a replica computes: its GPUs, or the host's CPU."""
-    return {str(device) for device in devices} or {CPU}
-
-
-def _flag_path(folder: Path, stage: str, replica: int, devices: Iterable[int]) -> Path:
-    """Path of a replica's demand flag in the run directory, which `_search` reads; names of stages have no hyphen."""
-    return folder / f"{DEMAND_PREFIX}{stage}-{replica}-{'+'.join(sorted(_places(devices)))}"
-
-
-class DemandFlag:
-    """A replica's own flag. Other replicas may read it at any time; if none does, it has no effect.
-
-    `raised` is what was said last.
-
-    Args:
-        devices: the replica's GPUs, as the configuration counts them; none if it computes on the CPU.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        stage: str,
-        replica: int,
-        devices: Iterable[int] = (),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock = clock
-        self._memory = _allocate(_flag_path(folder, stage, replica, devices))
-        self.raised = False
-
-    def set(self, wanted: bool) -> None:
-        """Tell other replicas whether this one's requests await their first output."""
-        if self._memory is not None and (wanted or self.raised):
-            FLAG.pack_into(self._memory, 0, self._clock() + VALID_SECONDS if wanted else 0.0)
-        self.raised = wanted
-
-
-def _allocate(path: Path) -> mmap.mmap | None:
-    """Map the flag's memory; `None` if the disk is full: then no stage yields to this one.
-
-    The file is allocated first, because a write into a hole of a file on a full disk would end the process.
-    """
-    try:
-        with path.open("a+b") as file:
-            os.posix_fallocate(file.fileno(), 0, FLAG.size)
-            return mmap.mmap(file.fileno(), FLAG.size)
-    except OSError as error:
-        logger.warning("other stages cannot yield to this one: %s: %s", path, error)
-        return None
-
-
-class DevicePriority:
-    """Decides before each step of a replica whether to skip it.
-
-    Args:
-        stages: those to whose replicas on the same device this one yields; of each, whether also while it computes
-            first outputs itself, as it does to those before it.
-        devices: its own GPUs, as for `DemandFlag`.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        stages: Mapping[str, bool],
-        devices: Iterable[int] = (),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._folder = folder
-        self._stages = stages
-        self._places = _places(devices)
-        self._flags: dict[str, tuple[bool, mmap.mmap]] = {}  # by the file's name
-        self._clock = clock
-        self._search_at = 0.0
-        self._yielding_since: float | None = None
-        self._works_until = 0.0
-
-    def yields(self, urgent: bool = False) -> bool:
-        """Whether to skip a step now, and ask again after `POLL_SECONDS`.
-
-        Args:
-            urgent: whether this replica computes the first output of a request itself.
-        """
-        if not self._stages:
-            return False
-        now = self._clock()
-        if now >= self._search_at:
-            self._search_at = now + SEARCH_SECONDS
-            with contextlib.suppress(OSError):  # the run directory is being removed, for instance
-                self._search()
-        wanted = any(FLAG.unpack_from(flag)[0] > now for always, flag in self._flags.values() if always or not urgent)
-        if now < self._works_until or not wanted:
-            self._yielding_since = None
-            return False
-        if self._yielding_since is None:
-            self._yielding_since = now
-        if now - self._yielding_since < PATIENCE_SECONDS:
-            return True
-        self._works_until = now + PATIENCE_SECONDS
-        self._yielding_since = None
-        return False
-
-    def _search(self) -> None:
-        for name in os.listdir(self._folder):
-            if name in self._flags or not name.startswith(DEMAND_PREFIX):
-                continue
-            stage, _, places = name.removeprefix(DEMAND_PREFIX).split("-")
-            path = self._folder / name
-            if stage in self._stages and self._places.intersection(places.split("+")) and _is_allocated(path):
-                with path.open("rb") as file:
-                    flag = mmap.mmap(file.fileno(), FLAG.size, access=mmap.ACCESS_READ)
-                self._flags[name] = self._stages[stage], flag
-
-
-def _is_allocated(path: Path) -> bool:
-    """Whether the flag's owner has made all of the file; a mapping of less would end this process."""
-    return path.stat().st_size == FLAG.size

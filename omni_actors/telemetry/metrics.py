@@ -249,9 +249,8 @@ STEP_SECONDS = _histogram(
 )
 HELD_BACK = _counter(
     "omni_stage_held_back_seconds_total",
-    (*_REPLICA, "reason"),
-    "Time in which a stage had work and did not step: it yielded to a stage with priority on the same device "
-    "(device_priority), or later stages were behind (credit).",
+    _REPLICA,
+    "Time in which a stage had work and did not step, because later stages were behind.",
 )
 QUEUE_SECONDS = _histogram(
     "omni_stage_queue_seconds",

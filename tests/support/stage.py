@@ -40,7 +40,6 @@ class RecordingEngine(StageEngine):
         self.events: list[EngineEvent] = []
         self.refuse: Exception | None = None
         self.starved: set[str] = set()
-        self.decided: bool | None = None  # see `urgent`
 
     @property
     def facts(self) -> EngineFacts:
@@ -66,9 +65,6 @@ class RecordingEngine(StageEngine):
 
     def waits_for_input(self, request_id: str) -> bool:
         return request_id in self.starved
-
-    def urgent(self) -> bool | None:
-        return self.decided
 
     def step(self) -> Sequence[EngineEvent]:
         events, self.events = self.events, []

@@ -139,24 +139,13 @@ def test_parameters_must_fit_the_kind_of_stage(tmp_path: Path) -> None:
         ({"decode": {"policy": "whole", "first_blocks": 2}}, ["no chunks"]),
         ({"decode": {"first_blocks": 4, "largest_blocks": 2}}, ["largest_blocks (2)", "first_blocks (4)"]),
         ({"kind": "echo", "decode": {}}, ["only diffusion stages decode"]),
-        ({"yields_to": ["thinkr"]}, ["'thinkr'", "Did you mean 'thinker'"]),
-        ({"yields_to": ["code2wav"]}, ["no other stage 'code2wav'"]),
         ({"environment": {"lower": "1"}}, ["environment"]),
         ({"environment": {"LIST": [1]}}, ["environment"]),
     ],
 )
-def test_decoding_turns_and_environment(tmp_path: Path, fields: dict, words: list[str]) -> None:
+def test_decoding_and_environment(tmp_path: Path, fields: dict, words: list[str]) -> None:
     text = refused(tmp_path, with_stage(3, **{"kind": "diffusion", **fields}))
     assert all(word in text for word in words), text
-
-
-def test_stages_that_would_give_way_to_one_another(tmp_path: Path) -> None:
-    data = chain()
-    data["stages"][1]["yields_to"] = ["code2wav"]
-    data["stages"][2]["yields_to"] = ["thinker"]
-    data["stages"][3]["yields_to"] = ["talker"]
-    text = refused(tmp_path, data)
-    assert "the stages code2wav, talker, thinker would wait for one another" in text
 
 
 def test_only_loopback_is_bound(tmp_path: Path) -> None:

@@ -5,15 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.stage.sound import (
-    FIRST_SECONDS,
-    INPUT_SECONDS,
-    LATE_SECONDS,
-    PRESSING_SECONDS,
-    Piece,
-    choose,
-    needs_device,
-)
+from omni_actors.stage.sound import FIRST_SECONDS, PRESSING_SECONDS, Piece, choose
 
 NOW = 100.0
 LATER = NOW + 10.0
@@ -118,16 +110,3 @@ def test_who_has_sound_in_hand_fills_a_light_step_and_none_that_is_heavy() -> No
 
 def test_equals_keep_their_order() -> None:
     assert keys([Piece(name, 0, NOW) for name in "cab"], places=2) == ["c", "a"]
-
-
-moments = st.lists(st.floats(NOW - 5, NOW + 5), max_size=8)
-
-
-@given(moments, moments)
-def test_other_stages_leave_the_device_to_chunks_that_are_due_soon_unless_others_before_lack_their_output(
-    able: list[float], waiting: list[float]
-) -> None:
-    late = any(due < NOW + LATE_SECONDS for due in able)
-    starved = any(due - INPUT_SECONDS <= min(able, default=LATER) for due in waiting)
-    assert needs_device(able, waiting, NOW) == (late and not starved)
-    assert not needs_device([], waiting, NOW), "so they go on at once when nothing can be made without them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
-from omni_actors.engine.workers.gpu import GIB, OUTSIDE_TORCH_BYTES, OmniGPURunner, OmniGPUWorker, kv_cache_bytes
+from omni_actors.engine.workers.gpu import (
+    GIB,
+    OUTSIDE_TORCH_BYTES,
+    OmniGPURunner,
+    OmniGPUWorker,
+    check_products,
+    kv_cache_bytes,
+)
 from omni_actors.engine.workers.runner import OmniRunnerBase
-from omni_actors.errors import ConfigError
+from omni_actors.errors import ConfigError, StartupError
 
 
 @pytest.fixture
@@ -116,3 +126,21 @@ def test_prompts_that_fit_a_graph_of_prompts_are_not_run_again(
     assert worker.omni_prompt_sizes()[0] < 256
     config.lora_config = LoRAConfig(max_loras=1)
     assert worker.omni_prompt_sizes() == [], "adapters would be gone"
+
+
+@pytest.mark.parametrize("wrong", [0.0, math.nan])
+def test_wrong_products_on_a_part_of_a_gpu_end_the_start(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+    model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 96)).to(torch.bfloat16)
+    model.append(nn.Linear(96, 8))  # in float32: no library is asked for less than that
+    check_products(model)
+    right = functional.linear
+
+    def one_tile_is_wrong(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        product = right(given, weight)
+        if given.dtype is torch.bfloat16 and given.shape == (32, 512):
+            product[:, 64:] = wrong
+        return product
+
+    monkeypatch.setattr(functional, "linear", one_tile_is_wrong)
+    with pytest.raises(StartupError, match="32 x 512 by 512 x 96 wrongly"):
+        check_products(model)

@@ -103,6 +103,32 @@ def test_replicas_on_a_gpu_of_the_daemon_get_the_pipes_whenever_they_come(
     assert code2wav.environment == ()
 
 
+@pytest.mark.parametrize(
+    ("there", "most", "percent"), [(132, 32, "25"), (132, 64, "49"), (114, 32, "29"), (32, 32, None)]
+)
+def test_a_stage_gets_the_part_of_the_gpu_that_holds_its_multiprocessors(
+    there: int, most: int, percent: str | None
+) -> None:
+    expected = {} if percent is None else {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percent}
+    assert MpsClients("", {}, there).apply(["0"], {}, most) == (["0"], expected), "of another's daemon"
+    if percent is not None:
+        assert int(there * int(percent) / 100) // 2 * 2 == most, "as the driver rounds it"
+
+
+def test_a_part_of_the_gpu_is_left_to_who_gives_one_and_to_hosts_with_mps() -> None:
+    own = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}
+    assert MpsClients("", {}, 132).apply(["0"], own, 32) == (["0"], own)
+    assert MpsClients("", {}, 132).apply(["0"], {}) == (["0"], {})
+    assert MpsClients("", {}, 132).apply([], {}, 32) == ([], {}), "on no GPU"
+    assert NO_MPS.apply(["0"], {}, 32) == (["0"], {})
+
+
+def test_only_autoregressive_stages_have_a_part_of_a_gpu(tmp_path: Path) -> None:
+    assert load(tmp_path, models(talker={"multiprocessors": 32})).pipeline.stage("talker").multiprocessors == 32
+    with pytest.raises(ConfigError, match=r"code2wav\.multiprocessors does not apply to a stage of kind diffusion"):
+        load(tmp_path, models(code2wav={"multiprocessors": 32}))
+
+
 def test_it_is_switched_off_in_the_yaml_the_environment_or_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,7 +103,6 @@ def test_progress_goes_to_the_client_alone_and_is_no_output() -> None:
     assert sum(meter.meters.histogram(table.OUTPUT_SECONDS, *meter.labels).counts) == 0
     assert message.destination is None
     assert (message.body.step, message.body.steps) == (3, 8)
-    assert stage.actor.urgent(), "its first output is still to come"
     *_, done = bodies(stage.do(FINISHED))
     assert done.usage.first_output == 0.0
 

@@ -44,7 +44,7 @@ def test_alone_on_a_fast_stage_a_first_sound_leaves_at_once() -> None:
 
 def test_tokens_that_come_more_slowly_than_they_are_heard_keep_it() -> None:
     (kept,) = leaves([answer(pace=0.03, chunks=4)], costs())
-    last = 1.1 * 4 * 12 * 0.03 + (STEPS + 1) * 0.005  # when the last of the chunks is made
+    last = 4 * 12 * 0.03 + (STEPS + 1) * 0.005  # when the last of the chunks is made
     assert kept == pytest.approx(last - 4 * CHUNK)
 
 

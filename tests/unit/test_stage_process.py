@@ -22,7 +22,6 @@ from omni_actors.protocol.fields import Header, ReplicaId
 from omni_actors.protocol.messages import Shutdown, Welcome
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.process import ReplicaSpec, StageProcess, build_engine
-from omni_actors.stage.sound import DemandFlag
 from omni_actors.transport.sockets import Sockets
 from tests.support.builders import chain, load, pipeline
 from tests.support.waiting import until
@@ -119,42 +118,8 @@ def test_a_coordinator_that_ends_takes_the_stage_along(
 def test_a_process_is_told_what_it_needs(short_path: Path) -> None:
     data = chain()
     environment = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_SHARE": 80}
-    data["stages"][2] |= {"yields_to": ["thinker"], "environment": environment}
+    data["stages"][2] |= {"environment": environment}
     config = load(short_path, data).pipeline
     with contextlib.closing(RunDirectory(str(short_path / "run"))) as run:
         spec = ReplicaProcesses(config, run, "ipc:///control").spec(ReplicaId("talker", 0, 7), 0)
     assert spec.environment == (("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_SHARE", "80"))
-    talker = StageProcess(spec)
-    assert not talker.device_priority.yields()
-    flag = DemandFlag(short_path / "run", "thinker", 0)
-
-    def yields() -> bool:
-        flag.set(True)
-        return talker.device_priority.yields()
-
-    until(yields)
-
-
-def test_a_stage_yields_to_a_replica_that_is_added_to_its_gpu(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which slot of a node an added replica takes, and so which GPU, is decided while the pipeline runs."""
-    monkeypatch.setattr("omni_actors.launcher.replica_processes.host_devices", lambda: 2)
-    data = chain()
-    data["stages"][1] |= {"devices": [0, 1]}
-    data["stages"][2] |= {"devices": [1], "yields_to": ["thinker"]}
-    config = load(short_path, data, devices=2).pipeline
-    with contextlib.closing(RunDirectory(str(short_path / "run"))) as run:
-        processes = ReplicaProcesses(config, run, "ipc:///control")
-        first, talker, added = (
-            processes.spec(ReplicaId(stage, replica, 7), slot)
-            for stage, replica, slot in (("thinker", 0, 0), ("talker", 0, 0), ("thinker", 1, 1))
-        )
-    priority = StageProcess(talker).device_priority
-
-    def wants(spec: ReplicaSpec) -> bool:
-        DemandFlag(Path(spec.run_dir), spec.stage, spec.replica, spec.gpus).set(True)
-        return priority.yields()
-
-    assert not wants(first)
-    until(lambda: wants(added))

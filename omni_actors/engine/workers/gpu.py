@@ -10,12 +10,14 @@ until the worker is made.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -25,7 +27,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from omni_actors.engine.platform import wait_for_memory
 from omni_actors.engine.workers.base import OmniWorkerBase
 from omni_actors.engine.workers.runner import OmniRunnerMixin
-from omni_actors.errors import ConfigError
+from omni_actors.envs import MPS_SHARE
+from omni_actors.errors import ConfigError, StartupError
 
 _SPECIAL = 16  # Triton has code of its own for multiples of this
 
@@ -94,6 +97,8 @@ def prompt_sizes(kinds: Iterable[Experts], captured: Sequence[int], largest: int
     return sizes
 
 
+PRODUCT_ROWS = (1, 8, 32, 64, 256)
+PRODUCT_ERROR = 0.03  # of the largest value; that of bfloat16 is 0.004
 GIB = 1 << 30
 OUTSIDE_TORCH_BYTES = 2 * GIB  # CUDA context, cuBLAS and captured graphs of one process
 
@@ -113,6 +118,13 @@ class OmniGPUWorker(OmniWorkerBase, Worker):
         """vLLM's `init_device`, once the device has room: what a killed process held is released some time later."""
         wait_for_memory(lambda: torch.cuda.mem_get_info(self.local_rank), self.cache_config.gpu_memory_utilization)
         return super().init_device(*args, **kwargs)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's `load_model`; under MPS with a part of the GPU, also check that its products are right there."""
+        loaded = super().load_model(*args, **kwargs)
+        if MPS_SHARE in os.environ:
+            check_products(self.get_model())
+        return loaded
 
     def omni_prompt_sizes(self) -> list[int]:
         """Numbers of tokens of prompts whose kernels neither a graph nor the memory's profile has compiled."""
@@ -142,6 +154,32 @@ class OmniGPUWorker(OmniWorkerBase, Worker):
         left = kv_cache_bytes(share, torch.cuda.max_memory_allocated(), cache.gpu_memory_utilization)
         cache.kv_cache_memory_bytes = left
         return left
+
+
+def check_products(model: nn.Module) -> None:
+    """Check products of a model's weights on this part of a GPU against float32, a kind of weight at a time.
+
+    On Hopper cuBLAS 13.1 gives wrong sums, and at times NaN, on 18 to 28, 38 to 58 and 78 of 132 multiprocessors, but
+    not on 12, 14, 30 to 34 or 66 (docs/benchmarks.md).
+
+    Raises:
+        StartupError: a product is wrong.
+    """
+    weights = {tuple(weight.shape): weight for weight in model.parameters() if weight.dim() == 2}
+    for (outputs, inputs), weight in weights.items():
+        if weight.dtype not in (torch.bfloat16, torch.float16):
+            continue
+        some = weight[:: max(1, outputs // 256)]
+        for rows in PRODUCT_ROWS:
+            given = torch.randn(rows, inputs, device=weight.device, dtype=weight.dtype)
+            expected = functional.linear(given.float(), some.float())
+            error = functional.linear(given, weight)[:, :: max(1, outputs // 256)].float() - expected
+            if not error.abs().max() <= PRODUCT_ERROR * expected.abs().max():
+                raise StartupError(
+                    f"On the part of the GPU that this stage has, its library computes a product of {rows} x {inputs} "
+                    f"by {inputs} x {outputs} wrongly.",
+                    hint="Give the stage another number of multiprocessors (32 is right on Hopper), or none.",
+                )
 
 
 def kv_cache_bytes(share: int, peak: int, utilization: float) -> int:

@@ -142,23 +142,6 @@ def test_sound_that_is_sent_at_once_waits_for_no_room(
     speech.run()
 
 
-def test_other_stages_leave_the_device_to_it_while_a_listener_falls_silent_unless_it_lacks_their_tokens(
-    engine: DiffusionEngine, clock: Clock
-) -> None:
-    """A listener has heard all when the next chunk can be made."""
-    speech = begin(engine, clock, "late", pace=0.05)
-    assert speech.heard["late"]
-    clock.now += 5.0
-    assert engine.waits_for_input("late")
-    assert engine.urgent() is False, "it waits for the talker"
-    speech.feed("late", BLOCK)
-    assert engine.urgent()
-    go_on(speech)
-    speech.feed_all("late")
-    speech.run()
-    assert engine.urgent() is False
-
-
 def test_a_request_that_is_aborted_leaves_nothing_kept(engine: DiffusionEngine, clock: Clock) -> None:
     gone = begin(engine, clock, "gone")
     engine.abort("gone")
