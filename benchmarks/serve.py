@@ -52,7 +52,7 @@ def stage_times(samples: Sequence[Sample]) -> str:
 def busy(rates: top.Rates) -> str:
     """Steps of every replica during a load, and shares of the time: in steps, held back, on a processor."""
     parts = []
-    for stage, replica in rates.now.labels(table.STEP_SECONDS, "_count"):
+    for stage, replica in rates.now.labels(table.READY):
         name = (stage, replica)
         count, seconds = (rates.rate(table.STEP_SECONDS, *name, suffix=suffix) for suffix in ("_count", "_sum"))
         shares = f"{seconds:.0%} in steps, {rates.rate(table.HELD_BACK, *name):.0%} no credit"
