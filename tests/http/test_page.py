@@ -4,67 +4,12 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Page, expect
 
-from tests.support.browser import ask, data, in_flight, lanes, needs_chromium, open_page, sent_messages, until
+from tests.support.browser import ask, data, in_flight, needs_chromium, open_page, sent_messages, until
 from tests.support.servers import HttpPipeline
 
 pytestmark = [needs_chromium, pytest.mark.nightly]
-
-
-def stage(
-    name: str, replica: int, attempt: int, at: float, tokens: tuple[int, int], *phases: tuple[str, float]
-) -> dict:
-    """Of a timeline, with phases that follow one another; the first attempt was dropped."""
-    shown, begin = [], at
-    for phase, seconds in phases:
-        shown.append({"name": phase, "at": round(begin, 6), "seconds": seconds})
-        begin += seconds
-    read, written = tokens
-    return {
-        **{"stage": name, "replica": replica, "attempt": attempt, "outcome": "done" if attempt else "dropped"},
-        **{"at": at, "seconds": round(begin - at, 6), "input_tokens": read, "output_tokens": written, "phases": shown},
-    }
-
-
-# As docs/observability.md describes it: thinker/0 died and the request ran again.
-TIMELINE = {
-    **{"id": "r", "trace_id": "t", "outcome": "done", "attempt": 1, "started": 0.0, "seconds": 2.0},
-    **{"events": [], "transfers": []},
-    "stages": [
-        stage("thinker", 0, 0, 0.0, (3, 1), ("queued", 0.4), ("output", 0.1)),
-        stage("thinker", 1, 1, 0.5, (3, 9), ("waiting", 0.5), ("output", 0.5)),
-        stage("code2wav", 0, 1, 0.5, (9, 10), ("gathering", 1.0), ("output", 0.5)),
-    ],
-}
-
-
-def test_timeline_of_the_pipeline_is_drawn_and_read_by_keyboard(echo: HttpPipeline, page: Page) -> None:
-    asked: list[str] = []
-
-    def answer(route: Route) -> None:
-        asked.append(route.request.url)
-        route.fulfill(json=TIMELINE)
-
-    page.route("**/v1/requests/*/timeline", answer)
-    open_page(page, echo)
-    page.locator("#toggle-details-panel").click()
-    with page.expect_response("**/v1/chat/completions") as response:
-        ask(page, "hello")
-    expect(page.locator("#timeline")).to_have_attribute("data-source", "pipeline")
-    assert asked == [f"{echo.url}/v1/requests/{response.value.headers['x-request-id']}/timeline"]
-    assert lanes(page) == ["thinker 1", "thinker 2", "code2wav", "this page"]
-    second = page.locator(".timeline .lane").nth(1)
-    work = second.locator("rect.work")
-    assert work.get_attribute("x") == "50.00%"
-    assert work.get_attribute("width") == "25.00%"
-    assert second.locator("rect.wait").get_attribute("x") == "25.00%"
-    assert page.locator(".timeline .lane").nth(0).locator("rect.queue").count() == 1
-    assert page.locator(".timeline line.mark").count() == 4, "first text, first sound, smooth start, end"
-    page.locator("#send").focus()
-    page.keyboard.press("Tab")  # to the lanes
-    page.keyboard.press("Tab")
-    expect(page.locator("#details")).to_have_text("thinker/1 done: 3 in, 9 out; waiting 500 ms, output 500 ms")
 
 
 def test_sound_plays_before_the_answer_is_complete(slow: HttpPipeline, page: Page) -> None:
@@ -108,25 +53,6 @@ def test_errors_are_shown_and_the_page_stays_usable(echo: HttpPipeline, page: Pa
     ask(page, "again")
     expect(page.locator("li.assistant .say").last).to_have_text("again")
     expect(page.locator("#error")).to_be_hidden()
-
-
-def test_an_unreachable_server_is_shown(echo: HttpPipeline, page: Page) -> None:
-    open_page(page, echo)
-    page.route("**/v1/**", lambda route: route.abort())
-    ask(page, "hello")
-    expect(page.locator("#error")).to_contain_text("cannot be reached")
-    expect(page.locator("#health")).to_have_text("unreachable")
-
-
-def test_stages_are_unknown_while_the_server_does_not_answer(echo: HttpPipeline, page: Page) -> None:
-    page.clock.install()
-    open_page(page, echo)
-    page.locator("#toggle-details-panel").click()
-    expect(page.locator("#stages li.ready")).to_have_count(4)
-    page.route("**/v1/status", lambda route: None)  # no answer, as from a process that is stopped
-    page.clock.run_for(8000)
-    expect(page.locator("#stages li.unknown")).to_have_count(4)
-    expect(page.locator("#pipeline")).to_have_text("The server does not answer.")
 
 
 def test_an_answer_that_is_cut_short_is_an_error(echo: HttpPipeline, page: Page) -> None:

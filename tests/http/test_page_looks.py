@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
 
 import numpy
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, Locator, Page, Route, expect
+from playwright.sync_api import Page, Route, expect
 
-from tests.support.browser import answered, ask, axe_violations, needs_chromium, open_page, watched_page
+from tests.support.browser import answered, ask, axe_violations, needs_chromium, open_page
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, picture, sound
 
@@ -113,56 +112,6 @@ def test_an_example_conversation_fits_every_width(echo: HttpPipeline, page: Page
                 page.emulate_media(color_scheme=scheme)
                 page.locator("#text").focus()
                 keep(page.screenshot(), width, scheme)
-
-
-def bottom(part: Locator) -> float:
-    box = part.bounding_box()
-    return box["y"] + box["height"]
-
-
-@pytest.fixture
-def phone(echo: HttpPipeline, browser: Browser) -> Iterator[Page]:
-    options = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
-    with watched_page(browser, **options) as page:
-        open_page(page, echo)
-        yield page
-
-
-def test_on_a_phone_the_composer_stays_in_sight_and_on_one_line(phone: Page) -> None:
-    expect(phone.get_by_text("new line")).to_be_hidden()
-    attach(phone)
-    ask_by_touch(phone, "salt\n\n" * 60)
-    answered(phone)
-    for recording in (False, True):
-        if recording:
-            phone.locator("#record").tap()
-            expect(phone.locator("#progress")).to_contain_text("recording")
-        lines = {
-            round(bottom(phone.locator(f"#{name}")) / 8)
-            for name in ("attach", "record", "stop", "send")
-            if phone.locator(f"#{name}").is_visible()
-        }
-        assert len(lines) == 1
-        assert phone.locator("#send").bounding_box()["height"] < 48
-        assert bottom(phone.locator("#composer")) <= 844
-        assert phone.evaluate("document.documentElement.scrollWidth") == 390
-        assert phone.evaluate("document.documentElement.scrollHeight") == 844
-
-
-def ask_by_touch(phone: Page, text: str) -> None:
-    phone.locator("#text").fill(text)
-    phone.locator("#send").tap()
-
-
-def test_on_a_phone_panels_cover_the_conversation_until_they_are_closed(phone: Page) -> None:
-    for panel in ("settings-panel", "details-panel"):
-        expect(phone.locator(f"#{panel}")).to_be_hidden()
-        phone.locator(f"#toggle-{panel}").tap()
-        expect(phone.locator(f"#toggle-{panel}")).to_have_attribute("aria-expanded", "true")
-        expect(phone.locator("#text")).to_be_hidden()
-        assert phone.evaluate("document.documentElement.scrollWidth") == 390
-        phone.locator(f"#toggle-{panel}").tap()
-        expect(phone.locator("#text")).to_be_visible()
 
 
 def test_answers_are_announced_once_and_whole(echo: HttpPipeline, page: Page) -> None:

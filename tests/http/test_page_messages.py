@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import io
-
 import pytest
-from PIL import Image
 from playwright.sync_api import Page, expect
 
-from tests.support.browser import answered, ask, needs_chromium, open_page, plays, sent, sent_messages, until
+from tests.support.browser import answered, ask, needs_chromium, open_page, plays, sent, sent_messages
 from tests.support.servers import HttpPipeline, picture, sound
 
 pytestmark = [needs_chromium, pytest.mark.nightly]
@@ -73,53 +69,6 @@ def test_what_the_model_writes_cannot_act_on_the_page(silent: Page) -> None:
     assert not [url for url in asked if "/v1/" not in url]
 
 
-def test_an_answer_is_copied_as_it_was_written_also_without_https(silent: Page) -> None:
-    silent.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    ask(silent, MARKDOWN)
-    answered(silent)
-    silent.locator("li.assistant").get_by_label("Copy").click()
-    expect(silent.locator("li.assistant .copy")).to_have_text("Copied")
-    assert silent.evaluate("navigator.clipboard.readText()") == MARKDOWN
-    silent.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(new Error('refused')); }")
-    silent.evaluate("navigator.clipboard.write([new ClipboardItem({ 'text/plain': '' })])")
-    silent.locator("li.assistant .copy").click()
-    silent.wait_for_function("async () => await navigator.clipboard.readText() !== ''")
-    assert silent.evaluate("navigator.clipboard.readText()") == MARKDOWN
-
-
-def test_the_last_answer_is_regenerated(silent: Page) -> None:
-    for count, text in enumerate(("one", "two"), 1):
-        ask(silent, text)
-        answered(silent, count)
-    expect(silent.get_by_label("Regenerate").first).to_be_hidden()  # what followed builds on that answer
-    messages = sent_messages(silent, silent.get_by_label("Regenerate").last.click)
-    assert [message["content"] for message in messages] == ["one", "one", "two"]
-    answered(silent, 2)
-    expect(silent.locator("li.assistant .say").last).to_have_text("oneonetwo")
-
-
-def test_a_question_is_edited_with_its_files(silent: Page) -> None:
-    silent.locator("#file").set_input_files([file("sea.png", "image/png", picture())])
-    expect(silent.locator("#attachments img")).to_be_visible()
-    ask(silent, "first")
-    answered(silent)
-    ask(silent, "second")
-    answered(silent, 2)
-    silent.locator("#text").fill("a draft")
-    silent.get_by_label("Edit").first.click()
-    expect(silent.locator("#text")).to_have_value("first")
-    silent.keyboard.press("Escape")  # the conversation and the draft are as before
-    expect(silent.locator("#text")).to_have_value("a draft")
-    answered(silent, 2)
-    silent.get_by_label("Edit").first.click()
-    messages = sent_messages(silent, lambda: ask(silent, "better"))
-    assert [part["type"] for part in messages[0]["content"]] == ["image_url", "text"]
-    assert messages[0]["content"][1]["text"] == "better"
-    answered(silent)
-    expect(silent.locator("li.user")).to_have_count(1)
-    expect(silent.locator("li.user img")).to_have_js_property("naturalWidth", 64)
-
-
 def test_what_was_not_answered_is_asked_again_with_its_files(silent: Page) -> None:
     silent.locator("#file").set_input_files([file("sea.png", "image/png", picture())])
     expect(silent.locator("#attachments li")).to_have_count(1)
@@ -133,30 +82,6 @@ def test_what_was_not_answered_is_asked_again_with_its_files(silent: Page) -> No
     answered(silent)
     expect(silent.locator("li.assistant")).to_have_count(1)
     expect(silent.locator("#error")).to_be_hidden()
-
-
-def test_the_page_stays_where_its_reader_has_scrolled_to(slow: HttpPipeline, page: Page) -> None:
-    def distance() -> float:
-        return page.locator("#messages").evaluate("list => list.scrollHeight - list.scrollTop - list.clientHeight")
-
-    def grown(before: int) -> bool:
-        return len(page.locator("li.assistant .say").inner_text()) > before + 8
-
-    open_page(page, slow)
-    ask(page, "ab\n\n" * 200)
-    until(page, lambda: grown(0), "an answer")
-    assert distance() < 48
-    page.locator("#messages").evaluate("list => { list.scrollTop = 0; }")
-    expect(page.locator("#latest")).to_be_visible()
-    before = len(page.locator("li.assistant .say").inner_text())
-    until(page, lambda: grown(before), "more of the answer")
-    assert page.locator("#messages").evaluate("list => list.scrollTop") == 0
-    page.locator("#latest").click()
-    before = len(page.locator("li.assistant .say").inner_text())
-    until(page, lambda: grown(before), "more of the answer")
-    assert distance() < 48
-    expect(page.locator("#latest")).to_be_hidden()
-    page.keyboard.press("Escape")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -188,53 +113,6 @@ def test_files_and_recordings_are_sent(echo: HttpPipeline, page: Page) -> None:
     assert [part["type"] for part in messages[0]["content"]] == ["audio_url", "audio_url", "text"]
     expect(page.locator("li.assistant .say")).to_have_text("what is this?")
     plays(page, page.locator("li.user").get_by_label("Listen to recording").click)
-
-
-def test_files_are_attached_by_drop_and_by_paste(silent: Page) -> None:
-    taken = silent.evaluate(
-        """async (bytes) => {
-            const transfer = new DataTransfer();
-            transfer.items.add(new File([new Uint8Array(bytes)], "sea.png", { type: "image/png" }));
-            const options = { bubbles: true, cancelable: true };
-            const events = [new DragEvent("drop", { ...options, dataTransfer: transfer }),
-                            new ClipboardEvent("paste", { ...options, clipboardData: transfer })];
-            // An event that nobody takes makes the browser open the file.
-            return events.map((event) => !document.getElementById("text").dispatchEvent(event));
-        }""",
-        list(picture()),
-    )
-    assert taken == [True, True]
-    expect(silent.locator("#attachments img")).to_have_count(2)
-    expect(silent.locator("#attachments img").last).to_have_js_property("naturalWidth", 64)
-
-
-def sent_image(page: Page) -> Image.Image:
-    message = sent_messages(page, lambda: ask(page, "what is this?"))[0]
-    answered(page)
-    url = message["content"][0]["image_url"]["url"]
-    return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
-
-
-def test_a_picture_of_30_megapixels_is_sent_smaller_and_upright(silent: Page) -> None:
-    sink = io.BytesIO()
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was held upright: turn by 90 degrees
-    Image.new("RGB", (6400, 4800), "teal").save(sink, "JPEG", exif=exif)
-    silent.locator("#file").set_input_files([file("photo.jpg", "image/jpeg", sink.getvalue())])
-    expect(silent.locator("#attachments img")).to_be_visible()
-    image = sent_image(silent)
-    assert image.format == "JPEG"
-    assert image.height / image.width == pytest.approx(4 / 3, rel=0.01)
-    assert 4_000_000 < image.width * image.height <= 2048 * 2048
-
-
-def test_pictures_that_only_the_browser_reads_are_converted_and_others_left_alone(silent: Page) -> None:
-    silent.locator("#file").set_input_files([file("sea.gif", "image/gif", picture(format="GIF"))])
-    expect(silent.locator("#attachments img")).to_be_visible()
-    assert sent_image(silent).format == "PNG"
-    silent.locator("#file").set_input_files([file("sea.jpg", "image/jpeg", b"no picture")])
-    expect(silent.locator("#error")).to_contain_text("sea.jpg cannot be read.")
-    expect(silent.locator("#attachments li")).to_have_count(0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

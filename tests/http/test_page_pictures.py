@@ -118,23 +118,6 @@ def test_a_picture_is_stopped_in_every_stage(easel: Page, pictures: HttpPipeline
     expect(easel.locator("#error")).to_be_hidden()
 
 
-def test_what_cannot_be_made_is_said(easel: Page) -> None:
-    fill(easel, width=13)  # no multiple of 8
-    ask(easel, "The sea")
-    expect(easel.locator("#text")).to_have_value("The sea")
-    expect(easel.locator("#width")).to_be_focused()
-    expect(easel.locator("li.user")).to_have_count(0)
-    fill(easel, width="")
-    error = {"error": {"message": "It failed.", "code": "engine_error"}}
-    easel.route("**/v1/images/*", lambda route: route.fulfill(status=500, json=error))
-    easel.locator("#send").click()
-    expect(easel.locator("#error")).to_contain_text("The model failed.")
-    easel.unroute("**/v1/images/*")
-    easel.get_by_label("Try again").click()
-    answered(easel)
-    expect(easel.locator("#error")).to_be_hidden()
-
-
 def test_everybody_can_make_pictures_at_any_width(easel: Page) -> None:
     """Writes the picture of the documentation, too, if OMNI_TEST_SCREENSHOTS is set."""
     fill(easel, width=512, height=320, seed=3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -15,7 +14,6 @@ pytestmark = [needs_chromium, pytest.mark.nightly]
 
 SLOWER = 8  # times as long as it would does each sound last, so that none ends while a busy machine does something else
 LONG = "w" * 200
-LONG_SECONDS = SLOWER * len(LONG) * 0.02
 # Slows sound down, and notes when each piece of it begins and ends on the audio clock of the page.
 LISTEN = (
     f"""
@@ -73,32 +71,6 @@ def speaking(echo: HttpPipeline, page: Page) -> Page:
     return page
 
 
-def ask_silently(page: Page) -> None:
-    page.locator("#speak").uncheck()
-    ask(page, "hush")
-    answered(page, 2)
-
-
-@pytest.mark.parametrize(
-    "act",
-    [
-        lambda page: page.locator("#stop").click(),
-        lambda page: page.keyboard.press("Escape"),
-        lambda page: page.locator("#clear").click(),
-        lambda page: page.get_by_label("Stop sound").click(),
-        lambda page: page.locator("#record").click(),
-        ask_silently,
-    ],
-    ids=["stop", "escape", "new conversation", "stop sound", "record", "send"],
-)
-def test_sound_that_outlasts_its_stream_is_stopped_by(act: Callable[[Page], None], speaking: Page) -> None:
-    act(speaking)
-    expect_playing(speaking, False)
-    expect(speaking.locator("#stop")).to_be_hidden()
-    assert sum(end - begin for begin, end in heard(speaking)) < LONG_SECONDS - 0.1
-    expect(speaking.get_by_label("Stop sound")).to_have_count(0)
-
-
 def test_nothing_speaks_over_anything(speaking: Page) -> None:
     page = speaking
     ask(page, LONG.replace("w", "v"))
@@ -117,17 +89,3 @@ def test_nothing_speaks_over_anything(speaking: Page) -> None:
     expect_playing(page, False)  # at the end of the file by itself
     assert len(heard(page)) >= 4
     assert overlap(heard(page)) < 0.005
-
-
-def test_the_sound_of_an_answer_can_be_stopped_while_its_text_goes_on(slow: HttpPipeline, page: Page) -> None:
-    page.add_init_script(LISTEN)
-    open_page(page, slow)
-    ask(page, "w" * 50)
-    page.get_by_label("Stop sound").click()
-    expect_playing(page, False)
-    expect(page.locator("li.assistant.working")).to_be_visible()
-    answered(page)
-    expect_playing(page, False)
-    pieces = page.evaluate("window.heard.length")
-    page.get_by_label("Play again (1.0 s)").click()
-    expect_more_heard(page, pieces)

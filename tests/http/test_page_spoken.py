@@ -6,45 +6,26 @@ import base64
 import json
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
-import numpy
 import pytest
-import soundfile
-from playwright.sync_api import Browser, Page, WebSocketRoute, expect
+from playwright.sync_api import Page, WebSocketRoute, expect
 
-from omni_actors.http_server.realtime.config import RATE
-from tests.support.browser import axe_violations, chromium, in_flight, needs_chromium, open_page, sent_messages, until
+from tests.support.browser import axe_violations, needs_chromium, open_page, sent_messages, until
 from tests.support.paths import REPOSITORY
 from tests.support.realtime import speech
 from tests.support.servers import HttpPipeline
 
-pytestmark = needs_chromium
-QUIET = numpy.zeros(RATE, numpy.int16)
+pytestmark = [needs_chromium, pytest.mark.nightly]
 ECHOED = "Write down what is said"  # what the echo stages understand of any speech
 ANSWER = """Rivers make it salty. Rain dissolves a little of the rock it runs over and carries it to the sea. \
 The water evaporates and falls again as rain, but the minerals stay: mostly sodium and chloride. \
 In a litre of the Atlantic there are thirty-five grams of them, in a litre of the Baltic eight."""
 SCREENSHOT = REPOSITORY / "docs" / "images" / "web-spoken.png"
 ROUTE = "**/v1/realtime"
-PIECES_OF_TURN = 60  # of 32 ms: in so many the browser's own microphone hears speech, wherever they begin
 MILLISECONDS_PER_CHARACTER = 20  # of what the echo stages speak
 LONG = "hello sea " * 150  # 30 s: on a busy machine it takes long until the server hears what is said meanwhile
-APPEND, CREATE, TRUNCATE, DELETE = (
-    *("input_audio_buffer.append", "conversation.item.create", "conversation.item.truncate"),
-    "conversation.item.delete",
-)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A browser whose own microphone hears 0.6 s of speech every two seconds."""
-    path = tmp_path_factory.mktemp("microphone") / "speech.wav"
-    heard = numpy.concatenate([QUIET[: RATE * 4 // 10], speech(0.6), QUIET])
-    soundfile.write(path, heard, RATE, subtype="PCM_16")
-    with chromium(path) as browser:
-        yield browser
+APPEND, CREATE, TRUNCATE = "input_audio_buffer.append", "conversation.item.create", "conversation.item.truncate"
 
 
 class Line:
@@ -55,7 +36,6 @@ class Line:
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
-        self.own_microphone = False
         self._speech = bytearray()
 
     def connect(self, route: WebSocketRoute) -> WebSocketRoute:
@@ -64,7 +44,7 @@ class Line:
 
         def forward(data: str) -> None:
             event = json.loads(data)
-            if event["type"] == APPEND and not self.own_microphone:
+            if event["type"] == APPEND:
                 count = len(base64.b64decode(event["audio"]))
                 heard, self._speech = self._speech[:count], self._speech[count:]
                 event["audio"] = base64.b64encode(heard.ljust(count, b"\0")).decode()
@@ -124,7 +104,6 @@ def speak_and_hear(page: Page, line: Line) -> int:
     return turn
 
 
-@pytest.mark.nightly
 def test_several_turns_are_spoken_and_written_down(echo: HttpPipeline, page: Page, line: Line) -> None:
     converse(page, echo, "sea")
     expect(page.locator("#mute")).to_be_focused()
@@ -158,7 +137,6 @@ def metrics(page: Page, pipeline: HttpPipeline) -> str:
     return page.request.get(f"{pipeline.url}/metrics").text()
 
 
-@pytest.mark.nightly
 def test_speech_cuts_the_answer_to_what_was_heard(echo: HttpPipeline, page: Page, line: Line) -> None:
     converse(page, echo, LONG)
     speak(page, line)
@@ -184,50 +162,6 @@ def test_speech_cuts_the_answer_to_what_was_heard(echo: HttpPipeline, page: Page
     expect(page.locator("#error")).to_be_hidden()
 
 
-@pytest.mark.nightly
-def test_an_answer_of_which_nothing_was_heard_is_forgotten(slow: HttpPipeline, page: Page, line: Line) -> None:
-    def connect(route: WebSocketRoute) -> None:
-        def to_page(data: str) -> None:
-            if json.loads(data)["type"] != "response.output_audio.delta":  # as if the user spoke before there is any
-                route.send(data)
-
-        line.connect(route).on_message(to_page)
-
-    page.route_web_socket(ROUTE, connect)
-    converse(page, slow, "w" * 900)
-    speak(page, line)
-    expect(said(page, 0)).to_contain_text("w")
-    speak(page, line)
-    until(page, lambda: line.of_kind(DELETE), "speech during the answer", 15)
-    expect(page.locator("li.assistant").first).to_have_class(re.compile("interrupted"))
-    expect(said(page, 0)).to_have_text("")
-    page.locator("#clear").click()  # begins again, with an empty conversation
-    expect(page.locator("#empty")).to_be_visible()
-    page.locator("#end-spoken").click()
-    until(page, lambda: in_flight(slow) == 0, "the end of the requests")
-
-
-@pytest.mark.nightly
-def test_a_muted_microphone_sends_silence(echo: HttpPipeline, page: Page, line: Line) -> None:
-    def loudest() -> int:
-        pieces = [base64.b64decode(event["audio"]) for event in line.of_kind(APPEND)[-PIECES_OF_TURN:]]
-        return max(numpy.abs(numpy.frombuffer(piece, "<i2").astype(int)).max() for piece in pieces)
-
-    line.own_microphone = True
-    converse(page, echo, "sea")
-    level = page.locator("#microphone-level")
-    until(page, lambda: level.evaluate("meter => meter.value") > 0.2, "the level of speech", 10)
-    page.keyboard.press("Alt+m")
-    expect(page.locator("#mute")).to_have_attribute("aria-pressed", "true")
-    until(page, lambda: len(line.of_kind(APPEND)) >= PIECES_OF_TURN and loudest() == 0, "silence", 10)
-    expect(page.locator("#spoken-state")).to_contain_text("Muted")
-    turns = page.locator("li.user").count()
-    page.locator("#mute").click()
-    until(page, lambda: loudest() > 1000, "sound", 10)
-    until(page, lambda: page.locator("li.user").count() > turns, "a turn", 10)
-
-
-@pytest.mark.nightly
 def test_a_lost_connection_is_opened_again_with_the_conversation(echo: HttpPipeline, page: Page, line: Line) -> None:
     connections: list[WebSocketRoute] = []
     understood: list[dict[str, Any]] = []
@@ -271,28 +205,6 @@ def test_a_lost_connection_is_opened_again_with_the_conversation(echo: HttpPipel
     expect(page.locator("#error")).to_be_hidden()
 
 
-@pytest.mark.nightly
-def test_a_conversation_that_cannot_begin_says_why(echo: HttpPipeline, page: Page) -> None:
-    page.clock.install()
-    page.route_web_socket(ROUTE, lambda route: route.close(code=1013))
-    converse(page, echo, "sea")
-    error = page.locator("#error")
-    until(page, lambda: page.clock.run_for(8000) or error.is_visible(), "the last attempt")
-    expect(error).to_contain_text("cannot take another conversation at the moment")
-    expect(page.locator("#composer")).to_be_visible()
-
-    def without_detection(route: WebSocketRoute) -> None:
-        route.connect_to_server().on_message(lambda data: route.send(data.replace('"turn_detection":{', '"was":{')))
-
-    page.route_web_socket(ROUTE, without_detection)
-    page.locator("#converse").click()
-    expect(error).to_contain_text("omni_actors[realtime]")
-    page.evaluate("() => { navigator.mediaDevices.getUserMedia = () => Promise.reject(new Error('forbidden')); }")
-    page.locator("#converse").click()
-    expect(error).to_contain_text("The microphone cannot be used.")
-    expect(page.locator("#spoken")).to_be_hidden()
-
-
 def understand(page: Page, line: Line, words: str) -> None:
     """Have the page told that the user says these words, in place of what the echo stages say of any sound."""
 
@@ -310,7 +222,6 @@ def understand(page: Page, line: Line, words: str) -> None:
     page.route_web_socket(ROUTE, connect)
 
 
-@pytest.mark.nightly
 def test_everybody_can_converse_at_any_width(echo: HttpPipeline, page: Page, line: Line) -> None:
     """Writes the picture of the documentation, too, if OMNI_TEST_SCREENSHOTS is set."""
     understand(page, line, "Why is the sea salt?")

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
@@ -25,16 +24,11 @@ ARGUMENTS = ["--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stre
 
 
 @contextmanager
-def chromium(microphone: Path | None = None) -> Iterator[Browser]:
-    """The system's Chromium, headless, with a fake microphone.
-
-    Args:
-        microphone: a WAV file that it plays again and again while it is open; by default it beeps.
-    """
+def chromium() -> Iterator[Browser]:
+    """The system's Chromium, headless, with a fake microphone that beeps."""
     with sync_playwright() as playwright:
         sandbox = ["--no-sandbox"] if os.getuid() == 0 else []  # Chromium's sandbox refuses to run as root
-        plays = [f"--use-file-for-fake-audio-capture={microphone}"] if microphone is not None else []
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS, *plays, *sandbox])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS, *sandbox])
         yield browser
         browser.close()
 
