@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -54,6 +56,9 @@ def test_the_timeline_of_a_response(echo: HttpPipeline, request_id: str) -> None
         assert set(stage) == PARTS_OF_STAGE
         assert 0 <= stage["at"] <= stage["at"] + stage["seconds"] <= shown["seconds"] + 1e-5
         assert all(set(phase) == {"name", "at", "seconds"} for phase in stage["phases"])
+        for before, after in itertools.pairwise(stage["phases"]):
+            assert before["at"] + before["seconds"] == pytest.approx(after["at"], abs=2e-6)
+        assert sum(phase["seconds"] for phase in stage["phases"]) == pytest.approx(stage["seconds"], abs=1e-5)
     assert {(transfer["source"], transfer["target"]) for transfer in shown["transfers"]} == {
         ("prompt/0", "thinker/0"),
         ("thinker/0", "talker/0"),
