@@ -39,16 +39,3 @@ def test_the_service_starts_what_there_is():
     assert arguments[:2] == ["-m", "omni_actors.launch"]
     assert parser().parse_args(arguments[2:]).run_dir == "/run/omni_actors"
     assert python == "/opt/omni_actors/.venv/bin/python"  # where scripts/setup.sh makes it
-
-
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed here")
-def test_systemd_takes_the_unit(tmp_path):
-    unit = (REPOSITORY / "deploy" / "omni_actors.service").read_text()
-    here = tmp_path / "omni_actors.service"
-    unit = unit.replace("/opt/omni_actors/.venv/bin/python", sys.executable).replace("=omni\n", "=root\n")
-    for text, fine in ((unit, True), (unit.replace("KillMode=mixed", "KillMode=nonsense"), False)):
-        here.write_text(text)
-        done = subprocess.run(
-            ["systemd-analyze", "verify", str(here)], capture_output=True, text=True, timeout=60, check=False
-        )
-        assert (not done.stderr and done.returncode == 0) is fine, done.stderr

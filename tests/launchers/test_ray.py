@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -86,26 +85,6 @@ def test_a_request_goes_through_both_nodes_and_a_cancelled_job_leaves_nothing(cl
     assert too_large.end(seconds=60.0) == 2
     assert "The pipeline test: it needs 3 nodes, and the Ray cluster has 2." in too_large.output
     cluster.until_nothing_is_left()
-
-
-def test_a_failed_stage_a_killed_job_and_a_killed_node_end_all_and_leave_nothing(cluster, job):
-    failing, killed, torn = job("--set", "stages.talker.engine.fail_start=broken"), job(), job()
-    assert failing.end(seconds=60.0) == 1
-    assert "broken" in failing.output
-    assert "ending all" in failing.output
-    kept = [Path(name) for name in re.findall(r"the logs stay in (\S+)/logs", failing.output)]
-    assert kept
-    serving(killed)
-    psutil.Process(killed.process.pid).kill()
-    killed.process.wait()
-    serving(torn)
-    cluster.kill_other_node()
-    assert torn.end(seconds=60.0) == 1
-    assert re.search(r"node [01] \S+ is lost .*; ending all", torn.output), torn.output
-    cluster.until_nothing_is_left(*kept)
-    for folder in kept:
-        shutil.rmtree(folder)
-    cluster.replace_other_node()
 
 
 @pytest.mark.e2e

@@ -1,13 +1,12 @@
 """A Ray cluster of two nodes on this machine, in a process of its own: `python -m tests.support.ray_nodes`.
 
 Each node has three processors and a GPU, as Ray counts them; nothing here computes on one. The process prints the
-cluster's address and the process of the node that is not the head's; it replaces that node whenever it reads a line,
-and ends the cluster when its standard input closes. Ray's signal handlers would not suit the process of the tests.
+cluster's address, and ends the cluster when its standard input closes. Ray's signal handlers would not suit the process
+of the tests.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from tests.support.paths import REPOSITORY
 from tests.support.processes import processes_of
 from tests.support.waiting import until
 
+ADDRESS = "cluster at "
 NODE = {"num_cpus": 3, "num_gpus": 1, "object_store_memory": 80_000_000, "include_log_monitor": False}
 
 
@@ -53,35 +53,20 @@ class RayNodes:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.address, self._other = self._state()
-
-    def _state(self) -> tuple[str, int]:
         assert self._process.stdout is not None
-        said = next((line for line in self._process.stdout if line.startswith("[")), None)
+        said = next((line for line in self._process.stdout if line.startswith(ADDRESS)), None)
         assert said, "the cluster did not start; its output above says why"
-        address, other = json.loads(said)
-        return address, other
-
-    def kill_other_node(self) -> None:
-        """Kill the raylet of the node that is not the head's. Its parent does not collect it before it is replaced."""
-        psutil.Process(self._other).kill()
-
-    def replace_other_node(self) -> None:
-        """Start a node in the place of the one that was killed."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        self.address, self._other = self._state()
+        self.address = said.removeprefix(ADDRESS).strip()
 
     def launchers(self) -> dict[int, str]:
         """Processes of the pipelines on the nodes: pid -> command line."""
         return processes_of(self.run)
 
-    def until_nothing_is_left(self, *kept: Path) -> None:
-        """Wait until neither processes nor files of launchers, such as keys, are left; `kept` are run directories."""
+    def until_nothing_is_left(self) -> None:
+        """Wait until neither processes nor files of launchers, such as keys, are left."""
 
         def files() -> set[Path]:
-            return {*self.run.iterdir()} - {*kept}
+            return {*self.run.iterdir()}
 
         until(lambda: not (self.launchers() or files()), 20.0, lambda: f"the end of {self.launchers()} and {files()}")
 
@@ -119,13 +104,9 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
-    other = cluster.add_node(**NODE)
-    while True:
-        print(json.dumps([cluster.address, other.all_processes["raylet"][0].process.pid]), flush=True)
-        if not sys.stdin.readline():
-            break
-        cluster.remove_node(other, allow_graceful=False)
-        other = cluster.add_node(**NODE)
+    cluster.add_node(**NODE)
+    print(f"{ADDRESS}{cluster.address}", flush=True)
+    sys.stdin.read()
     cluster.shutdown()
 
 

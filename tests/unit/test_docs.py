@@ -1,4 +1,4 @@
-"""The documentation builds, is complete, and loads nothing from elsewhere."""
+"""The documentation builds and is complete."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -34,44 +33,12 @@ from tests.support.paths import REPOSITORY
 DOCS = REPOSITORY / "docs"
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site. A dead link, a page that is in no menu, or an import path that is gone fails the build."""
-    folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-class Assets(HTMLParser):
-    """Addresses that a browser loads without a click."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.addresses: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        if tag in ("script", "img", "iframe", "video", "audio", "source", "embed"):
-            self.addresses.append(given.get("src") or "")
-        if tag == "link" and given.get("rel") not in ("canonical", "next", "prev"):
-            self.addresses.append(given.get("href") or "")
-
-
 @pytest.mark.nightly
-def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
-    pages = list(site.rglob("*.html"))
-    assert len(pages) >= len(list(DOCS.rglob("*.md")))
-    for page in pages:
-        assets = Assets()
-        assets.feed(page.read_text())
-        assert not [address for address in assets.addresses if re.match(r"(https?:)?//", address)], page.name
+def test_the_site_is_built(tmp_path: Path) -> None:
+    """A dead link, a page that is in no menu, or an import path that is gone fails the build."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", reference_docs.PARTS)
