@@ -198,7 +198,7 @@ async def test_a_seed_repeats_itself_among_other_answers(pipeline, undisturbed):
     assert rest[1].token_ids != undisturbed[0], "another seed must matter"
 
 
-@pytest.mark.parametrize("stage", ["code2wav", nightly("talker"), "thinker", nightly("prompt")])
+@pytest.mark.parametrize("stage", ["thinker", *map(nightly, ("prompt", "talker", "code2wav"))])
 async def test_a_stage_that_dies_mid_answer_changes_nothing_of_it(pipeline, undisturbed, stage):
     async with AsyncOmniClient(pipeline.endpoint) as client:
         replays = (await client.describe()).counts["replays"]
@@ -209,6 +209,7 @@ async def test_a_stage_that_dies_mid_answer_changes_nothing_of_it(pipeline, undi
     assert_same(made, undisturbed)
 
 
+@pytest.mark.nightly
 async def test_a_coordinator_that_dies_ends_the_answer_and_keeps_the_models(pipeline, undisturbed):
     children = psutil.Process(pipeline.process.pid).children()
     (coordinator,) = (child for child in children if child.cmdline()[0] == "omni:coordinator")

@@ -17,8 +17,7 @@ from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, sound
 
 EXAMPLES = REPOSITORY / "examples"
-# tests/http/test_tiny.py and tests/e2e
-ELSEWHERE = {"openai_chat.py", "openai_audio.py", "openai_speech.py", "one_stage.py", "three_four.wav"}
+ELSEWHERE = {"openai_speech.py", "one_stage.py", "three_four.wav"}  # tests/http/test_spoken_texts.py and tests/e2e
 
 
 def run(folder: Path, *command: object, code: int = 0, **environment: str) -> str:
@@ -146,6 +145,21 @@ def test_curl_gets_every_answer(echo: HttpPipeline, tmp_path: Path) -> None:
     assert text.count('chat.completion"') == 2
     assert "data: [DONE]" in text
     assert len(soundfile.read(tmp_path / "speech.wav")[0]) == 24 * 480
+
+
+def test_openai_chats_about_a_picture(echo: HttpPipeline, tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "openai_chat.py", "--url", f"{echo.url}/v1", "--max-tokens=12"]
+    text = run(tmp_path, *command, "--image", EXAMPLES / "sea.png")
+    assert all(re.search(rf"{part}: +\S", text) for part in ("whole", "streamed", "picture"))
+
+
+def test_openai_speaks_and_is_spoken_to(echo: HttpPipeline, tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "openai_audio.py", "--url", f"{echo.url}/v1", "--max-tokens=12"]
+    run(tmp_path, *command, "--question", EXAMPLES / "question.wav")
+    for name in ("answer.wav", "answer_spoken.wav"):
+        samples, rate = soundfile.read(tmp_path / name)
+        assert rate == 24_000
+        assert len(samples) == 12 * 480
 
 
 def pictures_in(folder: Path) -> dict[str, tuple[int, int]]:

@@ -148,6 +148,7 @@ def test_errors_name_the_field(echo: HttpPipeline, changes: dict, param: str) ->
     assert answer.json()["error"]["param"] == param
 
 
+@pytest.mark.nightly
 def test_a_failure_during_a_stream_is_an_event(slow: HttpPipeline) -> None:
     """The deadline lies within the 25 s of the stream, and long after its beginning on a busy machine, too."""
     seen = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import os
 import re
@@ -15,21 +14,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import numpy
 import openai
 import pydantic
 import pytest
-import soundfile
 from openai.types.completion_choice import Logprobs
 
 from omni_actors.client import OmniClient
-from omni_actors.http_server.app import create_app
-from omni_actors.http_server.settings import ServerSettings
-from omni_actors.sharing import Budget
-from tests.support.paths import REPOSITORY
 from tests.support.realtime import spoken_turn
-from tests.support.servers import HttpPipeline, film, picture, serving, sound, tone
+from tests.support.servers import HttpPipeline, film, picture, sound, tone
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -45,42 +38,7 @@ def tiny(tiny_http: HttpPipeline) -> Iterator[HttpPipeline]:
     tiny_http.assert_idle()
 
 
-def samples_of(audio_data: str) -> numpy.ndarray:
-    return soundfile.read(io.BytesIO(base64.b64decode(audio_data)), dtype="float32")[0]
-
-
-def test_answers_equal_those_of_the_client_library(tiny: HttpPipeline) -> None:
-    """Same prompt, voice, parameters and seed: same text and same samples, whole and streamed."""
-    with OmniClient(tiny.endpoint) as client:
-        wanted = client.generate(QUESTION, voice="Ethan", seed=5, params=STAGES, timeout=120)
-    options = {
-        "model": MODEL,
-        "messages": QUESTION,
-        "modalities": ["text", "audio"],
-        "seed": 5,
-        "extra_body": {"stage_params": STAGES},
-    }
-    whole = tiny.openai().chat.completions.create(**options, audio={"voice": "Ethan", "format": "wav"})
-    audio = whole.choices[0].message.audio
-    assert audio.transcript == wanted.text
-    numpy.testing.assert_allclose(samples_of(audio.data), wanted.audio.clip(-1, 1), atol=1e-4)
-    assert whole.choices[0].finish_reason == "length"
-    assert whole.usage.prompt_tokens == wanted.usage["thinker"].input_tokens > 5
-    assert whole.usage.completion_tokens_details.text_tokens == 12
-    assert whole.usage.completion_tokens_details.audio_tokens == wanted.usage["talker"].output_tokens
-
-    text, pcm = "", b""
-    for chunk in tiny.openai().chat.completions.create(
-        **options, audio={"voice": "Ethan", "format": "pcm16"}, stream=True
-    ):
-        delta = chunk.choices[0].delta.audio
-        if delta is not None:
-            text += delta.transcript or ""
-            pcm += base64.b64decode(delta.data or "")
-    assert text == wanted.text
-    numpy.testing.assert_allclose(numpy.frombuffer(pcm, "<i2") / 32767.0, wanted.audio.clip(-1, 1), atol=1e-4)
-
-
+@pytest.mark.nightly
 def test_choices_are_the_answers_to_seeds_that_count_up(tiny: HttpPipeline) -> None:
     """As with vLLM: the answers to `n` and a seed are those that the next seeds give one by one, with their sound."""
     options: dict = {
@@ -101,6 +59,7 @@ def test_choices_are_the_answers_to_seeds_that_count_up(tiny: HttpPipeline) -> N
         numpy.testing.assert_allclose(sounds[0] / 32767.0, sounds[1] / 32767.0, atol=1e-3)
 
 
+@pytest.mark.nightly
 def test_a_spoken_turn_takes_its_beginning_from_the_prefix_cache_and_sounds_the_same(tiny: HttpPipeline) -> None:
     messages = [{"role": "user", "content": f"{uuid.uuid4()} " + "Tell me a story about the sea. " * 60}]
 
@@ -191,6 +150,7 @@ def test_log_probabilities_whole_and_streamed(tiny: HttpPipeline) -> None:
     assert [position.token.text for position in result.logprobs] == [entry.token for entry in tokens]
 
 
+@pytest.mark.nightly
 def test_log_probabilities_of_the_prompt(tiny: HttpPipeline) -> None:
     """In vLLM's form: once for a chat, in each choice of a text completion. The prefix cache has no part in them."""
     client = tiny.openai()
@@ -231,29 +191,6 @@ def test_log_probabilities_of_the_prompt(tiny: HttpPipeline) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(**options, extra_body=given)
         assert caught.value.param == field
-
-
-def test_log_probabilities_of_an_answer_are_bounded(tiny: HttpPipeline) -> None:
-    """Those that are kept for a whole answer count as bytes of requests."""
-    bodies = Budget(30_000)
-    settings = ServerSettings(endpoint=tiny.endpoint, bodies_bytes=bodies.limit)
-    included = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
-    sampling = {"model": MODEL, "ignore_eos": True}
-    routes = {
-        "chat/completions": {**sampling, "messages": QUESTION, "logprobs": True, "top_logprobs": 20},
-        "completions": {**sampling, "prompt": "tide", "logprobs": 20},
-        "responses": {"model": MODEL, "input": "tide", **included},
-    }
-    with serving(create_app(settings, bodies=bodies)) as url:
-        for route, body in routes.items():
-            limit = "max_output_tokens" if route == "responses" else "max_tokens"
-            refused, answered = (
-                httpx.post(f"{url}/v1/{route}", json={**body, limit: count}, timeout=60) for count in (150, 3)
-            )
-            assert refused.status_code == 503, route
-            assert refused.json()["error"]["code"] == "overloaded"
-            assert answered.status_code == 200, answered.text
-            assert bodies.used == 0
 
 
 def ranks(positions: list[dict[str, Any] | None]) -> list[dict[str, int]]:
@@ -374,30 +311,6 @@ def test_media_reach_the_model(tiny: HttpPipeline) -> None:
         assert tokens > base, name
         assert text != alone, name
     assert answers["wav"] == answers["file"] == answers["uploaded"]
-
-
-@pytest.mark.parametrize("example", ["openai_chat.py", "openai_audio.py"])
-def test_examples_run(tiny: HttpPipeline, tmp_path: Path, example: str) -> None:
-    (tmp_path / "sea.png").write_bytes(picture(112, 112))
-    (tmp_path / "question.wav").write_bytes(sound(1.0))
-    more = ["--image", "sea.png"] if "chat" in example else ["--question", "question.wav"]
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "examples" / example), "--url", f"{tiny.url}/v1", "--max-tokens=12", *more],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    if "chat" in example:
-        assert re.search(r"whole: +\S", done.stdout)
-        assert re.search(r"streamed: +\S", done.stdout)
-        assert re.search(r"picture: +\S", done.stdout)
-    else:
-        for name in ("answer.wav", "answer_spoken.wav"):
-            samples, rate = soundfile.read(tmp_path / name)
-            assert rate == 24_000
-            assert len(samples) > 2_400
 
 
 @pytest.fixture

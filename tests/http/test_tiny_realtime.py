@@ -50,6 +50,7 @@ def cached(url: str) -> float:
     return value(url, r"omni_vllm_prefix_cache_hits_total\{[^}]*thinker")
 
 
+@pytest.mark.nightly
 async def test_a_turn_that_was_computed_while_the_user_spoke_has_the_same_answer(tiny: HttpPipeline) -> None:
     """Also if the end of the turn is its loudest part, which changes the features of the rest."""
     for seed, loudness in ((3, 0.1), (4, 10.0)):
@@ -107,6 +108,7 @@ async def test_what_is_discarded_or_left_leaves_no_request(tiny: HttpPipeline) -
     await eventually(lambda: value(tiny.url, everything) == before + 2, 30)
 
 
+@pytest.mark.nightly
 def test_the_documented_sound_that_grows_is_answered(tiny: HttpPipeline) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
     (block,) = [block for block in blocks if '"max_tokens": 0' in block]

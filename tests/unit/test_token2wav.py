@@ -137,6 +137,7 @@ def test_snake_kernel(length: int):
     assert torch.allclose(fused[:, :, 0], module(hidden + offset[:, None]), rtol=0, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_snake_kernel_carries_its_values_through_the_loop_when_compiled():
     """Triton's interpreter runs Python, its compiler does not: once it took the rotated values for constants."""
     script = """

@@ -143,6 +143,7 @@ def test_no_text_can_cost_much(text: str, problem: str) -> None:
     assert most < 64 * MIB
 
 
+@pytest.mark.nightly
 def test_what_is_just_within_the_bounds_is_read() -> None:
     tracemalloc.start()
     try:

@@ -69,6 +69,7 @@ def test_the_embeddings_count_and_not_the_tokens_that_they_name(thinker, answers
     torch.testing.assert_close(rows, answer.thinker_rows[: len(rows)], atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_embeddings_are_computed_in_chunks_and_again_after_a_preemption(tight, answers, table):
     tight = tight("thinker")
     for number in range(6):

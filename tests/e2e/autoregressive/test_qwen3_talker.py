@@ -180,6 +180,7 @@ def test_a_seed_repeats_itself_alone_and_in_a_batch(talker, spoken):
     assert torch.equal(frames_of(talker, "other0"), spoken["text"].answer.codes), "the greedy ones of the batch stay so"
 
 
+@pytest.mark.nightly
 def test_a_talker_that_does_not_stop_ends_where_its_text_allows(talker, spoken, monkeypatch):
     case, scheduler = spoken["text"], talker.engine.core.scheduler
     assert scheduler.speech_limit == SPEC.speech_limit
@@ -196,6 +197,7 @@ def test_a_talker_that_does_not_stop_ends_where_its_text_allows(talker, spoken, 
         assert talker.finished(name).output_tokens == count
 
 
+@pytest.mark.nightly
 def test_preempted_requests_equal_transformers_and_repeat_their_seed(talker, tight, tiny_qwen3_checkpoint, spoken):
     sampled = {"temperature": 0.9, "top_k": 50, "top_p": 1.0, "seed": 3}
     start(talker, "sampled", spoken["text"], **sampled)

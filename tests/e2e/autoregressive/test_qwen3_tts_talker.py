@@ -124,6 +124,7 @@ def test_requests_that_join_and_leave_get_the_codes_of_the_reference(kind, talke
         assert talker.finished(f"r{number}").reason is FinishReason.LENGTH
 
 
+@pytest.mark.nightly
 def test_a_talker_that_does_not_stop_ends_where_its_text_allows(kind, talker, monkeypatch):
     """In all kinds of prompts, with one text of a few tokens."""
     scheduler = talker.engine.core.scheduler
@@ -225,6 +226,7 @@ def test_an_end_has_no_frame_none_comes_before_two_codes_and_the_checkpoint_says
     assert talker.finished("long").output_tokens == 64, "max_new_tokens of generation_config.json"
 
 
+@pytest.mark.nightly
 @ONE_KIND
 def test_preempted_requests_go_on_with_the_same_codes_and_penalties(kind, tight):
     small = tight("talker", kind.folder, blocks=10)

@@ -205,6 +205,7 @@ def test_the_least_urgent_lose_their_blocks_and_equal_transformers(tight, answer
         assert tight.tokens(f"r{number}") == answers[number % 2].codec_tokens[:CODES]
 
 
+@pytest.mark.nightly
 def test_a_preempted_request_resumes_only_when_its_next_row_has_come(tight, answers):
     """Others take the blocks of one that waits for a row, and end before that row comes."""
     tight, answer = tight("talker", blocks=11), answers[0]
@@ -227,6 +228,7 @@ def test_a_preempted_request_resumes_only_when_its_next_row_has_come(tight, answ
     assert tight.tokens("held") == answer.codec_tokens[:CODES]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rows_beyond_one_request", [nightly(0), -10], ids=["room for one", "too small for one"])
 def test_the_budget_for_rows_delays_requests_and_changes_none(talker, answers, monkeypatch, rows_beyond_one_request):
     answer = answers[0]

@@ -81,6 +81,7 @@ def media_answer(reference, tiny_checkpoint):
     return encode_media_prompt(tiny_checkpoint, text, {"audio": (samples, 16000), "image": image}), answer
 
 
+@pytest.mark.nightly
 def test_media_prompts_equal_transformers_through_thinker_and_talker(thinker, talker, answers, media_answer):
     """The frames of the prompt ask for one token at temperature 1 under another id, which is ignored."""
     inputs, answer = media_answer

@@ -14,8 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
-from omni_actors.engine.core import VllmCore, make_request
+from omni_actors.engine.core import make_request
 from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.models.diffusers_layout import read_tensors
 from omni_actors.engine.models.qwen2_5_omni.dit import solver_times
@@ -31,7 +30,6 @@ from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import AudioEvent, ErrorEvent, FinishedEvent, StageInputs, StageRequest
 from tests.support.code2wav import WHOLE, codec_tokens, difference, expected
-from tests.support.nightly import nightly
 
 pytestmark = pytest.mark.e2e
 
@@ -213,42 +211,6 @@ def test_request_without_a_job_is_refused_by_the_worker(engine):
     outputs = [output for _ in range(4) for output in engine.core.step()]
     assert [output.request_id for output in outputs] == ["ar"]
     assert isinstance(outputs[0].pooling_output["error"], InvalidRequest)
-
-
-@pytest.mark.parametrize("asynchronous", [nightly(False), True])
-def test_autoregressive_requests_take_the_ordinary_path(tiny_checkpoint: Path, asynchronous: bool):
-    """A thinker under the diffusion scheduler gives the tokens that it gives under its own."""
-    from vllm.sampling_params import SamplingParams
-
-    answers = []
-    for name in ("Omni", "Diffusion"):
-        config = OmniEngineArgs(
-            OmniModelConfig(str(tiny_checkpoint), "thinker"),
-            "autoregressive",
-            engine={
-                "max_model_len": 256,
-                "max_num_seqs": 4,
-                "kv_cache_memory_bytes": 16 << 20,
-                "enforce_eager": True,
-                "dtype": "float32",
-                "skip_mm_profiling": True,
-            },
-            asynchronous=asynchronous,
-        ).create_engine_config()
-        kind = "Async" if asynchronous else ""
-        config.scheduler_config.scheduler_cls = f"omni_actors.engine.scheduler.{name}{kind}Scheduler"
-        core = VllmCore(config)
-        for index in range(2):
-            parameters = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, detokenize=False)
-            core.add(core.prepare(make_request(f"r{index}", list(range(40 + index, 60)), parameters)))
-        tokens: dict[str, list[int]] = {}
-        while core.runnable():
-            for output in core.step():
-                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-        core.shutdown()
-        answers.append(tokens)
-    assert [len(tokens) for tokens in answers[0].values()] == [6, 6]
-    assert answers[0] == answers[1]
 
 
 GROUPS = """

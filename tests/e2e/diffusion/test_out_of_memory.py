@@ -59,7 +59,7 @@ def test_a_batch_without_room_is_computed_one_by_one(engine, monkeypatch):
     assert_all_well(engine, want)
 
 
-@pytest.mark.parametrize("method", [nightly("integrate"), "vocode", "add"])
+@pytest.mark.parametrize("method", ["vocode", *map(nightly, ("integrate", "add"))])
 def test_a_request_without_room_fails_alone(engine, monkeypatch, method):
     want = speak(engine, "a")
     runner = engine.core.worker.model_runner
@@ -86,6 +86,7 @@ def test_a_request_without_room_fails_alone(engine, monkeypatch, method):
     assert_all_well(engine, want)
 
 
+@pytest.mark.nightly
 def test_no_room_for_the_output_ends_the_requests_of_the_step(engine, monkeypatch):
     want = speak(engine, "a")
     calls = 0
