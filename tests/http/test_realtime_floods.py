@@ -221,28 +221,3 @@ def test_turns_that_are_found_too_late_are_reported_and_admit_no_session(
         assert "Turns are found" in caplog.text
         with until(lambda: admitted(url), what="sessions are admitted again"):
             pass
-
-
-@pytest.mark.nightly
-def test_what_ended_sessions_held_goes_back_to_the_system(echo: HttpPipeline) -> None:
-    """Each has a model of 2.6 MB. The first round also loads what all sessions share."""
-    server, sessions = server_of(echo), 24
-
-    def round_of_sessions() -> int:
-        heard = metric(echo.url, "omni_realtime_detection_lag_seconds_count")
-        with ExitStack() as stack:
-            peers = [stack.enter_context(until(lambda: admitted(echo.url))) for _ in range(sessions)]
-            for peer in peers:
-                peer.hear(0.2)
-            until(
-                lambda: metric(echo.url, "omni_realtime_detection_lag_seconds_count") >= heard + sessions,
-                seconds=20,
-                what="all sessions listen",
-            )
-        until(lambda: metric(echo.url, "omni_realtime_sessions") == 0)
-        return int(server.memory_info().rss)
-
-    first = round_of_sessions()
-    round_of_sessions()
-    third = round_of_sessions()
-    assert third - first < sessions * MEBIBYTE // 2, f"RSS grew from {first >> 20} to {third >> 20} MiB"
