@@ -15,7 +15,6 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from omni_actors import launch
 from omni_actors.config import HttpConfig
 from omni_actors.errors import ConfigError
 from omni_actors.http_server.app import create_app
@@ -28,7 +27,7 @@ from omni_actors.http_server.settings import (
     server_settings,
     tls_context,
 )
-from tests.support.builders import chain, load, write
+from tests.support.builders import chain, load
 from tests.support.certificates import write_certificates
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, free_port, serving
@@ -123,20 +122,6 @@ def test_a_server_without_a_key_checks_the_host_header(
 def test_origins_that_are_none(tmp_path: Path, origin: str) -> None:
     with pytest.raises(ConfigError, match=r"cors_origins"):
         load(tmp_path, {**chain(), "http": {"cors_origins": [origin]}})
-
-
-def test_flags_win_over_the_yaml(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(launch.logs, "configure", lambda process: None)
-    path = write(tmp_path, {**chain(), "http": {"body_bytes": 5000, "media_parts": 3}})
-    flags = ["--check", "--http-body-bytes=6000", "--http-cors-origin=https://a.example"]
-    assert launch.main([str(path), *flags]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    shown = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  http.")}
-    assert shown["http.body_bytes"] == ["6000", "[command", "line]"]
-    assert shown["http.media_parts"] == ["3", "[yaml", "pipeline.yaml]"]
-    assert shown["http.cors_origins"][0] == '["https://a.example"]'
 
 
 # -- pages of other origins -------------------------------------------------------------------------------------------

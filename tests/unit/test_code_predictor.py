@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from omni_actors.engine.models.code_predictor import CodePredictor, PredictorConfig, batch_sizes, gumbel_noise
+from omni_actors.engine.models.code_predictor import CodePredictor, PredictorConfig, batch_sizes
 from tools.checkpoints.tts import SAMPLING
 
 VOCABULARY = 128
@@ -77,23 +77,6 @@ def test_known_frames_have_the_same_sums(predictor: CodePredictor) -> None:
     inputs = given(5, greedy=True)
     codes, sums = predictor(*inputs)
     assert torch.equal(predictor.embed(codes, inputs[1]), sums)
-
-
-def test_noise_is_that_of_gumbel_and_of_no_pattern() -> None:
-    seeds, frames = torch.arange(200).repeat_interleave(50), torch.arange(50).repeat(200)
-    noise = gumbel_noise(seeds, frames, torch.tensor([1]), torch.arange(40))[:, 0]
-    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
-    assert noise.var().item() == pytest.approx(torch.pi**2 / 6, abs=0.03)
-    for axis in (0, 1):
-        rows = noise.unflatten(0, (200, 50))[:, :, 0]
-        pairs = torch.stack((rows.narrow(axis, 0, 49).flatten(), rows.narrow(axis, 1, 49).flatten()))
-        assert pairs.corrcoef()[0, 1].abs() < 0.05
-
-
-def test_a_tensor_that_it_does_not_know_is_refused(predictor: CodePredictor) -> None:
-    for name in ("model.layers.0.self_attn.x_proj.weight", "lm_head.weight", "nothing"):
-        with pytest.raises(KeyError, match="no parameter"):
-            predictor.load_weights([(name, torch.zeros(1))])
 
 
 def test_the_largest_batch_always_has_a_graph() -> None:

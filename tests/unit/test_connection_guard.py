@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from omni_actors.transport import guard as guard_module
 from omni_actors.transport import sockets as sockets_module
 from omni_actors.transport.curve import EVERYONE, load_keys, make_cluster
 from omni_actors.transport.guard import HANDSHAKE_BYTES, SENT_BEFORE_ACCEPTED, Connections, GuardedConnection
-from omni_actors.transport.sockets import MAX_FRAMES, MAX_IDENTITY, Discarded, Socket, Sockets, try_send
+from omni_actors.transport.sockets import MAX_FRAMES, Discarded, Socket, Sockets, try_send
 from tests.support.tcp import closed
 from tests.support.waiting import until
 from tests.support.zmtp import connect, dealer, frame, greeting
@@ -168,16 +167,6 @@ def test_a_message_of_too_many_frames_is_cut_and_the_next_ones_arrive(bind: Call
     assert seen == [[b"many", *[b""] * (MAX_FRAMES - 1)], [b"many", b"next"]]
 
 
-def test_a_sender_with_a_huge_identity_is_ignored(bind: Callable[..., Bound]) -> None:
-    sockets, router, endpoint = bind()
-    with dealer(endpoint, b"i" * (MAX_IDENTITY + 1)) as huge, dealer(endpoint, b"i" * MAX_IDENTITY) as long:
-        huge.sendall(frame(b"one"))
-        until(lambda: router.getsockopt(zmq.EVENTS) & zmq.POLLIN, what="a message")
-        assert messages(sockets, router) == []
-        long.sendall(frame(b"two"))
-        arrives(sockets, router, [b"i" * MAX_IDENTITY, b"two"])
-
-
 # -- decisions --------------------------------------------------------------------------------------------------------
 
 
@@ -202,13 +191,6 @@ def test_the_oldest_connection_that_showed_no_key_makes_room() -> None:
     leaving = connections.add(connection(4))
     assert leaving is not None
     assert leaving[0].descriptor == 4, "there is no other"
-
-
-def test_a_descriptor_that_is_used_again_is_another_connection() -> None:
-    connections = Connections(1, MESSAGE_BYTES, encrypted=True)
-    connections.add(connection(1))
-    assert connections.add(connection(1)) is None
-    connections.heard(9, 0)  # one that is gone by now
 
 
 @pytest.mark.parametrize(
@@ -242,13 +224,3 @@ def test_connections_of_members_may_queue_what_they_like() -> None:
     connections = Connections(9, MESSAGE_BYTES, encrypted=True)
     connections.add(connection(1, watched=False))
     assert closed_of(connections, {1: (SENT_BEFORE_ACCEPTED + 1, 100 * MESSAGE_BYTES)}) == []
-
-
-def test_a_socket_that_is_closed_frees_its_monitor(bind: Callable[..., Bound]) -> None:
-    sockets, router, endpoint = bind()
-    with dealer(endpoint), socket.socket():
-        router.close()
-    again, endpoint = sockets.router(TCP, EVERYONE)
-    with dealer(endpoint, b"late") as late:
-        late.sendall(frame(b"here"))
-        arrives(sockets, again, [b"late", b"here"])

@@ -27,7 +27,7 @@ from omni_actors.transport import sockets as sockets_module
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.curve import EVERYONE, LOCAL, MEMBERS, ZapAuthenticator, load_keys, make_client, make_cluster
 from omni_actors.transport.guard import HandshakeMonitor
-from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
+from omni_actors.transport.sockets import Sockets, drain, try_send
 from tests.support import zmtp
 from tests.support.tcp import closed
 from tests.support.waiting import PATIENCE, until
@@ -222,24 +222,6 @@ def test_deleting_a_file_locks_a_client_out(
     assert refusal_of(contexts, bob, coordinator.client_endpoint, coordinator.clients) is None
 
 
-def test_a_broken_file_locks_out_one(tmp_path: Path, contexts: list[Sockets]) -> None:
-    make_cluster(tmp_path / "k")
-    handed = make_client(tmp_path / "k", "bob")
-    (tmp_path / "k" / "allowed" / "aaa.key").write_bytes(b"\xff\x00 public-key = nonsense")
-    coordinator = Coordinator(contexts, tmp_path / "k")
-    assert refusal_of(contexts, handed, coordinator.client_endpoint, coordinator.clients) is None
-
-
-def test_keys_towards_a_pipeline_without(folder: Path, contexts: list[Sockets]) -> None:
-    coordinator = Coordinator(contexts, None)
-    refusal = refusal_of(contexts, folder, coordinator.control_endpoint, coordinator.control)
-    assert isinstance(refusal, Unauthorized)
-    assert str(folder) in str(refusal) or "has no keys" in str(
-        refusal
-    )  # the peer's reason may be lost with the connection
-    assert refusal_of(contexts, None, coordinator.control_endpoint, coordinator.control) is None
-
-
 def test_without_an_authenticator_every_peer_is_refused(
     folder: Path, contexts: list[Sockets], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,16 +239,6 @@ def test_without_an_authenticator_every_peer_is_refused(
     refusal = refusal_of(contexts, folder, coordinator.control_endpoint, coordinator.control)
     assert isinstance(refusal, Unauthorized)
     assert "hangs up" in str(refusal)
-
-
-def test_one_socket_with_both_kinds_of_endpoint(folder: Path, short_path: Path, contexts: list[Sockets]) -> None:
-    coordinator = Coordinator(contexts, folder)
-    local = coordinator.sockets.bind(coordinator.control, f"ipc://{short_path}/s")
-    assert refusal_of(contexts, None, local, coordinator.control) is None
-    assert refusal_of(contexts, folder, local, coordinator.control) is None
-    again = coordinator.sockets.bind(coordinator.control, TCP)
-    assert isinstance(refusal_of(contexts, None, again, coordinator.control), Unauthorized)
-    assert refusal_of(contexts, folder, again, coordinator.control) is None
 
 
 def test_a_wiretap_cannot_read_what_is_encrypted(folder: Path, contexts: list[Sockets]) -> None:
@@ -316,20 +288,6 @@ def test_without_keys_nothing_is_sent_to_other_hosts(contexts: list[Sockets]) ->
     contexts.append(Sockets())
     with pytest.raises(ConfigError, match="require keys"):
         contexts[0].push("tcp://node1:5555")
-
-
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:0", "tcp://127.3.2.1:0", "tcp://[::1]:0"])
-def test_loopback_needs_no_keys(contexts: list[Sockets], endpoint: str) -> None:
-    contexts.append(Sockets())
-    socket, reached = contexts[0].pull(endpoint)
-    assert refusal_of(contexts, None, reached, socket) is None
-
-
-def test_with_keys_all_addresses_may_be_bound(folder: Path, contexts: list[Sockets]) -> None:
-    contexts.append(Sockets(keys=load_keys(folder)))
-    socket, reached = contexts[0].pull("tcp://0.0.0.0:0")
-    port = reached.rpartition(":")[2]
-    assert refusal_of(contexts, folder, f"tcp://127.0.0.1:{port}", socket) is None
 
 
 def test_a_client_binds_nothing(folder: Path, contexts: list[Sockets]) -> None:
@@ -389,28 +347,6 @@ async def test_a_refused_client_knows_why_at_once_in_every_wait(
         assert time.monotonic() - began < REFUSED_SECONDS * PATIENCE
         with pytest.raises(Unauthorized):
             await client.submit("again", modalities=["text"])
-
-
-async def test_a_client_that_was_refused_before_it_sends_knows_why(
-    tmp_path: Path, folder: Path, contexts: list[Sockets], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its event loop has not read the refusal yet, and zmq takes no message while it ends the connection."""
-    coordinator = Coordinator(contexts, folder)
-    monitors: list[HandshakeMonitor] = []
-    make_dealer = Sockets.dealer
-
-    def recorded(sockets: Sockets, endpoint: str, identity: bytes) -> tuple[Socket, HandshakeMonitor]:
-        socket, monitor = make_dealer(sockets, endpoint, identity)
-        monitors.append(monitor)
-        return socket, monitor
-
-    monkeypatch.setattr(Sockets, "dealer", recorded)
-    async with AsyncOmniClient(coordinator.client_endpoint, keys=revoked_client(tmp_path, folder)) as client:
-        # Blocks the event loop, which would read the refusal.
-        until(lambda: monitors[0].socket.poll(0), what="the refusal")
-        monkeypatch.setattr(client_module, "try_send", lambda *_: False)
-        with pytest.raises(Unauthorized):
-            await client.submit("hello", modalities=["text"])
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------

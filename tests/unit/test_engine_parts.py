@@ -12,7 +12,6 @@ import torch
 from omni_actors.engine.core import EngineLost, StepFailed, device_is_lost
 from omni_actors.engine.encoded_requests import check_feature
 from omni_actors.engine.models import chat, checkpoint_architecture, find_model_spec, load_plugins, registry
-from omni_actors.engine.models.placeholder import PlaceholderModel
 from omni_actors.engine.models.qwen2_5_omni.thinker import Qwen2_5OmniThinkerAdapter
 from omni_actors.engine.rows import check_rows, to_host, to_torch
 from omni_actors.engine.sampling import check_prompt_logprobs, make_sampling_params
@@ -265,16 +264,3 @@ def test_a_checkpoint_without_a_talker_says_what_to_do():
         with pytest.raises(ConfigError, match="has no talker") as refused:
             SPEC.hf_overrides(PretrainedConfig(thinker_config=PretrainedConfig(), **parts))
         assert "Leave the stages after the thinker out" in (refused.value.hint or "")
-
-
-def test_the_language_model_that_a_diffusion_stage_claims_to_be_says_that_it_is_none():
-    nothing = torch.zeros(1)
-    uses = [
-        lambda: PlaceholderModel(vllm_config=None),
-        lambda: PlaceholderModel.embed_input_ids(None, nothing),
-        lambda: PlaceholderModel.forward(None, nothing, nothing),
-        lambda: PlaceholderModel.compute_logits(None, nothing),
-    ]
-    for use in uses:
-        with pytest.raises(ConfigError, match="a worker for language models"):
-            use()

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import omni_actors
-from omni_actors.coordinator.core.fleet import ABSENT_SECONDS, LAST_LOG_SECONDS
-from omni_actors.coordinator.core.instructions import (
-    ReplicaLost,
-    ReplicaReady,
-    ReplicaRegistered,
-    ReplicaSpawned,
-    ShowProgress,
-)
-from omni_actors.coordinator.core.nodes import Launch
+from omni_actors.coordinator.core.fleet import ABSENT_SECONDS
+from omni_actors.coordinator.core.instructions import ReplicaLost, ReplicaReady, ReplicaRegistered, ShowProgress
 from omni_actors.coordinator.core.replicas import LaunchState, ReplicaState
 from omni_actors.protocol.fields import PROTOCOL_VERSION, ReplicaId
 from omni_actors.protocol.messages import (
@@ -75,24 +68,6 @@ def test_a_first_start_from_the_hello_of_the_node_to_ready() -> None:
     assert world.fleet.launch.state is LaunchState.LAUNCHED
 
 
-def test_every_replica_is_expected_before_its_node_has_come() -> None:
-    world = World(two_hosts())
-    assert [item for item in world.seen if isinstance(item, ReplicaSpawned)][-1] == ReplicaSpawned("code2wav", 0, 0)
-    world.node_hello()
-    (report,) = [report for report in progress(world.wait(5.1)) if report.is_line]
-    assert "missing: node 1, " in report.text
-    assert "talker/1 (waiting for node 1)" in report.text
-
-
-def test_progress_is_redrawn_all_the_time_and_printed_ever_more_seldom() -> None:
-    fleet = World().fleet
-    launch = Launch(fleet.replicas, fleet.nodes, fleet.health, 0.0, 0.0, started=-2.0)
-    seen = {quarter / 4: report for quarter in range(400) for report in launch.reports(quarter / 4)}
-    assert list(seen) == [half / 2 for half in range(1, 200)]
-    assert [time for time, report in seen.items() if report.is_line] == [5.0, 15.0, 35.0, 75.0]
-    assert seen[15.0].text.startswith("0 of 4 ready after 17 s; missing: ")
-
-
 def test_a_stage_left_without_replicas_ends_the_launch_with_its_log() -> None:
     world = World()
     world.node_hello()
@@ -144,14 +119,6 @@ def test_a_startup_timeout_ends_the_launch_with_the_log_of_the_late_one() -> Non
     (reason,) = gives_up(world.ended("thinker", how="killed by signal 9", log="still loading"))
     assert reason.startswith("thinker/0 is not ready in time while starting process.")
     assert "still loading" in reason
-
-
-def test_a_startup_timeout_does_not_wait_for_ever_for_the_log() -> None:
-    world = World(two_hosts(), startup_timeout=3.0)
-    world.node_hello()
-    assert not gives_up(world.wait(2.1))
-    (reason,) = gives_up(world.wait(LAST_LOG_SECONDS))
-    assert reason == "prompt/0 is not ready in time while starting process."
 
 
 def test_a_lost_node_ends_a_launch_that_has_not_come_up() -> None:
@@ -253,23 +220,6 @@ def test_a_silent_node_is_away_and_takes_back_what_still_runs_when_it_returns() 
     world.hello("talker", 1, epoch=epoch + 1, spawn_epoch=epoch)
     world.says("talker", Ready(seconds=0.0), 1)
     assert world.state("talker", 1) is ReplicaState.READY
-
-
-def test_a_node_that_returns_empty_starts_its_replicas() -> None:
-    world = World(two_hosts()).launch()
-    world.node(NodeLeaving("a signal"), 1)
-    assert world.state("talker", 1) is ReplicaState.DEAD
-    assert starts(world.node_hello(rank=1), 1) == ["talker/1"]
-
-
-def test_a_node_may_be_lost_while_a_replica_waits_for_its_restart() -> None:
-    world = World(two_hosts(restart_backoff=20.0)).launch()
-    world.ended("talker", 1)
-    world.ended("talker", 1)
-    assert world.state("talker", 1) is ReplicaState.WAITING
-    world.node(NodeLeaving("a signal"), 1)
-    assert world.state("talker", 1) is ReplicaState.DEAD
-    assert starts(world.node_hello(rank=1), 1) == ["talker/1"]
 
 
 def test_what_a_node_no_longer_runs_has_died() -> None:

@@ -178,17 +178,6 @@ def test_a_missing_stage_is_named_and_overload_says_when_to_come_back() -> None:
     assert len(ask(state, "d", ALICE, "text")) == 2
 
 
-def test_ids_are_used_once() -> None:
-    state = ready(tombstone_ttl=60)
-    ask(state)
-    assert failure(ask(state)).code is ErrorCode.INVALID_REQUEST
-    assert state.in_flight == 1
-    state.abort(ALICE, "r1", NOW)
-    assert failure(ask(state)).code is ErrorCode.INVALID_REQUEST
-    state.tick(NOW + 61)
-    assert len(ask(state)) == 4
-
-
 def test_results_reach_the_client_numbered_and_filtered() -> None:
     state = ready()
     ask(state)
@@ -308,14 +297,6 @@ def test_a_client_that_has_more_makes_room_for_one_that_has_less() -> None:
     assert state.requests_of(BOB) == ("x",)
     ask(state, "y", BOB)
     assert failure(ask(state, "z", BOB)).code is ErrorCode.OVERLOADED, "now both have as much"
-
-
-def test_a_slot_that_a_loss_frees_goes_to_the_next_request() -> None:
-    state = ready(replicas=2, max_in_flight=1, max_attempts=1)
-    ask(state, "a")
-    assert ask(state, "b") == []
-    assert opened_requests(lose(state, "thinker", 0)) == {"b"}
-    assert state.active["b"].bound["thinker"].replica == 1
 
 
 def test_the_connections_of_one_key_share_its_slots() -> None:

@@ -8,16 +8,7 @@ import pytest
 
 from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.errors import InvalidRequest
-from omni_actors.protocol.messages import (
-    KillReplica,
-    Launched,
-    NodeBeat,
-    NodeLeaving,
-    Reregister,
-    RunningReplica,
-    Shutdown,
-    StartReplica,
-)
+from omni_actors.protocol.messages import KillReplica, Launched, NodeLeaving, RunningReplica, Shutdown, StartReplica
 from tests.support.fleet import World, announced, one_host, starts, to_node, two_hosts
 
 
@@ -46,13 +37,6 @@ def test_a_node_joins_and_takes_replicas_that_are_sent_to_it() -> None:
     assert [peer.inbox for peer in world.peers[talker.replica_id].peers] == [vocoder.remote], "over the network"
 
 
-def test_a_node_may_join_while_the_pipeline_starts_and_is_not_waited_for() -> None:
-    world = World({**one_host(), "cluster": {"nnodes": 2}})
-    world.node_hello(rank=1)
-    world.node(NodeLeaving("a test"), 1)
-    world.launch()
-
-
 def test_a_node_that_joins_with_another_configuration_ends_alone() -> None:
     world = World({**one_host(), "cluster": {"nnodes": 2}})
     other = World({**one_host(talker={"replicas": 2}), "cluster": {"nnodes": 2}})
@@ -62,25 +46,6 @@ def test_a_node_that_joins_with_another_configuration_ends_alone() -> None:
     assert "configuration are" in told.reason
     world.pipeline = ours
     world.launch()
-
-
-def test_the_number_of_hosts_may_differ_between_nodes() -> None:
-    two, three = (World({**one_host(), "cluster": {"nnodes": count}}).pipeline.digest() for count in (2, 3))
-    assert two == three
-
-
-def test_a_node_that_is_not_known_has_to_say_hello() -> None:
-    world = World().launch()
-    assert to_node(world.node(NodeBeat(), 3), Reregister, 3)
-
-
-def test_an_empty_node_that_leaves_is_forgotten() -> None:
-    world = world_with(1)
-    left = world.node(NodeLeaving("a test"), 1)
-    assert any("node 1 is away" in text for text in announced(left))
-    with pytest.raises(InvalidRequest, match="Node 1 does not belong to this pipeline"):
-        world.scale("talker", 2, node=1)
-    assert world.fleet.replicas.healthy
 
 
 def test_a_node_without_the_stages_gpus_is_no_place() -> None:
@@ -114,15 +79,6 @@ def test_a_node_that_stops_ends_once_its_replicas_have_finished_and_takes_none_m
     assert starts(world.node_hello(rank=1), 1) == ["talker/1"]
     world.ready("talker", 1)
     assert world.state("talker", 1) is ReplicaState.READY
-
-
-def test_a_replica_that_dies_on_a_node_that_stops_does_not_start_there_again() -> None:
-    world = World(two_hosts(restart_backoff=0.1)).launch()
-    world.replica("talker", 1).hold("r")
-    world.replica("talker", 0).hold("q")
-    world.node(NodeLeaving("SIGTERM", drains=True), 1)
-    world.ended("talker", 1)
-    assert starts(world.wait(2.0), 1) == []
 
 
 def test_a_node_that_stops_with_the_whole_pipeline_ends_with_it() -> None:
@@ -203,11 +159,3 @@ def test_a_restarted_coordinator_knows_where_a_replica_has_moved() -> None:
     world.restart_coordinator()
     assert nodes_of(world) == [0, 0]
     assert starts(world.seen) == []
-
-
-def test_a_replica_that_had_been_given_up_does_not_move() -> None:
-    world = World(two_hosts(restarts=0), move_after=5.0).launch()
-    world.ended("talker", 1)
-    world.node(NodeLeaving("a test"), 1)
-    assert starts(world.wait(30.0)) == []
-    assert world.state("talker", 1) is ReplicaState.DEAD

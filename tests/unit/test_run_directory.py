@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import socket
@@ -28,18 +27,6 @@ def run(short_path: Path) -> Iterator[RunDirectory]:
     opened.close()
 
 
-def test_a_folder_that_is_as_it_was_is_left_alone(run: RunDirectory) -> None:
-    before = sorted(run.path.rglob("*"))
-    assert run.look() == ""
-    assert sorted(run.path.rglob("*")) == before
-
-
-def test_a_removed_folder_is_noticed(run: RunDirectory) -> None:
-    shutil.rmtree(run.path)
-    assert run.look() == f"The run directory {run.path} was removed while the pipeline ran."
-    assert not run.path.exists()
-
-
 def test_a_folder_that_others_made_in_its_place_is_not_taken_for_ours_and_stays(short_path: Path) -> None:
     run = RunDirectory(str(short_path / "run"))
     run.temporary = True
@@ -57,19 +44,6 @@ def test_a_removed_lock_is_taken_again(run: RunDirectory) -> None:
     assert (run.path / "lock").read_text() == str(os.getpid())
     with pytest.raises(ConfigError, match="in use"):
         RunDirectory(str(run.path))
-
-
-def test_a_lock_that_others_took_meanwhile_is_theirs(run: RunDirectory) -> None:
-    (run.path / "lock").unlink()
-    other = RunDirectory(str(run.path))
-    assert run.look() == f"Another process has taken the run directory {run.path}."
-    other.close()
-
-
-def test_the_folder_of_logs_is_made_again(run: RunDirectory) -> None:
-    run.logs.rmdir()
-    assert run.look() == ""
-    assert run.logs.is_dir()
 
 
 def test_the_loss_of_the_fork_servers_socket_is_noticed(run: RunDirectory) -> None:
@@ -96,13 +70,6 @@ def test_a_cleaner_that_honours_locks_leaves_the_folder_alone(run: RunDirectory)
     script = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     cleaner = [sys.executable, "-c", script, str(run.path)]
     assert b"BlockingIOError" in subprocess.run(cleaner, capture_output=True, check=False).stderr
-
-
-def test_a_cleaner_at_work_does_not_disturb(run: RunDirectory) -> None:
-    folder = os.open(run.path, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)
-    assert run.look() == ""
-    os.close(folder)
 
 
 @AS_ROOT
@@ -145,11 +112,6 @@ def test_a_stage_leaves_the_sockets_of_a_launcher_that_runs(run: RunDirectory) -
     clear_abandoned(run.path, temporary=True)
     assert (run.path / "prompt-0-7").is_socket()
     assert (run.path / "lock").read_text() == str(os.getpid())
-
-
-def test_a_stage_that_ends_after_the_folder_is_gone_makes_no_new_one(short_path: Path) -> None:
-    clear_abandoned(short_path / "gone", temporary=True)
-    assert not list(short_path.iterdir())
 
 
 def test_stages_of_a_killed_launcher_that_end_together_leave_nothing(short_path: Path) -> None:

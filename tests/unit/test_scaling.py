@@ -9,7 +9,7 @@ import pytest
 from omni_actors.coordinator.core.instructions import ReplicaRemoved
 from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.errors import InvalidRequest, StageUnavailable
-from omni_actors.protocol.messages import KillReplica, NodeLeaving, Operation, Ready, Shutdown, StartReplica
+from omni_actors.protocol.messages import KillReplica, NodeLeaving, Operation, Shutdown, StartReplica
 from tests.support.fleet import World, announced, one_host, starts, to_node, to_stage, two_hosts
 
 
@@ -51,14 +51,6 @@ def test_new_replicas_start_and_take_requests_once_they_are_ready() -> None:
     chosen = world.fleet.replicas.choose("talker")
     assert chosen is world.replica("talker", 2)
     assert world.peers[world.replica("thinker").replica_id].peers[-1].inbox.startswith("ipc:///talker/2")
-
-
-def test_replicas_are_listed_by_stage_and_number() -> None:
-    world = World().launch()
-    world.scale("prompt", 2)
-    world.scale("talker", 2)
-    names = [replica.name for replica in world.fleet.replicas]
-    assert names == ["prompt/0", "prompt/1", "thinker/0", "talker/0", "talker/1", "code2wav/0"]
 
 
 def test_a_replica_that_leaves_ends_when_it_is_empty_and_is_forgotten() -> None:
@@ -125,30 +117,11 @@ def test_scaling_up_again_keeps_those_that_have_not_left() -> None:
     assert talkers(world) == {"talker/0": "ready", "talker/1": "ready", "talker/2": "leaving", "talker/3": "starting"}
 
 
-def test_a_number_is_used_again_with_a_newer_epoch() -> None:
-    world = three_talkers()
-    before = world.replica("talker", 2).epoch
-    world.scale("talker", 2)
-    world.tick()
-    world.ended("talker", 2)
-    world.scale("talker", 3)
-    assert world.replica("talker", 2).epoch > before
-    assert world.fleet.health.restarts(world.replica("talker", 2)) == 0
-
-
 def test_a_spare_fills_the_new_place_until_the_new_replica_is_ready() -> None:
     world = World(one_host(talker={"spares": 1})).launch()
     world.scale("talker", 2)
     assert world.replica("talker", 1).serves, "the spare need not wait for it"
     assert world.replica("talker", 2).spare
-
-
-def test_a_stage_keeps_its_spares_when_it_has_fewer_replicas() -> None:
-    world = World(one_host(talker={"spares": 1, "replicas": 2})).launch()
-    world.scale("talker", 1)
-    world.tick()
-    world.ended("talker", 1)
-    assert [replica.name for replica in world.fleet.replicas.of("talker") if replica.spare] == ["talker/2"]
 
 
 def test_replicas_that_were_added_and_are_given_up_are_a_fault() -> None:
@@ -192,14 +165,6 @@ def test_replicas_take_the_gpus_of_their_stage_by_turns_and_share_what_has_room(
     world.ended("talker", 2)
     world.scale("talker", 3)
     assert slots_of(world) == [0, 1, 0, 0], "the place that was left is free again"
-
-
-def test_a_replica_that_starts_again_keeps_its_gpus() -> None:
-    world = on_gpus(0.9, 0, 1)
-    world.scale("talker", 2)
-    world.ready("talker", 1)
-    world.ended("talker", 1)
-    assert slots_of(world) == [0, 1, 1]
 
 
 def test_gpus_that_are_taken_are_named_and_nothing_changes() -> None:
@@ -254,21 +219,3 @@ def test_a_pipeline_that_starts_or_stops_is_not_scaled() -> None:
     world.fleet.stop()
     with pytest.raises(StageUnavailable, match="stops"):
         world.scale("talker", 2)
-
-
-def test_a_replica_that_leaves_is_not_restarted_by_hand() -> None:
-    world = three_talkers()
-    world.replica("talker", 2).hold("r")
-    world.scale("talker", 2)
-    with pytest.raises(InvalidRequest, match="talker/2 leaves the pipeline"):
-        world.operate(Operation.RESTART, "talker", 2)
-
-
-def test_a_replica_that_registers_again_while_it_leaves_still_leaves() -> None:
-    world = three_talkers()
-    leaving = world.replica("talker", 2)
-    leaving.hold("r")
-    world.scale("talker", 2)
-    world.hello("talker", 2, epoch=leaving.epoch + 1, spawn_epoch=leaving.spawn_epoch)
-    world.says("talker", Ready(seconds=1.0), 2)
-    assert to_stage(world.tick(), Shutdown) == ["talker/2"]

@@ -10,9 +10,8 @@ import pytest
 from omni_actors.config import describe, memory_plan
 from omni_actors.config.placement import shared_devices
 from omni_actors.coordinator.core.instructions import ReplicaLost, ReplicaReady
-from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.errors import ConfigError
-from omni_actors.protocol.messages import NodeLeaving, Operation, Ready, Shutdown
+from omni_actors.protocol.messages import NodeLeaving, Operation, Shutdown
 from tests.support.builders import chain, load
 from tests.support.fleet import World, announced, one_host, to_stage, two_hosts
 
@@ -72,14 +71,6 @@ def test_a_place_that_no_spare_can_take_goes_to_the_first_that_is_ready() -> Non
     assert chosen(world) == "talker/1"
 
 
-def test_a_spare_that_is_lost_changes_nothing_for_requests() -> None:
-    world = with_a_spare()
-    ended = world.ended("talker", 1)
-    assert not any("place" in text for text in announced(ended))
-    assert chosen(world) == "talker/0"
-    assert world.fleet.replicas.healthy
-
-
 def test_a_restart_by_an_operator_moves_requests_to_the_spare_at_once() -> None:
     world = with_a_spare()
     held = world.replica("talker", 0)
@@ -95,42 +86,12 @@ def test_a_restart_by_an_operator_moves_requests_to_the_spare_at_once() -> None:
     assert chosen(world) == "talker/0"
 
 
-def test_a_spare_replaces_a_replica_without_further_restarts() -> None:
-    world = with_a_spare(restarts=0)
-    world.ended("talker", 0)
-    assert world.state("talker", 0) is ReplicaState.DEAD
-    assert chosen(world) == "talker/1"
-    world.ended("talker", 1)
-    assert not world.fleet.replicas.recoverable("talker")
-
-
-def test_a_replica_that_dies_for_good_during_the_launch_leaves_its_place() -> None:
-    world = World(one_host(talker={"spares": 1, "restarts": 0}))
-    world.node_hello()
-    world.ended("talker", 0)
-    for replica in list(world.fleet.replicas):
-        if replica.alive:
-            world.ready(replica.stage, replica.index)
-    assert world.fleet.launch.serving
-    assert chosen(world) == "talker/1"
-
-
 def test_the_spare_of_another_node_replaces_those_of_a_node_that_is_lost() -> None:
     world = World(two_hosts(replicas=1, spares=1, node=[1, 0])).launch()
     assert world.replica("talker", 0).node == 1
     world.node(NodeLeaving("a cut"), 1)
     assert chosen(world) == "talker/1"
     assert world.fleet.replicas.healthy
-
-
-def test_a_process_that_registers_again_keeps_its_part() -> None:
-    world = with_a_spare()
-    spare = world.replica("talker", 1)
-    world.hello("talker", 1, epoch=spare.epoch + 1, spawn_epoch=spare.spawn_epoch)
-    world.says("talker", Ready(seconds=1.0), 1)
-    assert world.replica("talker", 1).epoch == spare.epoch + 1
-    assert world.replica("talker", 1).spare
-    assert chosen(world) == "talker/0"
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------
@@ -147,12 +108,6 @@ def test_a_spare_has_a_share_of_the_memory_and_shares_the_device(tmp_path: Path)
     assert memory_plan(loaded.pipeline, 1) == {(0, 0): [("talker", 0.8)]}
     assert shared_devices(loaded.pipeline, 0, 1) == {0: [("talker", 0), ("talker", 1)]}
     assert "talker: 1 x autoregressive and 1 spare on GPU 0" in describe(loaded, devices=1)
-
-
-def test_a_spare_may_have_a_device_of_its_own(tmp_path: Path) -> None:
-    loaded = load(tmp_path, on_a_gpu(spares=1, devices=[0, 1]), devices=2)
-    assert memory_plan(loaded.pipeline, 2) == {(0, 0): [("talker", 0.4)], (0, 1): [("talker", 0.4)]}
-    assert shared_devices(loaded.pipeline, 0, 2) == {}
 
 
 @pytest.mark.parametrize(

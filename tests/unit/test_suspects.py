@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from omni_actors.coordinator.core.instructions import Instruction, ToClient
 from omni_actors.coordinator.core.replicas import Evidence, ReplicaEvent, ReplicaState, evidence_of
 from omni_actors.coordinator.core.requests import RequestMachine
-from omni_actors.coordinator.core.suspects import EMPTY_SECONDS, GUILTY, MARGIN_SECONDS, RUN_SECONDS, SUSPECT
+from omni_actors.coordinator.core.suspects import EMPTY_SECONDS, GUILTY, MARGIN_SECONDS, SUSPECT
 from omni_actors.errors import ErrorCode
 from omni_actors.protocol.fields import ReplicaId
 from omni_actors.protocol.messages import Abort, Done, Failed, OpenRequest
@@ -128,40 +128,6 @@ def test_a_suspect_that_runs_for_longer_than_it_took_to_crash_is_cleared() -> No
     assert failure(lose(state, "thinker")).code is ErrorCode.POISON
 
 
-def test_no_run_lasts_longer_than_a_minute() -> None:
-    state = ready(max_in_flight=9, default_timeout=1000)
-    ask_all(state, "ab")
-    for seconds in (100.0, 200.0):
-        lose(state, "thinker", now=NOW + seconds)
-        bring_back(state, "thinker", now=NOW + seconds)
-    state.tick(NOW + 200.0 + RUN_SECONDS)
-    assert state.active["a"].suspected_by is None
-
-
-def test_a_request_is_poison_only_if_it_ran_alone_at_the_crash() -> None:
-    """Another poisonous request comes each time: the one that was there at every loss has done nothing."""
-    state = ready(max_in_flight=9)
-    ask_all(state, "iP")
-    crash(state)
-    state.abort(ALICE, "P", NOW)
-    ask_all(state, "Q")
-    assert not [item for item in crash(state) if isinstance(item, ToClient)]
-    state.abort(ALICE, "Q", NOW)
-    state.tick(NOW)
-    assert on(state) == "i"
-    finish(state, "i")
-    assert state.in_flight == 0
-
-
-def test_a_crash_in_company_condemns_no_one_whatever_came_before() -> None:
-    state = ready(max_in_flight=9)
-    ask_all(state, "a")
-    crash(state)
-    ask_all(state, "b")
-    assert not [item for item in crash(state) if isinstance(item, ToClient)]
-    assert on(state) == "a", "it is a suspect now, and runs alone"
-
-
 def test_two_kills_count_as_much_as_one_crash() -> None:
     state = ready(max_in_flight=9)
     ask_all(state, "abcd")
@@ -220,23 +186,6 @@ def test_several_groups_run_at_a_time_but_one_replica_stays_for_the_others() -> 
     assert "n" in on(state, free)
 
 
-def test_of_two_replicas_the_one_that_is_left_takes_others_while_the_other_restarts() -> None:
-    state = ready(replicas=2, max_in_flight=9)
-    ask_all(state, "abcd")  # a and c on thinker/0
-    lose(state, "thinker", 0)
-    lose(state, "thinker", 1)
-    bring_back(state, "thinker", 0)
-    assert on(state, 0) == "bd", "a and c are suspects"
-    bring_back(state, "thinker", 1)
-    assert on(state, 1) == "a"
-    lose(state, "thinker", 1, evidence=Evidence.NONE)
-    assert on(state, 0) == "bd"
-    assert not state.replicas.current("thinker", 0).reserved
-    state.replicas.current("thinker", 1).on(ReplicaEvent.GIVEN_UP)
-    state.tick(NOW)
-    assert state.replicas.current("thinker", 0).reserved, "there will be no other one"
-
-
 def test_nothing_stays_reserved_when_suspects_end() -> None:
     state = ready(max_in_flight=9)
     ask_all(state, "abcd")
@@ -247,22 +196,6 @@ def test_nothing_stays_reserved_when_suspects_end() -> None:
     assert not any(replica.reserved for replica in state.replicas)
     ask_all(state, "n")
     assert on(state) == "n"
-
-
-def test_a_group_whose_members_wait_for_another_stage_lets_others_in() -> None:
-    state = ready(max_in_flight=9)
-    for name in "ab":
-        ask(state, name)
-    crash(state)
-    crash(state)
-    lose(state, "talker")
-    assert state.replicas.current("thinker", 0).requests == {"a"}, "it goes on"
-    lose(state, "prompt")
-    assert on(state) == ""
-    state.tick(NOW)
-    ask_all(state, "n")
-    bring_back(state, "prompt")
-    assert on(state) == "n", "the suspects wait for the talker"
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------

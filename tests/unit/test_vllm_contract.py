@@ -20,7 +20,7 @@ from tests.support.vllm_contract import Own, Release, problems
 from tests.support.vllm_release import describe, describe_imported, recorded
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
-PARAMS, FINISH = "vllm.sampling_params:SamplingParams", f"{SCHEDULER}.finish_requests"
+PARAMS = "vllm.sampling_params:SamplingParams"
 AGAIN = "run python scripts/vllm_signatures.py WHEEL"
 
 
@@ -79,18 +79,6 @@ CHANGES: list[tuple[Callable[[Release], object], str]] = [
     (
         lambda release: release.callables.update({PARAMS: release.callables[PARAMS].replace("extra_args=", "")}),
         "SamplingParams takes no extra_args",
-    ),
-    (
-        lambda release: release.callables.update({FINISH: f"{release.callables[FINISH]} reason"}),
-        "finish_requests needs reason, which we do not pass",
-    ),
-    (
-        lambda release: release.fields["vllm.v1.engine:EngineCoreOutput"].remove("pooling_output"),
-        "EngineCoreOutput has no pooling_output",
-    ),
-    (
-        lambda release: release.contains["vllm.v1.request:Request.__init__"].remove("self.num_computed_tokens"),
-        "Request.__init__ does not contain 'self.num_computed_tokens'",
     ),
     (lambda release: release.contains[f"{SCHEDULER}.schedule"].reverse(), "schedule has another order"),
     (
