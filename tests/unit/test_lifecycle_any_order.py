@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -65,7 +66,9 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.running[(item.request_id, item.body.receiver)] == item.body.attempt
 
     def pick(self, number: int) -> str:
-        return f"r{max(0, self.serial - number)}"
+        """Most often a request that has not ended."""
+        names = [request.request_id for request in self.state.active]
+        return names[number % len(names)] if names and number < 7 else f"r{max(0, self.serial - number)}"
 
     @rule(client=st.sampled_from([ALICE, BOB]), audio=st.booleans(), timeout=st.sampled_from([0.0, 2.0, 50.0]))
     def submit(self, client: bytes, audio: bool, timeout: float) -> None:
@@ -115,6 +118,15 @@ class AnyOrder(RuleBasedStateMachine):
         self.take(instructions)
         if sum(self.state.dropped.values()) == before:
             self.seqs[key] += 1 + skip
+
+    @rule(number=request_numbers, texts=st.integers(1, 3), sounds=st.integers(0, 2), ends=st.booleans())
+    def goes_on(self, number: int, texts: int, sounds: int, ends: bool) -> None:
+        """What usually happens, and too seldom by chance: output, and the end of a request."""
+        for stage, outputs in (("thinker", texts), ("code2wav", sounds)):
+            for _ in range(outputs):
+                self.stage_says(number, stage, "out", 0, "")
+        for stage in STAGES if ends else ():
+            self.stage_says(number, stage, "done", 0, "")
 
     @rule(number=request_numbers, client=st.sampled_from([ALICE, BOB]))
     def abort(self, number: int, client: bytes) -> None:
@@ -170,6 +182,14 @@ class AnyOrder(RuleBasedStateMachine):
             new.state = ReplicaState.READY
             self.take(self.state.reopen(self.now))
 
+    @rule()
+    def all_return(self) -> None:
+        for stage, index in itertools.product(STAGES, (0, 1)):
+            replica = self.state.replicas.current(stage, index)
+            if replica is not None and replica.state is ReplicaState.DRAINING:
+                self.replica_lost(stage, index, restart=True, wanted=True, evidence=Evidence.NONE)
+            self.replica_back(stage, index)
+
     @rule(seconds=st.sampled_from([0.1, 3.0, 30.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
@@ -191,4 +211,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(stateful_step_count=50)
+TestAnyOrder.settings = settings(stateful_step_count=50, max_examples=2 * settings().max_examples)
