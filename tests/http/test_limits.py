@@ -15,11 +15,12 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from omni_actors.client import OmniClient
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.media import Store
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.servers import HttpPipeline, film, picture, serving, sound
-from tests.support.waiting import PATIENCE, eventually
+from tests.support.waiting import PATIENCE, eventually, until
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
@@ -183,6 +184,36 @@ def test_bodies_of_all_requests_together_are_bounded() -> None:
 
     with serving(holding) as url:
         assert asyncio.run(run(url)) == [503, 503]
+
+
+def test_a_client_that_does_not_read_is_disconnected(echo: HttpPipeline, caplog: pytest.LogCaptureFixture) -> None:
+    body = {
+        "model": "echo",
+        "stream": True,
+        "modalities": ["text", "audio"],
+        "messages": [{"role": "user", "content": "x" * 4000}],
+    }
+    data = json.dumps(body).encode()
+    with serving(create_app(ServerSettings(endpoint=echo.endpoint, write_timeout=0.5))) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(10 * PATIENCE)
+            connection.connect((host, int(port)))
+            connection.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n" % len(data) + data
+            )
+            with OmniClient(echo.endpoint) as client:
+                until(lambda: client.describe().in_flight == 1, 20, "the request runs")
+                until(lambda: client.describe().in_flight == 0, 20, "the pipeline is done with it")
+            until(lambda: "the client does not read" in caplog.text, 20, "the server gives up")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # what is under way comes at once
+            received = b""
+            while piece := connection.recv(1 << 20):
+                received += piece
+    assert received.startswith(b"HTTP/1.1 200")
+    assert b"[DONE]" not in received
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])

@@ -9,7 +9,13 @@ from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, PromptToo
 from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.fields import DType, Header, HostTensor, ReplicaId, TensorRef, pack_token_ids
 from omni_actors.protocol.messages import AudioChunk, Chunk, Failed, FinishReason, OpenRequest, StageDone, TextDelta
-from omni_actors.protocol.payloads import Prompt, PromptEmbedsPayload, StageParams
+from omni_actors.protocol.payloads import (
+    AdditionalInformationEntry,
+    AdditionalInformationPayload,
+    Prompt,
+    PromptEmbedsPayload,
+    StageParams,
+)
 from omni_actors.stage import actor
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.engine_interface import (
@@ -225,6 +231,17 @@ def test_a_processor_that_breaks_harms_its_request_only_and_quotes_nothing_in_th
     assert "IndexError" in caplog.text
     assert "in broken" in caplog.text
     assert "the prompt" not in caplog.text
+
+
+def test_payload_that_the_processor_refuses() -> None:
+    stage = StageUnderTest("talker", processor="thinker2talker")
+    stage.expect()
+    assert failed(stage.chunk(start=3, tensors={"rows": HostTensor(DType.F32, (1, 2), bytes(8))})).code is (
+        ErrorCode.INVALID_PAYLOAD
+    )
+    stage.expect("r2")
+    information = AdditionalInformationPayload({"prompt_tokens": AdditionalInformationEntry(scalar="1")})
+    assert "whole number" in failed(stage.chunk("r2", information=information)).message
 
 
 def test_streamed_tokens_extend_a_running_request() -> None:

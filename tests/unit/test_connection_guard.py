@@ -17,7 +17,7 @@ from omni_actors.transport import guard as guard_module
 from omni_actors.transport import sockets as sockets_module
 from omni_actors.transport.curve import EVERYONE, load_keys, make_cluster
 from omni_actors.transport.guard import HANDSHAKE_BYTES, SENT_BEFORE_ACCEPTED, Connections, GuardedConnection
-from omni_actors.transport.sockets import MAX_FRAMES, Discarded, Socket, Sockets, try_send
+from omni_actors.transport.sockets import MAX_FRAMES, MAX_IDENTITY, Discarded, Socket, Sockets, try_send
 from tests.support.tcp import closed
 from tests.support.waiting import until
 from tests.support.zmtp import connect, dealer, frame, greeting
@@ -165,6 +165,16 @@ def test_a_message_of_too_many_frames_is_cut_and_the_next_ones_arrive(bind: Call
         seen: list[list[bytes]] = []
         until(lambda: seen.extend(messages(sockets, router)) or [b"many", b"next"] in seen, what="the next message")
     assert seen == [[b"many", *[b""] * (MAX_FRAMES - 1)], [b"many", b"next"]]
+
+
+def test_a_sender_with_a_huge_identity_is_ignored(bind: Callable[..., Bound]) -> None:
+    sockets, router, endpoint = bind()
+    with dealer(endpoint, b"i" * (MAX_IDENTITY + 1)) as huge, dealer(endpoint, b"i" * MAX_IDENTITY) as long:
+        huge.sendall(frame(b"one"))
+        until(lambda: router.getsockopt(zmq.EVENTS) & zmq.POLLIN, what="a message")
+        assert messages(sockets, router) == []
+        long.sendall(frame(b"two"))
+        arrives(sockets, router, [b"i" * MAX_IDENTITY, b"two"])
 
 
 # -- decisions --------------------------------------------------------------------------------------------------------

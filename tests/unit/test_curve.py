@@ -222,6 +222,14 @@ def test_deleting_a_file_locks_a_client_out(
     assert refusal_of(contexts, bob, coordinator.client_endpoint, coordinator.clients) is None
 
 
+def test_a_broken_file_locks_out_one(tmp_path: Path, contexts: list[Sockets]) -> None:
+    make_cluster(tmp_path / "k")
+    handed = make_client(tmp_path / "k", "bob")
+    (tmp_path / "k" / "allowed" / "aaa.key").write_bytes(b"\xff\x00 public-key = nonsense")
+    coordinator = Coordinator(contexts, tmp_path / "k")
+    assert refusal_of(contexts, handed, coordinator.client_endpoint, coordinator.clients) is None
+
+
 def test_without_an_authenticator_every_peer_is_refused(
     folder: Path, contexts: list[Sockets], monkeypatch: pytest.MonkeyPatch
 ) -> None:

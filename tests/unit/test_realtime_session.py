@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from omni_actors.http_server.generation import MAX_MESSAGES
 from omni_actors.http_server.realtime.config import Pipeline
+from omni_actors.http_server.realtime.conversation import ItemPart, MessageItem, RealtimeConversation
 from tests.support.realtime import PIPELINE, SECOND, Talk, error_of, kinds
 
 ITEM_ADDED = ["conversation.item.added", "conversation.item.done"]
@@ -185,6 +187,14 @@ def test_the_oldest_items_make_room() -> None:
     assert talk.events[-1]["item_id"] == ids[0]
     talk.answer("Yes.")
     assert talk.session.held == 2 * len(SECOND) + len("Yes.")
+
+
+def test_a_conversation_has_so_many_items() -> None:
+    conversation = RealtimeConversation(10.0, None)
+    for number in range(MAX_MESSAGES + 1):
+        conversation.add(MessageItem(f"{number}", "user", [ItemPart("input_text", "four")]))
+    assert conversation.drop_oldest() == ["0"]
+    assert conversation.size == 4 * MAX_MESSAGES
 
 
 def test_a_prompt_has_no_more_sounds_than_the_model_takes() -> None:

@@ -11,7 +11,7 @@ from omni_actors.coordinator.core.replicas import ReplicaEvent
 from omni_actors.errors import ErrorCode, StageLost
 from omni_actors.protocol.fields import DType, TensorRef, pack_token_ids
 from omni_actors.protocol.messages import Done, Failed, OpenRequest, Resend, TextDelta, Unreachable
-from omni_actors.protocol.payloads import PositionLogprobs, TokenLogprob, ToolCallPiece
+from omni_actors.protocol.payloads import PositionLogprobs, PromptPosition, TokenLogprob, ToolCallPiece
 from tests.support.builders import done
 from tests.support.requests import (
     ALICE,
@@ -266,6 +266,22 @@ def test_a_replay_sends_log_probabilities_once() -> None:
     bring_back(state, "thinker")
     (rest,) = again(state, "thinker", with_logprobs("ab", 0, 1), 0, 2)
     assert rest.body == with_logprobs("ab", 1)
+
+
+def test_a_replay_sends_the_log_probabilities_of_the_prompt_once() -> None:
+    def of_prompt(*tokens: int) -> TextDelta:
+        return TextDelta(
+            text="", prompt_logprobs=tuple(PromptPosition(TokenLogprob(token, "x", -0.5), 1) for token in tokens)
+        )
+
+    state = ready()
+    ask(state)
+    say(state, "thinker", of_prompt(0, 1), 0)
+    lose(state, "thinker")
+    bring_back(state, "thinker")
+    assert again(state, "thinker", of_prompt(0), 0, 2) == []
+    (rest,) = again(state, "thinker", of_prompt(1, 2), 1, 2)
+    assert rest.body == of_prompt(2)
 
 
 def test_a_replay_that_says_something_else_or_less_fails() -> None:

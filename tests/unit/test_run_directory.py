@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
@@ -46,6 +47,13 @@ def test_a_removed_lock_is_taken_again(run: RunDirectory) -> None:
         RunDirectory(str(run.path))
 
 
+def test_a_lock_that_others_took_meanwhile_is_theirs(run: RunDirectory) -> None:
+    (run.path / "lock").unlink()
+    other = RunDirectory(str(run.path))
+    assert run.look() == f"Another process has taken the run directory {run.path}."
+    other.close()
+
+
 def test_the_loss_of_the_fork_servers_socket_is_noticed(run: RunDirectory) -> None:
     folder = run.path / "pymp-x"
     folder.mkdir()
@@ -70,6 +78,13 @@ def test_a_cleaner_that_honours_locks_leaves_the_folder_alone(run: RunDirectory)
     script = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     cleaner = [sys.executable, "-c", script, str(run.path)]
     assert b"BlockingIOError" in subprocess.run(cleaner, capture_output=True, check=False).stderr
+
+
+def test_a_cleaner_at_work_does_not_disturb(run: RunDirectory) -> None:
+    folder = os.open(run.path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    assert run.look() == ""
+    os.close(folder)
 
 
 @AS_ROOT
@@ -112,6 +127,11 @@ def test_a_stage_leaves_the_sockets_of_a_launcher_that_runs(run: RunDirectory) -
     clear_abandoned(run.path, temporary=True)
     assert (run.path / "prompt-0-7").is_socket()
     assert (run.path / "lock").read_text() == str(os.getpid())
+
+
+def test_a_stage_that_ends_after_the_folder_is_gone_makes_no_new_one(short_path: Path) -> None:
+    clear_abandoned(short_path / "gone", temporary=True)
+    assert not list(short_path.iterdir())
 
 
 def test_stages_of_a_killed_launcher_that_end_together_leave_nothing(short_path: Path) -> None:

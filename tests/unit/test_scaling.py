@@ -219,3 +219,11 @@ def test_a_pipeline_that_starts_or_stops_is_not_scaled() -> None:
     world.fleet.stop()
     with pytest.raises(StageUnavailable, match="stops"):
         world.scale("talker", 2)
+
+
+def test_a_replica_that_leaves_is_not_restarted_by_hand() -> None:
+    world = three_talkers()
+    world.replica("talker", 2).hold("r")
+    world.scale("talker", 2)
+    with pytest.raises(InvalidRequest, match="talker/2 leaves the pipeline"):
+        world.operate(Operation.RESTART, "talker", 2)

@@ -128,6 +128,15 @@ def test_a_suspect_that_runs_for_longer_than_it_took_to_crash_is_cleared() -> No
     assert failure(lose(state, "thinker")).code is ErrorCode.POISON
 
 
+def test_a_crash_in_company_condemns_no_one_whatever_came_before() -> None:
+    state = ready(max_in_flight=9)
+    ask_all(state, "a")
+    crash(state)
+    ask_all(state, "b")
+    assert not [item for item in crash(state) if isinstance(item, ToClient)]
+    assert on(state) == "a", "it is a suspect now, and runs alone"
+
+
 def test_two_kills_count_as_much_as_one_crash() -> None:
     state = ready(max_in_flight=9)
     ask_all(state, "abcd")
@@ -196,6 +205,22 @@ def test_nothing_stays_reserved_when_suspects_end() -> None:
     assert not any(replica.reserved for replica in state.replicas)
     ask_all(state, "n")
     assert on(state) == "n"
+
+
+def test_a_group_whose_members_wait_for_another_stage_lets_others_in() -> None:
+    state = ready(max_in_flight=9)
+    for name in "ab":
+        ask(state, name)
+    crash(state)
+    crash(state)
+    lose(state, "talker")
+    assert state.replicas.current("thinker", 0).requests == {"a"}, "it goes on"
+    lose(state, "prompt")
+    assert on(state) == ""
+    state.tick(NOW)
+    ask_all(state, "n")
+    bring_back(state, "prompt")
+    assert on(state) == "n", "the suspects wait for the talker"
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
