@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import numpy
 import openai
 import pydantic
@@ -21,8 +22,11 @@ import pytest
 from openai.types.completion_choice import Logprobs
 
 from omni_actors.client import OmniClient
+from omni_actors.http_server.app import create_app
+from omni_actors.http_server.settings import ServerSettings
+from omni_actors.sharing import Budget
 from tests.support.realtime import spoken_turn
-from tests.support.servers import HttpPipeline, film, picture, sound, tone
+from tests.support.servers import HttpPipeline, film, picture, serving, sound, tone
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -191,6 +195,30 @@ def test_log_probabilities_of_the_prompt(tiny: HttpPipeline) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(**options, extra_body=given)
         assert caught.value.param == field
+
+
+@pytest.mark.nightly
+def test_log_probabilities_of_an_answer_are_bounded(tiny: HttpPipeline) -> None:
+    """Those that are kept for a whole answer count as bytes of requests."""
+    bodies = Budget(30_000)
+    settings = ServerSettings(endpoint=tiny.endpoint, bodies_bytes=bodies.limit)
+    included = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
+    sampling = {"model": MODEL, "ignore_eos": True}
+    routes = {
+        "chat/completions": {**sampling, "messages": QUESTION, "logprobs": True, "top_logprobs": 20},
+        "completions": {**sampling, "prompt": "tide", "logprobs": 20},
+        "responses": {"model": MODEL, "input": "tide", **included},
+    }
+    with serving(create_app(settings, bodies=bodies)) as url:
+        for route, body in routes.items():
+            limit = "max_output_tokens" if route == "responses" else "max_tokens"
+            refused, answered = (
+                httpx.post(f"{url}/v1/{route}", json={**body, limit: count}, timeout=60) for count in (150, 3)
+            )
+            assert refused.status_code == 503, route
+            assert refused.json()["error"]["code"] == "overloaded"
+            assert answered.status_code == 200, answered.text
+            assert bodies.used == 0
 
 
 def ranks(positions: list[dict[str, Any] | None]) -> list[dict[str, int]]:
