@@ -58,21 +58,6 @@ def test_draws_follow_the_distribution_of_transformers_warpers(predictor: CodePr
 
 
 @torch.inference_mode()
-def test_a_frame_hangs_on_its_own_request_alone(predictor: CodePredictor) -> None:
-    inputs = given(9)
-    codes, sums = predictor(*inputs)
-    assert codes.shape == (9, 3)
-    for index in range(9):
-        alone, total = predictor(*(tensor[index : index + 1] for tensor in inputs))
-        assert torch.equal(alone[0], codes[index])
-        torch.testing.assert_close(total[0], sums[index])
-    hidden, first, seeds, frames, greedy = inputs
-    for others in (seeds + 1, seeds + (1 << 32)):
-        assert (predictor(hidden, first, others, frames, greedy)[0] != codes).any()
-    assert (predictor(hidden, first, seeds, frames + 1, greedy)[0] != codes).any()
-
-
-@torch.inference_mode()
 def test_known_frames_have_the_same_sums(predictor: CodePredictor) -> None:
     inputs = given(5, greedy=True)
     codes, sums = predictor(*inputs)

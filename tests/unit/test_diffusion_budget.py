@@ -87,23 +87,6 @@ def test_a_job_waits_until_each_job_in_progress_could_take_its_dearest_step() ->
     assert not budget.admits("b", job(held=35, step=5, steps=3)), "with it, the last step of the first would not fit"
 
 
-def test_what_exceeds_the_budget_by_itself_runs_alone() -> None:
-    budget = DeviceBudget(LIMIT)
-    huge, other = Claim("huge", 300, 90), Claim("other", 1, 1)
-    budget.begin_step()
-    assert admitted(budget, "huge", 0, job(held=50, step=400), huge)
-    assert not admitted(budget, "other", 0, job(), other)
-    budget.job_ended("huge/0")
-    budget.begin_step()
-    assert not admitted(budget, "other", 0, job(), other), "also while it waits for input"
-    assert admitted(budget, "huge", 1, job(held=50, step=400), huge)
-    budget.job_ended("huge/1")
-    budget.request_ended("huge")
-    budget.begin_step()
-    assert admitted(budget, "other", 0, job(), other)
-    assert not admitted(budget, "huge", 2, job(held=50, step=400), huge)
-
-
 @dataclass
 class Spoken:
     """A request in the simulation: its jobs, and how many steps of the present one are done."""

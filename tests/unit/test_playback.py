@@ -36,23 +36,6 @@ def of(pieces: list[tuple[float, float]]) -> Playback:
     return playback
 
 
-def test_a_late_second_piece_is_a_gap() -> None:
-    playback = of([(10.0, 0.24), (10.5, 0.48), (10.6, 5.0)])
-    assert playback.first == 10.0
-    assert playback.longest_gap == pytest.approx(0.26)
-    assert playback.smooth_start == pytest.approx(10.26)
-    assert playback.gaps == pytest.approx(0.26)
-    assert playback.seconds == pytest.approx(5.72)
-    assert playback.stalled
-
-
-def test_sound_that_is_always_ahead_has_no_gap() -> None:
-    playback = of([(10.0, 0.24), (10.2, 0.24), (10.4, 5.0)])
-    assert playback.smooth_start == playback.first == 10.0
-    assert not playback.stalled
-    assert not of([]).stalled
-
-
 @given(PIECES)
 def test_both_listeners_hear_what_is_said_of_them(pieces: list[tuple[float, float]]) -> None:
     timed = arrivals(pieces)

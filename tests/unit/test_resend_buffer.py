@@ -89,17 +89,6 @@ def test_much_is_sent_a_few_messages_a_step_and_in_order(monkeypatch: pytest.Mon
     assert [item[3] for item in got] == [pack_token_ids([index]) for index in range(13)]
 
 
-def test_tokens_that_came_one_by_one_come_again_as_one_message() -> None:
-    stage = started()
-    for index in range(50):
-        stage.do(token(index))
-    assert stage.held()["retained_bytes"] == ENTRY_BYTES + 200
-    resend(stage)
-    (sent,) = chunks(stage.actor.step())
-    assert sent == (AGAIN, 1, 0, pack_token_ids(range(50)), False)
-    assert chunks(stage.do(token(50, final=True))) == [(AGAIN, 1, 1, pack_token_ids([50]), True)]
-
-
 def test_a_finished_request_is_kept_until_it_is_over_everywhere() -> None:
     stage = started()
     stage.do(token(0), token(1, final=True))

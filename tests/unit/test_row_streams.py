@@ -134,17 +134,6 @@ def test_an_urgent_request_is_the_next_to_get_room():
         assert scheduler.running_ids() == {then}
 
 
-def test_a_request_beyond_the_budget_runs_alone():
-    scheduler = StreamScheduler(budget_bytes=10)
-    assert admitted(scheduler, a=4, big=99, c=4) == {"a"}
-    scheduler.finish(scheduler.requests["a"])
-    scheduler.schedule()
-    assert scheduler.running_ids() == {"big"}
-    scheduler.finish(scheduler.requests["big"])
-    scheduler.schedule()
-    assert scheduler.running_ids() == {"c"}
-
-
 def test_what_was_admitted_gets_all_its_rows_and_its_place_back():
     scheduler = StreamScheduler(budget_bytes=10)
     request = CountedRequest("a")

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from omni_actors.engine.models.diffusers_layout import part_config
-from omni_actors.engine.models.pictures.denoising import attend_each, pack
 from omni_actors.engine.models.z_image.dit import ZImageConfig, ZImageNetwork, load
 from omni_actors.engine.models.z_image.dit_stage import dit_config
 from omni_actors.errors import ConfigError
@@ -103,18 +102,6 @@ def test_five_sizes_moments_and_prompts_in_one_batch_equal_diffusers(dit, refere
 def test_the_published_sizes_are_the_defaults(tmp_path):
     Z_IMAGE.write_full(tmp_path / "full")
     assert dit_config(part_config(tmp_path / "full", "transformer")) == ZImageConfig()
-
-
-def test_attention_stays_within_each_sequence():
-    packing = pack([3, 3, 5], torch.device("cpu"))
-    query, key, value = torch.randn(3, 11, 2, 8).unbind()
-    whole = attend_each(query, key, value, packing)
-    changed = value.clone()
-    changed[3:6] += 1.0
-    after = attend_each(query, key, changed, packing)
-    assert torch.equal(whole[:3], after[:3])
-    assert torch.equal(whole[6:], after[6:])
-    assert (after[3:6] - whole[3:6] - 1.0).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
