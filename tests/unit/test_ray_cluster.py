@@ -14,6 +14,7 @@ import pytest
 from omni_actors.cli import ray_job
 from omni_actors.errors import ConfigError
 from omni_actors.host import ray_cluster
+from omni_actors.launcher.ray_node import RayNode
 from omni_actors.transport.curve import make_client, make_cluster
 from tests.support.builders import load
 
@@ -127,3 +128,21 @@ def test_nodes_get_the_keys_of_the_pipeline_and_no_secret_of_a_client(tmp_path: 
     assert files["cluster.key_secret"] == (folder / "cluster.key_secret").read_text()
     with pytest.raises(ConfigError, match="a client's folder"):
         ray_job.key_files(str(handed))
+
+
+def test_an_actor_passes_on_what_its_launcher_prints_and_holds_it_until_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_RAYLET_PID", str(os.getppid()))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    node = RayNode()
+    node.start(["--help"], {"COLUMNS": "80"}, {"cluster.key": "a key"})
+    lines, code = [], None
+    while code is None:
+        report = node.follow()
+        lines, code = [*lines, *report.lines], report.code
+    assert code == 0
+    assert any(line.startswith("usage:") for line in lines)
+    assert list(tmp_path.glob("omni-keys-*")) == []
+    node.stop()
+    node.stop()
