@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 from zmq import EVENTS
 
-from omni_actors.errors import ConfigError
+from omni_actors.errors import ConfigError, InvalidRequest, ProtocolError
 from omni_actors.host.run_directory import RunDirectory, clear_abandoned
+from omni_actors.transport.link import Link
 from omni_actors.transport.sockets import PeerGone, SocketReader, Sockets, WakeableQueue, drain, try_send
+from tests.support.clock import Clock
 from tests.support.waiting import eventually, until
 
 
@@ -78,6 +80,14 @@ def test_an_abandoned_folder_is_cleared_but_not_one_in_use(short_path: Path, tem
     clear_abandoned(folder, temporary)
 
 
+def test_bad_endpoints_are_typed_errors(sockets: Sockets, short_path: Path) -> None:
+    for make in (lambda: sockets.push("nonsense"), lambda: sockets.dealer("tcp://nowhere", b"x")):
+        with pytest.raises(InvalidRequest, match="is not an endpoint"):
+            make()
+    with pytest.raises(ProtocolError, match="Cannot bind"):
+        sockets.pull(f"ipc://{short_path}/missing/inbox")
+
+
 # -- sockets and links ------------------------------------------------------------------------------------------------
 
 
@@ -99,6 +109,17 @@ def test_router_raises_when_a_peer_is_gone(sockets: Sockets, short_path: Path) -
             return True
 
     until(gone, what="the loss of the peer")
+
+
+def test_link_is_bounded_in_messages_and_bytes(sockets: Sockets, short_path: Path) -> None:
+    link = Link(sockets.push(f"ipc://{short_path}/absent"), Clock(), outbox_messages=3, outbox_bytes=100)
+    assert link.send("big", [bytes(200)]), "one message may be larger than the bound"
+    assert not link.send("next", [b"x"])
+    assert link.give_up() == ["big"]
+    assert link.backlog == 0
+    assert [link.send(name, [b"x"]) for name in ("a", "b", "a", "c")] == [True, True, True, False]
+    assert link.give_up() == ["a", "b"]
+    assert link.send("d", [bytes(100)])
 
 
 async def test_reader_survives_a_callback_that_raises(sockets: Sockets, short_path: Path) -> None:
