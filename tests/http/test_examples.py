@@ -104,6 +104,7 @@ def test_a_batch_names_the_line_that_it_cannot_read_before_it_starts(tmp_path: P
     assert not (tmp_path / "answers.jsonl").exists()
 
 
+@pytest.mark.nightly
 def test_a_batch_starts_a_pipeline(tmp_path: Path) -> None:
     run(tmp_path, sys.executable, EXAMPLES / "batch.py", "echo", EXAMPLES / "prompts.jsonl", "answers.jsonl")
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]

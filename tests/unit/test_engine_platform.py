@@ -52,6 +52,7 @@ def double(values, count: tl.constexpr):
 """
 
 
+@pytest.mark.nightly
 def test_the_language_of_kernels_is_interpreted_from_the_first_kernel_on(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / f"{name}.py").write_text(KERNEL)

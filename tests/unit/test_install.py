@@ -39,6 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpacked
 
 
+@pytest.mark.nightly
 def test_the_wheel_holds_configurations_and_examples(wheel: Path) -> None:
     package = wheel / "omni_actors"
     for folder in ("stage_configs", "examples"):
@@ -52,6 +53,7 @@ def test_the_wheel_holds_configurations_and_examples(wheel: Path) -> None:
         assert theirs
 
 
+@pytest.mark.nightly
 def test_an_installed_package_finds_its_configurations_by_name(wheel: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(wheel)}
 
