@@ -87,7 +87,7 @@ class Kind:
         return self._reference.speak(TEXTS[text], frames=FRAMES, **self.cases[case].asked)
 
 
-@pytest.fixture(scope="module", params=["custom_voice", nightly("voice_design"), "base"])
+@pytest.fixture(scope="module", params=["custom_voice", *map(nightly, ("voice_design", "base"))])
 def kind(request, tiny_qwen3_tts_kinds):
     return Kind(request.param, tiny_qwen3_tts_kinds[request.param])
 
