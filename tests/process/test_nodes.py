@@ -240,7 +240,7 @@ def test_a_node_that_does_not_come_is_named(launch, short_path):
     hosts = Hosts(launch, short_path, spread_chain())
     first = hosts.start(0, "--startup-timeout", "2")
     assert first.wait_end(40) == 1
-    assert re.search(r"missing: node 1, .*talker/1 \(waiting for node 1\)", first.output)
+    assert re.search(r"missing: (node 0, )?node 1, .*talker/1 \(waiting for node 1\)", first.output)
     assert "is not ready in time while" in first.output
 
 
