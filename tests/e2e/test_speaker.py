@@ -18,8 +18,7 @@ from tests.support.reference import Reference
 from tests.support.servers import HttpPipeline
 from tools.speaker.codec import edit_distance, phones_of
 from tools.speaker.judge import Judge, held_out_speech
-from tools.speaker.refusals import TOY, strange_prompts
-from tools.speaker.skills import COLORS
+from tools.speaker.texts import COLORS, TOY, lines_of
 
 pytestmark = pytest.mark.e2e
 
@@ -130,7 +129,7 @@ def test_it_hears_what_it_has_said(speaker, said):
 @pytest.mark.nightly
 @pytest.mark.parametrize("prompt", ["My computer is broken.", "How deep is the ocean?", "What is 518 plus 377?"])
 def test_it_says_that_it_is_a_toy_when_it_does_not_know(speaker, prompt):
-    assert prompt in strange_prompts(), "no training has seen it"
+    assert prompt in lines_of("strange.txt"), "no training has seen it"
     assert ask(speaker, {"type": "text", "text": prompt}) == TOY
 
 

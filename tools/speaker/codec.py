@@ -7,7 +7,7 @@ phones and where they end must be known. The numbers are a part of the trained w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -26,25 +26,18 @@ CODE_MS = 20
 PITCH_FRAME_MS = 5
 LEAD_MS, TAIL_MS = 60, 120  # this much of the silence at either end is kept
 VOICED_HZ = 30.0
+FEWEST_PHONES = 3  # two of them are silence
 
 
 @dataclass(frozen=True)
 class Voice:
-    """A voice of the checkpoint.
+    """A voice of the checkpoint."""
 
-    Args:
-        name: as published.
-        teacher: flite's name for the voice that it learns from.
-        mean_hz: the teacher's usual pitch.
-        edges: borders between pitch levels 1 to 5, in semitones from `mean_hz`.
-        stretch: factor of the teacher's durations.
-    """
-
-    name: str
-    teacher: str
-    mean_hz: float
-    edges: tuple[float, float, float, float]
-    stretch: float
+    name: str  # as published
+    teacher: str  # flite's name for the voice that it learns from
+    mean_hz: float  # the teacher's usual pitch
+    edges: tuple[float, float, float, float]  # between pitch levels 1 to 5, in semitones from `mean_hz`
+    stretch: float  # factor of the teacher's durations
 
 
 VOICES = {
@@ -55,21 +48,13 @@ VOICES = {
 
 @dataclass(frozen=True)
 class Utterance:
-    """What the teacher says about one text.
+    """What the teacher says about one text."""
 
-    Args:
-        phones: index in `PHONES` of each phone.
-        word_starts: whether a word begins with it.
-        ends_ms: where each phone ends.
-        pitch_hz: one value for each 5 ms, 0 where there is none.
-        samples: int16 at 16 kHz; empty unless the wave was asked for.
-    """
-
-    phones: npt.NDArray[np.int64]
-    word_starts: npt.NDArray[np.bool_]
-    ends_ms: npt.NDArray[np.int64]
-    pitch_hz: npt.NDArray[np.float64]
-    samples: npt.NDArray[np.int16] = field(repr=False)
+    phones: Codes  # of each phone the index in `PHONES`
+    word_starts: npt.NDArray[np.bool_]  # whether a word begins with it
+    ends_ms: Codes  # where it ends
+    pitch_hz: npt.NDArray[np.float64]  # one value for each 5 ms, 0 where there is none
+    samples: npt.NDArray[np.int16]  # at 16 kHz; empty unless the wave was asked for
 
 
 @dataclass(frozen=True)
@@ -99,7 +84,9 @@ _NUMBER = {sound: number for number, sound in enumerate(SOUNDS, 1)}
 
 
 def encode(utterance: Utterance, voice: Voice) -> tuple[Codes, int]:
-    """Returns the codes of an utterance, and at which millisecond of it they begin."""
+    """Returns the codes of an utterance, and at which millisecond of it they begin; none of silence alone."""
+    if len(utterance.phones) < FEWEST_PHONES:
+        return np.zeros(0, np.int64), 0
     ends = utterance.ends_ms
     first, last = 0, int(ends[-1])
     if utterance.phones[0] == 0:
@@ -108,17 +95,17 @@ def encode(utterance: Utterance, voice: Voice) -> tuple[Codes, int]:
         last = min(last, int(ends[-2]) + TAIL_MS)
     middles = first + CODE_MS * np.arange(max(1, (last - first) // CODE_MS)) + CODE_MS // 2
     which = np.minimum(np.searchsorted(ends, middles, side="right"), len(ends) - 1)
-    thirds, levels = _thirds(which), _pitch_levels(utterance.pitch_hz, middles, voice)
     codes = np.empty(len(middles), np.int64)
-    for place, (index, third, level) in enumerate(zip(which, thirds, levels, strict=True)):
+    levels = _pitch_levels(utterance.pitch_hz, middles, voice)
+    for place, (index, third, level) in enumerate(zip(which, _thirds(which), levels, strict=True)):
         phone = int(utterance.phones[index])
         start = bool(utterance.word_starts[index]) and third == 0 and phone != 0
-        voiced = PHONES[phone] not in UNVOICED
-        codes[place] = _NUMBER[Sound(phone, int(third), start, int(level) if voiced else 0)]
+        pitch = 0 if PHONES[phone] in UNVOICED else int(level)
+        codes[place] = _NUMBER[Sound(phone, int(third), start, pitch)]
     return codes, first
 
 
-def _thirds(which: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _thirds(which: Codes) -> Codes:
     """Returns the third of its phone in which each code lies, so that every phone begins with third 0."""
     changes = np.flatnonzero(np.diff(which, prepend=which[0] - 1))
     sizes = np.diff(np.append(changes, len(which)))
@@ -126,10 +113,8 @@ def _thirds(which: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.asarray(THIRDS * inside // np.maximum(np.repeat(sizes, sizes), THIRDS), np.int64)
 
 
-def _pitch_levels(pitch: npt.NDArray[np.float64], middles: npt.NDArray[np.int64], voice: Voice) -> Codes:
+def _pitch_levels(pitch: npt.NDArray[np.float64], middles: Codes, voice: Voice) -> Codes:
     """Returns the level of the mean pitch of the four frames around each point; 0 unless two of them have a pitch."""
-    if not len(pitch):
-        return np.zeros(len(middles), np.int64)
     frames = (middles[:, None] + np.array([-8, -3, 2, 7])) // PITCH_FRAME_MS
     around = pitch[np.clip(frames, 0, len(pitch) - 1)]
     voiced = around > VOICED_HZ

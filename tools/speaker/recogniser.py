@@ -8,10 +8,9 @@ from pathlib import Path
 
 from tools.speaker import SpeakerError
 from tools.speaker.codec import edit_distance
-from tools.speaker.sentences import in_words
-from tools.speaker.sound import SAMPLE_RATE, Wave, resample
+from tools.speaker.sound import SAMPLE_RATE, TEACHER_RATE, Wave, resample
+from tools.speaker.texts import in_words
 
-WHISPER_RATE = 16_000
 MIN_SECONDS = 0.1
 SPELLINGS = {"colour": "color", "harbour": "harbor", "neighbour": "neighbor"}
 
@@ -35,7 +34,7 @@ def load_recogniser() -> Recogniser:
     def recognise(wave: Wave) -> str:
         if len(wave) < MIN_SECONDS * SAMPLE_RATE:
             return ""
-        sound = resample(wave, SAMPLE_RATE, WHISPER_RATE)
+        sound = resample(wave, SAMPLE_RATE, TEACHER_RATE)
         pieces, _ = model.transcribe(sound, language="en", beam_size=3, condition_on_previous_text=False)
         return " ".join(piece.text.strip() for piece in pieces)
 

@@ -1,4 +1,4 @@
-"""Waves and mel spectrograms as the vocoder's training and its judges see them."""
+"""Waves and mel spectrograms as the vocoder's training and the judge see them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import numpy.typing as npt
+import soxr
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,16 +21,8 @@ MIN_MEL = 1e-5
 
 
 def resample(samples: npt.NDArray[np.floating], rate: int, wanted: int) -> Wave:
-    """Returns samples at another rate, by their spectrum; what the lower rate cannot hold is cut off."""
-    whole = np.gcd(rate, wanted)
-    up, down = wanted // whole, rate // whole
-    count = len(samples) // (2 * down) * (2 * down)
-    length = count // down * up
-    spectrum = np.fft.rfft(samples[:count])
-    fitted = np.zeros(length // 2 + 1, complex)
-    kept = min(len(spectrum), len(fitted))
-    fitted[:kept] = spectrum[:kept]
-    return (np.fft.irfft(fitted, length) * (up / down)).astype(np.float32) if length else np.zeros(0, np.float32)
+    """Returns samples at another rate."""
+    return np.asarray(soxr.resample(samples, rate, wanted), np.float32)
 
 
 def teacher_wave(samples: npt.NDArray[np.int16], start_ms: int, codes: int) -> Wave:

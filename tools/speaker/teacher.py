@@ -17,14 +17,13 @@ HEADER = struct.Struct("<3I")
 PHONE = np.dtype([("phone", "u1"), ("word_start", "u1"), ("end_ms", "<u2")])
 
 
-def speak(
-    lines: Sequence[str], voice: Voice, *, wave: bool, stretch: float | None = None, program: Path = PROGRAM
-) -> list[Utterance]:
+def speak(lines: Sequence[str], voice: Voice, *, wave: bool, stretch: float | None = None) -> list[Utterance]:
     """Returns one utterance for each line, with its samples if `wave` is true; a line without words has no phones.
 
     Raises:
         SpeakerError: the program is not built or ended with an error.
     """
+    program = PROGRAM
     if not program.exists():
         raise SpeakerError(f"{program} is missing; build it with tools/speaker/flite/build.sh.")
     text = "".join(" ".join(line.split()) + "\n" for line in lines)

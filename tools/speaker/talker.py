@@ -1,0 +1,153 @@
+"""The talker: the codes of replies, with its attention led to the word that is said.
+
+place         text side                            codec side    said
+0 to p - 1    the thinker's rows of the prompt     nothing
+p             the voice                            pad
+p + 1 on      the rows of the reply, then an end,  start         first code
+              then padding                         codes         the next one; behind the last, the end
+
+A row is the sum of a token's embedding and of the thinker's last hidden state there, as `generate()` has it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from tools.speaker.codec import SOUNDS, VOICES, Codes, encode
+from tools.speaker.teacher import speak
+from tools.speaker.texts import TALKER_KINDS, Texts
+from tools.speaker.thinker import IGNORED, Question, prompt_of
+
+LONGEST, SHORTEST = 395, 12  # codes
+GUIDED = (2, 4)  # layers whose heads 0 and 2 learn to look at the word that is said and at the next one
+GUIDE_WEIGHT, GUIDE_FALL = 0.3, 0.8  # at first; how much of it is gone at the end
+WRONG_CODES, WITH_WRONG_CODES = 0.25, 0.6  # at most this part of what is heard is wrong, in this part of the replies
+STRANGE = 0.1  # of the prompts' messages are noise: what is said must not depend on sounds and pictures there
+VOICE, END, PAD = 0, 1, 2  # rows behind those of the thinker
+
+
+def words_of_codes(codes: Codes) -> list[int]:
+    """Returns which word each code says, from 0 on; -1 before the first."""
+    words, number, before = list[int](), -1, SOUNDS[0]
+    for sound in (SOUNDS[code - 1] for code in codes):
+        number += sound.word_start and not (before.word_start and before.phone == sound.phone)
+        words.append(number)
+        before = sound
+    return words
+
+
+def words_of_tokens(text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+    """Returns which word of a text each token belongs to, or -1, and how many words there are."""
+    which, words = [-1] * len(text), list(re.finditer(r"[A-Za-z']+|\d+", text))
+    for number, word in enumerate(words):
+        which[word.start() : word.end()] = [number] * len(word.group())
+    return [max(which[begin:end], default=-1) for begin, end in spans], len(words)
+
+
+def guide_loss(attention: Tensor, key: Tensor, want: Tensor) -> Tensor:
+    """Returns -log of the share of attention that the tokens of the wanted words get, where there are any.
+
+    Args:
+        attention: [B, 2, L, L], of two heads.
+        key: [B, L], which word stands at each place, or -1.
+        want: [B, L, 2], which word each head is to look at, or -1.
+    """
+    want = want.transpose(1, 2)
+    order = torch.ones(attention.shape[-2:], dtype=torch.bool, device=key.device).tril()
+    good = (key[:, None, None, :] == want[..., None]) & (want[..., None] >= 0) & order
+    share = (attention.float() * good).sum(-1).clamp(min=1e-6)
+    return -share[good.any(-1)].log().sum() / good.any(-1).sum().clamp(min=1)
+
+
+class Talker:
+    """Trains the talker on the rows of a trained thinker."""
+
+    rate, betas, decay = 1.2e-3, (0.9, 0.98), 0.02
+
+    def __init__(self, model: Any, processor: Any, texts: Texts, batch: int, steps: int) -> None:
+        model.talker.set_attn_implementation("eager")  # gives the attention that is guided
+        self.module, self.thinker, self.texts, self.batch = model.talker, model.thinker, texts, batch
+        self.processor, config = processor, model.config.talker_config
+        self.voices = {name: int(fields["bos_token"]) for name, fields in model.speaker_map.items()}
+        self.text_ends = [config.tts_text_end_token_id, config.tts_text_pad_token_id]
+        self.pad, self.start, self.end = (getattr(config, f"tts_codec_{n}_token_id") for n in ("pad", "start", "end"))
+
+    def batches(self, rng: random.Random) -> Iterator[dict[str, Tensor]]:
+        """Yields replies to their prompts, with the teacher's codes."""
+        while True:
+            asked = [Question(*self.texts.ask(rng, TALKER_KINDS)) for _ in range(self.batch)]
+            voice = rng.choice(list(VOICES.values()))
+            said = [encode(one, voice)[0] for one in speak([one.wanted for one in asked], voice, wave=False)]
+            pairs = [(one, codes) for one, codes in zip(asked, said, strict=True) if SHORTEST <= len(codes) <= LONGEST]
+            if pairs:
+                yield self.batch_of([self.row(rng, one, codes, voice.name) for one, codes in pairs])
+
+    def batch_of(self, rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Returns the arrays of some replies, made equally long."""
+        fills = {"target": IGNORED, "key": -1, "want": -1}
+        return {
+            name: pad_sequence([row[name] for row in rows], batch_first=True, padding_value=fills.get(name, 0))
+            for name in rows[0]
+        }
+
+    def row(self, rng: random.Random, question: Question, codes: Codes, voice: str) -> dict[str, Tensor]:
+        """Returns the arrays of one reply; negative numbers in `source` are rows behind the thinker's."""
+        tokenizer = self.processor.tokenizer
+        prompt = tokenizer(prompt_of(self.processor, question))["input_ids"]
+        made = tokenizer(question.wanted, return_offsets_mapping=True)
+        words, count = words_of_tokens(question.wanted, made["offset_mapping"])
+        p, r, n = len(prompt), len(words), len(codes)
+        ends = [END - 3, *[PAD - 3] * max(0, n - r)]
+        said, want = words_of_codes(codes), np.full((p + 2 + n, 2), -1)
+        if said[-1] + 1 == count:  # as many words as in the text: this one and the next
+            want[p + 2 :, 0] = said
+            want[p + 1 :, 1] = [0, *(number + 1 for number in said)]
+        near = np.clip(np.arange(n) + [rng.randint(-4, 4) for _ in codes], 0, n - 1)
+        other = [rng.randint(1, len(SOUNDS)) if rng.random() < 0.4 else codes[at] for at in near]
+        wrong = WRONG_CODES * rng.random() * (rng.random() < WITH_WRONG_CODES)
+        heard = [bad if rng.random() < wrong else code for bad, code in zip(other, codes, strict=True)]
+        arrays = {
+            "ids": [*prompt, *made["input_ids"]],
+            "prompt": [p],
+            "voice": [self.voices[voice]],
+            "source": [*range(p), VOICE - 3, *range(p, p + r), *ends][: p + 2 + n],
+            "code": [*[self.pad] * (p + 1), self.start, *heard],
+            "target": [*[IGNORED] * (p + 1), *codes, self.end],
+            "key": [*[-1] * (p + 1), *words, count, *[-1] * n][: p + 2 + n],
+            "want": want,
+        }
+        return {name: torch.as_tensor(np.array(values, np.int64)) for name, values in arrays.items()}
+
+    @torch.no_grad()
+    def text_side(self, batch: dict[str, Tensor]) -> Tensor:
+        """Returns [B, L, 192]: the thinker's rows, voices and ends in their places."""
+        ids, source = batch["ids"], batch["source"]
+        made = self.thinker.model(inputs_embeds=self.thinker.get_input_embeddings()(ids), output_hidden_states=True)
+        rows = made.last_hidden_state + made.hidden_states[0]
+        place = torch.arange(rows.shape[1], device=rows.device)[None, :, None]
+        strange = (place < batch["prompt"][:, :, None]) & (torch.rand(len(rows), 1, 1, device=rows.device) < STRANGE)
+        rows = torch.where(strange, 1.5 * torch.randn_like(rows), rows)
+        ends = torch.tensor(self.text_ends, device=ids.device).expand(len(ids), -1)
+        rows = torch.cat([rows, self.thinker.get_input_embeddings()(torch.cat([batch["voice"], ends], 1))], 1)
+        index = torch.where(source < 0, rows.shape[1] + source, source)
+        return torch.gather(rows, 1, index[..., None].expand(-1, -1, rows.shape[-1]))
+
+    def loss(self, batch: dict[str, Tensor], done: float) -> Tensor:
+        """Returns the loss of the codes and of the guided attention."""
+        place = torch.arange(batch["code"].shape[1], device=batch["code"].device)[None]
+        codec = self.module.get_input_embeddings()(batch["code"]) * (place >= batch["prompt"])[..., None]
+        inputs = self.module.thinker_to_talker_proj(self.text_side(batch) + codec)
+        made = self.module.model(inputs_embeds=inputs, output_attentions=True, use_cache=False)
+        logits = self.module.codec_head(made.last_hidden_state).float()
+        loss = functional.cross_entropy(logits.flatten(0, 1), batch["target"].flatten(), ignore_index=IGNORED)
+        guides = [guide_loss(made.attentions[layer][:, :3:2], batch["key"], batch["want"]) for layer in GUIDED]
+        return loss + GUIDE_WEIGHT * (1 - GUIDE_FALL * done) * torch.stack(guides).mean()
