@@ -1,16 +1,14 @@
 """Writes checkpoints without a network: tiny ones that run, and full-sized ones without weights.
 
     python -m tools.checkpoints tiny|tiny-qwen3|tiny-z-image|tiny-qwen-image OUT_DIR [--seed N]
-    python -m tools.checkpoints full OUT_DIR [--weights]
-    python -m tools.checkpoints full-qwen3|full-z-image|full-qwen-image OUT_DIR
+    python -m tools.checkpoints full|full-qwen3|full-z-image|full-qwen-image OUT_DIR
     python -m tools.checkpoints tiny-qwen3-tts|full-qwen3-tts OUT_DIR [--kind KIND] [--size 1b7|0b6]
 
 `tiny` has the real architecture at toy size and random weights, scaled so that the outputs are useful in tests: greedy
 tokens vary with the prompt and do not fall into a cycle, the waveform has amplitude and is not clipped
 (docs/decisions.md). It checks this at the end and fails if the outputs do not vary enough.
 
-`full` has the published sizes of Qwen2.5-Omni-7B and no weights; vLLM fills it with `load_format: dummy`. With
-`--weights` it has random ones, 21.5 GB, for measurements of loading; their answers are not checked.
+`full` has the published sizes of Qwen2.5-Omni-7B and no weights; vLLM fills it with `load_format: dummy`.
 
 The others are the same for Qwen3-Omni, for the three kinds of Qwen3-TTS, for Z-Image and for Qwen-Image-2.1; those of
 pictures need the extra `image`. All use the layout of the published checkpoint, so the same code loads either.
@@ -26,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 MARKER_FILE = "omni_actors_checkpoint.json"
-INDEX_FILE = "model.safetensors.index.json"
 
 
 class CheckpointError(Exception):
@@ -44,7 +41,7 @@ def claim_folder(folder: Path, contents: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()) and not (folder / MARKER_FILE).exists():
         raise FolderError(f"{folder} is not empty and was not written by this command; name another directory")
-    for old in [*folder.glob("*.safetensors"), *folder.glob(INDEX_FILE)]:
+    for old in folder.glob("*.safetensors"):
         old.unlink()  # a full checkpoint over a tiny one must not keep the weights
     write_json(folder / MARKER_FILE, contents)
 

@@ -53,8 +53,6 @@ def make_parser() -> argparse.ArgumentParser:
         if name.endswith("tts"):
             command.add_argument("--kind", choices=tts.KINDS, default=tts.KINDS[0], help="of the checkpoint")
             command.add_argument("--size", choices=tts.SIZES, default=tts.SIZES[0], help="1.7B (default) or 0.6B")
-        if name == "full":
-            command.add_argument("--weights", action="store_true", help="random weights, too: 21.5 GB")
     return parser
 
 

@@ -12,7 +12,7 @@ from tools.checkpoints import CheckpointError, claim_folder
 from tools.checkpoints.families import Family, Sizes
 from tools.checkpoints.measure import AUDIO_RATE, Answer, failed_checks, measure_answers, print_answers
 from tools.checkpoints.tokenizer import TokenLayout, make_tokenizer
-from tools.checkpoints.weights import draw_weights, make_voices, spoken_token_ids, write_random_shards
+from tools.checkpoints.weights import draw_weights, make_voices, spoken_token_ids
 
 ROLES = ("system", "user", "assistant")
 VOICES_FILE = "spk_dict.pt"  # of Qwen2.5-Omni; Qwen3-Omni's voices are in the configuration
@@ -165,8 +165,8 @@ def write_tiny(
     return answers
 
 
-def write_full(folder: Path, *, family: Family = QWEN2_5_OMNI, weights: bool = False) -> None:
-    """Writes the checkpoint with the published sizes; with `weights` random ones too, 21.5 GB of bfloat16.
+def write_full(folder: Path, *, family: Family = QWEN2_5_OMNI) -> None:
+    """Writes the checkpoint with the published sizes and no weights.
 
     Raises FolderError like `write_tiny`.
     """
@@ -176,5 +176,3 @@ def write_full(folder: Path, *, family: Family = QWEN2_5_OMNI, weights: bool = F
     config = make_config(family, family.published, role_ids(tokenizer))
     make_generation_config(layout).save_pretrained(folder)
     _write_rest(family, folder, family.published, tokenizer, config, 0)
-    if weights:
-        write_random_shards(folder, config, spoken_ids=spoken_token_ids(tokenizer), sounds=family.published["sounds"])

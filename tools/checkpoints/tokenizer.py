@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,20 +123,14 @@ def make_vocabulary(layout: TokenLayout) -> tuple[dict[str, int], list[tuple[str
 
 def make_tokenizer(layout: TokenLayout) -> Any:
     """Returns a Qwen2 tokenizer with the published special tokens at the ids that the layout gives them."""
-    return tokenizer_of(layout, *make_vocabulary(layout), layout.special_ids())
-
-
-def tokenizer_of(
-    layout: TokenLayout, words: Mapping[str, int], merges: Iterable[tuple[str, str]], special: Mapping[str, int]
-) -> Any:
-    """Returns a Qwen2 tokenizer with these words, merges and special tokens."""
     from tokenizers import AddedToken
     from transformers import Qwen2Tokenizer
 
+    (words, merges), special = make_vocabulary(layout), layout.special_ids()
     # Special tokens are part of the BPE vocabulary, so that they can have ids beyond the number of words.
     tokenizer = Qwen2Tokenizer(
         vocab={**words, **special},
-        merges=list(merges),
+        merges=merges,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         extra_special_tokens=dict(layout.named),
