@@ -156,7 +156,7 @@ class EngineLoop:
         """Serve until the session ends; return why it did."""
         while self._end is None:
             self._take_events()
-            if not self.outbound.congested:  # otherwise congested, the stages after this one set the pace
+            if not self.outbound.congested:  # when it is, the stages after this one set the pace
                 output = self.actor.step()
                 self.outbound.send(output, idle=not self.actor.runnable())
             self.inbound.pulse.progress += 1  # the coordinator sees by the next heartbeat that the loop is alive
