@@ -67,11 +67,8 @@ def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
             _check_ray(stage, where)
         if stage.decode is not None:
             _check_decode(stage.kind, stage.decode, f"{where}.decode")
-        for key, value in (
-            ("steps_per_schedule", stage.steps_per_schedule),
-            ("multiprocessors", stage.multiprocessors),
-        ):
-            if value is not None and stage.kind is not StageKind.AUTOREGRESSIVE:
+        for key in ("steps_per_schedule", "multiprocessors"):
+            if getattr(stage, key) is not None and stage.kind is not StageKind.AUTOREGRESSIVE:
                 raise ConfigError(f"{where}.{key} does not apply to a stage of kind {stage.kind}.")
         if stage.inputs is not None:
             _check_processor(stage.inputs.processor, f"{where}.inputs.processor")

@@ -93,8 +93,9 @@ class MpsChild:
         path = f"{os.environ.get('PATH', os.defpath)}:{CONTROL_FOLDERS}"
         if (control := shutil.which(CONTROL, path=path)) is None:
             return f"{CONTROL} is not in {path}"
-        uuids = await asyncio.to_thread(gpu_uuids, visible_devices(gpus))
-        multiprocessors = await asyncio.to_thread(self._multiprocessors)
+        uuids, multiprocessors = await asyncio.gather(
+            asyncio.to_thread(gpu_uuids, visible_devices(gpus)), asyncio.to_thread(self._multiprocessors)
+        )
         run = self._run_directory
         folder = str(run.path / f"{MPS_PREFIX}{os.getpid()}")
         variables = {"PATH": path, "CUDA_VISIBLE_DEVICES": ",".join(uuids.values())}  # PATH: to find its server

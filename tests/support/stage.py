@@ -39,7 +39,6 @@ class RecordingEngine(StageEngine):
         self.held: set[str] = set()
         self.events: list[EngineEvent] = []
         self.refuse: Exception | None = None
-        self.starved: set[str] = set()
 
     @property
     def facts(self) -> EngineFacts:
@@ -62,9 +61,6 @@ class RecordingEngine(StageEngine):
 
     def runnable(self) -> bool:
         return bool(self.events)
-
-    def waits_for_input(self, request_id: str) -> bool:
-        return request_id in self.starved
 
     def step(self) -> Sequence[EngineEvent]:
         events, self.events = self.events, []

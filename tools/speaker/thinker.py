@@ -103,9 +103,8 @@ def own_lists(model: Any, rng: random.Random, voice: Voice, count: int) -> list[
     lists, sounds = [heard_words(rng) for _ in range(count)], list[Wave]()
     fields = model.speaker_map[voice.name]
     cond, mel = fields["cond"].to(model.device), fields["ref_mel"].to(model.device)
-    for first in range(
-        0, count, OWN_AT_ONCE
-    ):  # one behind the other, as the model hears only a second around each code
+    for first in range(0, count, OWN_AT_ONCE):
+        # One behind the other, as the model hears only a second around each code.
         lines = [listed(words) for words in lists[first : first + OWN_AT_ONCE]]
         codes = [encode(said, voice)[0] for said in speak(lines, voice, wave=False)]
         whole = torch.from_numpy(np.concatenate(codes))[None].to(model.device)
