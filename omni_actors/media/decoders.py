@@ -12,6 +12,7 @@ length, a head in msgpack, and the raw data that the head announces.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import resource
@@ -231,10 +232,9 @@ class MediaDecoder:
         finally:
             with self._lock:
                 left, self.process = self.process, None
-            if left is not None and (self._cancelled or time.monotonic() >= deadline):  # killed after its last word
-                _end(left)
-            elif left is not None:
-                self._idle.append(left)
+            if left is not None:
+                late = self._cancelled or time.monotonic() >= deadline  # killed after its last word
+                (_end if late else self._idle.append)(left)
 
     def _started(self) -> subprocess.Popen[bytes]:
         """Return a process that waits for a job."""
@@ -244,13 +244,15 @@ class MediaDecoder:
             return self._take(process)
         if self._cancelled:
             raise Aborted(ABORTED)
-        environment = {name: os.environ[name] for name in INHERITED if name in os.environ} | OWN
+        env = {name: os.environ[name] for name in INHERITED if name in os.environ} | OWN
         command = [sys.executable, "-m", "omni_actors.media.decoders", str(os.getpid()), str(self._memory_bytes)]
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pipesize": PIPE_BYTES}
         try:
-            process = self._take(subprocess.Popen(command, env=environment, **pipes))
+            process = self._take(subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         except OSError as error:
             raise EngineError(f"The media decoder cannot be started: {error}.") from error
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(PermissionError):  # all pipes of a user may hold 64 MiB; a smaller one is slower
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # type: ignore[arg-type]
         try:
             with _killed_after(process, START_SECONDS):
                 _reply(process)
@@ -347,10 +349,9 @@ def main(parent: int, memory_bytes: int) -> None:
         return
     jobs, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     preload()
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)  # a file could make C libraries write between the replies, and any number of lines into the log
-    os.dup2(silence, 2)
-    os.close(silence)
+    with open(os.devnull, "wb") as silence:
+        for output in (1, 2):  # a file could make C libraries write between the replies, or many lines into the log
+            os.dup2(silence.fileno(), output)
     most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
