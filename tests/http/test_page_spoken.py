@@ -6,11 +6,14 @@ import base64
 import json
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from playwright.sync_api import Page, WebSocketRoute, expect
 
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.realtime.config import error_event
 from tests.support.browser import axe_violations, needs_chromium, open_page, sent_messages, until
 from tests.support.paths import REPOSITORY
 from tests.support.realtime import speech
@@ -25,6 +28,7 @@ SCREENSHOT = REPOSITORY / "docs" / "images" / "web-spoken.png"
 ROUTE = "**/v1/realtime"
 MILLISECONDS_PER_CHARACTER = 20  # of what the echo stages speak
 LONG = "hello sea " * 150  # 30 s: on a busy machine it takes long until the server hears what is said meanwhile
+Event = dict[str, Any]
 APPEND, CREATE, TRUNCATE = "input_audio_buffer.append", "conversation.item.create", "conversation.item.truncate"
 
 
@@ -35,12 +39,20 @@ class Line:
     """
 
     def __init__(self) -> None:
-        self.sent: list[dict[str, Any]] = []
+        self.sent: list[Event] = []
         self._speech = bytearray()
 
-    def connect(self, route: WebSocketRoute) -> WebSocketRoute:
-        """Connect a page; returns the server's side."""
+    def connect(self, route: WebSocketRoute, change: Callable[[Event], Event | None] = lambda event: event) -> None:
+        """Connect a page, which receives the server's events as `change` returns them, except those that it drops.
+
+        Whether turns are found in time depends on what else the machine does, so the page is not told.
+        """
         server = route.connect_to_server()
+
+        def back(data: str) -> None:
+            event = json.loads(data)
+            if event.get("error", {}).get("code") != "detection_lags" and (changed := change(event)) is not None:
+                route.send(json.dumps(changed))
 
         def forward(data: str) -> None:
             event = json.loads(data)
@@ -52,13 +64,13 @@ class Line:
             server.send(json.dumps(event))
 
         route.on_message(forward)
-        return server
+        server.on_message(back)
 
     def speak(self) -> None:
         """Say something, followed by silence."""
         self._speech += speech(0.6).tobytes()
 
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+    def of_kind(self, kind: str) -> list[Event]:
         """The events of a type that the page has sent."""
         return [event for event in self.sent if event["type"] == kind]
 
@@ -67,11 +79,7 @@ class Line:
 def line(page: Page) -> Line:
     """That of the page, for connections to which a test gives no route of its own."""
     made = Line()
-
-    def connect(route: WebSocketRoute) -> None:
-        made.connect(route)
-
-    page.route_web_socket(ROUTE, connect)
+    page.route_web_socket(ROUTE, lambda route: made.connect(route))
     return made
 
 
@@ -164,21 +172,21 @@ def test_speech_cuts_the_answer_to_what_was_heard(echo: HttpPipeline, page: Page
 
 def test_a_lost_connection_is_opened_again_with_the_conversation(echo: HttpPipeline, page: Page, line: Line) -> None:
     connections: list[WebSocketRoute] = []
-    understood: list[dict[str, Any]] = []
+    understood: list[Event] = []
 
     def connect(route: WebSocketRoute) -> None:
         first = not connections
         connections.append(route)
 
-        def to_page(data: str) -> None:
-            event = json.loads(data)
+        def change(event: Event) -> Event | None:
             if first or "input_audio_transcription" not in event["type"]:
-                route.send(data)
-            elif not understood:  # the second connection is lost when the page knows the beginning of what was said
-                understood.append(event)
-                route.send(data)
+                return event
+            if understood:  # the second connection is lost when the page knows the beginning of what was said
+                return None
+            understood.append(event)
+            return event
 
-        line.connect(route).on_message(to_page)
+        line.connect(route, change)
 
     def in_words() -> list[tuple[str, str]]:
         """What the page has told the sessions that it opened again."""
@@ -205,21 +213,34 @@ def test_a_lost_connection_is_opened_again_with_the_conversation(echo: HttpPipel
     expect(page.locator("#error")).to_be_hidden()
 
 
+def test_what_fails_is_said_in_words_and_the_conversation_goes_on(echo: HttpPipeline, page: Page, line: Line) -> None:
+    failures = {
+        "too busy to notice at once": HttpError(503, "Turns are found too late.", code="detection_lags"),
+        "The server cannot answer at the moment.": HttpError(503, "Something else.", code="new"),
+        "The server does not accept this message.": HttpError(400, "Something else.", code="new"),
+    }
+    coming = iter(failures.values())
+
+    def change(event: Event) -> Event:
+        """Have a failure in the place of what follows the end of an answer."""
+        return error_event(next(coming)) if event["type"] == "rate_limits.updated" else event
+
+    page.route_web_socket(ROUTE, lambda route: line.connect(route, change))
+    converse(page, echo, "sea")
+    for words in failures:
+        speak_and_hear(page, line)
+        expect(page.locator("#error")).to_contain_text(words)
+
+
 def understand(page: Page, line: Line, words: str) -> None:
     """Have the page told that the user says these words, in place of what the echo stages say of any sound."""
 
-    def connect(route: WebSocketRoute) -> None:
-        def tell(data: str) -> None:
-            event = json.loads(data)
-            if event["type"].endswith("input_audio_transcription.delta"):
-                return
-            if event["type"].endswith("input_audio_transcription.completed"):
-                event["transcript"] = words
-            route.send(json.dumps(event))
+    def change(event: Event) -> Event | None:
+        if event["type"].endswith("input_audio_transcription.completed"):
+            event["transcript"] = words
+        return None if event["type"].endswith("input_audio_transcription.delta") else event
 
-        line.connect(route).on_message(tell)
-
-    page.route_web_socket(ROUTE, connect)
+    page.route_web_socket(ROUTE, lambda route: line.connect(route, change))
 
 
 def test_everybody_can_converse_at_any_width(echo: HttpPipeline, page: Page, line: Line) -> None:

@@ -20,6 +20,8 @@ const WORDS = {  // by the code of an error; the server's own message is for pro
   aborted: "The answer was ended by the server.",
   internal_error: "The server failed.",
   session_expired: "A session is not longer than this on this server. The conversation goes on in a new one.",
+  session_idle: "The server ended a session in which it heard nothing. The conversation goes on in a new one.",
+  detection_lags: "The server is too busy to notice at once when you have finished speaking.",
 };
 const WORDS_BY_STATUS = {
   401: "The server asks for an API key: enter it in the settings.",
@@ -38,8 +40,9 @@ export class PageError extends Error {
   }
 
   static of(error, status = 0) {
+    const refused = status ? status < 500 : error?.type === "invalid_request_error";  // an event has no status
     const words = WORDS[error?.code] ?? WORDS_BY_STATUS[status]
-      ?? (status >= 500 ? "The server cannot answer at the moment." : "The server does not accept this message.");
+      ?? (refused ? "The server does not accept this message." : "The server cannot answer at the moment.");
     return new PageError(words, error ? `${error.message}${error.code ? ` (${error.code})` : ""}` : `HTTP status ${status}`);
   }
 }
