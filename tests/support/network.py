@@ -69,14 +69,14 @@ class Host:
 
 
 class Cable(threading.Thread):
-    """Carries packets. `delay` (seconds, one way) and `loss` (0 to 1) may be set at any time."""
+    """Carries packets, and keeps them. `delay` (seconds, one way) and `loss` (0 to 1) may be set at any time."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__(name="cable", daemon=True)
         self.delay = 0.0
         self.loss = 0.0
         self.is_cut = False
-        self.carried = 0
+        self.carried: list[bytes] = []
         self._ends = {first: second, second: first}
         self._random = random.Random(0)
         self._waiting: collections.deque[tuple[float, int, bytes]] = collections.deque()  # (due, to, packet)
@@ -117,7 +117,7 @@ class Cable(threading.Thread):
             _, to, packet = self._waiting.popleft()
             if self.is_cut:
                 continue
-            self.carried += 1
+            self.carried.append(packet)
             with contextlib.suppress(BlockingIOError):  # the receiver's queue is full: networks lose packets then
                 os.write(to, packet)
 
