@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from omni_actors.engine.platform import prepare
 from omni_actors.transport.sockets import Sockets
 from tests.support import guard, sharing, trust
 from tests.support.launcher import EchoLauncher
@@ -25,6 +26,7 @@ from tests.support.processes import assert_nothing_left, end_all, processes_of, 
 if TYPE_CHECKING:
     from tests.support.servers import HttpPipeline
 
+prepare()  # before any file of tests imports vLLM, in whatever order they are read
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The models are tiny and the processes many: threads of one model that wait for each other cost more than they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -6,19 +6,14 @@ import contextlib
 import gc
 
 import pytest
+from triton.runtime.interpreter import GridExecutor
 
-from omni_actors.engine.platform import prepare
-
-prepare()
-
-from triton.runtime.interpreter import GridExecutor  # noqa: E402
-
-from tests.support.nightly import nightly  # noqa: E402
-from tests.support.qwen3_reference import Qwen3Reference  # noqa: E402
-from tests.support.reference import Reference  # noqa: E402
-from tests.support.servers import HttpPipeline, close_clients  # noqa: E402
-from tests.support.stage_driver import VOICES, Driver, count_preemptions, kv_cache, make_engine  # noqa: E402
-from tests.support.startup.untraced import untraced  # noqa: E402
+from tests.support.nightly import nightly
+from tests.support.qwen3_reference import Qwen3Reference
+from tests.support.reference import Reference
+from tests.support.servers import HttpPipeline, close_clients
+from tests.support.stage_driver import VOICES, Driver, count_preemptions, kv_cache, make_engine
+from tests.support.startup.untraced import untraced
 
 # On the CPU, Triton's interpreter runs the kernels of vLLM, which take most of a step.
 GridExecutor.__call__ = untraced(GridExecutor.__call__)

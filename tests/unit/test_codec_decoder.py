@@ -5,17 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omni_actors.engine.platform import prepare
-
-prepare()
-
-from omni_actors.engine.models.chunks import ChunkPolicy  # noqa: E402
-from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder  # noqa: E402
-from omni_actors.engine.models.codec_decoder.runner import BatchedDecoder  # noqa: E402
-from omni_actors.engine.models.codec_decoder.stream import CodecChunk, CodecStream, Cutting, DecoderCarry  # noqa: E402
-from omni_actors.engine.workers.diffusion import DiffusionJob  # noqa: E402
-from omni_actors.errors import InvalidPayload, InvalidRequest, OmniError, PromptTooLong  # noqa: E402
-from tests.support.codec import CODEBOOK, WINDOW, codes, flat, own_decoder, whole  # noqa: E402
+from omni_actors.engine.models.chunks import ChunkPolicy
+from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
+from omni_actors.engine.models.codec_decoder.runner import BatchedDecoder
+from omni_actors.engine.models.codec_decoder.stream import CodecChunk, CodecStream, Cutting, DecoderCarry
+from omni_actors.engine.workers.diffusion import DiffusionJob
+from omni_actors.errors import InvalidPayload, InvalidRequest, OmniError, PromptTooLong
+from tests.support.codec import CODEBOOK, WINDOW, codes, flat, own_decoder, whole
 
 TOLERANCE = 1e-5  # at a peak of 0.6; float rounding alone makes 1e-6
 CPU = torch.device("cpu")

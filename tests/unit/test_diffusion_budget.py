@@ -9,15 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.config import StageConfig, StageKind
-from omni_actors.engine.platform import prepare
-
-prepare()
-
-from omni_actors.engine.models.qwen2_5_omni.code2wav import CHUNKS  # noqa: E402
-from omni_actors.engine.models.qwen2_5_omni.stream import Geometry  # noqa: E402
-from omni_actors.engine.scheduler import Claim, DeviceBudget  # noqa: E402
-from omni_actors.engine.workers.diffusion import DiffusionJob  # noqa: E402
-from tools.checkpoints.omni import QWEN2_5_OMNI, make_config  # noqa: E402
+from omni_actors.engine.models.qwen2_5_omni.code2wav import CHUNKS
+from omni_actors.engine.models.qwen2_5_omni.stream import Geometry
+from omni_actors.engine.scheduler import Claim, DeviceBudget
+from omni_actors.engine.workers.diffusion import DiffusionJob
+from tools.checkpoints.omni import QWEN2_5_OMNI, make_config
 
 LIMIT = 100
 

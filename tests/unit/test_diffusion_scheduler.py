@@ -11,13 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_actors.engine.platform import prepare
-
-prepare()
-
-from omni_actors.engine.scheduler import Claim, DiffusionMixin  # noqa: E402
-from omni_actors.engine.workers.diffusion import DiffusionJob  # noqa: E402
-from omni_actors.stage.sound import LONG_STEP_TOKENS, STRETCH, TOKENS_PER_SECOND  # noqa: E402
+from omni_actors.engine.scheduler import Claim, DiffusionMixin
+from omni_actors.engine.workers.diffusion import DiffusionJob
+from omni_actors.stage.sound import LONG_STEP_TOKENS, STRETCH, TOKENS_PER_SECOND
 
 NOW, SOON, LATER = 100.0, 100.1, 110.0
 

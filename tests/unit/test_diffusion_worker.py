@@ -7,12 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from omni_actors.engine.platform import prepare
-
-prepare()
-
-from omni_actors.engine.workers.diffusion import FAILED_TOKEN, STEP_TOKEN, DiffusionOutput, DiffusionWorker, StepResult  # noqa: E402  # noqa: E402
-from omni_actors.errors import ConfigError, EngineError  # noqa: E402
+from omni_actors.engine.workers.diffusion import FAILED_TOKEN, STEP_TOKEN, DiffusionOutput, DiffusionWorker, StepResult
+from omni_actors.errors import ConfigError, EngineError
 
 CPU = None  # the copy stream
 

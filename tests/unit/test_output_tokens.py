@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from omni_actors.engine.platform import prepare
-
-prepare()
-
-from vllm.v1.engine import EngineCoreOutput, FinishReason  # noqa: E402
-
-from omni_actors.engine.models.frame_talker import FrameOutputs  # noqa: E402
-from omni_actors.engine.models.qwen3_omni.thinker import TokenOutputs  # noqa: E402
-from omni_actors.engine.workers.base import attach  # noqa: E402
-from omni_actors.protocol.fields import ReplicaId  # noqa: E402
-from omni_actors.stage.engine_interface import OutputEvent, StreamEvent, TextEvent  # noqa: E402
-from omni_actors.stage.meter import StageMeter  # noqa: E402
+from omni_actors.engine.models.frame_talker import FrameOutputs
+from omni_actors.engine.models.qwen3_omni.thinker import TokenOutputs
+from omni_actors.engine.workers.base import attach
+from omni_actors.protocol.fields import ReplicaId
+from omni_actors.stage.engine_interface import OutputEvent, StreamEvent, TextEvent
+from omni_actors.stage.meter import StageMeter
 
 END = 99
 SAMPLED = 14  # tokens of a request, with the last, which has neither frame nor sound

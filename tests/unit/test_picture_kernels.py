@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import QwenImage21DupUp3D
 
-from omni_actors.engine.platform import prepare
-
-prepare()
-
-from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import QwenImage21DupUp3D  # noqa: E402
-
-from omni_actors.engine.models.pictures.layers import Between, FusedBetween, RmsNorm, rotation_at  # noqa: E402  # noqa: E402
-from omni_actors.engine.models.qwen_image.dit import Condition, Prefix, QwenImageConfig, QwenImageNetwork  # noqa: E402  # noqa: E402
-from omni_actors.engine.models.qwen_image.vae_decoder import PictureDecoder, sources_of  # noqa: E402
-from tools.checkpoints.pictures import QWEN_IMAGE  # noqa: E402
+from omni_actors.engine.models.pictures.layers import Between, FusedBetween, RmsNorm, rotation_at
+from omni_actors.engine.models.qwen_image.dit import Condition, Prefix, QwenImageConfig, QwenImageNetwork
+from omni_actors.engine.models.qwen_image.vae_decoder import PictureDecoder, sources_of
+from tools.checkpoints.pictures import QWEN_IMAGE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-6

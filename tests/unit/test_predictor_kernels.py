@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omni_actors.engine.platform import prepare
-
-prepare()
-
-from omni_actors.engine.models import fused_predictor  # noqa: E402
-from omni_actors.engine.models.code_predictor import CodePredictor, PredictorConfig  # noqa: E402
+from omni_actors.engine.models import fused_predictor
+from omni_actors.engine.models.code_predictor import CodePredictor, PredictorConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTH, VOCABULARY = 32, 112

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from vllm.model_executor.layers.fused_moe import fused_moe
 
-from omni_actors.engine.platform import prepare
-
-prepare()
-
-from vllm.model_executor.layers.fused_moe import fused_moe  # noqa: E402 - after the platform is chosen
-
-from omni_actors.engine.workers.gpu import Experts, prompt_sizes  # noqa: E402
+from omni_actors.engine.workers.gpu import Experts, prompt_sizes
 
 GRAPHS = [1, 2, 4, *range(8, 257, 8)]
 THINKER = Experts((128, 1536, 2048), (128, 2048, 768), 8)

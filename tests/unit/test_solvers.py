@@ -7,15 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import RungeKutta4ODESolver
 
-from omni_actors.engine.platform import prepare
-
-prepare()
-
-
-from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import RungeKutta4ODESolver  # noqa: E402
-
-from omni_actors.engine.models.qwen2_5_omni.dit import SOLVERS, solver_times  # noqa: E402
+from omni_actors.engine.models.qwen2_5_omni.dit import SOLVERS, solver_times
 
 Slope = Callable[[float, torch.Tensor], torch.Tensor]
 

@@ -9,24 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from omni_actors.engine.platform import prepare
-
-prepare()
-
-from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniBigVGANConfig  # noqa: E402
-from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (  # noqa: E402
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniBigVGANConfig
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniAntiAliasedActivation1d,
     Qwen2_5OmniSnakeBeta,
     Qwen2_5OmniToken2WavBigVGANModel,
 )
 
-from omni_actors.engine.models.chunks import ChunkPolicy, DecodeOptions  # noqa: E402
-from omni_actors.engine.models.qwen2_5_omni import bigvgan, kernels  # noqa: E402
-from omni_actors.engine.models.qwen2_5_omni.dit import SOLVERS  # noqa: E402
-from omni_actors.engine.models.qwen2_5_omni.stream import NoiseBlocks  # noqa: E402
-from omni_actors.errors import ConfigError  # noqa: E402
-from tests.support.reference import vocoder_noise  # noqa: E402
+from omni_actors.engine.models.chunks import ChunkPolicy, DecodeOptions
+from omni_actors.engine.models.qwen2_5_omni import bigvgan, kernels
+from omni_actors.engine.models.qwen2_5_omni.dit import SOLVERS
+from omni_actors.engine.models.qwen2_5_omni.stream import NoiseBlocks
+from omni_actors.errors import ConfigError
+from tests.support.reference import vocoder_noise
 
 # Compiled where there is a GPU, else interpreted.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
