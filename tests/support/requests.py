@@ -120,11 +120,11 @@ class CheckedRequestMachine(RequestMachine):
         return request is not None and isinstance(item.body, Failed)
 
     def check(self) -> None:
-        active = {request.request_id for request in self.active}
+        active = {request.request_id for request in self.active.values()}
         assert len(active) == self.in_flight + self.queued
         assert self.in_flight <= self.pipeline.coordinator.max_in_flight
         assert self.queued <= self.pipeline.coordinator.max_queued
-        assert self.queued == sum(request.state == "queued" for request in self.active)
+        assert self.queued == sum(request.state == "queued" for request in self.active.values())
         assert active == set(self._client_seq), "admitted, not ended and not there, or the other way round"
         assert active == set(self.onlooker.attempts), "an observer sees every admission and every end"
         assert self.replays == sum(counts for _, counts in self.onlooker.losses)
@@ -142,9 +142,11 @@ class CheckedRequestMachine(RequestMachine):
             loads = [(item.congested, len(item.computing), len(item.requests), item.index) for item in free]
             best = self.replicas.choose(stage.name)
             assert loads.index(min(loads)) == free.index(best) if free else best is None
-        for request in self.active:
+        for request in self.active.values():
             self._check_request(request)
-        kept = [request.retained.size for request in self.active if request.retained and request.state != "queued"]
+        kept = [
+            request.retained.size for request in self.active.values() if request.retained and request.state != "queued"
+        ]
         assert self.retained.used == sum(kept)
 
     def _check_request(self, request: ActiveRequest) -> None:

@@ -67,7 +67,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def pick(self, number: int) -> str:
         """Most often a request that has not ended."""
-        names = [request.request_id for request in self.state.active]
+        names = [request.request_id for request in self.state.active.values()]
         return names[number % len(names)] if names and number < 7 else f"r{max(0, self.serial - number)}"
 
     @rule(client=st.sampled_from([ALICE, BOB]), audio=st.booleans(), timeout=st.sampled_from([0.0, 2.0, 50.0]))

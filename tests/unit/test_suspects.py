@@ -84,7 +84,7 @@ def test_a_group_that_crashes_is_halved_until_the_culprit_runs_alone() -> None:
     assert "5 replicas died" in body.message
     bring_back(state, "thinker")
     assert state.replicas.current("thinker", 0).requests == {"a", "b", "c", "e", "new"}, "at once, as all are cleared"
-    assert not any(request.suspected_by for request in state.active)
+    assert not any(request.suspected_by for request in state.active.values())
 
 
 def test_suspects_that_the_stage_finishes_are_cleared_and_the_next_group_runs() -> None:

@@ -1,4 +1,4 @@
-"""One request between admission and its one terminal message, what its client has of the answer, and indexes of all.
+"""One request between admission and its one terminal message, and what its client has of the answer.
 
 An answer is counted so that a replay sends only the rest: a stage that runs again computes its part from the start,
 with the same seed. Tokens, characters and samples are counted, not messages: another attempt may cut them differently.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -44,44 +44,41 @@ Fresh = tuple[Output, Sequence[Frame]]
 SAMPLE_BYTES = 4
 
 
+# What is counted of an answer, and the modality that it belongs to.
+COUNTED = {
+    "tokens": "text",
+    "characters": "text",
+    "prompt positions": "text",
+    "samples": "audio",
+    "image": "image",
+    "preview": "image",
+    "latents": "latents",
+}
+ESSENTIAL = ("tokens", "characters", "samples", "image", "latents")  # previews and log probabilities may differ
+
+
 class Delivery:
     """The count for one request."""
 
     def __init__(self) -> None:
-        self.tokens = 0
-        self.characters = 0
-        self.samples = 0
-        self._positions = 0  # of the prompt, with log probabilities
-        self._checksum = 0  # of the tokens that the client has
-        self._skip_tokens = 0  # so many will come again
-        self._skip_characters = 0
-        self._skip_samples = 0
-        self._skip_positions = 0
-        self._again = 0  # checksum of those that came again
+        self._delivered: collections.Counter[str] = collections.Counter()  # what the client has
+        self._to_skip: collections.Counter[str] = collections.Counter()  # of that, what a replay still brings again
+        self._checksum = self._checksum_again = 0  # of the tokens that the client has, and of those that came again
         self._calls: dict[int, int] = {}  # characters of arguments that the client has, by the index of the call
-        self._skip_calls: dict[int, int] = {}  # those that will come again, with the call's name
-        self._whole: collections.Counter[str] = collections.Counter()  # whole messages that the client has, by kind
-        self._skip_whole: collections.Counter[str] = collections.Counter()
+        self._calls_to_skip: dict[int, int] = {}  # those that come again, with the call's name
         self._steps: dict[str, int] = {}  # by stage: the progress that the client knows of
 
     def replay(self, modalities: Collection[str]) -> None:
         """Expect all that was delivered in these modalities to come again."""
+        self._to_skip |= {kind: count for kind, count in self._delivered.items() if COUNTED[kind] in modalities}
         if "text" in modalities:
-            self._skip_tokens, self._skip_characters = self.tokens, self.characters
-            self._skip_calls = dict(self._calls)
-            self._skip_positions = self._positions
-            self._again = 0
-        if "audio" in modalities:
-            self._skip_samples = self.samples
-        for kind, count in self._whole.items():
-            if ("image" if kind == "preview" else kind) in modalities:
-                self._skip_whole[kind] = count
+            self._calls_to_skip = dict(self._calls)
+            self._checksum_again = 0
 
     @property
     def complete(self) -> bool:
         """Whether all that the client had before a replay has come again."""
-        whole = self._skip_whole["image"] or self._skip_whole["latents"]
-        return not (self._skip_tokens or self._skip_characters or self._skip_samples or whole)
+        return not any(self._to_skip[kind] for kind in ESSENTIAL)
 
     def take(self, stage: str, body: Output, buffers: Sequence[Frame]) -> Fresh | None:
         """The new part of a stage's output, with its buffers; `None` for nothing.
@@ -91,85 +88,64 @@ class Delivery:
         """
         match body:
             case TextDelta():
-                delta = self.text(body)
+                delta = self._text(body)
                 return (delta, ()) if delta is not None else None
             case AudioChunk():
-                return self.audio(body, buffers)
+                return self._audio(body, buffers)
             case ImageChunk():
-                return (body, buffers) if self._is_new("preview" if body.preview else "image") else None
+                return None if self._known("preview" if body.preview else "image", 1) else (body, buffers)
             case LatentsChunk():
-                return (body, buffers) if self._is_new("latents") else None
+                return None if self._known("latents", 1) else (body, buffers)
             case StepsDone():
-                return self._progress(stage, body)
+                if body.step <= self._steps.get(stage, 0):  # after a replay, until it has caught up
+                    return None
+                self._steps[stage] = body.step
+                return msgspec.structs.replace(body, stage=stage), ()
 
-    def _is_new(self, kind: str) -> bool:
-        if self._skip_whole[kind]:
-            self._skip_whole[kind] -= 1
-            return False
-        self._whole[kind] += 1
-        return True
+    def _known(self, kind: str, count: int) -> int:
+        """Count output, and return how much of it, from its start, the client has already."""
+        known = min(self._to_skip[kind], count)
+        self._to_skip[kind] -= known
+        self._delivered[kind] += count - known
+        return known
 
-    def _progress(self, stage: str, body: StepsDone) -> Fresh | None:
-        """Progress that the client has not seen yet. After a replay there is none until it has caught up."""
-        if body.step <= self._steps.get(stage, 0):
-            return None
-        self._steps[stage] = body.step
-        return msgspec.structs.replace(body, stage=stage), ()
-
-    def text(self, body: TextDelta) -> TextDelta | None:
-        """The new part of `body`; `None` for nothing.
-
-        Raises:
-            StageLost: the replay differs from what the client has, so that the rest would not fit.
-        """
-        known = min(self._skip_tokens, len(body.token_ids) // TOKEN_BYTES)
-        letters = min(self._skip_characters, len(body.text))
-        positions = min(self._skip_positions, len(body.prompt_logprobs))
-        if known:
-            self._again = zlib.crc32(body.token_ids[: known * TOKEN_BYTES], self._again)
-            self._skip_tokens -= known
-            if not self._skip_tokens and self._again != self._checksum:
+    def _text(self, body: TextDelta) -> TextDelta | None:
+        size = self._known("tokens", len(body.token_ids) // TOKEN_BYTES) * TOKEN_BYTES
+        letters = self._known("characters", len(body.text))
+        positions = self._known("prompt positions", len(body.prompt_logprobs))
+        if size:
+            self._checksum_again = zlib.crc32(body.token_ids[:size], self._checksum_again)
+            if not self._to_skip["tokens"] and self._checksum_again != self._checksum:
                 raise diverged()
-        self._skip_characters -= letters
-        self._skip_positions -= positions
-        token_ids, text = body.token_ids[known * TOKEN_BYTES :], body.text[letters:]
         calls = self._new_pieces(body.tool_calls) if body.tool_calls else ()
-        prompt_logprobs = body.prompt_logprobs[positions:]
-        if (known or letters or positions or body.tool_calls) and not (token_ids or text or calls or prompt_logprobs):
-            return None
-        self._checksum = zlib.crc32(token_ids, self._checksum)
-        self.tokens += len(token_ids) // TOKEN_BYTES
-        self.characters += len(text)
-        self._positions += len(prompt_logprobs)
-        if not (known or letters or positions or calls != body.tool_calls):
+        self._checksum = zlib.crc32(body.token_ids[size:], self._checksum)
+        if not (size or letters or positions or calls != body.tool_calls):
             return body
-        return TextDelta(
-            text=text,
-            token_ids=token_ids,
+        fresh = TextDelta(
+            text=body.text[letters:],
+            token_ids=body.token_ids[size:],
             tool_calls=calls,
-            logprobs=body.logprobs[known:],
-            prompt_logprobs=prompt_logprobs,
+            logprobs=body.logprobs[size // TOKEN_BYTES :],
+            prompt_logprobs=body.prompt_logprobs[positions:],
         )
+        return fresh if fresh.text or fresh.token_ids or calls or fresh.prompt_logprobs else None
 
     def _new_pieces(self, pieces: Sequence[ToolCallPiece]) -> tuple[ToolCallPiece, ...]:
         """Leave out what the client has of tool calls. A call keeps the id under which the client knows it."""
         fresh = []
         for piece in pieces:
-            skip = self._skip_calls.get(piece.index)
+            skip = self._calls_to_skip.get(piece.index)
             if skip is not None:
-                self._skip_calls[piece.index] = max(0, skip - len(piece.arguments))
+                self._calls_to_skip[piece.index] = max(0, skip - len(piece.arguments))
                 piece = ToolCallPiece(index=piece.index, arguments=piece.arguments[skip:])
             self._calls[piece.index] = self._calls.get(piece.index, 0) + len(piece.arguments)
             if piece.name or piece.arguments:
                 fresh.append(piece)
         return tuple(fresh)
 
-    def audio(self, body: AudioChunk, buffers: Sequence[Frame]) -> tuple[AudioChunk, Sequence[Frame]] | None:
-        """The new part of the chunk, with its buffers; `None` for nothing."""
+    def _audio(self, body: AudioChunk, buffers: Sequence[Frame]) -> tuple[AudioChunk, Sequence[Frame]] | None:
         (length,) = body.samples.shape
-        known = min(self._skip_samples, length)
-        self._skip_samples -= known
-        self.samples += length - known
+        known = self._known("samples", length)
         if not known:
             return body, buffers
         if known == length:
@@ -324,44 +300,3 @@ class ActiveRequest:
             self.deadline - now,
             tuple(str(loss) for loss in self.losses[-LISTED_LOSSES:]),
         )
-
-
-class RequestBook:
-    """All active requests in order of admission, by id and by client."""
-
-    def __init__(self) -> None:
-        self._all: dict[str, ActiveRequest] = {}
-        self._by_client: dict[bytes, dict[str, ActiveRequest]] = {}
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def __iter__(self) -> Iterator[ActiveRequest]:
-        return iter(self._all.values())
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._all
-
-    def __getitem__(self, request_id: str) -> ActiveRequest:
-        return self._all[request_id]
-
-    def get(self, request_id: str) -> ActiveRequest | None:
-        """The active request with this id; None if it has ended or never was."""
-        return self._all.get(request_id)
-
-    def add(self, request: ActiveRequest) -> None:
-        """Add a request that was just admitted."""
-        self._all[request.request_id] = request
-        self._by_client.setdefault(request.client, {})[request.request_id] = request
-
-    def remove(self, request: ActiveRequest) -> None:
-        """Forget a request that has ended."""
-        del self._all[request.request_id]
-        own = self._by_client[request.client]
-        del own[request.request_id]
-        if not own:
-            del self._by_client[request.client]
-
-    def of(self, client: bytes) -> list[ActiveRequest]:
-        """A client's requests, the oldest first."""
-        return list(self._by_client.get(client, {}).values())

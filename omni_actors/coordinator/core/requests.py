@@ -16,7 +16,7 @@ from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.admission import Gate
 from omni_actors.coordinator.core.instructions import Instruction, Observer, ToClient, ToStage
 from omni_actors.coordinator.core.replicas import Evidence, Replica, ReplicaTable, RequestEvent, RequestState
-from omni_actors.coordinator.core.request import ActiveRequest, RequestBook, diverged
+from omni_actors.coordinator.core.request import ActiveRequest, diverged
 from omni_actors.coordinator.core.routing import Planner
 from omni_actors.coordinator.core.suspects import poison
 from omni_actors.errors import (
@@ -65,7 +65,7 @@ class RequestMachine:
         self.pipeline = pipeline
         self.replicas = ReplicaTable()
         self.dropped: collections.Counter[str] = collections.Counter()
-        self.active = RequestBook()
+        self.active: dict[str, ActiveRequest] = {}  # in order of admission
         self._entry = pipeline.entry.name
         self._outputs = {stage.name: frozenset(stage.outputs) for stage in pipeline.stages}
         self.planner = Planner(pipeline, self.replicas)
@@ -90,7 +90,7 @@ class RequestMachine:
 
     def requests_of(self, client: bytes) -> tuple[str, ...]:
         """The ids of a client's requests in flight."""
-        return tuple(request.request_id for request in self.active.of(client))
+        return tuple(request.request_id for request in self.active.values() if request.client == client)
 
     def attempt_of(self, request_id: str, stage: str) -> int:
         """The attempt that a stage works on; 0 for unknown requests."""
@@ -99,7 +99,7 @@ class RequestMachine:
 
     def statuses(self, now: float) -> tuple[RequestStatus, ...]:
         """The oldest requests in flight."""
-        return tuple(request.status(now) for request in itertools.islice(self.active, LISTED_REQUESTS))
+        return tuple(request.status(now) for request in itertools.islice(self.active.values(), LISTED_REQUESTS))
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class RequestMachine:
             self._observer.refused(error)
             return [ToClient(client, header.request_id, 0, Failed.from_error(error))]
         self._observer.admitted(request.request_id, submit)
-        self.active.add(request)
+        self.active[request.request_id] = request
         instructions: list[Instruction] = []
         for other in crowded_out:
             instructions += self._fail(self.active[other], self.gate.overloaded(), now)
@@ -213,7 +213,7 @@ class RequestMachine:
     def _reopen(self, now: float) -> list[Instruction]:
         """Run the requests that wait: suspects, then in order of priority."""
         self._isolation_runs.ended = False
-        waiting = [request for request in self.active if request.state is RequestState.WAITING]
+        waiting = [request for request in self.active.values() if request.state is RequestState.WAITING]
         waiting.sort(key=lambda request: (self._isolation_runs.rank(request), request.priority))
         return [instruction for request in waiting for instruction in self._open(request, now)]
 
@@ -235,14 +235,13 @@ class RequestMachine:
 
     def end_client(self, client: bytes, error: OmniError, now: float) -> list[Instruction]:
         """End the requests of a client that reads too slowly or may not go on, each with an answer."""
-        ended = [instruction for request in self.active.of(client) for instruction in self._fail(request, error, now)]
-        return self._filled(ended, now)
+        own = [self.active[request_id] for request_id in self.requests_of(client)]
+        return self._filled([instruction for request in own for instruction in self._fail(request, error, now)], now)
 
     def client_gone(self, client: bytes, now: float) -> list[Instruction]:
         """End the requests of a client that can no longer be reached."""
-        error = Aborted("The client is gone.")
-        ended = [instruction for request in self.active.of(client) for instruction in self._fail(request, error, now)]
-        return self._filled([instruction for instruction in ended if isinstance(instruction, ToStage)], now)
+        ended = self.end_client(client, Aborted("The client is gone."), now)
+        return [one for one in ended if not (isinstance(one, ToClient) and one.client == client)]
 
     # -- stages -------------------------------------------------------------------------------------------------------
 
@@ -355,7 +354,7 @@ class RequestMachine:
         instructions: list[Instruction] = []
         if culprit is not None:
             instructions += self._fail(culprit, poison(culprit, replica.stage), now)
-            self._isolation_runs.clear_others(culprit, self.active)
+            self._isolation_runs.clear_others(culprit, self.active.values())
         for request in held:
             if request is not culprit:
                 instructions += self._replay_or_fail(request, replica.stage, error, now)
@@ -397,7 +396,7 @@ class RequestMachine:
         self._slots.look_again()
         instructions = [
             instruction
-            for request in list(self.active)
+            for request in list(self.active.values())
             if request.deadline <= now
             for instruction in self._fail(request, _too_late(request), now)
         ]
@@ -427,7 +426,9 @@ class RequestMachine:
         """End every request with an answer to its client, and admit no more."""
         self._closing = True
         return [
-            instruction for request in list(self.active) for instruction in self._fail(request, _shutting_down(), now)
+            instruction
+            for request in list(self.active.values())
+            for instruction in self._fail(request, _shutting_down(), now)
         ]
 
     # -- ends and messages --------------------------------------------------------------------------------------------
@@ -454,7 +455,7 @@ class RequestMachine:
                 replica.release(request.request_id)
 
     def _close(self, request: ActiveRequest, now: float) -> None:
-        self.active.remove(request)
+        del self.active[request.request_id]
         if self._slots.leave(request.request_id):  # else no stage has heard of it
             self._release_input(request)
             self._unbind(request, request.bound)
