@@ -174,8 +174,3 @@ def trace_of(error: BaseException) -> str:
         ]
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return "\n".join(lines)
-
-
-def is_worth_a_line(count: int) -> bool:
-    """Whether to log the `count`-th event of a kind (1st, 2nd, 4th, 8th, ...), so that a flood cannot fill the disk."""
-    return count & (count - 1) == 0

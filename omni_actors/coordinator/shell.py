@@ -51,7 +51,7 @@ from omni_actors.coordinator.reports import Reports, check_operator
 from omni_actors.errors import OmniError, StartupError, Unauthorized
 from omni_actors.host.processes import STEADY
 from omni_actors.host.run_directory import FLEET
-from omni_actors.logs import get_logger, is_worth_a_line, redraw, say
+from omni_actors.logs import get_logger, redraw, say
 from omni_actors.protocol.codec import BadBody, BadHeader, Decoder
 from omni_actors.protocol.fields import Body, Header, ReplicaId
 from omni_actors.protocol.messages import (
@@ -345,9 +345,8 @@ class Coordinator:
 
     def _lock_out(self, client: bytes, header: Header, body: Body, now: float) -> None:
         """Refuse a connected client whose key is no longer allowed; it gets nothing more than this answer."""
-        self._dropped["client_locked_out"] = count = self._dropped["client_locked_out"] + 1
-        if is_worth_a_line(count):
-            logger.warning("refused a connected client: its key is not allowed any more (%d so far)", count)
+        self._dropped["client_locked_out"] += 1
+        logger.warning("refused a connected client: its key is not allowed any more")
         error = Unauthorized("This key is not allowed any more.", hint="Ask the pipeline's operator for another.")
         self._do(self._requests.end_client(client, error, now))
         if not isinstance(body, Credit):  # credit has no answer

@@ -175,10 +175,6 @@ class Attempts:
         """The live attempt that the engine knows by this id."""
         return self._by_engine_id.get(engine_id)
 
-    def all_live(self) -> Iterable[Attempt]:
-        """Attempts that this stage still has to finish."""
-        return self._by_engine_id.values()
-
     def count(self, state: AttemptState) -> int:
         """How many attempts are in a state."""
         return self._in_state[state]

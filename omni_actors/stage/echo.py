@@ -175,7 +175,6 @@ class EchoOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
     max_input_tokens: Annotated[int, Meta(ge=1, le=1_000_000_000)] = 4096
     step_seconds: Annotated[float, Meta(ge=0, le=3600)] = 0.0  # time that each step takes
-    request_seconds: Annotated[float, Meta(ge=0, le=3600)] = 0.0  # time that each request adds to a step
     max_num_seqs: Annotated[int, Meta(ge=0, le=1_000_000)] = 0  # requests per step, by priority and arrival; 0 for all
     start_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 0.0  # time that loading takes
     row_width: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
@@ -311,7 +310,7 @@ class EchoEngine(StageEngine):
         chosen = [echo for echo in self._active.values() if not echo.waits]
         if limit := self._options.max_num_seqs:
             chosen = sorted(chosen, key=lambda echo: echo.request.priority)[:limit]
-        time.sleep(self._options.step_seconds + self._options.request_seconds * len(chosen))
+        time.sleep(self._options.step_seconds)
         for echo in chosen:
             events += self._advance(echo)
         return events

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from omni_actors.errors import OmniError, ProtocolError
-from omni_actors.logs import get_logger, is_worth_a_line
+from omni_actors.logs import get_logger
 from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, Envelope, Frame, encode
 from omni_actors.protocol.fields import Body, Header, Limits, ReplicaId
 from omni_actors.protocol.messages import (
@@ -34,7 +34,7 @@ from omni_actors.protocol.messages import (
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.guard import HandshakeMonitor
 from omni_actors.transport.link import Link, wire_size
-from omni_actors.transport.sockets import Socket, Sockets, WakeableQueue, Wakeup, descriptor, drain
+from omni_actors.transport.sockets import Socket, Sockets, Wakeup, descriptor, drain
 
 logger = get_logger(__name__)
 
@@ -265,7 +265,8 @@ class Inbound(threading.Thread):
         self._heartbeat_interval = heartbeat_interval
         self._launcher_pid = launcher_pid
         self._on_orphaned = on_orphaned
-        self._outbox: WakeableQueue[Body | None] = WakeableQueue()
+        self._outbox: collections.deque[Body | None] = collections.deque()  # its methods are atomic
+        self._wakeup = Wakeup()  # something is in the outbox
         self._decoder: Decoder[IntoStage] = Decoder(IntoStage, limits, arenas.open)
         self._control_decoder: Decoder[CoordinatorToStage] = Decoder(CoordinatorToStage, limits)
         self._received = 0  # messages that came to the inbox, of any kind
@@ -274,11 +275,13 @@ class Inbound(threading.Thread):
 
     def tell(self, body: Body) -> None:
         """Send `body` to the coordinator on the control connection. Callable from any thread."""
-        self._outbox.put(body)
+        self._outbox.append(body)
+        self._wakeup.set()
 
     def finish(self) -> None:
         """Send what is queued, close the sockets and end the thread."""
-        self._outbox.put(None)
+        self._outbox.append(None)
+        self._wakeup.set()
 
     def rejected_by_reason(self) -> dict[str, int]:
         """Messages at the inbox that did not decode, by reason. Callable from any thread."""
@@ -320,7 +323,7 @@ class Inbound(threading.Thread):
 
     def _loop(self, control: Link, handshake: HandshakeMonitor, launcher: int) -> None:
         epoll = self._inbox.epoll
-        others = {launcher, self._outbox.fileno(), control.descriptor, descriptor(handshake.socket)}
+        others = {launcher, self._wakeup.fileno(), control.descriptor, descriptor(handshake.socket)}
         for watched in others:
             epoll.register(watched, select.EPOLLIN)
         next_beat = 0.0
@@ -337,8 +340,9 @@ class Inbound(threading.Thread):
                 self._on_orphaned()
                 os._exit(1)  # the main thread loads or hangs, and an orphan must not keep its GPU memory
             control.flush()
-            for body in self._outbox.drain():
-                if body is None:
+            self._wakeup.clear()
+            while self._outbox:
+                if (body := self._outbox.popleft()) is None:
                     return
                 self._send(control, body)
             if self._welcomed and time.monotonic() >= next_beat:
@@ -407,9 +411,7 @@ class Inbound(threading.Thread):
         try:
             envelope = self._decoder.decode(frames)
         except BadHeader as error:
-            count = self._decoder.rejected[error.reason]
-            if is_worth_a_line(count):
-                logger.warning("dropped a message with a bad header: %s (%d so far)", error.reason, count)
+            logger.warning("dropped a message with a bad header: %s", error.reason)
             return None
         except BadBody as error:
             return Rejected(error.header, error.error, wire_size(frames))

@@ -26,7 +26,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from omni_actors.errors import OmniError, Unauthorized
 from omni_actors.host.processes import raise_file_limit
-from omni_actors.logs import get_logger, is_worth_a_line
+from omni_actors.logs import get_logger
 from omni_actors.transport.curve import MAKE_KEYS, Keys
 
 logger = get_logger(__name__)
@@ -237,7 +237,6 @@ class ConnectionGuard(threading.Thread):
         self._new: collections.deque[tuple[zmq.Socket[bytes], bool]] = collections.deque()
         self._numbers = itertools.count()
         self._heard: dict[int, None] = {}
-        self._closed = 0
 
     def watch(self, socket: zmq.Socket[bytes], watched: bool) -> None:
         """Start monitoring a socket that is about to be bound, in the socket's thread.
@@ -328,9 +327,7 @@ class ConnectionGuard(threading.Thread):
                 return
             peer = socket.getpeername()[0]
             socket.shutdown(kernel.SHUT_RDWR)
-        self._closed += 1
-        if is_worth_a_line(self._closed):
-            logger.warning("closed a connection of %s: %s (%d closed so far)", peer, why, self._closed)
+        logger.warning("closed a connection of %s: %s", peer, why)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

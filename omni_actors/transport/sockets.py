@@ -23,7 +23,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import queue
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -37,8 +36,6 @@ from omni_actors.protocol.codec import FIXED_FRAMES, Frame
 from omni_actors.protocol.fields import MAX_BUFFERS
 from omni_actors.transport.curve import EVERYONE, LOCAL, MAKE_KEYS, MEMBERS, PEER_KEY, Keys, ZapAuthenticator
 from omni_actors.transport.guard import ConnectionGuard, HandshakeMonitor
-
-T = TypeVar("T")
 
 
 class Wakeup:
@@ -58,44 +55,13 @@ class Wakeup:
         """Make the descriptor readable."""
         os.eventfd_write(self._event, 1)
 
-    def clear(self) -> bool:
-        """Reset the flag and return whether it was set."""
-        try:
+    def clear(self) -> None:
+        """Reset the flag."""
+        with contextlib.suppress(BlockingIOError):  # it was not set
             os.eventfd_read(self._event)
-        except BlockingIOError:
-            return False
-        return True
 
     def __del__(self) -> None:  # not earlier: anything that holds a reference may still call `set`
         os.close(self._event)
-
-
-class WakeableQueue(Generic[T]):
-    """A queue with a file descriptor that is readable when items have arrived."""
-
-    def __init__(self) -> None:
-        self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
-        self._wakeup = Wakeup()
-
-    def fileno(self) -> int:
-        """The descriptor to poll for reading."""
-        return self._wakeup.fileno()
-
-    def put(self, item: T) -> None:
-        """Append an item and wake the reader."""
-        self._items.put(item)
-        self._wakeup.set()
-
-    def drain(self) -> list[T]:
-        """Take all items that have arrived."""
-        if not self._wakeup.clear():
-            return []
-        items = []
-        while True:
-            try:
-                items.append(self._items.get_nowait())
-            except queue.Empty:
-                return items
 
 
 HIGH_WATER_MARK = 1000  # messages; a last wall: credit is the flow control

@@ -26,6 +26,7 @@ from omni_actors.protocol.messages import (
     StageToCoordinator,
     Welcome,
 )
+from omni_actors.stage import inbound
 from omni_actors.stage.inbound import Control, Event, Inbound, Inbox, Lost, Received, Rejected, Stop
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.sockets import HIGH_WATER_MARK, Socket, Sockets, drain, try_send
@@ -123,9 +124,10 @@ def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subpr
 
 
 def test_figures_over_the_limit_are_left_out_and_other_messages_go_on(
-    short_path: Path, launcher: subprocess.Popen, caplog: pytest.LogCaptureFixture
+    short_path: Path, launcher: subprocess.Popen, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipeline whose limit is too small for a stage's metrics alone is served all the same."""
+    monkeypatch.setattr(inbound, "MAXIMUM_POLL_SECONDS", 600.0)  # what is told wakes the thread
     logging.getLogger("omni_actors").propagate = True
     harness = Harness(short_path, launcher.pid, limits=Limits(body_bytes=1000))
     harness.await_hello()

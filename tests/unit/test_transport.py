@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import socket as sockets_of_python
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +18,7 @@ from zmq import EVENTS
 from omni_actors.errors import ConfigError, InvalidRequest, ProtocolError
 from omni_actors.host.run_directory import RunDirectory, clear_abandoned
 from omni_actors.transport.link import Link
-from omni_actors.transport.sockets import PeerGone, SocketReader, Sockets, WakeableQueue, drain, try_send
+from omni_actors.transport.sockets import PeerGone, SocketReader, Sockets, drain, try_send
 from tests.support.clock import Clock
 from tests.support.waiting import eventually, until
 
@@ -144,27 +142,6 @@ async def test_reader_survives_a_callback_that_raises(sockets: Sockets, short_pa
     await eventually(lambda: len(got) == 4, what="four messages")
     assert errors == ["a bug"]
     reader.close()
-
-
-# -- wakeups ----------------------------------------------------------------------------------------------------------
-
-
-def test_queue_wakes_up_its_reader_and_keeps_order() -> None:
-    items: WakeableQueue[int] = WakeableQueue()
-    poller = select.poll()
-    poller.register(items.fileno(), select.POLLIN)
-    assert not poller.poll(0)
-    assert items.drain() == []
-    thread = threading.Thread(target=lambda: [items.put(i) for i in range(1000)])
-    thread.start()
-    got: list[int] = []
-    while len(got) < 1000:
-        assert poller.poll(5000)
-        got += items.drain()
-    thread.join()
-    assert got == list(range(1000))
-    assert items.drain() == []  # the last items may have been taken before their wake-up was sent
-    assert not poller.poll(0)
 
 
 FLOODED = """
