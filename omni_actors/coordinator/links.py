@@ -22,8 +22,8 @@ from omni_actors.logs import get_logger
 from omni_actors.protocol.codec import Frame, encode
 from omni_actors.protocol.fields import Body, Header, Limits, ReplicaId
 from omni_actors.protocol.messages import Abort, Credit
-from omni_actors.transport.link import EdgeMetrics, Link, ReceivedCredit, Traffic, Window, wire_size
-from omni_actors.transport.sockets import DisconnectDetector, PeerConnections, PeerGone, Socket, Sockets
+from omni_actors.transport.link import Link, PeerLinks, ReceivedCredit, Traffic, Window, wire_size
+from omni_actors.transport.sockets import PeerConnections, PeerGone, Socket, Sockets
 
 logger = get_logger(__name__)
 
@@ -46,59 +46,40 @@ class StageLinks:
         traffic: dict[str, Traffic],
         dropped: collections.Counter[str],
     ) -> None:
-        self._sockets = sockets
-        self._flow = pipeline.flow
         self._limits = pipeline.limits
         self._state = state
         self._fail = fail
-        self._traffic = traffic
         self._dropped = dropped
-        self._links: dict[ReplicaId, Link] = {}
+        self.peers = PeerLinks(sockets, pipeline.flow, traffic)
         self._congested: set[ReplicaId] = set()
         self._changes: dict[ReplicaId, bool] = {}
-        self._disconnects: DisconnectDetector[ReplicaId] = DisconnectDetector()
-        self._received: ReceivedCredit[ReplicaId] = ReceivedCredit(self._flow.edge_messages, self._flow.edge_bytes)
+        flow = pipeline.flow
+        self._received: ReceivedCredit[ReplicaId] = ReceivedCredit(flow.edge_messages, flow.edge_bytes)
 
     def open(self, replica: Replica) -> None:
         """Connect to the inbox of a replica that has registered."""
-        inbox = replica.inbox_for(0)  # the coordinator's node
-        link = self._links[replica.replica_id] = Link(
-            self._sockets.push(inbox),
-            time.monotonic,
-            window=Window(self._flow.edge_messages, self._flow.edge_bytes),
-            traffic=self._traffic.setdefault(replica.name, Traffic()),
-        )
-        self._disconnects.watch(replica.replica_id, link.socket, inbox)
+        link = self.peers.open(replica.replica_id, replica.inbox_for(0))  # the coordinator's node
         # What waited for the connection or for a slow stage leaves at once, not on the next tick.
         asyncio.get_running_loop().add_reader(link.descriptor, link.wake)
 
     def close(self, replica_id: ReplicaId) -> None:
         """Disconnect from a replica. Idempotent."""
-        link = self._links.pop(replica_id, None)
         self._congested.discard(replica_id)
-        if link is not None:
+        if (link := self.peers.links.get(replica_id)) is not None:
             asyncio.get_running_loop().remove_reader(link.descriptor)
-            self._disconnects.forget(replica_id)
-            link.close()
+            self.peers.close(replica_id)
 
     def close_all(self) -> None:
         """Close the links to all replicas."""
-        for replica_id in list(self._links):
-            self.close(replica_id)
-
-    def find(self, replica_id: ReplicaId) -> Link | None:
-        """The open link to a replica; None if there is none."""
-        return self._links.get(replica_id)
-
-    def metrics(self) -> dict[str, EdgeMetrics]:
-        """Metrics of the open links, by receiver."""
-        return {replica_id.name: link.metrics() for replica_id, link in self._links.items()}
+        for replica_id in list(self.peers.links):
+            if replica_id is not None:
+                self.close(replica_id)
 
     def send(self, message: ToStage) -> None:
         """Send to a replica; a message that cannot be sent fails its request."""
         replica_id = message.replica_id
         header = Header("", request_id=message.request_id, attempt=message.attempt, deadline=message.deadline)
-        link = self._links.get(replica_id)
+        link = self.peers.links.get(replica_id)
         try:
             frames = encode(header, message.body, message.buffers, self._limits)
         except OmniError as error:  # slightly larger than what the client sent, and so over the limit
@@ -116,19 +97,9 @@ class StageLinks:
 
     def tick(self) -> None:
         """Send what waits; give up on what a replica has not taken for too long."""
-        for replica_id, link in self._links.items():
-            link.flush()
-            if link.stalled():
-                for request_id in link.give_up():
-                    attempt = self._state.attempt_of(request_id, replica_id.stage)
-                    self._fail_later(request_id, replica_id, _takes_no_messages(replica_id), attempt)
-
-    def cut(self) -> list[ReplicaId]:
-        """Replicas whose link over the network was cut since the last call."""
-        cut = self._disconnects.found(time.monotonic())
-        for replica_id in cut:
-            self._disconnects.forget(replica_id)
-        return cut
+        for replica_id, request_id in self.peers.flush():
+            attempt = self._state.attempt_of(request_id, replica_id.stage)
+            self._fail_later(request_id, replica_id, _takes_no_messages(replica_id), attempt)
 
     def took(self, header: Header, frames: Sequence[Frame]) -> None:
         """Count a result that was taken: its stage may send another."""
@@ -140,14 +111,14 @@ class StageLinks:
     def grant(self, everything: bool) -> None:
         """Grant stages credit for what was taken; small amounts wait unless `everything`."""
         for replica_id, messages, size in self._received.collect(everything):
-            link = self._links.get(replica_id)
+            link = self.peers.links.get(replica_id)
             if link is not None:
                 credit = Credit(messages=messages, bytes=size)
                 link.send_urgent("", encode(Header(""), credit, limits=self._limits))
 
     def granted(self, replica_id: ReplicaId, credit: Credit) -> None:
         """Count what a replica has taken."""
-        link = self._links.get(replica_id)
+        link = self.peers.links.get(replica_id)
         if link is None:
             self._dropped["credit_of_unknown_replica"] += 1
             return

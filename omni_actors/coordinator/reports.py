@@ -11,7 +11,6 @@ from omni_actors.config import PipelineConfig, StageKind
 from omni_actors.coordinator.core.fleet import Fleet
 from omni_actors.coordinator.core.replicas import Replica
 from omni_actors.coordinator.core.requests import RequestMachine
-from omni_actors.coordinator.links import StageLinks
 from omni_actors.errors import OmniError, Unauthorized
 from omni_actors.host.processes import STEADY
 from omni_actors.logs import get_logger
@@ -22,7 +21,7 @@ from omni_actors.telemetry.collector import TelemetryCollector
 from omni_actors.telemetry.endpoint import render
 from omni_actors.telemetry.metrics import Meters
 from omni_actors.transport.curve import KeyOwner
-from omni_actors.transport.link import Traffic
+from omni_actors.transport.link import PeerLinks
 
 logger = get_logger(__name__)
 
@@ -32,7 +31,6 @@ class Reports:
 
     Args:
         decoders: by channel, for counts of what they rejected.
-        traffic: by receiver.
         dropped: what the coordinator's shell dropped, by reason.
     """
 
@@ -41,19 +39,17 @@ class Reports:
         pipeline: PipelineConfig,
         requests: RequestMachine,
         fleet: Fleet,
-        stages: StageLinks,
+        links: PeerLinks,
         collector: TelemetryCollector,
         decoders: Mapping[str, Decoder[Any]],
-        traffic: Mapping[str, Traffic],
         dropped: collections.Counter[str],
     ) -> None:
         self._pipeline = pipeline
         self._requests = requests
         self._fleet = fleet
-        self._stages = stages
+        self._links = links
         self._collector = collector
         self._decoders = decoders
-        self._traffic = traffic
         self._dropped = dropped
 
     def describe(self, client: bytes) -> Description:
@@ -108,7 +104,7 @@ class Reports:
         )
 
     def _edge(self, replica: Replica) -> EdgeStatus:
-        link, now = self._stages.find(replica.replica_id), time.monotonic()
+        link, now = self._links.links.get(replica.replica_id), time.monotonic()
         window = link.window if link is not None else None
         return EdgeStatus(
             replica.stage,
@@ -141,13 +137,12 @@ class Reports:
             (replica.stage, replica.index): (replica.ready, replica.spare, len(replica.requests))
             for replica in self._fleet.replicas
         }
-        edges = {target: traffic.metrics() for target, traffic in self._traffic.items()} | self._stages.metrics()
         return self._collector.gather(
             self._requests.in_flight,
             self._requests.queued,
             self._requests.retained.used,
             replicas,
-            edges,
+            self._links.metrics(),
             {channel: decoder.rejected for channel, decoder in self._decoders.items()},
             self._all_dropped(),
             self._requests.planner.router.chosen,

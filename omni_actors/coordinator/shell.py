@@ -176,7 +176,7 @@ class Coordinator:
         self._results_decoder: Decoder[FromStage] = Decoder(FromStage, limits)
 
         self._collector = TelemetryCollector(exporter)
-        self._traffic: dict[str, Traffic] = {CLIENTS: Traffic()}  # of edges to stages, as "talker/0", and to clients
+        traffic = {CLIENTS: Traffic()}  # and of edges to stages, as "talker/0"
         self._dropped: collections.Counter[str] = collections.Counter()
         self._broken: Exception | None = None  # why this coordinator cannot go on
         self._idle = asyncio.Event()  # nothing is in flight
@@ -197,16 +197,16 @@ class Coordinator:
             memory=remembered,
         )
         self._client_links = ClientLinks(
-            self._clients, pipeline, self._requests, self._do, self._traffic[CLIENTS], self._dropped
+            self._clients, pipeline, self._requests, self._do, traffic[CLIENTS], self._dropped
         )
-        self._stages = StageLinks(self._sockets, pipeline, self._requests, self._fail, self._traffic, self._dropped)
+        self._stages = StageLinks(self._sockets, pipeline, self._requests, self._fail, traffic, self._dropped)
         decoders: dict[str, Decoder[Any]] = {
             "client": self._client_decoder,
             "control": self._control_decoder,
             "results": self._results_decoder,
         }
         self._reports = Reports(
-            pipeline, self._requests, self.fleet, self._stages, self._collector, decoders, self._traffic, self._dropped
+            pipeline, self._requests, self.fleet, self._stages.peers, self._collector, decoders, self._dropped
         )
         self._client_reader = SocketReader(
             self._clients, self._on_client, self._client_links.flush, self._sockets.receive_from_client
@@ -500,8 +500,9 @@ class Coordinator:
         self._client_links.sweep()
         self._collector.tick()
         self._stages.grant(everything=True)
-        for replica_id in self._stages.cut():
-            self._obey(self.fleet.link_cut(replica_id))
+        for replica_id in self._stages.peers.cut():
+            if replica_id is not None:
+                self._obey(self.fleet.link_cut(replica_id))
         self._stages.tick()
 
     def _restore_files(self) -> None:

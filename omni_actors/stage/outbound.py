@@ -4,7 +4,7 @@ A sender of this stage gets the blocks of its arena back together with its credi
 
 A message that can leave at once is sent in the call itself, on the engine's own thread: to hand it to another thread
 costs more than to send it. `Outbound`'s thread sends the rest: what is long, what a slow peer refuses, what waits. The
-sockets (`Links`) and the arena are used under one lock, so each has one owner at a time (docs/decisions.md).
+sockets and the arena are used under one lock, so each has one owner at a time (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import collections
 import select
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,8 +51,8 @@ from omni_actors.stage.engine_interface import (
 )
 from omni_actors.stage.inbound import Event, Lost, Rejected, Stop, Undelivered
 from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader
-from omni_actors.transport.link import EdgeMetrics, Link, Traffic, Window
-from omni_actors.transport.sockets import DisconnectDetector, Sockets, Wakeup
+from omni_actors.transport.link import EdgeMetrics, Link, Peer, PeerLinks, name_of
+from omni_actors.transport.sockets import Sockets, Wakeup
 
 logger = get_logger(__name__)
 
@@ -165,151 +165,6 @@ def length(buffer: Frame) -> int:
     return len(buffer) if isinstance(buffer, bytes) else memoryview(buffer).nbytes
 
 
-COORDINATOR = "coordinator"  # its name among the receivers
-
-
-class Links:
-    """Not thread-safe: `Outbound` uses it under its lock, except for `waiting` and `waiting_bytes`.
-
-    Args:
-        header: of the credit that is sent.
-        arenas: those of the sources.
-    """
-
-    def __init__(
-        self,
-        sockets: Sockets,
-        results_endpoint: str,
-        header: Header,
-        limits: Limits,
-        flow: FlowConfig,
-        arenas: ArenaReader,
-    ) -> None:
-        self._sockets = sockets
-        self._header = header
-        self._limits = limits
-        self._arenas = arenas
-        self._flow = flow
-        self._traffic: dict[str, Traffic] = {}  # by receiver, as "talker/0"; outlives its links
-        self._disconnects: DisconnectDetector[ReplicaId | None] = DisconnectDetector()
-        self._coordinator = self._open(None, results_endpoint)
-        self._receivers: dict[ReplicaId, Link] = {}
-        self._sources: dict[ReplicaId, Link] = {}
-        self._newest: dict[tuple[str, int], int] = {}  # the last epoch that was announced, by stage and replica
-        self.polled: frozenset[Link] = frozenset()  # those on whose sockets the outbound thread waits
-        self.waiting, self.waiting_bytes = 0, 0  # messages that wait for their receivers, as of the last `account`
-
-    def receiver(self, replica_id: ReplicaId | None) -> Link | None:
-        """The link to a later stage, or to the coordinator for `None`; `None` if there is none."""
-        return self._coordinator if replica_id is None else self._receivers.get(replica_id)
-
-    def is_expected(self, replica_id: ReplicaId) -> bool:
-        """Whether a replica's address will still be announced, because it is newer than the one known here."""
-        return replica_id.epoch > self._newest.get((replica_id.stage, replica_id.replica), 0)
-
-    def connect(self, peers: Peers) -> list[ReplicaId]:
-        """Open links to new replicas and close those to replicas that are gone; return the receivers that are gone."""
-        receivers = {peer.replica_id: peer.inbox for peer in peers.peers}
-        sources = {peer.replica_id: peer.inbox for peer in peers.sources}
-        gone = [replica_id for replica_id in self._receivers if replica_id not in receivers]
-        for replica_id in gone:
-            self._close(replica_id, self._receivers.pop(replica_id))
-        for replica_id in [replica_id for replica_id in self._sources if replica_id not in sources]:
-            self._close(replica_id, self._sources.pop(replica_id))
-        for replica_id, inbox in receivers.items():
-            if replica_id not in self._receivers:
-                self._receivers[replica_id] = self._open(replica_id, inbox)
-                self._newest[(replica_id.stage, replica_id.replica)] = replica_id.epoch
-        for replica_id, inbox in sources.items():
-            if replica_id not in self._sources:
-                link = self._sources[replica_id] = Link(self._sockets.push(inbox), time.monotonic)
-                self._disconnects.watch(replica_id, link.socket, inbox)
-                self.grant(replica_id)  # tells whether its arena is mapped
-        return gone
-
-    def grant(self, sender: ReplicaId | None, messages: int = 0, size: int = 0) -> None:
-        """Grant `messages` and `size` bytes to a sender (`None`: the coordinator), and return all unused blocks."""
-        released = self._arenas.take_released()
-        self._credit(sender, messages, size, released.pop(sender, []) if sender is not None else [])
-        for owner, tickets in released.items():
-            self._credit(owner, 0, 0, tickets)
-
-    def return_blocks(self) -> None:
-        """Return the blocks that nothing refers to any more."""
-        for owner, tickets in self._arenas.take_released().items():
-            self._credit(owner, 0, 0, tickets)
-
-    def _credit(self, sender: ReplicaId | None, messages: int, size: int, released: Sequence[int]) -> None:
-        link = self._coordinator if sender is None else self._sources.get(sender)
-        if link is None:  # the sender is gone, and its account with it
-            return
-        # Every time: a source may hear of this stage only after the first message.
-        mapped = sender is not None and self._arenas.is_mapped(sender)
-        credit = Credit(messages, size, tuple(released), mapped)
-        link.send_urgent("", encode(self._header, credit, limits=self._limits))
-
-    def account(self) -> bool:
-        """Note what waits; whether a link waits for its socket that the outbound thread does not poll yet."""
-        waiting = size = 0
-        unpolled = False
-        for link in (self._coordinator, *self._receivers.values()):
-            backlog = link.backlog
-            if backlog:
-                waiting += backlog
-                size += link.backlog_bytes
-                unpolled = unpolled or (link.refused and link not in self.polled)
-        self.waiting, self.waiting_bytes = waiting, size
-        return unpolled or any(
-            link.refused and link.backlog and link not in self.polled for link in self._sources.values()
-        )
-
-    def poll_refusing(self) -> Iterable[Link]:
-        """Take as `polled` the links that wait for their socket. One that waits for credit hears of it elsewhere."""
-        self.polled = frozenset(link for link in self._all() if link.backlog and link.refused)
-        return self.polled
-
-    def flush(self) -> list[tuple[ReplicaId, str]]:
-        """Send what the peers take now; return receivers that took nothing for too long, and the requests lost."""
-        for link in self._all():
-            link.flush()
-        stalled = [(replica_id, link) for replica_id, link in self._receivers.items() if link.stalled()]
-        return [(replica_id, request_id) for replica_id, link in stalled for request_id in link.give_up()]
-
-    def cut(self, now: float) -> list[str]:
-        """Names of peers whose TCP link was cut although they are said to live, each once."""
-        found = self._disconnects.found(now)
-        for replica_id in found:
-            self._disconnects.forget(replica_id)
-        return [f"the {COORDINATOR}" if replica_id is None else replica_id.name for replica_id in found]
-
-    def metrics(self) -> dict[str, EdgeMetrics]:
-        """What has left and what waits, by receiver, as "talker/0" or "coordinator"."""
-        closed = {name: traffic.metrics() for name, traffic in self._traffic.items()}
-        links = {replica_id.name: link for replica_id, link in self._receivers.items()}
-        return closed | {name: link.metrics() for name, link in {COORDINATOR: self._coordinator, **links}.items()}
-
-    def close(self) -> None:
-        """Close the sockets to the coordinator, to receivers and to sources."""
-        self._disconnects.close()
-        for link in self._all():
-            link.close()
-
-    def _all(self) -> tuple[Link, ...]:
-        return (self._coordinator, *self._receivers.values(), *self._sources.values())
-
-    def _open(self, replica_id: ReplicaId | None, endpoint: str) -> Link:
-        window = Window(self._flow.edge_messages, self._flow.edge_bytes)
-        traffic = self._traffic.setdefault(replica_id.name if replica_id is not None else COORDINATOR, Traffic())
-        link = Link(self._sockets.push(endpoint), time.monotonic, window=window, traffic=traffic)
-        self._disconnects.watch(replica_id, link.socket, endpoint)
-        return link
-
-    def _close(self, replica_id: ReplicaId, link: Link) -> None:
-        self._disconnects.forget(replica_id)
-        self.polled -= {link}
-        link.close()
-
-
 class Prepared(NamedTuple):
     """A message that only has to be delivered once its blocks are filled."""
 
@@ -359,8 +214,12 @@ class Outbound(threading.Thread):
         self._arenas = arenas
         self._wakeup = Wakeup()
         self._lock = threading.Lock()
-        header = Header("", "", identity.stage, identity.replica, identity.epoch)
-        self._links = Links(sockets, results_endpoint, header, limits, flow, arenas)
+        self._header = Header("", "", identity.stage, identity.replica, identity.epoch)  # of credit
+        self._peers = PeerLinks(sockets, flow)
+        self._peers.open(None, results_endpoint)
+        self._newest: dict[tuple[str, int], int] = {}  # the last epoch that was announced, by stage and replica
+        self._polled: frozenset[Link] = frozenset()  # those on whose sockets the thread waits
+        self._waiting, self._waiting_bytes = 0, 0  # messages that wait for their receivers, as of the last `_account`
         self._identity = identity  # holds a block until its message is sent
         self._limits = limits
         self._arena = arena
@@ -396,7 +255,7 @@ class Outbound(threading.Thread):
                 for message in messages:
                     self._send(message, placed)
                 self._release_batch(placed)
-                wake = self._links.account()
+                wake = self._account()
         if wake:
             self._wakeup.set()
 
@@ -414,7 +273,7 @@ class Outbound(threading.Thread):
         with self._lock:
             if self._closed:
                 return
-            link = self._links.receiver(receiver)
+            link = self._peers.links.get(receiver)
             if link is None:
                 self._unknown_peers += 1
                 return
@@ -424,17 +283,17 @@ class Outbound(threading.Thread):
                     self.readers.add(receiver)
                 for ticket in credit.released:
                     self._arena.release(receiver, ticket)
-            wake = self._links.account()
+            wake = self._account()
         if wake:
             self._wakeup.set()
 
     def grant(self, sender: ReplicaId | None, messages: int, size: int) -> None:
-        """Give credit to the sender of an edge (`None`: the coordinator)."""
+        """Give credit to the sender of an edge (`None`: the coordinator), and return all unused blocks."""
         with self._lock:
             if self._closed:
                 return
-            self._links.grant(sender, messages, size)
-            wake = self._links.account()
+            self._credit(sender, messages, size)
+            wake = self._account()
         if wake:
             self._wakeup.set()
 
@@ -453,14 +312,14 @@ class Outbound(threading.Thread):
     @property
     def waiting(self) -> int:
         """Messages that have not left: their receivers are slow."""
-        return self._queued + self._links.waiting
+        return self._queued + self._waiting
 
     @property
     def congested(self) -> bool:
         """Whether so much waits for its receivers that no more may be made."""
         if self.waiting > self._flow.outbox_messages:
             return True
-        return self._queued_bytes + self._links.waiting_bytes > self._flow.outbox_bytes
+        return self._queued_bytes + self._waiting_bytes > self._flow.outbox_bytes
 
     def counts(self) -> dict[str, int]:
         """Messages, blocks and connections held, and totals of what was dropped."""
@@ -471,7 +330,7 @@ class Outbound(threading.Thread):
     def edges(self) -> dict[str, EdgeMetrics]:
         """What has left and what waits, by receiver, as "talker/0" or "coordinator"."""
         with self._lock:
-            return self._links.metrics()
+            return self._peers.metrics()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -490,19 +349,22 @@ class Outbound(threading.Thread):
         finally:
             with self._lock:
                 self._closed = True
-                self._links.close()
+                for peer in list(self._peers.links):
+                    self._peers.close(peer)
 
     def _wait(self) -> None:
         """Wait until there is something to do, or a peer that refused takes more."""
         poller = select.poll()
         poller.register(self._wakeup.fileno(), select.POLLIN)
         with self._lock:
-            for link in self._links.poll_refusing():
+            # One that waits for credit hears of it elsewhere.
+            self._polled = frozenset(link for link in self._peers.links.values() if link.backlog and link.refused)
+            for link in self._polled:
                 poller.register(link.descriptor, select.POLLIN)
         poller.poll(MAXIMUM_POLL_MS)
         self._wakeup.clear()
         with self._lock:
-            for link in self._links.polled:
+            for link in self._polled:
                 link.wake()
 
     def _work_off(self) -> None:
@@ -522,7 +384,7 @@ class Outbound(threading.Thread):
                 with self._lock:
                     if prepared is not None:
                         self._deliver(prepared)
-                    self._links.account()  # first: a message may be counted twice for a moment, but not never
+                    self._account()  # first: a message may be counted twice for a moment, but not never
                     self._queued -= 1
                     self._queued_bytes -= _payload(message)
             with self._lock:
@@ -533,22 +395,22 @@ class Outbound(threading.Thread):
         """Do what becomes due with time, not with a message."""
         if now >= self._next_release:
             self._next_release = now + RELEASE_SECONDS
-            self._links.return_blocks()
+            self._return_blocks(self._arenas.take_released())
             if self._arena is not None:
                 self._arena.expire(STEADY())
             while self._unaddressed and self._unaddressed[0][0] + ADDRESS_SECONDS < now:  # the oldest come first
                 _, message = self._unaddressed.pop(0)
                 self._lose(message, "was never announced")
-            for name in self._links.cut(now):
-                self._on_event(Lost(f"the link to {name} was cut"))
-        for receiver, request_id in self._links.flush():
+            for peer in self._peers.cut():
+                self._on_event(Lost(f"the link to {name_of(peer)} was cut"))
+        for receiver, request_id in self._peers.flush():
             self._on_event(Undelivered(request_id, receiver, StageLost(f"{receiver.name} takes no messages.")))
-        self._links.account()
+        self._account()
 
     def _linger(self) -> None:
         """Wait a little for a coordinator that has not taken the last messages yet."""
         deadline = time.monotonic() + (LAST_MESSAGES_SECONDS if self._may_linger else 0.0)
-        link = self._links.receiver(None)
+        link = self._peers.links.get(None)
         while link is not None and link.backlog and time.monotonic() < deadline:
             poller = select.poll()
             poller.register(link.descriptor, select.POLLIN)
@@ -559,14 +421,53 @@ class Outbound(threading.Thread):
     # -- under the lock -----------------------------------------------------------------------------------------------
 
     def _connect(self, peers: Peers) -> None:
-        for receiver in self._links.connect(peers):
-            self.readers.discard(receiver)
-            if self._arena is not None:
-                self._arena.forget(receiver)
+        """Open links to new replicas, and close those to replicas that are gone."""
+        receivers = {peer.replica_id: peer.inbox for peer in peers.peers}
+        sources = {peer.replica_id: peer.inbox for peer in peers.sources}
+        for peer, link in list(self._peers.links.items()):
+            if peer is not None and peer not in receivers and peer not in sources:
+                self._polled -= {link}
+                self._peers.close(peer)
+                self.readers.discard(peer)
+                if self._arena is not None:
+                    self._arena.forget(peer)
+        for replica_id, inbox in receivers.items():
+            if replica_id not in self._peers.links:
+                self._peers.open(replica_id, inbox)
+                self._newest[(replica_id.stage, replica_id.replica)] = replica_id.epoch
+        for replica_id, inbox in sources.items():
+            if replica_id not in self._peers.links:
+                self._peers.open(replica_id, inbox, only_credit=True)
+                self._credit(replica_id)  # tells whether its arena is mapped
         waiting, self._unaddressed = self._unaddressed, []
         for since, message in waiting:
             self._send(message, {}, since)
-        self._links.account()
+        self._account()
+
+    def _credit(self, sender: Peer, messages: int = 0, size: int = 0) -> None:
+        """Grant credit to a sender, and return all unused blocks."""
+        released = self._arenas.take_released()
+        self._send_credit(sender, messages, size, released.pop(sender, []) if sender is not None else [])
+        self._return_blocks(released)
+
+    def _return_blocks(self, released: Mapping[ReplicaId, Sequence[int]]) -> None:
+        for owner, tickets in released.items():
+            self._send_credit(owner, 0, 0, tickets)
+
+    def _send_credit(self, sender: Peer, messages: int, size: int, released: Sequence[int]) -> None:
+        link = self._peers.links.get(sender)
+        if link is not None:  # else the sender is gone, and its account with it
+            # Every time: a source may hear of this stage only after the first message.
+            mapped = sender is not None and self._arenas.is_mapped(sender)
+            credit = Credit(messages, size, tuple(released), mapped)
+            link.send_urgent("", encode(self._header, credit, limits=self._limits))
+
+    def _account(self) -> bool:
+        """Note what waits; whether a link waits for its socket that the thread does not poll yet."""
+        links = [link for link in self._peers.links.values() if link.backlog]
+        self._waiting = sum(link.backlog for link in links if link.window is not None)
+        self._waiting_bytes = sum(link.backlog_bytes for link in links if link.window is not None)
+        return any(link.refused and link not in self._polled for link in links)
 
     def _send(self, message: Outgoing, placed: dict[int, Block], since: float | None = None) -> None:
         """Do all steps at once; for the arguments see `_prepare`."""
@@ -583,7 +484,7 @@ class Outbound(threading.Thread):
             since: when it began to wait for an address; now by default.
         """
         target = message.destination
-        if target is not None and self._links.receiver(target) is None and self._links.is_expected(target):
+        if target not in self._peers.links and self._is_expected(target):
             self._unaddressed.append((time.monotonic() if since is None else since, message))
             return None
         blocks, unfilled = self._place(message, placed)
@@ -593,6 +494,10 @@ class Outbound(threading.Thread):
             self._on_event(Rejected(message.header, error))
             return None
         return Prepared(message, frames, blocks, unfilled)
+
+    def _is_expected(self, target: Peer) -> bool:
+        """Whether a replica's address will still be announced, because it is newer than the one known here."""
+        return target is not None and target.epoch > self._newest.get((target.stage, target.replica), 0)
 
     def _place(
         self, message: Outgoing, placed: dict[int, Block]
@@ -627,7 +532,7 @@ class Outbound(threading.Thread):
     def _deliver(self, prepared: Prepared) -> None:
         """Hand a message whose blocks are filled to its link."""
         message, target = prepared.message, prepared.message.destination
-        link = self._links.receiver(target)
+        link = self._peers.links.get(target)
         if link is None:
             self._lose(message, "has no link")
         elif not link.send(message.header.request_id, prepared.frames):

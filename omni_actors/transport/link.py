@@ -12,13 +12,16 @@ messages up.
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import zmq
 
+from omni_actors.config import FlowConfig
 from omni_actors.protocol.codec import Frame
-from omni_actors.transport.sockets import ZERO_COPY_BYTES, Socket, descriptor, try_send
+from omni_actors.protocol.fields import ReplicaId
+from omni_actors.transport.sockets import ZERO_COPY_BYTES, DisconnectDetector, Socket, Sockets, descriptor, try_send
 
 Key = TypeVar("Key")
 GRANTS_PER_WINDOW = 4
@@ -290,3 +293,64 @@ class Link:
             self.traffic.bytes += size
         self.refused = not sent
         return sent
+
+
+COORDINATOR = "coordinator"  # its name among the receivers
+Peer = ReplicaId | None  # a replica, or the coordinator
+
+
+def name_of(peer: Peer) -> str:
+    """The name of a peer in logs and metrics, such as "talker/0"."""
+    return peer.name if peer is not None else COORDINATOR
+
+
+class PeerLinks:
+    """Links to the inboxes of replicas, and of a stage to the coordinator. Not thread-safe.
+
+    Args:
+        traffic: by receiver, for metrics; outlives the links.
+    """
+
+    def __init__(self, sockets: Sockets, flow: FlowConfig, traffic: dict[str, Traffic] | None = None) -> None:
+        self._sockets = sockets
+        self._flow = flow
+        self._traffic = traffic if traffic is not None else {}
+        self._disconnects: DisconnectDetector[Peer] = DisconnectDetector()
+        self.links: dict[Peer, Link] = {}  # those that are open
+
+    def open(self, peer: Peer, endpoint: str, only_credit: bool = False) -> Link:
+        """Connect to a peer. A link that carries only credit has no window, and is not counted."""
+        window = traffic = None
+        if not only_credit:
+            window = Window(self._flow.edge_messages, self._flow.edge_bytes)
+            traffic = self._traffic.setdefault(name_of(peer), Traffic())
+        link = self.links[peer] = Link(self._sockets.push(endpoint), time.monotonic, window=window, traffic=traffic)
+        self._disconnects.watch(peer, link.socket, endpoint)
+        return link
+
+    def close(self, peer: Peer) -> None:
+        """Disconnect from a peer."""
+        self._disconnects.forget(peer)
+        self.links.pop(peer).close()
+
+    def flush(self) -> list[tuple[ReplicaId, str]]:
+        """Send what the peers take now; return replicas that took nothing for too long, and the requests lost."""
+        lost = []
+        for peer, link in self.links.items():
+            link.flush()
+            if peer is not None and link.window is not None and link.stalled():
+                lost += [(peer, request_id) for request_id in link.give_up()]
+        return lost
+
+    def cut(self) -> list[Peer]:
+        """Peers whose link over the network was cut although they are said to live, each once."""
+        found = self._disconnects.found(time.monotonic())
+        for peer in found:
+            self._disconnects.forget(peer)
+        return found
+
+    def metrics(self) -> dict[str, EdgeMetrics]:
+        """What has left and what waits, by receiver."""
+        closed = {name: traffic.metrics() for name, traffic in self._traffic.items()}
+        open_now = {name_of(peer): link.metrics() for peer, link in self.links.items() if link.window is not None}
+        return closed | open_now
