@@ -163,15 +163,6 @@ class Arena:
             self._free.insert(index, (offset, length))
 
 
-class _Lease(weakref.ref[Memory]):
-    """Notices the end of the last view of a block's memory. `key` is the sender and its ticket."""
-
-    __slots__ = ("key", "length")
-
-    key: tuple[ReplicaId, int]
-    length: int
-
-
 class ArenaReader:
     """The consumer's side: maps the arenas of the stages before. `attach` and `open` belong to one thread at a time.
 
@@ -183,7 +174,7 @@ class ArenaReader:
         self._on_due = on_due
         self._maps: dict[ReplicaId, mmap.mmap] = {}
         self._released: collections.deque[tuple[ReplicaId, int]] = collections.deque()  # its methods are atomic
-        self._leases: dict[tuple[ReplicaId, int], _Lease] = {}
+        self._leases: set[tuple[ReplicaId, int]] = set()  # blocks in use, by owner and ticket
 
     def attach(self, sources: Mapping[ReplicaId, ArenaAddress | None]) -> None:
         """Map the arenas of exactly these processes. One on another host cannot be mapped; it will send frames."""
@@ -217,17 +208,15 @@ class ArenaReader:
         if key in self._leases:
             raise InvalidPayload(f"Block {block.ticket} of {owner.name} came twice.")
         memory = numpy.frombuffer(mapped, numpy.uint8, block.length, begin)
-        lease = self._leases[key] = _Lease(memory, self._release)
-        lease.key, lease.length = key, block.length
+        self._leases.add(key)
+        weakref.finalize(memory, self._release, key, block.length).atexit = False
         return memory.data
 
-    def _release(self, lease: weakref.ref[Memory]) -> None:
+    def _release(self, key: tuple[ReplicaId, int], length: int) -> None:
         """Queue a block to which nothing refers any more. Runs on whichever thread dropped it last."""
-        if not isinstance(lease, _Lease):
-            return
-        del self._leases[lease.key]
-        self._released.append(lease.key)
-        if lease.length >= RELEASE_BYTES or len(self._released) >= RELEASE_BLOCKS:
+        self._leases.remove(key)
+        self._released.append(key)
+        if length >= RELEASE_BYTES or len(self._released) >= RELEASE_BLOCKS:
             self._on_due()
 
     def take_released(self) -> dict[ReplicaId, list[int]]:

@@ -95,7 +95,9 @@ class World:
 
     def restart_coordinator(self) -> None:
         """Another coordinator takes over what runs on the nodes; the stages have not registered with it yet."""
-        ranks = {node.rank for node in self.fleet.nodes.present()} | {replica.node for replica in self.fleet.replicas}
+        ranks = {rank for rank, node in self.fleet.nodes.items() if node.present} | {
+            replica.node for replica in self.fleet.replicas
+        }
         running = {rank: self.running(rank) for rank in sorted(ranks | {0})}
         self.fleet, self.dead, self.peers, self.killed = self.new_fleet(), [], {}, set()
         self.take(self.fleet.start(self.now))
@@ -171,8 +173,8 @@ class World:
 
     def beat(self, silent: tuple[str, ...]) -> list[FleetInstruction]:
         instructions: list[FleetInstruction] = []
-        for node in self.fleet.nodes.present():
-            if f"node {node.rank}" not in silent:
+        for node in list(self.fleet.nodes.values()):
+            if node.present and f"node {node.rank}" not in silent:
                 instructions += self.node(NodeBeat(), node.rank)
         for replica in list(self.fleet.replicas):
             if replica.registered and replica.name not in silent:
@@ -225,7 +227,7 @@ class World:
                 assert not replica.leaving, "what leaves does not start again"
                 assert replica.spawn_epoch == start.spawn_epoch, "the process that is expected"
                 assert start.spawn_epoch > self.started.get(place, 0), "no epoch occurs twice"
-                assert self.fleet.nodes.of(replica).state is NodeState.PRESENT
+                assert self.fleet.nodes[replica.node].state is NodeState.PRESENT
                 assert not self.fleet.launch.ending, "nothing starts at the end"
                 self.started[place] = start.spawn_epoch
             case TellNode(_, KillReplica() as kill):

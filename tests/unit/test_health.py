@@ -42,7 +42,6 @@ class World:
         replica = self.spawn(epoch=epoch, now=now)
         replica.on(ReplicaEvent.HELLO)
         replica.on(ReplicaEvent.READY)
-        self.supervision.ready(replica, now)
         return replica
 
     def look(self, until: float, since: float = T) -> dict[float, str]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from omni_actors.config import PipelineConfig, placement
-from omni_actors.coordinator.core.nodes import NodeTable
+from omni_actors.coordinator.core.nodes import Node, silent, take_over
 from omni_actors.coordinator.core.replicas import NodeEvent, ReplicaState, ReplicaTable
 from omni_actors.protocol.messages import Ready, RunningReplica, Shutdown, Welcome
-from tests.support.builders import chain, pipeline
 from tests.support.fleet import World as FleetWorld
 from tests.support.fleet import one_host, to_stage
 
@@ -21,13 +18,11 @@ class World:
 
     def __init__(self, spawn_epoch: int = 7) -> None:
         self.replicas = ReplicaTable()
-        self.nodes = NodeTable(self.replicas, placement.ranks(pipeline()), T)
-        self.node = self.nodes.find(0)
         for stage in ("prompt", "thinker", "talker", "code2wav"):
             self.replicas.add(stage, 0, spawn_epoch).heard = T
 
     def take_over(self, **spawn_epoch: int):
-        return self.nodes.take_over(self.node, [RunningReplica(stage, 0, b, 1) for stage, b in spawn_epoch.items()])
+        return take_over(self.replicas, [RunningReplica(stage, 0, b, 1) for stage, b in spawn_epoch.items()])
 
 
 @pytest.mark.parametrize(
@@ -69,19 +64,16 @@ def test_a_process_that_is_not_placed_there_is_killed() -> None:
 
 
 def test_a_silent_agent_whose_stages_beat_is_not_lost() -> None:
-    data = {**chain(), "cluster": {"nnodes": 2}}
-    data["stages"][2]["node"] = 1
     replicas = ReplicaTable()
-    nodes = NodeTable(replicas, placement.ranks(msgspec.convert(data, PipelineConfig)), T)
-    master, node = nodes.find(0), nodes.find(1)
+    master, node = nodes = [Node(rank, heard=T) for rank in (0, 1)]
     master.on(NodeEvent.HELLO)
     node.on(NodeEvent.HELLO)
     talker = replicas.add("talker", 0, 7, node=1)
-    assert not nodes.silent(T + 3.9, 4)
-    assert nodes.silent(T + 4.1, 4) == [node], "not the coordinator's own host"
+    assert not silent(nodes, replicas, T + 3.9, 4)
+    assert silent(nodes, replicas, T + 4.1, 4) == [node], "not the coordinator's own host"
     talker.heard = T + 2
-    assert not nodes.silent(T + 4.1, 4)
+    assert not silent(nodes, replicas, T + 4.1, 4)
     talker.state = ReplicaState.DEAD
-    assert nodes.silent(T + 4.1, 4) == [node]
+    assert silent(nodes, replicas, T + 4.1, 4) == [node]
     node.on(NodeEvent.LOST)
-    assert not nodes.silent(T + 9, 4)
+    assert not silent(nodes, replicas, T + 9, 4)

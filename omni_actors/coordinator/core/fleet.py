@@ -35,12 +35,22 @@ from omni_actors.coordinator.core.instructions import (
     TellNode,
     TellReplica,
 )
-from omni_actors.coordinator.core.nodes import Culprit, HealthPolicy, Launch, Node, NodeTable, Seats, explain_end
+from omni_actors.coordinator.core.nodes import (
+    Culprit,
+    HealthPolicy,
+    Launch,
+    Node,
+    Seats,
+    explain_end,
+    silent,
+    take_over,
+)
 from omni_actors.coordinator.core.replicas import (
     Evidence,
     LaunchEvent,
     LaunchState,
     NodeEvent,
+    NodeState,
     Replica,
     ReplicaEvent,
     ReplicaState,
@@ -125,7 +135,8 @@ class Fleet:
         self.replicas = replicas
         self.health = HealthPolicy(pipeline, replicas)
         self.seats = Seats(pipeline, memory)
-        self.nodes = NodeTable(replicas, self.seats.nodes() | {*placement.ranks(pipeline)}, now)
+        ranks = sorted(self.seats.nodes() | {*placement.ranks(pipeline)})
+        self.nodes = {rank: Node(rank, heard=now) for rank in ranks}
         self.launch = Launch(replicas, self.nodes, self.health, began, now, started)
         self.dropped: collections.Counter[str] = collections.Counter()
 
@@ -165,7 +176,7 @@ class Fleet:
         to_nodes = Shutdown(reason=reason, failed=bool(self.launch.failure))
         return [
             *(TellReplica(replica.replica_id, to_stages) for replica in self.replicas if replica.registered),
-            *(TellNode(node.rank, to_nodes) for node in self.nodes.present()),
+            *(TellNode(rank, to_nodes) for rank, node in self.nodes.items() if node.present),
         ]
 
     def tick(self, now: float, in_flight: int) -> Instructions:
@@ -173,8 +184,10 @@ class Fleet:
         late, self._ticked = now > self._ticked + LATE_TICK_SECONDS, now
         done: Instructions = []
         if late:
-            self.nodes.excuse_all(now)
-            self.health.excuse_all(now)
+            for heard in (*self.nodes.values(), *self.replicas):  # what came meanwhile is unread
+                heard.heard = now
+            for replica in self.replicas:
+                replica.moved = now
         else:
             done += self._give_up_nodes(now)
             done += self._kill_stuck(now)
@@ -204,7 +217,7 @@ class Fleet:
         done: Instructions = []
         for stage in self.pipeline.stages:  # one may have died for good meanwhile
             done += self.fill_places(stage.name)
-        done += [TellNode(node.rank, Launched()) for node in self.nodes.present()]
+        done += [TellNode(rank, Launched()) for rank, node in self.nodes.items() if node.present]
         return [*done, Announce(f"ready after {launch.after(now):.1f} s, clients connect to {self._client}")]
 
     def _fail(self, reason: str) -> Instructions:
@@ -237,13 +250,11 @@ class Fleet:
 
     def from_node(self, rank: int, body: NodeToCoordinator, now: float) -> Instructions:
         """Take a message of a node's agent."""
-        node = self.nodes.find(rank)
-        if node is None:
-            if not isinstance(body, NodeHello):
-                return [TellNode(rank, Reregister())]
-            node = self.nodes.join(rank, now)
+        node = self.nodes.get(rank) or Node(rank)
         node.heard = now
-        if not node.present and not isinstance(body, NodeHello):
+        if isinstance(body, NodeHello):
+            self.nodes[rank] = node
+        elif not node.present:
             return [TellNode(rank, Reregister())]
         match body:
             case NodeHello():
@@ -282,7 +293,7 @@ class Fleet:
         done.append(TellNode(node.rank, NodeWelcome()))
         if self.launch.serving:
             done.append(TellNode(node.rank, Launched()))
-        takeover = self.nodes.take_over(node, hello.replicas)
+        takeover = take_over(self.replicas.on(node.rank), hello.replicas)
         for item in takeover.kill:
             done.append(TellNode(node.rank, KillReplica(item.stage, item.replica, item.spawn_epoch)))
         for item in takeover.adopt:
@@ -302,11 +313,11 @@ class Fleet:
 
     def _give_up_nodes(self, now: float) -> Instructions:
         done: Instructions = []
-        for node in self.nodes.silent(now, self._settings.heartbeat_timeout):
+        for node in silent(self.nodes.values(), self.replicas, now, self._settings.heartbeat_timeout):
             done += self._lose_node(node, f"silent for {now - node.heard:.1f} s", now)
         if self.launch.serving and now > self._created + ABSENT_SECONDS:
-            for node in self.nodes.absent():
-                if any(replica.alive for replica in self.nodes.on(node)):
+            for node in list(self.nodes.values()):
+                if not node.present and any(replica.alive for replica in self.replicas.on(node.rank)):
                     done += self._lose_node(node, "it has not come back to the restarted coordinator", now)
         return done
 
@@ -320,7 +331,7 @@ class Fleet:
         node.on(NodeEvent.DRAIN)
         if not self.launch.wanted:
             return []
-        replicas = self.nodes.on(node)
+        replicas = self.replicas.on(node.rank)
         held = {request for replica in replicas for request in replica.requests}
         done: Instructions = [Announce(f"node {node.rank} stops; requests on its replicas: {len(held)}")]
         for replica in replicas:
@@ -332,8 +343,9 @@ class Fleet:
     def _release_drained(self) -> Instructions:
         """Let nodes end whose replicas have finished. If the whole pipeline drains, they end with it."""
         done: Instructions = []
-        for node in self.nodes.draining() if self.launch.wanted else ():
-            if not any(replica.requests for replica in self.nodes.on(node)):
+        for node in self.nodes.values() if self.launch.wanted else ():
+            empty = not any(replica.requests for replica in self.replicas.on(node.rank))
+            if node.state is NodeState.DRAINING and empty:
                 node.on(NodeEvent.RELEASED)
                 done.append(TellNode(node.rank, Shutdown(reason="its requests are finished")))
         return done
@@ -344,7 +356,7 @@ class Fleet:
         node.away_since = now
         away = f"node {node.rank} is away: {why}"
         done: Instructions = [Announce(away)]
-        for replica in self.nodes.on(node):
+        for replica in self.replicas.on(node.rank):
             if replica.alive or replica.state is ReplicaState.WAITING:
                 replica.orders.clear_kill()
                 replica.left_with_node = True
@@ -359,12 +371,12 @@ class Fleet:
 
     def _is_needed(self, node: Node) -> bool:
         """Whether anything is placed on a node; node 0 runs the coordinator."""
-        return node.rank == 0 or bool(self.nodes.on(node))
+        return node.rank == 0 or bool(self.replicas.on(node.rank))
 
     def _forget_node(self, node: Node) -> None:
         """Forget a node on which nothing is placed; it may join again."""
         if not self._is_needed(node):
-            self.nodes.forget(node)
+            del self.nodes[node.rank]
 
     def _move_lost(self, now: float) -> Instructions:
         """Move the replicas of nodes that are gone for good to nodes that have room; look for it every few seconds."""
@@ -372,8 +384,10 @@ class Fleet:
             return []
         self._next_move = now + MOVE_SECONDS
         done: Instructions = []
-        for node in self.nodes.gone(now, self._settings.move_after):
-            for replica in self.nodes.on(node):
+        for node in list(self.nodes.values()):
+            if node.state is not NodeState.AWAY or now <= node.away_since + self._settings.move_after:
+                continue
+            for replica in self.replicas.on(node.rank):
                 if replica.left_with_node:
                     done += self._move(replica, now)
             self._forget_node(node)
@@ -381,7 +395,8 @@ class Fleet:
 
     def _move(self, replica: Replica, now: float) -> Instructions:
         try:
-            seat = self.seats.move(replica.stage, replica.index, self.nodes.staying())
+            staying = [node for node in self.nodes.values() if node.stays]
+            seat = self.seats.move(replica.stage, replica.index, staying)
         except InvalidRequest as error:
             if replica.phase == NO_ROOM:
                 return []
@@ -393,7 +408,7 @@ class Fleet:
 
     def node_unreachable(self, rank: int, why: str, now: float) -> Instructions:
         """A node's agent cannot be told what it has to do: its replicas count as dead until it says hello again."""
-        node = self.nodes.find(rank)
+        node = self.nodes.get(rank)
         if node is None or not node.present or self.launch.ending:
             return []
         return self._lose_node(node, why, now)
@@ -485,7 +500,7 @@ class Fleet:
         return []
 
     def _on_ready(self, replica: Replica, facts: Ready, now: float) -> Instructions:
-        self.health.ready(replica, now)
+        replica.heard = replica.moved = now
         replica.become_ready(facts)
         done: Instructions = []
         if replica.orders.drain:  # given before it registered again
@@ -554,7 +569,7 @@ class Fleet:
         """Start the replicas again whose back-off is over."""
         done: Instructions = []
         for dead in self.health.due(now):
-            if self.nodes.of(dead).stays:
+            if self.nodes[dead.node].stays:
                 done.append(Announce(f"starting {dead.name} again"))
                 done += self.start_replica(dead.stage, dead.index, now)
         return done
@@ -631,7 +646,7 @@ class Fleet:
         """Kill what is stuck. While the pipeline starts, the startup timeout ends the launch instead."""
         done: Instructions = []
         for replica, why in self.health.stuck(now) if self.launch.serving else ():
-            node_silent = self.nodes.of(replica).heard + 3 * self._settings.heartbeat_interval < now
+            node_silent = self.nodes[replica.node].heard + 3 * self._settings.heartbeat_interval < now
             if node_silent and now < replica.heard + self._settings.heartbeat_timeout + KILL_SECONDS:
                 continue  # it may be the link: the order would reach a healthy process once the link is back
             if not replica.orders.killed:

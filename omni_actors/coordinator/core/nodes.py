@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +22,6 @@ from omni_actors.coordinator.core.replicas import (
     NodeEvent,
     NodeState,
     Replica,
-    ReplicaEvent,
     ReplicaState,
     ReplicaTable,
 )
@@ -67,92 +66,35 @@ class Takeover:
     kill: tuple[RunningReplica, ...] = ()  # they run, and the pipeline does not need them
 
 
-class NodeTable:
-    """All nodes of a pipeline."""
+def silent(nodes: Iterable[Node], replicas: ReplicaTable, now: float, seconds: float) -> list[Node]:
+    """Nodes of which nothing was heard for `seconds`, neither of their agents nor of any process on them.
 
-    def __init__(self, replicas: ReplicaTable, ranks: Iterable[int], now: float) -> None:
-        self._replicas = replicas
-        self._nodes = {rank: Node(rank, heard=now) for rank in sorted(ranks)}
+    An agent that was stopped for a while does not take along the stages that work. Node 0 is never silent: if its
+    launcher ends, the coordinator ends too, and no network link is between them.
+    """
+    found = []
+    for node in nodes:
+        heard = [replica.heard for replica in replicas.on(node.rank) if replica.alive]
+        if node.present and node.rank > 0 and max([node.heard, *heard]) + seconds < now:
+            found.append(node)
+    return found
 
-    def find(self, rank: int) -> Node | None:
-        """The node of this rank; None if the pipeline has none."""
-        return self._nodes.get(rank)
 
-    def join(self, rank: int, now: float) -> Node:
-        """Add a node that the pipeline has not had before."""
-        return self._nodes.setdefault(rank, Node(rank, heard=now))
-
-    def forget(self, node: Node) -> None:
-        """Forget a node that runs nothing."""
-        del self._nodes[node.rank]
-
-    def gone(self, now: float, seconds: float) -> list[Node]:
-        """Nodes that have been away for more than `seconds`."""
-        away = [node for node in self._nodes.values() if node.state is NodeState.AWAY]
-        return [node for node in away if node.away_since + seconds < now]
-
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def of(self, replica: Replica) -> Node:
-        """The node on which a replica runs."""
-        return self._nodes[replica.node]
-
-    def present(self) -> list[Node]:
-        """Nodes whose agents are there."""
-        return [node for node in self._nodes.values() if node.present]
-
-    def staying(self) -> list[Node]:
-        """Nodes on which replicas may start."""
-        return [node for node in self._nodes.values() if node.stays]
-
-    def draining(self) -> list[Node]:
-        """Nodes that end once their replicas hold nothing."""
-        return [node for node in self._nodes.values() if node.state is NodeState.DRAINING]
-
-    def absent(self) -> list[Node]:
-        """Nodes that have not come yet or are away."""
-        return [node for node in self._nodes.values() if not node.present]
-
-    def on(self, node: Node) -> list[Replica]:
-        """The replicas that are placed on a node."""
-        return [replica for replica in self._replicas if self.of(replica) is node]
-
-    def excuse_all(self, now: float) -> None:
-        """Count present nodes as heard of now: this process itself was stopped, and what came meanwhile is unread."""
-        for node in self.present():
-            node.heard = now
-
-    def silent(self, now: float, seconds: float) -> list[Node]:
-        """Nodes of which nothing was heard for `seconds`, neither of their agents nor of any process on them.
-
-        An agent that was stopped for a while does not take along the stages that work. Node 0 is never silent: if its
-        launcher ends, the coordinator ends too, and no network link is between them.
-        """
-        found = []
-        for node in self.present():
-            if node.rank == 0:
-                continue
-            heard = [replica.heard for replica in self.on(node) if replica.alive]
-            if max([node.heard, *heard]) + seconds < now:
-                found.append(node)
-        return found
-
-    def take_over(self, node: Node, running: Iterable[RunningReplica]) -> Takeover:
-        """Decide about the processes of a node that has come or come back with `running`."""
-        listed = {(item.stage, item.replica): item for item in running}
-        adopt, start, ended = [], [], []
-        for replica in self.on(node):
-            item = listed.pop((replica.stage, replica.index), None)
-            known = item is not None and item.spawn_epoch == replica.spawn_epoch
-            if item is not None and not (known and replica.alive):
-                # It counted as lost, or is older than this coordinator.
-                adopt.append(item)
-            elif item is None and (replica.spawn_epoch == 0 or replica.left_with_node):
-                start.append((replica.stage, replica.index))
-            elif item is None and replica.alive:
-                ended.append(replica)
-        return Takeover(tuple(adopt), tuple(start), tuple(ended), tuple(listed.values()))
+def take_over(replicas: Iterable[Replica], running: Iterable[RunningReplica]) -> Takeover:
+    """Decide about the `running` processes of a node that has come or come back; `replicas` are placed there."""
+    listed = {(item.stage, item.replica): item for item in running}
+    adopt, start, ended = [], [], []
+    for replica in replicas:
+        item = listed.pop((replica.stage, replica.index), None)
+        known = item is not None and item.spawn_epoch == replica.spawn_epoch
+        if item is not None and not (known and replica.alive):
+            # It counted as lost, or is older than this coordinator.
+            adopt.append(item)
+        elif item is None and (replica.spawn_epoch == 0 or replica.left_with_node):
+            start.append((replica.stage, replica.index))
+        elif item is None and replica.alive:
+            ended.append(replica)
+    return Takeover(tuple(adopt), tuple(start), tuple(ended), tuple(listed.values()))
 
 
 MAXIMUM_BACKOFF = 30.0  # seconds
@@ -206,10 +148,6 @@ class HealthPolicy:
         if progress != replica.progress:
             replica.progress, replica.moved = progress, now
 
-    def ready(self, replica: Replica, now: float) -> None:
-        """Start the clocks for heartbeat and progress of a replica that has become ready."""
-        replica.heard = replica.moved = now
-
     def plan(self, replica: Replica, now: float) -> bool:
         """Decide whether a lost replica restarts, at `replica.restart_at`. Call it before the replica leaves its state.
 
@@ -226,14 +164,8 @@ class HealthPolicy:
         replica.restart_at = now + (delay or 0.0)
         return delay is not None
 
-    def revive(self, replica: Replica, now: float) -> None:
-        """Restart a dead replica at once and forget its former restarts."""
-        self._histories.pop((replica.stage, replica.index), None)
-        replica.on(ReplicaEvent.REVIVED)
-        replica.restart_at = now
-
     def forget(self, replica: Replica) -> None:
-        """Forget the restarts of a replica that is gone for good."""
+        """Forget the restarts of a replica."""
         self._histories.pop((replica.stage, replica.index), None)
 
     def restarts(self, replica: Replica) -> int:
@@ -257,11 +189,6 @@ class HealthPolicy:
             and not replica.stopping
             and (not replica.requests or replica.orders.drain_until <= now)
         ]
-
-    def excuse_all(self, now: float) -> None:
-        """Count everything as heard of now: this process itself was stopped, and what came meanwhile is unread."""
-        for replica in self._replicas:
-            replica.heard = replica.moved = now
 
     def stuck(self, now: float) -> list[tuple[Replica, str]]:
         """Replicas whose process lives but does nothing, each with the reason."""
@@ -317,7 +244,7 @@ class Launch:
     def __init__(
         self,
         replicas: ReplicaTable,
-        nodes: NodeTable,
+        nodes: Mapping[int, Node],
         health: HealthPolicy,
         began: float,
         now: float,
@@ -394,7 +321,7 @@ class Launch:
         """Say how many replicas are ready, how long that took, and what is missing."""
         ready = sum(replica.ready for replica in self._replicas)
         missing = [f"{replica.name} ({replica.phase})" for replica in self._replicas.missing()]
-        away = [f"node {node.rank}" for node in self._nodes.absent()]
+        away = [f"node {rank}" for rank, node in self._nodes.items() if not node.present]
         shown = ", ".join(away + missing) or "none"
         return f"{ready} of {ready + len(missing)} ready after {self.after(now):.0f} s; missing: {shown}"
 

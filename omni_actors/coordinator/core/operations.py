@@ -49,7 +49,9 @@ def _drain_or_restart(fleet: Fleet, order: Operate, now: float) -> tuple[str, In
         text = f"{replica.name} leaves the pipeline, as {replica.stage} was scaled."
         raise InvalidRequest(text, hint="Scale the stage again to have more replicas.")
     if order.operation is Operation.RESTART and replica.state is ReplicaState.DEAD:
-        fleet.health.revive(replica, now)
+        fleet.health.forget(replica)
+        replica.on(ReplicaEvent.REVIVED)
+        replica.restart_at = now
         return f"{replica.name} restarts.", fleet.restart_due(now) if fleet.launch.wanted else []
     if replica.state not in (ReplicaState.READY, ReplicaState.DRAINING):
         text = f"{replica.name} is {replica.state}; only a ready one drains."
@@ -89,13 +91,13 @@ def _scale(fleet: Fleet, stage: str, count: int, rank: int | None, now: float) -
 
 def _nodes_for(fleet: Fleet, rank: int | None) -> list[Node]:
     """The nodes on which replicas may be added. Raises `InvalidRequest` if the one asked for is not there."""
-    present = fleet.nodes.staying()
+    present = [node for node in fleet.nodes.values() if node.stays]
     if rank is None:
         return present
     chosen = [node for node in present if node.rank == rank]
     if not chosen:
         there = ", ".join(str(node.rank) for node in present)
-        known = fleet.nodes.find(rank)
+        known = fleet.nodes.get(rank)
         what = "does not belong to this pipeline" if known is None else "stops" if known.present else "is not there"
         raise InvalidRequest(
             f"Node {rank} {what}; present are: {there or 'none'}.",

@@ -364,6 +364,10 @@ class ReplicaTable:
         """The replicas of a stage."""
         return list(self._by_stage.get(stage, {}).values())
 
+    def on(self, rank: int) -> list[Replica]:
+        """The replicas that are placed on a node."""
+        return [replica for replica in self if replica.node == rank]
+
     def count(self, stage: str) -> int:
         """How many replicas a stage has, in whatever state."""
         return len(self._by_stage.get(stage, ()))
