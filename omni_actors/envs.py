@@ -1,4 +1,4 @@
-"""Every environment variable that omni_actors reads, in one place.
+"""Every environment variable that omni_actors reads, in one place, with the flags of the same values.
 
 Each is read when it is needed, never at import, so that tests and launchers can set it.
 """
@@ -19,15 +19,25 @@ class Variable(NamedTuple):
     config_key: str  # the configuration value that it sets, "" for none
     help: str
 
+    @property
+    def flag(self) -> str:
+        """The flag of `omni-actors launch` for the same value, "" for none."""
+        own = self.name.removeprefix("OMNI_ACTORS_")
+        return f"--{own.lower().replace('_', '-')}" if self.config_key and own != self.name else ""
+
 
 VARIABLES = (
     Variable("OMNI_ACTORS_MODEL", "model", "checkpoint folder or hub name"),
-    Variable("OMNI_ACTORS_RUN_DIR", "coordinator.run_dir", "folder for sockets, logs and pid files"),
+    Variable("OMNI_ACTORS_RUN_DIR", "coordinator.run_dir", "folder for sockets and logs"),
     Variable("OMNI_ACTORS_LISTEN", "coordinator.listen", "client endpoint: 'ipc', or tcp://ADDRESS:PORT"),
     Variable("OMNI_ACTORS_KEYS", "coordinator.keys_dir", "folder of CURVE keys, from omni-actors keys"),
     Variable("OMNI_ACTORS_STARTUP_TIMEOUT", "coordinator.startup_timeout", "seconds until every stage must be ready"),
     Variable("OMNI_ACTORS_MPS", "mps", "auto or off: CUDA MPS where replicas share a GPU"),
     Variable("OMNI_ACTORS_MAX_IN_FLIGHT", "coordinator.max_in_flight", "requests admitted at once"),
+    Variable("OMNI_ACTORS_TOOL_CALL_PARSER", "tool_call_parser", "vLLM's name of the parser for tool calls"),
+    Variable(
+        "OMNI_ACTORS_TOOL_CHAT_TEMPLATE", "tool_chat_template", "file with the chat template of prompts with tools"
+    ),
     Variable("OMNI_ACTORS_NNODES", "cluster.nnodes", "hosts that the pipeline is spread over"),
     Variable("OMNI_ACTORS_NODE_RANK", "cluster.node_rank", "rank of this host, from 0"),
     Variable("OMNI_ACTORS_MASTER_ADDR", "cluster.master_addr", "host name or address of node 0"),

@@ -7,11 +7,11 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from omni_actors import __version__, config, flags, logs
 from omni_actors.config import placement
-from omni_actors.config.loading import shipped
+from omni_actors.config.loading import as_yaml, shipped
+from omni_actors.envs import VARIABLES
 from omni_actors.errors import ConfigError, Fault, OmniError
 from omni_actors.host.processes import (
     EXIT_FAILED,
@@ -26,22 +26,6 @@ from omni_actors.launcher.launcher import Launcher, host_addresses
 from omni_actors.launcher.one_request import answer
 from omni_actors.launcher.preflight import check_engines, check_launch, pending_download
 from omni_actors.logs import say
-
-CONFIG_FLAGS = {  # flag of the command line -> configuration value that it sets
-    "model": "model",
-    "run_dir": "coordinator.run_dir",
-    "listen": "coordinator.listen",
-    "keys": "coordinator.keys_dir",
-    "startup_timeout": "coordinator.startup_timeout",
-    "mps": "mps",
-    "tool_call_parser": "tool_call_parser",
-    "tool_chat_template": "tool_chat_template",
-    "nnodes": "cluster.nnodes",
-    "node_rank": "cluster.node_rank",
-    "master_addr": "cluster.master_addr",
-    "master_port": "cluster.master_port",
-    "node_addr": "cluster.node_addr",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,16 +67,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpus", type=flags.count, metavar="N", help="check for a host with N GPUs (default: this one's)"
     )
-    parser.add_argument("--model", help="checkpoint folder or hub name")
-    parser.add_argument("--run-dir", help="folder for sockets and logs")
-    parser.add_argument("--listen", help="client endpoint: 'ipc', or tcp://ADDRESS:PORT")
-    parser.add_argument("--keys", metavar="DIR", help="CURVE keys, made by omni-actors keys; needed off this host")
-    parser.add_argument("--startup-timeout", type=flags.seconds, help="seconds until every stage must be ready")
-    parser.add_argument("--mps", choices=["auto", "off"], help="CUDA MPS where replicas share a GPU (default: auto)")
-    parser.add_argument("--tool-call-parser", type=flags.line, metavar="NAME", help="vLLM's parser for tool calls")
-    parser.add_argument(
-        "--tool-chat-template", type=flags.path, metavar="FILE", help="chat template of prompts with tools"
-    )
     parser.add_argument(
         "--set",
         action="append",
@@ -101,11 +75,10 @@ def parser() -> argparse.ArgumentParser:
         help="any value of the YAML, for instance stages.talker.engine.max_num_seqs=8",
     )
     nodes = parser.add_argument_group("several hosts", "The same command on each of them; see docs/deploying.md.")
-    nodes.add_argument("--nnodes", type=int, help="number of hosts")
-    nodes.add_argument("--node-rank", type=int, help="rank of this host; 0 runs the coordinator")
-    nodes.add_argument("--master-addr", metavar="HOST", help="host of node 0")
-    nodes.add_argument("--master-port", type=int, help="port of the coordinator there, for the other nodes")
-    nodes.add_argument("--node-addr", metavar="ADDRESS", help="address at which the other nodes reach this host")
+    for variable in VARIABLES:
+        if variable.flag:
+            group = nodes if variable.config_key.startswith("cluster.") else parser
+            group.add_argument(variable.flag, help=variable.help)
     nodes.add_argument("--headless", action="store_true", help="run stages only: no HTTP server, no prompt")
     http = parser.add_argument_group("HTTP", "The key that requests must carry is in OMNI_ACTORS_API_KEY.")
     http.add_argument("--http", metavar="HOST:PORT", help="serve the OpenAI API and a web page here")
@@ -142,13 +115,10 @@ def overrides(options: argparse.Namespace) -> dict[str, str]:
             raise ConfigError(f"--set {item!r} is not of the form KEY=VALUE.")
         found[key] = value
     found |= {f"http.{name}": json.dumps(value) for name, value in given_flags(options).items()}
-    for flag, key in CONFIG_FLAGS.items():
-        value = getattr(options, flag)
-        if isinstance(value, Path):
-            value = str(value.absolute())
+    for variable in VARIABLES:
+        value = getattr(options, variable.flag[2:].replace("-", "_")) if variable.flag else None
         if value is not None:
-            # A text is quoted, so that it stands as it was given: YAML has a meaning for `~`, ` #` and `: `.
-            found[key] = json.dumps(value, ensure_ascii=False)
+            found[variable.config_key] = as_yaml(variable.config_key, value)
     return found
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import graphlib
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -117,12 +119,12 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None, devices: 
         raise ConfigError(f"{path} must hold a mapping with the keys name, model and stages.")
     sources = {key: f"yaml {path.name}" for key in flatten(data)}
     from_env = envs.config_overrides()
-    for key, (value, variable) in slurm_overrides(known={*from_env, *(overrides or {})}).items():
-        _set_value(data, key, _from_environment(key, value, f"SLURM {variable}"), sources, f"SLURM {variable}")
-    for key, (value, variable) in from_env.items():
-        _set_value(data, key, _from_environment(key, value, f"env {variable}"), sources, f"env {variable}")
-    for key, value in (overrides or {}).items():
-        _set_value(data, key, _parsed(key, value, "command line"), sources, "command line")
+    from_slurm = slurm_overrides(known={*from_env, *(overrides or {})})
+    for kind, found in (("SLURM", from_slurm), ("env", from_env)):
+        for key, (text, variable) in found.items():
+            _set_value(data, key, as_yaml(key, text), sources, f"{kind} {variable}")
+    for key, text in (overrides or {}).items():
+        _set_value(data, key, text, sources, "command line")
     if data.get("mps") is False:
         data["mps"] = "off"  # which YAML reads as false
     pipeline = _converted(data, _Places(path.name, document, data, sources))
@@ -256,18 +258,14 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return flat or {prefix: {}}
 
 
-def _from_environment(key: str, text: str, source: str) -> Any:
-    """A value of the environment: a text stands as it is, anything else is YAML."""
+def as_yaml(key: str, text: str) -> str:
+    """Quote what is given for a key that has a text, as YAML has a meaning for `~`, ` #` and `: `; else it is YAML."""
     takes_text = not {int, float, bool, list, dict} & set(_types_at(tuple(key.split(".")), PipelineConfig))
-    return text if takes_text else _parsed(key, text, source)
+    return json.dumps(text, ensure_ascii=False) if takes_text else text
 
 
-def _parsed(key: str, text: str, source: str) -> Any:
-    return yaml_reader.read(text, f"{source}: the value of {key!r}").value
-
-
-def _set_value(data: dict[str, Any], key: str, value: Any, sources: dict[str, str], source: str) -> None:
-    """Set the dotted `key` to `value`. Stages are addressed by name: `stages.thinker.replicas`."""
+def _set_value(data: dict[str, Any], key: str, text: str, sources: dict[str, str], source: str) -> None:
+    """Set the dotted `key` to a value in YAML. Stages are addressed by name: `stages.thinker.replicas`."""
     node: Any = data
     parts = key.split(".")
     if len(parts) > yaml_reader.MAX_DEPTH:
@@ -283,7 +281,7 @@ def _set_value(data: dict[str, Any], key: str, value: Any, sources: dict[str, st
             raise ConfigError(f"{source}: {'.'.join(parts[: index + 1])!r} is not a mapping, so {key!r} cannot be set.")
     if not isinstance(node, dict):
         raise ConfigError(f"{source}: {key!r} does not name a value.")
-    node[parts[-1]] = value
+    node[parts[-1]] = yaml_reader.read(text, f"{source}: the value of {key!r}").value
     for old in [old for old in sources if old == key or old.startswith(f"{key}.")]:
         del sources[old]
     sources[key] = source
@@ -336,17 +334,11 @@ def _in_graph_order(stages: Sequence[StageConfig]) -> list[StageConfig]:
                 raise ConfigError(
                     f"stages.{stage.name}.inputs.from: there is no stage {source!r}.{suggest(source, names)}"
                 )
-    ordered: list[StageConfig] = []
-    remaining = list(stages)
-    while remaining:
-        done = {stage.name for stage in ordered}
-        ready = [stage for stage in remaining if set(stage.source_names) <= done]
-        if not ready:
-            cycle = ", ".join(stage.name for stage in remaining)
-            raise ConfigError(f"The stages {cycle} wait for one another: the inputs form a cycle.")
-        ordered += ready
-        remaining = [stage for stage in remaining if stage not in ready]
-    return ordered
+    try:
+        order = [*graphlib.TopologicalSorter({stage.name: stage.source_names for stage in stages}).static_order()]
+    except graphlib.CycleError as error:
+        raise ConfigError(f"The inputs of stages form a cycle: {' -> '.join(error.args[1])}.") from error
+    return sorted(stages, key=lambda stage: order.index(stage.name))
 
 
 # -- configurations that come with the package ------------------------------------------------------------------------

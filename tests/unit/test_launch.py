@@ -23,7 +23,7 @@ def test_options_become_overrides() -> None:
         "model": '"m"',
         "coordinator.run_dir": '"/r"',
         "coordinator.listen": '"ipc"',
-        "coordinator.startup_timeout": "5.0",
+        "coordinator.startup_timeout": "5",
     }
     with pytest.raises(ConfigError, match="KEY=VALUE"):
         overrides("--set", "novalue")

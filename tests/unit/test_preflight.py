@@ -94,10 +94,10 @@ REFUSED = [
     (("--run-dir", "sound.wav/run"), "sound.wav is not a folder"),
     (("--run-dir", ""), "coordinator.run_dir: Expected `str` of length >= 1"),
     (("--run-dir", "shared"), "can be written to by others"),
-    (("--tool-chat-template", ""), "argument --tool-chat-template: the path is empty"),
+    (("--tool-chat-template", ""), "tool_chat_template: Expected `str` of length >= 1"),
     (("--keys", "none"), "none"),
     (("--model", "~no-such-user"), "model: there is no home folder"),
-    (("--startup-timeout", "inf"), "argument --startup-timeout: 'inf' is not a finite number"),
+    (("--startup-timeout", "inf"), "coordinator.startup_timeout: Expected `float`, got `str`"),
     (("--master-port", "70000"), "cluster.master_port: Expected `int` <= 65535"),
     # HTTP and metrics
     (("--http", "1.2.3.4.5:80", "--http-insecure"), "--http: '1.2.3.4.5' is not an address of this host"),
