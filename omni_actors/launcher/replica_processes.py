@@ -42,7 +42,8 @@ from omni_actors.host.segments import Segment
 from omni_actors.launcher.mps import NO_MPS
 from omni_actors.logs import get_logger
 from omni_actors.protocol.fields import ReplicaId
-from omni_actors.stage.process import ReplicaSpec, main
+from omni_actors.stage.process import main
+from omni_actors.stage.session import ReplicaSpec
 
 logger = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -126,7 +126,7 @@ class Attempt:
     processor: StreamProcessor | None
     timings: StageTimeline
     output: ResendBuffer | None  # what later stages got; `None` if the route has none
-    state: AttemptState = AttemptState.OPEN  # changed by `Attempts.advance` only
+    state: AttemptState = AttemptState.OPEN  # changed by `StageActor._advance` only
     first_output: float = 0.0
     streamed: int = 0  # characters, samples, pictures or latents that went to later stages
     stream_ended: bool = False  # later stages have got their final chunk
@@ -136,57 +136,6 @@ class Attempt:
     def live(self) -> bool:
         """Whether this stage still has to finish it."""
         return self.state in _LIVE
-
-
-class Attempts:
-    """All attempts that have not ended, by request and by the engine's id, and how many are in each state."""
-
-    def __init__(self) -> None:
-        self._by_request: dict[str, Attempt] = {}
-        self._by_engine_id: dict[str, Attempt] = {}  # the live ones
-        self._in_state: collections.Counter[AttemptState] = collections.Counter()
-
-    def open(self, attempt: Attempt) -> None:
-        """Add an attempt. The one before it at the same request has ended."""
-        self._by_request[attempt.request_id] = attempt
-        self._by_engine_id[attempt.request.request_id] = attempt
-        self._in_state[attempt.state] += 1
-
-    def advance(self, attempt: Attempt, event: AttemptEvent) -> None:
-        """Change the state of an attempt; raises `ProtocolError` for an event that has no place in it."""
-        before, attempt.state = attempt.state, advance(ATTEMPT_TRANSITIONS, attempt.state, event)
-        self._in_state[before] -= 1
-        self._in_state[attempt.state] += 1
-        if not attempt.live:
-            self._by_engine_id.pop(attempt.request.request_id, None)
-        if attempt.state is AttemptState.ENDED:
-            del self._by_request[attempt.request_id]
-
-    def of(self, request_id: str) -> Attempt | None:
-        """The attempt at a request, live or finished."""
-        return self._by_request.get(request_id)
-
-    def live(self, request_id: str) -> Attempt | None:
-        """The attempt at a request that this stage still has to finish."""
-        attempt = self._by_request.get(request_id)
-        return attempt if attempt is not None and attempt.live else None
-
-    def of_engine(self, engine_id: str) -> Attempt | None:
-        """The live attempt that the engine knows by this id."""
-        return self._by_engine_id.get(engine_id)
-
-    def count(self, state: AttemptState) -> int:
-        """How many attempts are in a state."""
-        return self._in_state[state]
-
-    @property
-    def live_count(self) -> int:
-        """How many attempts this stage still has to finish."""
-        return len(self._by_engine_id)
-
-    def __iter__(self) -> Iterator[Attempt]:
-        """All of them, live and finished. They may be ended meanwhile."""
-        return iter(list(self._by_request.values()))
 
 
 MAX_EARLY_BYTES = 64 << 20
@@ -272,7 +221,8 @@ class StageActor:
         self._engine = engine
         self._processor_class = processor_class
         self._clock = clock
-        self._attempts = Attempts()
+        self._attempts: dict[str, Attempt] = {}  # those that have not ended, by request
+        self._by_engine_id: dict[str, Attempt] = {}  # the live ones, by the engine's id
         self._early = EarlyChunks(pipeline.flow.early_chunk_seconds)
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
         self._retained = Budget(stage.retain_bytes)
@@ -308,7 +258,7 @@ class StageActor:
 
     def reject(self, header: Header, error: OmniError) -> list[Outgoing]:
         """Fail the request of a message that did not decode or could not be sent, from any sender."""
-        attempt = self._attempts.live(header.request_id)
+        attempt = self._live(header.request_id)
         if attempt is not None and header.stage and header.attempt < attempt.number:
             self.dropped["late"] += 1
             return []
@@ -318,7 +268,7 @@ class StageActor:
 
     def undelivered(self, request_id: str, receiver: ReplicaId, error: OmniError) -> list[Outgoing]:
         """Keep what is made for a later stage that takes no messages, until its successor asks for it."""
-        attempt = self._attempts.of(request_id)
+        attempt = self._attempts.get(request_id)
         entry = attempt.output.receivers.get(receiver.stage) if attempt is not None and attempt.output else None
         if attempt is None or entry is None or entry.replica_id != receiver or entry.unreachable:
             self.dropped["undelivered_of_ended_request"] += 1
@@ -342,7 +292,7 @@ class StageActor:
         scheduled = self._engine.take_scheduled()
         self._meter.stepped(began, took_all=scheduled is None)
         for engine_id, moment in scheduled or ():
-            if (attempt := self._attempts.of_engine(engine_id)) is not None:
+            if (attempt := self._by_engine_id.get(engine_id)) is not None:
                 self._meter.scheduled(attempt.timings, self._meter.clock.of(moment))
         return events
 
@@ -351,7 +301,7 @@ class StageActor:
         now = self._clock()
         self._tombstones.expire(now)
         messages = []
-        for attempt in self._attempts:
+        for attempt in list(self._attempts.values()):
             if attempt.live and attempt.deadline <= now:
                 messages += self._fail(attempt.request_id, DeadlineExceeded("The request's deadline has passed."))
             elif attempt.state is AttemptState.FINISHED and attempt.deadline + FORGET_SECONDS <= now:
@@ -377,15 +327,15 @@ class StageActor:
         """
         if not (self._engine.runnable() or self._engine.busy()):
             return False
-        complete = self._attempts.count(AttemptState.INPUT_COMPLETE)
+        complete = self._count(AttemptState.INPUT_COMPLETE)
         return complete > self._backlog_requests or self._engine.over_budget()
 
     def held(self) -> dict[str, int]:
         """What this stage holds now outside its engine; all zero when it is idle."""
         return {
-            "requests": self._attempts.live_count,
+            "requests": len(self._by_engine_id),
             **self._early.counts(),
-            "retained": self._attempts.count(AttemptState.FINISHED),
+            "retained": self._count(AttemptState.FINISHED),
             "retained_bytes": self._retained.used,
         }
 
@@ -398,6 +348,22 @@ class StageActor:
             **{f"engine_{name}": value for name, value in self._engine.counts().items()},
         }
 
+    def _live(self, request_id: str) -> Attempt | None:
+        """The attempt at a request that this stage still has to finish."""
+        attempt = self._attempts.get(request_id)
+        return attempt if attempt is not None and attempt.live else None
+
+    def _count(self, state: AttemptState) -> int:
+        return sum(attempt.state is state for attempt in self._attempts.values())
+
+    def _advance(self, attempt: Attempt, event: AttemptEvent) -> None:
+        """Change the state of an attempt; raises `ProtocolError` for an event that has no place in it."""
+        attempt.state = advance(ATTEMPT_TRANSITIONS, attempt.state, event)
+        if not attempt.live:
+            self._by_engine_id.pop(attempt.request.request_id, None)
+        if attempt.state is AttemptState.ENDED:
+            del self._attempts[attempt.request_id]
+
     # -- inbound ------------------------------------------------------------------------------------------------------
 
     def _open(self, header: Header, request: OpenRequest, envelope: Envelope[IntoStage]) -> list[Outgoing]:
@@ -405,7 +371,7 @@ class StageActor:
         if self._identity not in request.route:
             self.dropped["foreign_epoch"] += 1
             return []
-        previous = self._attempts.of(request_id)
+        previous = self._attempts.get(request_id)
         repeated = previous is not None and previous.live and number <= previous.number
         if repeated or self._tombstones.covers(request_id, number):
             self.dropped["opened_twice"] += 1
@@ -416,10 +382,10 @@ class StageActor:
         if not header.deadline <= now + self._bounds.max_timeout + CLOCK_SECONDS:  # this refuses NaN, too
             text = f"Deadline must be a finite Unix timestamp, not too far away; got {header.deadline}."
             return self._refuse(header, ProtocolError(text))
-        if (held := self._attempts.live_count) >= 2 * self._bounds.max_in_flight:  # ended ones may overlap with new
+        if (held := len(self._by_engine_id)) >= 2 * self._bounds.max_in_flight:  # ended ones may overlap with new
             return self._refuse(header, Overloaded(f"This stage has {held} open requests and takes no more."))
         attempt = self._attempt(header, request, envelope, now)
-        self._attempts.open(attempt)
+        self._attempts[request_id] = self._by_engine_id[attempt.request.request_id] = attempt
         logger.debug("request opened", extra={"request_id": request_id})
         if (prompt := request.prompt) is not None:
             return self._apply(attempt, lambda: [start_of(prompt, envelope, self._engine.facts)])
@@ -454,7 +420,7 @@ class StageActor:
         )
 
     def _take_chunk(self, header: Header, chunk: Chunk, envelope: Envelope[IntoStage]) -> list[Outgoing]:
-        attempt = self._attempts.live(header.request_id)
+        attempt = self._live(header.request_id)
         if attempt is None or header.attempt > attempt.number:
             return self._keep_early(header, envelope)
         source = ReplicaId(header.stage, header.replica, header.epoch)
@@ -481,7 +447,7 @@ class StageActor:
                     case Start(inputs=inputs):
                         self._runs += 1
                         self._engine.start(attempt.request, inputs)
-                        self._attempts.advance(attempt, AttemptEvent.STARTED)
+                        self._advance(attempt, AttemptEvent.STARTED)
                         self._meter.started(attempt.timings)
                     case Extend(rows=rows, token_ids=token_ids, complete=complete):
                         self._engine.extend(attempt.request.request_id, rows, token_ids=token_ids, complete=complete)
@@ -495,7 +461,7 @@ class StageActor:
             logger.error("a request's input was refused: %s", trace_of(error), extra=about)
             return self._fail(attempt.request_id, EngineError(f"{type(error).__name__}: {error}."))
         if attempt.input_order.complete and attempt.state is AttemptState.RUNNING:
-            self._attempts.advance(attempt, AttemptEvent.INPUT_ENDED)
+            self._advance(attempt, AttemptEvent.INPUT_ENDED)
         return []
 
     def _keep_early(self, header: Header, envelope: Envelope[IntoStage]) -> list[Outgoing]:
@@ -510,7 +476,7 @@ class StageActor:
     # -- outbound -----------------------------------------------------------------------------------------------------
 
     def _on_event(self, event: EngineEvent) -> list[Outgoing]:
-        attempt = self._attempts.of_engine(event.request_id)
+        attempt = self._by_engine_id.get(event.request_id)
         if attempt is None:
             self.dropped["event_of_ended_request"] += 1
             return []
@@ -565,7 +531,7 @@ class StageActor:
         messages.append(self._result(attempt, StageDone(usage=usage, timeline=attempt.timings)))
         attempt.processor = None
         attempt.request = dataclasses.replace(attempt.request, information={})  # may be large; its output is kept on
-        self._attempts.advance(attempt, AttemptEvent.FINISHED)
+        self._advance(attempt, AttemptEvent.FINISHED)
         self._bury(attempt.request_id, attempt.number)
         if attempt.output is None:
             self._end(attempt)
@@ -573,7 +539,7 @@ class StageActor:
 
     def _fail(self, request_id: str, error: OmniError) -> list[Outgoing]:
         """End a request here and tell the coordinator, which ends it everywhere else."""
-        attempt = self._attempts.of(request_id)
+        attempt = self._attempts.get(request_id)
         if attempt is None:
             self.dropped["error_of_unknown_request"] += 1
             return []
@@ -608,7 +574,7 @@ class StageActor:
 
     def _resend(self, header: Header, body: Resend) -> list[Outgoing]:
         """A later stage starts again: send all it got before, a few messages a step, and then what follows."""
-        attempt = self._attempts.of(header.request_id)
+        attempt = self._attempts.get(header.request_id)
         stage = body.receiver.stage
         if attempt is not None and attempt.number > header.attempt:
             self.dropped["late"] += 1
@@ -638,19 +604,19 @@ class StageActor:
 
     def drop_all(self) -> None:
         """The coordinator is lost, and with it every request: end them in the engine and report nothing."""
-        for attempt in self._attempts:
+        for attempt in list(self._attempts.values()):
             self._end(attempt)
 
     def _abort(self, header: Header) -> None:
         """End this attempt and those before it; a later one goes on. Idempotent."""
-        attempt = self._attempts.of(header.request_id)
+        attempt = self._attempts.get(header.request_id)
         if attempt is None or attempt.number <= header.attempt:
             self._release(header.request_id)
             self._bury(header.request_id, header.attempt)
 
     def _release(self, request_id: str, only: AttemptState | None = None) -> None:
         """End the attempt at a request, or do so `only` in one state. Idempotent."""
-        if (attempt := self._attempts.of(request_id)) is not None and only in (None, attempt.state):
+        if (attempt := self._attempts.get(request_id)) is not None and only in (None, attempt.state):
             self._end(attempt)
 
     def _end(self, attempt: Attempt, outcome: str = "dropped") -> None:
@@ -661,7 +627,7 @@ class StageActor:
             self._bury(attempt.request_id, attempt.number)
         if attempt.output is not None:
             attempt.output.release()
-        self._attempts.advance(attempt, AttemptEvent.ENDED)
+        self._advance(attempt, AttemptEvent.ENDED)
 
     def _bury(self, request_id: str, attempt: int) -> None:
         """Ignore what still comes for attempts up to this one; early chunks of a later one stay."""

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import msgspec
 import setproctitle
@@ -22,13 +22,12 @@ from omni_actors.config.checkpoint import MODEL_KINDS
 from omni_actors.config.placement import gpus_of_replica
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, StartupError
 from omni_actors.host.processes import die_with_parent
-from omni_actors.host.run_directory import clear_abandoned, scratch_folder
-from omni_actors.protocol.fields import ReplicaId
+from omni_actors.host.run_directory import scratch_folder
 from omni_actors.protocol.messages import Fatal, Loading
 from omni_actors.stage.engine_interface import EngineFacts, StageEngine
 from omni_actors.stage.inbound import Stop
 from omni_actors.stage.processors import PROCESSORS, StreamProcessor
-from omni_actors.stage.session import Session
+from omni_actors.stage.session import ReplicaSpec, Session
 
 logger = logs.get_logger(__name__)
 
@@ -36,31 +35,6 @@ logger = logs.get_logger(__name__)
 PRELOAD_FAILURES: list[str] = []
 WELCOME_SECONDS = 30.0
 EXIT_GRACE_SECONDS = 4.0
-
-
-class ReplicaSpec(NamedTuple):
-    """What a stage process gets from its launcher: strings and numbers only."""
-
-    pipeline_json: bytes
-    stage: str
-    replica: int
-    epoch: int
-    ordered: float  # when the process was ordered, on the monotonic clock
-    control_endpoint: str
-    inbox_endpoint: str  # for this host: a path, to which the epoch is added
-    devices: tuple[str, ...]  # all GPUs that it may see, as CUDA_VISIBLE_DEVICES names them
-    threads: int  # CPU threads for torch, 0 to leave it alone
-    launcher_pid: int
-    log_file: str
-    run_dir: str
-    run_dir_is_temporary: bool
-    environment: tuple[tuple[str, str], ...] = ()
-    remote_endpoint: str = ""  # for other nodes: tcp with port 0, "" if there are none
-
-    @property
-    def name(self) -> str:
-        """Its name in logs and commands, as talker/0."""
-        return f"{self.stage}/{self.replica}"
 
 
 def main(spec: ReplicaSpec) -> None:
@@ -77,7 +51,7 @@ def main(spec: ReplicaSpec) -> None:
         sys.stderr.flush()
         if code == 0:
             logger.info("stopped")
-        _leave_no_files(spec)
+        spec.leave_no_files()
     raise SystemExit(code)
 
 
@@ -98,11 +72,6 @@ def _prepare_process(spec: ReplicaSpec) -> None:
     logs.configure(f"{spec.name} epoch={spec.epoch}", spec.log_file)
 
 
-def _leave_no_files(spec: ReplicaSpec) -> None:
-    """Clear the run directory if its launcher was killed: the last thing before the end."""
-    clear_abandoned(Path(spec.run_dir), spec.run_dir_is_temporary)
-
-
 class StageProcess:
     """Lifecycle of one replica: an engine for all of its life, and one session after the other (`session.py`)."""
 
@@ -116,7 +85,7 @@ class StageProcess:
         self._load_seconds = 0.0  # from the order to start this process
         self._loading = False
         self._stopping = ""  # why, once a signal has come
-        self._session = self._new_session(spec.epoch)
+        self._session = Session(self._pipeline, spec, spec.epoch)
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked by the fork server until here
 
@@ -151,22 +120,9 @@ class StageProcess:
             session.abandon()
             epoch = max(epoch + 1, time.time_ns() // 1_000_000)
             patience = self._pipeline.coordinator.reconnect_timeout
-            self._session = self._new_session(epoch)
+            self._session = Session(self._pipeline, self._spec, epoch)
             if self._stopping:
                 self._session.stop(self._stopping)
-
-    def _new_session(self, epoch: int) -> Session:
-        spec = self._spec
-        return Session(
-            self._pipeline,
-            ReplicaId(spec.stage, spec.replica, epoch),
-            spec.epoch,
-            spec.control_endpoint,
-            f"{spec.inbox_endpoint}-{epoch}",
-            spec.launcher_pid,
-            on_orphaned=lambda: _leave_no_files(spec),
-            remote_endpoint=spec.remote_endpoint,
-        )
 
     def _load(self, session: Session) -> StageEngine:
         def report(phase: str) -> None:
@@ -185,7 +141,7 @@ class StageProcess:
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self._loading:  # loading cannot be interrupted, and the system frees all it holds
-            _leave_no_files(self._spec)
+            self._spec.leave_no_files()
             os._exit(128 + number)
         self._stopping = f"signal {signal.Signals(number).name}"
         self._session.stop(self._stopping)  # `_live` stops a session that replaces it
@@ -206,7 +162,7 @@ class StageProcess:
 
     def _exit_now(self, number: int, frame: object) -> None:
         """End now: the orderly shutdown took too long."""
-        _leave_no_files(self._spec)
+        self._spec.leave_no_files()
         os._exit(1)
 
 

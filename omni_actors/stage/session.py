@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import psutil
@@ -20,6 +22,7 @@ from omni_actors.config import PipelineConfig
 from omni_actors.config.checks import with_defaults
 from omni_actors.errors import ProtocolError, StartupError
 from omni_actors.host.processes import STEADY
+from omni_actors.host.run_directory import clear_abandoned
 from omni_actors.protocol.fields import PROTOCOL_VERSION, Body, ReplicaId
 from omni_actors.protocol.messages import (
     CoordinatorToStage,
@@ -237,32 +240,47 @@ class EngineLoop:
 CLOSE_SECONDS = 4.0
 
 
+class ReplicaSpec(NamedTuple):
+    """What a stage process gets from its launcher: strings and numbers only."""
+
+    pipeline_json: bytes
+    stage: str
+    replica: int
+    epoch: int
+    ordered: float  # when the process was ordered, on the monotonic clock
+    control_endpoint: str
+    inbox_endpoint: str  # for this host: a path, to which the epoch is added
+    devices: tuple[str, ...]  # all GPUs that it may see, as CUDA_VISIBLE_DEVICES names them
+    threads: int  # CPU threads for torch, 0 to leave it alone
+    launcher_pid: int
+    log_file: str
+    run_dir: str
+    run_dir_is_temporary: bool
+    environment: tuple[tuple[str, str], ...] = ()
+    remote_endpoint: str = ""  # for other nodes: tcp with port 0, "" if there are none
+
+    @property
+    def name(self) -> str:
+        """Its name in logs and commands, as talker/0."""
+        return f"{self.stage}/{self.replica}"
+
+    def leave_no_files(self) -> None:
+        """Clear the run directory if its launcher was killed: the last thing before the end."""
+        clear_abandoned(Path(self.run_dir), self.run_dir_is_temporary)
+
+
 class Session:
     """One registration, from the hello to the closed sockets. Used on the main thread, with two threads of its own.
 
     Args:
-        identity: stage, replica and the epoch of this session.
-        spawn_epoch: the epoch of the process's first session.
-        inbox_endpoint: where to bind the inbox.
-        on_orphaned: called before the process ends because its launcher is gone and its main thread hangs.
-        remote_endpoint: where to bind the inbox for other nodes, "" if there are none.
+        epoch: of this session.
     """
 
-    def __init__(
-        self,
-        pipeline: PipelineConfig,
-        identity: ReplicaId,
-        spawn_epoch: int,
-        control_endpoint: str,
-        inbox_endpoint: str,
-        launcher_pid: int,
-        on_orphaned: Callable[[], None],
-        remote_endpoint: str = "",
-    ) -> None:
+    def __init__(self, pipeline: PipelineConfig, spec: ReplicaSpec, epoch: int) -> None:
         self._pipeline = pipeline
-        self._stage = pipeline.stage(identity.stage)
-        self._identity = identity
-        self._spawn_epoch = spawn_epoch
+        self._stage = pipeline.stage(spec.stage)
+        self._identity = identity = ReplicaId(spec.stage, spec.replica, epoch)
+        self._spawn_epoch = spec.epoch
         self._inbox = Inbox()
         keys = load_keys(pipeline.coordinator.keys_dir)
         self._sockets = Sockets(max_message_bytes=pipeline.limits.message_bytes, keys=keys)
@@ -274,17 +292,17 @@ class Session:
         self._inbound = Inbound(
             self._sockets,
             identity,
-            control_endpoint,
-            inbox_endpoint,
+            spec.control_endpoint,
+            f"{spec.inbox_endpoint}-{epoch}",
             self._hello,
             self._inbox,
             pipeline.limits,
             pipeline.coordinator.heartbeat_interval,
-            launcher_pid,
-            on_orphaned=on_orphaned,
+            spec.launcher_pid,
+            on_orphaned=spec.leave_no_files,
             arenas=self._arenas,
             on_credit=self._on_credit,
-            remote_endpoint=remote_endpoint,
+            remote_endpoint=spec.remote_endpoint,
         )
         self._outbound: Outbound | None = None
         self._actor: StageActor | None = None

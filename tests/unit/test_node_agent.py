@@ -24,7 +24,7 @@ from omni_actors.protocol.messages import (
     Shutdown,
     StartReplica,
 )
-from omni_actors.stage.process import ReplicaSpec
+from omni_actors.stage.session import ReplicaSpec
 from omni_actors.transport.sockets import Sockets
 from tests.support.builders import pipeline
 from tests.support.waiting import eventually, until

@@ -21,7 +21,8 @@ from omni_actors.protocol.codec import encode
 from omni_actors.protocol.fields import Header, ReplicaId
 from omni_actors.protocol.messages import Shutdown, Welcome
 from omni_actors.stage.echo import EchoEngine
-from omni_actors.stage.process import ReplicaSpec, StageProcess, build_engine
+from omni_actors.stage.process import StageProcess, build_engine
+from omni_actors.stage.session import ReplicaSpec
 from omni_actors.transport.sockets import Sockets
 from tests.support.builders import chain, load, pipeline
 from tests.support.waiting import until
