@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -22,7 +23,8 @@ import psutil
 import omni_actors
 from omni_actors import config
 from omni_actors.client import AsyncOmniClient, Audio, Text
-from omni_actors.coordinator.shell import Coordinator, Endpoints
+from omni_actors.coordinator.process_spec import CoordinatorSpec
+from omni_actors.coordinator.shell import Coordinator
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.launch import Launcher
 from omni_actors.launcher.replica_processes import ReplicaProcesses
@@ -67,8 +69,9 @@ def process_memory(name: str, pid: int) -> tuple[str, float, float]:
 async def start_stages(pipeline: config.PipelineConfig, stages: list[str]) -> float:
     """Seconds from the spawn of these stages until all are ready."""
     run_directory = RunDirectory()
-    endpoints = Endpoints(*(run_directory.endpoint(name) for name in ("client", "control", "results")))
-    coordinator = Coordinator(pipeline, endpoints, time.monotonic())
+    endpoints = [run_directory.endpoint(name) for name in ("client", "control", "results")]
+    run_dir, now = str(run_directory.path), time.monotonic()
+    coordinator = Coordinator(CoordinatorSpec(pipeline, *endpoints, os.getpid(), run_dir, True, now, now))
     node = ReplicaProcesses(pipeline, run_directory, coordinator.control_endpoint)
     try:
         running = tuple(RunningReplica(stage, 0, 1, 0) for stage in stages)

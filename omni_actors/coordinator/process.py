@@ -23,7 +23,7 @@ import setproctitle
 
 from omni_actors import logs
 from omni_actors.coordinator.process_spec import Answer, CoordinatorSpec, Finished, Listening
-from omni_actors.coordinator.shell import Coordinator, Endpoints, MemoryFile
+from omni_actors.coordinator.shell import Coordinator
 from omni_actors.errors import OmniError
 from omni_actors.host.processes import EXIT_OK
 from omni_actors.host.run_directory import clear_abandoned
@@ -54,10 +54,7 @@ async def _run(spec: CoordinatorSpec) -> int:
     loop = asyncio.get_running_loop()
     try:
         launcher = os.pidfd_open(spec.launcher_pid)
-        endpoints = Endpoints(spec.client, spec.control, spec.results)
-        coordinator = Coordinator(
-            spec.pipeline, endpoints, spec.began, span_exporter(spec.pipeline), spec.started, MemoryFile(spec.run_dir)
-        )
+        coordinator = Coordinator(spec, span_exporter(spec.pipeline))
     except OSError:  # it died before us
         return EXIT_REFUSED
     except OmniError as error:

@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,6 +25,7 @@ from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.fleet import TICK_SECONDS as FLEET_TICK_SECONDS
 from omni_actors.coordinator.core.fleet import Fleet
 from omni_actors.coordinator.core.instructions import (
+    VERSION,
     Announce,
     FleetInstruction,
     FleetMemory,
@@ -42,11 +43,11 @@ from omni_actors.coordinator.core.instructions import (
     TellNode,
     TellReplica,
     ToClient,
-    decode,
 )
 from omni_actors.coordinator.core.operations import operate
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.coordinator.links import ClientLinks, ControlLinks, StageLinks
+from omni_actors.coordinator.process_spec import CoordinatorSpec
 from omni_actors.coordinator.reports import Reports, check_operator
 from omni_actors.errors import OmniError, StartupError, Unauthorized
 from omni_actors.host.processes import STEADY
@@ -97,16 +98,21 @@ class MemoryFile:
             StartupError: the file is broken, or not of this pipeline.
         """
         try:
-            return decode(self._path.read_bytes(), pipeline)
+            memory = msgspec.json.decode(self._path.read_bytes(), type=FleetMemory)
+            if memory.version != VERSION:
+                raise ValueError(f"it has version {memory.version}, and this coordinator reads {VERSION}")
+            if memory.config != pipeline.digest():
+                raise ValueError("it belongs to another configuration")
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
             raise StartupError(
                 f"Cannot read {self._path}, by which the coordinator remembers how stages were scaled and what was "
                 f"drained: {error}.",
                 hint="Put the file back as it was; or remove it, and the pipeline goes on with the replicas of its "
                 "configuration.",
             ) from error
+        return memory
 
     def write(self, memory: FleetMemory) -> None:
         """Replace the file. If that fails, the log says what a restarted coordinator would not know."""
@@ -129,46 +135,27 @@ CLIENTS = "clients"  # all of them together, as the receiver of an edge
 FROM_NODES = (NodeHello, NodeBeat, NodeLeaving, ReplicaEnded)
 
 
-class Endpoints(NamedTuple):
-    """Where to bind."""
-
-    client: str
-    control: str
-    results: str
-
-
 class Coordinator:
     """Binds its sockets when created; needs a running event loop.
 
     Args:
-        began: when the launch began, on the monotonic clock.
-        started: when the launcher's process started, for the times that are shown.
         exporter: receives the timelines of requests that have ended.
-        memory: where what a restarted coordinator must know is kept.
 
     Raises:
-        StartupError: what was kept cannot be read.
+        StartupError: what was kept by the coordinator before cannot be read.
     """
 
-    def __init__(
-        self,
-        pipeline: PipelineConfig,
-        endpoints: Endpoints,
-        began: float,
-        exporter: OtlpExporter | None = None,
-        started: float | None = None,
-        memory: MemoryFile | None = None,
-    ) -> None:
-        self._pipeline = pipeline
-        self._memory = memory
-        remembered = memory.read(pipeline) if memory is not None else None
+    def __init__(self, spec: CoordinatorSpec, exporter: OtlpExporter | None = None) -> None:
+        self._pipeline = pipeline = spec.pipeline
+        self._memory = MemoryFile(spec.run_dir)
+        remembered = self._memory.read(pipeline)
         limits = pipeline.limits
         keys = load_keys(pipeline.coordinator.keys_dir)
         self._key_owners = KeyOwners(keys)
         self._sockets = Sockets(max_message_bytes=limits.message_bytes, keys=keys)
-        self._clients, self.client_endpoint = self._sockets.router(endpoints.client, EVERYONE)
-        self._control, self.control_endpoint = self._sockets.router(endpoints.control)
-        self._results, results_endpoint = self._sockets.pull(endpoints.results)
+        self._clients, self.client_endpoint = self._sockets.router(spec.client, EVERYONE)
+        self._control, self.control_endpoint = self._sockets.router(spec.control)
+        self._results, results_endpoint = self._sockets.pull(spec.results)
         self._client_decoder: Decoder[ClientToCoordinator] = Decoder(ClientToCoordinator, limits)
         self._control_decoder: Decoder[StageToCoordinator | NodeToCoordinator] = Decoder(
             StageToCoordinator | NodeToCoordinator, limits
@@ -191,9 +178,9 @@ class Coordinator:
             client=self.client_endpoint,
             results=results_endpoint,
             new_epoch=lambda: time.time_ns() // 1_000_000,
-            began=began,
+            began=spec.began,
             now=time.monotonic(),
-            started=started,
+            started=spec.started,
             memory=remembered,
         )
         self._client_links = ClientLinks(
@@ -460,8 +447,7 @@ class Coordinator:
             case ReplicaRemoved(stage, index):
                 self._collector.replica_removed(stage, index)
             case Remember(state):
-                if self._memory is not None:
-                    self._memory.write(state)
+                self._memory.write(state)
             case Measured(replica, snapshot):
                 self._collector.take_snapshot(replica.stage, replica.index, snapshot)
             case GiveUp():

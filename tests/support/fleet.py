@@ -20,7 +20,6 @@ from omni_actors.coordinator.core.instructions import (
     ShowProgress,
     TellNode,
     TellReplica,
-    decode,
 )
 from omni_actors.coordinator.core.operations import operate
 from omni_actors.coordinator.core.replicas import LaunchState, NodeState, Replica, ReplicaState, ReplicaTable
@@ -235,7 +234,7 @@ class World:
                 assert process not in self.killed, "killed once"
                 self.killed.add(process)
             case Remember(memory):
-                self.memory = decode(msgspec.json.encode(memory), self.pipeline)
+                self.memory = msgspec.json.decode(msgspec.json.encode(memory), type=FleetMemory)
             case TellReplica(replica_id, Peers() as peers):
                 assert not self.was_ending
                 self.peers[replica_id] = peers

@@ -16,7 +16,7 @@ import omni_actors
 from omni_actors.client import AsyncOmniClient
 from omni_actors.coordinator.core.instructions import FleetMemory
 from omni_actors.coordinator.process_spec import CoordinatorSpec
-from omni_actors.coordinator.shell import Coordinator, Endpoints, MemoryFile
+from omni_actors.coordinator.shell import Coordinator, MemoryFile
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.fields import PROTOCOL_VERSION, Header
 from omni_actors.protocol.messages import Abort, NodeHello, Operation
@@ -38,21 +38,30 @@ sys.exit(process.main())
 """
 
 
-class BrokenMemory(MemoryFile):
-    """Cannot be written, for a reason of which nobody has thought."""
+def spec_in(folder: Path) -> CoordinatorSpec:
+    return CoordinatorSpec(
+        pipeline=pipeline(),
+        **{name: f"ipc://{folder}/{name}" for name in ("client", "control", "results")},
+        launcher_pid=os.getpid(),
+        run_dir=str(folder),
+        run_dir_is_temporary=False,
+        began=time.monotonic(),
+        started=time.monotonic(),
+    )
 
-    def write(self, memory: FleetMemory) -> None:
-        raise RuntimeError("the memory is broken")
+
+def break_memory(file: MemoryFile, memory: FleetMemory) -> None:
+    """Fail for a reason of which nobody has thought."""
+    raise RuntimeError("the memory is broken")
 
 
-def endpoints(folder: Path) -> Endpoints:
-    return Endpoints(*(f"ipc://{folder}/{name}" for name in ("client", "control", "results")))
-
-
-async def test_an_instruction_that_fails_ends_the_coordinator(short_path: Path) -> None:
-    config, memory = pipeline(), BrokenMemory(str(short_path))
-    coordinator = Coordinator(config, endpoints(short_path), time.monotonic(), memory=memory)
+async def test_an_instruction_that_fails_ends_the_coordinator(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryFile, "write", break_memory)
+    coordinator = Coordinator(spec_in(short_path))
     running = asyncio.create_task(coordinator.run())
+    config = pipeline()
     hello = NodeHello(PROTOCOL_VERSION, omni_actors.__version__, config.digest(), (), True, 0)
     coordinator.from_node(0, hello)
     async with AsyncOmniClient(coordinator.client_endpoint) as client:
@@ -66,15 +75,7 @@ async def test_an_instruction_that_fails_ends_the_coordinator(short_path: Path) 
 
 @pytest.mark.parametrize("method", ["Fleet.tick", "RequestMachine.abort"])
 async def test_a_tick_or_a_message_that_fails_ends_the_process(method: str, short_path: Path, sockets: Sockets) -> None:
-    spec = CoordinatorSpec(
-        pipeline=pipeline(),
-        **endpoints(short_path)._asdict(),
-        launcher_pid=os.getpid(),
-        run_dir=str(short_path),
-        run_dir_is_temporary=False,
-        began=time.monotonic(),
-        started=time.monotonic(),
-    )
+    spec = spec_in(short_path)
     command = (sys.executable, "-c", BROKEN.format(method))
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     assert process.stdin
@@ -83,7 +84,7 @@ async def test_a_tick_or_a_message_that_fails_ends_the_process(method: str, shor
     process.stdin.write_eof()
     async with asyncio.timeout(30 * PATIENCE):
         assert b"listening" in await process.stdout.readline()
-        client, _ = sockets.dealer(endpoints(short_path).client, b"a client")
+        client, _ = sockets.dealer(spec.client, b"a client")
         client.send_multipart(encode(Header("", "r1"), Abort()))
         out, errors = await process.communicate()
     assert process.returncode == 4

@@ -34,6 +34,7 @@ from omni_actors.coordinator.core.instructions import (
     ReplicaSpawned,
     TellNode,
     TellReplica,
+    as_configured,
 )
 from omni_actors.coordinator.core.nodes import (
     Culprit,
@@ -128,13 +129,13 @@ class Fleet:
         self._client = client
         self._results = results
         self._new_epoch = new_epoch
-        self._memory = memory
-        self._ordered = {(item.stage, item.index): item for item in memory.replicas} if memory is not None else {}
+        remembered = (memory or as_configured(pipeline)).replicas
+        self._remembered = {(item.stage, item.index): item for item in remembered}  # until their processes are found
         self._created = self._ticked = self._next_move = now
         self._early: dict[tuple[str, int], tuple[ReplicaId, Hello]] = {}  # hellos of processes before their node's
         self.replicas = replicas
         self.health = HealthPolicy(pipeline, replicas)
-        self.seats = Seats(pipeline, memory)
+        self.seats = Seats(pipeline, remembered)
         ranks = sorted(self.seats.nodes() | {*placement.ranks(pipeline)})
         self.nodes = {rank: Node(rank, heard=now) for rank in ranks}
         self.launch = Launch(replicas, self.nodes, self.health, began, now, started)
@@ -144,16 +145,10 @@ class Fleet:
 
     def start(self, now: float) -> Instructions:
         """Expect all replicas of the pipeline. The hellos of the nodes say which of them run already."""
-        if self._memory is not None:
-            parts = [(item.stage, item.index, item.spare, item.joining) for item in self._memory.replicas]
-        else:
-            stages = self.pipeline.stages
-            parts = [(stage.name, i, i >= stage.replicas, False) for stage in stages for i in range(stage.processes)]
         done: Instructions = []
-        for stage, index, spare, joining in parts:
-            replica, expected = self._expect(stage, index, 0, now)
-            replica.spare = spare
-            replica.joining = joining
+        for item in self._remembered.values():
+            replica, expected = self._expect(item.stage, item.index, 0, now)
+            replica.spare, replica.joining = item.spare, item.joining
             replica.phase = f"waiting for node {replica.node}"
             done += expected
         return done
@@ -558,7 +553,7 @@ class Fleet:
         replica, done = self._expect(stage, index, spawn_epoch, now)
         if replica.state is ReplicaState.STARTING:  # its hello may have been here before its node's
             replica.phase = "registering again"
-        item = self._ordered.pop((stage, index), None)
+        item = self._remembered.pop((stage, index), None)
         if item is not None and item.spawn_epoch == spawn_epoch:
             replica.orders.drain, replica.orders.restart = item.drain, item.restart
             if item.restart:

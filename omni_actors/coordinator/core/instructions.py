@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
 from omni_actors.config import PipelineConfig
+from omni_actors.config.placement import slot_of
 from omni_actors.coordinator.core.replicas import Evidence, Replica
 from omni_actors.errors import OmniError
 from omni_actors.protocol.codec import Frame
@@ -20,7 +20,7 @@ VERSION = 1
 
 
 class RememberedReplica(Struct, frozen=True, forbid_unknown_fields=True):
-    """A replica or spare of a pipeline, and what was ordered of its process `spawn_epoch`."""
+    """A replica or spare of a pipeline, and what was ordered of its process `spawn_epoch`; 0 for no process."""
 
     stage: StageName
     index: ReplicaIndex
@@ -41,17 +41,16 @@ class FleetMemory(Struct, frozen=True, forbid_unknown_fields=True):
     replicas: Annotated[tuple[RememberedReplica, ...], Meta(max_length=65_536)]
 
 
-def decode(data: bytes, pipeline: PipelineConfig) -> FleetMemory:
-    """Read a memory of this pipeline. Raises `ValueError` with the reason if it is none."""
-    try:
-        memory = msgspec.json.decode(data, type=FleetMemory)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(str(error)) from error
-    if memory.version != VERSION:
-        raise ValueError(f"it has version {memory.version}, and this coordinator reads {VERSION}")
-    if memory.config != pipeline.digest():
-        raise ValueError("it belongs to another configuration")
-    return memory
+def as_configured(pipeline: PipelineConfig) -> FleetMemory:
+    """What there is to know of a pipeline in which no operator has changed anything."""
+    replicas = [
+        RememberedReplica(
+            stage.name, index, stage.node_of(index), slot_of(stage, index), 0, spare=index >= stage.replicas
+        )
+        for stage in pipeline.stages
+        for index in range(stage.processes)
+    ]
+    return FleetMemory(VERSION, pipeline.digest(), tuple(replicas))
 
 
 # -- about requests ---------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from omni_actors.config import PipelineConfig, StageConfig
-from omni_actors.config.placement import memory_share, node_devices, slot_devices, slot_of, slots, stage_devices
-from omni_actors.coordinator.core.instructions import FleetMemory, ShowProgress
+from omni_actors.config.placement import memory_share, node_devices, slot_devices, slots, stage_devices
+from omni_actors.coordinator.core.instructions import RememberedReplica, ShowProgress
 from omni_actors.coordinator.core.replicas import (
     LAUNCH_TRANSITIONS,
     NODE_TRANSITIONS,
@@ -337,19 +337,11 @@ class Seat(NamedTuple):
 
 
 class Seats:
-    """The seats of all replicas and spares, by stage and number: as remembered, else as configured."""
+    """The seats of all replicas and spares, by stage and number."""
 
-    def __init__(self, pipeline: PipelineConfig, memory: FleetMemory | None = None) -> None:
+    def __init__(self, pipeline: PipelineConfig, replicas: Iterable[RememberedReplica]) -> None:
         self._pipeline = pipeline
-        self._seats = (
-            {(item.stage, item.index): Seat(item.node, item.slot) for item in memory.replicas}
-            if memory is not None
-            else {
-                (stage.name, index): Seat(stage.node_of(index), slot_of(stage, index))
-                for stage in pipeline.stages
-                for index in range(stage.processes)
-            }
-        )
+        self._seats = {(item.stage, item.index): Seat(item.node, item.slot) for item in replicas}
 
     def __getitem__(self, place: tuple[str, int]) -> Seat:
         return self._seats[place]
