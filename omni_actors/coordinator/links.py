@@ -20,7 +20,7 @@ from omni_actors.errors import OmniError, SlowClient, StageLost
 from omni_actors.host.processes import STEADY
 from omni_actors.logs import get_logger
 from omni_actors.protocol.codec import Frame, encode
-from omni_actors.protocol.fields import Body, Header, Limits, ReplicaId
+from omni_actors.protocol.fields import Body, ControlPeer, Header, Limits, ReplicaId, identity_of
 from omni_actors.protocol.messages import Abort, Credit
 from omni_actors.transport.link import Link, PeerLinks, ReceivedCredit, Traffic, Window, wire_size
 from omni_actors.transport.sockets import PeerConnections, PeerGone, Socket, Sockets
@@ -299,36 +299,36 @@ class ControlLinks:
         self._clock = clock
         self._socket = socket
         self._limits = limits
-        self._links: dict[str, Link] = {}
+        self._links: dict[ControlPeer, Link] = {}
 
-    def send(self, identity: str, body: Body) -> None:
+    def send(self, peer: ControlPeer, body: Body) -> None:
         """Send to a peer, or keep what it does not take now. One that is not connected says hello when it is back.
 
         Raises:
             OmniError: the message is over a limit, or too much waits for the peer.
         """
         frames = encode(Header(""), body, limits=self._limits)
-        link = self._links.get(identity) or Link(self._socket, self._clock)
+        link = self._links.get(peer) or Link(self._socket, self._clock)
         try:
-            if not link.send("", [identity.encode(), *frames]):
-                raise StageLost(f"{identity} takes no control messages.")
+            if not link.send("", [identity_of(peer), *frames]):
+                raise StageLost("It takes no control messages.")
         except PeerGone:
-            self._links.pop(identity, None)
+            self._links.pop(peer, None)
             return
         if link.backlog:
-            self._links[identity] = link
+            self._links[peer] = link
 
-    def flush(self) -> list[str]:
+    def flush(self) -> list[ControlPeer]:
         """Send what waits, as far as possible. Returns the peers that have taken nothing for too long, each once."""
         stalled = []
-        for identity, link in list(self._links.items()):
+        for peer, link in list(self._links.items()):
             try:
                 link.flush()
             except PeerGone:
                 link.give_up()
             if link.stalled():
                 link.give_up()
-                stalled.append(identity)
+                stalled.append(peer)
             if not link.backlog:
-                del self._links[identity]
+                del self._links[peer]
         return stalled

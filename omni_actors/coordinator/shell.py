@@ -54,7 +54,7 @@ from omni_actors.host.processes import STEADY
 from omni_actors.host.run_directory import FLEET
 from omni_actors.logs import get_logger, redraw, say
 from omni_actors.protocol.codec import BadBody, BadHeader, Decoder
-from omni_actors.protocol.fields import Body, Header, ReplicaId
+from omni_actors.protocol.fields import Body, Header, ReplicaId, identity_of
 from omni_actors.protocol.messages import (
     Abort,
     ClientToCoordinator,
@@ -419,17 +419,11 @@ class Coordinator:
                 redraw(text, is_line)
             case Log(level, text, stage):
                 logger.log(level, "%s", text, extra={"stage": stage})
-            case TellNode(rank, body):
+            case TellNode(peer, body) | TellReplica(peer, body):
                 try:
-                    self._control_links.send(f"node/{rank}", body)
+                    self._control_links.send(peer, body)
                 except OmniError as error:
-                    self._obey(self.fleet.node_unreachable(rank, str(error), time.monotonic()))
-                self._control_reader.poke()
-            case TellReplica(replica_id, body):
-                try:
-                    self._control_links.send(f"{replica_id.stage}/{replica_id.replica}/{replica_id.epoch}", body)
-                except OmniError as error:
-                    self._obey(self.fleet.unreachable(replica_id, str(error), time.monotonic()))
+                    self._obey(self.fleet.unreachable(peer, str(error), time.monotonic()))
                 self._control_reader.poke()
             case ReplicaSpawned(stage, index, spawn_epoch):
                 self._collector.replica_spawned(stage, index, spawn_epoch)
@@ -458,14 +452,9 @@ class Coordinator:
         self._do(self._requests.reject_from_stage(header, error, STEADY()))
 
     def _flush_control(self) -> None:
-        for identity in self._control_links.flush():
-            logger.error("%s has taken no control message for too long", identity)
-            kind, index, *epoch = identity.split("/")
-            now, why = time.monotonic(), "it takes no control messages"
-            if epoch:
-                self._obey(self.fleet.unreachable(ReplicaId(kind, int(index), int(epoch[0])), why, now))
-            else:
-                self._obey(self.fleet.node_unreachable(int(index), why, now))
+        for peer in self._control_links.flush():
+            logger.error("%s has taken no control message for too long", identity_of(peer).decode())
+            self._obey(self.fleet.unreachable(peer, "it takes no control messages", time.monotonic()))
 
     # -- time ---------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from omni_actors.errors import OmniError
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.logs import say
 from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, encode
-from omni_actors.protocol.fields import PROTOCOL_VERSION, Body, Header, ReplicaId
+from omni_actors.protocol.fields import PROTOCOL_VERSION, Body, Header, ReplicaId, identity_of
 from omni_actors.protocol.messages import (
     CoordinatorToNode,
     KillReplica,
@@ -118,7 +118,7 @@ class NodeAgent:
 
     def _connect(self) -> None:
         """Open a new socket and say hello. A new one each time: what is still queued in the old one must not follow."""
-        self._socket, self._handshake = self._sockets.dealer(self._endpoint, f"node/{self._rank}".encode())
+        self._socket, self._handshake = self._sockets.dealer(self._endpoint, identity_of(self._rank))
         self._reader = SocketReader(self._socket, self._on_message)
         self.monitor = SocketReader(self._handshake.socket, self._on_connection)
         self._welcomed = False

@@ -90,6 +90,14 @@ class ReplicaId(Struct, frozen=True, array_like=True):
         return f"{self.stage}/{self.replica}"
 
 
+ControlPeer = ReplicaId | int  # a stage process, or the rank of a node, for its agent
+
+
+def identity_of(peer: ControlPeer) -> bytes:
+    """The name of a peer's control connection."""
+    return (f"node/{peer}" if isinstance(peer, int) else f"{peer.name}/{peer.epoch}").encode()
+
+
 class Block(Struct, frozen=True, array_like=True):
     """Places buffer number `buffer` in the sender's arena (`transport/arena.py`) instead of a frame.
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from omni_actors.errors import OmniError, ProtocolError
 from omni_actors.logs import get_logger
 from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, Envelope, Frame, encode
-from omni_actors.protocol.fields import Body, Header, Limits, ReplicaId
+from omni_actors.protocol.fields import Body, Header, Limits, ReplicaId, identity_of
 from omni_actors.protocol.messages import (
     CoordinatorToStage,
     Credit,
@@ -303,8 +303,7 @@ class Inbound(threading.Thread):
             self._inbox.put(Stop(f"inbound thread: {type(error).__name__}: {error}", failed=True))
 
     def _run(self) -> None:
-        name = f"{self._identity.stage}/{self._identity.replica}/{self._identity.epoch}"
-        control, handshake = self._sockets.dealer(self._control_endpoint, name.encode())
+        control, handshake = self._sockets.dealer(self._control_endpoint, identity_of(self._identity))
         launcher = -1
         try:
             launcher = os.pidfd_open(self._launcher_pid)

@@ -10,19 +10,19 @@ import pytest
 from omni_actors.coordinator.links import ControlLinks
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.codec import Decoder
-from omni_actors.protocol.fields import Limits
+from omni_actors.protocol.fields import Limits, ReplicaId, identity_of
 from omni_actors.protocol.messages import CoordinatorToStage, Shutdown
 from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
 from tests.support.waiting import until
 
-NAME = "talker/0/1"
+PEER = ReplicaId("talker", 0, 1)
 REASON = "x" * 8000
 
 
 def connected(sockets: Sockets, folder: Path) -> tuple[Socket, Socket]:
     """The coordinator's socket, and that of a stage which has said hello and reads nothing for now."""
     router, endpoint = sockets.router(f"ipc://{folder}/control")
-    dealer, monitor = sockets.dealer(endpoint, NAME.encode())
+    dealer, monitor = sockets.dealer(endpoint, identity_of(PEER))
     monitor.close()
     try_send(dealer, [b"hello"])
     until(lambda: router.poll(0), what="the hello")
@@ -42,7 +42,7 @@ def test_what_a_peer_does_not_take_at_once_comes_later_and_in_order(
 
     monkeypatch.setattr("omni_actors.transport.link.try_send", reluctant)
     for count in range(1, 6):
-        links.send(NAME, Shutdown(f"{count} {REASON}"))
+        links.send(PEER, Shutdown(f"{count} {REASON}"))
     decoder: Decoder[CoordinatorToStage] = Decoder(CoordinatorToStage, Limits())
     heard: list[str] = []
 
@@ -62,10 +62,10 @@ def test_a_peer_that_takes_nothing_for_too_long_is_named_once(
     now = 0.0
     links = ControlLinks(router, Limits(), lambda: now)
     monkeypatch.setattr("omni_actors.transport.link.try_send", lambda *arguments, **options: False)
-    links.send(NAME, Shutdown("now"))
+    links.send(PEER, Shutdown("now"))
     assert links.flush() == []
     now = 60.0
-    assert links.flush() == [NAME]
+    assert links.flush() == [PEER]
     assert links.flush() == []
 
 
@@ -74,6 +74,6 @@ def test_a_peer_that_is_gone_is_no_error_and_a_message_that_is_too_large_is_one(
 ) -> None:
     router, _ = connected(sockets, short_path)
     links = ControlLinks(router, Limits(body_bytes=8192))
-    links.send("talker/7/1", Shutdown("nobody is there"))
+    links.send(ReplicaId("talker", 7, 1), Shutdown("nobody is there"))
     with pytest.raises(InvalidPayload):
-        links.send(NAME, Shutdown(2 * REASON))
+        links.send(PEER, Shutdown(2 * REASON))

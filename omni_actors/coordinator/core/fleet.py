@@ -60,7 +60,7 @@ from omni_actors.coordinator.core.replicas import (
 )
 from omni_actors.coordinator.core.routing import StageGraph
 from omni_actors.errors import InvalidRequest
-from omni_actors.protocol.fields import PROTOCOL_VERSION, ReplicaId
+from omni_actors.protocol.fields import PROTOCOL_VERSION, ControlPeer, ReplicaId
 from omni_actors.protocol.messages import (
     Fatal,
     Heartbeat,
@@ -401,13 +401,6 @@ class Fleet:
         self.health.forget(replica)
         return [moves, *self.start_replica(replica.stage, replica.index, now), *self.remember()]
 
-    def node_unreachable(self, rank: int, why: str, now: float) -> Instructions:
-        """A node's agent cannot be told what it has to do: its replicas count as dead until it says hello again."""
-        node = self.nodes.get(rank)
-        if node is None or not node.present or self.launch.ending:
-            return []
-        return self._lose_node(node, why, now)
-
     # -- messages of stage processes ----------------------------------------------------------------------------------
 
     def from_stage(self, replica_id: ReplicaId, body: StageToCoordinator, now: float) -> Instructions:
@@ -432,10 +425,18 @@ class Fleet:
         text = f"the link to {replica_id.name} was cut; the stage should register again"
         return [Log(WARNING, text), TellReplica(replica_id, Reregister())]
 
-    def unreachable(self, replica_id: ReplicaId, why: str, now: float) -> Instructions:
-        """A stage process cannot be told what it has to know: another process takes its place."""
-        replica = self.replicas.at(replica_id)
-        if replica is None or not replica.alive or replica.orders.killed or self.launch.ending:
+    def unreachable(self, peer: ControlPeer, why: str, now: float) -> Instructions:
+        """A peer cannot be told what it has to know.
+
+        Another process takes the place of a stage's. The replicas of a node count as dead until it says hello again.
+        """
+        if self.launch.ending:
+            return []
+        if isinstance(peer, int):
+            node = self.nodes.get(peer)
+            return self._lose_node(node, why, now) if node is not None and node.present else []
+        replica = self.replicas.at(peer)
+        if replica is None or not replica.alive or replica.orders.killed:
             return []
         return [Log(ERROR, f"killing {replica.name}: {why}", replica.name), *self.kill(replica, why, now)]
 
