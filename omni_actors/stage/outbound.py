@@ -51,7 +51,7 @@ from omni_actors.stage.engine_interface import (
 )
 from omni_actors.stage.inbound import Event, Lost, Rejected, Stop, Undelivered
 from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader
-from omni_actors.transport.link import EdgeMetrics, Link, Peer, PeerLinks, name_of
+from omni_actors.transport.link import EdgeMetrics, Link, Peer, PeerLinks, name_of, wire_size
 from omni_actors.transport.sockets import Sockets, Wakeup
 
 logger = get_logger(__name__)
@@ -160,11 +160,6 @@ def chunk_of(event: StreamEvent, sent: float) -> tuple[Chunk, Sequence[Frame]]:
     return chunk, buffers.buffers
 
 
-def length(buffer: Frame) -> int:
-    """Bytes of a buffer."""
-    return len(buffer) if isinstance(buffer, bytes) else memoryview(buffer).nbytes
-
-
 class Prepared(NamedTuple):
     """A message that only has to be delivered once its blocks are filled."""
 
@@ -240,7 +235,7 @@ class Outbound(threading.Thread):
         """Send now what can leave now. `idle`: the caller has nothing else to do."""
         if not messages:
             return
-        size = sum(_payload(message) for message in messages)
+        size = sum(wire_size(message.buffers) for message in messages)
         most_messages, most_bytes = DIRECT_IDLE if idle else DIRECT_BUSY
         with self._lock:
             if self._closed:  # the thread has failed or the session is over, and the main thread knows
@@ -386,7 +381,7 @@ class Outbound(threading.Thread):
                         self._deliver(prepared)
                     self._account()  # first: a message may be counted twice for a moment, but not never
                     self._queued -= 1
-                    self._queued_bytes -= _payload(message)
+                    self._queued_bytes -= wire_size(message.buffers)
             with self._lock:
                 self._release_batch(placed)
                 self._queue.popleft()
@@ -439,9 +434,10 @@ class Outbound(threading.Thread):
             if replica_id not in self._peers.links:
                 self._peers.open(replica_id, inbox, only_credit=True)
                 self._credit(replica_id)  # tells whether its arena is mapped
-        waiting, self._unaddressed = self._unaddressed, []
-        for since, message in waiting:
-            self._send(message, {}, since)
+        addressed = [message for _, message in self._unaddressed if not self._is_expected(message.destination)]
+        self._unaddressed = [waiting for waiting in self._unaddressed if self._is_expected(waiting[1].destination)]
+        for message in addressed:
+            self._send(message, {})
         self._account()
 
     def _credit(self, sender: Peer, messages: int = 0, size: int = 0) -> None:
@@ -469,23 +465,21 @@ class Outbound(threading.Thread):
         self._waiting_bytes = sum(link.backlog_bytes for link in links if link.window is not None)
         return any(link.refused and link not in self._polled for link in links)
 
-    def _send(self, message: Outgoing, placed: dict[int, Block], since: float | None = None) -> None:
-        """Do all steps at once; for the arguments see `_prepare`."""
-        prepared = self._prepare(message, placed, since)
+    def _send(self, message: Outgoing, placed: dict[int, Block]) -> None:
+        """Do all steps at once."""
+        prepared = self._prepare(message, placed)
         if prepared is not None:
             self._fill(prepared)
             self._deliver(prepared)
 
-    def _prepare(self, message: Outgoing, placed: dict[int, Block], since: float | None = None) -> Prepared | None:
+    def _prepare(self, message: Outgoing, placed: dict[int, Block]) -> Prepared | None:
         """Do everything before the copy; `None` if there is nothing to send now.
 
         Args:
             placed: blocks of the same batch, by identity of the buffer; new ones are added.
-            since: when it began to wait for an address; now by default.
         """
-        target = message.destination
-        if target not in self._peers.links and self._is_expected(target):
-            self._unaddressed.append((time.monotonic() if since is None else since, message))
+        if self._is_expected(message.destination):
+            self._unaddressed.append((time.monotonic(), message))
             return None
         blocks, unfilled = self._place(message, placed)
         try:  # before the copy, which drives what this needs out of the processor's cache
@@ -509,7 +503,7 @@ class Outbound(threading.Thread):
         blocks: list[Block] = []
         unfilled: list[tuple[Block, Frame]] = []
         for index, buffer in enumerate(message.buffers):
-            size = length(buffer)
+            size = wire_size([buffer])
             if size <= self._flow.inline_bytes or len(blocks) == MAX_BLOCKS:
                 continue
             block = placed.get(id(buffer))
@@ -555,7 +549,3 @@ class Outbound(threading.Thread):
         if self._arena is not None:
             for block in placed.values():
                 self._arena.release(self._identity, block.ticket)
-
-
-def _payload(message: Outgoing) -> int:
-    return sum(length(buffer) for buffer in message.buffers)
