@@ -37,7 +37,7 @@ from omni_actors.protocol.codec import BufferList, Decoder, encode
 from omni_actors.protocol.fields import DType, Header, HostTensor, Limits, ReplicaId
 from omni_actors.protocol.messages import ArenaAddress, Chunk, Hello, IntoStage, Peer, Peers
 from omni_actors.protocol.payloads import PromptEmbedsPayload
-from omni_actors.stage.inbound import Inbound, Inbox, Received, sender_of
+from omni_actors.stage.inbound import Inbound, Inbox, Received
 from omni_actors.stage.outbound import Outbound, Outgoing
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.link import ReceivedCredit
@@ -133,7 +133,7 @@ def receive_hop(pipe: Connection, came: Any, folder: str, flow: FlowConfig, tran
             if not isinstance(event, Received) or not isinstance(event.envelope.body, Chunk):
                 raise SystemExit(f"unexpected: {event}")
             latencies.append((time.monotonic_ns() - event.envelope.body.start) / 1e9)
-            due = received.take(sender_of(event.envelope.header), event.size)
+            due = received.take(event.envelope.header.sender, event.size)
             del event
             came.value = len(latencies)
             for sender, messages, size in received.collect(everything=False) if due else ():

@@ -103,9 +103,7 @@ class StageLinks:
 
     def took(self, header: Header, frames: Sequence[Frame]) -> None:
         """Count a result that was taken: its stage may send another."""
-        if not header.stage:
-            return  # it names no sender
-        if self._received.take(ReplicaId(header.stage, header.replica, header.epoch), wire_size(frames)):
+        if header.sender is not None and self._received.take(header.sender, wire_size(frames)):
             self.grant(everything=False)
 
     def grant(self, everything: bool) -> None:
@@ -116,10 +114,10 @@ class StageLinks:
                 credit = Credit(messages=messages, bytes=size)
                 link.send_urgent("", encode(Header(""), credit, limits=self._limits))
 
-    def granted(self, replica_id: ReplicaId, credit: Credit) -> None:
+    def granted(self, replica_id: ReplicaId | None, credit: Credit) -> None:
         """Count what a replica has taken."""
         link = self.peers.links.get(replica_id)
-        if link is None:
+        if link is None or replica_id is None:
             self._dropped["credit_of_unknown_replica"] += 1
             return
         link.granted(credit.messages, credit.bytes)
@@ -143,23 +141,12 @@ class StageLinks:
 
     def _fail_later(self, request_id: str, replica_id: ReplicaId, error: OmniError, attempt: int) -> None:
         """Fail an attempt later on the loop, outside of the instructions that are being carried out now."""
-        header = Header(
-            "",
-            request_id=request_id,
-            stage=replica_id.stage,
-            replica=replica_id.replica,
-            epoch=replica_id.epoch,
-            attempt=attempt,
-        )
+        header = Header.of(replica_id, request_id, attempt)
         asyncio.get_running_loop().call_soon(self._fail, header, error)
 
 
 def _takes_no_messages(replica_id: ReplicaId) -> StageLost:
     return StageLost(f"{replica_id.name} takes no messages.", stage=replica_id.stage)
-
-
-SWEEP_SECONDS = 10.0
-LOOK_SECONDS = 0.5  # how often connections are looked at
 
 
 class ClientLinks:
@@ -190,8 +177,6 @@ class ClientLinks:
         self._dropped = dropped
         self._links: dict[bytes, Link] = {}
         self._connections = PeerConnections()
-        self._next_look = 0.0
-        self._next_sweep = 0.0
 
     def send(self, message: ToClient) -> None:
         """Send to a client. One that takes no more loses its requests, one that is gone is forgotten."""
@@ -244,21 +229,13 @@ class ClientLinks:
 
     def end_gone(self) -> None:
         """End the requests of clients whose connection was closed, also if nothing is being sent to them."""
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._next_look = now + LOOK_SECONDS
-        for client in self._connections.gone(now):
+        for client in self._connections.gone(time.monotonic()):
             if self._state.requests_of(client):
                 self._lose(client, "its connection was closed")
             self._links.pop(client, None)
 
     def sweep(self) -> None:
         """Forget clients that have nothing in flight and have read everything."""
-        now = time.monotonic()
-        if now < self._next_sweep:
-            return
-        self._next_sweep = now + SWEEP_SECONDS
         for client, link in list(self._links.items()):
             if link.settled and not self._state.requests_of(client):
                 del self._links[client]

@@ -54,7 +54,7 @@ from omni_actors.host.processes import STEADY
 from omni_actors.host.run_directory import FLEET
 from omni_actors.logs import get_logger, redraw, say
 from omni_actors.protocol.codec import BadBody, BadHeader, Decoder
-from omni_actors.protocol.fields import Body, Header, ReplicaId, identity_of
+from omni_actors.protocol.fields import Body, Header, identity_of
 from omni_actors.protocol.messages import (
     Abort,
     ClientToCoordinator,
@@ -131,6 +131,8 @@ class MemoryFile:
 
 TICK_SECONDS = 0.1
 LOOK_SECONDS = 1.0  # between two looks at the socket files
+GONE_SECONDS = 0.5  # between two looks for clients whose connection was closed
+SWEEP_SECONDS = 10.0  # until what is known of a client that has nothing in flight is forgotten
 CLIENTS = "clients"  # all of them together, as the receiver of an edge
 FROM_NODES = (NodeHello, NodeBeat, NodeLeaving, ReplicaEnded)
 
@@ -206,6 +208,8 @@ class Coordinator:
         self._tickers = [
             asyncio.create_task(self._repeat(TICK_SECONDS, self._on_tick), name="coordinator tick"),
             asyncio.create_task(self._repeat(FLEET_TICK_SECONDS, self._on_fleet_tick), name="fleet tick"),
+            asyncio.create_task(self._repeat(GONE_SECONDS, self._client_links.end_gone), name="clients that are gone"),
+            asyncio.create_task(self._repeat(SWEEP_SECONDS, self._client_links.sweep), name="idle clients"),
             self._restoring,
         ]
 
@@ -351,7 +355,7 @@ class Coordinator:
         else:
             header, body = envelope.header, envelope.body
             if isinstance(body, Credit):
-                self._stages.granted(ReplicaId(header.stage, header.replica, header.epoch), body)
+                self._stages.granted(header.sender, body)
                 self._do(())  # requests may have waited for it
                 return
             self._stages.took(header, frames)
@@ -367,9 +371,8 @@ class Coordinator:
         header, body = envelope.header, envelope.body
         if isinstance(body, FROM_NODES):
             self.from_node(header.replica, body)
-        elif header.stage:
-            replica_id = ReplicaId(header.stage, header.replica, header.epoch)
-            self._obey(self.fleet.from_stage(replica_id, body, time.monotonic()))
+        elif header.sender is not None:
+            self._obey(self.fleet.from_stage(header.sender, body, time.monotonic()))
         else:
             logger.warning("dropped a %s without a stage from %s", header.kind, identity.decode(errors="replace"))
             self._dropped["control_of_unknown_replica"] += 1
@@ -471,8 +474,6 @@ class Coordinator:
         self._do(self._requests.tick(STEADY()))
         self._flush_control()
         self._client_links.flush()
-        self._client_links.end_gone()
-        self._client_links.sweep()
         self._collector.tick()
         self._stages.grant(everything=True)
         for replica_id in self._stages.peers.cut():

@@ -138,6 +138,18 @@ class Header(Struct, frozen=True, array_like=True):
     n_buffers: Annotated[int, Meta(ge=0, le=MAX_BUFFERS)] = 0
     blocks: Annotated[tuple[Block, ...], Meta(max_length=MAX_BLOCKS)] = ()
 
+    @property
+    def sender(self) -> ReplicaId | None:
+        """The replica that sent the message; `None` for the coordinator, a client or an agent."""
+        return ReplicaId(self.stage, self.replica, self.epoch) if self.stage else None
+
+    @classmethod
+    def of(
+        cls, sender: ReplicaId, request_id: str = "", attempt: int = 0, seq: int = 0, deadline: float = 0.0
+    ) -> Header:
+        """The header of a message of a replica."""
+        return cls("", request_id, sender.stage, sender.replica, sender.epoch, attempt, seq, deadline)
+
 
 class Body(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Base of all bodies."""

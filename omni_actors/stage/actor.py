@@ -423,8 +423,8 @@ class StageActor:
         attempt = self._live(header.request_id)
         if attempt is None or header.attempt > attempt.number:
             return self._keep_early(header, envelope)
-        source = ReplicaId(header.stage, header.replica, header.epoch)
-        if source not in attempt.route or header.attempt != attempt.number:
+        source = header.sender
+        if source is None or source not in attempt.route or header.attempt != attempt.number:
             self.dropped["foreign_epoch"] += 1
             return []
         processor = attempt.processor
@@ -567,8 +567,7 @@ class StageActor:
         return Outgoing(receiver.replica_id, header, chunk, buffers)
 
     def _header(self, request_id: str, attempt: int, seq: int = 0, deadline: float = 0.0) -> Header:
-        own = self._identity
-        return Header("", request_id, own.stage, own.replica, own.epoch, attempt, seq, deadline)
+        return Header.of(self._identity, request_id, attempt, seq, deadline)
 
     # -- sending again ------------------------------------------------------------------------------------------------
 

@@ -39,11 +39,6 @@ from omni_actors.transport.sockets import Socket, Sockets, Wakeup, descriptor, d
 logger = get_logger(__name__)
 
 
-def sender_of(header: Header) -> ReplicaId | None:
-    """Return the replica that sent a message; `None` for the coordinator."""
-    return ReplicaId(header.stage, header.replica, header.epoch) if header.stage else None
-
-
 @dataclass(frozen=True, slots=True)
 class Received:
     """A checked message; `size` counts for the credit of its edge."""
@@ -71,13 +66,6 @@ class Undelivered:
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
-    """A message of the coordinator's control connection."""
-
-    body: CoordinatorToStage
-
-
-@dataclass(frozen=True, slots=True)
 class Stop:
     """End the process: signal, launcher gone, or the thread itself failed (`failed`)."""
 
@@ -92,7 +80,7 @@ class Lost:
     reason: str
 
 
-Event = Received | Rejected | Undelivered | Control | Stop | Lost
+Event = Received | Rejected | Undelivered | CoordinatorToStage | Stop | Lost
 
 
 @dataclass
@@ -374,9 +362,8 @@ class Inbound(threading.Thread):
         """Send to the coordinator; what it does not take now waits, but for heartbeats, which are out of date then."""
         if control.backlog and isinstance(body, Heartbeat):
             return
-        header = Header("", stage=self._identity.stage, replica=self._identity.replica, epoch=self._identity.epoch)
         try:
-            frames = encode(header, body, limits=self._limits)
+            frames = encode(Header.of(self._identity), body, limits=self._limits)
         except OmniError as error:
             if not isinstance(body, Snapshot):
                 raise
@@ -402,7 +389,7 @@ class Inbound(threading.Thread):
             if isinstance(body, Peers):
                 with self._inbox.paused():  # a message decoded meanwhile could find half of them mapped
                     self._arenas.attach({peer.replica_id: peer.arena for peer in body.sources})
-            self._inbox.put(Control(body))
+            self._inbox.put(body)
 
     def _decode(self, frames: Sequence[Frame]) -> Event | None:
         """Turn a message into an event for the main thread; credit does not go there. Runs on either thread."""
@@ -415,6 +402,6 @@ class Inbound(threading.Thread):
         except BadBody as error:
             return Rejected(error.header, error.error, wire_size(frames))
         if isinstance(envelope.body, Credit):
-            self._on_credit(sender_of(envelope.header), envelope.body)
+            self._on_credit(envelope.header.sender, envelope.body)
             return None
         return Received(envelope, wire_size(frames))

@@ -209,7 +209,7 @@ class Outbound(threading.Thread):
         self._arenas = arenas
         self._wakeup = Wakeup()
         self._lock = threading.Lock()
-        self._header = Header("", "", identity.stage, identity.replica, identity.epoch)  # of credit
+        self._header = Header.of(identity)  # of credit
         self._peers = PeerLinks(sockets, flow)
         self._peers.open(None, results_endpoint)
         self._newest: dict[tuple[str, int], int] = {}  # the last epoch that was announced, by stage and replica

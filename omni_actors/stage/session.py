@@ -24,31 +24,10 @@ from omni_actors.errors import ProtocolError, StartupError
 from omni_actors.host.processes import STEADY
 from omni_actors.host.run_directory import clear_abandoned
 from omni_actors.protocol.fields import PROTOCOL_VERSION, Body, ReplicaId
-from omni_actors.protocol.messages import (
-    CoordinatorToStage,
-    Credit,
-    Hello,
-    Peers,
-    Ready,
-    Reregister,
-    Shutdown,
-    Snapshot,
-    Welcome,
-)
+from omni_actors.protocol.messages import Credit, Hello, Peers, Ready, Reregister, Shutdown, Snapshot, Welcome
 from omni_actors.stage.actor import StageActor
 from omni_actors.stage.engine_interface import StageEngine
-from omni_actors.stage.inbound import (
-    Control,
-    Event,
-    Inbound,
-    Inbox,
-    Lost,
-    Received,
-    Rejected,
-    Stop,
-    Undelivered,
-    sender_of,
-)
+from omni_actors.stage.inbound import Event, Inbound, Inbox, Lost, Received, Rejected, Stop, Undelivered
 from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outbound import Outbound
 from omni_actors.stage.processors import StreamProcessor
@@ -183,27 +162,22 @@ class EngineLoop:
     def _on_event(self, event: Event) -> None:
         match event:
             case Received(envelope=envelope, size=size):
-                self._grants_due |= self._received.take(sender_of(envelope.header), size)
+                self._grants_due |= self._received.take(envelope.header.sender, size)
                 self.outbound.send(self.actor.receive(envelope))
             case Rejected(header=header, error=error, size=size):
                 if size:
-                    self._grants_due |= self._received.take(sender_of(header), size)
+                    self._grants_due |= self._received.take(header.sender, size)
                 self.outbound.send(self.actor.reject(header, error))
             case Undelivered(request_id=request_id, receiver=receiver, error=error):
                 self.outbound.send(self.actor.undelivered(request_id, receiver, error))
-            case Control(body=body):
-                self._on_control(body)
-            case Stop() | Lost():
-                self._end_with(event)
-
-    def _on_control(self, body: CoordinatorToStage) -> None:
-        match body:
             case Peers():
-                self.outbound.set_peers(body)
+                self.outbound.set_peers(event)
             case Shutdown(reason=reason):
                 self._end_with(Stop(reason))
             case Welcome() | Reregister():  # the inbound thread has seen to them
                 pass
+            case Stop() | Lost():
+                self._end_with(event)
 
     def _end_with(self, end: Stop | Lost) -> None:
         """End the loop. A coordinator that shuts down says so and leaves: that it has left must not undo that."""
@@ -330,13 +304,13 @@ class Session:
             event = next(iter(self._inbox.take(TICK_SECONDS, maximum=1)), None)
             if isinstance(event, Stop | Lost):
                 return event
-            if isinstance(event, Control) and isinstance(event.body, Shutdown):
-                raise StartupError(f"The coordinator refused this stage: {event.body.reason}.")
-            if isinstance(event, Control) and isinstance(event.body, Welcome):
+            if isinstance(event, Shutdown):
+                raise StartupError(f"The coordinator refused this stage: {event.reason}.")
+            if isinstance(event, Welcome):
                 outbound = Outbound(
                     self._sockets,
                     self._identity,
-                    event.body.results,
+                    event.results,
                     self._pipeline.limits,
                     self._pipeline.flow,
                     self._inbox.put,

@@ -195,7 +195,7 @@ class ArenaReader:
         Raises:
             InvalidPayload: the sender's arena is not mapped, or the block is not (or no longer) what was published.
         """
-        owner = ReplicaId(header.stage, header.replica, header.epoch) if header.stage else None
+        owner = header.sender
         mapped = self._maps.get(owner) if owner is not None else None
         if owner is None or mapped is None:
             raise InvalidPayload(f"Buffer {block.buffer} lies in an arena that is not mapped here.")

@@ -27,7 +27,7 @@ from omni_actors.protocol.messages import (
     Welcome,
 )
 from omni_actors.stage import inbound
-from omni_actors.stage.inbound import Control, Event, Inbound, Inbox, Lost, Received, Rejected, Stop
+from omni_actors.stage.inbound import Event, Inbound, Inbox, Lost, Received, Rejected, Stop
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.sockets import HIGH_WATER_MARK, Socket, Sockets, drain, try_send
 from tests.support.waiting import PATIENCE, until
@@ -100,7 +100,7 @@ def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subpr
     heard: list = [decoder.decode(frames)]
     assert not harness.control.poll(200), "it beats before it is welcomed"
     harness.tell(Welcome(results="ipc:///results"))
-    assert harness.next() == Control(Welcome(results="ipc:///results"))
+    assert harness.next() == Welcome(results="ipc:///results")
     harness.inbound.pulse.progress = 7
 
     def beats() -> bool:
@@ -150,7 +150,7 @@ def test_what_the_coordinator_does_not_take_now_comes_when_it_reads(
     for phase in phases:
         harness.inbound.tell(Loading(phase))
     harness.tell(Shutdown())
-    assert harness.next() == Control(Shutdown())  # the thread has passed on all that came before
+    assert harness.next() == Shutdown()  # the thread has passed on all that came before
     told: list[str] = []
 
     def heard() -> bool:
@@ -189,7 +189,7 @@ def test_last_words_of_a_coordinator_count_though_it_has_left(
             time.sleep(0.2)
 
     monkeypatch.setattr(harness.inbound, "_receive_control", speak_and_leave)
-    assert harness.next() == Control(Shutdown(reason="the launcher stops"))
+    assert harness.next() == Shutdown(reason="the launcher stops")
     assert harness.next() == Lost("the coordinator is not connected any more")
     harness.close()
 

@@ -302,7 +302,7 @@ class RequestMachine:
         if request is None:
             self.dropped["late" if header.request_id in self._tombstones else "unknown_request"] += 1
             return None
-        if request.bound.get(header.stage) != ReplicaId(header.stage, header.replica, header.epoch):
+        if header.sender is None or request.bound.get(header.stage) != header.sender:
             self.dropped["foreign_epoch"] += 1
             return None
         if header.attempt != request.attempts[header.stage]:
