@@ -144,7 +144,7 @@ def receive_hop(pipe: Connection, came: Any, folder: str, flow: FlowConfig, tran
 
 
 def peer(replica_id: ReplicaId, inbox: str, address: ArenaAddress | None = None) -> Peer:
-    return Peer(replica_id.stage, replica_id.replica, replica_id.epoch, inbox, address)
+    return Peer(replica_id, inbox, address)
 
 
 def measure_hop(steps: Plan, transport: str, arena: bool, calls: list[float] | None = None) -> list[float]:

@@ -29,7 +29,7 @@ from omni_actors.host.run_directory import RunDirectory
 from omni_actors.launch import Launcher
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.protocol.fields import PROTOCOL_VERSION, ReplicaId
-from omni_actors.protocol.messages import NodeHello, RunningReplica
+from omni_actors.protocol.messages import NodeHello
 
 MIB = 1 << 20
 
@@ -74,7 +74,7 @@ async def start_stages(pipeline: config.PipelineConfig, stages: list[str]) -> fl
     coordinator = Coordinator(CoordinatorSpec(pipeline, *endpoints, os.getpid(), run_dir, True, now, now))
     node = ReplicaProcesses(pipeline, run_directory, coordinator.control_endpoint)
     try:
-        running = tuple(RunningReplica(stage, 0, 1, 0) for stage in stages)
+        running = tuple(ReplicaId(stage, 0, 1) for stage in stages)
         hello = NodeHello(PROTOCOL_VERSION, omni_actors.__version__, pipeline.digest(), running)
         coordinator.from_node(0, hello)
         began = time.perf_counter()

@@ -32,7 +32,6 @@ from omni_actors.protocol.messages import (
     NodeWelcome,
     ReplicaEnded,
     Reregister,
-    RunningReplica,
     Shutdown,
     StartReplica,
 )
@@ -122,12 +121,11 @@ class NodeAgent:
         self._reader = SocketReader(self._socket, self._on_message)
         self.monitor = SocketReader(self._handshake.socket, self._on_connection)
         self._welcomed = False
-        running = {**dict.fromkeys(self._starting, 0), **self._processes.running()}
         hello = NodeHello(
             protocol=PROTOCOL_VERSION,
             package=omni_actors.__version__,
             config=self._pipeline.digest(),
-            replicas=tuple(RunningReplica(one.stage, one.replica, one.epoch, pid) for one, pid in running.items()),
+            processes=tuple(self._starting | self._processes.running().keys()),
             launched=self.launched.is_set(),
             devices=host_devices(),
         )
@@ -215,11 +213,11 @@ class NodeAgent:
                 asyncio.get_running_loop().call_soon(self._reconnect, "it does not know this node")
             case Launched():
                 self.launched.set()
-            case StartReplica(stage=stage, replica=replica, spawn_epoch=epoch, slot=slot):
-                self._starting.add(ReplicaId(stage, replica, epoch))
-                self._starts.put_nowait((ReplicaId(stage, replica, epoch), slot))
-            case KillReplica(stage=stage, replica=replica, spawn_epoch=epoch):
-                self._processes.kill_replica(ReplicaId(stage, replica, epoch))
+            case StartReplica(process=process, slot=slot):
+                self._starting.add(process)
+                self._starts.put_nowait((process, slot))
+            case KillReplica(process=process):
+                self._processes.kill_replica(process)
             case Shutdown():
                 self._ended.set()
                 self._on_shutdown(body.reason, body.failed)
@@ -247,14 +245,7 @@ class NodeAgent:
 
     def _report(self, replica_id: ReplicaId, how: str, log: str, code: int | None = None) -> None:
         """Report the end of a replica, with the last lines of its log if they fit into a message."""
-        ended = ReplicaEnded(
-            stage=replica_id.stage,
-            replica=replica_id.replica,
-            spawn_epoch=replica_id.epoch,
-            how=how[:1000],
-            log=log[-LOG_CHARACTERS:],
-            exit_code=code,
-        )
+        ended = ReplicaEnded(replica_id, how[:1000], log[-LOG_CHARACTERS:], code)
         try:
             self._send(ended)
         except OmniError:

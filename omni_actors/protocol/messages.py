@@ -1,7 +1,7 @@
 """All messages, by channel: client, control, nodes, data between stages, results.
 
-An agent's headers have no stage; `replica` is the node's rank. `spawn_epoch` is the epoch that a process was started
-with.
+An agent's headers have no stage; `replica` is the node's rank. A `process` is a replica with the epoch that its process
+was started with (`spawn_epoch`), under which it may register again and again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from omni_actors.protocol.fields import (
     ReplicaIndex,
     RequestId,
     Seed,
-    StageName,
     StageNameOrEmpty,
     Steps,
     TensorRef,
@@ -548,16 +547,9 @@ class Ready(Body, tag="ready", frozen=True):
 class Peer(Struct, frozen=True, array_like=True):
     """A neighbour of a replica in the stage graph: its inbox, and its arena if it is on the same host."""
 
-    stage: str
-    replica: int
-    epoch: int
+    replica_id: ReplicaId
     inbox: str
     arena: ArenaAddress | None = None
-
-    @property
-    def replica_id(self) -> ReplicaId:
-        """Identity of the replica in the epoch in which it listens at this address."""
-        return ReplicaId(self.stage, self.replica, self.epoch)
 
 
 class Peers(Body, tag="peers", frozen=True):
@@ -595,15 +587,6 @@ StageToCoordinator = Hello | Loading | Ready | Heartbeat | Snapshot | Fatal
 CoordinatorToStage = Welcome | Peers | Shutdown | Reregister
 
 
-class RunningReplica(Struct, frozen=True, array_like=True):
-    """A stage process on a node."""
-
-    stage: StageName
-    replica: ReplicaIndex
-    spawn_epoch: Count
-    pid: int
-
-
 class NodeHello(Body, tag="node_hello", frozen=True):
     """Node -> coordinator, first message: the processes that run here. `launched`: every replica was ready before.
 
@@ -614,7 +597,7 @@ class NodeHello(Body, tag="node_hello", frozen=True):
     protocol: int
     package: str
     config: str
-    replicas: Annotated[tuple[RunningReplica, ...], Meta(max_length=4096)] = ()
+    processes: Annotated[tuple[ReplicaId, ...], Meta(max_length=4096)] = ()
     launched: bool = False
     devices: Count = 0
 
@@ -640,18 +623,14 @@ class NodeLeaving(Body, tag="node_leaving", frozen=True):
 class StartReplica(Body, tag="start_replica", frozen=True):
     """Coordinator -> node: start a process. `slot` says which of the stage's GPUs it takes there."""
 
-    stage: StageName
-    replica: ReplicaIndex
-    spawn_epoch: Annotated[int, Meta(ge=1)]
+    process: ReplicaId
     slot: ReplicaIndex = 0
 
 
 class KillReplica(Body, tag="kill_replica", frozen=True):
     """Coordinator -> node: send SIGKILL to a process. Its end is reported like any other."""
 
-    stage: StageName
-    replica: ReplicaIndex
-    spawn_epoch: Count
+    process: ReplicaId
 
 
 class ReplicaEnded(Body, tag="replica_ended", frozen=True):
@@ -660,9 +639,7 @@ class ReplicaEnded(Body, tag="replica_ended", frozen=True):
     `exit_code` is negative for a signal, and `None` if there was no process.
     """
 
-    stage: StageName
-    replica: ReplicaIndex
-    spawn_epoch: Count
+    process: ReplicaId
     how: Annotated[str, Meta(max_length=4096)]
     log: Annotated[str, Meta(max_length=65536)] = ""
     exit_code: int | None = None

@@ -36,7 +36,6 @@ from omni_actors.protocol.messages import (
     Peers,
     Ready,
     ReplicaEnded,
-    RunningReplica,
     StageToCoordinator,
     StartReplica,
 )
@@ -103,10 +102,10 @@ class World:
         for rank, listed in running.items():
             self.node_hello(*listed, rank=rank, launched=True)
 
-    def running(self, rank: int) -> list[RunningReplica]:
+    def running(self, rank: int) -> list[ReplicaId]:
         """What the agent of a node lists."""
         there = [replica for replica in self.fleet.replicas if replica.node == rank and replica.alive]
-        return [RunningReplica(one.stage, one.index, one.spawn_epoch, 1) for one in there if one.spawn_epoch]
+        return [one.process for one in there if one.spawn_epoch]
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -123,7 +122,7 @@ class World:
         return self.take(self.fleet.from_node(rank, body, self.now))
 
     def node_hello(
-        self, *running: RunningReplica, rank: int = 0, launched: bool = False, devices: int = 0
+        self, *running: ReplicaId, rank: int = 0, launched: bool = False, devices: int = 0
     ) -> list[FleetInstruction]:
         version, digest = omni_actors.__version__, self.pipeline.digest()
         return self.node(NodeHello(PROTOCOL_VERSION, version, digest, running, launched, devices), rank)
@@ -155,7 +154,7 @@ class World:
         self, stage: str, index: int = 0, how: str = "exit code 1", log: str = "", exit_code: int | None = 1
     ) -> list[FleetInstruction]:
         replica = self.replica(stage, index)
-        return self.node(ReplicaEnded(stage, index, replica.spawn_epoch, how, log, exit_code), replica.node)
+        return self.node(ReplicaEnded(replica.process, how, log, exit_code), replica.node)
 
     def tick(self, seconds: float = TICK_SECONDS) -> list[FleetInstruction]:
         self.now += seconds
@@ -220,19 +219,18 @@ class World:
     def check_instruction(self, instruction: FleetInstruction) -> None:
         match instruction:
             case TellNode(rank, StartReplica() as start):
-                place = start.stage, start.replica
+                place = start.process.stage, start.process.replica
                 replica = self.replica(*place)
                 assert (replica.node, replica.slot) == (rank, start.slot)
                 assert not replica.leaving, "what leaves does not start again"
-                assert replica.spawn_epoch == start.spawn_epoch, "the process that is expected"
-                assert start.spawn_epoch > self.started.get(place, 0), "no epoch occurs twice"
+                assert replica.process == start.process, "the process that is expected"
+                assert start.process.epoch > self.started.get(place, 0), "no epoch occurs twice"
                 assert self.fleet.nodes[replica.node].state is NodeState.PRESENT
                 assert not self.fleet.launch.ending, "nothing starts at the end"
-                self.started[place] = start.spawn_epoch
+                self.started[place] = start.process.epoch
             case TellNode(_, KillReplica() as kill):
-                process = kill.stage, kill.replica, kill.spawn_epoch
-                assert process not in self.killed, "killed once"
-                self.killed.add(process)
+                assert kill.process not in self.killed, "killed once"
+                self.killed.add(kill.process)
             case Remember(memory):
                 self.memory = msgspec.json.decode(msgspec.json.encode(memory), type=FleetMemory)
             case TellReplica(replica_id, Peers() as peers):
@@ -275,7 +273,7 @@ def to_node(instructions: list[FleetInstruction], kind: type[Body], rank: int = 
 
 
 def starts(instructions: list[FleetInstruction], rank: int = 0) -> list[str]:
-    return [f"{start.stage}/{start.replica}" for start in to_node(instructions, StartReplica, rank)]
+    return [start.process.name for start in to_node(instructions, StartReplica, rank)]
 
 
 def to_stage(instructions: list[FleetInstruction], kind: type[Body]) -> list[str]:

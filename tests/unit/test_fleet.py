@@ -97,10 +97,10 @@ def test_restarts_wait_longer_each_time_until_the_pipeline_is_degraded() -> None
 
 def test_the_end_of_a_former_process_changes_nothing() -> None:
     world = World().launch()
-    former = world.replica("talker").spawn_epoch
+    former = world.replica("talker").process
     world.ended("talker")
-    assert world.node(ReplicaEnded("talker", 0, former, "exit code 1")) == []
-    assert world.node(ReplicaEnded("nothing", 0, former, "exit code 1")) == []
+    assert world.node(ReplicaEnded(former, "exit code 1")) == []
+    assert world.node(ReplicaEnded(ReplicaId("nothing", 0, former.epoch), "exit code 1")) == []
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.errors import InvalidRequest
-from omni_actors.protocol.messages import (
-    Fatal,
-    Heartbeat,
-    Loading,
-    NodeLeaving,
-    Operation,
-    Ready,
-    RunningReplica,
-    StageToCoordinator,
-)
+from omni_actors.protocol.messages import Fatal, Heartbeat, Loading, NodeLeaving, Operation, Ready, StageToCoordinator
 from tests.support.fleet import World, two_hosts
 
 silents = ("talker/0", "talker/1", "node 1", "node 2")
@@ -37,7 +28,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(rank=st.integers(0, 2), knows=st.booleans())
     def node_hello(self, rank: int, knows: bool) -> None:
         replicas = [replica for replica in self.world.fleet.replicas if replica.node == rank and replica.spawn_epoch]
-        listed = [RunningReplica(item.stage, item.index, item.spawn_epoch, 1) for item in replicas if knows]
+        listed = [item.process for item in replicas if knows]
         self.world.node_hello(*listed, rank=rank, launched=True)
 
     @rule(rank=st.integers(0, 2), drains=st.booleans())

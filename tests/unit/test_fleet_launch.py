@@ -20,7 +20,6 @@ from omni_actors.protocol.messages import (
     Operation,
     Ready,
     Reregister,
-    RunningReplica,
     Shutdown,
     Welcome,
 )
@@ -113,7 +112,7 @@ def test_a_startup_timeout_ends_the_launch_with_the_log_of_the_late_one() -> Non
     world.ready("prompt")
     world.hello("thinker")
     overdue = world.wait(2.1)
-    assert to_node(overdue, KillReplica) == [KillReplica("thinker", 0, world.replica("thinker").spawn_epoch)]
+    assert to_node(overdue, KillReplica) == [KillReplica(world.replica("thinker").process)]
     assert "missing: thinker/0" in announced(overdue)[-1]
     assert not gives_up(overdue), "the log comes first"
     (reason,) = gives_up(world.ended("thinker", how="killed by signal 9", log="still loading"))
@@ -154,8 +153,8 @@ def test_a_stage_process_of_another_version_is_refused_and_named() -> None:
 # -- a coordinator that was restarted ---------------------------------------------------------------------------------
 
 
-def running(*stages: str, spawn_epoch: int = 500) -> list[RunningReplica]:
-    return [RunningReplica(stage, 0, spawn_epoch, 7) for stage in stages]
+def running(*stages: str, spawn_epoch: int = 500) -> list[ReplicaId]:
+    return [ReplicaId(stage, 0, spawn_epoch) for stage in stages]
 
 
 def test_a_restarted_coordinator_adopts_what_runs_and_starts_what_is_missing() -> None:
@@ -182,7 +181,7 @@ def test_a_hello_before_that_of_its_node_waits_for_it() -> None:
 def test_a_process_that_the_pipeline_does_not_need_is_killed_by_its_node_and_refused() -> None:
     world = World()
     hello = world.node_hello(*running(*STAGES, "other"))
-    assert to_node(hello, KillReplica) == [KillReplica("other", 0, 500)]
+    assert to_node(hello, KillReplica) == [KillReplica(ReplicaId("other", 0, 500))]
     foreign = ReplicaId("talker", 0, 400)
     assert to_stage(world.hello("talker", epoch=400), Shutdown) == ["talker/0"]
     assert world.fleet.dropped == {"control_of_unknown_replica": 1}
@@ -214,7 +213,7 @@ def test_a_silent_node_is_away_and_takes_back_what_still_runs_when_it_returns() 
     assert world.state("talker", 1) is ReplicaState.DEAD
     assert not world.killed
     assert to_node(world.node(NodeBeat(), 1), Reregister, 1) == [Reregister()]
-    back = world.node_hello(RunningReplica("talker", 1, epoch, 7), rank=1)
+    back = world.node_hello(ReplicaId("talker", 1, epoch), rank=1)
     assert announced(back) == ["talker/1 still running on node 1"]
     assert not starts(back, 1)
     world.hello("talker", 1, epoch=epoch + 1, spawn_epoch=epoch)
@@ -225,7 +224,7 @@ def test_a_silent_node_is_away_and_takes_back_what_still_runs_when_it_returns() 
 def test_what_a_node_no_longer_runs_has_died() -> None:
     world = World().launch()
     others = [world.replica(stage) for stage in ("prompt", "thinker", "code2wav")]
-    hello = world.node_hello(*(RunningReplica(item.stage, 0, item.spawn_epoch, 7) for item in others))
+    hello = world.node_hello(*(item.process for item in others))
     assert losses(hello) == {"talker/0": "its node knows nothing of it"}
     assert starts(hello) == ["talker/0"]
 

@@ -53,7 +53,7 @@ def test_a_replica_that_left_does_not_come_back_and_one_that_was_leaving_ends() 
     world.seen.clear()
     world.restart_coordinator()
     assert names(world) == ["talker/0"]
-    assert [kill.replica for kill in to_node(world.seen, KillReplica)] == [1], "its requests are lost anyway"
+    assert [kill.process.replica for kill in to_node(world.seen, KillReplica)] == [1], "its requests are lost anyway"
 
 
 def test_what_died_with_the_coordinator_starts_again_in_its_place() -> None:

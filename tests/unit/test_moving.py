@@ -8,7 +8,8 @@ import pytest
 
 from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.errors import InvalidRequest
-from omni_actors.protocol.messages import KillReplica, Launched, NodeLeaving, RunningReplica, Shutdown, StartReplica
+from omni_actors.protocol.fields import ReplicaId
+from omni_actors.protocol.messages import KillReplica, Launched, NodeLeaving, Shutdown, StartReplica
 from tests.support.fleet import World, announced, one_host, starts, to_node, two_hosts
 
 
@@ -120,7 +121,7 @@ def test_a_node_that_comes_back_in_time_keeps_its_replicas() -> None:
     world = lost_node()
     epoch = world.replica("talker", 1).spawn_epoch
     world.wait(50.0)
-    world.node_hello(RunningReplica("talker", 1, epoch, 9), rank=1, launched=True)
+    world.node_hello(ReplicaId("talker", 1, epoch), rank=1, launched=True)
     world.hello("talker", 1, epoch=epoch + 1, spawn_epoch=epoch)
     world.wait(120.0)
     assert nodes_of(world) == [0, 1]
@@ -132,8 +133,8 @@ def test_a_node_that_comes_back_too_late_gives_up_what_has_moved_and_is_of_use()
     epoch = world.replica("talker", 1).spawn_epoch
     world.wait(65.0)
     world.ready("talker", 1)
-    back = world.node_hello(RunningReplica("talker", 1, epoch, 9), rank=1, launched=True)
-    assert to_node(back, KillReplica, 1) == [KillReplica("talker", 1, epoch)]
+    back = world.node_hello(ReplicaId("talker", 1, epoch), rank=1, launched=True)
+    assert to_node(back, KillReplica, 1) == [KillReplica(ReplicaId("talker", 1, epoch))]
     world.scale("talker", 3, node=1)
     assert nodes_of(world) == [0, 0, 1]
 
@@ -148,7 +149,7 @@ def test_without_room_it_waits_for_a_node_that_has_some_and_says_so_once() -> No
     assert world.state("talker", 1) is ReplicaState.DEAD
     world.node_hello(rank=2, devices=1)
     moved = world.wait(4.0)
-    assert [start.replica for start in to_node(moved, StartReplica, 2)] == [1]
+    assert [start.process.replica for start in to_node(moved, StartReplica, 2)] == [1]
 
 
 def test_a_restarted_coordinator_knows_where_a_replica_has_moved() -> None:

@@ -86,9 +86,9 @@ async def test_an_error_in_our_code_that_keeps_a_replica_from_starting_is_report
             ended.extend(body for body in node.hear() if isinstance(body, ReplicaEnded))
             return len(ended) == 2
 
-        node.tell(*(StartReplica(stage, 0, 7) for stage in ("prompt", "thinker")))
+        node.tell(*(StartReplica(ReplicaId(stage, 0, 7)) for stage in ("prompt", "thinker")))
         await eventually(both_ended, what=lambda: f"two reports, of {ended}")
-        assert [(body.stage, body.how) for body in ended] == [
+        assert [(body.process.stage, body.how) for body in ended] == [
             ("prompt", "cannot start a process: KeyError('prompt')"),
             ("thinker", "cannot start a process: KeyError('thinker')"),
         ]

@@ -6,7 +6,8 @@ import pytest
 
 from omni_actors.coordinator.core.nodes import Node, silent, take_over
 from omni_actors.coordinator.core.replicas import NodeEvent, ReplicaState, ReplicaTable
-from omni_actors.protocol.messages import Ready, RunningReplica, Shutdown, Welcome
+from omni_actors.protocol.fields import ReplicaId
+from omni_actors.protocol.messages import Ready, Shutdown, Welcome
 from tests.support.fleet import World as FleetWorld
 from tests.support.fleet import one_host, to_stage
 
@@ -22,7 +23,7 @@ class World:
             self.replicas.add(stage, 0, spawn_epoch).heard = T
 
     def take_over(self, **spawn_epoch: int):
-        return take_over(self.replicas, [RunningReplica(stage, 0, b, 1) for stage, b in spawn_epoch.items()])
+        return take_over(self.replicas, [ReplicaId(stage, 0, epoch) for stage, epoch in spawn_epoch.items()])
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def answer(world: FleetWorld, epoch: int, spawn_epoch: int) -> str:
 
 def test_a_process_that_is_not_placed_there_is_killed() -> None:
     takeover = World().take_over(prompt=7, thinker=7, talker=7, code2wav=7, other=7)
-    assert [item.stage for item in takeover.kill] == ["other"]
+    assert [process.stage for process in takeover.kill] == ["other"]
 
 
 def test_a_silent_agent_whose_stages_beat_is_not_lost() -> None:

@@ -60,10 +60,7 @@ class Harness:
         return f"ipc://{self.folder}/{replica_id.stage}-{replica_id.replica}-{replica_id.epoch}"
 
     def peers(self, *replicas: ReplicaId, sources: tuple[ReplicaId, ...] = ()) -> None:
-        made = [
-            tuple(Peer(*msgspec.structs.astuple(replica_id), self.endpoint(replica_id)) for replica_id in of)
-            for of in (replicas, sources)
-        ]
+        made = [tuple(Peer(replica_id, self.endpoint(replica_id)) for replica_id in of) for of in (replicas, sources)]
         self.outbound.set_peers(Peers(peers=made[0], sources=made[1]))
 
     def receive(self, replica_id: ReplicaId, count: int) -> list:

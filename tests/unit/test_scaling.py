@@ -37,7 +37,7 @@ def on_gpus(share: float, *devices: int, **talker: Any) -> World:
 
 
 def slots_of(world: World) -> list[int]:
-    return [start.slot for start in to_node(world.seen, StartReplica) if start.stage == "talker"]
+    return [start.slot for start in to_node(world.seen, StartReplica) if start.process.stage == "talker"]
 
 
 def test_new_replicas_start_and_take_requests_once_they_are_ready() -> None:
@@ -101,7 +101,7 @@ def test_one_that_still_loads_is_killed_and_never_ready() -> None:
     world.hello("talker", 1)
     world.seen.clear()
     world.scale("talker", 1)
-    assert [kill.replica for kill in to_node(world.seen, KillReplica)] == [1]
+    assert [kill.process.replica for kill in to_node(world.seen, KillReplica)] == [1]
     world.ended("talker", 1, how="killed by signal 9", exit_code=-9)
     assert list(talkers(world)) == ["talker/0"]
 

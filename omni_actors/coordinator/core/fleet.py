@@ -264,8 +264,8 @@ class Fleet:
                 return self._replica_ended(body, now)
 
     def _replica_ended(self, body: ReplicaEnded, now: float) -> Instructions:
-        replica = self.replicas.current(body.stage, body.replica)
-        if replica is None or replica.spawn_epoch != body.spawn_epoch or not replica.alive:
+        replica = self.replicas.current(body.process.stage, body.process.replica)
+        if replica is None or replica.process != body.process or not replica.alive:
             return []
         return self._died(replica, body.how, body.log, now, evidence_of(body.exit_code))
 
@@ -288,20 +288,19 @@ class Fleet:
         done.append(TellNode(node.rank, NodeWelcome()))
         if self.launch.serving:
             done.append(TellNode(node.rank, Launched()))
-        takeover = take_over(self.replicas.on(node.rank), hello.replicas)
-        for item in takeover.kill:
-            done.append(TellNode(node.rank, KillReplica(item.stage, item.replica, item.spawn_epoch)))
-        for item in takeover.adopt:
-            done += self._adopt(item.stage, item.replica, item.spawn_epoch, now)
+        takeover = take_over(self.replicas.on(node.rank), hello.processes)
+        done += [TellNode(node.rank, KillReplica(process)) for process in takeover.kill]
+        for process in takeover.adopt:
+            done += self._adopt(process, now)
         where = f" on node {node.rank}" if len(self.nodes) > 1 else ""
         if takeover.adopt:
-            names = ", ".join(f"{item.stage}/{item.replica}" for item in takeover.adopt)
+            names = ", ".join(process.name for process in takeover.adopt)
             done.append(Announce(f"{names} still running{where}"))
         if takeover.start and not self.launch.ending:
-            names = ", ".join(f"{stage}/{index}" for stage, index in takeover.start)
+            names = ", ".join(replica.name for replica in takeover.start)
             done.append(Announce(f"starting {names}{where}"))
-            for stage, index in takeover.start:
-                done += self.start_replica(stage, index, now)
+            for replica in takeover.start:
+                done += self.start_replica(replica.stage, replica.index, now)
         for replica in takeover.ended:  # last: a death restarts all that is due
             done += self._died(replica, "its node knows nothing of it", "", now, Evidence.KILLED)
         return done
@@ -535,8 +534,7 @@ class Fleet:
         former = self.replicas.current(stage, index)
         spawn_epoch = max(former.epoch + 1 if former is not None else 1, self._new_epoch())
         replica, done = self._expect(stage, index, spawn_epoch, now)
-        start = StartReplica(stage=stage, replica=index, spawn_epoch=spawn_epoch, slot=replica.slot)
-        return [*done, TellNode(replica.node, start)]
+        return [*done, TellNode(replica.node, StartReplica(replica.process, replica.slot))]
 
     def _expect(self, stage: str, index: int, spawn_epoch: int, now: float) -> tuple[Replica, Instructions]:
         """Expect the hello of a process, which may have come before its node's; `spawn_epoch` 0: none is known yet."""
@@ -549,13 +547,13 @@ class Fleet:
             done += self._hello(*early, now)
         return replica, done
 
-    def _adopt(self, stage: str, index: int, spawn_epoch: int, now: float) -> Instructions:
+    def _adopt(self, process: ReplicaId, now: float) -> Instructions:
         """Expect the registration of a process that runs. What was ordered of it holds."""
-        replica, done = self._expect(stage, index, spawn_epoch, now)
+        replica, done = self._expect(process.stage, process.replica, process.epoch, now)
         if replica.state is ReplicaState.STARTING:  # its hello may have been here before its node's
             replica.phase = "registering again"
-        item = self._remembered.pop((stage, index), None)
-        if item is not None and item.spawn_epoch == spawn_epoch:
+        item = self._remembered.pop((process.stage, process.replica), None)
+        if item is not None and item.spawn_epoch == process.epoch:
             replica.orders.drain, replica.orders.restart = item.drain, item.restart
             if item.restart:
                 replica.orders.drain_until = now + self._settings.default_timeout
@@ -653,7 +651,7 @@ class Fleet:
     def kill(self, replica: Replica, why: str, now: float) -> Instructions:
         """Have its node kill the process of a replica."""
         replica.orders.kill(why, until=now + KILL_SECONDS)
-        return [TellNode(replica.node, KillReplica(replica.stage, replica.index, replica.spawn_epoch))]
+        return [TellNode(replica.node, KillReplica(replica.process))]
 
     def _enforce_ends(self, now: float) -> Instructions:
         """Kill what did not stop, and count as dead what did not end when killed."""

@@ -27,7 +27,7 @@ from omni_actors.coordinator.core.replicas import (
 )
 from omni_actors.errors import InvalidRequest, counted
 from omni_actors.host.processes import Backoff
-from omni_actors.protocol.messages import RunningReplica
+from omni_actors.protocol.fields import ReplicaId
 from omni_actors.transitions import advance
 
 
@@ -60,10 +60,10 @@ class Node:
 class Takeover:
     """Consequences of a node's hello."""
 
-    adopt: tuple[RunningReplica, ...] = ()  # they run, and will register
-    start: tuple[tuple[str, int], ...] = ()  # (stage, replica) to start
-    ended: tuple[Replica, ...] = ()  # believed to run, and do not
-    kill: tuple[RunningReplica, ...] = ()  # they run, and the pipeline does not need them
+    adopt: list[ReplicaId]  # they run, and will register
+    start: list[Replica]
+    ended: list[Replica]  # believed to run, and do not
+    kill: list[ReplicaId]  # they run, and the pipeline does not need them
 
 
 def silent(nodes: Iterable[Node], replicas: ReplicaTable, now: float, seconds: float) -> list[Node]:
@@ -80,21 +80,20 @@ def silent(nodes: Iterable[Node], replicas: ReplicaTable, now: float, seconds: f
     return found
 
 
-def take_over(replicas: Iterable[Replica], running: Iterable[RunningReplica]) -> Takeover:
+def take_over(replicas: Iterable[Replica], running: Iterable[ReplicaId]) -> Takeover:
     """Decide about the `running` processes of a node that has come or come back; `replicas` are placed there."""
-    listed = {(item.stage, item.replica): item for item in running}
+    listed = {process.name: process for process in running}
     adopt, start, ended = [], [], []
     for replica in replicas:
-        item = listed.pop((replica.stage, replica.index), None)
-        known = item is not None and item.spawn_epoch == replica.spawn_epoch
-        if item is not None and not (known and replica.alive):
+        process = listed.pop(replica.name, None)
+        if process is not None and not (process == replica.process and replica.alive):
             # It counted as lost, or is older than this coordinator.
-            adopt.append(item)
-        elif item is None and (replica.spawn_epoch == 0 or replica.left_with_node):
-            start.append((replica.stage, replica.index))
-        elif item is None and replica.alive:
+            adopt.append(process)
+        elif process is None and (replica.spawn_epoch == 0 or replica.left_with_node):
+            start.append(replica)
+        elif process is None and replica.alive:
             ended.append(replica)
-    return Takeover(tuple(adopt), tuple(start), tuple(ended), tuple(listed.values()))
+    return Takeover(adopt, start, ended, list(listed.values()))
 
 
 MAXIMUM_BACKOFF = 30.0  # seconds

@@ -245,6 +245,11 @@ class Replica:
         return ReplicaId(self.stage, self.index, self.epoch)
 
     @property
+    def process(self) -> ReplicaId:
+        """Its identity in the epoch with which its process was started."""
+        return ReplicaId(self.stage, self.index, self.spawn_epoch)
+
+    @property
     def name(self) -> str:
         """Its name in logs and commands, as talker/0."""
         return f"{self.stage}/{self.index}"
@@ -457,13 +462,7 @@ class ReplicaTable:
         Arenas are named to replicas of the same node only.
         """
         return tuple(
-            Peer(
-                replica.stage,
-                replica.index,
-                replica.epoch,
-                replica.inbox_for(node),
-                replica.arena if replica.node == node else None,
-            )
+            Peer(replica.replica_id, replica.inbox_for(node), replica.arena if replica.node == node else None)
             for replica in self
             if replica.stage in stages and replica.inbox and replica.alive
         )
