@@ -73,7 +73,7 @@ def replica_devices(stage: StageConfig, index: int, devices: int) -> list[int]:
 
 def devices_by_replica(stage: StageConfig, devices: int) -> list[list[int]]:
     """Return `replica_devices` of all replicas; there may be thousands."""
-    by_slot = _devices_by_slot(stage, devices)
+    by_slot = devices_by_slot(stage, devices)
     return [by_slot[slot_of(stage, index) % len(by_slot)] for index in range(stage.processes)]
 
 
@@ -82,19 +82,14 @@ def slot_of(stage: StageConfig, index: int) -> int:
     return index // len(stage.nodes)
 
 
-def slots(stage: StageConfig, devices: int) -> int:
-    """Return how many replicas fit on a node before two of them share a GPU; 1 without GPUs."""
-    return len(_devices_by_slot(stage, devices))
-
-
 def slot_devices(stage: StageConfig, slot: int, devices: int) -> list[int]:
     """Return the GPUs of a slot of a node: as many of the stage's as a replica needs, from the first ones again."""
-    by_slot = _devices_by_slot(stage, devices)
+    by_slot = devices_by_slot(stage, devices)
     return by_slot[slot % len(by_slot)]
 
 
-def _devices_by_slot(stage: StageConfig, devices: int) -> list[list[int]]:
-    """The GPUs of each slot of a node, until they are taken from the first ones again."""
+def devices_by_slot(stage: StageConfig, devices: int) -> list[list[int]]:
+    """The GPUs of each slot of a node: of the replicas that fit there before two of them share a GPU."""
     held, size = stage_devices(stage, devices), gpus_of_replica(stage)
     return [held[first : first + size] for first in range(0, max(1, len(held) // size) * size, size)]
 

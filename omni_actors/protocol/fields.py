@@ -213,3 +213,9 @@ class TensorRef(Struct, frozen=True, array_like=True):
     dtype: DType
     shape: Annotated[tuple[Dimension, ...], Meta(max_length=MAX_RANK)]
     buffer: BufferIndex
+
+
+def check_form(fits: bool, ref: TensorRef, wanted: str) -> None:
+    """Raise `InvalidPayload` with what is `wanted` of a tensor and what it is."""
+    if not fits:
+        raise InvalidPayload(f"{wanted}; got {ref.dtype} {list(ref.shape)}.")

@@ -35,6 +35,7 @@ from omni_actors.protocol.fields import (
     Steps,
     TensorRef,
     TokenId,
+    check_form,
     check_token_ids,
 )
 from omni_actors.protocol.payloads import (
@@ -375,10 +376,8 @@ class AudioChunk(Body, tag="audio", frozen=True):
     sent: Moment = 0.0
 
     def __post_init__(self) -> None:
-        if len(self.samples.shape) != 1 or self.samples.dtype is not DType.F32:
-            raise InvalidPayload(
-                f"Audio must be f32 of shape [samples]; got {self.samples.dtype} {list(self.samples.shape)}."
-            )
+        fits = len(self.samples.shape) == 1 and self.samples.dtype is DType.F32
+        check_form(fits, self.samples, "Audio must be f32 of shape [samples]")
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""
@@ -399,10 +398,8 @@ class ImageChunk(Body, tag="image", frozen=True):
 
     def __post_init__(self) -> None:
         shape = self.pixels.shape
-        if self.pixels.dtype is not DType.U8 or len(shape) != 3 or shape[2] not in CHANNELS or 0 in shape:
-            raise InvalidPayload(
-                f"A picture must be u8 of shape [height, width, 3 or 4]; got {self.pixels.dtype} {list(shape)}."
-            )
+        fits = self.pixels.dtype is DType.U8 and len(shape) == 3 and shape[2] in CHANNELS and 0 not in shape
+        check_form(fits, self.pixels, "A picture must be u8 of shape [height, width, 3 or 4]")
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""
@@ -418,11 +415,8 @@ class LatentsChunk(Body, tag="latents", frozen=True):
     sent: Moment = 0.0
 
     def __post_init__(self) -> None:
-        if self.latents.dtype not in FLOATING or not self.latents.shape or 0 in self.latents.shape:
-            raise InvalidPayload(
-                f"Latents must be floating-point numbers, and not none; got {self.latents.dtype} "
-                f"{list(self.latents.shape)}."
-            )
+        fits = self.latents.dtype in FLOATING and bool(self.latents.shape) and 0 not in self.latents.shape
+        check_form(fits, self.latents, "Latents must be floating-point numbers, and not none")
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""

@@ -11,14 +11,15 @@ from msgspec import Meta, Struct
 
 from omni_actors.errors import InvalidPayload, InvalidRequest
 from omni_actors.protocol.fields import (
+    FLOATING,
     TOKEN_BYTES,
-    DType,
     HostTensor,
     Name,
     Scalar,
     Seed,
     TensorRef,
     TokenId,
+    check_form,
     check_token_ids,
 )
 
@@ -195,12 +196,8 @@ class PromptEmbedsPayload(Struct, frozen=True, forbid_unknown_fields=True):
     tensor: TensorRef
 
     def __post_init__(self) -> None:
-        if len(self.tensor.shape) != 2 or 0 in self.tensor.shape:
-            raise InvalidPayload(
-                f"Prompt embeddings must have the shape [positions, width]; got {list(self.tensor.shape)}."
-            )
-        if self.tensor.dtype not in (DType.BF16, DType.F16, DType.F32):
-            raise InvalidPayload(f"Prompt embeddings must have a floating-point dtype; got {self.tensor.dtype}.")
+        fits = len(self.tensor.shape) == 2 and 0 not in self.tensor.shape and self.tensor.dtype in FLOATING
+        check_form(fits, self.tensor, "Prompt embeddings must be floating-point numbers of shape [positions, width]")
 
 
 LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=1024)]

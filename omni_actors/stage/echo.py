@@ -130,13 +130,10 @@ class Drawing:
 
 def _pattern(generator: numpy.random.Generator, shape: tuple[int, int, int]) -> Latents:
     """Colours that change from each corner to the others."""
-    _, height, width = shape
-    corners = generator.uniform(-1, 1, (CHANNELS, 2, 2)).astype(numpy.float32)
-    down = numpy.linspace(0, 1, height, dtype=numpy.float32)[:, None]
-    across = numpy.linspace(0, 1, width, dtype=numpy.float32)
-    left = corners[:, 0, 0, None, None] * (1 - down) + corners[:, 1, 0, None, None] * down
-    right = corners[:, 0, 1, None, None] * (1 - down) + corners[:, 1, 1, None, None] * down
-    return (left * (1 - across) + right * across).astype(numpy.float32)
+    channels, height, width = shape
+    corners = generator.uniform(-1, 1, (2, 2, channels))
+    sides = numpy.linspace(corners[0], corners[1], num=height)
+    return numpy.linspace(sides[:, 0], sides[:, 1], num=width).transpose(2, 1, 0).astype(numpy.float32)
 
 
 def decoded(tensor: HostTensor) -> HostTensor:

@@ -167,7 +167,7 @@ def test_ids_that_would_forge_a_line_of_a_log_and_deadlines_that_say_nothing(hea
 
 def test_a_missing_stage_is_named_and_overload_says_when_to_come_back() -> None:
     state = ready(max_in_flight=2, max_queued=0)
-    state.replicas.find("talker", 0, 1).state = ReplicaState.DEAD
+    state.replicas.current("talker", 0).state = ReplicaState.DEAD
     body = failure(ask(state))
     assert (body.code, body.stage, body.retryable) == (ErrorCode.STAGE_UNAVAILABLE, "talker", True)
     for name in "ab":

@@ -349,7 +349,7 @@ def test_waiting_requests_end_when_no_replica_comes_or_time_is_up() -> None:
 def test_draining_replica_takes_nothing_new_and_is_waited_for_when_it_will_be_back() -> None:
     state = ready()
     ask(state, "held")
-    talker = state.replicas.find("talker", 0, 1)
+    talker = state.replicas.current("talker", 0)
     talker.on(ReplicaEvent.DRAIN)
     assert failure(ask(state, "drained")).code is ErrorCode.STAGE_UNAVAILABLE
     talker.orders.restart = True

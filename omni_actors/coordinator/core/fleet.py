@@ -219,7 +219,8 @@ class Fleet:
         """Give up a pipeline that has not been launched; one that has been goes on degraded."""
         if not self.launch.starting:
             return []
-        self.launch.fail(reason)
+        self.launch.on(LaunchEvent.FAIL)
+        self.launch.failure = reason
         return [GiveUp(reason)]
 
     def remember(self) -> Instructions:

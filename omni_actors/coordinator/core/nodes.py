@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from omni_actors.config import PipelineConfig, StageConfig
-from omni_actors.config.placement import memory_share, node_devices, slot_devices, slots, stage_devices
+from omni_actors.config.placement import devices_by_slot, memory_share, node_devices, slot_devices, stage_devices
 from omni_actors.coordinator.core.instructions import RememberedReplica, ShowProgress
 from omni_actors.coordinator.core.replicas import (
     LAUNCH_TRANSITIONS,
@@ -285,11 +285,6 @@ class Launch:
         """Enter the state that follows."""
         self.state = advance(LAUNCH_TRANSITIONS, self.state, event)
 
-    def fail(self, reason: str) -> None:
-        """End the launch; `reason` is what the launcher prints."""
-        self.on(LaunchEvent.FAIL)
-        self.failure = reason
-
     def missing(self) -> list[Replica]:
         """Replicas that the launch waits for: those that are not ready and may still become so."""
         return [replica for replica in self._replicas.missing() if replica.state is not ReplicaState.DEAD]
@@ -395,7 +390,7 @@ class Seats:
         if highest >= node.devices:
             has = node_devices(node.devices)
             return f"stages.{stage.name}.devices names GPU {highest}, and node {node.rank} has {has}"
-        count, reasons = slots(stage, node.devices), []
+        count, reasons = len(devices_by_slot(stage, node.devices)), []
         taken = collections.Counter(
             seat.slot % count for (name, _), seat in self._seats.items() if (name, seat.node) == (stage.name, node.rank)
         )

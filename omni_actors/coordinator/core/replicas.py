@@ -373,18 +373,9 @@ class ReplicaTable:
         """The replicas that are placed on a node."""
         return [replica for replica in self if replica.node == rank]
 
-    def count(self, stage: str) -> int:
-        """How many replicas a stage has, in whatever state."""
-        return len(self._by_stage.get(stage, ()))
-
     def current(self, stage: str, index: int) -> Replica | None:
         """The replica in its present epoch."""
         return self._by_stage.get(stage, {}).get(index)
-
-    def find(self, stage: str, index: int, epoch: int) -> Replica | None:
-        """The replica in exactly this epoch; `None` for unknown ones and former epochs."""
-        replica = self.current(stage, index)
-        return replica if replica is not None and replica.epoch == epoch else None
 
     def loaded(self, stage: str) -> Replica | None:
         """A replica of a stage that has reported its model's facts, which are those of all, or `None`."""
@@ -393,8 +384,9 @@ class ReplicaTable:
         )
 
     def at(self, replica_id: ReplicaId) -> Replica | None:
-        """As `find`."""
-        return self.find(replica_id.stage, replica_id.replica, replica_id.epoch)
+        """The replica in exactly this epoch; `None` for unknown ones and former epochs."""
+        replica = self.current(replica_id.stage, replica_id.replica)
+        return replica if replica is not None and replica.epoch == replica_id.epoch else None
 
     def choose(self, stage: str, beside: Collection[int] = ()) -> Replica | None:
         """The ready replica of a stage that computes, then holds, the fewest requests; `None` if none is ready.

@@ -236,7 +236,7 @@ class RequestMachine:
     def end_client(self, client: bytes, error: OmniError, now: float) -> list[Instruction]:
         """End the requests of a client that reads too slowly or may not go on, each with an answer."""
         own = [self.active[request_id] for request_id in self.requests_of(client)]
-        return self._filled([instruction for request in own for instruction in self._fail(request, error, now)], now)
+        return self._filled(self._fail_all(own, error, now), now)
 
     def client_gone(self, client: bytes, now: float) -> list[Instruction]:
         """End the requests of a client that can no longer be reached."""
@@ -394,12 +394,10 @@ class RequestMachine:
         """End requests whose deadline has passed. Call it a few times a second."""
         self._tombstones.expire(now)
         self._slots.look_again()
-        instructions = [
-            instruction
-            for request in list(self.active.values())
-            if request.deadline <= now
-            for instruction in self._fail(request, _too_late(request), now)
-        ]
+        instructions: list[Instruction] = []
+        for request in list(self.active.values()):
+            if request.deadline <= now:
+                instructions += self._fail(request, _too_late(request), now)
         self._isolation_runs.tick(now)
         if self._isolation_runs.ended or self._isolation_runs:  # a replica is free again, or may be empty for suspects
             instructions += self._reopen(now)
@@ -425,11 +423,7 @@ class RequestMachine:
     def shut_down(self, now: float) -> list[Instruction]:
         """End every request with an answer to its client, and admit no more."""
         self._closing = True
-        return [
-            instruction
-            for request in list(self.active.values())
-            for instruction in self._fail(request, _shutting_down(), now)
-        ]
+        return self._fail_all(list(self.active.values()), _shutting_down(), now)
 
     # -- ends and messages --------------------------------------------------------------------------------------------
 
@@ -441,6 +435,9 @@ class RequestMachine:
         instructions += self._aborts(request, request.bound)
         self._close(request, now)
         return instructions
+
+    def _fail_all(self, requests: Sequence[ActiveRequest], error: OmniError, now: float) -> list[Instruction]:
+        return [instruction for request in requests for instruction in self._fail(request, error, now)]
 
     def _aborts(self, request: ActiveRequest, stages: Iterable[str]) -> list[Instruction]:
         """Abort a request in those of its replicas that are alive."""

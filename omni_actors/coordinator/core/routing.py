@@ -25,7 +25,7 @@ from omni_actors.coordinator.core.request import ActiveRequest
 from omni_actors.coordinator.core.suspects import IsolationRuns
 from omni_actors.errors import InvalidRequest, StageLost, StageUnavailable, suggest
 from omni_actors.protocol.codec import Frame
-from omni_actors.protocol.fields import MAX_ATTEMPT, TOKEN_BYTES
+from omni_actors.protocol.fields import MAX_ATTEMPT, TOKEN_BYTES, ReplicaId
 from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, Prompt, StageParams
 
 
@@ -86,12 +86,12 @@ class Router:
         self._replicas = replicas
         self._caches = frozenset(stage.name for stage in pipeline.stages if _caches_prefixes(stage))
         self._text_stages = tuple(stage.name for stage in pipeline.stages if Modality.TEXT in stage.outputs)
-        self._holders: collections.OrderedDict[tuple[str, bytes], tuple[int, int]] = collections.OrderedDict()
+        self._holders: collections.OrderedDict[tuple[str, bytes], ReplicaId] = collections.OrderedDict()
         self.chosen: collections.Counter[str] = collections.Counter()
 
     def parts(self, prompt: Prompt, buffers: Sequence[Frame], params: dict[str, StageParams]) -> tuple[bytes, ...]:
         """The hashes by which to recognize a prompt; nothing if no stage has a choice that depends on it."""
-        if not any(self._replicas.count(stage) > 1 for stage in self._caches):
+        if not any(len(self._replicas.of(stage)) > 1 for stage in self._caches):
             return ()
         adapters = (params[stage].adapter for stage in self._text_stages if stage in params)
         return parts_of(prompt, buffers, next(filter(None, adapters), None))
@@ -113,7 +113,7 @@ class Router:
         if stage not in self._caches:
             return None
         found = next(filter(None, (self._holders.get((stage, part)) for part in parts)), None)
-        holder = self._replicas.find(stage, *found) if found is not None else None
+        holder = self._replicas.at(found) if found is not None else None
         if holder is None or not holder.takes_requests or (holder.congested and not least.congested):
             return None
         loads = [len(replica.computing) for replica in self._replicas.of(stage) if replica.takes_requests]
@@ -124,7 +124,7 @@ class Router:
         replica.hold(request.request_id)
         if replica.stage in self._caches and request.parts:
             key = (replica.stage, request.parts[0])
-            self._holders[key] = (replica.index, replica.epoch)
+            self._holders[key] = replica.replica_id
             self._holders.move_to_end(key)
             if len(self._holders) > CONVERSATIONS:
                 self._holders.popitem(last=False)
