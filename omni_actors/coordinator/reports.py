@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from omni_actors.config import PipelineConfig, StageKind
@@ -26,6 +27,7 @@ from omni_actors.transport.link import PeerLinks
 logger = get_logger(__name__)
 
 
+@dataclass
 class Reports:
     """Reads what the other parts of the coordinator know.
 
@@ -34,77 +36,67 @@ class Reports:
         dropped: what the coordinator's shell dropped, by reason.
     """
 
-    def __init__(
-        self,
-        pipeline: PipelineConfig,
-        requests: RequestMachine,
-        fleet: Fleet,
-        links: PeerLinks,
-        collector: TelemetryCollector,
-        decoders: Mapping[str, Decoder[Any]],
-        dropped: collections.Counter[str],
-    ) -> None:
-        self._pipeline = pipeline
-        self._requests = requests
-        self._fleet = fleet
-        self._links = links
-        self._collector = collector
-        self._decoders = decoders
-        self._dropped = dropped
+    pipeline: PipelineConfig
+    requests: RequestMachine
+    fleet: Fleet
+    links: PeerLinks
+    collector: TelemetryCollector
+    decoders: Mapping[str, Decoder[Any]]
+    dropped: collections.Counter[str]
 
     def describe(self, client: bytes) -> Description:
         """Describe the pipeline and a client's own requests."""
-        requests, replicas = self._requests, self._requests.replicas
-        loaded = {stage.name: replicas.loaded(stage.name) for stage in self._pipeline.stages}
+        requests, replicas = self.requests, self.requests.replicas
+        loaded = {stage.name: replicas.loaded(stage.name) for stage in self.pipeline.stages}
         declared = {name: replica.facts.parameters for name, replica in loaded.items() if replica is not None}
         parameters = {name: those for name, those in declared.items() if those is not None}
         return Description(
-            pipeline=self._pipeline.name,
-            model=self._pipeline.model,
-            modalities=tuple(self._pipeline.modalities),
+            pipeline=self.pipeline.name,
+            model=self.pipeline.model,
+            modalities=tuple(self.pipeline.modalities),
             voices=replicas.voices,
             sample_rate=replicas.sample_rate,
             healthy=replicas.healthy,
             in_flight=requests.in_flight,
             queued=requests.queued,
-            max_in_flight=self._pipeline.coordinator.max_in_flight,
+            max_in_flight=self.pipeline.coordinator.max_in_flight,
             stages=tuple(replica.status() for replica in replicas),
             requests=requests.requests_of(client),
             counts=self._counts(),
-            outputs={modality: stage.name for stage in self._pipeline.stages for modality in stage.outputs},
+            outputs={modality: stage.name for stage in self.pipeline.stages for modality in stage.outputs},
             sampling_stages=tuple(
                 stage.name
-                for stage in self._pipeline.stages
+                for stage in self.pipeline.stages
                 if stage.kind is not StageKind.PROMPT or parameters.get(stage.name)
             ),
             parameters=parameters,
             max_media=requests.gate.max_media,
-            adapters=tuple(self._pipeline.adapters),
+            adapters=tuple(self.pipeline.adapters),
             speech=next((one.facts.speech for one in loaded.values() if one and one.facts.speech), None),
         )
 
     def _counts(self) -> dict[str, int]:
-        counts = {"replays": self._requests.replays, "retained_bytes": self._requests.retained.used}
+        counts = {"replays": self.requests.replays, "retained_bytes": self.requests.retained.used}
         counts |= {f"dropped_{reason}": count for reason, count in self._all_dropped().items()}
-        counts |= {f"routed_{by}": count for by, count in self._requests.planner.router.chosen.items()}
-        for channel, decoder in self._decoders.items():
+        counts |= {f"routed_{by}": count for by, count in self.requests.planner.router.chosen.items()}
+        for channel, decoder in self.decoders.items():
             counts |= {f"rejected_{channel}_{reason}": count for reason, count in decoder.rejected.items()}
         return counts
 
     def _all_dropped(self) -> collections.Counter[str]:
-        return self._requests.dropped + self._fleet.dropped + self._dropped
+        return self.requests.dropped + self.fleet.dropped + self.dropped
 
     def report(self, client: bytes, text: str) -> Report:
         """The state of the pipeline for an operator, after `text` on what was done."""
         return Report(
             text=text,
             description=self.describe(client),
-            edges=tuple(self._edge(replica) for replica in self._fleet.replicas),
-            requests=self._requests.statuses(STEADY()),
+            edges=tuple(self._edge(replica) for replica in self.fleet.replicas),
+            requests=self.requests.statuses(STEADY()),
         )
 
     def _edge(self, replica: Replica) -> EdgeStatus:
-        link, now = self._links.links.get(replica.replica_id), time.monotonic()
+        link, now = self.links.links.get(replica.replica_id), time.monotonic()
         window = link.window if link is not None else None
         return EdgeStatus(
             replica.stage,
@@ -113,7 +105,7 @@ class Reports:
             window.messages_out if window is not None else 0,
             window.bytes_out if window is not None else 0,
             link.backlog if link is not None else 0,
-            self._fleet.health.restarts(replica),
+            self.fleet.health.restarts(replica),
             now - replica.heard,
             now - replica.moved,
             replica.phase,
@@ -125,8 +117,8 @@ class Reports:
             if question.subject is Subject.METRICS:
                 observation = Observation(text=render(self.gather()))
             else:
-                observation = self._collector.answer(question)
-            encode(Header(""), observation, limits=self._pipeline.limits)  # a very large pipeline may exceed them
+                observation = self.collector.answer(question)
+            encode(Header(""), observation, limits=self.pipeline.limits)  # a very large pipeline may exceed them
         except OmniError as error:
             return Failed.from_error(error)
         return observation
@@ -135,17 +127,17 @@ class Reports:
         """All metrics of the pipeline."""
         replicas = {
             (replica.stage, replica.index): (replica.ready, replica.spare, len(replica.requests))
-            for replica in self._fleet.replicas
+            for replica in self.fleet.replicas
         }
-        return self._collector.gather(
-            self._requests.in_flight,
-            self._requests.queued,
-            self._requests.retained.used,
+        return self.collector.gather(
+            self.requests.in_flight,
+            self.requests.queued,
+            self.requests.retained.used,
             replicas,
-            self._links.metrics(),
-            {channel: decoder.rejected for channel, decoder in self._decoders.items()},
+            self.links.metrics(),
+            {channel: decoder.rejected for channel, decoder in self.decoders.items()},
             self._all_dropped(),
-            self._requests.planner.router.chosen,
+            self.requests.planner.router.chosen,
         )
 
 

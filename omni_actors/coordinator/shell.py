@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import os
 import secrets
 import time
@@ -50,7 +49,7 @@ from omni_actors.coordinator.links import ClientLinks, ControlLinks, StageLinks
 from omni_actors.coordinator.process_spec import CoordinatorSpec
 from omni_actors.coordinator.reports import Reports, check_operator
 from omni_actors.errors import OmniError, StartupError, Unauthorized
-from omni_actors.host.processes import STEADY
+from omni_actors.host.processes import STEADY, at_most
 from omni_actors.host.run_directory import FLEET
 from omni_actors.logs import get_logger, redraw, say
 from omni_actors.protocol.codec import BadBody, BadHeader, Decoder
@@ -257,9 +256,7 @@ class Coordinator:
         self._requests.refuse_new()
         if self.fleet.launch.serving:
             say(f"no request is taken any more; {self._requests.in_flight} are in flight")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._pipeline.coordinator.drain_timeout):
-                    await self._idle.wait()
+            await at_most(self._pipeline.coordinator.drain_timeout, self._idle.wait())
 
     def abandon(self) -> None:
         """Answer every client at once, as the launcher is dead. Other nodes wait for the next coordinator."""

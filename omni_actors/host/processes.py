@@ -6,14 +6,16 @@ which all processes share: the codec converts them, so that a process that was s
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import contextlib
 import ctypes
 import math
 import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -151,6 +153,13 @@ def raise_file_limit(reserved: int) -> int:
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return max(1, wanted - reserved)
+
+
+async def at_most(seconds: float, awaitable: Awaitable[object]) -> None:
+    """Wait, but not longer than this."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await awaitable
 
 
 def describe_exit(code: int | None) -> str:

@@ -17,7 +17,7 @@ import psutil
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.process_spec import Answer, CoordinatorSpec, Finished, Listening
 from omni_actors.errors import OmniError, StartupError, counted
-from omni_actors.host.processes import EXIT_OK, Backoff, describe_exit
+from omni_actors.host.processes import EXIT_OK, Backoff, at_most, describe_exit
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.http_server.settings import SPEC_FLAG, HttpServerSpec, ServerSettings, bind, url
 from omni_actors.launcher.preflight import pip_install
@@ -246,9 +246,7 @@ class CoordinatorChild:
                 self._on_end(f"The coordinator died ({how}), after {restarts}.{refused}")
                 return
             self._on_restart(f"the coordinator died ({how}) and is started again; requests in flight are lost")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay):
-                    await self._stopping.wait()
+            await at_most(delay, self._stopping.wait())
             if self._stopping.is_set():
                 continue
             try:
@@ -302,9 +300,7 @@ class CoordinatorChild:
         """Kill the process and read its pipes to the end: asyncio complains of those that outlive the event loop."""
         self.kill()
         if self._process is not None:
-            with contextlib.suppress(TimeoutError):  # the kernel ends no process that waits for a disk
-                async with asyncio.timeout(STOP_SECONDS):
-                    await self._process.communicate()
+            await at_most(STOP_SECONDS, self._process.communicate())  # the kernel ends none that waits for a disk
 
     def kill(self) -> None:
         """Send SIGKILL now."""

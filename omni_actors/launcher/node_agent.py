@@ -7,7 +7,6 @@ with a list of all that runs here; the processes keep working meanwhile.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import omni_actors
 from omni_actors import logs
 from omni_actors.config import PipelineConfig, host_devices
 from omni_actors.errors import OmniError
+from omni_actors.host.processes import at_most
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.logs import say
 from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, encode
@@ -94,9 +94,7 @@ class NodeAgent:
         say(f"node {self._rank} leaves; its requests have {seconds:g} s to finish")
         self._drains = True
         self._send(NodeLeaving(drains=True))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._ended.wait()
+        await at_most(seconds, self._ended.wait())
 
     async def close(self, reason: str) -> None:
         """Tell the coordinator, start nothing more and disconnect. Idempotent."""

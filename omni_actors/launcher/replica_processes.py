@@ -36,7 +36,7 @@ from omni_actors.config.checkpoint import MODEL_KINDS
 from omni_actors.config.placement import replicas_of, runs_models, slot_devices, spans_hosts, threads_of
 from omni_actors.errors import StartupError
 from omni_actors.host import segments
-from omni_actors.host.processes import describe_exit, start_resource_tracker
+from omni_actors.host.processes import at_most, describe_exit, start_resource_tracker
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.host.segments import Segment
 from omni_actors.launcher.mps import NO_MPS
@@ -311,20 +311,15 @@ class ReplicaProcesses:
         """Send SIGTERM to all, and SIGKILL to those that remain after `timeout` seconds. Returns when none is left."""
         for process in self._processes.values():
             process.terminate()
-        await self._all_ended(timeout)
+        await at_most(timeout, self._none_left.wait())
         for identity, process in self._processes.items():
             logger.warning("%s did not stop; killing it", identity.name)
             process.kill()
-        await self._all_ended(KILL_SECONDS)
+        await at_most(KILL_SECONDS, self._none_left.wait())
         if self._looking is not None and self._ledger is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
             self._ledger.close()
-
-    async def _all_ended(self, timeout: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await self._none_left.wait()
 
     def kill_replica(self, identity: ReplicaId) -> None:
         """Send SIGKILL to one replica; its end is reported like any other."""
