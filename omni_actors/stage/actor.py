@@ -51,7 +51,7 @@ from omni_actors.stage.engine_interface import (
     StreamEvent,
 )
 from omni_actors.stage.meter import StageMeter
-from omni_actors.stage.outbound import Outgoing, chunk_of, divide, length_of, result_of
+from omni_actors.stage.outbound import Outgoing, chunk_of, divide, result_of
 from omni_actors.stage.processors import Action, Extend, InputPiece, Skip, Start, StreamProcessor, start_of
 from omni_actors.stage.resend_buffer import Receiver, ResendBuffer
 from omni_actors.transitions import advance
@@ -487,10 +487,10 @@ class StageActor:
         if not attempt.first_output and not isinstance(event, ProgressEvent):
             attempt.first_output = self._clock()
         moment = self._meter.output(attempt.timings, event, self._stage.outputs)
-        result, stream = divide(event, self._stage.outputs, attempt.streamed, sends_text=self._sends_text)
+        result, stream, length = divide(event, self._stage.outputs, attempt.streamed, sends_text=self._sends_text)
         messages = [self._result(attempt, *result_of(result, moment))] if result is not None else []
         if stream is not None:
-            attempt.streamed += length_of(event)
+            attempt.streamed += length
             messages += self._stream(attempt, stream, moment)
         return messages
 

@@ -71,64 +71,49 @@ class Outgoing:
 
 def divide(
     event: OutputEvent, outputs: Collection[str], sent: int, *, sends_text: bool
-) -> tuple[ForClient | None, StreamEvent | None]:
-    """Return the part of an event that is for the client, and the part for the stages after this one.
+) -> tuple[ForClient | None, StreamEvent | None, int]:
+    """Return the part of an event that is for the client, the part for the stages after this one, and its length.
 
     Args:
         outputs: the modalities of this stage that go to the client.
-        sent: characters, samples or tensors that the later stages have got so far.
+        sent: characters, samples or tensors that the later stages have got so far; the length is in the same.
         sends_text: whether those take the text.
     """
     match event:
         case TextEvent() if sends_text:
             piece = StreamEvent(event.request_id, scalars={TEXT: event.text}, start=sent) if event.text else None
-            return (event if "text" in outputs else None), piece
+            return (event if "text" in outputs else None), piece, len(event.text)
         case StreamEvent():
-            return None, event
+            return None, event, 0
         case AudioEvent() if "audio" not in outputs:
             tensors, scalars = {SAMPLES: event.samples}, {SAMPLE_RATE: event.sample_rate}
-            return None, StreamEvent(event.request_id, (), tensors, scalars, sent)
+            return None, StreamEvent(event.request_id, (), tensors, scalars, sent), event.samples.shape[0]
         case ImageEvent():
             picture = StreamEvent(event.request_id, tensors={PIXELS: event.pixels}, start=sent)
-            return (event if "image" in outputs else None), (None if event.preview else picture)
+            return (event if "image" in outputs else None), (None if event.preview else picture), 1
         case LatentsEvent():
             latents = StreamEvent(
                 event.request_id, tensors={LATENTS: event.latents}, start=sent, final=not event.preview
             )
-            return (event if "latents" in outputs and not event.preview else None), latents
+            return (event if "latents" in outputs and not event.preview else None), latents, 1
         case TextEvent() | AudioEvent() | ProgressEvent():
-            return event, None
-
-
-def length_of(event: OutputEvent) -> int:
-    """By how much an event's part for later stages moves `divide`'s `sent`."""
-    match event:
-        case TextEvent():
-            return len(event.text)
-        case AudioEvent():
-            return event.samples.shape[0]
-        case ImageEvent() | LatentsEvent():
-            return 1
-        case StreamEvent() | ProgressEvent():
-            return 0
+            return event, None, 0
 
 
 def result_of(event: ForClient, sent: float) -> tuple[Body, Sequence[Frame]]:
     """Make the message to the coordinator, and its buffers. `sent`: Unix time in seconds."""
     buffers = BufferList()
-    if isinstance(event, TextEvent):
-        token_ids = pack_token_ids(event.token_ids)
-        delta = TextDelta(
-            text=event.text,
-            token_ids=token_ids,
-            sent=sent,
-            tool_calls=event.tool_calls,
-            logprobs=event.logprobs,
-            prompt_logprobs=event.prompt_logprobs,
-        )
-        return delta, ()
     body: Body
     match event:
+        case TextEvent():
+            body = TextDelta(
+                text=event.text,
+                token_ids=pack_token_ids(event.token_ids),
+                sent=sent,
+                tool_calls=event.tool_calls,
+                logprobs=event.logprobs,
+                prompt_logprobs=event.prompt_logprobs,
+            )
         case AudioEvent():
             body = AudioChunk(samples=buffers.add(event.samples), sample_rate=event.sample_rate, sent=sent)
         case ImageEvent():

@@ -48,9 +48,9 @@ def test_missing_text_is_an_error() -> None:
 
 def test_text_goes_to_the_client_and_to_the_next_stage_as_each_wants_it() -> None:
     piece = StreamEvent("r1", scalars={"text": "Good day."}, start=3)
-    assert divide(WORDS, ["text"], 3, sends_text=True) == (WORDS, piece)
-    assert divide(WORDS, [], 3, sends_text=True) == (None, piece)
-    assert divide(WORDS, ["text"], 0, sends_text=False) == (WORDS, None)
+    assert divide(WORDS, ["text"], 3, sends_text=True) == (WORDS, piece, len(WORDS.text))
+    assert divide(WORDS, [], 3, sends_text=True) == (None, piece, len(WORDS.text))
+    assert divide(WORDS, ["text"], 0, sends_text=False) == (WORDS, None, 0)
 
 
 def test_an_instruction_stands_before_text_and_media() -> None:
