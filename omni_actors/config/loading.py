@@ -41,7 +41,7 @@ def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
         if value is not None or key in loaded.sources
     }
     width = max(len(key) for key in flat)
-    shown = {key: _show(value) for key, value in flat.items()}
+    shown = {key: msgspec.json.encode(value).decode() for key, value in flat.items()}
     value_width = min(60, max(len(text) for text in shown.values()))
     lines = [f"pipeline {pipeline.name} ({loaded.path}), configuration {pipeline.digest()}"]
     lines += [
@@ -72,10 +72,6 @@ def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
         how = "under CUDA MPS, where that works" if pipeline.mps == "auto" else "in turns (mps: off)"
         lines.append(f"GPU {device} is shared, {how}: {', '.join(f'{stage}/{index}' for stage, index in replicas)}")
     return "\n".join(lines)
-
-
-def _show(value: Any) -> str:
-    return str(msgspec.json.encode(value).decode())
 
 
 def _source_of(key: str, sources: Mapping[str, str]) -> str:

@@ -46,7 +46,8 @@ def expanded(name: str | Path, where: str, base: Path | None = None) -> Path:
     except RuntimeError as error:  # `~name` of an unknown user
         raise ConfigError(f"{where}: there is no home folder for {str(name)!r}.") from error
     except OSError as error:
-        raise ConfigError(f"{where}: {_short(str(name))} cannot be a path: {error.strerror}.") from error
+        shown = f"{name}" if len(str(name)) <= 80 else f"{str(name)[:80]}..."
+        raise ConfigError(f"{where}: {shown!r} cannot be a path: {error.strerror}.") from error
     return path
 
 
@@ -104,10 +105,6 @@ def check_own_folder(folder: Path, what: str) -> None:
             f"{what} {folder} can be written to by others.",
             hint=f"Choose a folder for this alone, or: chmod go-w {folder}",
         )
-
-
-def _short(name: str) -> str:
-    return repr(name if len(name) <= 80 else f"{name[:80]}...")
 
 
 LISTED = "listed"  # in a run directory: a link back to its link, as other processes may have other temporary folders

@@ -133,7 +133,7 @@ class CheckedRequestMachine(RequestMachine):
             assert replica.computing <= replica.requests <= active
             for request_id in replica.requests:
                 request = self.active[request_id]
-                assert request.replica_id(replica.stage) == replica.replica_id
+                assert request.bound[replica.stage] == replica.replica_id
                 assert (request_id in replica.computing) == (replica.stage not in request.usage)
             suspects = [name for name in replica.computing if self.active[name].suspected_by == replica.stage]
             assert replica.reserved or not suspects, "suspects run apart from others"
@@ -280,9 +280,7 @@ def finish(state: RequestMachine, request_id: str) -> list[Instruction]:
     """All stages of a request are done; what follows from that."""
     request, instructions = state.active[request_id], []
     for stage in request.stages:
-        header = header_from(
-            request.replica_id(stage), request_id, request.next_seq.get(stage, 0), request.attempts[stage]
-        )
+        header = header_from(request.bound[stage], request_id, request.next_seq.get(stage, 0), request.attempts[stage])
         if stage not in request.usage:
             instructions += state.from_stage(header, done(), (), NOW)
     return instructions

@@ -94,7 +94,7 @@ class AnyOrder(RuleBasedStateMachine):
     def stage_says(self, number: int, stage: str, kind: str, skip: int, stale: str) -> None:
         request_id = self.pick(number)
         request = self.state.active.get(request_id)
-        bound = (request.replica_id(stage) if request is not None else None) or replica_id(stage, 0, 99)
+        bound = (request.bound.get(stage) if request is not None else None) or replica_id(stage, 0, 99)
         attempt = request.attempts.get(stage, 0) if request is not None else 0
         key = (request_id, attempt, stage)
         output = CHUNK if stage == "code2wav" else letter(self.seqs[key])
@@ -104,7 +104,7 @@ class AnyOrder(RuleBasedStateMachine):
             "fail": Failed.from_error(EngineError("x")),
             "lost": Failed.from_error(StageLost("x", stage=stage)),
             "unreachable": Unreachable(
-                receiver=(request.replica_id("talker") if request is not None else None) or replica_id("talker", 0, 99),
+                receiver=(request.bound.get("talker") if request is not None else None) or replica_id("talker", 0, 99),
                 attempt=request.attempts.get("talker", 0) if request is not None else 0,
             ),
         }[kind]

@@ -261,10 +261,6 @@ class ActiveRequest:
         """Its stages that are bound to no replica, in order of the pipeline."""
         return [stage for stage in self.stages if stage not in self.bound]
 
-    def losses_of(self, stage: str | None) -> int:
-        """How many losses of a stage's replicas count against this request."""
-        return sum(loss.replica_id.stage == stage and loss.evidence > 0 for loss in self.losses)
-
     def evidence(self, stage: str, alone: bool = False) -> int:
         """Sum of what counts against this request in a stage; `alone`: of losses when no other was computed."""
         losses = [loss for loss in self.losses if loss.replica_id.stage == stage and (loss.alone or not alone)]
@@ -276,10 +272,6 @@ class ActiveRequest:
             dataclasses.replace(loss, evidence=Evidence.NONE) if excused(loss.replica_id) else loss
             for loss in self.losses
         ]
-
-    def replica_id(self, stage: str) -> ReplicaId | None:
-        """The replica that it is bound to in a stage; None while there is none."""
-        return self.bound.get(stage)
 
     def history(self) -> str:
         """All losses in one line, for errors and operators."""

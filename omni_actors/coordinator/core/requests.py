@@ -397,7 +397,9 @@ class RequestMachine:
         instructions: list[Instruction] = []
         for request in list(self.active.values()):
             if request.deadline <= now:
-                instructions += self._fail(request, _too_late(request), now)
+                instructions += self._fail(
+                    request, DeadlineExceeded(f"The request's deadline has passed.{request.lost_before()}"), now
+                )
         self._isolation_runs.tick(now)
         if self._isolation_runs.ended or self._isolation_runs:  # a replica is free again, or may be empty for suspects
             instructions += self._reopen(now)
@@ -468,10 +470,6 @@ class RequestMachine:
     def _to_stage(request: ActiveRequest, stage: str, body: Body, buffers: Sequence[Frame] = ()) -> ToStage:
         replica_id, attempt = request.bound[stage], request.attempts[stage]
         return ToStage(replica_id, request.request_id, attempt, request.deadline, body, buffers)
-
-
-def _too_late(request: ActiveRequest) -> DeadlineExceeded:
-    return DeadlineExceeded(f"The request's deadline has passed.{request.lost_before()}")
 
 
 def _shutting_down() -> StageUnavailable:

@@ -179,5 +179,6 @@ def _seconds_to_pass(request: ActiveRequest) -> float:
 
 def poison(request: ActiveRequest, stage: str) -> Poison:
     """The error of a request that is blamed for the deaths of a stage's replicas."""
-    text = f"{counted(request.losses_of(stage), 'replica')} died computing this request: {request.history()}."
+    count = sum(loss.replica_id.stage == stage and loss.evidence > 0 for loss in request.losses)
+    text = f"{counted(count, 'replica')} died computing this request: {request.history()}."
     return Poison(text, stage=stage)
