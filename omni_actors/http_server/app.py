@@ -474,9 +474,7 @@ async def _no_route(scope: Scope, receive: Receive, send: Send) -> None:
 async def _answer(connection: HTTPConnection, error: Exception) -> Response | None:
     """Answer what a route has raised, and refuse a WebSocket that was not accepted yet with the same answer."""
     match error:
-        case HttpError():
-            found = error
-        case OmniError():
+        case HttpError() | OmniError():
             found = HttpError.of(error)
         case HTTPException(status_code=405, headers=dict(headers)):
             allowed = ", ".join(sorted(set(headers["Allow"].split(", ")) - {"HEAD"}))

@@ -70,12 +70,14 @@ class HttpError(Exception):
         self.headers: dict[str, str] = {}  # further ones of the response
 
     @classmethod
-    def of(cls, error: OmniError, fields: Mapping[str, str] | None = None) -> HttpError:
+    def of(cls, error: OmniError | HttpError, fields: Mapping[str, str] | None = None) -> HttpError:
         """Convert an error of the pipeline.
 
         Args:
             fields: the field of the HTTP request at fault, by the field that the error names, or else by its code.
         """
+        if isinstance(error, HttpError):
+            return error
         status = status_of(error.code)
         param = (fields or {}).get(error.field or error.code, error.field)
         return cls(status, str(error), param=param, code=error.code.value, retry_after=error.retry_after)

@@ -50,8 +50,8 @@ def test_a_call_is_an_item_of_its_own(talk: Talk) -> None:
         "response.function_call_arguments.delta",
         "response.function_call_arguments.delta",
         "response.function_call_arguments.done",
-        "response.output_item.done",
         "conversation.item.done",
+        "response.output_item.done",
         "response.done",
         "rate_limits.updated",
     ]

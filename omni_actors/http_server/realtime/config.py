@@ -334,35 +334,34 @@ class OutputSound(Part, frozen=True, tag="output_audio"):
 AnyContent = InputText | InputSound | OutputText | OutputSound
 
 
-class GivenMessage(Strict, frozen=True, tag_field="type", tag="message"):
+class ItemFields(Strict, frozen=True, kw_only=True, tag_field="type"):
+    """What every item of a conversation may have; `status` is without effect."""
+
+    id: Id | None = None
+    object: Literal["realtime.item"] | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class GivenMessage(ItemFields, frozen=True, kw_only=True, tag="message"):
     """An item of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[AnyContent], Meta(min_length=1, max_length=MAX_PARTS)]
-    id: Id | None = None
-    object: Literal["realtime.item"] | None = None
-    status: Literal["completed", "incomplete", "in_progress"] | None = None  # without effect
 
 
-class FunctionCall(Strict, frozen=True, tag_field="type", tag="function_call"):
+class FunctionCall(ItemFields, frozen=True, kw_only=True, tag="function_call"):
     """A call of an earlier conversation."""
 
     name: ToolName
     arguments: Json
     call_id: CallId | None = None
-    id: Id | None = None
-    object: Literal["realtime.item"] | None = None
-    status: Literal["completed", "incomplete", "in_progress"] | None = None  # without effect
 
 
-class FunctionCallOutput(Strict, frozen=True, tag_field="type", tag="function_call_output"):
+class FunctionCallOutput(ItemFields, frozen=True, kw_only=True, tag="function_call_output"):
     """What a call has brought."""
 
     call_id: CallId
     output: BodyText
-    id: Id | None = None
-    object: Literal["realtime.item"] | None = None
-    status: Literal["completed", "incomplete", "in_progress"] | None = None  # without effect
 
 
 GivenItem = GivenMessage | FunctionCall | FunctionCallOutput

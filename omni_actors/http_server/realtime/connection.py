@@ -13,7 +13,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from omni_actors.client import Audio, Text
 from omni_actors.errors import OmniError
-from omni_actors.http_server.answer import pcm16
+from omni_actors.http_server.answer import finish_reason, pcm16, token_counts, usage_of
 from omni_actors.http_server.bodies import SHORT, take_bytes
 from omni_actors.http_server.connections import EventRate
 from omni_actors.http_server.errors import HttpError, bad_field
@@ -26,15 +26,7 @@ from omni_actors.http_server.realtime.config import (
     SessionConfig,
     error_event,
 )
-from omni_actors.http_server.realtime.requests import (
-    ANSWER_BYTES,
-    Asker,
-    Outbox,
-    Prefiller,
-    Transcriber,
-    response_usage,
-    was_cut,
-)
+from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Asker, Outbox, Prefiller, Transcriber
 from omni_actors.http_server.realtime.session import (
     Ask,
     Cancel,
@@ -199,7 +191,7 @@ class SessionConnection:
                 case EndPreparation():
                     self._prefiller.end()
                 case Transcribe():
-                    self._transcriber.put(instruction)
+                    self._transcriber.waiting.put_nowait(instruction)
                 case Ask(response_id):
                     answer = self._answers[response_id] = _task(self._answer(instruction), "realtime answer")
                     answer.add_done_callback(partial(self._answered, response_id))
@@ -216,9 +208,7 @@ class SessionConnection:
         speech_ended, playback, complete = time.monotonic() - ask.silence, Playback(), False
         try:
             complete = await self._relay(ask, playback)
-        except HttpError as error:
-            self._carry_out(self._session.failed(ask.response_id, error))
-        except OmniError as error:
+        except (HttpError, OmniError) as error:
             self._carry_out(self._session.failed(ask.response_id, HttpError.of(error)))
         finally:
             meters = self._state.realtime.meters
@@ -250,8 +240,10 @@ class SessionConnection:
                 await self._outbox.room(ANSWER_BYTES)
         finally:
             await stream.abort()  # nothing, if it has ended
-        usage = response_usage(stream.usage, description)
-        self._carry_out(self._session.answered(ask.response_id, usage, was_cut(stream.usage, description)))
+        found = usage_of(stream.usage, description)
+        details = {"output_token_details": found["completion_tokens_details"], "stages": found["stages"]}
+        cut = finish_reason(stream.usage, description) == "length"
+        self._carry_out(self._session.answered(ask.response_id, {**token_counts(found), **details}, cut))
         return True
 
 

@@ -406,28 +406,25 @@ class TurnTranscripts:
 
     def delta(self, item_id: str, text: str) -> Sequence[Event]:
         """The next text."""
-        return [_transcription("delta", item_id, delta=text)] if self._turn(item_id) is not None else ()
+        return self._event("delta", item_id, delta=text)
 
     def completed(self, item_id: str, text: str, usage: Mapping[str, Any]) -> Sequence[Event]:
         """The whole text, which the item keeps."""
-        item = self._turn(item_id)
-        if item is None:
-            return ()
-        item.parts[0].text = text
-        self._conversation.weigh(item)
-        return [_transcription("completed", item_id, transcript=text, usage=dict(usage))]
+        if (item := self._turn(item_id)) is not None:
+            item.parts[0].text = text
+            self._conversation.weigh(item)
+        return self._event("completed", item_id, transcript=text, usage=dict(usage))
 
     def failed(self, item_id: str, error: HttpError) -> Sequence[Event]:
         """There will be no text."""
+        return self._event("failed", item_id, error=error.body()["error"])
+
+    def _event(self, kind: str, item_id: str, **fields: Any) -> Sequence[Event]:
         if self._turn(item_id) is None:
             return ()
-        return [_transcription("failed", item_id, error=error.body()["error"])]
+        kind = f"conversation.item.input_audio_transcription.{kind}"
+        return [event(kind, item_id=item_id, content_index=0, **fields)]
 
     def _turn(self, item_id: str) -> MessageItem | None:
         found = next((item for item in self._conversation if item.id == item_id), None)
         return found if isinstance(found, MessageItem) else None
-
-
-def _transcription(kind: str, item_id: str, **fields: Any) -> Event:
-    kind = f"conversation.item.input_audio_transcription.{kind}"
-    return event(kind, item_id=item_id, content_index=0, **fields)

@@ -11,7 +11,6 @@ import msgspec
 
 from omni_actors.client import RequestStream, Text
 from omni_actors.errors import OmniError
-from omni_actors.http_server.answer import finish_reason, token_counts, usage_of
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import tool_options
 from omni_actors.http_server.realtime.config import Event, SessionConfig
@@ -20,7 +19,7 @@ from omni_actors.http_server.realtime.session import Ask, Prepare, Transcribe
 from omni_actors.http_server.speech import token_usage
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger, trace_of
-from omni_actors.protocol.messages import Description, StageUsage
+from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.telemetry.metrics import REALTIME_PREPARATIONS
 
@@ -116,18 +115,6 @@ def prompting(config: SessionConfig, messages: Sequence[Mapping[str, Any]]) -> d
     }
 
 
-def response_usage(usage: Mapping[str, StageUsage], description: Description) -> dict[str, Any]:
-    """The usage of a response, as OpenAI names it; `stages` is an extension."""
-    found = usage_of(usage, description)
-    details = {"output_token_details": found["completion_tokens_details"], "stages": found["stages"]}
-    return {**token_counts(found), **details}
-
-
-def was_cut(usage: Mapping[str, StageUsage], description: Description) -> bool:
-    """Whether the limit of tokens ended the text."""
-    return finish_reason(usage, description) == "length"
-
-
 class Transcriber:
     """Has the turns of a session written down, one after the other."""
 
@@ -135,21 +122,15 @@ class Transcriber:
         self._transcripts = transcripts
         self._outbox = outbox
         self._asker = asker
-        self._waiting: asyncio.Queue[Transcribe] = asyncio.Queue()  # of items, whose number the conversation bounds
-
-    def put(self, turn: Transcribe) -> None:
-        """Append a turn."""
-        self._waiting.put_nowait(turn)
+        self.waiting: asyncio.Queue[Transcribe] = asyncio.Queue()  # of items, whose number the conversation bounds
 
     async def run(self) -> None:
         """Write down turns for as long as the session lasts. When it is cancelled, its request ends in all stages."""
         while True:
-            turn = await self._waiting.get()
+            turn = await self.waiting.get()
             try:
                 await self._write_down(turn)
-            except HttpError as error:
-                self._send(self._transcripts.failed(turn.item_id, error))
-            except OmniError as error:
+            except (HttpError, OmniError) as error:
                 self._send(self._transcripts.failed(turn.item_id, HttpError.of(error)))
 
     async def _write_down(self, turn: Transcribe) -> None:

@@ -40,11 +40,11 @@ class RunningResponse:
         self._conversation = conversation
         self._conversation_id = conversation_id if conversation is not None else None
         self._metadata = metadata
-        self._previous: str | None = None
+        self._part = ItemPart("output_text")  # of the item
         self._requests = 0
         self._output: list[MessageItem | CallItem] = []
-        self._call_previous: dict[str, str | None] = {}
-        self._calls: dict[int, tuple[int, CallItem]] = {}  # with their places in the output
+        self._previous: dict[str, str | None] = {}  # the items before those that the conversation has, too
+        self._calls: dict[int, CallItem] = {}
 
     @property
     def spoken(self) -> bool:
@@ -62,36 +62,28 @@ class RunningResponse:
 
     def text(self, delta: str) -> Events:
         """The next text."""
-        sent = self._begin()
-        part, ids = self._part, self._ids
-        part.text += delta
+        item, sent = self._begun()
+        self._part.text += delta
         kind = "output_audio_transcript" if self.spoken else "output_text"
-        return [*sent, event(f"response.{kind}.delta", **ids, delta=delta)]
+        return [*sent, event(f"response.{kind}.delta", **self._ids(item), content_index=0, delta=delta)]
 
     def sound(self, pcm: bytes) -> Events:
         """The next sound."""
-        sent = self._begin()
+        item, sent = self._begun()
         self._part.seconds += seconds_of(pcm)
-        return [*sent, event("response.output_audio.delta", **self._ids, delta=pcm)]
+        return [*sent, event("response.output_audio.delta", **self._ids(item), content_index=0, delta=pcm)]
 
     def call(self, piece: ToolCallPiece) -> Events:
         """The next piece of a call of a tool, which has an item of its own."""
         sent: Events = []
         if piece.index not in self._calls:
             made = CallItem(piece.id or new_id("call"), piece.name, status="in_progress")
-            self._calls[piece.index] = (len(self._output), made)
-            self._output.append(made)
-            shown = made.shown()
-            sent.append(
-                event("response.output_item.added", response_id=self.id, output_index=len(self._output) - 1, item=shown)
-            )
-            if self._conversation is not None:
-                previous = self._call_previous[made.id] = self._conversation.add(made)
-                sent.append(event("conversation.item.added", item=shown, previous_item_id=previous))
-        index, call = self._calls[piece.index]
+            self._calls[piece.index] = made
+            sent = self._added(made, made.shown())
+        call = self._calls[piece.index]
         call.arguments += piece.arguments
         if piece.arguments:
-            ids = self._call_ids(index, call)
+            ids = {**self._ids(call), "call_id": call.call_id}
             sent.append(event("response.function_call_arguments.delta", **ids, delta=piece.arguments))
         return sent
 
@@ -104,12 +96,12 @@ class RunningResponse:
         usage: Mapping[str, Any] | None = None,
     ) -> Events:
         """The last events; those of the item only if it had begun or the answer is complete."""
-        sent = self._begin() if status in ("completed", "incomplete") and not self._calls else []
+        sent = self._begun()[1] if status in ("completed", "incomplete") and not self._calls else []
         if self.item is not None:
             self.item.status = "completed" if status == "completed" else "incomplete"
-            sent += self._end_item(self.item)
-        for index, call in self._calls.values():
-            sent += self._end_call(index, call) if status == "completed" else self._drop_call(call)
+            sent += [*self._end_part(self.item), *self._done(self.item)]
+        for call in self._calls.values():
+            sent += self._end_call(call) if status == "completed" else self._drop_call(call)
         details = None if status == "completed" else {"type": status, "reason": reason, "error": error}
         shown = self.shown(status, status_details=details, usage=usage)
         return [*sent, event("response.done", response=shown), event("rate_limits.updated", rate_limits=[])]
@@ -132,24 +124,43 @@ class RunningResponse:
             "usage": usage,
         }
 
-    # -- the item -----------------------------------------------------------------------------------------------------
+    # -- items --------------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> Events:
-        """Make the item with the first piece, so that an answer that fails before has none."""
-        if self.item is not None:
-            return []
-        part = ItemPart("output_audio" if self.spoken else "output_text")
-        self.item = MessageItem(new_id("item"), "assistant", [part], "in_progress")
-        self._output.append(self.item)
-        shown = self.item.shown(with_parts=False)
-        sent: Events = [event("response.output_item.added", response_id=self.id, output_index=self._place, item=shown)]
+    def _ids(self, item: MessageItem | CallItem) -> dict[str, Any]:
+        place = next(index for index, other in enumerate(self._output) if other is item)
+        return {"response_id": self.id, "item_id": item.id, "output_index": place}
+
+    def _added(self, item: MessageItem | CallItem, shown: Mapping[str, Any]) -> Events:
+        """Make an item part of the output, and of the conversation."""
+        self._output.append(item)
+        place = {"response_id": self.id, "output_index": len(self._output) - 1}
+        sent: Events = [event("response.output_item.added", **place, item=shown)]
         if self._conversation is not None:
-            self._previous = self._conversation.add(self.item)
-            sent.append(event("conversation.item.added", item=shown, previous_item_id=self._previous))
-        return [*sent, event("response.content_part.added", **self._ids, part=self._shown_part())]
+            previous = self._previous[item.id] = self._conversation.add(item)
+            sent.append(event("conversation.item.added", item=shown, previous_item_id=previous))
+        return sent
 
-    def _end_item(self, item: MessageItem) -> Events:
-        ids, text = self._ids, self._part.text
+    def _done(self, item: MessageItem | CallItem) -> Events:
+        ids, shown = self._ids(item), item.shown()
+        sent: Events = []
+        if self._conversation is not None:
+            self._conversation.weigh(item)
+            sent.append(event("conversation.item.done", item=shown, previous_item_id=self._previous[item.id]))
+        place = {"response_id": self.id, "output_index": ids["output_index"]}
+        return [*sent, event("response.output_item.done", **place, item=shown)]
+
+    def _begun(self) -> tuple[MessageItem, Events]:
+        """The item; made with the first piece, so that an answer that fails before has none, with its first events."""
+        if self.item is not None:
+            return self.item, []
+        self._part = ItemPart("output_audio" if self.spoken else "output_text")
+        self.item = MessageItem(new_id("item"), "assistant", [self._part], "in_progress")
+        sent = self._added(self.item, self.item.shown(with_parts=False))
+        part = event("response.content_part.added", **self._ids(self.item), content_index=0, part=self._shown_part())
+        return self.item, [*sent, part]
+
+    def _end_part(self, item: MessageItem) -> Events:
+        ids, text = {**self._ids(item), "content_index": 0}, self._part.text
         if self.spoken:
             sent: Events = [
                 event("response.output_audio.done", **ids),
@@ -157,25 +168,12 @@ class RunningResponse:
             ]
         else:
             sent = [event("response.output_text.done", **ids, text=text)]
-        sent.append(event("response.content_part.done", **ids, part=self._shown_part()))
-        if self._conversation is not None:
-            self._conversation.weigh(item)
-            sent.append(event("conversation.item.done", item=item.shown(), previous_item_id=self._previous))
-        place = {"response_id": self.id, "output_index": self._place}
-        return [*sent, event("response.output_item.done", **place, item=item.shown())]
+        return [*sent, event("response.content_part.done", **ids, part=self._shown_part())]
 
-    def _end_call(self, index: int, call: CallItem) -> Events:
+    def _end_call(self, call: CallItem) -> Events:
         call.status = "completed"
-        whole = {**self._call_ids(index, call), "name": call.name, "arguments": call.arguments}
-        sent: Events = [
-            event("response.function_call_arguments.done", **whole),
-            event("response.output_item.done", response_id=self.id, output_index=index, item=call.shown()),
-        ]
-        if self._conversation is not None:
-            self._conversation.weigh(call)
-            previous = self._call_previous.get(call.id)
-            sent.append(event("conversation.item.done", item=call.shown(), previous_item_id=previous))
-        return sent
+        whole = {"call_id": call.call_id, "name": call.name, "arguments": call.arguments}
+        return [event("response.function_call_arguments.done", **self._ids(call), **whole), *self._done(call)]
 
     def _drop_call(self, call: CallItem) -> Events:
         """Take a call that is not complete out of the conversation: no result can belong to it."""
@@ -185,24 +183,6 @@ class RunningResponse:
         self._conversation.remove(call.id)
         return [event("conversation.item.deleted", item_id=call.id)]
 
-    def _call_ids(self, index: int, call: CallItem) -> dict[str, Any]:
-        return {"response_id": self.id, "item_id": call.id, "output_index": index, "call_id": call.call_id}
-
-    @property
-    def _place(self) -> int:
-        return next(index for index, item in enumerate(self._output) if item is self.item)
-
     def _shown_part(self) -> dict[str, str]:
         text = self._part.text
         return {"type": "audio", "transcript": text} if self.spoken else {"type": "text", "text": text}
-
-    @property
-    def _part(self) -> ItemPart:
-        if self.item is None:
-            raise ValueError("The response has no item yet.")
-        return self.item.parts[0]
-
-    @property
-    def _ids(self) -> dict[str, Any]:
-        item_id = self.item.id if self.item is not None else ""
-        return {"response_id": self.id, "item_id": item_id, "output_index": self._place, "content_index": 0}

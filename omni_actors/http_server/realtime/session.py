@@ -37,9 +37,13 @@ from omni_actors.protocol.payloads import ToolCallPiece
 
 
 class Send(NamedTuple):
-    """Send an event to the events."""
+    """Send an event to the client."""
 
     event: Event
+
+
+def _sent(kind: str, **fields: Any) -> Send:
+    return Send(event(kind, **fields))
 
 
 class Ask(NamedTuple):
@@ -146,10 +150,10 @@ class RealtimeSession:
 
     def opened(self) -> Instructions:
         """The first events of a session."""
-        return [Send(event("session.created", session=self._config.shown(self.id, self._expires)))]
+        return [_sent("session.created", session=self._config.shown(self.id, self._expires))]
 
     def receive(self, given: config.AnyEvent) -> Instructions:
-        """Take an event of the events."""
+        """Take an event of the client."""
         try:
             return self._receive(given)
         except HttpError as error:
@@ -167,21 +171,15 @@ class RealtimeSession:
             case config.ClearAudio():
                 self._buffer.take()
                 self._forget_turn()
-                return [EndPreparation(), Send(event("input_audio_buffer.cleared"))]
+                return [EndPreparation(), _sent("input_audio_buffer.cleared")]
             case config.CreateItem():
                 return self._add(self._item_of(given.item, "item"), given.previous_item_id)
             case config.RetrieveItem():
-                return [
-                    Send(
-                        event(
-                            "conversation.item.retrieved",
-                            item=self._conversation.find(given.item_id).shown(with_audio=True),
-                        )
-                    )
-                ]
+                shown = self._conversation.find(given.item_id).shown(with_audio=True)
+                return [_sent("conversation.item.retrieved", item=shown)]
             case config.DeleteItem():
                 self._conversation.remove(given.item_id)
-                return [Send(event("conversation.item.deleted", item_id=given.item_id))]
+                return [_sent("conversation.item.deleted", item_id=given.item_id)]
             case config.TruncateItem():
                 return self._truncate(given)
             case config.CreateResponse():
@@ -196,7 +194,7 @@ class RealtimeSession:
         if config.turn_detection != self._config.turn_detection:
             self._detector = TurnDetector(config.turn_detection) if config.turn_detection is not None else None
         self._config = config
-        return [Send(event("session.updated", session=config.shown(self.id, self._expires)))]
+        return [_sent("session.updated", session=config.shown(self.id, self._expires))]
 
     def _item_of(self, given: config.GivenItem, where: str) -> AnyItem:
         match given:
@@ -213,13 +211,13 @@ class RealtimeSession:
         previous = self._conversation.add(item, after)
         shown = item.shown()
         return [
-            Send(event("conversation.item.added", item=shown, previous_item_id=previous)),
-            Send(event("conversation.item.done", item=shown, previous_item_id=previous)),
+            _sent("conversation.item.added", item=shown, previous_item_id=previous),
+            _sent("conversation.item.done", item=shown, previous_item_id=previous),
             *self._deleted(self._conversation.drop_oldest()),
         ]
 
     def _deleted(self, item_ids: Sequence[str]) -> Instructions:
-        return [Send(event("conversation.item.deleted", item_id=item_id)) for item_id in item_ids]
+        return [_sent("conversation.item.deleted", item_id=item_id) for item_id in item_ids]
 
     def _truncate(self, given: config.TruncateItem) -> Instructions:
         item = self._conversation.find(given.item_id)
@@ -233,13 +231,8 @@ class RealtimeSession:
             done = [Cancel(running.id), *self._end("cancelled", reason="client_cancelled")]
         item.truncate(given.content_index, given.audio_end_ms, rate)
         self._conversation.weigh(item)
-        truncated = event(
-            "conversation.item.truncated",
-            item_id=item.id,
-            content_index=given.content_index,
-            audio_end_ms=given.audio_end_ms,
-        )
-        return [*done, Send(truncated)]
+        cut = {"content_index": given.content_index, "audio_end_ms": given.audio_end_ms}
+        return [*done, _sent("conversation.item.truncated", item_id=item.id, **cut)]
 
     # -- the user's turn ----------------------------------------------------------------------------------------------
 
@@ -263,17 +256,16 @@ class RealtimeSession:
     def _begin_turn(self, start: int) -> Instructions:
         self._turn_id = new_id("item")
         self._turn_start = max(start, self._buffer.start)
-        started = event(
-            "input_audio_buffer.speech_started", audio_start_ms=milliseconds(self._turn_start), item_id=self._turn_id
-        )
+        place = {"audio_start_ms": milliseconds(self._turn_start), "item_id": self._turn_id}
+        started = _sent("input_audio_buffer.speech_started", **place)
         detection = self._config.turn_detection
         if self._response is None or detection is None or not detection.interrupt_response:
-            return [Send(started)]
-        return [Cancel(self._response.id), Send(started), *self._end("cancelled", reason="turn_detected")]
+            return [started]
+        return [Cancel(self._response.id), started, *self._end("cancelled", reason="turn_detected")]
 
     def _end_turn(self, end: TurnEnds) -> Instructions:
-        stopped = event("input_audio_buffer.speech_stopped", audio_end_ms=milliseconds(end.end), item_id=self._turn_id)
-        done: Instructions = [Send(stopped)]
+        place = {"audio_end_ms": milliseconds(end.end), "item_id": self._turn_id}
+        done: Instructions = [_sent("input_audio_buffer.speech_stopped", **place)]
         try:
             done += self._commit_sound(self._turn_id, self._buffer.take(self._turn_start, end.end))
             if self._config.turn_detection is not None and self._config.turn_detection.create_response:
@@ -283,10 +275,9 @@ class RealtimeSession:
         return [*done, *self._transcribe(self._turn_id)]
 
     def _commit(self) -> Instructions:
-        if self._buffer.end - self._buffer.start < MIN_COMMIT:
-            message = (
-                f"The buffer has {milliseconds(self._buffer.end - self._buffer.start)} ms of audio; 100 are needed."
-            )
+        waiting = self._buffer.end - self._buffer.start
+        if waiting < MIN_COMMIT:
+            message = f"The buffer has {milliseconds(waiting)} ms of audio; 100 are needed."
             raise HttpError(400, message, code="input_audio_buffer_commit_empty")
         speaking = self._detector is not None and self._detector.speaking
         item_id = self._turn_id if speaking else new_id("item")
@@ -295,8 +286,9 @@ class RealtimeSession:
         return [*self._commit_sound(item_id, self._buffer.take(start)), *self._transcribe(item_id)]
 
     def _commit_sound(self, item_id: str, pcm: bytes) -> Instructions:
-        committed = event("input_audio_buffer.committed", item_id=item_id, previous_item_id=self._conversation.last_id)
-        return [EndPreparation(), Send(committed), *self._add(MessageItem.of_sound(item_id, pcm))]
+        place = {"item_id": item_id, "previous_item_id": self._conversation.last_id}
+        committed = _sent("input_audio_buffer.committed", **place)
+        return [EndPreparation(), committed, *self._add(MessageItem.of_sound(item_id, pcm))]
 
     def _transcribe(self, item_id: str) -> Instructions:
         """Comes after the answer has been asked for, which is more urgent."""
@@ -327,9 +319,8 @@ class RealtimeSession:
         if self._response is not None:
             message = f"The response {self._response.id} is running: wait for its end, or send response.cancel."
             raise HttpError(400, message, code="conversation_already_has_active_response")
-        aside = self._aside_of(fields.input) if fields.input is not None else None
+        self._aside = self._aside_of(fields.input) if fields.input is not None else None
         conversation = self._conversation if fields.conversation == "auto" else None
-        self._aside = aside
         self._response = RunningResponse(config, conversation, self._conversation_id, fields.metadata)
         return [*map(Send, self._response.created()), self._ask(self._response, silence)]
 
@@ -376,11 +367,11 @@ class RealtimeSession:
         response = self._running(response_id)
         if response is None:
             return []
-        if not cut and response.item is not None and response.spoken:
-            self._spoken_characters += response.item.weight.characters
-            self._spoken_seconds += response.item.parts[0].seconds
         if cut:
             return self._end("incomplete", reason="max_output_tokens", usage=usage)
+        if response.item is not None and response.spoken:
+            self._spoken_characters += response.item.weight.characters
+            self._spoken_seconds += response.item.parts[0].seconds
         return self._end("completed", usage=usage)
 
     def failed(self, response_id: str, error: HttpError) -> Instructions:

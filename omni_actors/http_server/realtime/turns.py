@@ -123,7 +123,6 @@ class TurnDetector:
 
     def __init__(self, config: ServerVad) -> None:
         self._config = config
-        self._padding = self._samples(config.prefix_padding_ms)
         self._speech_windows = 0
         self._speech_start = 0
         self._speech_end = 0
@@ -146,7 +145,7 @@ class TurnDetector:
         if window.probability >= self._config.threshold - HYSTERESIS:
             self._speech_end = window.end
         silence = window.end - self._speech_end
-        if silence < self._samples(self._config.silence_duration_ms):
+        if milliseconds(silence) < self._config.silence_duration_ms:
             return None
         self.reset()
         return TurnEnds(window.end, silence)
@@ -159,11 +158,7 @@ class TurnDetector:
     def needed_from(self, end: int) -> int:
         """Position of the first sample that a turn may need after the sound until `end`."""
         begun = self._speech_start if self._speech_windows else end
-        return max(begun - self._padding, 0)
-
-    @staticmethod
-    def _samples(milliseconds: int) -> int:
-        return milliseconds * RATE // 1000
+        return max(begun - self._config.prefix_padding_ms * RATE // 1000, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
