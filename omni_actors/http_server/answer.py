@@ -16,14 +16,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from omni_actors.client import Audio, ChoiceItem, ChoiceStreams, StreamItem
+from omni_actors.client import Audio, ChoiceItem, ChoiceStreams, StreamItem, Text
 from omni_actors.errors import Aborted, OmniError
 from omni_actors.http_server.bodies import Submission, base64_string, reserve
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger
-from omni_actors.protocol.messages import Description, StageUsage
-from omni_actors.protocol.payloads import PositionLogprobs, PromptPosition, TokenLogprob
+from omni_actors.protocol.messages import Description, FinishReason, StageUsage
+from omni_actors.protocol.payloads import CollectedCalls, PositionLogprobs, PromptPosition, TokenLogprob
 
 logger = get_logger(__name__)
 
@@ -256,11 +256,6 @@ class Answer:
         return answer
 
     @property
-    def usage(self) -> dict[str, StageUsage]:
-        """Usage of the first answer by stage, complete when the iteration has ended."""
-        return self.usages[0]
-
-    @property
     def usages(self) -> list[dict[str, StageUsage]]:
         """Usage of each answer by stage. That of an answer is complete when its last item was `None`."""
         return self._streams.usages
@@ -366,6 +361,39 @@ class AnswerResponse(Response):
             await self._answer.close()
 
 
+class WholeAnswer:
+    """Keeps what comes of an answer, for a response that is sent whole."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.pieces: list[Samples] = []
+        self.calls = CollectedCalls()
+        self.logprobs: list[msgspec.Raw] = []
+        self.prompt_logprobs: list[PromptPosition] = []
+
+    def add(self, item: StreamItem) -> None:
+        """Keep an item. Log probabilities count as bytes of the request until the response is sent."""
+        if isinstance(item, Text):
+            self.texts.append(item.text)
+            self.calls.add(item.tool_calls)
+            likely = token_logprobs(item.logprobs)
+            reserve(sum(memoryview(entry).nbytes for entry in likely))
+            self.logprobs.extend(likely)
+            self.prompt_logprobs.extend(item.prompt_logprobs)
+        elif isinstance(item, Audio):
+            self.pieces.append(item.samples)
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts)
+
+    @property
+    def samples(self) -> Samples:
+        """All sound."""
+        return numpy.concatenate(self.pieces) if self.pieces else numpy.zeros(0, numpy.float32)
+
+
 def text_or_sound(modalities: Sequence[str] | None, audio: object) -> list[str]:
     """The modalities of an answer that is a message.
 
@@ -396,63 +424,36 @@ def event(data: Any) -> bytes:
 DONE_EVENT = b"data: [DONE]\n\n"
 
 
-def usage_of(usage: Mapping[str, StageUsage], description: Description) -> dict[str, Any]:
-    """OpenAI's usage, from the usage of the stages.
+def usage_of(usages: Sequence[Mapping[str, StageUsage]], description: Description) -> dict[str, Any]:
+    """OpenAI's usage of one or several answers to a prompt, whose tokens count once.
 
     Prompt tokens are those that the text stage read; completion tokens are those that it wrote plus the audio tokens.
-    `stages` is an extension; its seconds count from the moment at which the request was opened in all stages.
+    `stages` is an extension: what each did for all answers, and seconds, those of the first and of the last of them,
+    from the moment at which a request was opened in all stages.
     """
     text_stage = description.outputs.get("text", "")
-    text = usage.get(text_stage)
     order = list(dict.fromkeys(status.stage for status in description.stages))
     speaker = _speaker(order, text_stage, description.outputs.get("audio", ""))
-    audio_tokens = usage[speaker].output_tokens if speaker in usage else 0
-    prompt_tokens = text.input_tokens if text else 0
-    text_tokens = text.output_tokens if text else 0
+    by_stage = {stage: [usage[stage] for usage in usages if stage in usage] for stage in (*order, text_stage, "")}
+    prompt_tokens = by_stage[text_stage][0].input_tokens if by_stage[text_stage] else 0
+    text_tokens, audio_tokens = (sum(part.output_tokens for part in by_stage[stage]) for stage in (text_stage, speaker))
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": text_tokens + audio_tokens,
         "total_tokens": prompt_tokens + text_tokens + audio_tokens,
         "completion_tokens_details": {"text_tokens": text_tokens, "audio_tokens": audio_tokens},
-        "stages": {
-            stage: {
-                "finish_reason": usage[stage].finish_reason.value,
-                "input_tokens": usage[stage].input_tokens,
-                "output_tokens": usage[stage].output_tokens,
-                "first_output": round(usage[stage].first_output, 4),
-                "finished": round(usage[stage].finished, 4),
-            }
-            for stage in order
-            if stage in usage
-        },
+        "stages": {stage: _work(by_stage[stage]) for stage in order if by_stage[stage]},
     }
 
 
-def usage_of_choices(usages: Sequence[Mapping[str, StageUsage]], description: Description) -> dict[str, Any]:
-    """OpenAI's usage of one or several answers to a prompt, whose tokens count once.
-
-    What the stages did for the answers is added up, and their seconds are those of the first and of the last of them.
-    """
-    whole, *others = [usage_of(usage, description) for usage in usages]
-    for other in others:
-        for name, count in other["completion_tokens_details"].items():
-            whole["completion_tokens_details"][name] += count
-        whole["completion_tokens"] += other["completion_tokens"]
-        whole["total_tokens"] += other["completion_tokens"]
-        for stage, did in other["stages"].items():
-            whole["stages"][stage] = _added(whole["stages"].get(stage), did)
-    return whole
-
-
-def _added(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
-    if one is None:
-        return other
+def _work(parts: Sequence[StageUsage]) -> dict[str, Any]:
+    """What a stage did for several answers."""
     return {
-        "finish_reason": "length" if "length" in (one["finish_reason"], other["finish_reason"]) else "stop",
-        "input_tokens": one["input_tokens"] + other["input_tokens"],
-        "output_tokens": one["output_tokens"] + other["output_tokens"],
-        "first_output": min(one["first_output"], other["first_output"]),
-        "finished": max(one["finished"], other["finished"]),
+        "finish_reason": "length" if any(part.finish_reason is FinishReason.LENGTH for part in parts) else "stop",
+        "input_tokens": sum(part.input_tokens for part in parts),
+        "output_tokens": sum(part.output_tokens for part in parts),
+        "first_output": round(min(part.first_output for part in parts), 4),
+        "finished": round(max(part.finished for part in parts), 4),
     }
 
 
@@ -506,13 +507,6 @@ def token_logprobs(positions: Sequence[PositionLogprobs]) -> list[msgspec.Raw]:
         {**_entry(position.token), "top_logprobs": [_entry(token) for token in position.top]} for position in positions
     )
     return [msgspec.Raw(msgspec.json.encode(entry)) for entry in entries]
-
-
-def kept_logprobs(positions: Sequence[PositionLogprobs]) -> list[msgspec.Raw]:
-    """`token_logprobs` that are kept until the answer is whole, and count as bytes of its request until then."""
-    made = token_logprobs(positions)
-    reserve(sum(memoryview(entry).nbytes for entry in made))
-    return made
 
 
 def _entry(token: TokenLogprob) -> dict[str, Any]:

@@ -6,9 +6,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-import numpy
 from msgspec import Meta, Raw, json
-from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,16 +19,16 @@ from omni_actors.http_server.answer import (
     LEAST_LOGPROB,
     Answer,
     AnswerResponse,
+    WholeAnswer,
     chat_logprobs,
     encoded_base64,
     ending,
     event,
-    kept_logprobs,
     pcm16,
     prompt_logprobs,
     text_or_sound,
     token_logprobs,
-    usage_of_choices,
+    usage_of,
 )
 from omni_actors.http_server.bodies import (
     MAX_TOKEN_VALUES,
@@ -61,14 +59,7 @@ from omni_actors.http_server.generation import (
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.protocol.fields import PositiveInt, TokenId
 from omni_actors.protocol.messages import Description
-from omni_actors.protocol.payloads import (
-    USE_AUDIO_IN_VIDEO,
-    CollectedCalls,
-    PositionLogprobs,
-    PromptPosition,
-    ToolCall,
-    ToolCallPiece,
-)
+from omni_actors.protocol.payloads import USE_AUDIO_IN_VIDEO, PositionLogprobs, PromptPosition, ToolCall, ToolCallPiece
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 COMPLETION_FIELDS: dict[str, str] = {ErrorCode.PROMPT_TOO_LONG: "prompt", ErrorCode.INVALID_PAYLOAD: "prompt"}
@@ -131,64 +122,55 @@ async def completions(request: Request, state: ServerState, body: CompletionRequ
     )
     head: dict[str, Any] = {"id": f"cmpl-{request.state.request_id}", "object": "text_completion", "model": model}
     head["created"] = int(time.time())
-
-    logprobs = [CompletionLogprobs() for _ in answer.usages]
-
-    def choice(
-        index: int, text: str, end: Mapping[str, Any], likely: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        return {"index": index, "text": text, **end, "logprobs": likely}
-
-    def finished(index: int) -> dict[str, Any]:
-        return ending(answer.usages[index], description)
-
-    async def events() -> AsyncIterator[bytes]:
-        async for index, item in answer.choices():
-            if isinstance(item, Text):
-                likely = logprobs[index].piece(item.logprobs)
-                yield event({**head, "choices": [choice(index, item.text, GOES_ON, likely)]})
-            elif item is None:
-                yield event({**head, "choices": [choice(index, "", finished(index))]})
-        if body.stream_options and body.stream_options.include_usage:
-            yield event({**head, "choices": [], "usage": usage_of_choices(answer.usages, description)})
-        yield DONE_EVENT
-
+    reply = TextReply(head, [CompletionChoice(index) for index in range(len(answer.usages))], answer, description)
     if body.stream:
-        return AnswerResponse(answer, events(), EVENTS, state.settings.write_timeout)
+        include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        return AnswerResponse(answer, reply.events(head, include_usage), EVENTS, state.settings.write_timeout)
     async with answer:
-        texts: list[list[str]] = [[] for _ in answer.usages]
-        positions: list[PromptPosition] = []
-        async for index, item in answer.choices():
-            if isinstance(item, Text):
-                texts[index].append(item.text)
-                logprobs[index].keep(item.logprobs)
-                positions.extend(item.prompt_logprobs)
-        choices: list[dict[str, Any]] = [
-            choice(index, "".join(pieces), finished(index), logprobs[index].kept or None)
-            for index, pieces in enumerate(texts)
-        ]
+        whole = await reply.whole()
         if body.prompt_logprobs is not None:  # each choice has the prompt's, as with vLLM
-            of_prompt = Raw(json.encode(prompt_logprobs(positions)))
-            choices = [{**made, "prompt_logprobs": of_prompt} for made in choices]
-        whole = {**head, "choices": choices, "usage": usage_of_choices(answer.usages, description)}
+            whole["choices"] = [{**choice, "prompt_logprobs": reply.of_prompt()} for choice in whole["choices"]]
         return json_response(whole)
 
 
-class CompletionLogprobs:
-    """The `logprobs` of a text completion's choice, piece by piece. Offsets count characters of the tokens' texts."""
+class CompletionChoice:
+    """One of the answers to a text completion. The offsets of its `logprobs` count characters of the tokens' texts."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int) -> None:
+        self._index = index
         self._offset = 0
-        self.kept: dict[str, list[Any]] = {}
+        self._texts: list[str] = []
+        self._logprobs: dict[str, list[Any]] = {}
+        self.prompt_logprobs: list[PromptPosition] = []
 
-    def keep(self, positions: Sequence[PositionLogprobs]) -> None:
-        """Add the next positions to `kept`. They count as bytes of the request until its answer is sent."""
-        if piece := self.piece(positions):
-            reserve(sum(memoryview(likeliest).nbytes for likeliest in piece["top_logprobs"]))
-            for name, values in piece.items():
-                self.kept.setdefault(name, []).extend(values)
+    def keep(self, item: StreamItem) -> None:
+        """Keep an item of an answer that is sent whole. Log probabilities count as bytes of the request until then."""
+        if isinstance(item, Text):
+            self._texts.append(item.text)
+            self.prompt_logprobs.extend(item.prompt_logprobs)
+            if likely := self._likely(item.logprobs):
+                reserve(sum(memoryview(likeliest).nbytes for likeliest in likely["top_logprobs"]))
+                for name, values in likely.items():
+                    self._logprobs.setdefault(name, []).extend(values)
 
-    def piece(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
+    async def whole(self, end: Mapping[str, Any]) -> dict[str, Any]:
+        """The choice of a whole text_completion object."""
+        return {"index": self._index, "text": "".join(self._texts), **end, "logprobs": self._logprobs or None}
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """The first choices of a stream: none."""
+        return iter(())
+
+    def chunks(self, item: StreamItem) -> Iterator[dict[str, Any]]:
+        """The choices of the objects that an item becomes in a stream."""
+        if isinstance(item, Text):
+            yield {"index": self._index, "text": item.text, **GOES_ON, "logprobs": self._likely(item.logprobs)}
+
+    def end(self, end: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The last choices of a stream."""
+        yield {"index": self._index, "text": "", **end, "logprobs": None}
+
+    def _likely(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
         """The next positions; `None` for none."""
         if not positions:
             return None
@@ -279,68 +261,62 @@ async def chat_completions(request: Request, state: ServerState, body: ChatReque
         params=params,
         n=body.answers(description.max_in_flight),
     )
-    choices = [ChatChoice(index, request.state.request_id, spoken, state) for index in range(len(answer.usages))]
-    reply = ChatReply(request.state.request_id, model, choices, answer, description)
+    rate = description.sample_rate or 24_000
+    ids = [f"audio_{request.state.request_id}{f'-{index}' if index else ''}" for index in range(len(answer.usages))]
+    choices = [ChatChoice(index, audio_id, form if spoken else None, rate, state) for index, audio_id in enumerate(ids)]
+    head = {"id": f"chatcmpl-{request.state.request_id}", "created": int(time.time()), "model": model}
+    reply = TextReply({**head, "object": "chat.completion"}, choices, answer, description)
     if body.stream:
         include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        return AnswerResponse(answer, reply.events(include_usage), EVENTS, state.settings.write_timeout)
+        chunk = {**head, "object": "chat.completion.chunk", **({"usage": None} if include_usage else {})}
+        return AnswerResponse(answer, reply.events(chunk, include_usage), EVENTS, state.settings.write_timeout)
     async with answer:
-        return json_response(await reply.whole(form, body.prompt_logprobs))
+        whole = await reply.whole()
+        if body.prompt_logprobs is not None:
+            whole["prompt_logprobs"] = reply.of_prompt()
+        return json_response(whole)
 
 
 class ChatChoice:
     """One of the answers to a chat: what has come of it, and its objects in OpenAI's form.
 
     As with OpenAI, the text of a spoken answer is its transcript.
+
+    Args:
+        audio_format: of the sound; `None` for an answer that is not spoken.
+        rate: of the sound, in Hz.
     """
 
-    def __init__(self, index: int, request_id: str, spoken: bool, state: ServerState) -> None:
+    def __init__(self, index: int, audio_id: str, audio_format: str | None, rate: int, state: ServerState) -> None:
         self._index = index
-        self._audio_id = f"audio_{request_id}-{index}" if index else f"audio_{request_id}"
-        self._spoken = spoken
-        self._state = state
-        self._texts: list[str] = []
-        self._pieces: list[NDArray[numpy.float32]] = []
-        self._calls = CollectedCalls()
-        self._called = False
-        self._logprobs: list[Raw] = []
-        self.prompt_logprobs: list[PromptPosition] = []
+        self._audio_id = audio_id
+        self._format, self._rate = audio_format, rate
+        self._transcripts = state.transcripts
+        self._came = WholeAnswer()  # of a stream, texts and calls
+        self.keep = self._came.add
+        self.prompt_logprobs = self._came.prompt_logprobs
 
-    def keep(self, item: StreamItem) -> None:
-        """Keep an item of an answer that is sent whole."""
-        if isinstance(item, Text):
-            self._texts.append(item.text)
-            self._calls.add(item.tool_calls)
-            self._logprobs.extend(kept_logprobs(item.logprobs))
-            self.prompt_logprobs.extend(item.prompt_logprobs)
-        elif isinstance(item, Audio):
-            self._pieces.append(item.samples)
-
-    async def whole(self, end: Mapping[str, Any], audio_format: str, rate: int) -> dict[str, Any]:
+    async def whole(self, end: Mapping[str, Any]) -> dict[str, Any]:
         """The choice of a chat.completion object."""
-        text = "".join(self._texts)
-        self._called = bool(self._calls)
+        came, text = self._came, self._came.text
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if self._called:
+        if came.calls:
             message["content"] = text or None
-            message["tool_calls"] = [_call(call) for call in self._calls.whole()]
-        if self._spoken and (text or self._pieces or not self._called):
-            samples = numpy.concatenate(self._pieces) if self._pieces else numpy.zeros(0, numpy.float32)
+            message["tool_calls"] = [_call(call) for call in came.calls.whole()]
+        if self._format and (text or came.pieces or not came.calls):
             message["content"] = None
             message["audio"] = {
                 "id": self._audio_id,
-                "data": await encoded_base64(samples, audio_format, rate),
-                "expires_at": self._state.transcripts.add(self._audio_id, text, len(text)),
+                "data": await encoded_base64(came.samples, self._format, self._rate),
+                "expires_at": self._transcripts.add(self._audio_id, text, len(text)),
                 "transcript": text,
             }
-        return {"index": self._index, "message": message, **self._end(end), "logprobs": chat_logprobs(self._logprobs)}
+        return {"index": self._index, "message": message, **self._end(end), "logprobs": chat_logprobs(came.logprobs)}
 
-    def begin(self) -> dict[str, Any]:
-        """The first choice of the stream's chunks."""
-        first: dict[str, Any] = {"role": "assistant", "refusal": None}
-        if self._spoken:
-            return self._chunk({**first, "audio": {"id": self._audio_id, "transcript": ""}})
-        return self._chunk({**first, "content": ""})
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """The first choice of a stream."""
+        first = {"audio": {"id": self._audio_id, "transcript": ""}} if self._format else {"content": ""}
+        yield self._chunk({"role": "assistant", "refusal": None, **first})
 
     def chunks(self, item: StreamItem) -> Iterator[dict[str, Any]]:
         """The choices of the chunks that an item becomes."""
@@ -348,19 +324,19 @@ class ChatChoice:
             yield self._chunk({"audio": {"id": self._audio_id, "data": pcm16(item.samples)}})
         if not isinstance(item, Text):
             return
-        self._texts.append(item.text)
+        self._came.texts.append(item.text)
         if item.text or item.logprobs:  # there is no text where the tokens so far end inside a character
             transcript = {"audio": {"id": self._audio_id, "transcript": item.text}}
-            yield self._chunk(transcript if self._spoken else {"content": item.text}, logprobs=item.logprobs)
+            yield self._chunk(transcript if self._format else {"content": item.text}, logprobs=item.logprobs)
         if item.tool_calls:
-            self._called = True
+            self._came.calls.add(item.tool_calls)
             yield self._chunk({"tool_calls": [_call_delta(piece) for piece in item.tool_calls]})
 
     def end(self, end: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The last choices of the stream's chunks."""
-        if self._spoken:
-            text = "".join(self._texts)
-            expires = self._state.transcripts.add(self._audio_id, text, len(text))
+        """The last choices of a stream."""
+        if self._format:
+            text = self._came.text
+            expires = self._transcripts.add(self._audio_id, text, len(text))
             yield self._chunk({"audio": {"id": self._audio_id, "expires_at": expires}})
         yield self._chunk({}, self._end(end))
 
@@ -370,58 +346,52 @@ class ChatChoice:
         return {"index": self._index, "delta": delta, **end, "logprobs": chat_logprobs(token_logprobs(logprobs))}
 
     def _end(self, end: Mapping[str, Any]) -> Mapping[str, Any]:
-        called = self._called and end["finish_reason"] == "stop"
+        called = bool(self._came.calls) and end["finish_reason"] == "stop"
         return {**end, "finish_reason": "tool_calls"} if called else end
 
 
-class ChatReply:
-    """Converts the answers to a chat to OpenAI's objects."""
+class TextReply:
+    """Converts the answers to a chat or a text completion to OpenAI's objects."""
 
     def __init__(
-        self, request_id: str, model: str, choices: Sequence[ChatChoice], answer: Answer, description: Description
+        self,
+        head: Mapping[str, Any],
+        choices: Sequence[ChatChoice | CompletionChoice],
+        answer: Answer,
+        description: Description,
     ) -> None:
-        self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
+        self._head = head
         self._choices = choices
         self._answer = answer
         self._description = description
 
-    async def whole(self, audio_format: str, likeliest: int | None) -> dict[str, Any]:
-        """The whole answers as a chat.completion object.
-
-        Args:
-            likeliest: how many of the likeliest tokens it has for each of the prompt's; `None` for nothing about them.
-        """
+    async def whole(self) -> dict[str, Any]:
+        """The whole answers as one object."""
         async for index, item in self._answer.choices():
             if item is not None:
                 self._choices[index].keep(item)
-        rate = self._description.sample_rate or 24_000
-        choices = [
-            await choice.whole(self._ending(index), audio_format, rate) for index, choice in enumerate(self._choices)
-        ]
-        content = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
-        if likeliest is not None:
-            content["prompt_logprobs"] = prompt_logprobs(self._choices[0].prompt_logprobs)
-        return content
+        choices = [await choice.whole(self._ending(index)) for index, choice in enumerate(self._choices)]
+        return {**self._head, "choices": choices, "usage": usage_of(self._answer.usages, self._description)}
 
-    async def events(self, include_usage: bool) -> AsyncIterator[bytes]:
-        """Stream chat.completion.chunk objects as server-sent events."""
-        usage = {"usage": None} if include_usage else {}
-        head = {**self._head, "object": "chat.completion.chunk", **usage}
+    def of_prompt(self) -> Raw:
+        """The log probabilities of the prompt, which come with the first answer."""
+        return Raw(json.encode(prompt_logprobs(self._choices[0].prompt_logprobs)))
+
+    async def events(self, head: Mapping[str, Any], include_usage: bool) -> AsyncIterator[bytes]:
+        """Stream objects with this head as server-sent events."""
         for choice in self._choices:
-            yield event({**head, "choices": [choice.begin()]})
+            for piece in choice.begin():
+                yield event({**head, "choices": [piece]})
         async for index, item in self._answer.choices():
             choice = self._choices[index]
             for piece in choice.end(self._ending(index)) if item is None else choice.chunks(item):
                 yield event({**head, "choices": [piece]})
         if include_usage:
-            yield event({**head, "choices": [], "usage": self._usage()})
+            yield event({**head, "choices": [], "usage": usage_of(self._answer.usages, self._description)})
         yield DONE_EVENT
 
     def _ending(self, index: int) -> dict[str, Any]:
         return ending(self._answer.usages[index], self._description)
-
-    def _usage(self) -> dict[str, Any]:
-        return usage_of_choices(self._answer.usages, self._description)
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -265,7 +265,7 @@ class Pictures:
             "created": int(time.time()),
             "data": [{"b64_json": file} for file in files],
             **self._about(pictures[0]),
-            "usage": image_usage(self._answer.usage, pictures, self._description),
+            "usage": image_usage(self._answer.usages[0], pictures, self._description),
         }
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -285,7 +285,7 @@ class Pictures:
                     last, pixels = picture, item.pixels
         if last is None:
             raise _no_picture()
-        usage = image_usage(self._answer.usage, [pixels], self._description)
+        usage = image_usage(self._answer.usages[0], [pixels], self._description)
         yield self._event("completed", **last, usage=usage)
 
     def _event(self, name: str, **fields: Any) -> bytes:

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-import numpy
 from msgspec import Meta, Raw
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,9 +19,9 @@ from omni_actors.http_server.answer import (
     EVENTS,
     Answer,
     AnswerResponse,
+    WholeAnswer,
     encoded_base64,
     finish_reason,
-    kept_logprobs,
     pcm16,
     text_or_sound,
     token_counts,
@@ -67,7 +66,7 @@ from omni_actors.http_server.media import KeptResponse
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.protocol.fields import PositiveInt
 from omni_actors.protocol.messages import Description
-from omni_actors.protocol.payloads import CallId, CollectedCalls, Json, ToolCallPiece, ToolName
+from omni_actors.protocol.payloads import CallId, Json, ToolCallPiece, ToolName
 
 Metadata = Annotated[Raw, Meta(extra_json_schema={"type": NULLABLE_OBJECT, "additionalProperties": {"type": "string"}})]
 LOGPROBS = "message.output_text.logprobs"
@@ -408,9 +407,7 @@ class ResponseReply:
         self._description = description
         self._model = model
         self._created = int(time.time())
-        self._texts: list[str] = []
-        self._logprobs: list[Raw] = []
-        self._calls = CollectedCalls()
+        self._came = WholeAnswer()  # of a stream, all but the sound
         self._audio: msgspec.Raw | None = None
         self._usage: dict[str, Any] | None = None
         self._length = False  # whether the limit of tokens ended it
@@ -418,24 +415,16 @@ class ResponseReply:
 
     async def read(self, answer: Answer, audio_format: str) -> None:
         """Read the whole answer."""
-        pieces: list[Any] = []
-        rate = self._description.sample_rate or 24_000
+        came = self._came
         async for item in answer:
-            if isinstance(item, Text):
-                self._texts.append(item.text)
-                self._logprobs.extend(kept_logprobs(item.logprobs))
-                self._calls.add(item.tool_calls)
-            elif isinstance(item, Audio):
-                pieces.append(item.samples)
-                rate = item.sample_rate
-        if self._spoken and (pieces or not self._calls):
-            samples = numpy.concatenate(pieces) if pieces else numpy.zeros(0, numpy.float32)
-            self._audio = await encoded_base64(samples, audio_format, rate)
+            came.add(item)
+        if self._spoken and (came.pieces or not came.calls):
+            self._audio = await encoded_base64(came.samples, audio_format, self._description.sample_rate or 24_000)
         self._end(answer)
 
     def _end(self, answer: Answer) -> None:
-        usage = usage_of(answer.usage, self._description)
-        self._length = finish_reason(answer.usage, self._description) == "length"
+        usage = usage_of(answer.usages, self._description)
+        self._length = finish_reason(answer.usages[0], self._description) == "length"
         self._usage = {
             **token_counts(usage),
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -473,27 +462,27 @@ class ResponseReply:
 
     def message(self) -> dict[str, Any]:
         """The answer as a message of the next turn."""
-        calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in self._calls.whole()]
-        said = {"role": "assistant", "content": "".join(self._texts)}
+        calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in self._came.calls.whole()]
+        said = {"role": "assistant", "content": self._came.text}
         return {**said, "tool_calls": calls} if calls else said
 
     def _output(self, status: str) -> list[dict[str, Any]]:
         items = [self._message_item(status)] if self._has_message else []
-        whole = self._calls.whole()
+        whole = self._came.calls.whole()
         return items + [self._call_item(index, call.id, call.name, call.arguments) for index, call in enumerate(whole)]
 
     @property
     def _has_message(self) -> bool:
-        return not self._calls or any(self._texts)
+        return not self._came.calls or any(self._came.texts)
 
     def _message_item(self, status: str) -> dict[str, Any]:
         content: list[dict[str, Any]] = []
         if status != "in_progress":
-            content.append(_text_part("".join(self._texts), self._logprobs))
+            content.append(_text_part(self._came.text, self._came.logprobs))
         item: dict[str, Any] = {"id": f"msg_{self.id[5:]}", "type": "message", "role": "assistant", "status": status}
         item["content"] = content
         if self._audio is not None:  # OpenAI has no such field
-            item["audio"] = {"data": self._audio, "transcript": "".join(self._texts)}
+            item["audio"] = {"data": self._audio, "transcript": self._came.text}
         return item
 
     def _call_item(
@@ -514,21 +503,21 @@ class ResponseReply:
         yield self._event("response.in_progress", response=self.object("in_progress"))
         opened = False  # the message
         sent = 0  # log probabilities
+        came = self._came
         try:
             async for item in answer:
                 if isinstance(item, Audio):
                     yield self._event("response.audio.delta", delta=pcm16(item.samples))
                 if not isinstance(item, Text):
                     continue
-                self._logprobs.extend(kept_logprobs(item.logprobs))
+                came.add(item)
                 if item.text:
                     if not opened:
                         opened = True
                         for piece in self._open_message():
                             yield piece
-                    self._texts.append(item.text)
-                    likely = self._logprobs[sent:]  # a token may end inside a character
-                    sent = len(self._logprobs)
+                    likely = came.logprobs[sent:]  # a token may end inside a character
+                    sent = len(came.logprobs)
                     yield self._event("response.output_text.delta", **self._part, delta=item.text, logprobs=likely)
                     if self._spoken:
                         yield self._event("response.audio.transcript.delta", delta=item.text)
@@ -563,8 +552,7 @@ class ResponseReply:
 
     def _call_events(self, piece: ToolCallPiece) -> list[bytes]:
         """A call's begin, and its arguments. Calls end with the answer."""
-        self._calls.add([piece])
-        output_index = piece.index + (1 if any(self._texts) else 0)
+        output_index = piece.index + (1 if any(self._came.texts) else 0)
         found = []
         if piece.name:
             item = self._call_item(piece.index, piece.id, piece.name, "", "in_progress")
@@ -578,7 +566,7 @@ class ResponseReply:
         """The ends of the message and of the calls."""
         found: list[bytes] = []
         status = "incomplete" if self._length else "completed"
-        text, likely = "".join(self._texts), self._logprobs
+        text, likely = self._came.text, self._came.logprobs
         if self._spoken:
             found.append(self._event("response.audio.transcript.done"))
             found.append(self._event("response.audio.done"))
@@ -586,9 +574,7 @@ class ResponseReply:
             where = {"item_id": item["id"], "output_index": index}
             if item["type"] == "message":
                 found.append(self._event("response.output_text.done", **self._part, text=text, logprobs=likely))
-                found.append(
-                    self._event("response.content_part.done", **self._part, part=_text_part(text, self._logprobs))
-                )
+                found.append(self._event("response.content_part.done", **self._part, part=_text_part(text, likely)))
             else:
                 named = {"arguments": item["arguments"], "name": item["name"]}
                 found.append(self._event("response.function_call_arguments.done", **where, **named))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy
@@ -31,6 +31,7 @@ from omni_actors.http_server.answer import (
     Answer,
     AnswerResponse,
     Samples,
+    WholeAnswer,
     encoded,
     encoded_pieces,
     event,
@@ -250,7 +251,7 @@ async def _respond(fields: TranslationForm, file: bytes, task: Task, request: Re
         return AnswerResponse(answer, _transcript_events(answer, description), EVENTS, state.settings.write_timeout)
     async with answer:
         text = "".join([item.text async for item in answer if isinstance(item, Text)]).strip()
-    return _whole(fields, task, text, seconds, token_usage(answer.usage, description))
+    return _whole(fields, task, text, seconds, token_usage(answer.usages, description))
 
 
 def _whole(fields: TranslationForm, task: Task, text: str, seconds: float, usage: dict[str, Any]) -> Response:
@@ -301,14 +302,14 @@ async def _transcript_events(answer: Answer, description: Description) -> AsyncI
             texts.append(item.text)
             yield event({"type": "transcript.text.delta", "delta": item.text})
     yield event(
-        {"type": "transcript.text.done", "text": "".join(texts), "usage": token_usage(answer.usage, description)}
+        {"type": "transcript.text.done", "text": "".join(texts), "usage": token_usage(answer.usages, description)}
     )
     yield DONE_EVENT
 
 
-def token_usage(usage: Mapping[str, StageUsage], description: Description) -> dict[str, Any]:
+def token_usage(usages: Sequence[Mapping[str, StageUsage]], description: Description) -> dict[str, Any]:
     """The usage of a transcription, as OpenAI names it."""
-    return {"type": "tokens", **token_counts(usage_of(usage, description))}
+    return {"type": "tokens", **token_counts(usage_of(usages, description))}
 
 
 MAX_SPEECH_TEXT = 4096
@@ -369,9 +370,11 @@ async def speech(request: Request, state: ServerState, body: SpeechRequest) -> R
         # FLAC states its length at the beginning. A stream cannot, so readers such as libsndfile fail at its end;
         # therefore FLAC is streamed only on explicit request.
         async with answer:
-            chunks = [item.samples async for item in answer if isinstance(item, Audio)]
-            samples = numpy.concatenate(chunks) if chunks else numpy.zeros(0, numpy.float32)
-            return Response(await encoded(samples, "flac", description.sample_rate), media_type=MEDIA_TYPES["flac"])
+            whole = WholeAnswer()
+            async for item in answer:
+                whole.add(item)
+            file = await encoded(whole.samples, "flac", description.sample_rate)
+            return Response(file, media_type=MEDIA_TYPES["flac"])
     pieces = _encoded(answer, body.response_format, description, [])
     return AnswerResponse(answer, pieces, MEDIA_TYPES[body.response_format], timeout)
 
@@ -444,6 +447,6 @@ async def _events(answer: Answer, name: str, description: Description, given: st
     texts: list[str] = []
     async for data in _encoded(answer, name, description, texts):
         yield event({"type": "speech.audio.delta", "audio": data})
-    usage = token_counts(usage_of(answer.usage, description))
+    usage = token_counts(usage_of(answer.usages, description))
     transcript = "".join(texts) if given is None else given
     yield event({"type": "speech.audio.done", "usage": usage, "transcript": transcript})

@@ -24,7 +24,7 @@ def usage(order: list[str], outputs: dict[str, str], ran: list[str]) -> dict:
     reported = {
         name: StageUsage(FinishReason.STOP, input_tokens=WORK[name][0], output_tokens=WORK[name][1]) for name in ran
     }
-    return usage_of(reported, description(order, outputs))
+    return usage_of([reported], description(order, outputs))
 
 
 @pytest.mark.parametrize(

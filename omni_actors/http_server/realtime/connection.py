@@ -240,7 +240,7 @@ class SessionConnection:
                 await self._outbox.room(ANSWER_BYTES)
         finally:
             await stream.abort()  # nothing, if it has ended
-        found = usage_of(stream.usage, description)
+        found = usage_of([stream.usage], description)
         details = {"output_token_details": found["completion_tokens_details"], "stages": found["stages"]}
         cut = finish_reason(stream.usage, description) == "length"
         self._carry_out(self._session.answered(ask.response_id, {**token_counts(found), **details}, cut))

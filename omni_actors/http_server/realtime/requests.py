@@ -157,7 +157,7 @@ class Transcriber:
                 await self._outbox.room(ANSWER_BYTES)
         finally:
             await stream.abort()  # nothing, if it has ended
-        usage = token_usage(stream.usage, description)
+        usage = token_usage([stream.usage], description)
         self._send(self._transcripts.completed(turn.item_id, "".join(texts).strip(), usage))
 
     def _send(self, events: Sequence[Event]) -> bool:
