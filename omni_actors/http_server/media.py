@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import binascii
-import contextlib
 import dataclasses
 import ipaddress
 import re
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -40,7 +39,7 @@ from omni_actors.http_server.generation import (
     VideoUrlPart,
 )
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.media.decoders import DecoderThreads, MediaDecoder
+from omni_actors.media.decoders import DecoderThreads, MediaDecoder, Reply
 from omni_actors.media.limits import (
     AUDIO_FILE,
     DEFAULT_VIDEO_RATE,
@@ -278,7 +277,7 @@ MAX_URL = 2048  # bytes of a URL, or of a data: URI before its data
 MIN_BASE64 = 16  # characters; a shorter one may be anything
 BASE64 = re.compile(rb"[A-Za-z0-9+/_-]+={0,2}\s*")
 PIECE = 1 << 20  # characters of base64 decoded at once: each call holds the interpreter lock
-KINDS = {"audio": AUDIO_FILE, "image": IMAGE_FILE, "video": VIDEO_FILE}
+KINDS = {"audio": AUDIO_FILE, "image": IMAGE_FILE}
 MediaPart = AudioPart | ImageUrlPart | AudioUrlPart | VideoUrlPart | FilePart
 
 
@@ -310,6 +309,11 @@ class MediaReader:
         decoders: DecoderThreads,
     ) -> None:
         self._settings = settings
+        self._limits = MediaLimits(
+            audio_seconds=settings.audio_seconds,
+            image_pixels=settings.image_pixels,
+            video_seconds=settings.video_seconds,
+        )
         self._decoders = decoders
         self._fetcher = fetcher
         self._files = files
@@ -350,7 +354,7 @@ class MediaReader:
 
     async def _read_all(self, unread: Sequence[_Unread]) -> list[_Medium]:
         """Read media side by side. Raises the error of the first one that has one, in the order of the request."""
-        reading = [asyncio.create_task(self._part(one.part, one.where), name="medium") for one in unread]
+        reading = [asyncio.create_task(self._read(one.part, one.where), name="medium") for one in unread]
         try:
             return [await task for task in reading]
         finally:
@@ -365,9 +369,7 @@ class MediaReader:
             HttpError: 400 or 413, as for the media of messages.
         """
         self._check_file(data, param)
-        items = [(Item(AUDIO_FILE, "The file", len(data)), data)]
-        measured = await self._on_decoder(lambda decoder: decoder.measure(items, self._limits()), param)
-        return {"type": "audio", "audio": data}, measured.seconds
+        return {"type": "audio", "audio": data}, (await self._measured(AUDIO_FILE, "The file", data, param)).seconds
 
     async def samples(self, data: bytes, param: str, rate: int, most_seconds: float) -> numpy.ndarray:
         """Decode an uploaded sound: f32 [samples], mono, at `rate` Hz.
@@ -376,8 +378,8 @@ class MediaReader:
             HttpError: 400 or 413, as for the media of messages.
         """
         self._check_file(data, param)
-        limits = dataclasses.replace(self._limits(), audio_seconds=most_seconds, audio_rate=rate)
-        items = [(Item(AUDIO_FILE, "The recording", len(data)), data)]
+        limits = dataclasses.replace(self._limits, audio_seconds=most_seconds, audio_rate=rate)
+        items = _items(AUDIO_FILE, "The recording", data)
         (samples,) = await self._on_decoder(lambda decoder: decoder.decode(items, limits), param)
         return samples
 
@@ -442,12 +444,6 @@ class MediaReader:
             raise bad_field(f"{where}.audio.id", unknown)
         return text
 
-    async def _part(self, part: MediaPart, where: str) -> _Medium:
-        medium = await self._read(part, where)
-        if not medium.data:
-            raise bad_field(medium.param, "The data is empty.")
-        return medium
-
     async def _read(self, part: MediaPart, where: str) -> _Medium:
         if isinstance(part, AudioPart):
             param = f"{where}.input_audio.data"
@@ -473,8 +469,7 @@ class MediaReader:
             message = f"There is no file {part.file.file_id!r}, or no longer: upload it again."
             raise bad_field(param, message, "file_not_found")
         reserve(len(file.data))  # it is sent to the pipeline as if it were in the body
-        items = [(Item(UNKNOWN_FILE, "The file", len(file.data)), file.data)]
-        measured = await self._on_decoder(lambda decoder: decoder.measure(items, MediaLimits()), param)
+        measured = await self._measured(UNKNOWN_FILE, "The file", file.data, param)
         return _Medium(measured.modality, file.data, param)
 
     async def _url(self, url: memoryview, modality: str, param: str) -> _Medium:
@@ -512,69 +507,58 @@ class MediaReader:
         if size > limit:
             raise too_large(f"Each image, audio or video is limited to {limit} bytes.", param)
 
-    def _limits(self) -> MediaLimits:
-        return MediaLimits(
-            audio_seconds=self._settings.audio_seconds,
-            image_pixels=self._settings.image_pixels,
-            video_seconds=self._settings.video_seconds,
-        )
-
     async def _checked(self, found: Sequence[_Medium], sound_in_video: bool = False) -> list[Any]:
         """Check audio and images by their headers and decode video; what the client library takes.
 
         The stage that decodes audio and images checks them again, and more.
         """
-        limits = self._limits()
         values: list[Any] = []
         used = 0
-        for medium in found:
-            value, size = await self._looked_at(medium, limits, used)
-            used += size
-            if medium.modality == "video" and sound_in_video:
-                value = (*value, medium.data)
-                used += await self._sound_track(medium, limits, used)
-            values.append(value)
+        for modality, data, param in found:
+            if not data:
+                raise bad_field(param, "The data is empty.")
+            if modality != "video":
+                used += (await self._measured(KINDS[modality], f"The {modality}", data, param, used)).size
+                values.append(data)
+                continue
+            frames = await self._film(data, param, used)
+            used += frames.nbytes
+            if sound_in_video:
+                track = "The sound track that use_audio_in_video asks for"
+                used += (await self._measured(AUDIO_FILE, track, data, param, used)).size
+            values.append((frames, DEFAULT_VIDEO_RATE, data) if sound_in_video else (frames, DEFAULT_VIDEO_RATE))
         return values
 
-    async def _looked_at(self, medium: _Medium, limits: MediaLimits, used: int) -> tuple[Any, int]:
-        """What is sent on of a medium, and its bytes after decoding."""
-        items = [(Item(KINDS[medium.modality], f"The {medium.modality}", len(medium.data)), medium.data)]
-        if medium.modality != "video":
-            measured = await self._on_decoder(lambda decoder: decoder.measure(items, limits, used), medium.param)
-            return medium.data, measured.size
-        (frames,) = await self._on_decoder(lambda decoder: decoder.decode(items, limits, used), medium.param)
-        return (frames, DEFAULT_VIDEO_RATE), frames.nbytes
+    async def _film(self, data: bytes, param: str, used: int) -> numpy.ndarray:
+        items = _items(VIDEO_FILE, "The video", data)
+        (frames,) = await self._on_decoder(lambda decoder: decoder.decode(items, self._limits, used), param)
+        return frames
 
-    async def _sound_track(self, medium: _Medium, limits: MediaLimits, used: int) -> int:
-        """The bytes of a video's sound track after decoding."""
-        items = [(Item(AUDIO_FILE, "The sound track that use_audio_in_video asks for", len(medium.data)), medium.data)]
-        return (await self._on_decoder(lambda decoder: decoder.measure(items, limits, used), medium.param)).size
+    async def _measured(self, kind: str, what: str, data: bytes, param: str, used: int = 0) -> Reply:
+        items = _items(kind, what, data)
+        return await self._on_decoder(lambda decoder: decoder.measure(items, self._limits, used), param)
 
     async def _on_decoder(self, work: Callable[[MediaDecoder], T], param: str) -> T:
         """Run `work` on a thread with a decoder: C code reads these files, in a process that it alone can break."""
         task = self._decoders.submit(work)
         try:
-            with _named(param):
-                result: T = await asyncio.wrap_future(task.future)
+            result: T = await asyncio.wrap_future(task.future)
         except asyncio.CancelledError:
             task.cancel()
             raise
+        except MediaTooLarge as error:
+            raise too_large(str(error), param) from None
+        except MalformedMedia as error:
+            raise bad_field(param, error.message, "malformed_media") from None
+        except InvalidRequest as error:
+            raise bad_field(param, str(error)) from None
+        except OmniError as error:
+            raise HttpError.of(error) from None
         return result
 
 
-@contextlib.contextmanager
-def _named(param: str) -> Iterator[None]:
-    """Turn what a decoder raises into an `HttpError` about the field `param`."""
-    try:
-        yield
-    except MediaTooLarge as error:
-        raise too_large(str(error), param) from None
-    except MalformedMedia as error:
-        raise bad_field(param, error.message, "malformed_media") from None
-    except InvalidRequest as error:
-        raise bad_field(param, str(error)) from None
-    except OmniError as error:
-        raise HttpError.of(error) from None
+def _items(kind: str, what: str, data: bytes) -> list[tuple[Item, bytes]]:
+    return [(Item(kind, what, len(data)), data)]
 
 
 def _string_of(value: msgspec.Raw, param: str) -> memoryview:
