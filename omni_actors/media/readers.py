@@ -5,11 +5,12 @@ A header is checked before anything is decoded, and not trusted afterwards: what
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import soundfile
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 # FFmpeg's containers that hold all they show themselves. Others, such as playlists, name further files.
 CONTAINERS: Final = "mov,mp4,matroska,webm,avi,flv,mpegts,mpeg,ogg,asf,gif,aac,amr"
-SOUND_FORMATS: Final = "WAV, FLAC, MP3, Ogg, M4A, AAC and WebM"
 VIDEO_SIDE: Final = 640  # longest side of a kept frame, in pixels
 
 Samples = NDArray[np.float32]
@@ -66,58 +66,6 @@ def modality_of(data: bytes) -> str:
 
 def _is_cover(stream: Any) -> bool:
     return "attached_pic" in stream.disposition.name if stream.disposition else False
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sound
-
-
-def _sound_of(container: InputContainer, limits: MediaLimits, what: str) -> Any:
-    """The first stream of sound, checked by its header."""
-    if not container.streams.audio:
-        raise MalformedMedia(f"{what} is missing: the file has no sound.")
-    stream = container.streams.audio[0]
-    check_rate(stream.rate, limits, what)
-    if stream.channels > limits.channels:
-        raise InvalidRequest(f"{what} has {stream.channels} channels; at most {limits.channels} are allowed.")
-    stream.codec_context.thread_count = 1
-    return stream
-
-
-def measure_sound(data: bytes, limits: MediaLimits, what: str) -> tuple[int, float]:
-    """Check a header, and return the bytes and seconds that it announces after decoding, 0 if it does not say."""
-    with _opened(data) as container:
-        stream = _sound_of(container, limits, what)
-        length = stream.duration * stream.time_base if stream.duration is not None and stream.time_base else 0
-        seconds = max(0.0, float(length))
-        check_seconds(seconds, limits.audio_seconds, what)
-        return int(seconds * stream.rate * stream.channels * SAMPLE_BYTES), seconds
-
-
-def sound_rate(data: bytes, limits: MediaLimits, what: str) -> int:
-    """The sample rate in Hz."""
-    with _opened(data) as container:
-        rate: int = _sound_of(container, limits, what).rate
-        return rate
-
-
-def sound_blocks(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Iterator[Samples]:
-    """Blocks of mono samples f32 at the file's own rate."""
-    import av
-
-    total = 0
-    with _opened(data) as container:
-        stream = _sound_of(container, limits, what)
-        planar = av.AudioResampler(format="fltp")  # to floating point; rate and channels stay
-        for frame in container.decode(stream):
-            for part in planar.resample(frame):
-                samples = part.to_ndarray()
-                take_decoded(budget, samples.nbytes, what)
-                total += samples.shape[1]
-                check_seconds(total / stream.rate, limits.audio_seconds, what)
-                yield samples.mean(axis=0, dtype=np.float32)
-    if not total:
-        raise MalformedMedia(f"{what} holds no samples.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,7 +124,6 @@ BLOCK_BYTES: Final = 1 << 20  # of samples that are decoded at a time
 UNKNOWN_FRAMES: Final = 1 << 62  # libsndfile's length of a stream whose header does not say it is larger
 
 Decoded = Samples | Pixels
-T = TypeVar("T")
 
 
 class Announced(NamedTuple):
@@ -193,11 +140,13 @@ def measure(kind: str, data: bytes, limits: MediaLimits, what: str) -> Announced
         MalformedMedia: the file cannot be read.
         InvalidRequest: it exceeds a limit.
     """
-    if kind == AUDIO_FILE:
-        return _read(lambda: _measure_audio(data, limits, what), what)
-    if kind in IMAGE_MODES:
-        return _read(lambda: _measure_image(data, IMAGE_MODES[kind], limits, what), what)
-    return Announced()  # arrays have been counted, and a video's frames are counted as they are decoded
+    with _reading(what):
+        if kind == AUDIO_FILE:
+            return _measure_audio(data, limits, what)
+        if kind in IMAGE_MODES:
+            with _open_image(data, limits, what) as image:
+                return Announced(image.width * image.height * len(IMAGE_MODES[kind]))
+        return Announced()  # arrays have been counted, and a video's frames are counted as they are decoded
 
 
 def decode(kind: str, data: bytes, rate: int, limits: MediaLimits, budget: Budget, what: str) -> Decoded:
@@ -213,16 +162,20 @@ def decode(kind: str, data: bytes, rate: int, limits: MediaLimits, budget: Budge
         MalformedMedia: the file cannot be read, or samples are not finite.
         InvalidRequest: the decoded medium exceeds a limit.
     """
-    if kind == AUDIO_ARRAY:
-        samples = np.frombuffer(data, dtype=np.float32)
-        step = BLOCK_BYTES // SAMPLE_BYTES
-        blocks = (samples[at : at + step] for at in range(0, len(samples), step))
-        return _read(lambda: resampled(blocks, rate, limits.audio_rate, what), what)
-    if kind == AUDIO_FILE:
-        return _read(lambda: _decode_audio(data, limits, what, budget), what)
-    if kind in IMAGE_MODES:
-        return _read(lambda: _decode_image(data, IMAGE_MODES[kind], limits, what, budget), what)
-    return _read(lambda: decode_video(data, limits, what, budget), what)
+    with _reading(what):
+        if kind == AUDIO_ARRAY:
+            samples = np.frombuffer(data, dtype=np.float32)
+            step = BLOCK_BYTES // SAMPLE_BYTES
+            blocks = (samples[at : at + step] for at in range(0, len(samples), step))
+            return resampled(blocks, rate, limits.audio_rate, what)
+        if kind == AUDIO_FILE:
+            return _decode_audio(data, limits, what, budget)
+        if kind not in IMAGE_MODES:
+            return decode_video(data, limits, what, budget)
+        mode = IMAGE_MODES[kind]
+        with _open_image(data, limits, what) as image:
+            take_decoded(budget, image.width * image.height * len(mode), what)
+            return np.asarray(ImageOps.exif_transpose(image).convert(mode))
 
 
 def preload() -> None:
@@ -257,10 +210,11 @@ def sniff(data: bytes) -> str:
         return "video"  # its reader reports what is wrong
 
 
-def _read(reader: Callable[[], T], what: str) -> T:
-    """Run a decoder on a client's bytes. However the decoder fails, the error is `MalformedMedia`."""
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Around a decoder of a client's bytes. However the decoder fails, the error is `MalformedMedia`."""
     try:
-        return reader()
+        yield
     except OmniError:
         raise
     except MemoryError as error:
@@ -288,15 +242,8 @@ class _Stream(soundfile.SoundFile):  # type: ignore[misc]
         return False
 
 
-def _measure_audio(data: bytes, limits: MediaLimits, what: str) -> Announced:
-    if not _is_known(data):
-        return Announced(*measure_sound(data, limits, what))
-    with _Stream(io.BytesIO(data)) as file:
-        return _check_audio_header(file, limits, what)
-
-
 def _is_known(data: bytes) -> bool:
-    """Whether libsndfile knows the format of a file, be the file in order or not."""
+    """Whether libsndfile knows the format of a file (WAV, FLAC, Ogg, MP3), be the file in order or not."""
     try:
         _Stream(io.BytesIO(data)).close()
     except soundfile.LibsndfileError as error:
@@ -304,33 +251,76 @@ def _is_known(data: bytes) -> bool:
     return True
 
 
-def _check_audio_header(file: soundfile.SoundFile, limits: MediaLimits, what: str) -> Announced:
-    check_rate(file.samplerate, limits, what)
-    if file.channels > limits.channels:
-        raise InvalidRequest(f"{what} has {file.channels} channels; at most {limits.channels} are allowed.")
+def _measure_audio(data: bytes, limits: MediaLimits, what: str) -> Announced:
+    if not _is_known(data):
+        with _opened(data) as container:
+            return _sound_of(container, limits, what)[1]
+    with _Stream(io.BytesIO(data)) as file:
+        return _check_sound(file, limits, what)
+
+
+def _check_sound(file: soundfile.SoundFile, limits: MediaLimits, what: str) -> Announced:
     frames = file.frames if file.frames < UNKNOWN_FRAMES else 0
-    check_seconds(frames / file.samplerate, limits.audio_seconds, what)
-    return Announced(int(frames * file.channels * SAMPLE_BYTES), frames / file.samplerate)
+    return _announced(file.samplerate, file.channels, frames / file.samplerate, limits, what)
+
+
+def _sound_of(container: InputContainer, limits: MediaLimits, what: str) -> tuple[Any, Announced]:
+    """The first stream of sound of a file that FFmpeg reads, and what its header says."""
+    if not container.streams.audio:
+        raise MalformedMedia(f"{what} is missing: the file has no sound.")
+    stream = container.streams.audio[0]
+    stream.codec_context.thread_count = 1
+    length = stream.duration * stream.time_base if stream.duration is not None and stream.time_base else 0
+    return stream, _announced(stream.rate, stream.channels, max(0.0, float(length)), limits, what)
+
+
+def _announced(rate: int, channels: int, seconds: float, limits: MediaLimits, what: str) -> Announced:
+    """Check the header of a sound; `seconds` is 0 if it does not say its length."""
+    check_rate(rate, limits, what)
+    if channels > limits.channels:
+        raise InvalidRequest(f"{what} has {channels} channels; at most {limits.channels} are allowed.")
+    check_seconds(seconds, limits.audio_seconds, what)
+    return Announced(round(seconds * rate * channels * SAMPLE_BYTES), seconds)
 
 
 def _decode_audio(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Samples:
-    """Mono f32 [samples] at `limits.audio_rate` from a file that libsndfile (WAV, FLAC, Ogg, MP3) or FFmpeg knows."""
+    """Mono f32 [samples] at `limits.audio_rate` from a file that libsndfile or FFmpeg knows."""
     if not _is_known(data):
-        rate = sound_rate(data, limits, what)
-        return resampled(sound_blocks(data, limits, what, budget), rate, limits.audio_rate, what)
+        with _opened(data) as container:
+            stream, _ = _sound_of(container, limits, what)
+            blocks = _mono(_planar(container, stream), stream.rate, limits, what, budget)
+            return resampled(blocks, stream.rate, limits.audio_rate, what)
     with _Stream(io.BytesIO(data)) as file:
-        _check_audio_header(file, limits, what)
-        return resampled(_mono_blocks(file, limits, what, budget), file.samplerate, limits.audio_rate, what)
+        _check_sound(file, limits, what)
+        blocks = _mono(_blocks(file), file.samplerate, limits, what, budget)
+        return resampled(blocks, file.samplerate, limits.audio_rate, what)
 
 
-def _mono_blocks(file: soundfile.SoundFile, limits: MediaLimits, what: str, budget: Budget) -> Iterator[Samples]:
-    block = BLOCK_BYTES // SAMPLE_BYTES // file.channels
+def _blocks(file: soundfile.SoundFile) -> Iterator[Samples]:
+    """Blocks f32 [channels, samples] of a file that libsndfile reads."""
+    count = BLOCK_BYTES // SAMPLE_BYTES // file.channels
+    while len(block := file.read(count, dtype="float32", always_2d=True)):
+        yield block.T
+
+
+def _planar(container: InputContainer, stream: Any) -> Iterator[Samples]:
+    """Blocks f32 [channels, samples] of a file that FFmpeg reads."""
+    import av
+
+    to_floats = av.AudioResampler(format="fltp")  # rate and channels stay
+    for frame in container.decode(stream):
+        for part in to_floats.resample(frame):
+            yield part.to_ndarray().astype(np.float32, copy=False)
+
+
+def _mono(blocks: Iterable[Samples], rate: int, limits: MediaLimits, what: str, budget: Budget) -> Iterator[Samples]:
+    """Average the channels of blocks f32 [channels, samples], and count them."""
     total = 0
-    while len(samples := file.read(block, dtype="float32", always_2d=True)):
-        total += len(samples)
-        take_decoded(budget, samples.nbytes, what)
-        check_seconds(total / file.samplerate, limits.audio_seconds, what)
-        yield samples.mean(axis=1)
+    for block in blocks:
+        take_decoded(budget, block.nbytes, what)
+        total += block.shape[1]
+        check_seconds(total / rate, limits.audio_seconds, what)
+        yield block.mean(axis=0, dtype=np.float32)
     if not total:
         raise MalformedMedia(f"{what} holds no samples.")
 
@@ -384,14 +374,3 @@ def _scale_down(image: Image.Image, pixels: int) -> None:
             break
     if scale > 1:
         image.draft(None, (width // scale, height // scale))
-
-
-def _measure_image(data: bytes, mode: str, limits: MediaLimits, what: str) -> Announced:
-    with _open_image(data, limits, what) as image:
-        return Announced(image.width * image.height * len(mode))
-
-
-def _decode_image(data: bytes, mode: str, limits: MediaLimits, what: str, budget: Budget) -> Pixels:
-    with _open_image(data, limits, what) as image:
-        take_decoded(budget, image.width * image.height * len(mode), what)
-        return np.asarray(ImageOps.exif_transpose(image).convert(mode))
