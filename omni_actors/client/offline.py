@@ -143,34 +143,21 @@ def params_by_stage(name: str, given: PipelineParams | None, stages: Sequence[st
     Raises:
         InvalidRequest: it has another form, or a parameter is unknown or out of range.
     """
-    listed = ", ".join(stages) or "none"
+    form = f"a mapping by stage name, or a list with one entry for each of these: {', '.join(stages) or 'none'}"
     if given is None:
         return {}
     if is_list(given):
         if len(given) != len(stages):
             raise InvalidRequest(
-                f"{name} has {len(given)} entries for {len(stages)} stages. A list has one entry for each stage that "
-                f"takes parameters, in this order: {listed}.",
-                hint="Use None for a stage's defaults, or a mapping by stage name.",
+                f"{name} has {len(given)} entries for {len(stages)} stages; it is {form}.",
+                hint="None stands for a stage's defaults.",
             )
         given = dict(zip(stages, given, strict=True))
-    if not isinstance(given, Mapping):
-        raise InvalidRequest(
-            f"{name} is a {type(given).__name__}; it is a mapping by stage name, or a list with one entry for each of "
-            f"these stages: {listed}."
-        )
-    params: dict[str, StageParams | Mapping[str, Any]] = {}
-    for stage, entry in given.items():
-        if not isinstance(stage, str):
-            raise InvalidRequest(f"{name} is a mapping by stage name; {stage!r} is none. The stages are {listed}.")
-        if isinstance(entry, Mapping) and set(entry) & set(stages):
-            raise InvalidRequest(
-                f"{name}, stage {stage!r}: the entry is a mapping by stage name.",
-                hint="Parameters of single prompts go in params_per_prompt.",
-            )
-        if isinstance(entry, StageParams | Mapping):
-            params[stage] = entry
-        elif entry is not None:
+    if not isinstance(given, Mapping) or not all(isinstance(stage, str) for stage in given):
+        raise InvalidRequest(f"{name} is {form}; got {given!r:.80}.")
+    params = {stage: entry for stage, entry in given.items() if entry is not None}
+    for stage, entry in params.items():
+        if not isinstance(entry, StageParams | Mapping):
             raise InvalidRequest(
                 f"{name}, stage {stage!r}: the parameters of a stage are a mapping such as {{'max_tokens': 64}}, a "
                 f"StageParams or None; got a {type(entry).__name__}."
@@ -199,19 +186,12 @@ def params_of_prompts(
     if len(names) > 1:
         raise InvalidRequest(f"{' and '.join(names)} are given; they exclude one another.", hint="Give one of them.")
     if params_per_prompt is not None:
-        if not is_list(params_per_prompt):
-            raise InvalidRequest(f"params_per_prompt is a list; got a {type(params_per_prompt).__name__}.")
-        if len(params_per_prompt) != count:
-            raise InvalidRequest(f"params_per_prompt has {len(params_per_prompt)} entries for {count} prompts.")
+        if not is_list(params_per_prompt) or len(params_per_prompt) != count:
+            raise InvalidRequest(f"params_per_prompt is a list with one entry for each of the {count} prompts.")
         return [
             params_by_stage(f"params_per_prompt[{index}]", own, stages) for index, own in enumerate(params_per_prompt)
         ]
-    if sampling_params_list is not None and not is_list(sampling_params_list):
-        raise InvalidRequest(
-            f"sampling_params_list is a list with one entry per stage; got a {type(sampling_params_list).__name__}.",
-            hint="A mapping by stage name goes in sampling_params.",
-        )
-    name = "sampling_params" if sampling_params_list is None else "sampling_params_list"
+    name = names[0] if names else "sampling_params"
     return [params_by_stage(name, given[name], stages)] * count
 
 

@@ -143,16 +143,14 @@ def test_a_progress_bar_counts_answered_prompts_and_one_that_fails_ends_the_call
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"sampling_params": [{}, {}]}, "2 entries for 4 stages.*in this order: prompt, thinker, talker, code2wav"),
-    ({"sampling_params_list": {"thinker": {}}}, "sampling_params_list is a list .* got a dict"),
-    ({"sampling_params": 3}, "sampling_params is a int"),
+    ({"sampling_params": [{}, {}]}, "2 entries for 4 stages.*for each of these: prompt, thinker, talker, code2wav"),
+    ({"sampling_params_list": 3}, "sampling_params_list is a mapping by stage name, or a list .* got 3"),
     ({"sampling_params": {"max_tokens": 3}}, "stage 'max_tokens'.* mapping such as .* got a int"),
-    ({"sampling_params": {1: {}}}, "by stage name; 1 is none. The stages are prompt, thinker"),
+    ({"sampling_params": {1: {}}}, "a mapping by stage name.*prompt, thinker.* got {1"),
     ({"sampling_params": [None, object(), None, None]}, "stage 'thinker'.* got a object"),
-    ({"sampling_params": [{"thinker": {}}] * 4}, "by stage name.* params_per_prompt"),
     ({"sampling_params": {"thinker": {"max_tokns": 3}}}, "stage 'thinker'.*max_tokns"),
-    ({"params_per_prompt": [{}]}, "params_per_prompt has 1 entries for 3 prompts"),
-    ({"params_per_prompt": {"thinker": {}}}, "params_per_prompt is a list; got a dict"),
+    ({"params_per_prompt": [{}]}, "one entry for each of the 3 prompts"),
+    ({"params_per_prompt": {"thinker": {}}}, "params_per_prompt is a list with one entry"),
     ({"params_per_prompt": [None, None, [{}]]}, r"params_per_prompt\[2\] has 1 entries for 4 stages"),
     ({"sampling_params": {}, "params_per_prompt": [None] * 3}, "exclude one another"),
     ({"voise": "Ethan"}, "no option 'voise'. Did you mean 'voice'"),
