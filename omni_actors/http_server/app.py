@@ -28,11 +28,9 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from starlette.websockets import WebSocket
 
 from omni_actors import __version__
 from omni_actors.errors import ErrorCode, InvalidRequest, OmniError
-from omni_actors.host.addresses import is_loopback
 from omni_actors.http_server import chat, images, responses, speech, state
 from omni_actors.http_server.bodies import BODIES, REFERENCE, FormBody, JsonBody, decode
 from omni_actors.http_server.errors import STOPPING, HttpError, bad_field
@@ -44,7 +42,7 @@ from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.fields import TRACEPARENT
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.sharing import Budget
-from omni_actors.telemetry.endpoint import render
+from omni_actors.telemetry.endpoint import METRICS_TYPE, is_name_of_loopback, render
 from omni_actors.telemetry.metrics import HTTP_TABLE
 from omni_actors.telemetry.timeline import as_json
 
@@ -52,7 +50,6 @@ logger = get_logger(__name__)
 
 PIPELINE_FIELDS = ("pipeline", "modalities", "parameters", "speech", "outputs", "sample_rate", "healthy", "in_flight")
 STAGE_FIELDS = ("stage", "replica", "state", "spare", "joining", "leaving", "in_flight", "counts")
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def health(request: Request, state: ServerState) -> Response:
@@ -110,9 +107,8 @@ class RecentQuery(msgspec.Struct):
 
 async def recent_timelines(request: Request, state: ServerState, query: RecentQuery) -> Response:
     """Timelines of the requests that ended last, the newest first."""
-    return json_response(
-        {"object": "list", "data": [as_json(timeline) for timeline in await state.client.recent(query.limit)]}
-    )
+    data = [as_json(timeline) for timeline in await state.client.recent(query.limit)]
+    return json_response({"object": "list", "data": data})
 
 
 async def timeline(request: Request, state: ServerState) -> Response:
@@ -176,10 +172,10 @@ class RequestMiddleware:
     it is valid, else `None`) into the scope's state.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, bodies: Budget | None = None) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, bodies: Budget) -> None:
         self._app = app
         self._settings = settings
-        self._bodies = bodies or Budget(settings.bodies_bytes)
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request or WebSocket; lifespan events pass through untouched."""
@@ -233,10 +229,7 @@ class RequestMiddleware:
             self._check_origin(scope, headers)
             self._check_key(scope["path"], headers)
         except HttpError as error:
-            if scope["type"] == "websocket":
-                await WebSocket(scope, receive, send).send_denial_response(error.response())
-            else:
-                await error.response()(scope, receive, send)
+            await error.response()(scope, receive, send)
             return
         try:
             await self._app(scope, receive, answer)
@@ -251,15 +244,8 @@ class RequestMiddleware:
             raise HttpError(400, "The request has more than one Host header.", code="invalid_http")
         if not self._settings.check_host:
             return
-        host = headers.get("host", "")
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            name = ""
-        if not is_loopback(name):
-            message = (
-                "This server has no API key, so it answers only to loopback names such as 127.0.0.1 and localhost."
-            )
+        if not is_name_of_loopback(headers.get("host", "")):
+            message = "Without an API key this server answers only to loopback names such as 127.0.0.1 and localhost."
             raise HttpError(403, message, code="host_not_allowed")
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
@@ -277,8 +263,7 @@ class RequestMiddleware:
         # A link on another site may lead to the page.
         linked = scope.get("method") in ("GET", "HEAD") and scope["path"] in OPEN_PATHS
         if not own or (headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not linked):
-            message = "This server has no API key, so it answers no web page of another site; the section http of the "
-            message += "configuration can name the site in cors_origins."
+            message = "Without an API key this server answers pages of other sites only if http.cors_origins has them."
             raise HttpError(403, message, code="origin_not_allowed")
 
     def _check_key(self, path: str, headers: Headers) -> None:
@@ -344,19 +329,17 @@ class Endpoint(NamedTuple):
     def described(self) -> dict[str, Any]:
         """The operation in an OpenAPI document."""
         named = self.handler.__name__.strip("_")
-        path = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name, _ in PARAMETER.findall(self.path)
-        ]
-        fields = (
-            msgspec.json.schema_components([self.query])[1][self.query.__name__]["properties"] if self.query else {}
-        )
-        query = [{"name": name, "in": "query", "required": False, "schema": field} for name, field in fields.items()]
+        path = [(name, "path", {"type": "string"}) for name, _ in PARAMETER.findall(self.path)]
+        query = msgspec.json.schema(self.query)["$defs"][self.query.__name__]["properties"] if self.query else {}
+        parameters = [*path, *((name, "query", field) for name, field in query.items())]
         return {
             "summary": named.replace("_", " ").title(),
             "description": inspect.cleandoc(self.handler.__doc__ or ""),
             "operationId": f"{self.handler.__module__.rpartition('.')[2]}_{named}",
-            "parameters": path + query,
+            "parameters": [
+                {"name": name, "in": place, "required": place == "path", "schema": schema}
+                for name, place, schema in parameters
+            ],
             **({"requestBody": self.body.described()} if self.body is not None else {}),
             "responses": {"200": {"description": "Success"}, **dict.fromkeys(ERROR_STATUSES, ERROR)},
         }
@@ -399,7 +382,7 @@ def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None, bodi
         bodies: accounts for the bytes of all requests, also those that have not reached the application.
     """
     bodies = bodies or Budget(settings.bodies_bytes)
-    app: ASGIApp = RequestMiddleware(create_routes(settings, fetcher=fetcher, bodies=bodies), settings, bodies)
+    app: ASGIApp = RequestMiddleware(create_routes(settings, bodies, fetcher), settings, bodies)
     if settings.cors_origins:
         # Outermost, because a browser asks in advance without the key, and must be able to read refusals.
         app = CORSMiddleware(
@@ -412,14 +395,12 @@ def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None, bodi
     return app
 
 
-def create_routes(
-    settings: ServerSettings, *, fetcher: Fetcher | None = None, bodies: Budget | None = None
-) -> Starlette:
+def create_routes(settings: ServerSettings, bodies: Budget, fetcher: Fetcher | None = None) -> Starlette:
     """Make the application without its middleware, so without key and request ids."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        state = ServerState(settings, bodies or Budget(settings.bodies_bytes), fetcher)
+        state = ServerState(settings, bodies, fetcher)
         async with state.client:
             app.state.server = state
             yield
@@ -450,9 +431,7 @@ def _route(path: str, operations: dict[str, Endpoint]) -> Route:
 
 
 async def _no_websocket(request: Request) -> Response:
-    message = (
-        f"{REALTIME} is a WebSocket: connect to it with ws:// or wss://, and let proxies on the way pass upgrades on."
-    )
+    message = f"{REALTIME} is a WebSocket: connect with ws:// or wss://, and let proxies on the way pass upgrades on."
     error = HttpError(426, message, code="upgrade_required")
     error.headers.update({"upgrade": "websocket", "connection": "upgrade"})
     raise error
@@ -471,8 +450,8 @@ async def _no_route(scope: Scope, receive: Receive, send: Send) -> None:
     raise HttpError(404, message, code="not_found")
 
 
-async def _answer(connection: HTTPConnection, error: Exception) -> Response | None:
-    """Answer what a route has raised, and refuse a WebSocket that was not accepted yet with the same answer."""
+async def _answer(connection: HTTPConnection, error: Exception) -> Response:
+    """Answer what a route has raised, or refuse a WebSocket that was not accepted yet."""
     match error:
         case HttpError() | OmniError():
             found = HttpError.of(error)
@@ -485,9 +464,6 @@ async def _answer(connection: HTTPConnection, error: Exception) -> Response | No
             about = {"request_id": getattr(connection.state, "request_id", "")}
             logger.error("a request failed: %s", trace_of(error), extra=about)
             found = HttpError(500, "Internal error: see the server's log.", code="internal_error")
-    if isinstance(connection, WebSocket):
-        await connection.send_denial_response(found.response())
-        return None
     return found.response()
 
 

@@ -14,10 +14,9 @@ from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from omni_actors.errors import ConfigError
@@ -72,22 +71,10 @@ def render(meters: Meters, table: Mapping[str, Metric] = TABLE) -> str:
     return text.decode()
 
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ANSWER_SECONDS = 5.0  # for the coordinator to gather the metrics
 CONNECTIONS = 16  # at a time, each with a thread; the oldest makes room for the next one
 READ_SECONDS = 5.0  # for which a connection may send nothing
-
-
-class _PipelineCollector(Collector):
-    """Asks the coordinator for every scrape, on the loop that owns the connection to it."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, fetch: Callable[[], Coroutine[Any, Any, str]]) -> None:
-        self._loop = loop
-        self._fetch = fetch
-
-    def collect(self) -> Iterable[Family]:
-        """Raise what `fetch` raises, or `TimeoutError`; the scrape then fails with 500."""
-        text = asyncio.run_coroutine_threadsafe(self._fetch(), self._loop).result(ANSWER_SECONDS)
-        return text_string_to_metric_families(text)
 
 
 class _MetricsHandler(WSGIRequestHandler):
@@ -131,21 +118,12 @@ class _ServerOfIPv6(_Server):
     address_family = socket.AF_INET6
 
 
-def _for_loopback(application: Any) -> Any:
-    """Refuse a web page whose name resolves to this host: its requests have its own name as Host."""
-
-    def check(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        try:
-            name = urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname or ""
-        except ValueError:
-            name = ""
-        if is_loopback(name):
-            answer: Iterable[bytes] = application(environ, start_response)
-            return answer
-        start_response("403 Forbidden", [("Content-Type", "text/plain")])
-        return [b"Metrics are served to loopback names only, such as 127.0.0.1.\n"]
-
-    return check
+def is_name_of_loopback(host: str) -> bool:
+    """Whether a Host header is a loopback name. That of a web page whose name resolves to this host is not."""
+    try:
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False
 
 
 class MetricsEndpoint:
@@ -159,23 +137,25 @@ class MetricsEndpoint:
     """
 
     def __init__(self, host: str, port: int, fetch: Callable[[], Coroutine[Any, Any, str]]) -> None:
-        registry = CollectorRegistry(auto_describe=False)
-        collector = _PipelineCollector(asyncio.get_running_loop(), fetch)
+        loop = asyncio.get_running_loop()
+
+        def answer(environ: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
+            """Ask the coordinator, on the loop that owns the connection to it. What fails becomes an answer 500."""
+            if is_loopback(host) and not is_name_of_loopback(environ.get("HTTP_HOST", "")):
+                start_response("403 Forbidden", [("Content-Type", "text/plain")])
+                return [b"Metrics are served to loopback names only, such as 127.0.0.1.\n"]
+            text = asyncio.run_coroutine_threadsafe(fetch(), loop).result(ANSWER_SECONDS)
+            start_response("200 OK", [("Content-Type", METRICS_TYPE)])
+            return [text.encode()]
+
+        server = _ServerOfIPv6 if ":" in host else _Server
         try:
-            application = make_wsgi_app(registry)
-            self._server = make_server(
-                host,
-                port,
-                _for_loopback(application) if is_loopback(host) else application,
-                _ServerOfIPv6 if ":" in host else _Server,
-                _MetricsHandler,
-            )
+            self._server = make_server(host, port, answer, server, _MetricsHandler)
         except OSError as error:
             raise ConfigError(
                 f"--metrics: cannot listen on {host}:{port}: {error.strerror or error}.",
                 hint="Choose another address or port.",
             ) from error
-        registry.register(collector)
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}/metrics"

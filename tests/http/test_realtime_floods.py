@@ -174,7 +174,7 @@ def test_messages_that_have_not_ended_count_as_bytes_of_all_requests(echo: HttpP
 def counted_sessions(settings: ServerSettings) -> Iterator[tuple[str, Budget, list[Realtime]]]:
     """A server, the bytes that its requests hold, and what its sessions share once there is one."""
     bodies = Budget(settings.bodies_bytes)
-    routes = create_routes(settings, bodies=bodies)
+    routes = create_routes(settings, bodies)
     app = RequestMiddleware(routes, settings, bodies)
     with serving(app, ws=bounded_websocket(settings, bodies), ws_max_size=settings.body_bytes) as url:
         yield url, bodies, [routes.state.server.realtime]

@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from omni_actors.http_server.app import create_app, create_routes
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.sharing import Budget
 from tests.support.servers import HttpPipeline, serving
 
 PAGE_FILES = re.compile(r"/(vendor/)?\w+\.(js|css)")
@@ -19,7 +20,7 @@ LOOPBACK = {"host": "localhost"}
 FOREIGN = {"host": "pipeline.example"}
 ROUTES = sorted(
     (method, re.sub(r"{\w+(:path)?}", "x", route.path))
-    for route in create_routes(ServerSettings(endpoint="ipc:///nowhere")).routes
+    for route in create_routes(ServerSettings(endpoint="ipc:///nowhere"), Budget(0)).routes
     if isinstance(route, Route)
     for method in route.methods or ()
 )

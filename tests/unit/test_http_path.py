@@ -32,7 +32,7 @@ SCOPE: dict[str, Any] = {"type": "http", "state": {"request_id": "r"}}
 
 def test_no_route_needs_a_thread_of_the_pool_for_every_request() -> None:
     """Starlette runs a route that is no coroutine in one."""
-    routes = [route for route in create_routes(SETTINGS).routes if isinstance(route, Route)]
+    routes = [route for route in create_routes(SETTINGS, Budget(0)).routes if isinstance(route, Route)]
     assert len(routes) > 20
     assert all(map(inspect.iscoroutinefunction, (route.endpoint for route in routes)))
 

@@ -8,6 +8,7 @@ from starlette.types import Message, Receive, Scope, Send
 from omni_actors.http_server.app import RequestMiddleware
 from omni_actors.http_server.bodies import reserve
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.sharing import Budget
 
 BODY = b"x" * 90_000
 SCOPE = {
@@ -30,7 +31,7 @@ async def test_a_client_that_has_its_answer_may_send_as_much_again_at_once() -> 
         await PlainTextResponse("answer")(scope, receive, send)
 
     settings = ServerSettings(endpoint="ipc:///tmp/none", bodies_bytes=100_000)
-    server = RequestMiddleware(app, settings)
+    server = RequestMiddleware(app, settings, Budget(settings.bodies_bytes))
     statuses: list[int] = []
 
     async def second(message: Message) -> None:
