@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 RESERVED_FILES = 64  # for all but connections: logs, sockets to the pipeline, media that are fetched
 TLS_CLOSE_SECONDS = 2.0  # for the peer to answer the end of its encrypted connection
-LINGER_SECONDS = 1.0  # for which what a refused client still sends is read and discarded, so that it sees why
+LINGER_SECONDS = 1.0  # for a refused client to see why: to close while it sends would reset the connection
 
 
 def bounded_protocol(settings: ServerSettings, connections: int) -> type[asyncio.Protocol]:
@@ -271,7 +271,6 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self.transport.write(refusal(status, message, code))
         if linger and self.transport.can_write_eof():
-            # To close while the client still sends would reset the connection, and the answer could be lost.
             self.transport.write_eof()
             self.loop.call_later(LINGER_SECONDS, self.transport.close)
         else:
@@ -280,14 +279,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
 BURST_SECONDS = 2.0  # of events that may come at once
 CLOSE_SECONDS = 5.0  # for a WebSocket's client to read what was sent to it before its session ended
-WEBSOCKET_LINGER_SECONDS = (
-    1.0  # the same where the server ends it; to close while the client sends would reset the connection
-)
 SLICE_BYTES = 4 << 10  # that are parsed at a time: at most 683 frames, some 10 ms
 SMALL_BYTES = 1 << 10  # of a piece of a message, below which it costs more to parse than it brings
-FREE_BYTES = (
-    64 << 10
-)  # of a message that may arrive even when the budget is used up: the session then refuses it and goes on
+FREE_BYTES = 64 << 10  # of a message that may arrive beyond the budget: the session then refuses it and goes on
 EARLY = "A WebSocket's client must wait for the answer to its request before it sends anything."
 
 
@@ -418,7 +412,7 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         self.transport.pause_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self.close_timer = self.loop.call_later(WEBSOCKET_LINGER_SECONDS, self.transport.close)
+        self.close_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _forget(self) -> None:
         self.frames, self._pieces, self._unread, self._waiting_bytes = [], bytearray(), b"", 0

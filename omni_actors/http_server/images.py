@@ -94,7 +94,7 @@ FIELD_OF = {
 
 
 class ImageFields(Submission, frozen=True, kw_only=True):
-    """The fields of both routes: first OpenAI's, then those of diffusion models and of this server."""
+    """The fields of both routes but pictures: first OpenAI's, then those of diffusion models and of this server."""
 
     prompt: Annotated[str, Meta(min_length=1, max_length=MAX_PROMPT)]
     n: Annotated[int, Meta(ge=1, le=MAX_PICTURES)] | None = None
@@ -145,10 +145,6 @@ class ImageRequest(ImageFields, frozen=True, kw_only=True):
     stage_params: ParamsByStage = ABSENT
 
 
-class EditForm(ImageFields, frozen=True, kw_only=True):
-    """The fields of POST /v1/images/edits besides the pictures."""
-
-
 def params_of(fields: ImageFields, declared: Mapping[str, Sequence[Parameter]]) -> dict[str, StageParams]:
     """The parameters of a request by stage: each field goes to all stages whose model declares its parameter.
 
@@ -187,7 +183,7 @@ def _not_declared(name: str, declared: Mapping[str, Sequence[Parameter]]) -> Htt
 
 GENERATION = JsonBody(ImageRequest, OF_NEW_IMAGES)
 MAX_REFERENCES = 16
-EDIT = FormBody(EditForm, OF_EDITS, "image", MAX_REFERENCES)
+EDIT = FormBody(ImageFields, OF_EDITS, "image", MAX_REFERENCES)
 MODALITY = "image"
 TOKEN_PIXELS = 16  # of a token's side, as the models here have it
 FIELDS: dict[str, str] = {
@@ -203,7 +199,7 @@ async def generations(request: Request, state: ServerState, body: ImageRequest) 
     return await _respond(body, (), "image_generation", request, state)
 
 
-async def edits(request: Request, state: ServerState, form: Form[EditForm]) -> Response:
+async def edits(request: Request, state: ServerState, form: Form[ImageFields]) -> Response:
     """Make pictures of a text and of other pictures."""
     return await _respond(form.fields, form.files, "image_edit", request, state)
 

@@ -438,9 +438,7 @@ class MediaReader:
         text = self._transcripts.find(message.audio.id)
         text = message.audio.transcript if text is None else text
         if text is None:
-            unknown = (
-                "This audio is not known, or no longer: send its text as content, or its transcript beside its id."
-            )
+            unknown = "This audio is not known, or no longer: send its text as content, or its transcript with its id."
             raise bad_field(f"{where}.audio.id", unknown)
         return text
 
@@ -476,10 +474,8 @@ class MediaReader:
         start = bytes(url[:MAX_URL])
         if start[:5].lower() != b"data:":
             if looks_like_base64(start):
-                message = (
-                    f"This is base64 without its type: put data:{modality}/TYPE;base64, in front of it. Else a URL "
-                )
-                message += "is https://, on a host that the operator allows with --media-host."
+                message = f"This is base64 without its type: put data:{modality}/TYPE;base64, in front of it. A URL is "
+                message += "https://, on a host that the operator allows with --media-host."
                 raise bad_field(param, message, "invalid_url")
             if len(url) > MAX_URL:
                 raise bad_field(param, f"A URL is limited to {MAX_URL} bytes.", "invalid_url")

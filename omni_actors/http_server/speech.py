@@ -234,9 +234,7 @@ async def _respond(fields: TranslationForm, file: bytes, task: Task, request: Re
         raise bad_field("model", message, "unknown_modality")
     part, seconds = await state.media.recording(file, "file")
     if fields.response_format in TIMED and not seconds:
-        message = (
-            f"The file does not say how long it is, which {fields.response_format!r} needs: ask for 'json' or 'text'."
-        )
+        message = f"The file does not say its length, which {fields.response_format!r} needs: ask for 'json' or 'text'."
         raise bad_field("response_format", message, "unsupported_value")
     answer = await Answer.begin(
         request,

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import ipaddress
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -58,6 +59,7 @@ SUFFIX = ".voice"
 MAX_HEAD = 64 << 10
 ID = "voice_"
 ID_BYTES = 12
+VOICE_ID = re.compile(rf"{ID}[0-9a-f]{{{2 * ID_BYTES}}}")
 
 
 class Voice(Struct, frozen=True, forbid_unknown_fields=True):
@@ -177,9 +179,7 @@ class VoiceStore:
     def _paths(self, name: str) -> list[Path]:
         if self._folder is None:
             return []
-        ids = [id_of(name)]
-        if name.startswith(ID) and len(name) == len(ids[0]) and name.removeprefix(ID).isalnum() and name.isascii():
-            ids = [name, *ids] if name != ids[0] else ids
+        ids = [name, id_of(name)] if VOICE_ID.fullmatch(name) else [id_of(name)]
         return [path for each in ids if (path := self._folder / f"{each}{SUFFIX}").exists()]
 
     def _head(self, path: Path) -> Voice | None:
@@ -357,10 +357,8 @@ class ServerState:
         known = {*description.voices, "default"}
         alias_of = self.settings.voice_aliases.get(name) if name is not None and name not in known else None
         if alias_of is not None and alias_of not in known:
-            message = (
-                f"{name!r} is an alias of {alias_of!r}, which this pipeline does not have: its operator must change "
-            )
-            message += f"http.voice_aliases. The voices are {', '.join(description.voices) or 'none'}."
+            message = f"{name!r} is an alias of {alias_of!r} in http.voice_aliases, which this pipeline does not have. "
+            message += f"The voices are {', '.join(description.voices) or 'none'}."
             raise bad_field(param, message, "unknown_voice")
         found = alias_of or name
         return None if found == "default" else found

@@ -141,5 +141,5 @@ def test_without_a_length_there_is_text_but_no_subtitle(echo: HttpPipeline) -> N
     endless[22:26] = bytes(4)
     error = post(echo, bytes(endless), response_format="srt").json()["error"]
     assert error["param"] == "response_format"
-    assert "does not say how long it is" in error["message"]
+    assert "does not say its length" in error["message"]
     assert post(echo, bytes(endless), response_format="text").text == f"{QUESTION} {ONLY}\n"
