@@ -130,22 +130,6 @@ HTTP_TABLE: dict[str, Metric] = {}  # of the HTTP server, which exports them bes
 COORDINATOR = ("coordinator", "0")  # its values of the labels stage and replica
 
 
-def _counter(name: str, labels: tuple[str, ...], help: str) -> Metric:
-    return TABLE.setdefault(name, Metric(name, Kind.COUNTER, labels, help))
-
-
-def _gauge(name: str, labels: tuple[str, ...], help: str) -> Metric:
-    return TABLE.setdefault(name, Metric(name, Kind.GAUGE, labels, help))
-
-
-def _histogram(name: str, labels: tuple[str, ...], bounds: tuple[float, ...], help: str) -> Metric:
-    return TABLE.setdefault(name, Metric(name, Kind.HISTOGRAM, labels, help, bounds))
-
-
-def _http(kind: Kind, name: str, labels: tuple[str, ...], help: str, bounds: tuple[float, ...] = ()) -> Metric:
-    return HTTP_TABLE.setdefault(name, Metric(name, kind, labels, help, bounds))
-
-
 _LATENCIES = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 _STEPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _WAITS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -155,207 +139,196 @@ _FACTORS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0
 _REPLICA = ("stage", "replica")
 _EDGE = ("source", "target")
 
+
+def _counter(name: str, help: str, labels: Labels = (), table: dict[str, Metric] = TABLE) -> Metric:
+    return table.setdefault(name, Metric(name, Kind.COUNTER, labels, help))
+
+
+def _gauge(name: str, help: str, labels: Labels = (), table: dict[str, Metric] = TABLE) -> Metric:
+    return table.setdefault(name, Metric(name, Kind.GAUGE, labels, help))
+
+
+def _histogram(
+    name: str, help: str, labels: Labels = (), bounds: tuple[float, ...] = _WAITS, table: dict[str, Metric] = TABLE
+) -> Metric:
+    return table.setdefault(name, Metric(name, Kind.HISTOGRAM, labels, help, bounds))
+
+
 # Counted by the coordinator.
 REQUESTS = _counter(
     "omni_requests_total",
+    "Requests that ended: done, failed or refused (never admitted); code of the error, or ok.",
     ("outcome", "code"),
-    "Requests that ended: done, failed or refused (never admitted), with the error code, or ok.",
 )
-IN_FLIGHT = _gauge("omni_requests_in_flight", (), "Requests that have a slot.")
-QUEUED = _gauge("omni_requests_queued", (), "Requests that wait for a slot.")
-REQUEST_SECONDS = _histogram("omni_request_seconds", (), _REQUESTS, "Time of a done request from arrival to end.")
-FIRST_TEXT = _histogram(
-    "omni_time_to_first_text_seconds", (), _WAITS, "Time from a request's arrival to its first text (TTFT)."
-)
+IN_FLIGHT = _gauge("omni_requests_in_flight", "Requests that have a slot.")
+QUEUED = _gauge("omni_requests_queued", "Requests that wait for a slot.")
+REQUEST_SECONDS = _histogram("omni_request_seconds", "Time of a done request from arrival to end.", bounds=_REQUESTS)
+FIRST_TEXT = _histogram("omni_time_to_first_text_seconds", "Time from a request's arrival to its first text (TTFT).")
 FIRST_AUDIO = _histogram(
-    "omni_time_to_first_audio_seconds", (), _WAITS, "Time from a request's arrival to its first samples (TTFA)."
+    "omni_time_to_first_audio_seconds", "Time from a request's arrival to its first samples (TTFA)."
 )
 SMOOTH_START = _histogram(
-    "omni_smooth_start_seconds",
-    (),
-    _WAITS,
-    "Time from a done request's arrival to the earliest moment at which its audio can be played without a gap.",
+    "omni_smooth_start_seconds", "From a done request's arrival until its audio can be played without a gap."
 )
 AUDIO_GAPS = _histogram(
-    "omni_audio_gaps_seconds",
-    (),
-    _WAITS,
-    "Silence in the audio of a done request, all gaps together, when it is played from its first samples on.",
+    "omni_audio_gaps_seconds", "All gaps in the audio of a done request, played from its first samples on."
 )
 REALTIME_FACTOR = _histogram(
     "omni_realtime_factor",
-    (),
-    _FACTORS,
-    "Time of a done request divided by the length of its audio; below 1 is faster than playback.",
+    "Time of a done request by the length of its audio; below 1 is faster than playback.",
+    bounds=_FACTORS,
 )
 FIRST_PICTURE = _histogram(
-    "omni_time_to_first_picture_seconds", (), _WAITS, "Time from a request's arrival to its first picture or preview."
+    "omni_time_to_first_picture_seconds", "Time from a request's arrival to its first picture or preview."
 )
-AUDIO_SECONDS = _counter("omni_audio_seconds_total", (), "Length of all audio sent to clients.")
-PICTURES = _counter("omni_pictures_total", (), "Pictures sent to clients, without previews.")
-TEXT_TOKENS = _counter("omni_text_tokens_total", (), "Text tokens sent to clients.")
+AUDIO_SECONDS = _counter("omni_audio_seconds_total", "Length of all audio sent to clients.")
+PICTURES = _counter("omni_pictures_total", "Pictures sent to clients, without previews.")
+TEXT_TOKENS = _counter("omni_text_tokens_total", "Text tokens sent to clients.")
 ROUTED = _counter(
     "omni_routed_total",
+    "Choices of a replica, by what decided: load, its prefix cache (prefix), or the same host.",
     ("by",),
-    "Choices of a replica, by what decided: load, a conversation in its prefix cache (prefix), or the same host.",
 )
-REPLAYS = _counter("omni_replays_total", (), "Attempts made after the loss of a replica.")
-RETAINED = _gauge("omni_retained_bytes", (), "Prompts and media kept to run requests again.")
-READY = _gauge("omni_replica_ready", _REPLICA, "1 while a replica takes requests, else 0.")
-SPARE = _gauge("omni_replica_spare", _REPLICA, "1 while a spare is ready to take the place of a replica, else 0.")
-RESTARTS = _counter("omni_replica_restarts_total", _REPLICA, "Restarts of a replica, for any reason.")
-BOUND = _gauge("omni_replica_requests", _REPLICA, "Requests bound to a replica.")
+REPLAYS = _counter("omni_replays_total", "Attempts made after the loss of a replica.")
+RETAINED = _gauge("omni_retained_bytes", "Prompts and media kept to run requests again.")
+READY = _gauge("omni_replica_ready", "1 while a replica takes requests, else 0.", _REPLICA)
+SPARE = _gauge("omni_replica_spare", "1 while a spare is ready to take the place of a replica, else 0.", _REPLICA)
+RESTARTS = _counter("omni_replica_restarts_total", "Restarts of a replica, for any reason.", _REPLICA)
+BOUND = _gauge("omni_replica_requests", "Requests bound to a replica.", _REPLICA)
 
 # Counted by the receiver or the sender.
 REJECTED = _counter(
     "omni_frames_rejected_total",
-    (*_REPLICA, "channel", "reason"),
     "Messages that failed validation, by receiver (the coordinator's by channel) and reason.",
+    (*_REPLICA, "channel", "reason"),
 )
 DROPPED = _counter(
     "omni_messages_dropped_total",
+    "Valid messages dropped as late, of an earlier epoch or of unknown requests.",
     (*_REPLICA, "reason"),
-    "Valid messages dropped as late, of an earlier epoch, or of unknown requests, by receiver and reason.",
 )
-EDGE_MESSAGES = _counter("omni_edge_messages_total", _EDGE, "Messages sent on an edge.")
-EDGE_BYTES = _counter("omni_edge_bytes_total", _EDGE, "Bytes of all frames sent on an edge, headers included.")
-EDGE_SHARED = _counter("omni_edge_shared_bytes_total", _EDGE, "Bytes of tensors sent through shared memory instead.")
-EDGE_OUT = _gauge("omni_edge_unacknowledged_messages", _EDGE, "Messages sent for which no credit has come back yet.")
-EDGE_OUT_BYTES = _gauge("omni_edge_unacknowledged_bytes", _EDGE, "Bytes sent for which no credit has come back yet.")
-EDGE_CREDIT = _gauge("omni_edge_credit_messages", _EDGE, "Messages that may be sent before more credit arrives.")
+EDGE_MESSAGES = _counter("omni_edge_messages_total", "Messages sent on an edge.", _EDGE)
+EDGE_BYTES = _counter("omni_edge_bytes_total", "Bytes of all frames sent on an edge, headers included.", _EDGE)
+EDGE_SHARED = _counter("omni_edge_shared_bytes_total", "Bytes of tensors sent through shared memory instead.", _EDGE)
+EDGE_OUT = _gauge("omni_edge_unacknowledged_messages", "Messages sent for which no credit has come back yet.", _EDGE)
+EDGE_OUT_BYTES = _gauge("omni_edge_unacknowledged_bytes", "Bytes sent for which no credit has come back yet.", _EDGE)
+EDGE_CREDIT = _gauge("omni_edge_credit_messages", "Messages that may be sent before more credit arrives.", _EDGE)
 EDGE_WAITING = _gauge(
-    "omni_edge_waiting_messages", _EDGE, "Messages waiting at the sender for credit or for the socket."
+    "omni_edge_waiting_messages", "Messages waiting at the sender for credit or for the socket.", _EDGE
 )
 EDGE_LATENCY = _histogram(
     "omni_edge_latency_seconds",
+    "From when output is made (or sent again) until its receiver takes it, by the clocks of their hosts.",
     _EDGE,
-    _LATENCIES,
-    "Time from when a chunk, text or audio is made (or sent again) until its receiver takes it, waiting for credit "
-    "included. Between stages on two hosts it includes the difference of their clocks.",
+    bounds=_LATENCIES,
 )
 
 # Counted by stages.
 STAGE_REQUESTS = _counter(
     "omni_stage_requests_total",
+    "Attempts that ended: done, an error code, or dropped (ended by the coordinator).",
     (*_REPLICA, "outcome"),
-    "Attempts that ended in a stage: done, an error code, or dropped (ended by the coordinator).",
 )
-STAGE_HELD = _gauge("omni_stage_requests_held", _REPLICA, "Requests that a stage knows.")
+STAGE_HELD = _gauge("omni_stage_requests_held", "Requests that a stage knows.", _REPLICA)
 STEP_SECONDS = _histogram(
     "omni_stage_step_seconds",
+    "Time of an engine step: up to `steps_per_schedule` of the model.",
     _REPLICA,
-    _STEPS,
-    "Time of an engine step, which computes up to `steps_per_schedule` of the model.",
+    bounds=_STEPS,
 )
 HELD_BACK = _counter(
     "omni_stage_held_back_seconds_total",
+    "Time with work but without a step, because later stages were behind.",
     _REPLICA,
-    "Time in which a stage had work and did not step, because later stages were behind.",
 )
 QUEUE_SECONDS = _histogram(
-    "omni_stage_queue_seconds",
-    _REPLICA,
-    _WAITS,
-    "Time from handing a request to the engine until the engine first schedules it.",
+    "omni_stage_queue_seconds", "From handing a request to the engine until it is first scheduled.", _REPLICA
 )
 OUTPUT_SECONDS = _histogram(
-    "omni_stage_first_output_seconds",
-    _REPLICA,
-    _WAITS,
-    "Time from handing a request to the engine until its first output.",
+    "omni_stage_first_output_seconds", "From handing a request to the engine until its first output.", _REPLICA
 )
-INPUT_TOKENS = _counter("omni_stage_input_tokens_total", _REPLICA, "Input tokens of done requests.")
+INPUT_TOKENS = _counter("omni_stage_input_tokens_total", "Input tokens of done requests.", _REPLICA)
 OUTPUT_TOKENS = _counter(
     "omni_stage_output_tokens_total",
+    "Tokens generated, counted as they are made; a frame of several codes is one token.",
     _REPLICA,
-    "Tokens generated, counted as they are made and as in a request's usage: a frame of several codes is one token.",
 )
-STAGE_AUDIO = _counter("omni_stage_audio_seconds_total", _REPLICA, "Length of the audio made.")
-STAGE_PICTURES = _counter("omni_stage_pictures_total", _REPLICA, "Pictures made, without previews.")
-EARLY_CHUNKS = _gauge("omni_stage_early_chunk_bytes", _REPLICA, "Input that arrived before its announcement.")
-ARENA = _gauge("omni_stage_arena_bytes", _REPLICA, "Shared memory in use for output.")
+STAGE_AUDIO = _counter("omni_stage_audio_seconds_total", "Length of the audio made.", _REPLICA)
+STAGE_PICTURES = _counter("omni_stage_pictures_total", "Pictures made, without previews.", _REPLICA)
+EARLY_CHUNKS = _gauge("omni_stage_early_chunk_bytes", "Input that arrived before its announcement.", _REPLICA)
+ARENA = _gauge("omni_stage_arena_bytes", "Shared memory in use for output.", _REPLICA)
 ARENA_FULL = _counter(
-    "omni_stage_arena_full_total", _REPLICA, "Buffers sent as frames because shared memory had no room."
+    "omni_stage_arena_full_total", "Buffers sent as frames because shared memory had no room.", _REPLICA
 )
-RESIDENT = _gauge("omni_process_resident_bytes", _REPLICA, "Resident memory of a process.")
-CPU_SECONDS = _counter("omni_process_cpu_seconds_total", _REPLICA, "Processor time of a process.")
-DEVICE_BYTES = _gauge("omni_device_memory_bytes", _REPLICA, "Device memory reserved by a stage's allocator.")
+RESIDENT = _gauge("omni_process_resident_bytes", "Resident memory of a process.", _REPLICA)
+CPU_SECONDS = _counter("omni_process_cpu_seconds_total", "Processor time of a process.", _REPLICA)
+DEVICE_BYTES = _gauge("omni_device_memory_bytes", "Device memory reserved by a stage's allocator.", _REPLICA)
 
 # Reported by stages that account for the memory of their requests.
-BUDGET_BYTES = _gauge("omni_stage_budget_bytes", _REPLICA, "The stage's `budget_bytes`.")
+BUDGET_BYTES = _gauge("omni_stage_budget_bytes", "The stage's `budget_bytes`.", _REPLICA)
 BUDGET_HELD = _gauge(
     "omni_stage_budget_held_bytes",
+    "What the budget counts for requests, in a diffusion stage from admission, in others from the first rows on.",
     _REPLICA,
-    "Memory that the budget counts for requests, whether they are computed or not: in a diffusion stage from their "
-    "admission to their end, in an autoregressive stage from their first rows on.",
 )
 BUDGET_STEP = _gauge(
-    "omni_stage_budget_step_bytes", _REPLICA, "Memory that the budget counts for the latest step in addition."
+    "omni_stage_budget_step_bytes", "What the budget counts for the latest step in addition.", _REPLICA
 )
 BUDGET_WAITING = _gauge(
     "omni_stage_budget_waiting",
+    "Requests, or chunks of sound, that the latest step left out for lack of budget.",
     _REPLICA,
-    "Requests (chunks of sound in a diffusion stage) that the latest step left out because the budget was used up.",
 )
 BUDGET_DEFERRALS = _counter(
-    "omni_stage_budget_deferrals_total",
-    _REPLICA,
-    "How often work was left out of a step because the budget was used up.",
+    "omni_stage_budget_deferrals_total", "How often work was left out of a step for lack of budget.", _REPLICA
 )
 
 # Reported by vLLM.
-VLLM_RUNNING = _gauge("omni_vllm_running_requests", _REPLICA, "Requests in vLLM's batch.")
-VLLM_WAITING = _gauge("omni_vllm_waiting_requests", _REPLICA, "Requests in vLLM's queue.")
-VLLM_KV = _gauge("omni_vllm_kv_cache_usage_ratio", _REPLICA, "Share of KV cache blocks in use, 0 to 1.")
+VLLM_RUNNING = _gauge("omni_vllm_running_requests", "Requests in vLLM's batch.", _REPLICA)
+VLLM_WAITING = _gauge("omni_vllm_waiting_requests", "Requests in vLLM's queue.", _REPLICA)
+VLLM_KV = _gauge("omni_vllm_kv_cache_usage_ratio", "Share of KV cache blocks in use, 0 to 1.", _REPLICA)
 VLLM_PREEMPTIONS = _counter(
-    "omni_vllm_preemptions_total", _REPLICA, "Requests put back into the queue for lack of KV cache blocks."
+    "omni_vllm_preemptions_total", "Requests put back into the queue for lack of KV cache blocks.", _REPLICA
 )
 VLLM_QUERIES = _counter(
-    "omni_vllm_prefix_cache_queries_total", _REPLICA, "Prompt tokens looked up in the prefix cache."
+    "omni_vllm_prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", _REPLICA
 )
-VLLM_HITS = _counter("omni_vllm_prefix_cache_hits_total", _REPLICA, "Prompt tokens found in the prefix cache.")
+VLLM_HITS = _counter("omni_vllm_prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", _REPLICA)
 
 # Counted by the HTTP server.
-REALTIME_SESSIONS = _http(Kind.GAUGE, "omni_realtime_sessions", (), "Sessions of /v1/realtime that are open.")
-REALTIME_RESPONSES = _http(
-    Kind.COUNTER,
+REALTIME_SESSIONS = _gauge("omni_realtime_sessions", "Sessions of /v1/realtime that are open.", table=HTTP_TABLE)
+REALTIME_RESPONSES = _counter(
     "omni_realtime_responses_total",
+    "Answers in sessions that ended: completed, cancelled, incomplete or failed.",
     ("status",),
-    "Answers in realtime sessions that ended, by status: completed, cancelled, incomplete or failed.",
+    table=HTTP_TABLE,
 )
-REALTIME_INTERRUPTIONS = _http(
-    Kind.COUNTER,
+REALTIME_INTERRUPTIONS = _counter(
     "omni_realtime_interruptions_total",
+    "Answers cut short by speech (turn_detected) or by the client (client_cancelled).",
     ("reason",),
-    "Answers that the user cut short, by speaking (turn_detected) or through the client (client_cancelled).",
+    table=HTTP_TABLE,
 )
-REALTIME_PREPARATIONS = _http(
-    Kind.COUNTER,
+REALTIME_PREPARATIONS = _counter(
     "omni_realtime_preparations_total",
+    "Prompts computed while the user spoke: computed, cancelled (too late) or failed.",
     ("outcome",),
-    "Prompts computed while the user still spoke, by outcome: computed, cancelled (the turn was over) or failed.",
+    table=HTTP_TABLE,
 )
-REALTIME_LAG = _http(
-    Kind.HISTOGRAM,
+REALTIME_LAG = _histogram(
     "omni_realtime_detection_lag_seconds",
-    (),
-    "How far behind real time the server looked for turns in a piece of sound; over 0.5 s it refuses new sessions.",
-    _WAITS,
+    "How late the server looked for turns in sound; over 0.5 s it refuses new sessions.",
+    table=HTTP_TABLE,
 )
-REALTIME_FIRST_AUDIO = _http(
-    Kind.HISTOGRAM,
+REALTIME_FIRST_AUDIO = _histogram(
     "omni_realtime_first_audio_seconds",
-    (),
-    "Time from the end of the user's speech (from the request for an answer, if the server does not find the turns) "
-    "to the first samples of the answer.",
-    _WAITS,
+    "From the end of speech (without detection, from the request for an answer) to the answer's first samples.",
+    table=HTTP_TABLE,
 )
-REALTIME_SMOOTH_START = _http(
-    Kind.HISTOGRAM,
+REALTIME_SMOOTH_START = _histogram(
     "omni_realtime_smooth_start_seconds",
-    (),
-    "Time from there to the earliest moment at which the audio of a complete answer can be played without a gap.",
-    _WAITS,
+    "From there until the audio of a complete answer can be played without a gap.",
+    table=HTTP_TABLE,
 )
 
 
