@@ -160,7 +160,7 @@ class MediaDecoder:
     """
 
     def __init__(self, idle: list[subprocess.Popen[bytes]], seconds: float, memory_bytes: int) -> None:
-        self.future: Future[Any] = Future()
+        self.future: Future[Any] = Future()  # of the thread, once the work has been submitted
         self._idle, self._seconds, self._memory_bytes = idle, seconds, memory_bytes
         self.process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # around what changes `process`
@@ -174,22 +174,16 @@ class MediaDecoder:
             if self.process is not None:
                 self.process.kill()
 
-    def run(self, work: Callable[[MediaDecoder], Any]) -> None:
+    def run(self, work: Callable[[MediaDecoder], Any]) -> Any:
         """Do the work."""
-        if not self.future.set_running_or_notify_cancel():
-            return
-        error: BaseException | None = None
         try:
-            result = work(self)
-        except BaseException as raised:  # noqa: BLE001 - reported in the future
-            error = raised
-        if self._decoded_bytes > TRIM_BYTES:
-            give_back_memory()
-        if error is None:
-            self.future.set_result(result)
-        else:
+            return work(self)
+        except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold what has been decoded
-            self.future.set_exception(error)
+            raise
+        finally:
+            if self._decoded_bytes > TRIM_BYTES:
+                give_back_memory()
 
     def decode(self, items: Sequence[tuple[Item, Buffer]], limits: MediaLimits, used: int = 0) -> list[Array]:
         """Decode the media of a request; see `readers.decode` for the results.
@@ -309,8 +303,8 @@ class DecoderThreads:
         """Run `work` on the next free thread."""
         decoder = MediaDecoder(self._idle, *self._limits)
         self._running.add(decoder)
+        decoder.future = self._executor.submit(decoder.run, work)
         decoder.future.add_done_callback(lambda _: self._running.discard(decoder))
-        self._executor.submit(decoder.run, work)
         return decoder
 
     @property
