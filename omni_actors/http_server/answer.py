@@ -86,20 +86,20 @@ class FileEncoder:
         container, subtype = SOUNDFILE_FORMATS[name]
         if name == "opus" and rate not in OPUS_RATES:
             raise _no_format(f"Opus does not support {rate} Hz.")
-        self._sink = _Sink()
+        self.sink = _Sink()
         # Readers estimate the length of a stream from its first bytes, which a variable bit rate would falsify.
         mode = {"compression_level": 0.5, "bitrate_mode": "CONSTANT"} if name == "mp3" else {}
-        self._file = soundfile.SoundFile(self._sink, "w", rate, 1, subtype, format=container, **mode)
+        self._file = soundfile.SoundFile(self.sink, "w", rate, 1, subtype, format=container, **mode)
 
     def feed(self, samples: Samples) -> bytes:
         """Bytes that are complete after samples f32 [n]; may be none."""
         self._file.write(samples)
-        return self._sink.take()
+        return self.sink.take()
 
     def finish(self) -> bytes:
         """The last frames of the file."""
         self._file.close()
-        return self._sink.take()
+        return self.sink.take()
 
 
 class AacEncoder:
@@ -115,8 +115,8 @@ class AacEncoder:
         self._frame = av.AudioFrame
         self._rate = rate
         self._given = 0  # samples
-        self._sink = _Sink()
-        self._file = av.open(self._sink, "w", format="adts")
+        self.sink = _Sink()
+        self._file = av.open(self.sink, "w", format="adts")
         self._stream = self._file.add_stream("aac", rate=rate, layout="mono")
         self._stream.bit_rate = AAC_BITS
         self._pieces = av.AudioResampler("fltp", "mono", rate, frame_size=self._stream.codec_context.frame_size or 1024)
@@ -129,7 +129,7 @@ class AacEncoder:
         self._given += len(samples)
         for piece in self._pieces.resample(frame):
             self._file.mux(self._stream.encode(piece))
-        return self._sink.take()
+        return self.sink.take()
 
     def finish(self) -> bytes:
         """The last frames."""
@@ -137,7 +137,7 @@ class AacEncoder:
             self._file.mux(self._stream.encode(piece))
         self._file.mux(self._stream.encode())
         self._file.close()
-        return self._sink.take()
+        return self.sink.take()
 
 
 def _no_format(message: str) -> HttpError:
@@ -173,17 +173,14 @@ async def encoded_base64(samples: Samples, name: str, rate: int) -> msgspec.Raw:
 
 def encode(samples: Samples, name: str, rate: int) -> bytes:
     """Encode all samples at once; unlike in a stream, the header states their length."""
-    if name == "aac":
-        encoder = AacEncoder(rate)
-        return encoder.feed(samples) + encoder.finish() if len(samples) else encoder.finish()
-    if name not in SOUNDFILE_FORMATS:
+    if name in ("wav", "pcm", "pcm16"):
         data = pcm16(samples)
         return wav_header(rate, len(data)) + data if name == "wav" else data
-    sink = io.BytesIO()
-    container, subtype = SOUNDFILE_FORMATS[name]
-    with soundfile.SoundFile(sink, "w", rate, 1, subtype, format=container) as file:
-        file.write(samples)
-    return sink.getvalue()
+    encoder = AacEncoder(rate) if name == "aac" else FileEncoder(name, rate)
+    if len(samples):
+        encoder.feed(samples)
+    encoder.finish()
+    return encoder.sink.getvalue()
 
 
 PICTURES = ("image", "latents")  # modalities

@@ -54,7 +54,6 @@ from omni_actors.http_server.generation import (
     Tools,
     audio_format,
     tool_options,
-    voice_name,
 )
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.protocol.fields import PositiveInt, TokenId
@@ -257,7 +256,7 @@ async def chat_completions(request: Request, state: ServerState, body: ChatReque
         {"messages": messages, **body.tool_options()},
         {**FIELDS, **body.error_fields()},
         modalities=text_or_sound(body.modalities, body.audio),
-        voice=state.voice(voice_name(body.audio.voice), description, "audio.voice") if spoken and body.audio else None,
+        voice=state.voice(body.audio.voice, description, "audio.voice") if spoken and body.audio else None,
         params=params,
         n=body.answers(description.max_in_flight),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, json
@@ -225,9 +225,25 @@ class AudioParameters(Strict, frozen=True):
     format: AudioFormat | None = None
 
 
-def voice_name(voice: str | VoiceId | None) -> str | None:
-    """The requested voice, in either form."""
-    return voice.id if isinstance(voice, VoiceId) else voice
+def voice_name(
+    given: str | VoiceId | None, voices: Collection[str], aliases: Mapping[str, str], where: str
+) -> str | None:
+    """The pipeline's name of a requested voice, `None` for its default.
+
+    A name that is neither a voice nor an alias is left to the pipeline, which knows what to say.
+
+    Raises:
+        HttpError: 400 for an alias of a voice that the pipeline does not have.
+    """
+    name = given.id if isinstance(given, VoiceId) else given
+    known = {*voices, "default"}
+    alias_of = aliases.get(name) if name is not None and name not in known else None
+    if alias_of is not None and alias_of not in known:
+        message = f"{name!r} is an alias of {alias_of!r} in http.voice_aliases, which this pipeline does not have. "
+        message += f"The voices are {', '.join(voices) or 'none'}."
+        raise bad_field(where, message, "unknown_voice")
+    found = alias_of or name
+    return None if found == "default" else found
 
 
 def audio_format(audio: AudioParameters | None, spoken: bool, stream: bool | None) -> str:

@@ -60,7 +60,6 @@ from omni_actors.http_server.generation import (
     audio_format,
     output_form,
     tool_options,
-    voice_name,
 )
 from omni_actors.http_server.media import KeptResponse
 from omni_actors.http_server.state import ServerState, json_response
@@ -311,7 +310,7 @@ async def create(request: Request, state: ServerState, body: ResponsesRequest) -
         {"messages": [*instructions, *before, *asked], **body.tool_options()},
         FIELDS,
         modalities=text_or_sound(body.modalities, body.audio),
-        voice=state.voice(voice_name(body.audio.voice), description, "audio.voice") if spoken and body.audio else None,
+        voice=state.voice(body.audio.voice, description, "audio.voice") if spoken and body.audio else None,
         params=state.stage_params(body.model, body.params_by_stage(), description, body.stage_fields()),
     )
     reply = ResponseReply(f"resp_{request.state.request_id}", model, spoken, body, description)

@@ -56,7 +56,6 @@ from omni_actors.http_server.generation import (
     VoiceId,
     transcription_question,
     translation_question,
-    voice_name,
 )
 from omni_actors.http_server.state import ID, ServerState, Voice, json_response, no_voice
 from omni_actors.protocol.messages import Description, StageUsage
@@ -134,12 +133,13 @@ async def delete(request: Request, state: ServerState) -> Response:
     return json_response({"id": removed.id, "object": "audio.voice", "name": removed.name, "deleted": True})
 
 
-async def recording_of(name: str | None, state: ServerState) -> tuple[Voice, numpy.ndarray]:
+async def recording_of(given: str | VoiceId | None, state: ServerState) -> tuple[Voice, numpy.ndarray]:
     """The voice that a request asks for, with its recording: f32 [samples].
 
     Raises:
         HttpError: 400 if it asks for none, or for one that is not there.
     """
+    name = given.id if isinstance(given, VoiceId) else given
     alias_of = state.settings.voice_aliases.get(name or "", name)
     if alias_of in (None, "default"):
         message = "voice: this model speaks with the voice of a recording. POST /v1/audio/voices makes one: name it."
@@ -383,7 +383,7 @@ async def _read_aloud(body: SpeechRequest, state: ServerState, description: Desc
         message = "This model finds the language of a text out by itself: leave language out."
         raise bad_field("language", message, "unsupported_parameter")
     style = f" Speak like this: {body.instructions}." if body.instructions else ""
-    voice = state.voice(voice_name(body.voice), description, "voice")
+    voice = state.voice(body.voice, description, "voice")
     return READ_ALOUD.format(style=style, text=body.input), {"modalities": ["text", "audio"], "voice": voice}
 
 
@@ -411,11 +411,11 @@ async def _spoken(
         message = "instructions: this model makes up a voice: describe it, and how it speaks."
         raise bad_field("instructions", message, "missing_required_parameter")
     if ability.clip == "none":
-        voice = state.voice(voice_name(body.voice), description, "voice")
+        voice = state.voice(body.voice, description, "voice")
         known = {name.casefold(): name for name in description.voices}
         voice = known.get(voice.casefold(), voice) if voice is not None else None
         return body.input, {"modalities": ["audio"], "voice": voice, "additional_information": information}
-    recorded, samples = await recording_of(voice_name(body.voice), state)
+    recorded, samples = await recording_of(body.voice, state)
     information |= {CLIP: samples, CLIP_RATE: recorded.rate}
     if recorded.transcript is not None:
         information[TRANSCRIPT] = recorded.transcript

@@ -33,6 +33,7 @@ from omni_actors.errors import ConfigError, OmniError, RequestTimeout
 from omni_actors.host.run_directory import check_own_folder, expanded
 from omni_actors.http_server.bodies import Form, FormBody, Strict
 from omni_actors.http_server.errors import HttpError, bad_field, too_large
+from omni_actors.http_server.generation import VoiceId, voice_name
 from omni_actors.http_server.media import (
     KEPT_SECONDS,
     MAX_BYTES,
@@ -271,21 +272,19 @@ class ServerState:
         not for longer than `KNOWN_SECONDS`. If then no answer comes, requests go on with the last one for a while: a
         busy coordinator refuses them itself, or takes its time.
         """
-        if self._description is None:
+        known, described = self._description, self._described
+        if known is None or time.monotonic() < described + FRESH_SECONDS:
             return await self.describe()
-        if time.monotonic() >= self._described + KNOWN_SECONDS:
-            known, until = self._description, self._described + REMEMBERED_SECONDS
-            try:
-                return await self.describe()
-            except RequestTimeout:
-                if time.monotonic() >= until:
-                    raise
-                return known
-        if time.monotonic() >= self._described + FRESH_SECONDS:
-            self._ask_once()
-        if model is not None and model not in {*self.model_names(self._description), *self._description.adapters}:
-            return await self.describe()
-        return self._description
+        asking = self._ask_once()
+        is_named = model in (None, *self.model_names(known), *known.adapters)
+        if is_named and time.monotonic() < described + KNOWN_SECONDS:
+            return known
+        try:
+            return await asyncio.shield(asking)
+        except RequestTimeout:
+            if time.monotonic() >= described + REMEMBERED_SECONDS:
+                raise
+            return known
 
     def _ask_once(self) -> asyncio.Task[Description]:
         if self._asking is None or self._asking.done():
@@ -346,22 +345,9 @@ class ServerState:
         description = await self.facts(name)
         return description, self.model_name(name, description)
 
-    def voice(self, name: str | None, description: Description, param: str) -> str | None:
-        """The pipeline's name of a requested voice, `None` for its default.
-
-        A name that is neither a voice nor an alias is left to the pipeline, which knows what to say.
-
-        Raises:
-            HttpError: 400 for an alias of a voice that the pipeline does not have.
-        """
-        known = {*description.voices, "default"}
-        alias_of = self.settings.voice_aliases.get(name) if name is not None and name not in known else None
-        if alias_of is not None and alias_of not in known:
-            message = f"{name!r} is an alias of {alias_of!r} in http.voice_aliases, which this pipeline does not have. "
-            message += f"The voices are {', '.join(description.voices) or 'none'}."
-            raise bad_field(param, message, "unknown_voice")
-        found = alias_of or name
-        return None if found == "default" else found
+    def voice(self, given: str | VoiceId | None, description: Description, param: str) -> str | None:
+        """The pipeline's name of a requested voice, as `voice_name`."""
+        return voice_name(given, description.voices, self.settings.voice_aliases, param)
 
     def text_stage(self, description: Description) -> str:
         """The stage that max_tokens, temperature and so on apply to. Raises `HttpError` if no stage produces text."""

@@ -205,16 +205,6 @@ class Pipeline(Struct, frozen=True):
     max_audios: int | None = None
     voice_aliases: dict[str, str] = {}
 
-    def voice(self, name: str | None, where: str) -> str | None:
-        """The pipeline's name of a voice, `None` for its default. Raises `HttpError` 400 for one that is unknown."""
-        found = name if name is None or name in self.voices else self.voice_aliases.get(name, name)
-        if found is None or found == "default":
-            return None
-        if found not in self.voices:
-            message = f"There is no voice {found[:64]!r}; the voices are {', '.join(self.voices) or 'none'}."
-            raise bad_field(where, message, "unknown_voice")
-        return found
-
 
 class SessionConfig(Struct, frozen=True, kw_only=True):
     """The effective configuration of a session, or of one response."""
@@ -243,7 +233,11 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
             raise bad_field(f"{where}.output_modalities", "This pipeline answers in text only.", "unknown_modality")
         voice = self.voice
         if audio.voice is not UNSET:
-            voice = pipeline.voice(voice_name(audio.voice), f"{where}.audio.output.voice")
+            place = f"{where}.audio.output.voice"
+            voice = voice_name(audio.voice, pipeline.voices, pipeline.voice_aliases, place)
+            if voice not in (None, *pipeline.voices):
+                message = f"There is no voice {voice!r:.66}; the voices are {', '.join(pipeline.voices) or 'none'}."
+                raise bad_field(place, message, "unknown_voice")
         stage_params = _given(fields.stage_params, self.stage_params)
         for stage in stage_params:
             if stage not in pipeline.stages:
