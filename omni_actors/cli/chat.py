@@ -302,7 +302,3 @@ class Chat:
             print()
             raise
         conversation.answered(question, "".join(words))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

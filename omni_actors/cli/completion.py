@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
-import sys
 from collections.abc import Sequence
 
 from omni_actors import flags
@@ -63,7 +62,3 @@ def script() -> str:
         found = dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", help_text))
         cases.append(f'        *,{name}) words="{" ".join([*WORDS.get(name, []), *found])}" ;;')
     return SCRIPT.format(commands=" ".join(SUBCOMMANDS), cases="\n".join(cases))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Sequence
 
 from omni_actors import flags
@@ -158,7 +157,3 @@ def render(report: Report) -> str:
         lines.append(f"{text}{''.join(f', lost {loss}' for loss in request.losses)}")
     lines += [f"  {name}: {count}" for name, count in sorted(shown.counts.items()) if count]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

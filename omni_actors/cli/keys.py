@@ -50,7 +50,3 @@ def parser() -> argparse.ArgumentParser:
         "--operator", action="append", default=[], metavar="NAME", help="the same for one that may also operate"
     )
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

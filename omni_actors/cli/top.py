@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -218,7 +217,3 @@ def fitting(rows: Sequence[Row], width: int) -> list[str]:
 
 def _time(seconds: float | None) -> str:
     return "-" if seconds is None else duration(seconds)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -107,7 +106,3 @@ def _bar(stage: StageTimeline, started: float, scale: float) -> Text:
             bar.append(mark * (end - drawn), colour)
             drawn = end
     return bar
-
-
-if __name__ == "__main__":
-    sys.exit(main())
