@@ -37,7 +37,7 @@ from omni_actors.http_server.errors import STOPPING, HttpError, bad_field
 from omni_actors.http_server.media import Fetcher
 from omni_actors.http_server.realtime import connection as realtime
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.state import ServerState, json_response, readiness
+from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.fields import TRACEPARENT
 from omni_actors.protocol.payloads import StageParams
@@ -54,12 +54,17 @@ STAGE_FIELDS = ("stage", "replica", "state", "spare", "joining", "leaving", "in_
 
 async def health(request: Request, state: ServerState) -> Response:
     """200 if every replica is ready, else 503 with the names of those that are not."""
-    description, missing = await readiness(state)
-    if description is not None and not missing:
+    status = "degraded"
+    try:
+        replicas = (await state.describe()).stages
+    except OmniError as error:
+        status, missing = "unavailable", [error.message]
+    else:
+        away = (one for one in replicas if one.state != "ready" and not one.leaving)
+        missing = [f"{one.stage}/{one.replica} ({one.state})" for one in away if one.state == "dead" or not one.joining]
+    if not missing:
         return json_response({"status": "ok"})
-    return json_response(
-        {"status": "unavailable" if description is None else "degraded", "missing": missing}, 503, {"retry-after": "1"}
-    )
+    return json_response({"status": status, "missing": missing}, 503, {"retry-after": "1"})
 
 
 async def models(request: Request, state: ServerState) -> Response:

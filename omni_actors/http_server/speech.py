@@ -182,15 +182,6 @@ class TranslationForm(Submission, frozen=True, kw_only=True):
     response_format: TextFormat = "json"
     temperature: Temperature = 0.0
 
-    @property
-    def is_streamed(self) -> bool:
-        """Whether the text is sent as events while it is written."""
-        return False
-
-    def question(self) -> str:
-        """What the model is asked."""
-        return translation_question(self.prompt)
-
 
 class TranscriptionForm(TranslationForm, frozen=True, kw_only=True):
     """The fields of POST /v1/audio/transcriptions besides the file."""
@@ -200,15 +191,6 @@ class TranscriptionForm(TranslationForm, frozen=True, kw_only=True):
     timestamp_granularities: list[Literal["segment"]] | None = None  # there is one segment: the recording
     chunking_strategy: Literal["auto"] | None = None  # the recording is heard as a whole
 
-    @property
-    def is_streamed(self) -> bool:
-        """Whether the text is sent as events while it is written."""
-        return self.stream
-
-    def question(self) -> str:
-        """What the model is asked."""
-        return transcription_question(self.language, self.prompt)
-
 
 TRANSCRIPTION = FormBody(TranscriptionForm, OF_TRANSCRIPTIONS)
 TRANSLATION = FormBody(TranslationForm, {})
@@ -216,16 +198,22 @@ TRANSLATION = FormBody(TranslationForm, {})
 
 async def transcriptions(request: Request, state: ServerState, form: Form[TranscriptionForm]) -> Response:
     """Write down what is said in a recording."""
-    return await _respond(form.fields, form.files[0], "transcribe", request, state)
+    question = transcription_question(form.fields.language, form.fields.prompt)
+    return await _respond(form.fields, form.files[0], "transcribe", question, request, state)
 
 
 async def translations(request: Request, state: ServerState, form: Form[TranslationForm]) -> Response:
     """Write down in English what is said in a recording."""
-    return await _respond(form.fields, form.files[0], "translate", request, state)
+    return await _respond(
+        form.fields, form.files[0], "translate", translation_question(form.fields.prompt), request, state
+    )
 
 
-async def _respond(fields: TranslationForm, file: bytes, task: Task, request: Request, state: ServerState) -> Response:
-    if fields.is_streamed and fields.response_format != "json":
+async def _respond(
+    fields: TranslationForm, file: bytes, task: Task, question: str, request: Request, state: ServerState
+) -> Response:
+    stream = isinstance(fields, TranscriptionForm) and fields.stream
+    if stream and fields.response_format != "json":
         raise bad_field("stream", "Events are JSON: with stream, response_format must be 'json'.", "unsupported_value")
     description = await state.describe()
     state.model_name(fields.model, description)
@@ -240,12 +228,12 @@ async def _respond(fields: TranslationForm, file: bytes, task: Task, request: Re
         request,
         state,
         fields,
-        [{"role": "user", "content": [part, {"type": "text", "text": fields.question()}]}],
+        [{"role": "user", "content": [part, {"type": "text", "text": question}]}],
         TRANSCRIPTION_FIELDS,
         modalities=["text"],
         params=state.stage_params(fields.model, {}, description, {"temperature": fields.temperature}),
     )
-    if fields.is_streamed:
+    if stream:
         return AnswerResponse(answer, _transcript_events(answer, description), EVENTS, state.settings.write_timeout)
     async with answer:
         text = "".join([item.text async for item in answer if isinstance(item, Text)]).strip()

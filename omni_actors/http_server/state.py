@@ -29,7 +29,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from omni_actors.client import AsyncOmniClient
-from omni_actors.errors import ConfigError, OmniError, RequestTimeout
+from omni_actors.errors import ConfigError, RequestTimeout
 from omni_actors.host.run_directory import check_own_folder, expanded
 from omni_actors.http_server.bodies import Form, FormBody, Strict
 from omni_actors.http_server.errors import HttpError, bad_field, too_large
@@ -388,19 +388,6 @@ def _note(asking: asyncio.Task[Description]) -> None:
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A response with JSON, encoded by msgspec."""
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
-
-
-async def readiness(state: ServerState) -> tuple[Description | None, list[str]]:
-    """The description and the replicas that are not ready; (`None`, [reason]) if the coordinator does not answer."""
-    try:
-        description = await state.describe()
-    except OmniError as error:
-        return None, [error.message]
-    return description, [
-        f"{status.stage}/{status.replica} ({status.state})"
-        for status in description.stages
-        if status.state != "ready" and not status.leaving and not (status.joining and status.state != "dead")
-    ]
 
 
 MAX_NAME_BYTES = 255
