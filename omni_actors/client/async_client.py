@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -191,9 +190,7 @@ class AsyncOmniClient:
         self._watch = asyncio.create_task(self._watch_coordinator(), name="client watch")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -15,7 +15,6 @@ import time
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeGuard
 
 import msgspec
@@ -350,9 +349,7 @@ class OmniLLM:
     def __enter__(self) -> OmniLLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

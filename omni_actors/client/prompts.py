@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from omni_actors.client.streams import OmniTokensPrompt
 from omni_actors.errors import InvalidRequest, MalformedMedia, StageUnavailable, suggest
 from omni_actors.protocol.codec import BufferList
-from omni_actors.protocol.fields import TOKEN_BYTES, DType, HostTensor, Scalar, pack_token_ids
+from omni_actors.protocol.fields import DType, HostTensor, Scalar, pack_token_ids
 from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import (
     ADDITIONAL_INFORMATION,
@@ -95,7 +95,7 @@ def to_prompt(
     """Convert a prompt and its additional information, and add the data of media and tensors to `buffers`.
 
     Raises:
-        InvalidRequest, MalformedMedia: the prompt does not have one of the documented forms.
+        InvalidRequest, InvalidPayload, MalformedMedia: the prompt does not have one of the documented forms.
     """
     given: dict[str, list[Any]] = {"image": list(images), "video": list(videos), "audio": list(audios)}
     if isinstance(prompt, Mapping):
@@ -140,14 +140,10 @@ def _prompt_of_mapping(prompt: Mapping[str, Any], given: dict[str, list[Any]], b
         return msgspec.structs.replace(chat, tools=_tools(prompt))
     if any(prompt.get(key) is not None for key in TOOL_KEYS):
         raise InvalidRequest("tools go with messages, which the chat template puts them into.")
-    if embeds is None and (token_ids is None or not len(token_ids)):
-        raise InvalidRequest("The prompt is empty: prompt_token_ids has no tokens.")
     for modality, items in _multi_modal_data(prompt.get(MULTI_MODAL_DATA)).items():
         if items and given[modality]:
             raise InvalidRequest(f"{modality} is given twice: in {MULTI_MODAL_DATA} and as an argument.")
         given[modality] += items
-    if embeds is not None and any(given.values()):
-        raise InvalidRequest(f"{PROMPT_EMBEDS} stand in for a whole prompt and cannot go with media.")
     if uses_sound:
         given = _with_tracks(given)
     media: list[Media] = []
@@ -158,15 +154,8 @@ def _prompt_of_mapping(prompt: Mapping[str, Any], given: dict[str, list[Any]], b
         packed = pack_token_ids(token_ids) if token_ids is not None else b""
     except (TypeError, OverflowError) as error:
         raise InvalidRequest(f"prompt_token_ids must be 32-bit integers: {error}.") from error
-    if embeds is None:
-        return Prompt(token_ids=packed, media=tuple(media))
-    tensor = prompt_embeds(embeds)
-    if packed and len(packed) // TOKEN_BYTES != tensor.shape[0]:
-        raise InvalidRequest(
-            f"{PROMPT_EMBEDS} have {tensor.shape[0]} positions, but there are {len(packed) // TOKEN_BYTES} "
-            "prompt_token_ids."
-        )
-    return Prompt(token_ids=packed, embeds=PromptEmbedsPayload(buffers.add(tensor)))
+    payload = PromptEmbedsPayload(buffers.add(prompt_embeds(embeds))) if embeds is not None else None
+    return Prompt(token_ids=packed, media=tuple(media), embeds=payload)
 
 
 def _uses_sound(arguments: Any) -> bool:
@@ -283,7 +272,8 @@ def _add(modality: str, item: Any, media: list[Media], buffers: BufferList) -> i
     if modality == "video" and isinstance(item, tuple) and len(item) == 3:
         *film, track = item
         item, sound = tuple(film), _add("audio", track, media, buffers)
-    made = MAKERS[modality](item, buffers)
+    is_file = isinstance(item, bytes | Path) and modality != "video"
+    made = _file(modality, item, buffers) if is_file else MAKERS[modality](item, buffers)
     media.append(made if sound is None else msgspec.structs.replace(made, sound=sound))
     return len(media) - 1
 
@@ -297,9 +287,7 @@ def _file(modality: str, value: bytes | Path, buffers: BufferList) -> Media:
     return Media(modality, MediaEncoding.FILE, buffers.add(HostTensor(DType.U8, (len(value),), value)))
 
 
-def _audio(value: AudioInput, buffers: BufferList) -> Media:
-    if isinstance(value, bytes | Path):
-        return _file("audio", value, buffers)
+def _audio(value: tuple[NDArray[Any], int], buffers: BufferList) -> Media:
     samples, rate = value
     array = numpy.asarray(samples)
     if array.dtype == numpy.int16:
@@ -309,9 +297,7 @@ def _audio(value: AudioInput, buffers: BufferList) -> Media:
     )
 
 
-def _image(value: ImageInput, buffers: BufferList) -> Media:
-    if isinstance(value, bytes | Path):
-        return _file("image", value, buffers)
+def _image(value: NDArray[numpy.uint8], buffers: BufferList) -> Media:
     return Media("image", MediaEncoding.ARRAY, buffers.add(_host(numpy.asarray(value), numpy.uint8, DType.U8)))
 
 

@@ -89,7 +89,7 @@ async def test_each_mistake_gets_its_error_and_harms_no_other(echo):
         (InvalidRequest, "thinker", {"prompt": "x", "params": {"thinker": 3}}),
         (InvalidRequest, "empty", {"prompt": ""}),
         (InvalidRequest, "empty", {"prompt": []}),
-        (InvalidRequest, "empty", {"prompt": {"prompt_token_ids": []}}),
+        (InvalidPayload, "empty", {"prompt": {"prompt_token_ids": []}}),
         (InvalidRequest, "empty", {"prompt": [{"role": "user", "content": ""}]}),
         (InvalidRequest, "32-bit", {"prompt": {"prompt_token_ids": [2**40]}}),
         (InvalidPayload, "negative", {"prompt": {"prompt_token_ids": [-5]}}),

@@ -77,10 +77,10 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(prompt: Any, key: st
         ({"messages": [MESSAGE], "prompt_token_ids": [1]}, "either messages"),
         ({"messages": [MESSAGE], "multi_modal_data": {"image": PICTURE}}, "hold their media themselves"),
         ({"messages": "x"}, "list of chat messages"),
-        ({"multi_modal_data": {"image": PICTURE}}, "prompt_token_ids has no tokens"),
+        ({"multi_modal_data": {"image": PICTURE}}, "exactly one of messages and token_ids, and not an empty one"),
         ({"prompt_token_ids": [1], "multi_modal_data": [PICTURE]}, "multi_modal_data must be a mapping"),
         ({"prompt_token_ids": ["a"]}, "32-bit integers"),
-        ({"prompt_embeds": ROWS, "multi_modal_data": {"image": PICTURE}}, "cannot go with media"),
+        ({"prompt_embeds": ROWS, "multi_modal_data": {"image": PICTURE}}, "cannot go with messages or media"),
         ({"prompt_embeds": ROWS, "prompt_token_ids": [1]}, "have 3 positions, but there are 1"),
         ({"prompt_embeds": ROWS[0]}, "shape [positions, width]; got [2]"),
         ({"prompt_embeds": ROWS[:0]}, "shape [positions, width]; got [0, 2]"),
@@ -93,9 +93,10 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(prompt: Any, key: st
     ],
 )
 def test_a_prompt_in_another_form_is_refused_with_its_field(prompt: Any, words: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(OmniError) as caught:
         convert(prompt)
     assert words in caught.value.message
+    assert caught.value.fault is Fault.CALLER
 
 
 def test_an_unknown_parameter_is_named_with_its_stage_and_the_nearest_known_one() -> None:
