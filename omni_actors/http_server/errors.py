@@ -79,7 +79,7 @@ class HttpError(Exception):
         if isinstance(error, HttpError):
             return error
         status = status_of(error.code)
-        param = (fields or {}).get(error.field or error.code, error.field)
+        param = {"params": "stage_params", **(fields or {})}.get(error.field or error.code, error.field)
         return cls(status, str(error), param=param, code=error.code.value, retry_after=error.retry_after)
 
     def body(self) -> dict[str, Any]:

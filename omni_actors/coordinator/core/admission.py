@@ -104,7 +104,7 @@ def _stage_params(
     names = [stage.name for stage in pipeline.stages]
     for name in given:
         if name not in names:
-            raise InvalidRequest(f"Parameters for the unknown stage {name!r}.{suggest(name, names)}")
+            raise InvalidRequest(f"Parameters for the unknown stage {name!r}.{suggest(name, names)}", field="params")
     merged = {}
     for stage in pipeline.stages:
         own = given.get(stage.name)
