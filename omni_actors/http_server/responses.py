@@ -90,12 +90,6 @@ class InputImage(Part, frozen=True, tag="input_image"):
     detail: str | None = None  # ignored, as in chats
 
 
-class InputAudioPart(Part, frozen=True, tag="input_audio"):
-    """A sound."""
-
-    input_audio: chat.AudioData
-
-
 class InputFile(Part, frozen=True, tag="input_file"):
     """A file, uploaded before or in the body."""
 
@@ -104,7 +98,7 @@ class InputFile(Part, frozen=True, tag="input_file"):
     filename: str | None = None
 
 
-AnyInput = InputText | OutputText | Refusal | InputImage | InputAudioPart | InputFile
+AnyInput = InputText | OutputText | Refusal | InputImage | chat.AudioPart | InputFile
 Content = BodyText | Annotated[list[AnyInput], Meta(max_length=MAX_PARTS)]
 
 
@@ -245,8 +239,8 @@ def _message(item: InputItem, where: str) -> chat.AnyMessage:
 
 
 def _part(part: AnyInput, where: str) -> chat.AnyPart:
-    if isinstance(part, InputAudioPart):
-        return chat.AudioPart(part.input_audio)
+    if isinstance(part, chat.AudioPart):
+        return part
     if isinstance(part, InputFile):
         return chat.FilePart(chat.FileReference(part.file_id, part.file_data, part.filename))
     if isinstance(part, InputImage):
@@ -262,7 +256,7 @@ def _texts(content: str | Sequence[AnyInput], where: str) -> str | list[chat.Tex
     if isinstance(content, str):
         return content
     for part in content:
-        if isinstance(part, InputAudioPart | InputFile | InputImage):
+        if isinstance(part, chat.AudioPart | InputFile | InputImage):
             raise bad_field(where, f"{where} may hold text only.")
     return [chat.TextPart(_text_of(part)) for part in content]
 
