@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy
 
@@ -36,20 +37,6 @@ ALLOWED: dict[str, tuple[type, ...]] = {
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Items
-
-
-class Weight(NamedTuple):
-    """What items take of a conversation's bounds."""
-
-    characters: int = 0
-    audio_bytes: int = 0
-    audios: int = 0
-
-    def __add__(self, other: tuple[int, ...]) -> Weight:  # type: ignore[override]
-        return Weight(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
-    def __sub__(self, other: tuple[int, ...]) -> Weight:
-        return Weight(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 @dataclass
@@ -111,12 +98,12 @@ class MessageItem:
         return cls(item_id, "user", [ItemPart("input_audio", audio=pcm)])
 
     @property
-    def weight(self) -> Weight:
+    def weight(self) -> Counter[str]:
         """What its content takes of a conversation's bounds."""
-        return Weight(
-            sum(len(part.text) for part in self.parts),
-            sum(len(part.audio) for part in self.parts),
-            sum(bool(part.audio) for part in self.parts),
+        return Counter(
+            characters=sum(len(part.text) for part in self.parts),
+            audio_bytes=sum(len(part.audio) for part in self.parts),
+            audios=sum(bool(part.audio) for part in self.parts),
         )
 
     def shown(self, *, with_audio: bool = False, with_parts: bool = True) -> dict[str, Any]:
@@ -209,9 +196,9 @@ class CallItem:
         return cls(given.call_id or new_id("call"), given.name, given.arguments, given.id or new_id("item"))
 
     @property
-    def weight(self) -> Weight:
+    def weight(self) -> Counter[str]:
         """What it takes of a conversation's bounds."""
-        return Weight(characters=len(self.name) + len(self.arguments))
+        return Counter(characters=len(self.name) + len(self.arguments))
 
     def shown(self, **_: bool) -> dict[str, Any]:
         """The item as clients see it."""
@@ -234,9 +221,9 @@ class ResultItem:
         return cls(given.call_id, given.output, given.id or new_id("item"))
 
     @property
-    def weight(self) -> Weight:
+    def weight(self) -> Counter[str]:
         """What it takes of a conversation's bounds."""
-        return Weight(characters=len(self.output))
+        return Counter(characters=len(self.output))
 
     def shown(self, **_: bool) -> dict[str, Any]:
         """The item as clients see it."""
@@ -265,8 +252,8 @@ class RealtimeConversation:
         self._audio_seconds = audio_seconds
         self._max_audios = max_audios
         self._items: list[AnyItem] = []
-        self._weights: dict[str, Weight] = {}
-        self._total = Weight()
+        self._weights: dict[str, Counter[str]] = {}
+        self._total = Counter[str]()
 
     def __iter__(self) -> Iterator[AnyItem]:
         return iter(self._items)
@@ -274,12 +261,12 @@ class RealtimeConversation:
     @property
     def size(self) -> int:
         """Characters and bytes of sound of all items."""
-        return self._total.characters + self._total.audio_bytes
+        return self._total["characters"] + self._total["audio_bytes"]
 
     @property
     def audio_bytes(self) -> int:
         """Bytes of sound of all items."""
-        return self._total.audio_bytes
+        return self._total["audio_bytes"]
 
     @property
     def last_id(self) -> str | None:
@@ -306,7 +293,7 @@ class RealtimeConversation:
         elif after is not None:
             index = self._items.index(self._before(after)) + 1
         self._items.insert(index, item)
-        self._weights[item.id] = Weight()
+        self._weights[item.id] = Counter()
         self.weigh(item)
         return self._items[index - 1].id if index else None
 
@@ -317,13 +304,14 @@ class RealtimeConversation:
     def remove(self, item_id: str) -> None:
         """Remove an item. Raises `HttpError` 404."""
         self._items.remove(self.find(item_id))
-        self._total -= self._weights.pop(item_id)
+        self._total.subtract(self._weights.pop(item_id))
 
     def weigh(self, item: AnyItem) -> None:
         """Count an item again, when its content has changed. An item that was removed counts nothing."""
         if item.id in self._weights:
-            self._total += item.weight - self._weights[item.id]
+            self._total.subtract(self._weights[item.id])
             self._weights[item.id] = item.weight
+            self._total.update(item.weight)
 
     def drop_oldest(self) -> list[str]:
         """Drop items until the bounds hold; returns their ids. The newest item always stays."""
@@ -351,12 +339,12 @@ class RealtimeConversation:
             error.param = "previous_item_id"
             raise
 
-    def _exceeds(self, weight: Weight, items: int) -> bool:
+    def _exceeds(self, weight: Counter[str], items: int) -> bool:
         return (
             items > MAX_MESSAGES
-            or weight.characters > MAX_TEXT
-            or weight.audio_bytes > self._audio_seconds * BYTES_PER_SECOND
-            or (self._max_audios is not None and weight.audios > self._max_audios)
+            or weight["characters"] > MAX_TEXT
+            or weight["audio_bytes"] > self._audio_seconds * BYTES_PER_SECOND
+            or (self._max_audios is not None and weight["audios"] > self._max_audios)
         )
 
 

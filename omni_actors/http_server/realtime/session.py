@@ -370,7 +370,7 @@ class RealtimeSession:
         if cut:
             return self._end("incomplete", reason="max_output_tokens", usage=usage)
         if response.item is not None and response.spoken:
-            self._spoken_characters += response.item.weight.characters
+            self._spoken_characters += response.item.weight["characters"]
             self._spoken_seconds += response.item.parts[0].seconds
         return self._end("completed", usage=usage)
 
