@@ -162,12 +162,25 @@ def media_hosts(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def bind(address: str, settings: ServerSettings, insecure: bool) -> socket.socket:
-    """Listen on `HOST:PORT`.
+    """Listen on `HOST:PORT`. A connection ends when its client has read nothing for `write_timeout` seconds.
 
     Raises:
         ConfigError: the address is wrong or taken, would be open to others without a key, or TLS cannot be used.
     """
-    return _listen(*check_listening(address, settings, settings.api_key, insecure), settings.write_timeout)
+    host, port = check_listening(address, settings, settings.api_key, insecure)
+    family, bound = _resolve(host, port)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        milliseconds = min(math.ceil(1000 * settings.write_timeout), MAX_MILLISECONDS)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        listener.bind(bound)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        hint = "Choose another address or port."
+        raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror}.", hint=hint) from error
+    return listener
 
 
 def check_listening(address: str, config: HttpConfig, api_key: str | None, insecure: bool) -> tuple[str, int]:
@@ -234,28 +247,6 @@ def check_exposure(host: str, api_key: str | None, insecure: bool) -> None:
             f"Without an API key the HTTP server listens on loopback only, not on {host!r}.",
             hint="Set OMNI_ACTORS_API_KEY, or give --http-insecure if something else keeps strangers out.",
         )
-
-
-def _listen(host: str, port: int, write_timeout: float) -> socket.socket:
-    """Open a listening socket, whose connections end when their client has read nothing for `write_timeout` seconds.
-
-    Raises:
-        ConfigError: the address is taken, or is not one of this host.
-    """
-    family, address = _resolve(host, port)
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        milliseconds = min(math.ceil(1000 * write_timeout), MAX_MILLISECONDS)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"Cannot listen on {host}:{port}: {error.strerror}.", hint="Choose another address or port."
-        ) from error
-    return listener
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:

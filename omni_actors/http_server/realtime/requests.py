@@ -62,17 +62,13 @@ class Outbox:
     async def write(self) -> None:
         """Send events for as long as the session lasts. Raises `TimeoutError` if the client does not read them."""
         while True:
-            await self.flush()
+            while self._waiting:
+                async with asyncio.timeout(self._write_timeout):
+                    await self._send(self._waiting[0].decode())
+                self._bytes -= len(self._waiting.popleft())
+                self._drained.set()
             self._filled.clear()
             await self._filled.wait()
-
-    async def flush(self) -> None:
-        """Send what waits; while `write` runs, only that may call it. Raises `TimeoutError`."""
-        while self._waiting:
-            async with asyncio.timeout(self._write_timeout):
-                await self._send(self._waiting[0].decode())
-            self._bytes -= len(self._waiting.popleft())
-            self._drained.set()
 
 
 class Asker:
