@@ -236,8 +236,9 @@ class ClientLinks:
 
     def sweep(self) -> None:
         """Forget clients that have nothing in flight and have read everything."""
+        waiting = {request.client for request in self._state.active.values()}
         for client, link in list(self._links.items()):
-            if link.settled and not self._state.requests_of(client):
+            if link.settled and client not in waiting:
                 del self._links[client]
 
     @contextlib.contextmanager
