@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 
 import numpy
@@ -10,7 +11,18 @@ import pytest
 from omni_actors.http_server.connections import BURST_SECONDS, EventRate
 from omni_actors.http_server.realtime.config import RATE, ServerVad
 from omni_actors.http_server.realtime.conversation import heard
-from omni_actors.http_server.realtime.turns import Lag, SpeechWindow, TurnBegins, TurnDetector, TurnEnds, VoiceActivity
+from omni_actors.http_server.realtime.turns import (
+    Lag,
+    Realtime,
+    SpeechModel,
+    SpeechWindow,
+    TurnBegins,
+    TurnDetector,
+    TurnEnds,
+    VoiceActivity,
+)
+from omni_actors.http_server.settings import ServerSettings
+from omni_actors.sharing import Budget
 from tests.support.realtime import WINDOW, Talk, error_of, kinds, speech
 
 VAD = ServerVad(prefix_padding_ms=64, silence_duration_ms=160)  # two and five windows
@@ -128,12 +140,11 @@ def test_detection_can_be_turned_off_within_a_turn() -> None:
 
 
 def test_the_model_tells_speech_from_noise() -> None:
-    activity = VoiceActivity(RATE)
+    model, activity = SpeechModel(), VoiceActivity(RATE)
     noise = numpy.random.default_rng(0).normal(0, 300, RATE // 2).astype("<i2")
     sound = numpy.concatenate([noise, speech(1.0), noise, noise])
-    windows = [
-        window for start in range(0, len(sound), 480) for window in activity.feed(sound[start : start + 480].tobytes())
-    ]
+    pieces = [sound[start : start + 480].tobytes() for start in range(0, len(sound), 480)]
+    windows = [window for piece in pieces for (found,) in [model.listen([(activity, piece)])] for window in found]
     assert windows[0].start == RATE, "positions count from that of the first sample"
     assert all(following.start == window.end for window, following in itertools.pairwise(windows))
     assert len(sound) - (windows[-1].end - RATE) < 3 * WINDOW, "little is held back"
@@ -141,6 +152,42 @@ def test_the_model_tells_speech_from_noise() -> None:
     begins, ends = (event for window in windows if (event := detector.feed(window)) is not None)
     assert abs(begins.start - (1.5 - 0.064) * RATE) < 0.1 * RATE
     assert abs(ends.end - (2.5 + 0.32) * RATE) < 0.5 * RATE
+
+
+def test_sessions_that_the_model_hears_together_are_heard_as_if_alone() -> None:
+    """Sound of different lengths, in pieces of different lengths."""
+    model, noise = SpeechModel(), numpy.random.default_rng(1).normal(0, 300, RATE // 4).astype("<i2")
+    pieces = {}
+    for seconds, size in ((0.3, 960), (1.0, 4800), (0.6, 2880)):
+        pcm = numpy.concatenate([speech(seconds), noise]).tobytes()
+        pieces[VoiceActivity(0)] = [pcm[start : start + size] for start in range(0, len(pcm), size)]
+    alone = []
+    for own in pieces.values():
+        activity = VoiceActivity(0)
+        alone.append([window for piece in own for window in model.listen([(activity, piece)])[0]])
+    together: list[list[SpeechWindow]] = [[] for _ in pieces]
+    for at_once in itertools.zip_longest(*pieces.values(), fillvalue=b""):
+        for heard_before, windows in zip(together, model.listen(list(zip(pieces, at_once, strict=True))), strict=True):
+            heard_before.extend(windows)
+    for one, other in zip(alone, together, strict=True):
+        assert [window[:2] for window in one] == [window[:2] for window in other]
+        assert [window.probability for window in one] == pytest.approx(
+            [window.probability for window in other], abs=1e-4
+        )
+        assert max(window.probability for window in one) > 0.5
+
+
+async def test_sound_that_fails_ends_its_own_session_and_one_that_has_left_holds_up_nobody() -> None:
+    realtime, sound = Realtime(ServerSettings(endpoint="ipc:///nowhere"), Budget(1 << 20)), speech(0.2).tobytes()
+    left = asyncio.create_task(realtime.listen(VoiceActivity(0), sound))
+    await asyncio.sleep(0)
+    left.cancel()
+    try:
+        with pytest.raises(ValueError, match="buffer size"):
+            await realtime.listen(VoiceActivity(0), b"x")
+        assert await realtime.listen(VoiceActivity(0), sound)
+    finally:
+        realtime.close()
 
 
 # -- estimates --------------------------------------------------------------------------------------------------------

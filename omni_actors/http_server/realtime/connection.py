@@ -152,8 +152,8 @@ class SessionConnection:
             if self._activity is None:
                 self._activity = VoiceActivity(position + start // 2)
             piece = pcm[start : start + BYTES_PER_SECOND]
-            loop, began = asyncio.get_running_loop(), time.monotonic()
-            windows = await loop.run_in_executor(self._state.realtime.threads, self._activity.feed, piece)
+            began = time.monotonic()
+            windows = await self._state.realtime.listen(self._activity, piece)
             self._check_lag(began, len(piece) / BYTES_PER_SECOND)
             self._carry_out(self._session.detect(windows))
 
