@@ -30,11 +30,7 @@ STYLES = {  # character and colour of each phase
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 no such request or no answer, 2 wrong usage)."""
-    return run(parser(), arguments, _trace)
-
-
-def _trace(options: argparse.Namespace) -> None:
-    show(asyncio.run(_fetch(connection(options), options.request)), Console())
+    return run(parser(), arguments, lambda options: asyncio.run(_show(connection(options), options.request)))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,14 +43,12 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _fetch(pipeline: Connection, request_id: str) -> RequestTimeline:
+async def _show(pipeline: Connection, request_id: str) -> None:
     async with AsyncOmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
-        if request_id != LAST:
-            return await client.timeline(request_id)
-        recent = await client.recent(1)
-        if not recent:
-            raise InvalidRequest("No request has ended yet.", hint="Send one first.")
-        return recent[0]
+        found = await client.recent(1) if request_id == LAST else [await client.timeline(request_id)]
+    if not found:
+        raise InvalidRequest("No request has ended yet.", hint="Send one first.")
+    show(found[0], Console())
 
 
 def show(timeline: RequestTimeline, console: Console) -> None:

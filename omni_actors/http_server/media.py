@@ -473,7 +473,7 @@ class MediaReader:
     async def _url(self, url: memoryview, modality: str, param: str) -> _Medium:
         start = bytes(url[:MAX_URL])
         if start[:5].lower() != b"data:":
-            if looks_like_base64(start):
+            if len(start) >= MIN_BASE64 and BASE64.fullmatch(start):
                 message = f"This is base64 without its type: put data:{modality}/TYPE;base64, in front of it. A URL is "
                 message += "https://, on a host that the operator allows with --media-host."
                 raise bad_field(param, message, "invalid_url")
@@ -587,11 +587,6 @@ def check_calls(messages: Sequence[AnyMessage], calls: Collection[str]) -> None:
         elif isinstance(message, ToolMessage) and message.tool_call_id not in known:
             where = f"messages[{index}].tool_call_id"
             raise bad_field(where, f"{where}: no assistant's message before it has a tool call with this id.")
-
-
-def looks_like_base64(text: bytes) -> bool:
-    """Whether the beginning of a text that should be a URL is probably base64."""
-    return len(text) >= MIN_BASE64 and BASE64.fullmatch(text) is not None
 
 
 def modality_of(url: memoryview, param: str) -> str:

@@ -174,7 +174,10 @@ class RequestLog(Observer):
                 self._meters.count(table.TEXT_TOKENS, by=len(body.token_ids) // TOKEN_BYTES)
                 self._note_first(request, "first_text", self._first_text)
             case AudioChunk():
-                self._note_sound(request, body.samples.shape[0] / body.sample_rate)
+                seconds = body.samples.shape[0] / body.sample_rate
+                self._meters.count(table.AUDIO_SECONDS, by=seconds)
+                self._note_first(request, "first_audio", self._first_audio)
+                request.playback.add(self._clock(), seconds)
             case ImageChunk():
                 self._meters.count(table.PICTURES, by=int(not body.preview))
                 self._note_first(request, "first_image", self._first_picture)
@@ -187,11 +190,6 @@ class RequestLog(Observer):
             now = self._clock()
             request.timeline.events.append(TimelineEvent(name, now))
             seconds.observe(now - request.arrived)
-
-    def _note_sound(self, request: ObservedRequest, seconds: float) -> None:
-        self._meters.count(table.AUDIO_SECONDS, by=seconds)
-        self._note_first(request, "first_audio", self._first_audio)
-        request.playback.add(self._clock(), seconds)
 
     def stage_done(self, header: Header, body: StageDone) -> None:
         """Take over the stage's own timeline of the request."""

@@ -283,11 +283,6 @@ def _model(websocket: WebSocket, state: ServerState, description: Description) -
     return state.model_name(websocket.query_params.get("model"), description)
 
 
-def _hears(description: Description, pipeline: Pipeline) -> bool:
-    """Whether the stage that answers reads the user's sound itself, and does not need all of it for that."""
-    return description.outputs.get("text") in pipeline.stages[:2]
-
-
 def _session(state: ServerState, description: Description, model: str) -> RealtimeSession:
     settings = state.settings
     pipeline = Pipeline(
@@ -303,11 +298,13 @@ def _session(state: ServerState, description: Description, model: str) -> Realti
         output="audio" if pipeline.speaks else "text",
         turn_detection=ServerVad() if state.realtime.detects else None,
     )
+    # Whether the stage that answers reads the user's sound itself, and does not need all of it for that.
+    hears = description.outputs.get("text") in pipeline.stages[:2]
     return RealtimeSession(
         config,
         pipeline,
         detects=state.realtime.detects,
         audio_seconds=settings.audio_seconds,
         expires=int(time.time() + settings.realtime_session_seconds),
-        ahead=AheadOfTurn(settings.realtime_ahead_seconds if _hears(description, pipeline) else 0.0),
+        ahead=AheadOfTurn(settings.realtime_ahead_seconds if hears else 0.0),
     )
