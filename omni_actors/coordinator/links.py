@@ -33,7 +33,6 @@ class StageLinks:
 
     Args:
         fail: called, later on the loop, with the header of an attempt that could not be sent, and why.
-        traffic: by receiver, for metrics; outlives the links.
         dropped: counts credit of replicas without a link.
     """
 

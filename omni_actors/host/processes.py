@@ -173,13 +173,8 @@ class Backoff:
     """Decides when a process that died starts again. Pure: times are seconds of any one clock that the caller reads.
 
     The first restart is immediate, the second waits `first` seconds, and every further one twice as long as the one
-    before it, up to `last`. Restarts older than `window` no longer count.
-
-    Args:
-        first: delay of the second restart, in seconds.
-        last: longest delay, in seconds.
-        limit: restarts allowed within `window`; `None` for any number.
-        window: seconds for which a restart counts.
+    before it, up to `last`. There may be `limit` restarts, or any number for `None`, within `window` seconds; older
+    ones no longer count.
     """
 
     def __init__(self, first: float, last: float, limit: int | None = None, window: float = math.inf) -> None:

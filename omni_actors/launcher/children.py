@@ -34,10 +34,7 @@ class HttpChild:
     """Owns the listening socket, so that a taken port is an error at once and clients can connect during a restart.
 
     Args:
-        address: `HOST:PORT`.
-        settings: of the server.
         insecure: listen off loopback even without an API key.
-        log_file: where the process writes its log.
         on_failure: called with the reason when the first process ends by itself before it can have served: the next one
             would, too.
 
@@ -137,8 +134,6 @@ class CoordinatorChild:
     """Owns the coordinator's process.
 
     Args:
-        control: endpoint where the coordinator listens for stages and nodes.
-        results: endpoint where it receives the stages' results.
         on_end: called with "" after an orderly end, else with the reason why the launch failed or cannot go on.
         on_restart: called with a sentence when the coordinator died and will be restarted.
         started: when the launcher's process started, on the monotonic clock; now if `None`.

@@ -50,7 +50,6 @@ class NodeAgent:
     """One node's connection to the coordinator. Belongs to the event loop in which it was made.
 
     Args:
-        endpoint: the coordinator's control endpoint.
         on_shutdown: called with the reason, and whether the launch has failed, when the coordinator ends the pipeline
             or cannot be reached.
         on_silence: called repeatedly, with seconds, while nothing is heard from the coordinator. The agent then waits

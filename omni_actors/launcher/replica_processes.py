@@ -167,7 +167,6 @@ class ReplicaProcesses:
     code.
 
     Args:
-        control_endpoint: endpoint where the coordinator listens for stages.
         address: address of this host, for those of its stages that other nodes must reach.
     """
 

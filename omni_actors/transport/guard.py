@@ -221,12 +221,7 @@ class Connections:
 
 
 class ConnectionGuard(threading.Thread):
-    """Closes connections to the bound TCP endpoints of one context, for as long as it exists.
-
-    Args:
-        message_bytes: largest message, -1 for any.
-        encrypted: connections use keys.
-    """
+    """Closes connections to the bound TCP endpoints of one context, for as long as it exists; see `Connections`."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], message_bytes: int, encrypted: bool) -> None:
         super().__init__(name="connection guard", daemon=True)

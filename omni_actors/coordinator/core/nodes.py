@@ -233,12 +233,7 @@ def explain_end(replica: Replica, what: str, log: str) -> str:
 
 
 class Launch:
-    """The launch of a pipeline.
-
-    Args:
-        began: when the launch began; timeouts count from there.
-        started: when the launcher's process started, for the times that are shown.
-    """
+    """The launch of a pipeline. Timeouts count from when it `began`, the times that are shown from `started`."""
 
     def __init__(
         self,
