@@ -473,7 +473,7 @@ class Coordinator:
         self._client_links.flush()
         self._collector.tick()
         self._stages.grant(everything=True)
-        for replica_id in self._stages.peers.cut():
+        for replica_id in self._stages.peers.cut(time.monotonic()):
             if replica_id is not None:
                 self._obey(self.fleet.link_cut(replica_id))
         self._stages.tick()

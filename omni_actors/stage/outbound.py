@@ -381,7 +381,7 @@ class Outbound(threading.Thread):
             while self._unaddressed and self._unaddressed[0][0] + ADDRESS_SECONDS < now:  # the oldest come first
                 _, message = self._unaddressed.pop(0)
                 self._lose(message, "was never announced")
-            for peer in self._peers.cut():
+            for peer in self._peers.cut(now):
                 self._on_event(Lost(f"the link to {name_of(peer)} was cut"))
         for receiver, request_id in self._peers.flush():
             self._on_event(Undelivered(request_id, receiver, StageLost(f"{receiver.name} takes no messages.")))

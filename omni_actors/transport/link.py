@@ -19,9 +19,10 @@ from typing import Generic, NamedTuple, TypeVar
 import zmq
 
 from omni_actors.config import FlowConfig
+from omni_actors.host.addresses import is_tcp
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.fields import ReplicaId
-from omni_actors.transport.sockets import ZERO_COPY_BYTES, DisconnectDetector, Socket, Sockets, descriptor, try_send
+from omni_actors.transport.sockets import GRACE_SECONDS, ZERO_COPY_BYTES, Socket, Sockets, descriptor, drain, try_send
 
 Key = TypeVar("Key")
 GRANTS_PER_WINDOW = 4
@@ -315,7 +316,8 @@ class PeerLinks:
         self._sockets = sockets
         self._flow = flow
         self._traffic = traffic if traffic is not None else {}
-        self._disconnects: DisconnectDetector[Peer] = DisconnectDetector()
+        self._monitors: dict[Peer, Socket] = {}  # of TCP links: those of this host cannot be cut
+        self._lost: dict[Peer, float] = {}  # since when a link is cut
         self.links: dict[Peer, Link] = {}  # those that are open
 
     def open(self, peer: Peer, endpoint: str, only_credit: bool = False) -> Link:
@@ -325,13 +327,20 @@ class PeerLinks:
             window = Window(self._flow.edge_messages, self._flow.edge_bytes)
             traffic = self._traffic.setdefault(name_of(peer), Traffic())
         link = self.links[peer] = Link(self._sockets.push(endpoint), time.monotonic, window=window, traffic=traffic)
-        self._disconnects.watch(peer, link.socket, endpoint)
+        if is_tcp(endpoint):
+            self._monitors[peer] = link.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         return link
 
     def close(self, peer: Peer) -> None:
         """Disconnect from a peer."""
-        self._disconnects.forget(peer)
+        self._stop_watching(peer)
         self.links.pop(peer).close()
+
+    def _stop_watching(self, peer: Peer) -> None:
+        self._lost.pop(peer, None)
+        if (monitor := self._monitors.pop(peer, None)) is not None:
+            self.links[peer].socket.disable_monitor()
+            monitor.close(linger=0)
 
     def flush(self) -> list[tuple[ReplicaId, str]]:
         """Send what the peers take now; return replicas that took nothing for too long, and the requests lost."""
@@ -342,11 +351,18 @@ class PeerLinks:
                 lost += [(peer, request_id) for request_id in link.give_up()]
         return lost
 
-    def cut(self) -> list[Peer]:
-        """Peers whose link over the network was cut although they are said to live, each once."""
-        found = self._disconnects.found(time.monotonic())
+    def cut(self, now: float) -> list[Peer]:
+        """Peers whose link was cut `GRACE_SECONDS` ago or earlier although they are said to live, each once.
+
+        A link is cut when its peer closes it or dies, and when the peer's host or the network is silent for longer than
+        the socket's heartbeat allows.
+        """
+        for peer, monitor in self._monitors.items():
+            if drain(monitor):
+                self._lost.setdefault(peer, now)
+        found = [peer for peer, since in self._lost.items() if since + GRACE_SECONDS <= now]
         for peer in found:
-            self._disconnects.forget(peer)
+            self._stop_watching(peer)
         return found
 
     def metrics(self) -> dict[str, EdgeMetrics]:

@@ -13,58 +13,52 @@ from pathlib import Path
 import pytest
 import zmq
 
+from omni_actors.config import FlowConfig
+from omni_actors.protocol.fields import ReplicaId
 from omni_actors.transport import sockets as sockets_module
-from omni_actors.transport.sockets import (
-    GRACE_SECONDS,
-    DisconnectDetector,
-    PeerConnections,
-    Socket,
-    Sockets,
-    drain,
-    try_send,
-)
+from omni_actors.transport.link import PeerLinks
+from omni_actors.transport.sockets import GRACE_SECONDS, PeerConnections, Socket, Sockets, drain, try_send
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import until
 
+TALKER = ReplicaId("talker", 0, 1)
 
-def linked(sockets: Sockets, endpoint: str) -> tuple[Socket, Socket, str]:
-    """A PUSH, the PULL that has received a message from it, and the endpoint."""
+
+def linked(sockets: Sockets, endpoint: str) -> tuple[PeerLinks, Socket]:
+    """A link to a replica, and the replica's PULL, which has received a message over it."""
     pull, endpoint = sockets.pull(endpoint)
-    push = sockets.push(endpoint)
-    until(lambda: try_send(push, [b"x"]), what="a connection")
-    until(lambda: pull.poll(0), what="the message")
-    return push, pull, endpoint
+    links = PeerLinks(sockets, FlowConfig())
+    link = links.open(TALKER, endpoint)
+    link.send("r", [b"x"])
+    until(lambda: link.flush() or pull.poll(0), what="the message")
+    return links, pull
 
 
 def test_a_cut_link_is_found_once_its_peer_could_have_been_announced_dead(sockets: Sockets) -> None:
-    push, pull, endpoint = linked(sockets, "tcp://127.0.0.1:0")
-    detector: DisconnectDetector[str] = DisconnectDetector()
-    detector.watch("talker", push, endpoint)
-    assert detector.found(0.0) == []
+    links, pull = linked(sockets, "tcp://127.0.0.1:0")
+    assert links.cut(0.0) == []
     pull.close()
-    until(lambda: push.poll(0, zmq.POLLOUT) == 0, what="the loss of the connection")
+    until(lambda: links.links[TALKER].socket.poll(0, zmq.POLLOUT) == 0, what="the loss of the connection")
 
     def is_found() -> bool:
-        return detector.found(10.0) == [] and detector.found(10.0 + GRACE_SECONDS) == ["talker"]
+        return links.cut(10.0) == [] and links.cut(10.0 + GRACE_SECONDS) == [TALKER]
 
     until(is_found, what="its detection")
-    detector.forget("talker")
-    assert detector.found(99.0) == []
-    detector.close()
+    assert links.cut(99.0) == [], "once"
+    links.close(TALKER)
 
 
 def test_a_socket_file_is_not_watched(sockets: Sockets, short_path: Path) -> None:
-    push, pull, endpoint = linked(sockets, f"ipc://{short_path}/inbox")
-    detector: DisconnectDetector[str] = DisconnectDetector()
-    detector.watch("talker", push, endpoint)
+    links, pull = linked(sockets, f"ipc://{short_path}/inbox")
+    push = links.links[TALKER].socket
     monitor = push.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     pull.close()
     until(lambda: drain(monitor), what="the disconnection")
-    assert detector.found(0.0) == []
-    assert detector.found(99.0) == []
+    assert links.cut(0.0) == []
+    assert links.cut(99.0) == []
     push.disable_monitor()
     monitor.close(linger=0)
-    detector.close()
+    links.close(TALKER)
 
 
 def test_a_router_s_peers_are_gone_when_their_connections_are(sockets: Sockets, short_path: Path) -> None:
