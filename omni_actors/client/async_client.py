@@ -395,27 +395,24 @@ class AsyncOmniClient:
     def _send(self, request_id: str, body: Body, buffers: BufferList | None = None, deadline: float = 0.0) -> None:
         if self._sockets is None:
             raise InvalidRequest("This client is not connected.", hint="Use it as a context manager.")
-        refusal = self._handshake.verdict.refusal
+        refusal = self._handshake.refusal
         if refusal is not None:
             raise refusal
         header = Header("", request_id=request_id, deadline=deadline)
         frames = encode(header, body, buffers.buffers if buffers is not None else (), self._limits)
         if not try_send(self._socket, frames):
             self._monitor.drain()  # the reason may be a refusal that was not read yet
-            raise self._handshake.verdict.refusal or RequestTimeout(
-                f"The coordinator at {self._endpoint} accepts no messages."
-            )
+            raise self._handshake.refusal or RequestTimeout(f"The coordinator at {self._endpoint} accepts no messages.")
         self._reader.poke()
 
     def _on_handshake(self, frames: Sequence[bytes]) -> None:
         """Handle an event of the connection; a refusal ends everything that waits for an answer."""
         self._handshake.on(frames)
-        verdict = self._handshake.verdict
-        if verdict.connected and verdict.disconnected:
-            verdict.disconnected = False
+        if self._handshake.connected and self._handshake.disconnected:
+            self._handshake.disconnected = False
             with contextlib.suppress(OmniError):  # the next ping says so, too
                 self._send("", Credit())  # this client is still there, on a new connection
-        refusal = verdict.refusal
+        refusal = self._handshake.refusal
         if refusal is None:
             return
         for request_id in list(self._streams):

@@ -137,10 +137,9 @@ class NodeAgent:
     def _on_connection(self, frames: Sequence[bytes]) -> None:
         """Handle an event of the connection: it was established, refused or lost."""
         self._handshake.on(frames)
-        verdict = self._handshake.verdict
-        if verdict.refusal is not None and (verdict.final or not self._ever_welcomed):
-            self._give_up(str(verdict.refusal))
-        elif verdict.disconnected:
+        if self._handshake.refusal is not None and (self._handshake.final or not self._ever_welcomed):
+            self._give_up(str(self._handshake.refusal))
+        elif self._handshake.disconnected:
             self._reader.drain()  # the coordinator's last message may be that this node is to stop
             self._reconnect("the coordinator has disconnected")
 

@@ -352,10 +352,10 @@ class Inbound(threading.Thread):
             self._inbox.read()  # binding may have consumed the descriptor's signal
 
     def _check(self, handshake: HandshakeMonitor, refusal: OmniError | None) -> None:
-        if refusal is not None and (handshake.verdict.final or not self._welcomed):
+        if refusal is not None and (handshake.final or not self._welcomed):
             self._inbox.put(Stop(str(refusal), failed=True))
-        elif handshake.verdict.disconnected:
-            handshake.verdict.disconnected = False
+        elif handshake.disconnected:
+            handshake.disconnected = False
             self._inbox.put(Lost("the coordinator is not connected any more"))
 
     def _send(self, control: Link, body: Body) -> None:

@@ -18,7 +18,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -42,8 +42,10 @@ HANDSHAKE_EVENTS = (
 )
 
 
-class Verdict:
-    """Concludes from a connection's events whether it is refused or lost. Pure.
+class HandshakeMonitor:
+    """Monitors a socket from before it connects: a refusal may be the only event, a millisecond later.
+
+    Belongs to the socket's thread; close it before the socket. `socket` is readable when there are events.
 
     Attributes:
         final: the socket will never connect.
@@ -51,23 +53,37 @@ class Verdict:
         disconnected: one was lost. Its reader may reset it.
     """
 
-    def __init__(self, endpoint: str, keys: Keys | None) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, keys: Keys | None) -> None:
+        self._monitored = socket
         self._endpoint = endpoint
         self._keys = keys
         self._hang_ups = 0
         self._first_hang_up = 0.0
         self._refusal: tuple[str, str] | None = None
-        self.connected = False
-        self.final = False
-        self.disconnected = False
+        self.connected = self.final = self.disconnected = False
+        self.socket: zmq.Socket[bytes] = socket.get_monitor_socket(HANDSHAKE_EVENTS)
+        self.socket.setsockopt(zmq.LINGER, 0)
 
     @property
     def refusal(self) -> OmniError | None:
         """Why nothing gets through, as a new error each time; `None` while it may still connect."""
         return Unauthorized(self._refusal[0], hint=self._refusal[1]) if self._refusal is not None else None
 
-    def on(self, event: int, now: float) -> None:
-        """Take note of a monitor event."""
+    def take(self) -> OmniError | None:
+        """Read the events that have arrived and return why the peer cannot be reached, if that is certain."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return self.refusal
+            self.on(frames)
+
+    def on(self, frames: Sequence[bytes]) -> None:
+        """Take note of one message read from `socket`."""
+        self.note(int(parse_monitor_message(list(frames))["event"]), time.monotonic())
+
+    def note(self, event: int, now: float) -> None:
+        """Take note of an event, and conclude whether the connection is refused or lost."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._hang_ups, self._refusal, self.connected = 0, None, True
         elif event == zmq.EVENT_DISCONNECTED:  # also follows a failed handshake
@@ -98,35 +114,6 @@ class Verdict:
     def _refuse(self, what: str, hint: str, final: bool) -> None:
         self._refusal = (f"The peer at {self._endpoint} {what}.", hint)
         self.final = final
-
-
-class HandshakeMonitor:
-    """Monitors a socket from before it connects: a refusal may be the only event, a millisecond later.
-
-    Belongs to the socket's thread; close it before the socket. `socket` is readable when there are events.
-    """
-
-    def __init__(
-        self, socket: zmq.Socket[bytes], endpoint: str, keys: Keys | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._monitored = socket
-        self._clock = clock
-        self.verdict = Verdict(endpoint, keys)
-        self.socket: zmq.Socket[bytes] = socket.get_monitor_socket(HANDSHAKE_EVENTS)
-        self.socket.setsockopt(zmq.LINGER, 0)
-
-    def take(self) -> OmniError | None:
-        """Read the events that have arrived and return why the peer cannot be reached, if that is certain."""
-        while True:
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return self.verdict.refusal
-            self.on(frames)
-
-    def on(self, frames: Sequence[bytes]) -> None:
-        """Take note of one message read from `socket`."""
-        self.verdict.on(int(parse_monitor_message(list(frames))["event"]), self._clock())
 
     def close(self) -> None:
         """Stop monitoring. The monitored socket stays open."""
