@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 
 import pytest
 
@@ -108,11 +109,17 @@ def test_the_end_of_a_former_process_changes_nothing() -> None:
     [
         (1, False, Evidence.CRASHED),
         (-11, False, Evidence.CRASHED),
+        (137, False, Evidence.CRASHED),
         (-9, False, Evidence.KILLED),
+        (128 + signal.SIGTERM, False, Evidence.KILLED),
+        (0, False, Evidence.KILLED),
+        (None, False, Evidence.KILLED),
         (-9, True, Evidence.CRASHED),
     ],
 )
-def test_what_a_loss_says_depends_on_how_the_process_ended(exit_code: int, hangs: bool, evidence: Evidence) -> None:
+def test_what_a_loss_says_depends_on_how_the_process_ended(
+    exit_code: int | None, hangs: bool, evidence: Evidence
+) -> None:
     """One that hung was killed, too, but by its launcher."""
     world = World(heartbeat_timeout=2.0).launch()
     if hangs:

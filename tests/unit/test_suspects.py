@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_actors.coordinator.core.instructions import Instruction, ToClient
-from omni_actors.coordinator.core.replicas import Evidence, ReplicaEvent, ReplicaState, evidence_of
+from omni_actors.coordinator.core.replicas import Evidence, ReplicaEvent, ReplicaState
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.coordinator.core.suspects import EMPTY_SECONDS, GUILTY, MARGIN_SECONDS, SUSPECT
 from omni_actors.errors import ErrorCode
@@ -57,13 +57,6 @@ def test_poison_after_two_replicas_of_a_stage() -> None:
     assert body.stage == "thinker"
     assert not body.retryable
     assert "thinker/0 (epoch 1): first; thinker/0 (epoch 2): second" in body.message
-
-
-def test_the_end_of_a_process_is_judged_by_its_exit_code() -> None:
-    for code in (-9, -15, 0, 143, None):
-        assert evidence_of(code) is Evidence.KILLED
-    for code in (1, 137, -6, -11):
-        assert evidence_of(code) is Evidence.CRASHED
 
 
 def test_a_group_that_crashes_is_halved_until_the_culprit_runs_alone() -> None:
