@@ -6,6 +6,7 @@ import contextlib
 import gc
 
 import pytest
+from transformers import PreTrainedConfig
 from triton.runtime.interpreter import GridExecutor
 
 from tests.support.nightly import nightly
@@ -17,6 +18,9 @@ from tests.support.startup.untraced import untraced
 
 # On the CPU, Triton's interpreter runs the kernels of vLLM, which take most of a step.
 GridExecutor.__call__ = untraced(GridExecutor.__call__)
+# huggingface_hub writes a configuration out, 0.2 s each, for every form of a union that its field does not have: half
+# of what an engine takes to start.
+PreTrainedConfig.__repr__ = object.__repr__
 PROMPTS = ("hello", "What is the capital of France?", "Tell me a story about a dog and a cat who sail the sea. " * 3)
 BLOCK = 32  # of the key/value cache, the smallest on a CPU
 
