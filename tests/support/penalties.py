@@ -77,22 +77,20 @@ def recorded_sampling(engine: AutoregressiveEngine) -> Iterator[Sampled]:
     runner = engine.core.worker.model_runner
     sampler, seen = runner.sampler, Sampled()
     apply, add, draw = sampler.apply_sampling_params, sampler.add_request, sampler.sample
-    batch: list[tuple[str, int]] = []  # requests and positions of the step
+    step: list[tuple[str, int, torch.Tensor, torch.Tensor]] = []  # request, position, its raw and processed logits
 
     def apply_sampling_params(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         raw, slots, positions = logits.float().cpu().clone(), args[2].tolist(), args[3].tolist()
         made = apply(logits, *args, **kwargs)
-        processed = made.float().cpu().clone()
-        names = runner.req_states.index_to_req_id
-        batch[:] = [(names[slot], position) for slot, position in zip(slots, positions, strict=True)]
-        for row, (name, position) in enumerate(batch):
-            seen.rows.setdefault(name, {})[position] = Logits(raw[row], processed[row], processed[row])
+        names = (runner.req_states.index_to_req_id[slot] for slot in slots)
+        step[:] = zip(names, positions, raw, made.float().cpu().clone(), strict=True)
         return made
 
     def sample(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, logits = draw(*args, **kwargs)
-        for (name, position), row in zip(batch, logits.float().cpu().clone(), strict=True):
-            seen.rows[name][position] = seen.rows[name][position]._replace(drawn=row)
+        for (name, position, raw, processed), drawn in zip(step, logits.float().cpu().clone(), strict=True):
+            # When it is computed again after a preemption, tokens that come after it count, too.
+            seen.rows.setdefault(name, {}).setdefault(position, Logits(raw, processed, drawn))
         return tokens, logits
 
     def add_request(slot: int, params: SamplingParams) -> None:

@@ -17,7 +17,6 @@ from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong, Un
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.stage.engine_interface import StageInputs
 from tests.support.code2wav import sound_of
-from tests.support.nightly import nightly
 from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.qwen3_reference import Qwen3Reference, Qwen3Result
 from tests.support.spoken_texts import frames_of
@@ -134,7 +133,8 @@ def test_requests_that_join_and_leave_with_text_at_random_times_equal_transforme
         assert torch.equal(frames_of(talker, f"r{number}"), spoken[name].answer.codes[: CODES - number % 3 - 1])
 
 
-@pytest.mark.parametrize("memory", ["enough", nightly("too little")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("memory", ["enough", "too little"])
 def test_penalties_count_first_codes_and_nothing_of_the_prompt(talker, tight, tiny_qwen3_checkpoint, spoken, memory):
     """Eight requests with drawn parameters."""
     stage = talker if memory == "enough" else tight("talker", tiny_qwen3_checkpoint, **TIGHT)
