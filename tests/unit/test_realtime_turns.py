@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -175,6 +176,29 @@ def test_sessions_that_the_model_hears_together_are_heard_as_if_alone() -> None:
             [window.probability for window in other], abs=1e-4
         )
         assert max(window.probability for window in one) > 0.5
+
+
+def test_a_muted_microphone_takes_no_model_and_turns_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    muted = numpy.zeros(2 * RATE, "<i2")
+    sound = numpy.concatenate([muted, speech(0.5), muted])
+    pieces = [sound[start : start + 960].tobytes() for start in range(0, len(sound), 960)]
+
+    def heard_windows() -> tuple[list[SpeechWindow], int]:
+        """All windows, and for how many of them the model ran."""
+        model, activity, runs = SpeechModel(), VoiceActivity(0), []
+        run = model._model.run
+        model._model = SimpleNamespace(run=lambda *given: runs.append(given) or run(*given))
+        return [window for piece in pieces for window in model.listen([(activity, piece)])[0]], len(runs)
+
+    windows, ran = heard_windows()
+    monkeypatch.setattr("omni_actors.http_server.realtime.turns.QUIET", 0.0)
+    all_windows, all_ran = heard_windows()
+    assert ran < 0.4 * all_ran
+    assert all_ran == len(all_windows)
+    assert [window[:2] for window in windows] == [window[:2] for window in all_windows]
+    turns = [found(TurnDetector(VAD), [window.probability for window in these]) for these in (windows, all_windows)]
+    assert turns[0] == turns[1]
+    assert abs(turns[0][0].start - 1.936 * RATE) < 0.1 * RATE
 
 
 async def test_sound_that_fails_ends_its_own_session_and_one_that_has_left_holds_up_nobody() -> None:

@@ -31,6 +31,8 @@ BEGIN_WINDOWS = 2  # that must be speech before a turn begins, so that a click i
 HYSTERESIS = 0.15  # by which the probability must fall below the threshold to count as silence
 
 MODEL_RATE = 16_000
+QUIET = 1e-3  # of full scale (-60 dB): less is no speech, as where a microphone is muted
+SETTLED_WINDOWS = 10  # after which more silence changes nothing in what the model remembers
 MODEL_WINDOW, MODEL_CONTEXT = 512, 64  # samples at MODEL_RATE: of a window, and of those before it
 WINDOW = MODEL_WINDOW * RATE // MODEL_RATE
 
@@ -188,6 +190,7 @@ class VoiceActivity:
         self._resampler = soxr.ResampleStream(RATE, MODEL_RATE, 1, dtype="float32", quality="LQ")
         self._sound = numpy.zeros(MODEL_CONTEXT, numpy.float32)  # what was heard last, and what waits
         self._position = position
+        self._quiet = 0  # windows so far
         self.memory = numpy.zeros((2, 128), numpy.float32)
 
     def add(self, pcm: bytes) -> None:
@@ -200,6 +203,14 @@ class VoiceActivity:
         """The model's next input, f32 [MODEL_CONTEXT + MODEL_WINDOW]; `None` until there is enough sound."""
         size = MODEL_CONTEXT + MODEL_WINDOW
         return self._sound[:size] if len(self._sound) >= size else None
+
+    def pass_quiet(self) -> Iterator[SpeechWindow]:
+        """Go on to the next window that the model has to hear: of a long silence, it hears the beginning only."""
+        while (window := self.window) is not None:
+            self._quiet = self._quiet + 1 if abs(window).max() < QUIET else 0
+            if self._quiet <= SETTLED_WINDOWS:
+                return
+            yield self.heard(0.0, self.memory)
 
     def heard(self, probability: float, memory: NDArray[numpy.float32]) -> SpeechWindow:
         """Take the model's output for the window, and go on to the next one."""
@@ -225,9 +236,10 @@ class SpeechModel:
 
     def listen(self, pieces: Sequence[tuple[VoiceActivity, bytes]]) -> list[list[SpeechWindow]]:
         """The windows that are complete after a piece of PCM of each of several sessions."""
-        for activity, pcm in pieces:
-            activity.add(pcm)
         found: list[list[SpeechWindow]] = [[] for _ in pieces]
+        for (activity, pcm), windows in zip(pieces, found, strict=True):
+            activity.add(pcm)
+            windows += activity.pass_quiet()
         while ready := [
             (row, one, window) for row, (one, _) in enumerate(pieces) if (window := one.window) is not None
         ]:
@@ -239,6 +251,7 @@ class SpeechModel:
             probabilities, memories = self._model.run(None, given)
             for index, (row, activity, _) in enumerate(ready):
                 found[row].append(activity.heard(float(probabilities[index, 0]), memories[:, index]))
+                found[row] += activity.pass_quiet()
         return found
 
 
