@@ -30,14 +30,15 @@ from omni_actors.logs import say
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 ok, 1 failure, 2 wrong usage or configuration)."""
-    options = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser(checks=given[:1] == ["--check"]).parse_args(given)
     try:
         logs.configure("launcher")
         loaded = config.load(options.config, overrides(options), options.gpus)
         check_launch(loaded.pipeline, options)
         if options.check:
-            print(config.describe(loaded, options.gpus))
-            print("\n".join(check_engines(loaded.pipeline)))
+            checked = check_engines(loaded.pipeline)  # first: what is wrong is not to stand below a long table
+            print(config.describe(loaded, options.gpus), *checked, sep="\n")
             return EXIT_OK
         return asyncio.run(_run(loaded.pipeline, options))
     except ConfigError as error:
@@ -50,12 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
-def parser() -> argparse.ArgumentParser:
-    """Build the parser of the command line."""
+def parser(*, checks: bool = False) -> argparse.ArgumentParser:
+    """Build the parser of the command line; `checks`: as that of `omni-actors check`, which takes the same flags."""
+    if checks:
+        usage = "omni-actors check CONFIG [--gpus N] [--set KEY=VALUE] ..."
+        about = "Check all that can be known of a pipeline without starting it; print its effective configuration."
+    else:
+        usage = "omni-actors launch CONFIG [--http HOST:PORT] [--prompt TEXT] [--set KEY=VALUE] [--run-dir DIR] ..."
+        about = "Start a pipeline of stages and serve it until Ctrl-C; with --prompt, answer once and exit."
     parser = flags.CommandParser(
-        prog="omni-actors launch",
-        usage="omni-actors launch CONFIG [--http HOST:PORT] [--prompt TEXT] [--set KEY=VALUE] [--run-dir DIR] ...",
-        description="Start a pipeline of stages and serve it until Ctrl-C; with --prompt, answer once and exit.",
+        prog=" ".join(usage.split()[:2]),
+        usage=usage,
+        description=about,
         epilog="Values: command line > environment (OMNI_ACTORS_*) > SLURM > YAML > default; --check shows the source "
         "of each.",
     )

@@ -17,7 +17,7 @@ from tests.support.builders import chain, write
 
 HELP_HAS = {
     "launch": "Start a pipeline of stages",
-    "check": "Start a pipeline of stages",
+    "check": "without starting it",
     "chat": "/save   FILE",
     "say": "--transcript TEXT",
     "ctl": "{status,drain,restart,scale,shutdown}",

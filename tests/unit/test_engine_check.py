@@ -97,7 +97,8 @@ def test_a_custom_stage_checks_its_own_options(
     assert launch.main([path, "--check"]) == EXIT_OK
     assert "engine options checked: prompt, thinker, code2wav, leveller" in capsys.readouterr().out
     assert launch.main([path, "--check", "--set", "stages.leveller.engine.peek=1"]) == EXIT_USAGE
-    error = capsys.readouterr().err
+    shown, error = capsys.readouterr()
+    assert not shown, "what is wrong does not stand below a long table"
     assert "configuration error: stages.leveller.engine.peek is no option of the leveller. Did you mean 'peak'" in error
     data = chain()
     data["stages"][2] |= {"kind": "custom", "engine_class": "tests.support.stage.RecordingEngine", "engine": {"x": 1}}
