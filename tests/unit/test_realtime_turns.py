@@ -186,8 +186,8 @@ def test_a_muted_microphone_takes_no_model_and_turns_are_the_same(monkeypatch: p
     def heard_windows() -> tuple[list[SpeechWindow], int]:
         """All windows, and for how many of them the model ran."""
         model, activity, runs = SpeechModel(), VoiceActivity(0), []
-        run = model._model.run
-        model._model = SimpleNamespace(run=lambda *given: runs.append(given) or run(*given))
+        run = model.session.run
+        model.session = SimpleNamespace(run=lambda *given: runs.append(given) or run(*given))
         return [window for piece in pieces for window in model.listen([(activity, piece)])[0]], len(runs)
 
     windows, ran = heard_windows()

@@ -232,7 +232,7 @@ class SpeechModel:
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         # Found without an import of the package, which would import torch.
         path = distribution("silero-vad").locate_file("silero_vad/data/silero_vad_16k_op15.onnx")
-        self._model = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
     def listen(self, pieces: Sequence[tuple[VoiceActivity, bytes]]) -> list[list[SpeechWindow]]:
         """The windows that are complete after a piece of PCM of each of several sessions."""
@@ -248,7 +248,7 @@ class SpeechModel:
                 "state": numpy.stack([activity.memory for _, activity, _ in ready], axis=1),
                 "sr": numpy.array(MODEL_RATE, numpy.int64),
             }
-            probabilities, memories = self._model.run(None, given)
+            probabilities, memories = self.session.run(None, given)
             for index, (row, activity, _) in enumerate(ready):
                 found[row].append(activity.heard(float(probabilities[index, 0]), memories[:, index]))
                 found[row] += activity.pass_quiet()
