@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import re
 import signal
-import socket
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -22,18 +21,13 @@ from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher
 from tests.support.load import ask_and_check, replicas, text_of, until_busy
 from tests.support.processes import assert_nothing_left, processes_of
+from tests.support.servers import free_port
 from tests.support.waiting import eventually, until
 
 Launch = Callable[..., EchoLauncher]
 
 
 ADDRESSES = ("127.0.0.2", "127.0.0.3")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((ADDRESSES[0], 0))
-        return int(probe.getsockname()[1])
 
 
 def spread_chain(**coordinator: Any) -> dict[str, Any]:
@@ -52,7 +46,7 @@ class Hosts:
         self._launch = launch
         self._folder = folder
         self._data = data
-        self._port = free_port()
+        self._port = free_port(ADDRESSES[0])
 
     def folder(self, rank: int) -> Path:
         return self._folder / f"host{rank}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 import socket
 import threading
 import time
@@ -24,10 +25,13 @@ from tests.support.waiting import PATIENCE, until
 ECHO = "stage_configs/echo.yaml"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that stays free until it is used: the kernel gives those from 32768 on to others meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((host, port))
+            return port
 
 
 CLIENTS: list[OpenAI] = []
