@@ -98,7 +98,7 @@ def test_two_digits_spoken_to_a_session_are_added_in_speech(speaker, tmp_path):
     examples = REPOSITORY / "examples"
     command = [sys.executable, str(examples / "realtime_wav.py"), str(examples / "three_four.wav"), "answer.wav"]
     command += ["--url", speaker.url, "--ask", "What is the sum?"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "answer.wav: Three plus four is seven.\n" in done.stdout
     wave, rate = soundfile.read(tmp_path / "answer.wav", dtype="float32")

@@ -39,5 +39,5 @@ def test_the_first_programs_talk_to_a_pipeline(echo: HttpPipeline, page: str) ->
     assert places == 1
     program = program.replace("ipc:///tmp/omni-x/client", echo.endpoint).replace("tiny_speaker", "echo")
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=True)
     assert {"Text", "Audio"} <= set(done.stdout.split())

@@ -26,7 +26,7 @@ def run(folder: Path, *command: object, code: int = 0, **environment: str) -> st
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env={**os.environ, **environment},
     )
     assert done.returncode == code, done.stdout + done.stderr
@@ -48,7 +48,7 @@ def test_the_sync_client_says_what_is_wrong(echo: HttpPipeline, tmp_path: Path) 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 1
     assert done.stderr.startswith("unknown_voice: There is no voice 'Nobody'; the voices are Chelsie, Ethan.")
@@ -97,7 +97,7 @@ def test_a_batch_names_the_line_that_it_cannot_read_before_it_starts(tmp_path: P
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 1
     assert done.stderr == f"{problem}\n"

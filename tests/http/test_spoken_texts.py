@@ -161,7 +161,7 @@ def test_while_the_model_loads_a_request_is_told_to_come_again(short_path: Path)
             assert float(refused.headers["retry-after"]) > 0
         command = [sys.executable, "-m", "omni_actors.cli.main", "say", TEXT, "--save", str(short_path / "a.wav")]
         command += ["--endpoint", f"ipc://{short_path}/run/client"]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 1
         assert "stage_unavailable" in done.stderr
     finally:
@@ -319,7 +319,7 @@ def test_the_documented_client_speaks(cloning: HttpPipeline, tmp_path: Path) -> 
 
 def run(folder: Path, *command: object, code: int = 0) -> str:
     arguments = [str(part) for part in command]
-    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=60, env=None)
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=240, env=None)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

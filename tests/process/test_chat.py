@@ -30,7 +30,7 @@ def run(launcher: EchoLauncher, *arguments: str, lines: Sequence[str] = ()) -> s
         input="\n".join(lines),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 

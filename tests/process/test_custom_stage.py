@@ -33,7 +33,7 @@ def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 
@@ -62,7 +62,7 @@ def test_the_documented_additional_information_reaches_the_custom_stage(pipeline
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     loudness, wrong_key, wrong_name = done.stdout.splitlines()

@@ -256,7 +256,7 @@ for _ in range(4):
 
 def test_a_signal_to_a_stage_that_has_just_been_forked_is_not_lost():
     """Before it has set its own handler: the launcher would wait its whole shutdown_timeout in vain."""
-    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.split() == ["-15"] * 4
 
 

@@ -72,7 +72,7 @@ def test_another_user_reads_reaches_and_ends_nothing(launch, short_path, monkeyp
         extra_groups=[],
         stdout=subprocess.PIPE,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     assert json.loads(attack.stdout) == []
     # What everyone may read: command lines, and names of abstract sockets.

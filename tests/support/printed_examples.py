@@ -56,7 +56,7 @@ class Example(NamedTuple):
 
 
 def run(*command: str) -> None:
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=240)
 
 
 PAGES = [DOCS / "http.md", DOCS / "realtime.md", DOCS / "migrating.md"]
