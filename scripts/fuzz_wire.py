@@ -34,7 +34,7 @@ from omni_actors.config import PipelineConfig
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.codec import BadBody, BadHeader, BufferList, Decoder, Envelope, Frame, encode
 from omni_actors.protocol.fields import Block, DType, Header, HostTensor, Limits, ReplicaId, pack_token_ids
-from omni_actors.protocol.messages import Abort, Begin, Chunk, Credit, Ended, IntoStage, OpenRequest, StageStatus
+from omni_actors.protocol.messages import Abort, Chunk, Credit, Ended, IntoStage, OpenRequest, StageStatus
 from omni_actors.protocol.payloads import AdditionalInformationPayload, Prompt, StageParams
 from omni_actors.stage.actor import StageActor
 from omni_actors.stage.echo import EchoEngine
@@ -120,7 +120,7 @@ def inputs(subject: Subject, ids: Mapping[str, ReplicaId]) -> list[list[bytes]]:
             params = msgspec.convert(subject.asked.get("params", {}).get(stage.name, {}), StageParams)
             body = OpenRequest(route=tuple(ids.values()), params=params, seed=0, prompt=prompt)
             pass_on(stage.name, Envelope(Header("", request_id), body))
-        for end in (Begin(), Abort(), Ended((request_id,))):
+        for end in (Abort(), Ended((request_id,))):
             pass_on(subject.target, Envelope(Header("", request_id), end))
     last = ids[pipeline.stages[-1].name]
     credit = Credit(messages=3, bytes=1000, released=(1, 2, 3), mapped=True)

@@ -103,3 +103,28 @@ def reads_clock(tree: ast.AST, timed: frozenset[str] | set[str] = frozenset()) -
 def test_no_test_has(find: Finder) -> None:
     found = [f"tests/{path}:{node.lineno}" for path, module in modules().items() for node in find(path, module)]
     assert not found, "\n".join(found)
+
+
+def test_scripts_and_benchmarks_find_what_they_import() -> None:
+    """Most of them run by night or by hand, and no type checker reads them."""
+    missing = []
+    for path in (*REPOSITORY.glob("scripts/*.py"), *REPOSITORY.glob("benchmarks/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("omni_actors", "tests", "tools")):
+                there = names_of(REPOSITORY / (node.module or "").replace(".", "/"))
+                missing += [f"{path.name}: {node.module}.{name.name}" for name in node.names if name.name not in there]
+    assert not missing
+
+
+@functools.cache
+def names_of(module: Path) -> set[str]:
+    """What can be imported from a module or a package: other modules, and what its file defines or imports."""
+    names = {path.stem for path in module.glob("*")}
+    source = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+    for node in ast.walk(ast.parse(source.read_text())):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.alias(asname=str(name)) | ast.alias(name=name):
+                names.add(name)
+    return names
