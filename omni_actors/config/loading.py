@@ -244,7 +244,11 @@ def dotted(data: Any, place: Place) -> str:
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings to dotted keys; items of a list are addressed by their name if they have one."""
-    if isinstance(value, list) and value and all(isinstance(item, dict) and "name" in item for item in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in value)
+    ):
         value = {item["name"]: item for item in value}
     elif not isinstance(value, dict):
         return {prefix: value}

@@ -303,3 +303,10 @@ def test_log_level_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         root.handlers[:], root.propagate = before[0], before[2]
         root.setLevel(before[1])
+
+
+def test_a_stage_whose_name_is_a_list_is_refused(tmp_path: Path) -> None:
+    data = chain()
+    data["stages"][0]["name"] = []
+    with pytest.raises(ConfigError, match=r"stages\.0\.name"):
+        load(tmp_path, data)
