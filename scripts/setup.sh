@@ -96,7 +96,7 @@ install_packages() {
     say "installing omni_actors with the extras $flavour,$extras"
     pip install --editable "${repo_root}[$flavour,$extras]"
     if [[ "$flavour" == cpu ]]; then "$venv/bin/python" "$repo_root/scripts/fix_torchvision.py"; fi
-    # The reference of Qwen3-TTS, and a client of realtime sessions. What they require (gradio, onnxruntime, sox, ...)
+    # The reference of Qwen3-TTS, and a client of realtime sessions. What they require (gradio, sox, ...)
     # serves parts that no test uses.
     if [[ "$extras" == *test* ]]; then pip install --no-deps "$QWEN_TTS" "$PIPECAT"; fi
 }

@@ -223,6 +223,7 @@ class StageActor:
         self._clock = clock
         self._attempts: dict[str, Attempt] = {}  # those that have not ended, by request
         self._by_engine_id: dict[str, Attempt] = {}  # the live ones, by the engine's id
+        self._in_state: collections.Counter[AttemptState] = collections.Counter()  # asked for with every message
         self._early = EarlyChunks(pipeline.flow.early_chunk_seconds)
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
         self._retained = Budget(stage.retain_bytes)
@@ -327,7 +328,7 @@ class StageActor:
         """
         if not (self._engine.runnable() or self._engine.busy()):
             return False
-        complete = self._count(AttemptState.INPUT_COMPLETE)
+        complete = self._in_state[AttemptState.INPUT_COMPLETE]
         return complete > self._backlog_requests or self._engine.over_budget()
 
     def held(self) -> dict[str, int]:
@@ -335,7 +336,7 @@ class StageActor:
         return {
             "requests": len(self._by_engine_id),
             **self._early.counts(),
-            "retained": self._count(AttemptState.FINISHED),
+            "retained": self._in_state[AttemptState.FINISHED],
             "retained_bytes": self._retained.used,
         }
 
@@ -353,12 +354,11 @@ class StageActor:
         attempt = self._attempts.get(request_id)
         return attempt if attempt is not None and attempt.live else None
 
-    def _count(self, state: AttemptState) -> int:
-        return sum(attempt.state is state for attempt in self._attempts.values())
-
     def _advance(self, attempt: Attempt, event: AttemptEvent) -> None:
         """Change the state of an attempt; raises `ProtocolError` for an event that has no place in it."""
-        attempt.state = advance(ATTEMPT_TRANSITIONS, attempt.state, event)
+        before, attempt.state = attempt.state, advance(ATTEMPT_TRANSITIONS, attempt.state, event)
+        self._in_state[before] -= 1
+        self._in_state[attempt.state] += 1
         if not attempt.live:
             self._by_engine_id.pop(attempt.request.request_id, None)
         if attempt.state is AttemptState.ENDED:
@@ -386,6 +386,7 @@ class StageActor:
             return self._refuse(header, Overloaded(f"This stage has {held} open requests and takes no more."))
         attempt = self._attempt(header, request, envelope, now)
         self._attempts[request_id] = self._by_engine_id[attempt.request.request_id] = attempt
+        self._in_state[attempt.state] += 1
         logger.debug("request opened", extra={"request_id": request_id})
         if (prompt := request.prompt) is not None:
             return self._apply(attempt, lambda: [start_of(prompt, envelope, self._engine.facts)])

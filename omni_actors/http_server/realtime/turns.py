@@ -358,7 +358,7 @@ class Realtime:
         finally:
             self._count(tenant, -1)
             self.bodies.release(holder)
-            give_back_memory()  # a model and messages in pieces that the allocator would keep for the next session
+            give_back_memory()  # messages in pieces that the allocator would keep for the next session
 
     @functools.cached_property
     def _model(self) -> SpeechModel:
@@ -373,21 +373,19 @@ class Realtime:
 
     def _listen(self) -> None:
         """Look for speech in all that waits, if no other thread has taken it."""
-        pieces: list[tuple[VoiceActivity, bytes]] = []
-        results: list[Future[list[SpeechWindow]]] = []
+        taken: list[tuple[VoiceActivity, bytes, Future[list[SpeechWindow]]]] = []
         with contextlib.suppress(IndexError):  # as soon as nothing is left
-            while len(pieces) < MOST_AT_ONCE:
-                activity, pcm, result = self._unheard.popleft()
-                if result.set_running_or_notify_cancel():  # else the session has ended
-                    pieces.append((activity, pcm))
-                    results.append(result)
+            while len(taken) < MOST_AT_ONCE:
+                piece = self._unheard.popleft()
+                if piece[2].set_running_or_notify_cancel():  # else the session has ended
+                    taken.append(piece)
         try:
-            found = self._model.listen(pieces)
+            found = self._model.listen([(activity, pcm) for activity, pcm, _ in taken])
         except Exception as error:  # noqa: BLE001 - each session ends with it
-            for result in results:
+            for _, _, result in taken:
                 result.set_exception(error)
             return
-        for result, windows in zip(results, found, strict=True):
+        for (_, _, result), windows in zip(taken, found, strict=True):
             result.set_result(windows)
 
     def lags(self) -> None:
