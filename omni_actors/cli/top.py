@@ -148,6 +148,8 @@ def _summary(rates: Rates) -> Text:
         f"smooth after {_time(rates.mean(metrics.SMOOTH_START))}",
         f"real-time factor {'-' if factor is None else f'{factor:.2f}'}",
     ]
+    if sessions := now.value(metrics.REALTIME_SESSIONS):
+        words += [f"{sessions:.0f} realtime sessions", f"turns found {_time(rates.mean(metrics.REALTIME_LAG))} late"]
     health = ("healthy", "green") if description.healthy else ("degraded", "red")
     return Text.assemble((description.pipeline, "bold"), " ", health, ": ", ", ".join(words))
 

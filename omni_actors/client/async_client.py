@@ -35,6 +35,7 @@ from omni_actors.protocol.messages import (
     Operation,
     Report,
     RequestTimeline,
+    Snapshot,
     StageUsage,
     Subject,
     Submit,
@@ -360,6 +361,14 @@ class AsyncOmniClient:
     async def metrics(self, timeout: float = ANSWER_SECONDS) -> str:
         """Return all metrics of the pipeline as Prometheus text. Raises `RequestTimeout` if no answer comes."""
         return (await self._ask(Observe(subject=Subject.METRICS), Observation, timeout)).text
+
+    def report(self, metrics: Snapshot) -> None:
+        """Send this process's own metrics, which the pipeline's then include: what an HTTP server counts, in all.
+
+        Raises:
+            RequestTimeout: the coordinator takes no messages.
+        """
+        self._send("", metrics)
 
     async def timeline(self, request_id: str, timeout: float = ANSWER_SECONDS) -> RequestTimeline:
         """Return the timed events of a request that is running or among the last 200 that ended.

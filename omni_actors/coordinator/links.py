@@ -153,6 +153,7 @@ class ClientLinks:
 
     Args:
         do: carries out the instructions that end a client's requests.
+        on_gone: called with a client whose connection was closed.
         traffic: of all clients together, for metrics.
         dropped: counts clients that were slow or lost.
     """
@@ -163,6 +164,7 @@ class ClientLinks:
         pipeline: PipelineConfig,
         state: RequestMachine,
         do: Callable[[Iterable[Instruction]], None],
+        on_gone: Callable[[bytes], None],
         traffic: Traffic,
         dropped: collections.Counter[str],
     ) -> None:
@@ -172,6 +174,7 @@ class ClientLinks:
         self._limits = pipeline.limits
         self._state = state
         self._do = do
+        self._on_gone = on_gone
         self._traffic = traffic
         self._dropped = dropped
         self._links: dict[bytes, Link] = {}
@@ -232,6 +235,7 @@ class ClientLinks:
             if self._state.requests_of(client):
                 self._lose(client, "its connection was closed")
             self._links.pop(client, None)
+            self._on_gone(client)
 
     def sweep(self) -> None:
         """Forget clients that have nothing in flight and have read everything."""

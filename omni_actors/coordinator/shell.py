@@ -70,6 +70,7 @@ from omni_actors.protocol.messages import (
     Operation,
     ReplicaEnded,
     Report,
+    Snapshot,
     StageToCoordinator,
     Submit,
 )
@@ -185,7 +186,13 @@ class Coordinator:
             memory=remembered,
         )
         self._client_links = ClientLinks(
-            self._clients, pipeline, self._requests, self._do, traffic[CLIENTS], self._dropped
+            self._clients,
+            pipeline,
+            self._requests,
+            self._do,
+            self._collector.client_gone,
+            traffic[CLIENTS],
+            self._dropped,
         )
         self._stages = StageLinks(self._sockets, pipeline, self._requests, self._fail, traffic, self._dropped)
         decoders: dict[str, Decoder[Any]] = {
@@ -311,6 +318,8 @@ class Coordinator:
                 self._answer(client, header, self._operate(client, owner, body))
             case Observe():
                 self._answer(client, header, self._reports.observe(body))
+            case Snapshot():
+                self._collector.take_clients(client, body)
 
     def _answer(self, client: bytes, header: Header, body: Body) -> None:
         self._do([ToClient(client, header.request_id, 0, body)])

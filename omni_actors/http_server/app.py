@@ -42,8 +42,7 @@ from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.fields import TRACEPARENT
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.sharing import Budget
-from omni_actors.telemetry.endpoint import METRICS_TYPE, is_name_of_loopback, render
-from omni_actors.telemetry.metrics import HTTP_TABLE
+from omni_actors.telemetry.endpoint import METRICS_TYPE, is_name_of_loopback
 from omni_actors.telemetry.timeline import as_json
 
 logger = get_logger(__name__)
@@ -99,9 +98,9 @@ async def status(request: Request, state: ServerState) -> Response:
 
 
 async def metrics(request: Request, state: ServerState) -> Response:
-    """Prometheus text of the whole pipeline, and of this server."""
-    own = render(state.realtime.meters, HTTP_TABLE)
-    return Response(await state.client.metrics() + own, media_type=METRICS_TYPE)
+    """Prometheus text of the whole pipeline and of this server, all its processes together."""
+    state.client.report(state.realtime.meters.snapshot())
+    return Response(await state.client.metrics(), media_type=METRICS_TYPE)
 
 
 class RecentQuery(msgspec.Struct):
@@ -408,7 +407,10 @@ def create_routes(settings: ServerSettings, bodies: Budget, fetcher: Fetcher | N
         state = ServerState(settings, bodies, fetcher)
         async with state.client:
             app.state.server = state
+            reporting = asyncio.create_task(state.report(), name="metrics")
             yield
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
             await state.close()
 
     by_path: defaultdict[str, dict[str, Endpoint]] = defaultdict(dict)

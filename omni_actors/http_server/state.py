@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, NoReturn
 
 import msgspec
 import numpy
@@ -29,7 +29,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from omni_actors.client import AsyncOmniClient
-from omni_actors.errors import ConfigError, RequestTimeout
+from omni_actors.errors import ConfigError, OmniError, RequestTimeout
 from omni_actors.host.run_directory import check_own_folder, expanded
 from omni_actors.http_server.bodies import Form, FormBody, Strict
 from omni_actors.http_server.errors import HttpError, bad_field, too_large
@@ -228,6 +228,7 @@ def no_voice(name: str) -> HttpError:
 
 DESCRIBE_SECONDS = 3.0  # a coordinator that needs longer is not healthy
 FRESH_SECONDS = 0.2  # for which a description may be used again
+REPORT_SECONDS = 1.0  # between reports of metrics to the coordinator
 KNOWN_SECONDS = 2.0  # the same for what does not change while a pipeline runs
 REMEMBERED_SECONDS = 30.0  # the same while the coordinator is too busy to answer
 IPV6_NETWORK = 64  # bits; who has one of its addresses usually has them all
@@ -296,6 +297,13 @@ class ServerState:
         self._description = await self.client.describe(DESCRIBE_SECONDS)
         self._described = time.monotonic()
         return self._description
+
+    async def report(self) -> NoReturn:
+        """Keep the coordinator informed of this process's metrics."""
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            with contextlib.suppress(OmniError):  # it is away; the next report has all of this one
+                self.client.report(self.realtime.meters.snapshot())
 
     async def close(self) -> None:
         """Close the connection to the pipeline, and end the decoders."""

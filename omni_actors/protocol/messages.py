@@ -248,7 +248,10 @@ class EndedWork(Struct, frozen=True, array_like=True):
 
 
 class Snapshot(Body, tag="snapshot", frozen=True):
-    """Stage -> coordinator, once per heartbeat interval: its metrics, counted since its session began."""
+    """Stage or HTTP server -> coordinator, about once a second: its metrics, counted since its session began.
+
+    Only stages have `ended` work.
+    """
 
     samples: Annotated[tuple[Sample, ...], Meta(max_length=4096)]
     histograms: Annotated[tuple[HistogramSample, ...], Meta(max_length=1024)] = ()
@@ -848,7 +851,7 @@ class Observation(Body, tag="observation", frozen=True):
     timelines: tuple[RequestTimeline, ...] = ()
 
 
-ClientToCoordinator = Submit | Abort | Describe | Credit | Operate | Observe
+ClientToCoordinator = Submit | Abort | Describe | Credit | Operate | Observe | Snapshot
 CoordinatorToClient = (
     TextDelta | AudioChunk | ImageChunk | LatentsChunk | StepsDone | Done | Failed | Description | Report | Observation
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import psutil
@@ -15,7 +16,7 @@ from omni_actors.host.processes import AnchoredClock
 from omni_actors.logs import get_logger
 from omni_actors.protocol.messages import Observation, Observe, Snapshot, Subject
 from omni_actors.telemetry import metrics as table
-from omni_actors.telemetry.metrics import TABLE, Kind, Labels, Meters, Metric, edge_metrics
+from omni_actors.telemetry.metrics import HTTP_METRICS, TABLE, Kind, Labels, Meters, Metric, edge_metrics
 from omni_actors.telemetry.request_log import ObservedRequest, RequestLog
 from omni_actors.transport.link import EdgeMetrics
 
@@ -52,10 +53,10 @@ class TelemetryCollector:
     def __init__(self, exporter: OtlpExporter | None = None, clock: Callable[[], float] | None = None) -> None:
         self._exporter = exporter
         self._meters = Meters()
-        self._stages = StageMeters()
+        self._processes = ProcessMeters()
         self._restarts: dict[tuple[str, int], int] = {}
         self._spawn_epochs: dict[tuple[str, int], int] = {}  # the first epoch of the present process
-        self._rejected_snapshots = 0
+        self._rejected_snapshots: Counter[str] = Counter()  # by channel
         self.requests = RequestLog(self._meters, clock or AnchoredClock(), self._export)
 
     def _export(self, finished: ObservedRequest) -> None:
@@ -76,17 +77,29 @@ class TelemetryCollector:
     def take_snapshot(self, stage: str, replica: int, snapshot: Snapshot) -> None:
         """Take a snapshot of a living process. One that is wrong is counted and dropped."""
         try:
-            self._stages.take(f"{stage}/{replica}", snapshot)
+            self._processes.take(f"{stage}/{replica}", snapshot)
         except InvalidPayload as error:
-            self._rejected_snapshots += 1
+            self._rejected_snapshots["control"] += 1
             logger.warning("dropped a snapshot: %s", error, extra={"stage": f"{stage}/{replica}"})
             return
         for work in snapshot.ended:
             self.requests.stage_ended(stage, replica, work)
 
+    def take_clients(self, client: bytes, snapshot: Snapshot) -> None:
+        """Take a snapshot of a client that is an HTTP server. One that is wrong is counted and dropped."""
+        try:
+            self._processes.take(client.hex(), snapshot, HTTP_METRICS)
+        except InvalidPayload as error:
+            self._rejected_snapshots["client"] += 1
+            logger.warning("dropped a client's snapshot: %s", error)
+
+    def client_gone(self, client: bytes) -> None:
+        """Note that a client has left: its counters are kept, its gauges are not."""
+        self._processes.process_ended(client.hex())
+
     def replica_ended(self, stage: str, replica: int) -> None:
         """Note that a replica's process has ended."""
-        self._stages.process_ended(f"{stage}/{replica}")
+        self._processes.process_ended(f"{stage}/{replica}")
 
     def replica_removed(self, stage: str, replica: int) -> None:
         """Note that a replica is gone for good: one that gets its number later is another one."""
@@ -141,8 +154,8 @@ class TelemetryCollector:
             own.set(table.RESTARTS, stage, str(replica), to=count)
         for channel, reasons in rejected.items():
             own.set_all(table.REJECTED, (*table.COORDINATOR, channel), reasons)
-        if self._rejected_snapshots:
-            own.set(table.REJECTED, *table.COORDINATOR, "control", "wrong_snapshot", to=self._rejected_snapshots)
+        for channel, count in self._rejected_snapshots.items():
+            own.set(table.REJECTED, *table.COORDINATOR, channel, "wrong_snapshot", to=count)
         own.set_all(table.DROPPED, table.COORDINATOR, dropped)
         own.set_all(table.ROUTED, (), routed)
         edge_metrics(own, table.COORDINATOR[0], edges)
@@ -150,7 +163,7 @@ class TelemetryCollector:
         own.set(table.CPU_SECONDS, *table.COORDINATOR, to=time.process_time())
         everything = Meters()
         everything.add(own.snapshot())
-        self._stages.add_to(everything)
+        self._processes.add_to(everything)
         return everything
 
     def tick(self) -> None:
@@ -163,20 +176,24 @@ class TelemetryCollector:
             self._exporter.close()
 
 
-class StageMeters:
-    """The latest snapshot of each replica's process, and the sums of the processes that ended."""
+class ProcessMeters:
+    """The latest snapshot of each process of a stage or of the HTTP server, and the sums of those that ended."""
 
     def __init__(self) -> None:
         self._past = Meters()
         self._now: dict[str, Snapshot] = {}
 
-    def take(self, name: str, snapshot: Snapshot) -> None:
-        """Take the newest snapshot of a replica such as "talker/0". Raises `InvalidPayload` if it is wrong."""
-        check(snapshot)
+    def take(self, name: str, snapshot: Snapshot, allowed: Collection[str] = TABLE) -> None:
+        """Take the newest snapshot of a process such as "talker/0", which may have the `allowed` metrics.
+
+        Raises:
+            InvalidPayload: it is wrong.
+        """
+        check(snapshot, allowed)
         self._now[name] = snapshot
 
     def process_ended(self, name: str) -> None:
-        """Note that a replica's process has ended: keep its counters, drop its gauges."""
+        """Note that a process has ended: keep its counters, drop its gauges."""
         snapshot = self._now.pop(name, None)
         if snapshot is not None:
             self._past.add(snapshot, counters_only=True)
@@ -187,20 +204,20 @@ class StageMeters:
             meters.add(snapshot)
 
 
-def check(snapshot: Snapshot) -> None:
-    """Raise `InvalidPayload` unless every sample belongs to a metric of the table."""
+def check(snapshot: Snapshot, allowed: Collection[str]) -> None:
+    """Raise `InvalidPayload` unless every sample belongs to one of the `allowed` metrics of the table."""
     for sample in snapshot.samples:
-        metric = _known(sample.name, sample.labels, histogram=False)
+        metric = _known(sample.name, sample.labels, allowed, histogram=False)
         if not math.isfinite(sample.value) or (metric.kind is Kind.COUNTER and sample.value < 0):
             raise InvalidPayload(f"The metric {metric.name} cannot be {sample.value}.")
     for histogram in snapshot.histograms:
-        metric = _known(histogram.name, histogram.labels, histogram=True)
+        metric = _known(histogram.name, histogram.labels, allowed, histogram=True)
         if len(histogram.counts) != len(metric.bounds) + 1 or not math.isfinite(histogram.total):
             raise InvalidPayload(f"The histogram {metric.name} has the wrong buckets or no finite sum.")
 
 
-def _known(name: str, labels: Labels, histogram: bool) -> Metric:
-    metric = TABLE.get(name)
+def _known(name: str, labels: Labels, allowed: Collection[str], histogram: bool) -> Metric:
+    metric = TABLE.get(name) if name in allowed else None
     if metric is None or len(labels) != len(metric.labels) or (metric.kind is Kind.HISTOGRAM) != histogram:
         raise InvalidPayload(f"There is no {'histogram' if histogram else 'value'} {name!r} with {len(labels)} labels.")
     return metric

@@ -21,16 +21,16 @@ from prometheus_client.registry import Collector
 
 from omni_actors.errors import ConfigError
 from omni_actors.host.addresses import is_loopback
-from omni_actors.telemetry.metrics import TABLE, Kind, Labels, Meters, Metric
+from omni_actors.telemetry.metrics import TABLE, Kind, Labels, Meters
 
 T = TypeVar("T")
 
 
-def families(meters: Meters, table: Mapping[str, Metric] = TABLE) -> Iterator[Family]:
-    """Every metric of a table, in its order, including those without a series."""
+def families(meters: Meters) -> Iterator[Family]:
+    """Every metric, in the order of the table, including those without a series."""
     values = _by_name(meters.values)
     histograms = _by_name(meters.histograms)
-    for metric in table.values():
+    for metric in TABLE.values():
         if metric.kind is Kind.HISTOGRAM:
             family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
             for labels, histogram in histograms.get(metric.name, ()):
@@ -57,17 +57,16 @@ def _by_name(series: Mapping[tuple[str, Labels], T]) -> dict[str, list[tuple[Lab
 class _MetersCollector(Collector):
     """Adapts `Meters` to prometheus-client."""
 
-    def __init__(self, meters: Meters, table: Mapping[str, Metric]) -> None:
+    def __init__(self, meters: Meters) -> None:
         self._meters = meters
-        self._table = table
 
     def collect(self) -> Iterable[Family]:
-        return families(self._meters, self._table)
+        return families(self._meters)
 
 
-def render(meters: Meters, table: Mapping[str, Metric] = TABLE) -> str:
-    """The values of a table's metrics in the text format 0.0.4."""
-    text: bytes = generate_latest(_MetersCollector(meters, table))
+def render(meters: Meters) -> str:
+    """The values of all metrics in the text format 0.0.4."""
+    text: bytes = generate_latest(_MetersCollector(meters))
     return text.decode()
 
 

@@ -125,8 +125,7 @@ class Metric(NamedTuple):
     bounds: tuple[float, ...] = ()
 
 
-TABLE: dict[str, Metric] = {}  # of the pipeline: every endpoint exports them
-HTTP_TABLE: dict[str, Metric] = {}  # of the HTTP server, which exports them besides those of the pipeline
+TABLE: dict[str, Metric] = {}
 COORDINATOR = ("coordinator", "0")  # its values of the labels stage and replica
 
 
@@ -140,18 +139,16 @@ _REPLICA = ("stage", "replica")
 _EDGE = ("source", "target")
 
 
-def _counter(name: str, help: str, labels: Labels = (), table: dict[str, Metric] = TABLE) -> Metric:
-    return table.setdefault(name, Metric(name, Kind.COUNTER, labels, help))
+def _counter(name: str, help: str, labels: Labels = ()) -> Metric:
+    return TABLE.setdefault(name, Metric(name, Kind.COUNTER, labels, help))
 
 
-def _gauge(name: str, help: str, labels: Labels = (), table: dict[str, Metric] = TABLE) -> Metric:
-    return table.setdefault(name, Metric(name, Kind.GAUGE, labels, help))
+def _gauge(name: str, help: str, labels: Labels = ()) -> Metric:
+    return TABLE.setdefault(name, Metric(name, Kind.GAUGE, labels, help))
 
 
-def _histogram(
-    name: str, help: str, labels: Labels = (), bounds: tuple[float, ...] = _WAITS, table: dict[str, Metric] = TABLE
-) -> Metric:
-    return table.setdefault(name, Metric(name, Kind.HISTOGRAM, labels, help, bounds))
+def _histogram(name: str, help: str, labels: Labels = (), bounds: tuple[float, ...] = _WAITS) -> Metric:
+    return TABLE.setdefault(name, Metric(name, Kind.HISTOGRAM, labels, help, bounds))
 
 
 # Counted by the coordinator.
@@ -295,47 +292,53 @@ VLLM_QUERIES = _counter(
 )
 VLLM_HITS = _counter("omni_vllm_prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", _REPLICA)
 
-# Counted by the HTTP server.
-REALTIME_SESSIONS = _gauge("omni_realtime_sessions", "Sessions of /v1/realtime that are open.", table=HTTP_TABLE)
+# Counted by the processes of the HTTP server, and added up.
+REALTIME_SESSIONS = _gauge("omni_realtime_sessions", "Sessions of /v1/realtime that are open.")
 REALTIME_RESPONSES = _counter(
     "omni_realtime_responses_total",
     "Answers in sessions that ended: completed, cancelled, incomplete or failed.",
     ("status",),
-    table=HTTP_TABLE,
 )
 REALTIME_INTERRUPTIONS = _counter(
     "omni_realtime_interruptions_total",
     "Answers cut short by speech (turn_detected) or by the client (client_cancelled).",
     ("reason",),
-    table=HTTP_TABLE,
 )
 REALTIME_PREPARATIONS = _counter(
     "omni_realtime_preparations_total",
     "Prompts computed while the user spoke: computed, cancelled (too late) or failed.",
     ("outcome",),
-    table=HTTP_TABLE,
 )
 REALTIME_LAG = _histogram(
     "omni_realtime_detection_lag_seconds",
     "How late the server looked for turns in sound; over 0.5 s it refuses new sessions.",
-    table=HTTP_TABLE,
 )
 REALTIME_FIRST_AUDIO = _histogram(
     "omni_realtime_first_audio_seconds",
     "From the end of speech (without detection, from the request for an answer) to the answer's first samples.",
-    table=HTTP_TABLE,
 )
 REALTIME_SMOOTH_START = _histogram(
-    "omni_realtime_smooth_start_seconds",
-    "From there until the audio of a complete answer can be played without a gap.",
-    table=HTTP_TABLE,
+    "omni_realtime_smooth_start_seconds", "From there until the audio of a complete answer can be played without a gap."
+)
+
+HTTP_METRICS = frozenset(
+    metric.name
+    for metric in (
+        REALTIME_SESSIONS,
+        REALTIME_RESPONSES,
+        REALTIME_INTERRUPTIONS,
+        REALTIME_PREPARATIONS,
+        REALTIME_LAG,
+        REALTIME_FIRST_AUDIO,
+        REALTIME_SMOOTH_START,
+    )
 )
 
 
 def markdown() -> str:
     """The table for the documentation."""
     lines = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
-    for metric in (*TABLE.values(), *HTTP_TABLE.values()):
+    for metric in TABLE.values():
         labels = ", ".join(f"`{label}`" for label in metric.labels)
         lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
     return "\n".join(lines)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from omni_actors.telemetry.metrics import HTTP_TABLE, TABLE
+from omni_actors.telemetry.metrics import TABLE
 from tests.support.observations import LOG_LINE
 from tests.support.servers import HttpPipeline
 
@@ -37,7 +37,7 @@ def test_metrics_are_prometheus_text(echo: HttpPipeline, request_id: str) -> Non
     answer = httpx.get(f"{echo.url}/metrics")
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     families = {family.name for family in text_string_to_metric_families(answer.text)}
-    assert families == {name.removesuffix("_total") for name in (*TABLE, *HTTP_TABLE)}
+    assert families == {name.removesuffix("_total") for name in TABLE}
     assert 'omni_requests_total{code="ok",outcome="done"}' in answer.text
 
 

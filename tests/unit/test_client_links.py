@@ -35,7 +35,10 @@ class Answers:
         flow = FlowConfig(client_window_messages=WINDOW, client_messages=OUTBOX)
         config = msgspec.structs.replace(pipeline(), flow=flow)
         self.sent, self.dropped = Traffic(), collections.Counter[str]()
-        self.links = ClientLinks(self.router, config, ready(), lambda _: None, self.sent, self.dropped)
+        self.gone: list[bytes] = []
+        self.links = ClientLinks(
+            self.router, config, ready(), lambda _: None, self.gone.append, self.sent, self.dropped
+        )
 
     def connect(self, name: bytes) -> Socket:
         dealer, monitor = self._sockets.dealer(self.endpoint, name)

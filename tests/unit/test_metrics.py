@@ -20,7 +20,7 @@ from omni_actors.stage.engine_interface import BudgetStatistics, EngineStatistic
 from omni_actors.stage.meter import KEPT_TIMELINES, StageMeter
 from omni_actors.stage.session import process_values
 from omni_actors.telemetry import metrics as table
-from omni_actors.telemetry.collector import StageMeters, TelemetryCollector
+from omni_actors.telemetry.collector import ProcessMeters, TelemetryCollector
 from omni_actors.telemetry.endpoint import render
 from omni_actors.telemetry.metrics import TABLE, Kind, Meters, edge_metrics
 from omni_actors.transport.link import EdgeMetrics, Traffic
@@ -91,14 +91,14 @@ def snapshot(tokens: float = 0, steps: tuple[int, ...] | None = None, held: floa
     )
 
 
-def totals(stages: StageMeters) -> Meters:
+def totals(stages: ProcessMeters) -> Meters:
     meters = Meters()
     stages.add_to(meters)
     return meters
 
 
 def test_counters_go_on_after_a_restart_and_gauges_do_not() -> None:
-    stages = StageMeters()
+    stages = ProcessMeters()
     tokens, held = (table.OUTPUT_TOKENS.name, LABELS), (table.STAGE_HELD.name, LABELS)
     steps = (2,) + (0,) * len(table.STEP_SECONDS.bounds)
     stages.take("talker/0", snapshot(5, steps, held=3))
@@ -127,11 +127,26 @@ def test_counters_go_on_after_a_restart_and_gauges_do_not() -> None:
     ids=["name", "labels", "negative counter", "not a number", "a histogram", "buckets", "no histogram"],
 )
 def test_a_snapshot_that_does_not_fit_the_table_changes_nothing(wrong: Snapshot) -> None:
-    stages = StageMeters()
+    stages = ProcessMeters()
     stages.take("talker/0", snapshot(5))
     with pytest.raises(InvalidPayload):
         stages.take("talker/0", wrong)
     assert totals(stages).values[(table.OUTPUT_TOKENS.name, LABELS)] == 5
+
+
+def test_http_servers_report_their_own_metrics_and_no_others() -> None:
+    collector = TelemetryCollector()
+    sessions, answers = (table.REALTIME_SESSIONS.name, ()), (table.REALTIME_RESPONSES.name, ("completed",))
+    for client, count in ((b"a", 2.0), (b"b", 3.0)):
+        own = (Sample(*sessions, count), Sample(*answers, 10 * count))
+        collector.take_clients(client, Snapshot(samples=own))
+    collector.take_clients(b"c", Snapshot(samples=(Sample(table.OUTPUT_TOKENS.name, LABELS, 1.0),)))
+    collector.client_gone(b"b")
+    value = collector.gather(0, 0, 0, {}, {}, {}, {}, {}).values
+    assert value[sessions] == 2
+    assert value[answers] == 50
+    assert (table.OUTPUT_TOKENS.name, LABELS) not in value
+    assert value[(table.REJECTED.name, ("coordinator", "0", "client", "wrong_snapshot"))] == 1
 
 
 def test_a_wrong_snapshot_is_counted_and_does_not_hide_the_others() -> None:
