@@ -13,10 +13,9 @@ import ipaddress
 import re
 import socket
 import ssl
-import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import httpcore
@@ -39,6 +38,7 @@ from omni_actors.http_server.generation import (
     VideoUrlPart,
 )
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.store import Store, UploadedFile
 from omni_actors.media.decoders import DecoderThreads, MediaDecoder, Reply
 from omni_actors.media.limits import (
     AUDIO_FILE,
@@ -52,7 +52,6 @@ from omni_actors.media.limits import (
     check_counts,
 )
 from omni_actors.protocol.payloads import MEDIA_MODALITIES
-from omni_actors.sharing import Budget
 
 FETCH_SECONDS = 20.0
 HTTPS_PORT = 443
@@ -207,71 +206,6 @@ class Fetcher:
 
 
 T = TypeVar("T")
-
-MAX_FILES = 1000
-MAX_TRANSCRIPTS = 10_000
-MAX_RESPONSES = 1000
-MAX_BYTES = 64 << 20  # of all transcripts, and of all responses; each response counts all turns before it
-KEPT_SECONDS = 3600.0  # the same
-
-
-class UploadedFile(NamedTuple):
-    """A file of `/v1/files`; `created` and `expires` are Unix times to show."""
-
-    id: str
-    name: str
-    purpose: str
-    data: bytes
-    created: int
-    expires: int
-
-
-class KeptResponse(NamedTuple):
-    """A response of `/v1/responses` as JSON, and the turns that another one continues with their bytes."""
-
-    content: bytes
-    conversation: list[dict[str, Any]]
-    conversation_bytes: int
-
-
-class Store(Generic[T]):
-    """Values by id, bounded in number, bytes and time. The oldest are removed first."""
-
-    def __init__(self, most: int, most_bytes: int, seconds: float) -> None:
-        self._most = most
-        self._budget = Budget(most_bytes)
-        self._seconds = seconds
-        self._kept: dict[str, tuple[T, float]] = {}  # and until when (monotonic)
-
-    def add(self, key: str, value: T, size: int) -> int:
-        """Keep a value of `size` bytes, unless it alone is too large; returns the Unix time until which it is kept."""
-        if size <= self._budget.limit:
-            self._kept[key] = (value, time.monotonic() + self._seconds)
-            self._budget.take(key, size)
-        while len(self._kept) > self._most or not self._budget.fits():
-            self.remove(next(iter(self._kept)))
-        return int(time.time() + self._seconds)
-
-    def find(self, key: str) -> T | None:
-        """The value with this id, if it is still kept."""
-        self._expire()
-        return self._kept[key][0] if key in self._kept else None
-
-    def remove(self, key: str) -> bool:
-        """Remove a value; false if there is none with this id."""
-        self._budget.release(key)
-        return self._kept.pop(key, None) is not None
-
-    def values(self) -> Sequence[T]:
-        """All values, the oldest first."""
-        self._expire()
-        return [value for value, _ in self._kept.values()]
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        while self._kept and next(iter(self._kept.values()))[1] < now:
-            self.remove(next(iter(self._kept)))
-
 
 MAX_URL = 2048  # bytes of a URL, or of a data: URI before its data
 MIN_BASE64 = 16  # characters; a shorter one may be anything
@@ -462,13 +396,13 @@ class MediaReader:
             text = await asyncio.to_thread(_string_of, part.file.file_data, param)
             return await self._url(text, modality_of(text, param), param)
         param = f"{where}.file_id"
-        file = self._files.find(part.file.file_id or "")
-        if file is None:
+        data = await asyncio.to_thread(self._files.data, part.file.file_id or "")
+        if not data:
             message = f"There is no file {part.file.file_id!r}, or no longer: upload it again."
             raise bad_field(param, message, "file_not_found")
-        reserve(len(file.data))  # it is sent to the pipeline as if it were in the body
-        measured = await self._measured(UNKNOWN_FILE, "The file", file.data, param)
-        return _Medium(measured.modality, file.data, param)
+        reserve(len(data))  # it is sent to the pipeline as if it were in the body
+        measured = await self._measured(UNKNOWN_FILE, "The file", data, param)
+        return _Medium(measured.modality, data, param)
 
     async def _url(self, url: memoryview, modality: str, param: str) -> _Medium:
         start = bytes(url[:MAX_URL])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -61,8 +62,8 @@ from omni_actors.http_server.generation import (
     output_form,
     tool_options,
 )
-from omni_actors.http_server.media import KeptResponse
 from omni_actors.http_server.state import ServerState, json_response
+from omni_actors.http_server.store import KeptResponse
 from omni_actors.protocol.fields import PositiveInt
 from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import CallId, Json, ToolCallPiece, ToolName
@@ -294,7 +295,7 @@ async def create(request: Request, state: ServerState, body: ResponsesRequest) -
     description, model = await state.model(body.model)
     spoken = "audio" in (body.modalities or ())
     form = audio_format(body.audio, spoken, body.stream)
-    before = _before(body, state)
+    before = await _before(body, state)
     asked = await _converted(messages_of(body.input), before, description, state)
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     answer = await Answer.begin(
@@ -309,11 +310,12 @@ async def create(request: Request, state: ServerState, body: ResponsesRequest) -
     )
     reply = ResponseReply(f"resp_{request.state.request_id}", model, spoken, body, description)
 
-    def keep(content: bytes) -> None:
+    async def keep(content: bytes) -> None:
         if body.store is not False:
             conversation = [*before, *asked, reply.message()]
             size = _size(conversation)
-            state.responses.add(reply.id, KeptResponse(content, conversation, size), len(content) + size)
+            kept = KeptResponse(content, conversation, size)
+            await asyncio.to_thread(state.responses.add, reply.id, kept, len(content) + size)
 
     if body.stream:
         pieces = reply.events(answer, keep)
@@ -321,30 +323,35 @@ async def create(request: Request, state: ServerState, body: ResponsesRequest) -
     async with answer:
         await reply.read(answer, form)
     content = msgspec.json.encode(reply.object("completed"))
-    keep(content)
+    await keep(content)
     return Response(content, media_type="application/json")
 
 
 async def retrieve(request: Request, state: ServerState) -> Response:
     """A response that is still kept."""
-    return Response(_kept(request.path_params["response_id"], state).content, media_type="application/json")
+    found = await _kept(request.path_params["response_id"], state)
+    return Response(found.content, media_type="application/json")
 
 
 async def delete(request: Request, state: ServerState) -> Response:
     """Forget a response."""
     response_id = request.path_params["response_id"]
-    _kept(response_id, state)
-    state.responses.remove(response_id)
+    if not await asyncio.to_thread(state.responses.remove, response_id):
+        raise _no_response(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-def _kept(response_id: str, state: ServerState) -> KeptResponse:
+async def _kept(response_id: str, state: ServerState) -> KeptResponse:
     """The response with this id. Raises `HttpError` 404 if it is not kept, or no longer."""
-    found = state.responses.find(response_id)
+    found = await asyncio.to_thread(state.responses.find, response_id)
     if found is None:
-        message = f"There is no response {response_id[:100]!r}, or no longer: send its items again."
-        raise HttpError(404, message, param="response_id", code="response_not_found")
+        raise _no_response(response_id)
     return found
+
+
+def _no_response(response_id: str) -> HttpError:
+    message = f"There is no response {response_id[:100]!r}, or no longer: send its items again."
+    return HttpError(404, message, param="response_id", code="response_not_found")
 
 
 def _size(value: Any) -> int:
@@ -358,12 +365,12 @@ def _size(value: Any) -> int:
     return int(getattr(value, "nbytes", 8))
 
 
-def _before(body: ResponsesRequest, state: ServerState) -> Conversation:
+async def _before(body: ResponsesRequest, state: ServerState) -> Conversation:
     """The turns that the request continues. They are sent to the pipeline again, so they count as if in the body."""
     if body.previous_response_id is None:
         return []
     try:
-        found = _kept(body.previous_response_id, state)
+        found = await _kept(body.previous_response_id, state)
     except HttpError as error:
         raise bad_field("previous_response_id", error.message, "previous_response_not_found") from None
     reserve(found.conversation_bytes)
@@ -486,11 +493,11 @@ class ResponseReply:
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    async def events(self, answer: Answer, keep: Callable[[bytes], None]) -> AsyncIterator[bytes]:
+    async def events(self, answer: Answer, keep: Callable[[bytes], Awaitable[None]]) -> AsyncIterator[bytes]:
         """Stream the events of an answer. A later failure becomes `response.failed` and `error`.
 
         Args:
-            keep: called with the response as JSON when it is complete.
+            keep: awaited with the response as JSON when it is complete.
         """
         yield self._event("response.created", response=self.object("in_progress"))
         yield self._event("response.in_progress", response=self.object("in_progress"))
@@ -529,7 +536,7 @@ class ResponseReply:
         for piece in self._close():
             yield piece
         done = self.object("completed")
-        keep(msgspec.json.encode(done))
+        await keep(msgspec.json.encode(done))
         yield self._event(f"response.{done['status']}", response=done)
 
     @property

@@ -47,6 +47,7 @@ class ServerSettings(HttpConfig, frozen=True, kw_only=True):
         api_key: what requests must bring as `Authorization: Bearer KEY`; `None` for no check.
         check_host: refuse requests whose Host header is not a loopback name. Without it, a web page that resolves its
             own name to 127.0.0.1 could use a server that has no key.
+        shared_dir: folder of this user alone, for what the processes of the server share; `None` for one process.
         media_hosts: hosts from which media may be fetched over https; `.example.com` also allows its subdomains.
     """
 
@@ -54,6 +55,7 @@ class ServerSettings(HttpConfig, frozen=True, kw_only=True):
     keys: str | None = None
     api_key: str | None = None
     check_host: bool = True
+    shared_dir: str | None = None
     media_hosts: tuple[str, ...] = ()
 
 

@@ -13,7 +13,6 @@ import hashlib
 import ipaddress
 import os
 import re
-import secrets
 import stat
 import tempfile
 import time
@@ -34,20 +33,20 @@ from omni_actors.host.run_directory import check_own_folder, expanded
 from omni_actors.http_server.bodies import Form, FormBody, Strict
 from omni_actors.http_server.errors import HttpError, bad_field, too_large
 from omni_actors.http_server.generation import VoiceId, voice_name
-from omni_actors.http_server.media import (
+from omni_actors.http_server.media import Fetcher, MediaReader
+from omni_actors.http_server.realtime.turns import Realtime
+from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.store import (
     KEPT_SECONDS,
     MAX_BYTES,
     MAX_FILES,
     MAX_RESPONSES,
     MAX_TRANSCRIPTS,
-    Fetcher,
     KeptResponse,
-    MediaReader,
     Store,
     UploadedFile,
+    secret_of,
 )
-from omni_actors.http_server.realtime.turns import Realtime
-from omni_actors.http_server.settings import ServerSettings
 from omni_actors.logs import get_logger
 from omni_actors.media.decoders import DecoderThreads
 from omni_actors.protocol.messages import Description
@@ -241,14 +240,15 @@ class ServerState:
         self.settings = settings
         self.realtime = Realtime(settings, bodies)
         self.client = AsyncOmniClient(settings.endpoint, keys=settings.keys)
-        self.files: Store[UploadedFile] = Store(MAX_FILES, settings.files_bytes, settings.file_seconds)
-        self.transcripts: Store[str] = Store(MAX_TRANSCRIPTS, MAX_BYTES, KEPT_SECONDS)
-        self.responses: Store[KeptResponse] = Store(MAX_RESPONSES, MAX_BYTES, KEPT_SECONDS)
+        folder = settings.shared_dir
+        self.files = Store(folder, "files", UploadedFile, MAX_FILES, settings.files_bytes, settings.file_seconds)
+        self.transcripts = Store(folder, "transcripts", str, MAX_TRANSCRIPTS, MAX_BYTES, KEPT_SECONDS)
+        self.responses = Store(folder, "responses", KeptResponse, MAX_RESPONSES, MAX_BYTES, KEPT_SECONDS)
+        self.secret = secret_of(folder)
         self.voices = VoiceStore(settings.voices_dir, settings.voices)
         self._decoders = DecoderThreads()
         fetcher = fetcher or Fetcher(settings.media_hosts, settings.media_bytes)
         self.media = MediaReader(settings, fetcher, self.files, self.transcripts, self._decoders)
-        self._tenants_key = secrets.token_bytes(32)
         self.turns = asyncio.Lock()  # held for a turn of the loop by each answer that has sound to encode
         self.started = int(time.time())
         self._description: Description | None = None
@@ -313,6 +313,8 @@ class ServerState:
         await self.client.close()
         self.realtime.close()
         await asyncio.to_thread(self._decoders.close)
+        for store in (self.files, self.transcripts, self.responses):
+            store.close()
 
     def tenant(self, connection: HTTPConnection) -> str:
         """A name for the client's address, by which slots are shared and from which nobody else can tell the address.
@@ -325,7 +327,7 @@ class ServerState:
             return ""
         if isinstance(address, ipaddress.IPv6Address):
             address = address.ipv4_mapped or ipaddress.ip_network((address, IPV6_NETWORK), strict=False).network_address
-        return hashlib.blake2b(address.packed, digest_size=8, key=self._tenants_key).hexdigest()
+        return hashlib.blake2b(address.packed, digest_size=8, key=self.secret).hexdigest()
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -417,21 +419,22 @@ async def upload(request: Request, state: ServerState, form: Form[UploadForm]) -
         raise bad_field("file", f"The file's name has more than {MAX_NAME_BYTES} bytes.")
     now = time.time()
     expires = int(now + state.settings.file_seconds)
-    file = UploadedFile(f"file-{uuid.uuid4().hex}", name, form.fields.purpose, data, int(now), expires)
-    state.files.add(file.id, file, len(data))
+    file = UploadedFile(f"file-{uuid.uuid4().hex}", name, form.fields.purpose, len(data), int(now), expires)
+    if not await asyncio.to_thread(state.files.add, file.id, file, len(data), data):
+        raise HttpError(507, "The server cannot write the file: its operator must make room.", code="internal_error")
     return json_response(_file(file))
 
 
 async def files(request: Request, state: ServerState) -> Response:
     """All uploaded files."""
-    found = [_file(file) for file in state.files.values()]
+    found = [_file(file) for file in await asyncio.to_thread(state.files.values)]
     return json_response({"object": "list", "data": found, "has_more": False})
 
 
 async def file(request: Request, state: ServerState) -> Response:
     """One file, without its content."""
     file_id = request.path_params["file_id"]
-    found = state.files.find(file_id)
+    found = await asyncio.to_thread(state.files.find, file_id)
     if found is None:
         raise _no_file(file_id)
     return json_response(_file(found))
@@ -440,7 +443,7 @@ async def file(request: Request, state: ServerState) -> Response:
 async def delete(request: Request, state: ServerState) -> Response:
     """Delete a file."""
     file_id = request.path_params["file_id"]
-    if not state.files.remove(file_id):
+    if not await asyncio.to_thread(state.files.remove, file_id):
         raise _no_file(file_id)
     return json_response({"id": file_id, "object": "file", "deleted": True})
 
@@ -452,4 +455,4 @@ def _no_file(file_id: str) -> HttpError:
 def _file(file: UploadedFile) -> dict[str, Any]:
     times = {"created_at": file.created, "expires_at": file.expires}
     about = {"filename": file.name, "purpose": file.purpose, "status": "processed"}
-    return {"id": file.id, "object": "file", "bytes": len(file.data), **times, **about}
+    return {"id": file.id, "object": "file", "bytes": file.bytes, **times, **about}

@@ -17,8 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from omni_actors.client import OmniClient
 from omni_actors.http_server.app import create_app
-from omni_actors.http_server.media import Store
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.store import Store
 from tests.support.servers import HttpPipeline, film, picture, serving, sound
 from tests.support.waiting import PATIENCE, eventually, until
 
@@ -226,7 +226,7 @@ def test_content_types_that_browsers_send_to_foreign_sites_are_refused(small: st
 
 
 def test_what_is_kept_is_bounded_in_bytes_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: Store[str] = Store(3, 100, 60)
+    kept: Store[str] = Store(None, "texts", str, 3, 100, 60)
     kept.add("large", "too large", 101)
     assert kept.values() == []
     kept.add("a", "first", 60)
@@ -251,7 +251,7 @@ def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def test_a_jump_of_the_clock_removes_nothing_that_is_kept_and_keeps_nothing(
     monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
-    kept: Store[str] = Store(10, 100, 60)
+    kept: Store[str] = Store(None, "texts", str, 10, 100, 60)
     kept.add("a", "a text", 6)
     usual = time.time
     monkeypatch.setattr(time, "time", lambda: usual() + 2 * jump)

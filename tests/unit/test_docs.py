@@ -20,7 +20,7 @@ from omni_actors.config import CoordinatorConfig, FlowConfig, HttpConfig, Pipeli
 from omni_actors.config.schema import ClusterConfig
 from omni_actors.errors import ERROR_CLASSES, ErrorCode
 from omni_actors.http_server import bodies, chat, generation
-from omni_actors.http_server.media import MAX_FILES
+from omni_actors.http_server.store import MAX_FILES
 from omni_actors.media import decoders
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.fields import Limits

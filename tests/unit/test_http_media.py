@@ -15,8 +15,9 @@ from PIL import Image
 
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import AnyMessage
-from omni_actors.http_server.media import Fetcher, MediaReader, Store, UploadedFile
+from omni_actors.http_server.media import Fetcher, MediaReader
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.store import Store, UploadedFile
 from omni_actors.media.decoders import DecoderThreads
 from tests.support.servers import film, picture, sound
 from tests.support.waiting import PATIENCE
@@ -31,14 +32,16 @@ def decoders() -> Iterator[DecoderThreads]:
 
 @pytest.fixture
 def files() -> Store[UploadedFile]:
-    return Store(10, 1 << 20, 60.0)
+    return Store(None, "files", UploadedFile, 10, 1 << 20, 60.0)
 
 
 @pytest.fixture
 def reader(decoders: DecoderThreads, files: Store[UploadedFile]) -> MediaReader:
-    return MediaReader(
-        ServerSettings(endpoint="ipc:///nowhere"), Fetcher([], 1), files, Store(10, 1 << 20, 60.0), decoders
-    )
+    return MediaReader(ServerSettings(endpoint="ipc:///nowhere"), Fetcher([], 1), files, transcripts(), decoders)
+
+
+def transcripts() -> Store[str]:
+    return Store(None, "transcripts", str, 10, 1 << 20, 60.0)
 
 
 def part(modality: str, data: bytes) -> dict:
@@ -62,7 +65,7 @@ async def test_more_media_than_a_prompt_may_have_are_refused_before_any_is_read(
 
 async def test_uploaded_files_are_counted_as_what_they_are(reader: MediaReader, files: Store[UploadedFile]) -> None:
     data = picture(8, 8)
-    files.add("file-1", UploadedFile("file-1", "a", "user_data", data, 0, 0), len(data))
+    files.add("file-1", UploadedFile("file-1", "a", "user_data", len(data), 0, 0), len(data), data)
     upload = {"type": "file", "file": {"file_id": "file-1"}}
     with pytest.raises(HttpError, match=r"2 media of the kind image; at most 1"):
         await reader.messages(messages(upload, part("image", picture(8, 8))), {"image": 1})
@@ -150,7 +153,7 @@ async def test_media_of_one_request_are_fetched_side_by_side(
     decoders: DecoderThreads, files: Store[UploadedFile]
 ) -> None:
     settings = ServerSettings(endpoint="ipc:///nowhere")
-    reader = MediaReader(settings, MeetingFetcher(), files, Store(10, 1 << 20, 60.0), decoders)
+    reader = MediaReader(settings, MeetingFetcher(), files, transcripts(), decoders)
     parts = [
         {"type": "image_url", "image_url": {"url": "https://a.example/1"}},
         {"type": "audio_url", "audio_url": {"url": "https://a.example/2"}},
