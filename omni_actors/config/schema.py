@@ -96,7 +96,11 @@ class Executor(enum.StrEnum):
 class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The HTTP server: limits, TLS, CORS. Each key is also a flag: `body_bytes` is `--http-body-bytes`.
 
+    Limits of connections, bodies and sessions are those of each process; what is kept (files, voices) is shared.
+
     Args:
+        workers: processes that share the port, each with an event loop and detection of turns of its own; 0 for one per
+            four cores of the host, at most eight. For `omni-actors launch` only.
         connections: connections at a time; fewer if the limit of open files is lower.
         head_bytes: largest head of a request: its first line and headers.
         head_timeout: seconds for a request's head to arrive.
@@ -134,6 +138,7 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
         key: PEM file with the certificate's private key, without a password.
     """
 
+    workers: Annotated[int, Meta(ge=0, le=64)] = 0
     connections: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096
     head_bytes: Annotated[int, Meta(ge=1 << 10, le=1 << 20)] = 64 << 10
     head_timeout: Seconds = 10.0

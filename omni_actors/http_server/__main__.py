@@ -91,7 +91,11 @@ def _from_flags(given: Sequence[str]) -> tuple[socket.socket, ServerSettings]:
         raise ConfigError(f"--endpoint: {options.endpoint!r} is not of the form ipc://PATH or tcp://HOST:PORT.")
     load_keys(options.keys)
     settings = server_settings(http_config(options), options.endpoint, options.keys, options)
-    return bind(options.http, settings, options.http_insecure), settings
+    if settings.workers > 1:
+        hint = "Give it to omni-actors launch, or start this program on several ports."
+        raise ConfigError("--http-workers: this program is one process.", hint=hint)
+    (listener,) = bind(options.http, settings, options.http_insecure)
+    return listener, settings
 
 
 def _from_launcher(spec_json: str) -> tuple[socket.socket, ServerSettings]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import os
 import re
 import socket
 import ssl
@@ -22,6 +24,7 @@ from omni_actors.host.addresses import is_loopback
 from omni_actors.host.run_directory import check_folder_can_be_made, check_own_folder, check_readable, expanded
 
 BACKLOG = 2048
+CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # by default: stages need the other cores
 MAX_MILLISECONDS = 2**31 - 1
 MAX_PEM_BYTES = 1 << 20
 MEDIA_HOST = re.compile(r"\.?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
@@ -163,26 +166,47 @@ def media_hosts(options: argparse.Namespace) -> tuple[str, ...]:
 # Where to listen
 
 
-def bind(address: str, settings: ServerSettings, insecure: bool) -> socket.socket:
-    """Listen on `HOST:PORT`. A connection ends when its client has read nothing for `write_timeout` seconds.
+def bind(address: str, settings: ServerSettings, insecure: bool, count: int = 1) -> list[socket.socket]:
+    """Listen on `HOST:PORT` with as many sockets as processes share it; the kernel spreads connections over them.
+
+    A connection ends when its client has read nothing for `write_timeout` seconds.
 
     Raises:
         ConfigError: the address is wrong or taken, would be open to others without a key, or TLS cannot be used.
     """
     host, port = check_listening(address, settings, settings.api_key, insecure)
     family, bound = _resolve(host, port)
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    milliseconds = min(math.ceil(1000 * settings.write_timeout), MAX_MILLISECONDS)
+    listeners: list[socket.socket] = []
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        milliseconds = min(math.ceil(1000 * settings.write_timeout), MAX_MILLISECONDS)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-        listener.bind(bound)
-        listener.listen(BACKLOG)
+        if count > 1:  # a socket that shares its port would also share that of another server of this user
+            _listener(family, bound, milliseconds, shares=False).close()
+        for _ in range(count):
+            listeners.append(_listener(family, bound, milliseconds, shares=count > 1))
+            bound = listeners[0].getsockname()
     except OSError as error:
-        listener.close()
+        for listener in listeners:
+            listener.close()
         hint = "Choose another address or port."
         raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror}.", hint=hint) from error
+    return listeners
+
+
+def _listener(family: socket.AddressFamily, address: Any, milliseconds: int, shares: bool) -> socket.socket:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shares)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        stack.pop_all()
     return listener
+
+
+def processes_of(http: HttpConfig) -> int:
+    """How many processes serve: those that `http.workers` names, or as many as the cores of this host can feed."""
+    return http.workers or min(max(len(os.sched_getaffinity(0)) // CORES_PER_PROCESS, 1), MOST_PROCESSES)
 
 
 def check_listening(address: str, config: HttpConfig, api_key: str | None, insecure: bool) -> tuple[str, int]:

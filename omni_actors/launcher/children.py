@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from omni_actors.coordinator.process_spec import Answer, CoordinatorSpec, Finish
 from omni_actors.errors import OmniError, StartupError, counted
 from omni_actors.host.processes import EXIT_OK, Backoff, at_most, describe_exit
 from omni_actors.host.run_directory import RunDirectory
-from omni_actors.http_server.settings import SPEC_FLAG, HttpServerSpec, ServerSettings, bind, url
+from omni_actors.http_server.settings import SPEC_FLAG, HttpServerSpec, ServerSettings
 from omni_actors.launcher.preflight import pip_install
 from omni_actors.logs import get_logger
 from omni_actors.protocol.messages import Failed
@@ -31,24 +32,19 @@ IMPORT_ERRORS = ("ModuleNotFoundError", "ImportError")
 
 
 class HttpChild:
-    """Owns the listening socket, so that a taken port is an error at once and clients can connect during a restart.
+    """A process of the HTTP server. Owns its listening socket, so that clients can connect during a restart.
 
     Args:
-        insecure: listen off loopback even without an API key.
         on_failure: called with the reason when the first process ends by itself before it can have served: the next one
             would, too.
-
-    Raises:
-        ConfigError: the address is wrong or taken, would be open to others without a key, or TLS cannot be used.
     """
 
     def __init__(
-        self, address: str, settings: ServerSettings, insecure: bool, log_file: Path, on_failure: Callable[[str], None]
+        self, listener: socket.socket, settings: ServerSettings, log_file: Path, on_failure: Callable[[str], None]
     ) -> None:
         self._on_failure = on_failure
-        self._listener = bind(address, settings, insecure)
+        self._listener = listener
         self._log_file = log_file
-        self.url = url(self._listener, settings)
         # Others may read a command line; the keys are inherited with the environment.
         public = msgspec.structs.replace(settings, api_key=None)
         spec = msgspec.json.encode(HttpServerSpec(public, self._listener.fileno(), os.getpid(), str(log_file)))

@@ -19,8 +19,8 @@ from omni_actors.config import PipelineConfig, placement
 from omni_actors.errors import StartupError
 from omni_actors.host.addresses import resolve, resolve_eventually, source_address
 from omni_actors.host.processes import EXIT_FAILED
-from omni_actors.host.run_directory import RunDirectory
-from omni_actors.http_server.settings import server_settings
+from omni_actors.host.run_directory import RunDirectory, scratch_folder
+from omni_actors.http_server.settings import bind, processes_of, server_settings, url
 from omni_actors.launcher.children import CoordinatorChild, HttpChild
 from omni_actors.launcher.mps import MpsChild
 from omni_actors.launcher.node_agent import NodeAgent
@@ -91,7 +91,7 @@ class Launcher:
             )
         self._mps = MpsChild(pipeline, self._run_directory, say)
         self._agent: NodeAgent | None = None
-        self._http: HttpChild | None = None
+        self._http: list[HttpChild] = []
         self._metrics: MetricsEndpoint | None = None
         self._metrics_client: AsyncOmniClient | None = None
         self._started = time.monotonic() if started is None else started
@@ -165,10 +165,14 @@ class Launcher:
         settings = server_settings(self._pipeline.http, self.endpoint, keys, options)
         if settings.voices_dir is None:
             settings = replace(settings, voices_dir=str(self._run_directory.voices))
-        log_file = self._run_directory.log_file("http")
-        self._http = HttpChild(options.http, settings, options.http_insecure, log_file, self._on_end)
-        await self._http.start()
-        say(f"HTTP on {self._http.url}")
+        settings = replace(settings, shared_dir=str(scratch_folder(self._run_directory.path, "http")))
+        listeners = bind(options.http, settings, options.http_insecure, processes_of(settings))
+        for number, listener in enumerate(listeners):
+            log_file = self._run_directory.log_file(f"http-{number}" if number else "http")
+            self._http.append(HttpChild(listener, settings, log_file, self._on_end))
+        for child in self._http:
+            await child.start()
+        say(f"HTTP on {url(listeners[0], settings)}")
 
     async def start(self) -> None:
         """Wait until every stage can serve, which the coordinator decides. Calls `open` if that was not done before.
@@ -279,10 +283,7 @@ class Launcher:
         if self._agent is not None:
             await self._agent.close("the launcher stops")
         seconds = self._pipeline.coordinator.shutdown_timeout
-        stops = [self._processes.stop(seconds)]
-        if self._http is not None:
-            stops.append(self._http.stop(seconds))
-        await asyncio.gather(*stops)
+        await asyncio.gather(self._processes.stop(seconds), *(child.stop(seconds) for child in self._http))
         await self._mps.stop()  # after its clients
         if self._run_directory.keep:
             say(f"the logs stay in {self._run_directory.logs}")

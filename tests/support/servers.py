@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +22,7 @@ from openai import OpenAI
 from PIL import Image
 from starlette.types import ASGIApp
 
+from tests.support.paths import REPOSITORY
 from tests.support.pipelines import RunningPipeline
 from tests.support.waiting import PATIENCE, until
 
@@ -74,6 +78,13 @@ class HttpPipeline(RunningPipeline):
 
     def log(self) -> str:
         return (self.run_dir / "logs" / "http.log").read_text()
+
+
+def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "omni_actors.launch", "stage_configs/echo.yaml", *arguments]
+    return subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
+    )
 
 
 def wait_healthy(url: str, seconds: float = 30.0) -> None:

@@ -1,12 +1,15 @@
 """What the processes of an HTTP server share."""
 
+import contextlib
 import multiprocessing
 import os
+import sqlite3
 from pathlib import Path
 
 import numpy
 import pytest
 
+from omni_actors.http_server import store as store_module
 from omni_actors.http_server.store import KeptResponse, Store, UploadedFile, secret_of
 from tests.support.waiting import until
 
@@ -56,16 +59,18 @@ def test_a_conversation_comes_back_with_its_media(tmp_path: Path) -> None:
     assert video["video"][1:] == [2.0, b"track"]
 
 
-def test_a_folder_that_is_full_is_an_answer_and_not_an_exception(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_what_cannot_be_written_is_not_kept_and_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.01)
     store = files(tmp_path)
     store.add("before", uploaded(0), 3, b"abc")
-    store._database.execute("PRAGMA max_page_count = 12")
-    assert store.add("large", uploaded(1), 3, bytes(1 << 19)) == 0
-    assert "cannot keep large: database or disk is full" in caplog.text
-    assert store.data("before") == b"abc"
-    assert store.add("small", uploaded(2), 3, b"abc") > 0
+    with contextlib.closing(sqlite3.connect(tmp_path / "files.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        assert store.add("lost", uploaded(1), 3, b"abc") == 0
+        assert "cannot keep lost: database is locked" in caplog.text
+        assert store.data("before") == b"abc", "reading goes on"
+    assert store.add("after", uploaded(2), 3, b"abc") > 0
 
 
 def test_the_processes_of_a_server_have_one_secret(tmp_path: Path) -> None:
