@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import numpy
 import pytest
 from openai import AsyncOpenAI
@@ -22,6 +23,8 @@ from websockets.protocol import State
 from websockets.uri import parse_uri
 
 from omni_actors.http_server.connections import bounded_protocol
+from omni_actors.http_server.realtime.config import WireFormat
+from omni_actors.http_server.realtime.formats import SoundEncoder
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.realtime import SECOND, serving_sessions, speech
 from tests.support.servers import HttpPipeline
@@ -134,12 +137,14 @@ async def test_sound_reaches_the_pipeline_and_an_error_leaves_the_session(echo: 
     assert latest_request(echo.url) == events[-1].response.id, "the id of the response is that of its request"
 
 
-async def test_the_server_finds_the_turns_of_the_user(echo: HttpPipeline) -> None:
+@pytest.mark.parametrize("wire", [WireFormat(), WireFormat("audio/pcmu")], ids=["PCM", "G.711"])
+async def test_the_server_finds_the_turns_of_the_user(echo: HttpPipeline, wire: WireFormat) -> None:
     answered = values(echo.url, "omni_realtime_first_audio_seconds_count")
     vad = {"type": "server_vad", "silence_duration_ms": 300}
-    async with openai_session(echo.url, instructions="hi", audio={"input": {"turn_detection": vad}}) as connection:
+    audio = {"input": {"turn_detection": vad, "format": msgspec.to_builtins(wire)}}
+    async with openai_session(echo.url, instructions="hi", audio=audio) as connection:
         silence = numpy.zeros(24_000, numpy.int16)
-        sound = numpy.concatenate([silence, speech(1.0), silence]).tobytes()
+        sound = SoundEncoder(wire).encode(numpy.concatenate([silence, speech(1.0), silence]).tobytes())
         for start in range(0, len(sound), 4800):
             await connection.input_audio_buffer.append(audio=base64.b64encode(sound[start : start + 4800]).decode())
         events = {event.type: event for event in await until_event(connection, "response.done")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, get_args
@@ -34,8 +35,8 @@ WINDOW = 768  # samples of one window of the detector
 
 
 def conforms(event: dict[str, Any]) -> None:
-    """Fails unless the event is what the `openai` package declares, and nothing more."""
-    parsed = OPENAI.validate_python(event)
+    """Fails unless the event is what the `openai` package declares, and nothing more but other rates of PCM."""
+    parsed = OPENAI.validate_json(re.sub(rb'"rate":(8000|16000)', b'"rate":24000', msgspec.json.encode(event)))
     extra = set(extra_fields(parsed))
     assert extra <= EXTRA, f"{event['type']} has {extra - EXTRA}"
 

@@ -24,12 +24,12 @@ from omni_actors.http_server.realtime.config import (
     CreateResponse,
     InputAudioFields,
     OutputAudioFields,
-    PcmFormat,
     ResponseAudio,
     ResponseFields,
     ServerVad,
     SessionFields,
     Transcription,
+    WireFormat,
     event_id_of,
     parse,
 )
@@ -86,7 +86,7 @@ def listening(**fields: Any) -> dict[str, Any]:
         ({"type": "session.update", "session": {}}, "session.type", "missing_required_parameter"),
         (session_of(instruction=""), "session.instruction", "unknown_parameter"),
         (session_of(tracing="auto"), "session.tracing", "invalid_value"),
-        (listening(format={"type": "audio/pcmu"}), "session.audio.input.format.type", "invalid_value"),
+        (listening(format={"type": "audio/mp3"}), "session.audio.input.format.type", "invalid_value"),
         (
             listening(turn_detection={"type": "semantic_vad"}),
             "session.audio.input.turn_detection.type",
@@ -134,7 +134,7 @@ WITH_FIELDS: list[tuple[type[msgspec.Struct], Callable[[dict[str, None]], dict[s
     (AudioFields, lambda null: session_of(audio=null)),
     (InputAudioFields, lambda null: session_of(audio={"input": null})),
     (OutputAudioFields, lambda null: session_of(audio={"output": null})),
-    (PcmFormat, lambda null: session_of(audio={"input": {"format": {"type": "audio/pcm", **null}}})),
+    (WireFormat, lambda null: session_of(audio={"input": {"format": {"type": "audio/pcm", **null}}})),
     (ServerVad, lambda null: session_of(audio={"input": {"turn_detection": {"type": "server_vad", **null}}})),
     (Transcription, lambda null: session_of(audio={"input": {"transcription": null}})),
 ]

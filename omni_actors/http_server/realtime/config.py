@@ -6,6 +6,7 @@ A field that would change the answer and is not supported takes only the value t
 from __future__ import annotations
 
 import functools
+import importlib.util
 import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
@@ -46,7 +47,8 @@ from omni_actors.protocol.payloads import CallId, Json, StageParams, ToolName
 
 T = TypeVar("T")
 
-RATE = 24_000  # samples a second of all audio of the route: 16 bits, mono, little-endian
+RATE = 24_000  # samples a second of all sound inside the route: 16 bits, mono, little-endian
+G711_RATE = 8000
 BYTES_PER_SECOND = 2 * RATE
 
 Modality = Literal["text", "audio"]
@@ -83,11 +85,46 @@ def _defaults(kind: type[Fields]) -> Mapping[str, Any]:
     return {field.name: field.default for field in fields if NULL_IS_ABSENT in get_args(hints[field.name])}
 
 
-class PcmFormat(Fields, frozen=True):
-    """PCM, the only format of sound in both directions."""
+class WireFormat(Fields, frozen=True):
+    """How sound travels: PCM of 16 bits, mono, little-endian, or G.711, which has 8,000 samples a second."""
 
-    type: OrNull[Literal["audio/pcm"]] = "audio/pcm"
-    rate: OrNull[Literal[24000]] = 24000
+    type: OrNull[Literal["audio/pcm", "audio/pcmu", "audio/pcma"]] = "audio/pcm"
+    rate: OrNull[Literal[8000, 16000, 24000] | UnsetType] = UNSET
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.law is not None and self.rate not in (UNSET, G711_RATE):
+            raise ValueError(f"{self.type} has {G711_RATE} samples a second")
+        msgspec.structs.force_setattr(self, "rate", UNSET if self.law is not None else self.rate or RATE)
+
+    @property
+    def law(self) -> str | None:
+        """The type, if it is one of G.711."""
+        return self.type if self.type != "audio/pcm" else None
+
+    @property
+    def hertz(self) -> int:
+        """Samples a second."""
+        return self.rate or G711_RATE
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of a sample."""
+        return 2 if self.law is None else 1
+
+
+def wire_format(given: AnyFormat | UnsetType, otherwise: WireFormat, where: str) -> WireFormat:
+    """The format that a client asks for. Raises `HttpError` 400 if it takes what is not installed."""
+    if isinstance(given, UnsetType):
+        return otherwise
+    wire = BETA_FORMATS[given] if isinstance(given, str) else given
+    if wire.hertz != RATE and importlib.util.find_spec("soxr") is None:
+        raise bad_field(where, f"{where}: this server has PCM at 24000 Hz only: install omni_actors[realtime].")
+    return wire
+
+
+BETA_FORMATS = {"pcm16": WireFormat(), "g711_ulaw": WireFormat("audio/pcmu"), "g711_alaw": WireFormat("audio/pcma")}
+AnyFormat = WireFormat | Literal["pcm16", "g711_ulaw", "g711_alaw"]
 
 
 class ServerVad(Fields, frozen=True, tag_field="type", tag="server_vad"):
@@ -135,7 +172,7 @@ class Transcription(Strict, frozen=True, omit_defaults=True):
 class InputAudioFields(Fields, frozen=True):
     """What a client may set about the user's sound. Null turns detection and transcription off."""
 
-    format: OrNull[PcmFormat | UnsetType] = UNSET
+    format: OrNull[AnyFormat | UnsetType] = UNSET
     turn_detection: ServerVad | UnsetType | None = UNSET
     transcription: Transcription | UnsetType | None = UNSET
     noise_reduction: None = None
@@ -144,7 +181,7 @@ class InputAudioFields(Fields, frozen=True):
 class OutputAudioFields(Fields, frozen=True):
     """What a client may set about the sound of answers."""
 
-    format: OrNull[PcmFormat | UnsetType] = UNSET
+    format: OrNull[AnyFormat | UnsetType] = UNSET
     voice: OrNull[str | VoiceId | UnsetType] = UNSET
     speed: OrNull[Annotated[float, Meta(ge=1, le=1)] | UnsetType] = UNSET  # the vocoder has one speed
 
@@ -217,6 +254,8 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
     turn_detection: ServerVad | None = None
     transcription: Transcription | None = None
     truncation: Literal["auto", "disabled"] = "auto"
+    input_format: WireFormat = WireFormat()
+    output_format: WireFormat = WireFormat()
     tools: list[FlatTool] = []
     tool_choice: ToolMode | FlatChoice = "auto"
     parallel_tool_calls: bool | None = None
@@ -246,7 +285,8 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
         tools, choice = _given(fields.tools, self.tools), _given(fields.tool_choice, self.tool_choice)
         tool_options(tools, choice, None, f"{where}.tool_choice")
         given = {name: value for name in ANSWER_FIELDS if (value := getattr(fields, name)) is not UNSET}
-        return msgspec.structs.replace(self, **given, output=output, voice=voice)
+        wire = wire_format(audio.format, self.output_format, f"{where}.audio.output.format")
+        return msgspec.structs.replace(self, **given, output=output, voice=voice, output_format=wire)
 
     def updated(self, fields: SessionFields, pipeline: Pipeline, detects: bool) -> SessionConfig:
         """The configuration after `session.update`. Raises `HttpError` 400 and then nothing has changed.
@@ -271,6 +311,7 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
             turn_detection=turn_detection,
             transcription=transcription,
             truncation=_given(fields.truncation, self.truncation),
+            input_format=wire_format(fields.audio.input.format, self.input_format, "session.audio.input.format"),
         )
 
     def shown(self, session_id: str, expires: int) -> dict[str, Any]:
@@ -287,12 +328,12 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
             "stage_params": {stage: params.given() for stage, params in self.stage_params.items()},
             "audio": {
                 "input": {
-                    "format": PcmFormat(),
+                    "format": self.input_format,
                     "transcription": self.transcription,
                     "noise_reduction": None,
                     "turn_detection": self.turn_detection,
                 },
-                "output": {"format": PcmFormat(), "voice": self.voice, "speed": 1.0},
+                "output": {"format": self.output_format, "voice": self.voice, "speed": 1.0},
             },
         }
 

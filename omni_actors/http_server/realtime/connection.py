@@ -74,6 +74,7 @@ class SessionConnection:
         self._transcriber = Transcriber(session.transcripts, self._outbox, self._asker)
         self._prefiller = Prefiller(self._asker)
         self._activity: VoiceActivity | None = None
+        self._heard = 0  # position up to which it was given the sound
         self._lag = Lag()
         self._answers: dict[str, asyncio.Task[None]] = {}
 
@@ -137,7 +138,7 @@ class SessionConnection:
             before = self._session.position
             self._carry_out(self._session.receive(event))
             if isinstance(event, config.AppendAudio) and self._session.position > before:
-                await self._listen(event.audio, before)
+                await self._listen(self._session.sound_from(before), before)
                 if not self._prefiller.tasks and (prepare := self._session.prepare()) is not None:
                     self._prefiller.start(prepare)
         self._bodies.release(self._websocket)
@@ -149,9 +150,10 @@ class SessionConnection:
             if not self._session.detecting:
                 self._activity = None
                 return
-            if self._activity is None:
+            if self._activity is None or self._heard != position + start // 2:
                 self._activity = VoiceActivity(position + start // 2)
             piece = pcm[start : start + BYTES_PER_SECOND]
+            self._heard = position + (start + len(piece)) // 2
             began = time.monotonic()
             windows = await self._state.realtime.listen(self._activity, piece)
             self._check_lag(began, len(piece) / BYTES_PER_SECOND)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,7 +120,7 @@ class MessageItem:
         part = self.parts[content_index]
         if part.kind != "output_audio" or not part.seconds:
             raise bad_field("item_id", "This item has no sound of this session that could be truncated.")
-        length = round(part.seconds * 1000)
+        length = math.ceil(part.seconds * 1000)
         if end_ms > length:
             raise bad_field("audio_end_ms", f"The sound of this item has {length} ms; it cannot end at {end_ms} ms.")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from omni_actors.http_server.realtime.config import Event, PcmFormat, SessionConfig, event, new_id
+from omni_actors.http_server.realtime.config import Event, SessionConfig, event, new_id
 from omni_actors.http_server.realtime.conversation import (
     CallItem,
     ItemPart,
@@ -13,6 +13,7 @@ from omni_actors.http_server.realtime.conversation import (
     RealtimeConversation,
     seconds_of,
 )
+from omni_actors.http_server.realtime.formats import SoundEncoder
 from omni_actors.protocol.payloads import ToolCallPiece
 
 Status = Literal["in_progress", "completed", "cancelled", "failed", "incomplete"]
@@ -41,6 +42,7 @@ class RunningResponse:
         self._conversation_id = conversation_id if conversation is not None else None
         self._metadata = metadata
         self._part = ItemPart("output_text")  # of the item
+        self._encoder = SoundEncoder(config.output_format)
         self._requests = 0
         self._output: list[MessageItem | CallItem] = []
         self._previous: dict[str, str | None] = {}  # the items before those that the conversation has, too
@@ -71,7 +73,12 @@ class RunningResponse:
         """The next sound."""
         item, sent = self._begun()
         self._part.seconds += seconds_of(pcm)
-        return [*sent, event("response.output_audio.delta", **self._ids(item), content_index=0, delta=pcm)]
+        return [*sent, *self._encoded(item, pcm)]
+
+    def _encoded(self, item: MessageItem, pcm: bytes, last: bool = False) -> Events:
+        data = self._encoder.encode(pcm, last)
+        ids = {**self._ids(item), "content_index": 0}
+        return [event("response.output_audio.delta", **ids, delta=data)] if data else []
 
     def call(self, piece: ToolCallPiece) -> Events:
         """The next piece of a call of a tool, which has an item of its own."""
@@ -98,6 +105,8 @@ class RunningResponse:
         """The last events; those of the item only if it had begun or the answer is complete."""
         sent = self._begun()[1] if status in ("completed", "incomplete") and not self._calls else []
         if self.item is not None:
+            if self._part.seconds and status in ("completed", "incomplete"):
+                sent += self._encoded(self.item, b"", last=True)
             self.item.status = "completed" if status == "completed" else "incomplete"
             sent += [*self._end_part(self.item), *self._done(self.item)]
         for call in self._calls.values():
@@ -119,7 +128,7 @@ class RunningResponse:
             "conversation_id": self._conversation_id,
             "output_modalities": [self.config.output],
             "max_output_tokens": self.config.max_output_tokens,
-            "audio": {"output": {"format": PcmFormat(), "voice": self.config.voice}},
+            "audio": {"output": {"format": self.config.output_format, "voice": self.config.voice}},
             "metadata": self._metadata,
             "usage": usage,
         }

@@ -119,7 +119,7 @@ class RealtimeSession:
         self._conversation = RealtimeConversation(audio_seconds, pipeline.max_audios)
         self._conversation_id = new_id("conv")
         self.transcripts = TurnTranscripts(self._conversation)
-        self._buffer = AudioBuffer(audio_seconds)
+        self._buffer = AudioBuffer(audio_seconds, config.input_format)
         self._detector = TurnDetector(config.turn_detection) if config.turn_detection is not None else None
         self._ahead = ahead or AheadOfTurn(0.0)
         self._turn_id = ""
@@ -142,6 +142,10 @@ class RealtimeSession:
     def position(self) -> int:
         """Samples of sound received so far."""
         return self._buffer.end
+
+    def sound_from(self, position: int) -> bytes:
+        """The sound that was received since a position, and is in no item yet."""
+        return self._buffer.read(position, self._buffer.end)
 
     @property
     def held(self) -> int:
@@ -169,6 +173,7 @@ class RealtimeSession:
             case config.CommitAudio():
                 return self._commit()
             case config.ClearAudio():
+                self._buffer.end_sound()
                 self._buffer.take()
                 self._forget_turn()
                 return [EndPreparation(), _sent("input_audio_buffer.cleared")]
@@ -193,6 +198,8 @@ class RealtimeSession:
         config = self._config.updated(given.session, self._pipeline, self._detects)
         if config.turn_detection != self._config.turn_detection:
             self._detector = TurnDetector(config.turn_detection) if config.turn_detection is not None else None
+        if config.input_format != self._config.input_format:
+            self._buffer.end_sound(config.input_format)
         self._config = config
         return [_sent("session.updated", session=config.shown(self.id, self._expires))]
 
@@ -275,6 +282,7 @@ class RealtimeSession:
         return [*done, *self._transcribe(self._turn_id)]
 
     def _commit(self) -> Instructions:
+        self._buffer.end_sound()
         waiting = self._buffer.end - self._buffer.start
         if waiting < MIN_COMMIT:
             message = f"The buffer has {milliseconds(waiting)} ms of audio; 100 are needed."

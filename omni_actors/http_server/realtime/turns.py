@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from omni_actors.host.processes import give_back_memory
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, RATE, ServerVad
+from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, RATE, ServerVad, WireFormat
+from omni_actors.http_server.realtime.formats import SoundDecoder
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.sharing import Budget, reserved
 from omni_actors.telemetry.metrics import REALTIME_SESSIONS, Meters
@@ -52,11 +53,13 @@ class AudioBuffer:
 
     Args:
         limit_seconds: how much may wait for a commit.
+        wire: the format in which it comes.
     """
 
-    def __init__(self, limit_seconds: float) -> None:
+    def __init__(self, limit_seconds: float, wire: WireFormat) -> None:
         self._limit_seconds = limit_seconds
         self._data = bytearray()
+        self._decoder = SoundDecoder(wire)
         self.start = 0
 
     @property
@@ -69,14 +72,22 @@ class AudioBuffer:
         """Bytes that wait."""
         return len(self._data)
 
-    def append(self, pcm: bytes) -> None:
+    def append(self, data: bytes) -> None:
         """Add sound. Raises `HttpError` 400 for half a sample, 413 if too much waits; then nothing was added."""
-        if len(pcm) % SAMPLE_BYTES:
+        wire = self._decoder.wire
+        samples, rest = divmod(len(data), wire.sample_bytes)
+        if rest:
             raise bad_field("audio", "The audio ends within a sample: a sample of audio/pcm has two bytes.")
-        if len(self._data) + len(pcm) > self._limit_seconds * BYTES_PER_SECOND:
+        if len(self._data) / BYTES_PER_SECOND + samples / wire.hertz > self._limit_seconds:
             message = f"The buffer is limited to {self._limit_seconds:g} s of audio: commit or clear it."
             raise HttpError(413, message, param="audio", code="media_too_large")
-        self._data += pcm
+        self._data += self._decoder.decode(data)
+
+    def end_sound(self, wire: WireFormat | None = None) -> None:
+        """Decode the rest of the sound; what is appended then begins anew, in another format if one is given."""
+        self._data += self._decoder.decode(b"", last=True)
+        if wire not in (None, self._decoder.wire):
+            self._decoder = SoundDecoder(wire)
 
     def read(self, start: int, end: int) -> bytes:
         """The sound between two positions, which stays."""

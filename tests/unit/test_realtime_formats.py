@@ -1,0 +1,148 @@
+"""Sound on the wire of a realtime session: other rates and G.711, both ways."""
+
+from __future__ import annotations
+
+import audioop
+import base64
+from itertools import pairwise
+from typing import Any
+
+import numpy
+import pytest
+
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.realtime.config import RATE, ServerVad, WireFormat
+from omni_actors.http_server.realtime.formats import SoundDecoder, SoundEncoder, g711_codes, g711_levels
+from omni_actors.http_server.realtime.turns import AudioBuffer, milliseconds
+from tests.support.realtime import SECOND, WINDOW, Talk, error_of
+
+PHONE = WireFormat("audio/pcm", 8000)
+FORMATS = [PHONE, WireFormat("audio/pcm", 16000), WireFormat("audio/pcmu"), WireFormat("audio/pcma")]
+IDS = ["8 kHz", "16 kHz", "u-law", "A-law"]
+OF_AUDIOOP = {"audio/pcmu": (audioop.lin2ulaw, audioop.ulaw2lin), "audio/pcma": (audioop.lin2alaw, audioop.alaw2lin)}
+EVERY_SAMPLE = numpy.arange(-32768, 32768).astype("<i2")
+
+
+def tone(hertz: int, seconds: float = 1.0, frequency: float = 440.0) -> numpy.ndarray:
+    return (12_000 * numpy.sin(2 * numpy.pi * frequency * numpy.arange(int(seconds * hertz)) / hertz)).astype("<i2")
+
+
+def pieces(data: bytes, samples: int, sample_bytes: int) -> list[bytes]:
+    return [data[start : start + samples * sample_bytes] for start in range(0, len(data), samples * sample_bytes)]
+
+
+def update(talk: Talk, **audio: Any) -> list[dict[str, Any]]:
+    return talk.send("session.update", session={"type": "realtime", "audio": audio})
+
+
+@pytest.mark.parametrize("law", OF_AUDIOOP)
+def test_g711_is_that_of_pythons_audioop(law: str) -> None:
+    """Decoded exactly; encoded to a sample that is at least as near."""
+    encode, decode = OF_AUDIOOP[law]
+    assert g711_levels(law).tobytes() == decode(bytes(range(256)), 2)
+    ours = g711_levels(law)[g711_codes(law, EVERY_SAMPLE)].astype(int)
+    theirs = numpy.frombuffer(decode(encode(EVERY_SAMPLE.tobytes(), 2), 2), "<i2").astype(int)
+    assert (abs(ours - EVERY_SAMPLE) <= abs(theirs - EVERY_SAMPLE)).all()
+
+
+@pytest.mark.parametrize("wire", FORMATS, ids=IDS)
+def test_a_tone_passes_both_ways_in_pieces_of_any_size(wire: WireFormat) -> None:
+    """The noise of a seam would be far louder than that of 8 bits."""
+    given = tone(RATE)
+    encoder, decoder = SoundEncoder(wire), SoundDecoder(wire)
+    sizes = [1, 7, 240, 480, 999, 5000, 24_000]
+    borders = [0, *numpy.cumsum(sizes)]
+    sent = b"".join(encoder.encode(given[start:end].tobytes()) for start, end in pairwise(borders))
+    sent += encoder.encode(b"", last=True)
+    assert len(sent) == wire.hertz * wire.sample_bytes
+    heard = b"".join(decoder.decode(piece) for piece in pieces(sent, 160, wire.sample_bytes))
+    heard += decoder.decode(b"", last=True)
+    found = numpy.frombuffer(heard, "<i2")
+    assert len(found) == RATE
+    inside = slice(RATE // 20, -RATE // 20)
+    assert abs(found[inside].astype(int) - given[inside]).max() < (600 if wire.law else 60)
+
+
+@pytest.mark.parametrize("wire", FORMATS, ids=IDS)
+def test_an_hour_of_sound_has_its_length(wire: WireFormat) -> None:
+    buffer = AudioBuffer(10.0, wire)
+    second = bytes(wire.hertz * wire.sample_bytes)
+    for _ in range(3600):
+        buffer.append(second)
+        buffer.take()
+    assert abs(milliseconds(buffer.end) - 3_600_000) < 50, "but for what the resampler still has"
+    buffer.end_sound()
+    assert milliseconds(buffer.end) == 3_600_000
+
+
+def test_a_client_that_speaks_g711_is_understood_and_answered_in_it() -> None:
+    talk = Talk()
+    (updated,) = update(talk, input={"format": {"type": "audio/pcmu"}}, output={"format": {"type": "audio/pcma"}})
+    assert updated["session"]["audio"]["input"]["format"] == {"type": "audio/pcmu"}
+    assert updated["session"]["audio"]["output"]["format"] == {"type": "audio/pcma"}
+    said = tone(8000)
+    talk.append(audioop.lin2ulaw(said.tobytes(), 2))
+    item = talk.send("input_audio_buffer.commit")[0]["item_id"]
+    response = talk.respond()
+    assert talk.prompt() == [("user", "1 s")]
+    events = talk.take(talk.session.text(response, "la"))
+    for piece in pieces(tone(RATE).tobytes(), 1000, 2):
+        events += talk.take(talk.session.sound(response, piece))
+    events += talk.take(talk.session.answered(response, {}, cut=False))
+    deltas = [event["delta"] for event in events if event["type"] == "response.output_audio.delta"]
+    spoken = audioop.alaw2lin(b"".join(map(base64.b64decode, deltas)), 2)
+    assert abs(numpy.frombuffer(spoken, "<i2")[400:-400].astype(int) - said[400:-400]).max() < 600
+    (kept,) = talk.send("conversation.item.retrieve", item_id=item)
+    heard = numpy.frombuffer(base64.b64decode(kept["item"]["content"][0]["audio"]), "<i2")
+    assert abs(heard[1200:-1200].astype(int) - tone(RATE)[1200:-1200]).max() < 600
+
+
+def test_the_rest_of_a_sound_does_not_become_part_of_the_next_one() -> None:
+    talk = Talk(input_format=WireFormat("audio/pcma"))
+    for end in ("input_audio_buffer.clear", "input_audio_buffer.commit"):
+        talk.append(audioop.lin2alaw(tone(8000).tobytes(), 2))
+        talk.send(end)
+        assert talk.session.position % RATE == 0
+        assert talk.session.sound_from(0) == b""
+        talk.append(audioop.lin2alaw(bytes(16_000), 2))
+        assert abs(numpy.frombuffer(talk.session.sound_from(0), "<i2")).max() <= 16, "A-law's smallest sample is 8"
+        talk.send("input_audio_buffer.clear")
+
+
+def test_a_format_may_change_while_the_user_speaks() -> None:
+    talk = Talk(vad=ServerVad(), input_format=WireFormat("audio/pcmu"))
+    talk.append(audioop.lin2ulaw(tone(8000).tobytes(), 2))
+    update(talk, input={"format": "pcm16"})
+    assert talk.session.position == RATE
+    talk.append(tone(RATE).tobytes())
+    assert talk.session.position == 2 * RATE
+    assert talk.session.detect(talk.windows(0.0, 2 * RATE // WINDOW)) == []
+
+
+@pytest.mark.parametrize("given", [{"type": "audio/pcm", "rate": 8000}, "g711_ulaw", {"type": "audio/pcma"}])
+def test_one_response_may_have_another_format(given: object) -> None:
+    talk = Talk()
+    response = talk.respond(audio={"output": {"format": given}})
+    talk.take(talk.session.text(response, "la"))
+    events = talk.take(talk.session.sound(response, SECOND))
+    events += talk.take(talk.session.answered(response, {}, cut=False))
+    deltas = [base64.b64decode(event["delta"]) for event in events if event["type"] == "response.output_audio.delta"]
+    assert len(b"".join(deltas)) == 8000 * (2 if isinstance(given, dict) and "rate" in given else 1)
+    talk.answer("la")
+    assert talk.events[-2]["response"]["audio"]["output"]["format"] == {"type": "audio/pcm", "rate": 24000}
+
+
+def test_g711_has_one_rate() -> None:
+    talk = Talk()
+    (updated,) = update(talk, input={"format": {"type": "audio/pcmu", "rate": 8000}})
+    assert updated["session"]["audio"]["input"]["format"] == {"type": "audio/pcmu"}
+    with pytest.raises(HttpError) as caught:
+        update(talk, input={"format": {"type": "audio/pcmu", "rate": 16000}})
+    assert caught.value.param == "session.audio.input.format"
+
+
+def test_sound_of_another_rate_is_limited_by_its_length() -> None:
+    talk = Talk(audio_seconds=1.5, input_format=PHONE)
+    assert talk.append(bytes(16_000)) == []
+    assert error_of(talk.append(bytes(16_000)))["code"] == "media_too_large"
+    assert error_of(talk.append(b"\0"))["param"] == "audio"
