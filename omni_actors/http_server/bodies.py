@@ -121,8 +121,8 @@ def _beyond(what: str) -> HttpError:
 # which the type's JSON schema knows.
 
 
-def decode(data: bytes | msgspec.Raw, kind: type[T], where: str = "") -> T:
-    """Decode JSON. Raises `HttpError` 400 for the first error.
+def decode(data: bytes | msgspec.Raw | dict[str, Any], kind: type[T], where: str = "") -> T:
+    """Decode JSON, or what it was decoded to. Raises `HttpError` 400 for the first error.
 
     16.0 and "16" are accepted for 16, because some languages write their numbers so.
 
@@ -130,6 +130,8 @@ def decode(data: bytes | msgspec.Raw, kind: type[T], where: str = "") -> T:
         where: the field of the request that holds `data`, empty for the whole body.
     """
     try:
+        if isinstance(data, dict):
+            return msgspec.convert(data, kind, strict=False)
         return msgspec.json.decode(data, type=kind, strict=False)
     except msgspec.ValidationError as error:
         raise _of(str(error), kind, where) from None

@@ -17,6 +17,7 @@ from openai.types.realtime import (
 )
 from openai.types.realtime.realtime_audio_input_turn_detection import ServerVad as OpenAIServerVad
 
+from omni_actors.http_server.bodies import decode
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.realtime.config import (
     AnyEvent,
@@ -67,14 +68,6 @@ def test_configurations_have_openais_fields(ours: Any, theirs: Any, extensions: 
     )
 
 
-def session_of(**fields: Any) -> dict[str, Any]:
-    return {"type": "session.update", "session": {"type": "realtime", **fields}}
-
-
-def listening(**fields: Any) -> dict[str, Any]:
-    return session_of(audio={"input": fields})
-
-
 @pytest.mark.parametrize(
     ("event", "param", "code"),
     [
@@ -83,18 +76,8 @@ def listening(**fields: Any) -> dict[str, Any]:
         ({"type": "input_audio_buffer.append", "audio": "###"}, "audio", "invalid_base64"),
         ({"type": "input_audio_buffer.append"}, "audio", "missing_required_parameter"),
         ({"type": "input_audio_buffer.commit", "now": True}, "now", "unknown_parameter"),
-        ({"type": "session.update", "session": {}}, "session.type", "missing_required_parameter"),
-        (session_of(instruction=""), "session.instruction", "unknown_parameter"),
-        (session_of(tracing="auto"), "session.tracing", "invalid_value"),
-        (listening(format={"type": "audio/mp3"}), "session.audio.input.format.type", "invalid_value"),
-        (
-            listening(turn_detection={"type": "semantic_vad"}),
-            "session.audio.input.turn_detection.type",
-            "invalid_value",
-        ),
-        (listening(transcription={"delay": "low"}), "session.audio.input.transcription.delay", "invalid_value"),
+        ({"type": "session.update"}, "session", "missing_required_parameter"),
         ({"type": "conversation.item.create", "item": {"type": "mcp_call"}}, "item.type", "invalid_value"),
-        (session_of(tools=[{"type": "mcp", "server_label": "x"}]), "session.tools[0].type", "invalid_value"),
         (
             {"type": "conversation.item.truncate", "item_id": "a", "content_index": 0, "audio_end_ms": -1},
             "audio_end_ms",
@@ -126,10 +109,19 @@ def test_the_id_of_a_bad_event_is_found(data: bytes, wanted: str | None) -> None
     assert event_id_of(data) == wanted
 
 
-WITH_FIELDS: list[tuple[type[msgspec.Struct], Callable[[dict[str, None]], dict[str, Any]]]] = [
-    (CreateResponse, lambda null: {"type": "response.create", **null}),
-    (ResponseFields, lambda null: {"type": "response.create", "response": null}),
-    (ResponseAudio, lambda null: {"type": "response.create", "response": {"audio": null}}),
+def session_of(**fields: Any) -> tuple[Any, dict[str, Any]]:
+    return SessionFields, fields
+
+
+def event_of(kind: str, **fields: Any) -> tuple[Any, dict[str, Any]]:
+    return AnyEvent, {"type": kind, **fields}
+
+
+Given = Callable[[dict[str, None]], tuple[Any, dict[str, Any]]]
+WITH_FIELDS: list[tuple[type[msgspec.Struct], Given]] = [
+    (CreateResponse, lambda null: event_of("response.create", **null)),
+    (ResponseFields, lambda null: event_of("response.create", response=null)),
+    (ResponseAudio, lambda null: event_of("response.create", response={"audio": null})),
     (SessionFields, lambda null: session_of(**null)),
     (AudioFields, lambda null: session_of(audio=null)),
     (InputAudioFields, lambda null: session_of(audio={"input": null})),
@@ -140,14 +132,13 @@ WITH_FIELDS: list[tuple[type[msgspec.Struct], Callable[[dict[str, None]], dict[s
 ]
 
 
-@pytest.mark.parametrize(("kind", "event"), WITH_FIELDS, ids=[kind.__name__ for kind, _ in WITH_FIELDS])
-def test_null_is_as_good_as_absent(
-    kind: type[msgspec.Struct], event: Callable[[dict[str, None]], dict[str, Any]]
-) -> None:
+@pytest.mark.parametrize(("kind", "given"), WITH_FIELDS, ids=[kind.__name__ for kind, _ in WITH_FIELDS])
+def test_null_is_as_good_as_absent(kind: type[msgspec.Struct], given: Given) -> None:
     """But for what null turns off."""
-    absent = parse(msgspec.json.encode(event({})))
+    union, fields = given({})
+    absent = decode(fields, union)
     optional = [field.encode_name for field in msgspec.structs.fields(kind) if not field.required]
     for name in optional:
-        null = parse(msgspec.json.encode(event({name: None})))
+        null = decode(given({name: None})[1], union)
         assert (null == absent) is (name not in ("turn_detection", "transcription")), name
     assert optional

@@ -50,48 +50,89 @@ def test_an_update_changes_what_it_names_only() -> None:
     assert updated["session"]["instructions"] == "Be brief."
 
 
+def listening(**fields: Any) -> dict[str, Any]:
+    return {"audio": {"input": {"transcription": {}, **fields}}}
+
+
 @pytest.mark.parametrize(
     ("session", "param", "code"),
     [
+        ({"instruction": ""}, "session.instruction", "unknown_parameter"),
         ({"audio": {"output": {"voice": "alloy"}}}, "session.audio.output.voice", "unknown_voice"),
+        ({"audio": {"output": {"speed": 1.2}}}, "session.audio.output.speed", "invalid_value"),
         ({"output_modalities": ["text", "audio"]}, "session.output_modalities", "invalid_value"),
+        ({"max_output_tokens": 0}, "session.max_output_tokens", "invalid_value"),
         ({"tool_choice": "required"}, "session.tool_choice", "invalid_value"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "session.tools[0].type", "invalid_value"),
         (
             {"tools": [{"type": "function", "name": "time"}], "tool_choice": {"type": "function", "name": "tim"}},
             "session.tool_choice.name",
             "invalid_value",
         ),
+        (listening(format={"type": "audio/mp3"}), "session.audio.input.format.type", "invalid_value"),
         (
-            {"audio": {"input": {"transcription": {"model": "whisper-1"}}}},
-            "session.audio.input.transcription.model",
-            "model_not_found",
+            listening(turn_detection={"type": "no_vad", "threshold": 0.5}),
+            "session.audio.input.turn_detection.type",
+            "invalid_value",
         ),
+        (listening(transcription={"delay": "low"}), "session.audio.input.transcription.delay", "invalid_value"),
+        (listening(transcription={"model": "whisper-1"}), "session.audio.input.transcription.model", "model_not_found"),
         ({"model": "gpt-realtime"}, "session.model", "model_not_changeable"),
         ({"stage_params": {"nose": {}}}, "session.stage_params", "invalid_value"),
+        ({"prompt": {"id": "pmpt_1"}}, "session.prompt", "invalid_value"),
     ],
 )
-def test_a_refused_update_changes_nothing(session: dict[str, Any], param: str, code: str) -> None:
+def test_a_refused_field_leaves_the_others(session: dict[str, Any], param: str, code: str) -> None:
     talk = Talk()
-    events = talk.send("session.update", event_id="e1", session={"type": "realtime", "instructions": "No.", **session})
-    error = error_of(events)
+    given = {"type": "realtime", "instructions": "Yes.", **session}
+    updated, refused = talk.send("session.update", event_id="e1", session=given)
+    error = error_of([refused])
     assert error["param"] == param
     assert error["code"] == code
     assert error["event_id"] == "e1"
+    assert updated["session"]["instructions"] == "Yes."
+    assert updated["session"]["model"] == "echo"
+    assert updated["session"]["audio"]["output"]["voice"] is None
+    heard = updated["session"]["audio"]["input"]
+    assert (heard["transcription"] == {}) is ("input" in session.get("audio", ()))
+    assert heard["turn_detection"] is None
+    assert update(talk) == [{**updated, "event_id": talk.events[-1]["event_id"]}]
+
+
+def test_each_refused_field_is_named() -> None:
+    refused = {"model": "other", "reasoning": {"effort": "low"}, "temperature": 0.8}
+    updated, *errors = update(Talk(), instructions="Yes.", **refused, audio={"output": {"voice": "Ethan", "speed": 2}})
+    assert {event["error"]["param"].rpartition(".")[2] for event in errors} == {*refused, "speed"}
+    assert updated["session"]["instructions"] == "Yes."
+    assert updated["session"]["audio"]["output"]["voice"] == "Ethan"
+
+
+def test_an_update_of_which_nothing_is_right_is_refused_as_a_whole() -> None:
+    talk = Talk()
+    error_of(update(talk, instructions="No.", **{f"field{number}": 1 for number in range(40)}))
+    update(talk, tools=[{"type": "function", "name": "time"}], tool_choice="required")
+    assert error_of(update(talk, instructions="No.", tools=[]))["param"] == "session.tool_choice"
     assert update(talk)[0]["session"]["instructions"] == ""
+
+
+def test_what_changes_no_answer_is_without_effect() -> None:
+    (updated,) = update(Talk(), tracing="auto", audio={"input": {"noise_reduction": {"type": "near_field"}}})
+    assert updated["session"]["tracing"] is None
+    assert updated["session"]["audio"]["input"]["noise_reduction"] is None
 
 
 def test_a_voice_has_other_names() -> None:
     talk = Talk(msgspec.structs.replace(PIPELINE, voice_aliases={"alloy": "Ethan", "ash": "Gone"}))
     (updated,) = update(talk, audio={"output": {"voice": "alloy"}})
     assert updated["session"]["audio"]["output"]["voice"] == "Ethan"
-    assert error_of(update(talk, audio={"output": {"voice": {"id": "ash"}}}))["code"] == "unknown_voice"
+    assert error_of(update(talk, audio={"output": {"voice": {"id": "ash"}}})[1:])["code"] == "unknown_voice"
     assert update(talk, audio={"output": {"voice": "default"}})[0]["session"]["audio"]["output"]["voice"] is None
 
 
 def test_a_pipeline_without_speech_answers_in_text() -> None:
     talk = Talk(Pipeline(voices=(), stages=("thinker",), speaks=False))
     assert talk.events[0]["session"]["output_modalities"] == ["text"]
-    assert error_of(update(talk, output_modalities=["audio"]))["code"] == "unknown_modality"
+    assert error_of(update(talk, output_modalities=["audio"])[1:])["code"] == "unknown_modality"
 
 
 # -- items and manual turns -------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The configuration of a session, and its events: those of the client and those of the server.
 
-A field that would change the answer and is not supported takes only the value that asks for nothing, mostly null.
+A field that would change the answer and is not supported takes only the value that asks for nothing, mostly null. It is
+refused alone: the other fields of a `session.update` take effect.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -62,6 +63,7 @@ Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
 ANSWER_FIELDS = ["tools", "tool_choice", "parallel_tool_calls", "instructions", "max_output_tokens"]
 ANSWER_FIELDS += ["seed", "stage_params"]
 SHOWN = ["model", "instructions", "tool_choice", "parallel_tool_calls", "max_output_tokens", "truncation", "seed"]
+MAX_REFUSED = 16  # fields of an update, before all of it is
 NULL_IS_ABSENT = "null is absent"
 if TYPE_CHECKING:
     OrNull = Annotated[T, NULL_IS_ABSENT]
@@ -175,7 +177,7 @@ class InputAudioFields(Fields, frozen=True):
     format: OrNull[AnyFormat | UnsetType] = UNSET
     turn_detection: ServerVad | UnsetType | None = UNSET
     transcription: Transcription | UnsetType | None = UNSET
-    noise_reduction: None = None
+    noise_reduction: Any = None  # without effect, as is `tracing` of the session
 
 
 class OutputAudioFields(Fields, frozen=True):
@@ -217,11 +219,11 @@ class AnswerFields(Fields, frozen=True, kw_only=True):
 class SessionFields(AnswerFields, frozen=True, kw_only=True):
     """The `session` of `session.update`; what is absent or null stays as it is."""
 
-    type: Literal["realtime"]
+    type: OrNull[Literal["realtime"]] = "realtime"
     model: OrNull[str | UnsetType] = UNSET
     audio: OrNull[AudioFields] = AudioFields()
     include: Nothing = None
-    tracing: None = None
+    tracing: Any = None
     truncation: OrNull[Literal["auto", "disabled"] | UnsetType] = UNSET
 
 
@@ -288,12 +290,28 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
         wire = wire_format(audio.format, self.output_format, f"{where}.audio.output.format")
         return msgspec.structs.replace(self, **given, output=output, voice=voice, output_format=wire)
 
-    def updated(self, fields: SessionFields, pipeline: Pipeline, detects: bool) -> SessionConfig:
-        """The configuration after `session.update`. Raises `HttpError` 400 and then nothing has changed.
+    def updated(
+        self, given: dict[str, Any], pipeline: Pipeline, detects: bool
+    ) -> tuple[SessionConfig, Sequence[HttpError]]:
+        """The configuration after `session.update`, and why fields were left out. Raises `HttpError` 400 for all.
 
         Args:
             detects: whether the server can find turns.
         """
+        refused: list[HttpError] = []
+        while True:
+            try:
+                return self._updated(decode(given, SessionFields, "session"), pipeline, detects), refused
+            except HttpError as error:
+                path = (error.param or "").partition("[")[0].split(".")[1:]
+                rest = _without(given, path)
+                if rest == given or len(refused) == MAX_REFUSED:
+                    raise
+                if error.code != "missing_required_parameter" or error.param not in {one.param for one in refused}:
+                    refused.append(error)
+                given = rest
+
+    def _updated(self, fields: SessionFields, pipeline: Pipeline, detects: bool) -> SessionConfig:
         config = self.with_answer(fields, fields.audio.output, pipeline, "session")
         if fields.model is not UNSET and fields.model != self.model:
             message = f"The model of a session stays what it was at its start: {self.model}."
@@ -336,6 +354,15 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
                 "output": {"format": self.output_format, "voice": self.voice, "speed": 1.0},
             },
         }
+
+
+def _without(fields: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """Fields without the one at a path; if it is not there, or says what holds it, without that."""
+    name, *rest = path or [""]
+    inner = fields.get(name)
+    if rest and rest != ["type"] and isinstance(inner, dict) and rest[0] in inner:
+        return {**fields, name: _without(inner, rest)}
+    return {key: value for key, value in fields.items() if key != name}
 
 
 def _given(value: T | UnsetType, otherwise: T) -> T:
@@ -419,9 +446,9 @@ class ClientEvent(Strict, frozen=True, kw_only=True, tag_field="type"):
 
 
 class UpdateSession(ClientEvent, frozen=True, kw_only=True, tag="session.update"):
-    """Change the session's configuration."""
+    """Change the session's configuration: each of the `SessionFields` that can be changed so."""
 
-    session: SessionFields
+    session: dict[str, Any]
 
 
 class AppendAudio(ClientEvent, frozen=True, kw_only=True, tag="input_audio_buffer.append"):

@@ -195,13 +195,14 @@ class RealtimeSession:
     # -- configuration and items --------------------------------------------------------------------------------------
 
     def _update(self, given: config.UpdateSession) -> Instructions:
-        config = self._config.updated(given.session, self._pipeline, self._detects)
+        config, refused = self._config.updated(given.session, self._pipeline, self._detects)
         if config.turn_detection != self._config.turn_detection:
             self._detector = TurnDetector(config.turn_detection) if config.turn_detection is not None else None
         if config.input_format != self._config.input_format:
             self._buffer.end_sound(config.input_format)
         self._config = config
-        return [_sent("session.updated", session=config.shown(self.id, self._expires))]
+        updated = _sent("session.updated", session=config.shown(self.id, self._expires))
+        return [updated, *(Send(error_event(error, given.event_id)) for error in refused)]
 
     def _item_of(self, given: config.GivenItem, where: str) -> AnyItem:
         match given:
