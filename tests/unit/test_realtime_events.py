@@ -15,6 +15,7 @@ from openai.types.realtime import (
     RealtimeResponseCreateParams,
     RealtimeSessionCreateRequest,
 )
+from openai.types.realtime.realtime_audio_input_turn_detection import SemanticVad as OpenAISemanticVad
 from openai.types.realtime.realtime_audio_input_turn_detection import ServerVad as OpenAIServerVad
 
 from omni_actors.http_server.bodies import decode
@@ -27,6 +28,7 @@ from omni_actors.http_server.realtime.config import (
     OutputAudioFields,
     ResponseAudio,
     ResponseFields,
+    SemanticVad,
     ServerVad,
     SessionFields,
     Transcription,
@@ -59,6 +61,7 @@ def test_events_have_openais_fields(name: str) -> None:
         (Transcription, AudioTranscription, set()),
         (OutputAudioFields, RealtimeAudioConfigOutput, set()),
         (ServerVad, OpenAIServerVad, set()),
+        (SemanticVad, OpenAISemanticVad, set()),
     ],
 )
 def test_configurations_have_openais_fields(ours: Any, theirs: Any, extensions: set[str]) -> None:
@@ -128,6 +131,7 @@ WITH_FIELDS: list[tuple[type[msgspec.Struct], Given]] = [
     (OutputAudioFields, lambda null: session_of(audio={"output": null})),
     (WireFormat, lambda null: session_of(audio={"input": {"format": {"type": "audio/pcm", **null}}})),
     (ServerVad, lambda null: session_of(audio={"input": {"turn_detection": {"type": "server_vad", **null}}})),
+    (SemanticVad, lambda null: session_of(audio={"input": {"turn_detection": {"type": "semantic_vad", **null}}})),
     (Transcription, lambda null: session_of(audio={"input": {"transcription": null}})),
 ]
 

@@ -76,7 +76,6 @@ def listening(**fields: Any) -> dict[str, Any]:
             "invalid_value",
         ),
         (listening(transcription={"delay": "low"}), "session.audio.input.transcription.delay", "invalid_value"),
-        (listening(transcription={"model": "whisper-1"}), "session.audio.input.transcription.model", "model_not_found"),
         ({"model": "gpt-realtime"}, "session.model", "model_not_changeable"),
         ({"stage_params": {"nose": {}}}, "session.stage_params", "invalid_value"),
         ({"prompt": {"id": "pmpt_1"}}, "session.prompt", "invalid_value"),
@@ -113,6 +112,11 @@ def test_an_update_of_which_nothing_is_right_is_refused_as_a_whole() -> None:
     update(talk, tools=[{"type": "function", "name": "time"}], tool_choice="required")
     assert error_of(update(talk, instructions="No.", tools=[]))["param"] == "session.tool_choice"
     assert update(talk)[0]["session"]["instructions"] == ""
+
+
+def test_a_model_that_transcribes_may_have_any_name() -> None:
+    (updated,) = update(Talk(), **listening(transcription={"model": "gpt-4o-mini-transcribe"}))
+    assert updated["session"]["audio"]["input"]["transcription"] == {"model": "gpt-4o-mini-transcribe"}
 
 
 def test_what_changes_no_answer_is_without_effect() -> None:

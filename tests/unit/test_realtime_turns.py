@@ -112,6 +112,50 @@ def test_speech_does_not_interrupt_where_that_is_off() -> None:
     assert kinds(talk.take(talk.session.text(response, "Still")))[-1] == "response.output_audio_transcript.delta"
 
 
+@pytest.mark.parametrize(("eagerness", "silence"), [("low", 800), ("medium", 500), ("high", 300), (None, 500)])
+def test_semantic_detection_is_shown_as_what_it_is(eagerness: str | None, silence: int) -> None:
+    given = {"type": "semantic_vad", "eagerness": eagerness, "interrupt_response": False}
+    (updated,) = Talk().send("session.update", session={"audio": {"input": {"turn_detection": given}}})
+    shown = updated["session"]["audio"]["input"]["turn_detection"]
+    assert shown["type"] == "server_vad"
+    assert shown["silence_duration_ms"] == silence
+    assert shown["create_response"]
+    assert not shown["interrupt_response"]
+
+
+def test_silence_after_an_answer_is_answered() -> None:
+    """It counts from where the answer has been heard. Each answer is followed by another one."""
+    talk = Talk(vad=ServerVad(idle_timeout_ms=1000))
+    assert talk.hear(0.0, 100) == [], "nothing has been answered yet"
+    for number in range(2):
+        begin = talk.session.position
+        talk.answer("Hello?", seconds=2.0)
+        assert talk.hear(0.0, (begin + 3 * RATE - talk.session.position) // WINDOW) == []
+        events = talk.hear(0.0)
+        assert kinds(events) == [
+            "input_audio_buffer.timeout_triggered",
+            "input_audio_buffer.committed",
+            "conversation.item.added",
+            "conversation.item.done",
+            "response.created",
+        ]
+        triggered = events[0]
+        assert triggered["audio_start_ms"] == (begin + 2 * RATE) * 1000 // RATE
+        assert 1000 <= triggered["audio_end_ms"] - triggered["audio_start_ms"] <= 1032
+        assert triggered["item_id"] == events[1]["item_id"]
+        assert talk.prompt()[-1] == ("user", "0.3 s"), number
+        assert talk.hear(0.0, 100) == [], "while it is answered"
+        talk.send("response.cancel")
+    assert talk.hear(0.0, 100) == [], "the client did not want that answer"
+
+
+def test_who_speaks_after_an_answer_is_not_asked_again() -> None:
+    talk = Talk(vad=ServerVad(idle_timeout_ms=1000, create_response=False))
+    talk.answer("Hello?")
+    talk.hear(0.9, 10)
+    assert "response.created" not in kinds(talk.hear(0.0, 100))
+
+
 def test_turns_are_not_answered_where_that_is_off() -> None:
     talk = Talk(vad=ServerVad(silence_duration_ms=160, create_response=False))
     talk.hear(0.9, 5)

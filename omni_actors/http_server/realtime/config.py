@@ -63,6 +63,7 @@ Milliseconds = Annotated[int, Meta(ge=0, le=60_000)]
 ANSWER_FIELDS = ["tools", "tool_choice", "parallel_tool_calls", "instructions", "max_output_tokens"]
 ANSWER_FIELDS += ["seed", "stage_params"]
 SHOWN = ["model", "instructions", "tool_choice", "parallel_tool_calls", "max_output_tokens", "truncation", "seed"]
+MAX_ID = 128
 MAX_REFUSED = 16  # fields of an update, before all of it is
 NULL_IS_ABSENT = "null is absent"
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class ServerVad(Fields, frozen=True, tag_field="type", tag="server_vad"):
         silence_duration_ms: silence after which a turn is over.
         create_response: answer a turn when it is over.
         interrupt_response: cancel the running answer when a turn begins.
+        idle_timeout_ms: silence after an answer was heard that is answered, too; `None` for none.
     """
 
     threshold: OrNull[Annotated[float, Meta(ge=0, le=1)]] = 0.5
@@ -145,7 +147,30 @@ class ServerVad(Fields, frozen=True, tag_field="type", tag="server_vad"):
     silence_duration_ms: OrNull[Annotated[int, Meta(ge=64, le=60_000)]] = 500
     create_response: OrNull[bool] = True
     interrupt_response: OrNull[bool] = True
-    idle_timeout_ms: None = None
+    idle_timeout_ms: Annotated[int, Meta(ge=1000, le=60_000)] | None = None
+
+
+class SemanticVad(Fields, frozen=True, tag_field="type", tag="semantic_vad"):
+    """Turns of the user that end when all seems said. They are found by silence, too, and sessions show that.
+
+    Args:
+        eagerness: how soon that is; `auto` is `medium`.
+    """
+
+    eagerness: OrNull[Literal["low", "medium", "high", "auto"]] = "auto"
+    create_response: OrNull[bool] = True
+    interrupt_response: OrNull[bool] = True
+
+    def by_silence(self) -> ServerVad:
+        """What is done instead."""
+        return ServerVad(
+            silence_duration_ms=SILENCE_MS[self.eagerness],
+            create_response=self.create_response,
+            interrupt_response=self.interrupt_response,
+        )
+
+
+SILENCE_MS = {"low": 800, "medium": 500, "auto": 500, "high": 300}
 
 
 class Transcription(Strict, frozen=True, omit_defaults=True):
@@ -154,12 +179,12 @@ class Transcription(Strict, frozen=True, omit_defaults=True):
     Sessions show what is set of it: clients have stumbled over fields that are newer than they.
 
     Args:
-        model: a name of the session's model, which is the only one there is.
+        model: any name; the session's model writes.
         language: of the user, such as "en".
         prompt: what was said before, or how names are spelt.
     """
 
-    model: str | None = None
+    model: Annotated[str, Meta(max_length=MAX_ID)] | None = None
     language: Language | None = None
     prompt: TranscriptionPrompt | None = None
     delay: None = None
@@ -175,7 +200,7 @@ class InputAudioFields(Fields, frozen=True):
     """What a client may set about the user's sound. Null turns detection and transcription off."""
 
     format: OrNull[AnyFormat | UnsetType] = UNSET
-    turn_detection: ServerVad | UnsetType | None = UNSET
+    turn_detection: ServerVad | SemanticVad | UnsetType | None = UNSET
     transcription: Transcription | UnsetType | None = UNSET
     noise_reduction: Any = None  # without effect, as is `tracing` of the session
 
@@ -233,14 +258,12 @@ class Pipeline(Struct, frozen=True):
     Args:
         voice_aliases: further names of them.
         speaks: whether it answers in sound, at `RATE`.
-        models: names of its model.
         max_audios: how many pieces of sound a prompt may have; `None` for no limit.
     """
 
     voices: tuple[str, ...]
     stages: tuple[str, ...]
     speaks: bool
-    models: tuple[str, ...] = ()
     max_audios: int | None = None
     voice_aliases: dict[str, str] = {}
 
@@ -317,17 +340,15 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
             message = f"The model of a session stays what it was at its start: {self.model}."
             raise HttpError(400, message, param="session.model", code="model_not_changeable")
         turn_detection = _given(fields.audio.input.turn_detection, self.turn_detection)
+        if isinstance(turn_detection, SemanticVad):
+            turn_detection = turn_detection.by_silence()
         if turn_detection is not None and not detects:
             message = "This server cannot find turns: install omni_actors[realtime], or send null and commit turns."
             raise bad_field("session.audio.input.turn_detection", message, "unsupported_value")
-        transcription = _given(fields.audio.input.transcription, self.transcription)
-        if transcription is not None and transcription.model not in (None, self.model, *pipeline.models):
-            message = f"Turns are written down by the session's own model: send {self.model!r}, or leave this out."
-            raise bad_field("session.audio.input.transcription.model", message, "model_not_found")
         return msgspec.structs.replace(
             config,
             turn_detection=turn_detection,
-            transcription=transcription,
+            transcription=_given(fields.audio.input.transcription, self.transcription),
             truncation=_given(fields.truncation, self.truncation),
             input_format=wire_format(fields.audio.input.format, self.input_format, "session.audio.input.format"),
         )
@@ -369,7 +390,6 @@ def _given(value: T | UnsetType, otherwise: T) -> T:
     return otherwise if isinstance(value, UnsetType) else value
 
 
-MAX_ID = 128
 Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
 EventId = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]

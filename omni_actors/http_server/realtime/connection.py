@@ -291,7 +291,6 @@ def _session(state: ServerState, description: Description, model: str) -> Realti
         voices=description.voices,
         voice_aliases=settings.voice_aliases,
         stages=tuple(dict.fromkeys(status.stage for status in description.stages)),
-        models=(*state.model_names(description), *description.adapters),
         speaks="audio" in description.modalities and description.sample_rate == RATE,
         max_audios=description.max_media.get("audio"),
     )

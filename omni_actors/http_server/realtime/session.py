@@ -25,6 +25,7 @@ from omni_actors.http_server.realtime.conversation import (
 from omni_actors.http_server.realtime.response import RunningResponse
 from omni_actors.http_server.realtime.turns import (
     MIN_COMMIT,
+    SAMPLE_BYTES,
     AheadOfTurn,
     AudioBuffer,
     SpeechWindow,
@@ -124,6 +125,8 @@ class RealtimeSession:
         self._ahead = ahead or AheadOfTurn(0.0)
         self._turn_id = ""
         self._turn_start = 0
+        self._plays_until = 0  # position at which an answer that is played as it comes has been heard
+        self._idle_from: int | None = None  # the same, while nothing has come after it
         self._response: RunningResponse | None = None
         self._aside: Sequence[AnyItem] | None = None  # what the response answers in place of the conversation
         self._spoken_characters, self._spoken_seconds = 0, 0.0  # of the answers that were complete
@@ -258,10 +261,23 @@ class RealtimeSession:
                 case None:
                     pass
         if self._detector is not None and windows and not self._detector.speaking:
-            self._buffer.take(end=self._detector.needed_from(windows[-1].end))
+            start = self._detector.needed_from(windows[-1].end)
+            done += self._answer_silence(start, windows[-1].end)
+            self._buffer.take(end=start)
         return done
 
+    def _answer_silence(self, start: int, end: int) -> Instructions:
+        """Make a turn of what was heard last, if the user has said nothing for long enough."""
+        timeout = self._config.turn_detection.idle_timeout_ms if self._config.turn_detection is not None else None
+        if timeout is None or self._idle_from is None or milliseconds(end - self._idle_from) < timeout:
+            return []
+        item_id = new_id("item")
+        place = {"audio_start_ms": milliseconds(self._idle_from), "audio_end_ms": milliseconds(end), "item_id": item_id}
+        pcm = self._buffer.read(start, end).rjust(SAMPLE_BYTES * MIN_COMMIT, b"\0")
+        return [_sent("input_audio_buffer.timeout_triggered", **place), *self._take_turn(item_id, pcm, answer=True)]
+
     def _begin_turn(self, start: int) -> Instructions:
+        self._idle_from = None
         self._turn_id = new_id("item")
         self._turn_start = max(start, self._buffer.start)
         place = {"audio_start_ms": milliseconds(self._turn_start), "item_id": self._turn_id}
@@ -273,14 +289,21 @@ class RealtimeSession:
 
     def _end_turn(self, end: TurnEnds) -> Instructions:
         place = {"audio_end_ms": milliseconds(end.end), "item_id": self._turn_id}
-        done: Instructions = [_sent("input_audio_buffer.speech_stopped", **place)]
+        stopped = _sent("input_audio_buffer.speech_stopped", **place)
+        pcm = self._buffer.take(self._turn_start, end.end)
+        answer = self._config.turn_detection is not None and self._config.turn_detection.create_response
+        taken = self._take_turn(self._turn_id, pcm, answer=answer, silence=end.silence / RATE)
+        return [stopped, *taken, *self._transcribe(self._turn_id)]
+
+    def _take_turn(self, item_id: str, pcm: bytes, *, answer: bool, silence: float = 0.0) -> Instructions:
+        done: Instructions = []
         try:
-            done += self._commit_sound(self._turn_id, self._buffer.take(self._turn_start, end.end))
-            if self._config.turn_detection is not None and self._config.turn_detection.create_response:
-                done += self._respond_to(config.ResponseFields(), silence=end.silence / RATE)
+            done += self._commit_sound(item_id, pcm)
+            if answer:
+                done += self._respond_to(config.ResponseFields(), silence)
         except HttpError as error:
             done.append(Send(error_event(error)))
-        return [*done, *self._transcribe(self._turn_id)]
+        return done
 
     def _commit(self) -> Instructions:
         self._buffer.end_sound()
@@ -328,6 +351,7 @@ class RealtimeSession:
         if self._response is not None:
             message = f"The response {self._response.id} is running: wait for its end, or send response.cancel."
             raise HttpError(400, message, code="conversation_already_has_active_response")
+        self._idle_from = None
         self._aside = self._aside_of(fields.input) if fields.input is not None else None
         conversation = self._conversation if fields.conversation == "auto" else None
         self._response = RunningResponse(config, conversation, self._conversation_id, fields.metadata)
@@ -369,7 +393,10 @@ class RealtimeSession:
     def sound(self, response_id: str, pcm: bytes) -> Instructions:
         """Take the next sound of an answer."""
         response = self._running(response_id)
-        return [*map(Send, response.sound(pcm))] if response is not None and pcm else []
+        if response is None or not pcm:
+            return []
+        self._plays_until = max(self._plays_until, self._buffer.end) + len(pcm) // SAMPLE_BYTES
+        return [*map(Send, response.sound(pcm))]
 
     def answered(self, response_id: str, usage: Mapping[str, Any], cut: bool) -> Instructions:
         """Take the end of an answer; `cut` if the limit of tokens ended it."""
@@ -399,4 +426,6 @@ class RealtimeSession:
 
     def _end(self, status: Any, **options: Any) -> Instructions:
         response, self._response = self._response, None
+        self._plays_until = max(self._plays_until if status != "cancelled" else 0, self._buffer.end)
+        self._idle_from = self._plays_until if status in ("completed", "incomplete") else None
         return [*map(Send, response.end(status, **options))] if response is not None else []
