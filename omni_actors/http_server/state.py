@@ -302,16 +302,20 @@ class ServerState:
         """Keep the coordinator informed of this process's metrics."""
         while True:
             await asyncio.sleep(REPORT_SECONDS)
-            with contextlib.suppress(OmniError):  # it is away; the next report has all of this one
-                self.client.report(self.realtime.meters.snapshot())
+            self._report()
+
+    def _report(self) -> None:
+        with contextlib.suppress(OmniError):  # it is away; the next report has all of this one
+            self.client.report(self.realtime.meters.snapshot())
 
     async def close(self) -> None:
         """Close the connection to the pipeline, and end the decoders."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
+        self._report()
         await self.client.close()
-        self.realtime.close()
+        await self.realtime.close()
         await asyncio.to_thread(self._decoders.close)
         for store in (self.files, self.transcripts, self.responses):
             store.close()

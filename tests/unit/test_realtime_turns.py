@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
 
 from omni_actors.http_server.connections import BURST_SECONDS, EventRate
+from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.realtime.config import RATE, ServerVad
 from omni_actors.http_server.realtime.conversation import heard
 from omni_actors.http_server.realtime.turns import (
+    BUSY_SECONDS,
+    MEAN_OF,
+    RETRY_SECONDS,
     Lag,
     Realtime,
     SpeechModel,
@@ -25,6 +32,12 @@ from omni_actors.http_server.realtime.turns import (
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.sharing import Budget
 from tests.support.realtime import WINDOW, Talk, error_of, kinds, speech
+from tests.support.waiting import PATIENCE
+
+
+def ignore(windows: Sequence[SpeechWindow], late: float) -> None:
+    """The model alone is asked."""
+
 
 VAD = ServerVad(prefix_padding_ms=64, silence_duration_ms=160)  # two and five windows
 
@@ -185,7 +198,7 @@ def test_detection_can_be_turned_off_within_a_turn() -> None:
 
 
 def test_the_model_tells_speech_from_noise() -> None:
-    model, activity = SpeechModel(), VoiceActivity(RATE)
+    model, activity = SpeechModel(), VoiceActivity(RATE, ignore)
     noise = numpy.random.default_rng(0).normal(0, 300, RATE // 2).astype("<i2")
     sound = numpy.concatenate([noise, speech(1.0), noise, noise])
     pieces = [sound[start : start + 480].tobytes() for start in range(0, len(sound), 480)]
@@ -205,10 +218,10 @@ def test_sessions_that_the_model_hears_together_are_heard_as_if_alone() -> None:
     pieces = {}
     for seconds, size in ((0.3, 960), (1.0, 4800), (0.6, 2880)):
         pcm = numpy.concatenate([speech(seconds), noise]).tobytes()
-        pieces[VoiceActivity(0)] = [pcm[start : start + size] for start in range(0, len(pcm), size)]
+        pieces[VoiceActivity(0, ignore)] = [pcm[start : start + size] for start in range(0, len(pcm), size)]
     alone = []
     for own in pieces.values():
-        activity = VoiceActivity(0)
+        activity = VoiceActivity(0, ignore)
         alone.append([window for piece in own for window in model.listen([(activity, piece)])[0]])
     together: list[list[SpeechWindow]] = [[] for _ in pieces]
     for at_once in itertools.zip_longest(*pieces.values(), fillvalue=b""):
@@ -229,7 +242,7 @@ def test_a_muted_microphone_takes_no_model_and_turns_are_the_same(monkeypatch: p
 
     def heard_windows() -> tuple[list[SpeechWindow], int]:
         """All windows, and for how many of them the model ran."""
-        model, activity, runs = SpeechModel(), VoiceActivity(0), []
+        model, activity, runs = SpeechModel(), VoiceActivity(0, ignore), []
         run = model.session.run
         model.session = SimpleNamespace(run=lambda *given: runs.append(given) or run(*given))
         return [window for piece in pieces for window in model.listen([(activity, piece)])[0]], len(runs)
@@ -245,17 +258,87 @@ def test_a_muted_microphone_takes_no_model_and_turns_are_the_same(monkeypatch: p
     assert abs(turns[0][0].start - 1.936 * RATE) < 0.1 * RATE
 
 
-async def test_sound_that_fails_ends_its_own_session_and_one_that_has_left_holds_up_nobody() -> None:
-    realtime, sound = Realtime(ServerSettings(endpoint="ipc:///nowhere"), Budget(1 << 20)), speech(0.2).tobytes()
-    left = asyncio.create_task(realtime.listen(VoiceActivity(0), sound))
+@pytest.fixture
+async def realtime() -> AsyncIterator[Realtime]:
+    found = Realtime(ServerSettings(endpoint="ipc:///nowhere"), Budget(1 << 20))
+    yield found
+    await found.close()
+
+
+class Ear:
+    """A session's sound, and what was found in it."""
+
+    def __init__(self, realtime: Realtime) -> None:
+        self.realtime = realtime
+        self.activity = VoiceActivity(0, self.take)
+        self.windows: list[SpeechWindow] = []
+        self.late = 0.0
+
+    def take(self, windows: Sequence[SpeechWindow], late: float) -> None:
+        self.windows += windows
+        self.late = max(self.late, late)
+
+    def listen(self, pcm: bytes) -> int:
+        return self.realtime.listen(self.activity, pcm)
+
+    async def caught_up(self) -> None:
+        async with asyncio.timeout(10 * PATIENCE):
+            await self.activity.caught_up.wait()
+
+
+async def test_a_session_that_has_left_or_cannot_take_its_windows_holds_up_nobody(realtime: Realtime) -> None:
+    sound = speech(0.2).tobytes()
+    left, broken, other = Ear(realtime), Ear(realtime), Ear(realtime)
+    broken.activity = VoiceActivity(0, lambda *_: [][0])
+    for ear in (left, broken, other):
+        ear.listen(sound)
+    realtime.forget(left.activity)
+    await other.caught_up()
+    assert other.windows
+    assert left.windows == []
+    with pytest.raises(IndexError):
+        broken.listen(sound)
+    other.listen(b"x" * 3)  # no whole samples
+    await other.caught_up()
+    with pytest.raises(ValueError, match="buffer size"):
+        other.listen(sound)
+    last = Ear(realtime)
+    last.listen(sound)
+    await last.caught_up()
+    assert last.windows, "it goes on after an error of the model"
+
+
+async def test_much_sound_at_once_is_looked_at_in_turns_and_is_not_late(realtime: Realtime) -> None:
+    long, short = Ear(realtime), Ear(realtime)
+    assert long.listen(bytes(20 * RATE)) == 20 * RATE
     await asyncio.sleep(0)
-    left.cancel()
-    try:
-        with pytest.raises(ValueError, match="buffer size"):
-            await realtime.listen(VoiceActivity(0), b"x")
-        assert await realtime.listen(VoiceActivity(0), sound)
-    finally:
-        realtime.close()
+    short.listen(speech(0.1).tobytes())
+    await short.caught_up()
+    assert not long.activity.caught_up.is_set()
+    await long.caught_up()
+    assert len(long.windows) == 10 * RATE // WINDOW
+    assert long.late < 1.0, "it took less than the ten seconds that it lasts"
+
+
+async def test_a_server_that_is_late_in_the_mean_begins_no_session(realtime: Realtime) -> None:
+    ear = Ear(realtime)
+    slow = realtime.thread.submit
+
+    def submit(*job: Any) -> Any:
+        slow(time.sleep, 5 * BUSY_SECONDS)
+        return slow(*job)
+
+    realtime.thread.submit = submit
+    with realtime.session("a", "first"):
+        pass
+    for _ in range(MEAN_OF // 2):
+        ear.listen(bytes(960))
+        await ear.caught_up()
+    assert ear.late >= 5 * BUSY_SECONDS
+    with pytest.raises(HttpError) as refused, realtime.session("a", "second"):
+        pass
+    assert refused.value.status == 429
+    assert 0 < (refused.value.retry_after or 0) <= RETRY_SECONDS
 
 
 # -- estimates --------------------------------------------------------------------------------------------------------
@@ -287,25 +370,19 @@ def test_too_many_events_are_slowed_down() -> None:
     assert pace.wait(60.0) == 0.0, "a pause is forgiven"
 
 
-def test_work_that_falls_behind_real_time_is_told_once_until_it_has_caught_up() -> None:
-    """Pieces of 0.1 s: 0.3 s of work for each, one after the other, then 0.01 s."""
-    lag, now = Lag(), 100.0
-    told = []
-    for took in [0.3] * 5 + [0.01] * 20 + [0.3] * 5:
-        told.append(lag.add(now, now + took, 0.1))
-        now += took
-    assert [index for index, new in enumerate(told) if new] == [2, 27]
-    assert lag.seconds == pytest.approx(1.0)
-
-
-def test_a_sender_that_pauses_is_not_behind() -> None:
-    """And no more is one that sends all at once, or whose pieces only wait for one another for a moment."""
+def test_work_that_is_slower_than_speech_is_late_until_all_is_done() -> None:
+    """Pieces of 0.1 s come in time, and each takes 0.3 s."""
     lag = Lag()
-    assert lag.add(0.0, 0.7, 0.1)
-    assert not lag.add(10.0, 10.2, 0.1)
-    assert lag.seconds == pytest.approx(0.1)
-    assert not lag.add(10.2, 15.0, 60.0)
-    assert lag.seconds == 0.0
-    for start in (15.0, 15.2, 15.4):
-        lag.add(start, start + 0.1, 0.1)
-    assert lag.seconds == pytest.approx(0.0)
+    late = []
+    for piece in range(10):
+        lag.begin(100.0 + 0.1 * piece)
+        late.append(lag.end(100.3 + 0.3 * piece, 0.1, all_done=piece == 9))
+    assert late == pytest.approx([0.3 + 0.2 * piece for piece in range(10)])
+    lag.begin(200.0)
+    assert lag.end(200.01, 0.1, all_done=True) == pytest.approx(0.01)
+
+
+def test_a_sender_that_sends_all_at_once_is_not_late() -> None:
+    lag = Lag()
+    lag.begin(0.0)
+    assert [lag.end(0.1 * piece, 0.25, all_done=False) for piece in range(1, 10)] == [0.1, *[0.0] * 8]

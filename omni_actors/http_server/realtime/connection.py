@@ -36,7 +36,7 @@ from omni_actors.http_server.realtime.session import (
     Send,
     Transcribe,
 )
-from omni_actors.http_server.realtime.turns import LAG_SECONDS, AheadOfTurn, Lag, VoiceActivity
+from omni_actors.http_server.realtime.turns import BUSY_SECONDS, LAG_SECONDS, AheadOfTurn, SpeechWindow, VoiceActivity
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.messages import Description
@@ -75,7 +75,7 @@ class SessionConnection:
         self._prefiller = Prefiller(self._asker)
         self._activity: VoiceActivity | None = None
         self._heard = 0  # position up to which it was given the sound
-        self._lag = Lag()
+        self._lags = False  # whether the client was told that its turns are found too late
         self._answers: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -88,6 +88,8 @@ class SessionConnection:
         try:
             await asyncio.wait((reader, writer, transcriber), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            if self._activity is not None:
+                self._state.realtime.forget(self._activity)
             tasks = (writer, reader, transcriber, *self._answers.values(), *self._prefiller.tasks)
             for error in await _end(tasks):
                 if isinstance(error, TimeoutError):
@@ -135,39 +137,44 @@ class SessionConnection:
         except HttpError as error:
             self._outbox.put(error_event(error, config.event_id_of(data)))
         else:
+            if self._activity is not None and not isinstance(event, config.AppendAudio):
+                await self._activity.caught_up.wait()  # what came before the event counts before it
             before = self._session.position
             self._carry_out(self._session.receive(event))
             if isinstance(event, config.AppendAudio) and self._session.position > before:
                 await self._listen(self._session.sound_from(before), before)
-                if not self._prefiller.tasks and (prepare := self._session.prepare()) is not None:
-                    self._prefiller.start(prepare)
+        self._account()
+
+    def _account(self) -> None:
         self._bodies.release(self._websocket)
         self._bodies.take(self._websocket, self._session.held)
 
-    async def _listen(self, pcm: bytes, position: int) -> None:
-        """Look for turns in sound, a second at a time so that sessions take turns."""
-        for start in range(0, len(pcm), BYTES_PER_SECOND):
-            if not self._session.detecting:
-                self._activity = None
-                return
-            if self._activity is None or self._heard != position + start // 2:
-                self._activity = VoiceActivity(position + start // 2)
-            piece = pcm[start : start + BYTES_PER_SECOND]
-            self._heard = position + (start + len(piece)) // 2
-            began = time.monotonic()
-            windows = await self._state.realtime.listen(self._activity, piece)
-            self._check_lag(began, len(piece) / BYTES_PER_SECOND)
-            self._carry_out(self._session.detect(windows))
+    def _prepare(self) -> None:
+        if not self._prefiller.tasks and (prepare := self._session.prepare()) is not None:
+            self._prefiller.start(prepare)
 
-    def _check_lag(self, began: float, seconds: float) -> None:
-        """Say that turns are found too late, once until the server has caught up."""
+    async def _listen(self, pcm: bytes, position: int) -> None:
+        """Have turns looked for in sound; wait if more than a second of it is not looked at yet."""
         realtime = self._state.realtime
-        new = self._lag.add(began, time.monotonic(), seconds)
-        realtime.meters.histogram(REALTIME_LAG).observe(self._lag.seconds)
-        if self._lag.seconds > LAG_SECONDS:
-            realtime.lags()
-        if new:
-            message = f"Turns are found {self._lag.seconds:.1f} s too late: the server listens to more than it can."
+        if not self._session.detecting:
+            self._activity = None
+            self._prepare()
+            return
+        if self._activity is None or self._heard != position:
+            self._activity = VoiceActivity(position, self._on_windows)
+        self._heard = position + len(pcm) // 2
+        if realtime.listen(self._activity, pcm) > BYTES_PER_SECOND:
+            await self._activity.caught_up.wait()
+
+    def _on_windows(self, windows: Sequence[SpeechWindow], late: float) -> None:
+        """Take what was found in sound, and say that it was found too late, once until the server has caught up."""
+        self._carry_out(self._session.detect(windows))
+        self._prepare()
+        self._account()
+        self._state.realtime.meters.histogram(REALTIME_LAG).observe(late)
+        told, self._lags = self._lags, late > LAG_SECONDS or (self._lags and late > BUSY_SECONDS)
+        if self._lags and not told:
+            message = f"Turns are found {late:.1f} s too late: the server listens to more than it can."
             about = {"request_id": self._websocket.state.request_id}
             logger.warning("%s No session begins meanwhile.", message, extra=about)
             hint = "Find them yourself (turn_detection: null), or come back later."

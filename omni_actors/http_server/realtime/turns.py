@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import importlib.util
 import time
-from collections import Counter, deque
-from collections.abc import Hashable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import distribution
 from typing import NamedTuple
@@ -193,19 +192,55 @@ class VoiceActivity:
 
     Args:
         position: of the first sample that it will be given.
+        heard: called with windows that the model has heard, and how late, in seconds.
     """
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int, heard: Callable[[Sequence[SpeechWindow], float], None]) -> None:
         import soxr
 
+        self._waiting = bytearray()  # PCM
+        self._lag = Lag()
+        self._take = heard
+        self.caught_up = asyncio.Event()
+        self.error: Exception | None = None
         self._resampler = soxr.ResampleStream(RATE, MODEL_RATE, 1, dtype="float32", quality="LQ")
         self._sound = numpy.zeros(MODEL_CONTEXT, numpy.float32)  # what was heard last, and what waits
         self._position = position
         self._quiet = 0  # windows so far
         self.memory = numpy.zeros((2, 128), numpy.float32)
 
+    def append(self, pcm: bytes, now: float) -> int:
+        """Have sound wait until it is looked at. Returns the bytes that wait."""
+        self._lag.begin(now)
+        self._waiting += pcm
+        self.caught_up.clear()
+        return len(self._waiting)
+
+    def take(self) -> bytes:
+        """The next sound to look at."""
+        piece = bytes(self._waiting[:PIECE_BYTES])
+        del self._waiting[:PIECE_BYTES]
+        return piece
+
+    def found(self, windows: Sequence[SpeechWindow], piece: bytes, now: float) -> float:
+        """Pass on what was found in a piece of sound. Returns how late that is, in seconds."""
+        late = self._lag.end(now, len(piece) / BYTES_PER_SECOND, all_done=not self._waiting)
+        if not self._waiting:
+            self.caught_up.set()
+        self._take(windows, late)
+        return late
+
+    def close(self) -> None:
+        """Pass on nothing more: the session has ended."""
+        self._take = lambda *_: None
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, which is raised when more sound comes."""
+        self.error = error
+        self.caught_up.set()
+
     def add(self, pcm: bytes) -> None:
-        """Add sound."""
+        """Add sound to what the model hears."""
         samples = numpy.frombuffer(pcm, "<i2").astype(numpy.float32) / 32768
         self._sound = numpy.concatenate((self._sound, self._resampler.resample_chunk(samples)))
 
@@ -307,28 +342,34 @@ class AheadOfTurn:
 
 
 class Lag:
-    """How far processing lags behind a sender who sends in real time."""
+    """How far work on sound falls behind a sender who sends in real time. Times are seconds of any clock."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self._ended = 0.0
-        self._told = False
+        self._since: float | None = None  # when the first piece came of those that have waited since
+        self._done = 0.0  # seconds of them
 
-    def add(self, began: float, ended: float, seconds: float) -> bool:
-        """Record that a piece of sound was processed from `began` to `ended` (seconds of any clock).
+    def begin(self, now: float) -> None:
+        """Note that sound has come."""
+        if self._since is None:
+            self._since, self._done = now, 0.0
 
-        Returns true once when the lag exceeds `LAG_SECONDS`, and again only after it was 0.
+    def end(self, now: float, seconds: float, all_done: bool) -> float:
+        """Note that some of it is done, and whether that is all. Returns how late it was done.
+
+        Sound that has come at once is not late as long as it is done faster than it is spoken.
         """
-        waited = self.seconds if began - self._ended < LAG_SECONDS else 0.0  # longer pauses are the sender's
-        self._ended = ended
-        self.seconds = max(0.0, waited + ended - began - seconds)
-        told, self._told = self._told, self.seconds > LAG_SECONDS or (self._told and self.seconds > 0)
-        return self._told and not told
+        late = max(0.0, now - (now if self._since is None else self._since) - self._done)
+        self._done += seconds
+        if all_done:
+            self._since = None
+        return late
 
 
-DETECTOR_THREADS = 2
-MOST_AT_ONCE = 64  # sessions whose sound a thread takes at a time
-LAG_RETRY_SECONDS = 2.0  # for which no session begins after turns were found too late
+LOOK_SECONDS = 0.02  # between two looks at the sound of all sessions; a window has 32 ms
+PIECE_BYTES = BYTES_PER_SECOND // 4  # of a session's sound in one look, so that sessions take turns
+BUSY_SECONDS = 0.2  # by which turns are found late in the mean, from which no session begins
+MEAN_OF = 10  # looks
+RETRY_SECONDS = 2.0  # for which none begins then
 
 
 class Realtime:
@@ -338,11 +379,14 @@ class Realtime:
         self.settings = settings
         self.meters = Meters()
         self.detects = available()
-        self.threads = ThreadPoolExecutor(DETECTOR_THREADS, "voice activity")
-        self._unheard: deque[tuple[VoiceActivity, bytes, Future[list[SpeechWindow]]]] = deque()
+        self.thread = ThreadPoolExecutor(1, "voice activity")
+        self._unheard: dict[VoiceActivity, None] = {}
+        self._wake = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
         self.bodies = bodies
         self._sessions: Counter[str] = Counter()  # by tenant
-        self._lagged = 0.0  # until when no session begins (monotonic clock)
+        self._late = 0.0  # by which turns were found late, the mean of the last looks
+        self._busy_until = 0.0  # no session begins (monotonic clock)
         self.meters.set(REALTIME_SESSIONS, to=0)
 
     @contextmanager
@@ -360,8 +404,8 @@ class Realtime:
             whose = f"{own} are yours, and the last {free} are kept for other clients" if free else "all are in use"
             message = f"This server has {places} realtime sessions: {whose}. Try again."
             raise HttpError(429, message, code="overloaded")
-        if (seconds := self._lagged - time.monotonic()) > 0:
-            message = f"The server finds the turns of its sessions over {LAG_SECONDS:g} s too late: try again."
+        if (seconds := self._busy_until - time.monotonic()) > 0:
+            message = "The server has as many realtime sessions as it can listen to: try again."
             raise HttpError(429, message, code="overloaded", retry_after=seconds)
         self._count(tenant, 1)
         try:
@@ -375,39 +419,65 @@ class Realtime:
     def _model(self) -> SpeechModel:
         return SpeechModel()
 
-    async def listen(self, activity: VoiceActivity, pcm: bytes) -> list[SpeechWindow]:
-        """The windows that are complete after this PCM of a session, looked at together with what others have sent."""
-        result: Future[list[SpeechWindow]] = Future()
-        self._unheard.append((activity, pcm, result))
-        self.threads.submit(self._listen)
-        return await asyncio.wrap_future(result)
+    def listen(self, activity: VoiceActivity, pcm: bytes) -> int:
+        """Look for speech in the next sound of a session, with that of the others. Returns its bytes that wait.
 
-    def _listen(self) -> None:
-        """Look for speech in all that waits, if no other thread has taken it."""
-        taken: list[tuple[VoiceActivity, bytes, Future[list[SpeechWindow]]]] = []
-        with contextlib.suppress(IndexError):  # as soon as nothing is left
-            while len(taken) < MOST_AT_ONCE:
-                piece = self._unheard.popleft()
-                if piece[2].set_running_or_notify_cancel():  # else the session has ended
-                    taken.append(piece)
-        try:
-            found = self._model.listen([(activity, pcm) for activity, pcm, _ in taken])
-        except Exception as error:  # noqa: BLE001 - each session ends with it
-            for _, _, result in taken:
-                result.set_exception(error)
-            return
-        for (_, _, result), windows in zip(taken, found, strict=True):
-            result.set_result(windows)
+        Raises:
+            Exception: why this session's sound cannot be looked at.
+        """
+        if activity.error is not None:
+            raise activity.error
+        self._unheard[activity] = None
+        self._wake.set()
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look(), name="voice activity")
+        return activity.append(pcm, time.monotonic())
 
-    def lags(self) -> None:
-        """Refuse sessions for a while: turns are found too late."""
-        self._lagged = time.monotonic() + LAG_RETRY_SECONDS
+    def forget(self, activity: VoiceActivity) -> None:
+        """Look no more for the speech of a session that has ended. Idempotent."""
+        activity.close()
+        self._unheard.pop(activity, None)
+
+    async def _look(self) -> None:
+        """Look for speech in all that has come, again and again."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._wake.wait()
+            began = time.monotonic()
+            pieces = [(activity, activity.take()) for activity in self._unheard]
+            self._unheard.clear()
+            self._wake.clear()
+            try:
+                found = await loop.run_in_executor(self.thread, self._model.listen, pieces)
+            except Exception as error:  # noqa: BLE001 - each of these sessions ends with it
+                for activity, _ in pieces:
+                    activity.fail(error)
+                continue
+            self._pass_on(pieces, found)
+            await asyncio.sleep(0.0 if self._unheard else began + LOOK_SECONDS - time.monotonic())
+
+    def _pass_on(self, pieces: Sequence[tuple[VoiceActivity, bytes]], found: Sequence[Sequence[SpeechWindow]]) -> None:
+        now, latest = time.monotonic(), 0.0
+        for (activity, piece), windows in zip(pieces, found, strict=True):
+            try:
+                latest = max(latest, activity.found(windows, piece, now))
+            except Exception as error:  # noqa: BLE001 - its session ends with it, and no other
+                activity.fail(error)
+            if not activity.caught_up.is_set():
+                self._unheard[activity] = None
+                self._wake.set()
+        self._late += (latest - self._late) / MEAN_OF
+        if self._late > BUSY_SECONDS:
+            self._busy_until = now + RETRY_SECONDS
 
     def _count(self, tenant: str, change: int) -> None:
         self._sessions[tenant] += change
         self._sessions = +self._sessions  # without those that have none
         self.meters.set(REALTIME_SESSIONS, to=self._sessions.total())
 
-    def close(self) -> None:
-        """End the threads."""
-        self.threads.shutdown(wait=False, cancel_futures=True)
+    async def close(self) -> None:
+        """End the task and its thread."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        self.thread.shutdown(wait=False, cancel_futures=True)
