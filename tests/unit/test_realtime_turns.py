@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy
 import pytest
+import soundfile
+import soxr
 
 from omni_actors.http_server.connections import BURST_SECONDS, EventRate
 from omni_actors.http_server.errors import HttpError
@@ -31,6 +33,7 @@ from omni_actors.http_server.realtime.turns import (
 )
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.sharing import Budget
+from tests.support.paths import REPOSITORY
 from tests.support.realtime import WINDOW, Talk, error_of, kinds, speech
 from tests.support.waiting import PATIENCE
 
@@ -210,6 +213,55 @@ def test_the_model_tells_speech_from_noise() -> None:
     begins, ends = (event for window in windows if (event := detector.feed(window)) is not None)
     assert abs(begins.start - (1.5 - 0.064) * RATE) < 0.1 * RATE
     assert abs(ends.end - (2.5 + 0.32) * RATE) < 0.5 * RATE
+
+
+def turns_in(sound: numpy.ndarray) -> list[tuple[float, float]]:
+    """Begin and end, in seconds, of the turns that are found with the defaults in f32 at `RATE`."""
+    model, activity, detector, piece = SpeechModel(), VoiceActivity(0, ignore), TurnDetector(ServerVad()), RATE // 25
+    pcm = (sound.clip(-1, 1) * 32767).astype("<i2")
+    pieces = [pcm[start : start + piece].tobytes() for start in range(0, len(pcm), piece)]
+    windows = [window for piece in pieces for window in model.listen([(activity, piece)])[0]]
+    events = [event for window in windows if (event := detector.feed(window)) is not None]
+    return [(begins.start / RATE, ends.end / RATE) for begins, ends in zip(events[::2], events[1::2], strict=True)]
+
+
+LEVEL = 0.1  # RMS of speech
+TIME = numpy.arange(6 * RATE) / RATE
+CHORD = sum(numpy.sin(2 * numpy.pi * hertz * n * TIME) / n for hertz in (220, 277, 330) for n in range(1, 6))
+BESIDE = {
+    "nothing": 0 * TIME,
+    "noise": numpy.random.default_rng(0).standard_normal(len(TIME)),
+    "music": CHORD / CHORD.std(),
+    "clicks": numpy.where(TIME % 0.5 < 0.005, 10, 0),
+}
+
+
+def said_twice(pause: float) -> tuple[numpy.ndarray, float]:
+    """Two words of one of flite's voices after a second, and again after a pause; and when they end."""
+    samples, rate = soundfile.read(REPOSITORY / "examples" / "three_four.wav")
+    words = soxr.resample(samples[int(0.24 * rate) : int(0.86 * rate)], rate, RATE)
+    sound, again = 0 * TIME, RATE + len(words) + int(pause * RATE)
+    for start in (RATE, again):
+        sound[start : start + len(words)] = LEVEL * words / words.std()
+    return sound, (again + len(words)) / RATE
+
+
+@pytest.mark.parametrize(
+    ("pause", "beside", "turns"),
+    [(0.3, "nothing", 1), (0.7, "nothing", 2), (0.3, "noise", 1), (0.3, "music", 1), (0.3, "clicks", 1)],
+)
+def test_turns_are_found_beside_other_sound(pause: float, beside: str, turns: int) -> None:
+    """At a tenth of the power of speech. `benchmarks/turn_detection.py` has more of it."""
+    sound, end = said_twice(pause)
+    spans = turns_in(sound + 10**-0.5 * LEVEL * BESIDE[beside])
+    assert len(spans) == turns
+    assert spans[0][0] == pytest.approx(1 - 0.3, abs=0.1)
+    assert 0.5 <= spans[-1][1] - end < 0.75
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_no_turn_is_found_where_nobody_speaks(beside: str) -> None:
+    assert turns_in(LEVEL * BESIDE[beside]) == []
 
 
 def test_sessions_that_the_model_hears_together_are_heard_as_if_alone() -> None:
