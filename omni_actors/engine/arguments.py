@@ -198,6 +198,7 @@ class LoraAdapters:
 
 
 GIB = 1 << 30
+FEATURES_GIB = 0.5  # of a prompt stage, for the media of earlier turns
 
 # Fields that this package sets itself; with other values a stage would not be what its engine expects.
 RESERVED = frozenset(
@@ -208,8 +209,7 @@ OF_HOSTS = frozenset({"nnodes", "node_rank", "master_addr", "master_port"})  # o
 _DEFAULTS: dict[str, Any] = {
     # sampling.py adds the end tokens; "auto" would mix in the checkpoint's sampling defaults.
     "generation_config": "vllm",
-    # The prompt stage sends whole features; vLLM's cache protocol would leave out tensors it has sent before.
-    "mm_processor_cache_gb": 0,
+    "mm_processor_cache_gb": 0,  # the prompt stage computes features
     "enable_prefix_caching": False,
     # Requests carry a priority, which must mean the same in every stage.
     "scheduling_policy": "priority",
@@ -328,7 +328,8 @@ class OmniEngineArgs:
         adapters = engine_arguments(self.model_config.adapters, platform)
         if platform is Platform.CPU and self.engine.get("max_loras", math.inf) < adapters.get("max_loras", 0):
             raise ConfigError(f"{self.where}.max_loras must be at least {adapters['max_loras']} on a CPU.")
-        arguments = {**_DEFAULTS, **spec.engine, **adapters, **self.engine, **spec.required}
+        features = {"mm_processor_cache_gb": FEATURES_GIB} if self.kind == "prompt" else {}
+        arguments = {**_DEFAULTS, **features, **spec.engine, **adapters, **self.engine, **spec.required}
         arguments |= {
             "model": self._folder(spec),
             "hf_overrides": spec.hf_overrides,

@@ -201,7 +201,7 @@ def _piece(feature: MultiModalFeatureSpec, place: Any, start: int, end: int) -> 
 
 
 def _item(feature: MultiModalFeatureSpec) -> MultiModalKwargsItem:
-    if feature.data is None:  # vLLM leaves out what its cache holds, which is off (`arguments.py`)
+    if feature.data is None:  # vLLM leaves out what its cache for two processes holds
         raise EngineError("vLLM left out the features of a sound.")
     return feature.data
 

@@ -487,7 +487,8 @@ class PromptProcessor(TextPromptProcessor):
                 "fps": rate,
                 "second_per_grid_ts": [seconds] * len(sounds),
             }
-        (engine_input,) = self.renderer.render_cmpl([given])
+        # The cache that this leaves out would leave out features which the next stage has had before.
+        (engine_input,) = self.renderer.render_cmpl([given], skip_mm_cache=True)
         self._check_length(len(engine_input["prompt_token_ids"]))
         request = self._input_processor.process_inputs(
             request_id, engine_input, SamplingParams(), supported_tasks=("generate",)
@@ -540,9 +541,9 @@ class PromptProcessor(TextPromptProcessor):
         frames = self.processor.video_processor.temporal_patch_size
         features = [feature for feature in request.mm_features or () if feature.modality == "video"]
         for feature, video in zip(features, videos, strict=True):
-            item = feature.data
-            if item is None:  # vLLM leaves out what its cache holds, which is off (`arguments.py`)
+            if feature.data is None:
                 raise EngineError("vLLM left out the features of a video.")
+            feature.data = item = feature.data.copy()  # other prompts have the same video at another rate
             patches = int(cast("torch.Tensor", item["video_grid_thw"].data)[0])
             seconds = seconds_per_patch(frames / video.frames_per_second, patches, self._positions_per_second)
             field = item["second_per_grid_ts"]

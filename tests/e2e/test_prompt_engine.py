@@ -250,6 +250,26 @@ def test_several_messages_and_a_system_prompt(engine, reference):
     assert list(stream.token_ids) == reference.inputs(conversation)["input_ids"][0].tolist()
 
 
+def test_the_sound_of_earlier_turns_is_not_computed_again(engine, reference, monkeypatch):
+    extractor, computed = engine.prompts.processor.feature_extractor, []
+    extract = extractor._torch_extract_fbank_features
+    monkeypatch.setattr(
+        extractor,
+        "_torch_extract_fbank_features",
+        lambda sounds, *device: computed.append(len(sounds)) or extract(sounds, *device),
+    )
+    sounds = [audio((RANDOM.standard_normal(16_000 + 1000 * turn) * 0.1).astype(np.float32)) for turn in range(3)]
+    for turns in (1, 2, 3):
+        parts = tuple(range(turns))
+        got = features(process(engine, *chat(*parts, media=sounds[:turns])))
+        mine = len(computed)
+        want = by_transformers(reference, parts, sounds[:turns])
+        del computed[mine:]
+        for (_, data), values, mask in zip(got, want["input_features"], want["feature_attention_mask"], strict=True):
+            assert torch.equal(data["input_audio_features"], values[:, mask.bool()])
+    assert computed == [1, 1, 1]
+
+
 def test_token_ids_are_taken_as_they_are_and_their_placeholders_take_media(engine):
     stream = process(engine, Prompt(token_ids=pack_token_ids([1, 2, 3, 200])))
     assert list(stream.token_ids) == [1, 2, 3, 200]
