@@ -179,6 +179,25 @@ async def test_the_turns_of_the_user_are_written_down(echo: HttpPipeline) -> Non
         assert events[-1].error.code == "prompt_too_long"
 
 
+async def test_a_session_that_only_transcribes(slow: HttpPipeline) -> None:
+    """As it is written: the slow stages write 20 letters a second."""
+    async with (
+        AsyncOpenAI(base_url=f"{slow.url}/v1", api_key="none") as client,
+        client.realtime.connect(model="echo", extra_query={"intent": "transcription"}) as connection,
+    ):
+        assert (await connection.recv()).session.type == "transcription"
+        audio = {"input": {"turn_detection": {"type": "server_vad", "silence_duration_ms": 300}}}
+        await connection.session.update(session={"type": "transcription", "audio": audio})
+        sound = numpy.concatenate([speech(1.0), numpy.zeros(24_000, "<i2")]).tobytes()
+        await connection.input_audio_buffer.append(audio=base64.b64encode(sound).decode())
+        await until_event(connection, "conversation.item.input_audio_transcription.delta")
+        assert in_flight(slow.url) == 1, "the transcript is not complete"
+        events = await until_event(connection, "conversation.item.input_audio_transcription.completed")
+        assert len(events) > 20
+        assert events[-1].transcript.startswith("Write down what is said")
+        assert not any(event.type.startswith("response") for event in events)
+
+
 async def test_interruption_ends_the_answer_in_every_stage(slow: HttpPipeline) -> None:
     """By the client, and by speech. What was not heard is no part of the next prompt."""
     before = values(slow.url, "omni_realtime_interruptions_total")
@@ -267,7 +286,7 @@ async def test_strangers_are_refused(limited: str, echo: HttpPipeline) -> None:
     assert await refusal(echo.url, additional_headers={"sec-fetch-site": "cross-site"}) == (403, "origin_not_allowed")
     assert await refusal(echo.url, "/v1/chat/completions") == (404, "not_found")
     assert await refusal(echo.url, "/v1/realtime?model=gpt-realtime") == (404, "model_not_found")
-    assert await refusal(echo.url, "/v1/realtime?intent=transcription") == (400, "unknown_parameter")
+    assert await refusal(echo.url, "/v1/realtime?voice=Ethan") == (400, "unknown_parameter")
 
 
 def test_a_plain_request_is_told_to_upgrade(echo: HttpPipeline) -> None:

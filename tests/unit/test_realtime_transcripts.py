@@ -8,7 +8,8 @@ from typing import Any
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.realtime.config import Event, ServerVad, Transcription
 from omni_actors.http_server.realtime.session import Ask, Send, Transcribe
-from tests.support.realtime import SECOND, Talk, kinds
+from omni_actors.http_server.realtime.turns import AheadOfTurn
+from tests.support.realtime import SECOND, Talk, error_of, kinds
 
 USAGE = {"type": "tokens", "input_tokens": 1, "output_tokens": 2, "total_tokens": 3}
 DELTA, COMPLETED, FAILED = (
@@ -59,6 +60,26 @@ def test_the_answer_of_a_turn_is_asked_for_before_its_transcript() -> None:
     instructions = talk.session.detect(talk.windows(0.0, 4))
     kept = [type(instruction) for instruction in instructions if isinstance(instruction, Ask | Transcribe)]
     assert kept == [Ask, Transcribe]
+
+
+def test_a_session_may_only_transcribe() -> None:
+    talk = Talk(vad=ServerVad(silence_duration_ms=64), ahead=AheadOfTurn(0.5))
+    heard = {"transcription": {"model": "gpt-4o-transcribe", "language": "en"}}
+    (updated,) = talk.send("session.update", session={"type": "transcription", "audio": {"input": heard}})
+    assert updated["session"]["object"] == "realtime.transcription_session"
+    assert updated["session"]["type"] == "transcription"
+    assert updated["session"]["audio"]["input"]["transcription"] == heard["transcription"]
+    assert updated["session"]["audio"].keys() == {"input"}
+    talk.hear(0.9, windows=60)
+    assert talk.session.prepare() is None
+    talk.hear(0.0, windows=4)
+    (turn,) = talk.transcribed
+    assert "(en)" in turn.question
+    assert talk.asked == []
+    assert error_of(talk.send("response.create"))["code"] == "unsupported_value"
+    (updated,) = talk.send("session.update", session={"audio": {"input": {"transcription": None}}})
+    assert updated["session"]["type"] == "transcription"
+    assert updated["session"]["audio"]["input"]["transcription"] == {}, "it would do nothing else"
 
 
 def test_a_failure_is_that_of_the_item() -> None:

@@ -52,6 +52,7 @@ RATE = 24_000  # samples a second of all sound inside the route: 16 bits, mono, 
 G711_RATE = 8000
 BYTES_PER_SECOND = 2 * RATE
 
+SessionKind = Literal["realtime", "transcription"]
 Modality = Literal["text", "audio"]
 TextOrAudio = Annotated[list[Modality], Meta(min_length=1, max_length=2)]
 Instructions = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -244,7 +245,7 @@ class AnswerFields(Fields, frozen=True, kw_only=True):
 class SessionFields(AnswerFields, frozen=True, kw_only=True):
     """The `session` of `session.update`; what is absent or null stays as it is."""
 
-    type: OrNull[Literal["realtime"]] = "realtime"
+    type: OrNull[SessionKind | UnsetType] = UNSET
     model: OrNull[str | UnsetType] = UNSET
     audio: OrNull[AudioFields] = AudioFields()
     include: Nothing = None
@@ -269,9 +270,10 @@ class Pipeline(Struct, frozen=True):
 
 
 class SessionConfig(Struct, frozen=True, kw_only=True):
-    """The effective configuration of a session, or of one response."""
+    """The effective configuration of a session, or of one response. One that transcribes does that only."""
 
     model: str
+    kind: SessionKind = "realtime"
     output: Modality
     voice: str | None = None
     instructions: str = ""
@@ -345,35 +347,37 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
         if turn_detection is not None and not detects:
             message = "This server cannot find turns: install omni_actors[realtime], or send null and commit turns."
             raise bad_field("session.audio.input.turn_detection", message, "unsupported_value")
+        kind = _given(fields.type, self.kind)
+        transcription = _given(fields.audio.input.transcription, self.transcription)
         return msgspec.structs.replace(
             config,
+            kind=kind,
             turn_detection=turn_detection,
-            transcription=_given(fields.audio.input.transcription, self.transcription),
+            transcription=transcription or (Transcription() if kind == "transcription" else None),
             truncation=_given(fields.truncation, self.truncation),
             input_format=wire_format(fields.audio.input.format, self.input_format, "session.audio.input.format"),
         )
 
     def shown(self, session_id: str, expires: int) -> dict[str, Any]:
         """The `session` of `session.created` and `session.updated`."""
+        heard = {
+            "format": self.input_format,
+            "transcription": self.transcription,
+            "noise_reduction": None,
+            "turn_detection": self.turn_detection,
+        }
+        common = {"type": self.kind, "id": session_id, "expires_at": expires, "include": None}
+        if self.kind == "transcription":
+            return {**common, "object": "realtime.transcription_session", "audio": {"input": heard}}
         return {
-            "type": "realtime",
+            **common,
             "object": "realtime.session",
-            "id": session_id,
             **{name: getattr(self, name) for name in SHOWN},
             "output_modalities": [self.output],
             "tools": [{"type": "function", **tool.definition()} for tool in self.tools],
-            **dict.fromkeys(("tracing", "prompt", "include")),
-            "expires_at": expires,
+            **dict.fromkeys(("tracing", "prompt")),
             "stage_params": {stage: params.given() for stage, params in self.stage_params.items()},
-            "audio": {
-                "input": {
-                    "format": self.input_format,
-                    "transcription": self.transcription,
-                    "noise_reduction": None,
-                    "turn_detection": self.turn_detection,
-                },
-                "output": {"format": self.output_format, "voice": self.voice, "speed": 1.0},
-            },
+            "audio": {"input": heard, "output": {"format": self.output_format, "voice": self.voice, "speed": 1.0}},
         }
 
 

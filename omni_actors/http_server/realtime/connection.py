@@ -24,6 +24,7 @@ from omni_actors.http_server.realtime.config import (
     Pipeline,
     ServerVad,
     SessionConfig,
+    Transcription,
     error_event,
 )
 from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Asker, Outbox, Prefiller, Transcriber
@@ -270,7 +271,7 @@ async def _end(tasks: Sequence[asyncio.Task[None]]) -> Sequence[BaseException | 
 
 
 SUBPROTOCOL = "realtime"  # that browsers ask for, besides the one that holds the key
-PARAMETERS = frozenset({"model"})
+PARAMETERS = ("model", "intent")
 
 
 async def realtime(websocket: WebSocket) -> None:
@@ -278,21 +279,23 @@ async def realtime(websocket: WebSocket) -> None:
     state: ServerState = websocket.app.state.server
     description = await state.describe()
     model = _model(websocket, state, description)
+    transcribes = websocket.query_params.get("intent") == "transcription"
     tenant = state.tenant(websocket)
     with state.realtime.session(tenant, websocket):
         await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
-        session = _session(state, description, model)
+        session = _session(state, description, model, transcribes)
         await SessionConnection(websocket, state, session, tenant).run()
 
 
 def _model(websocket: WebSocket, state: ServerState, description: Description) -> str:
     for name in websocket.query_params:
         if name not in PARAMETERS:
-            raise bad_field(name[:64], f"There is no parameter {name[:64]!r}; there is model.", "unknown_parameter")
+            message = f"There is no parameter {name[:64]!r}; there are {' and '.join(PARAMETERS)}."
+            raise bad_field(name[:64], message, "unknown_parameter")
     return state.model_name(websocket.query_params.get("model"), description)
 
 
-def _session(state: ServerState, description: Description, model: str) -> RealtimeSession:
+def _session(state: ServerState, description: Description, model: str, transcribes: bool) -> RealtimeSession:
     settings = state.settings
     pipeline = Pipeline(
         voices=description.voices,
@@ -303,6 +306,8 @@ def _session(state: ServerState, description: Description, model: str) -> Realti
     )
     config = SessionConfig(
         model=model,
+        kind="transcription" if transcribes else "realtime",
+        transcription=Transcription() if transcribes else None,
         output="audio" if pipeline.speaks else "text",
         turn_detection=ServerVad() if state.realtime.detects else None,
     )

@@ -291,7 +291,8 @@ class RealtimeSession:
         place = {"audio_end_ms": milliseconds(end.end), "item_id": self._turn_id}
         stopped = _sent("input_audio_buffer.speech_stopped", **place)
         pcm = self._buffer.take(self._turn_start, end.end)
-        answer = self._config.turn_detection is not None and self._config.turn_detection.create_response
+        detection = self._config.turn_detection
+        answer = detection is not None and detection.create_response and self._config.kind == "realtime"
         taken = self._take_turn(self._turn_id, pcm, answer=answer, silence=end.silence / RATE)
         return [stopped, *taken, *self._transcribe(self._turn_id)]
 
@@ -331,6 +332,8 @@ class RealtimeSession:
         """What the user has said so far, if enough of it is new and its answer would begin with this prompt."""
         if self._response is not None or (self._detector is not None and not self._detector.speaking):
             return None
+        if self._config.kind != "realtime":
+            return None
         start = self._turn_start if self._detector is not None else self._buffer.start
         end = self._ahead.due(start, self._buffer.end, self._conversation.audio_bytes)
         if end is None:
@@ -348,6 +351,8 @@ class RealtimeSession:
 
     def _respond_to(self, fields: config.ResponseFields, silence: float = 0.0) -> Instructions:
         config = self._config.with_answer(fields, fields.audio.output, self._pipeline, "response")
+        if config.kind != "realtime":
+            raise bad_field("type", "A session of the type 'transcription' gives no answers.", "unsupported_value")
         if self._response is not None:
             message = f"The response {self._response.id} is running: wait for its end, or send response.cancel."
             raise HttpError(400, message, code="conversation_already_has_active_response")
