@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import socket
 import tempfile
@@ -19,15 +18,11 @@ from omni_actors.client import OmniClient
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.store import Store
-from tests.support.servers import HttpPipeline, film, picture, serving, sound
+from tests.support.servers import HttpPipeline, data_uri, film, picture, serving, sound
 from tests.support.waiting import PATIENCE, eventually, until
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
-
-
-def data_uri(kind: str, data: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def with_parts(*parts: dict) -> dict:

@@ -11,14 +11,10 @@ import openai
 import pytest
 import soundfile
 
-from tests.support.servers import HttpPipeline, picture, sound
+from tests.support.servers import HttpPipeline, data_uri, picture, sound
 
 HELLO = [{"role": "user", "content": "hello, sea"}]
 SAMPLES_PER_TOKEN = 480
-
-
-def data_uri(kind: str, data: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def expected_samples(text: str) -> numpy.ndarray:

@@ -27,7 +27,7 @@ from omni_actors.http_server.realtime.config import WireFormat
 from omni_actors.http_server.realtime.formats import SoundEncoder
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.realtime import SECOND, serving_sessions, speech
-from tests.support.servers import HttpPipeline
+from tests.support.servers import HttpPipeline, data_uri, picture
 from tests.support.waiting import PATIENCE, eventually, until
 
 MANUAL = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
@@ -135,6 +135,29 @@ async def test_sound_reaches_the_pipeline_and_an_error_leaves_the_session(echo: 
         assert error.param == "audio"
         assert events[-1].response.output[0].content[0].transcript == "hi"
     assert latest_request(echo.url) == events[-1].response.id, "the id of the response is that of its request"
+
+
+async def test_pictures_are_checked_as_in_a_chat(echo: HttpPipeline) -> None:
+    async def show(url: str) -> None:
+        content = [{"type": "input_image", "image_url": url}]
+        await connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+
+    async with openai_session(echo.url) as connection:
+        for url, code in [
+            (data_uri("image/png", b"no picture"), "malformed_media"),
+            (data_uri("audio/wav", picture()), "invalid_url"),
+            ("https://127.0.0.1/picture.png", "url_not_allowed"),
+        ]:
+            await show(url)
+            error = (await until_event(connection, "error"))[-1].error
+            assert (error.code, error.param) == (code, "image_url")
+        await show(data_uri("image/png", picture(300, 200)))
+        added = (await until_event(connection, "conversation.item.done"))[-1]
+        assert added.item.content[0].type == "input_image"
+        await say(connection, "sea")
+        await connection.response.create()
+        events = await until_event(connection, "response.done")
+        assert events[-1].response.output[0].content[0].transcript == "sea"
 
 
 @pytest.mark.parametrize("wire", [WireFormat(), WireFormat("audio/pcmu")], ids=["PCM", "G.711"])

@@ -19,7 +19,7 @@ from omni_actors.http_server.realtime.config import RATE
 from omni_actors.http_server.realtime.turns import MARGIN
 from tests.support.paths import REPOSITORY
 from tests.support.realtime import answer_on, speech
-from tests.support.servers import HttpPipeline
+from tests.support.servers import HttpPipeline, data_uri, picture
 from tests.support.waiting import PATIENCE, eventually
 
 pytestmark = pytest.mark.e2e
@@ -89,6 +89,26 @@ async def spoken(tiny: HttpPipeline, voice: numpy.ndarray, before: float) -> tup
         answer = await answer_on(connection)
     assert answer.response.status == "incomplete", "the limit of tokens ends it"
     return answer.text, answer.pcm
+
+
+async def test_a_picture_is_seen(tiny: HttpPipeline) -> None:
+    item = {"type": "message", "role": "user"}
+    item["content"] = [{"type": "input_image", "image_url": data_uri("image/png", picture(112, 112))}]
+    async with (
+        AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="none") as client,
+        client.realtime.connect(model=MODEL) as connection,
+        asyncio.timeout(60 * PATIENCE),
+    ):
+        await connection.session.update(session={"type": "realtime", "output_modalities": ["text"], "seed": 5})
+        await connection.conversation.item.create(item=item)
+        await connection.response.create(response={"max_output_tokens": 12})
+        usage = (await answer_on(connection)).response.usage
+    with OmniClient(tiny.endpoint) as client:
+        content = [{"type": "image", "image": picture(112, 112)}]
+        wanted = client.generate(
+            [{"role": "user", "content": content}], modalities=["text"], params={"thinker": {"max_tokens": 1}}
+        )
+    assert usage.input_tokens == wanted.usage["thinker"].input_tokens > 16, "a token for 28 x 28 pixels"
 
 
 async def test_what_is_discarded_or_left_leaves_no_request(tiny: HttpPipeline) -> None:

@@ -92,9 +92,9 @@ class Talk:
                     self.transcribed.append(instruction)
         return self.events[before:]
 
-    def send(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
+    def send(self, kind: str, pictures: Sequence[bytes] = (), **fields: Any) -> list[dict[str, Any]]:
         """Takes an event of the client; returns the events that answer it."""
-        return self.take(self.session.receive(parse(msgspec.json.encode({"type": kind, **fields}))))
+        return self.take(self.session.receive(parse(msgspec.json.encode({"type": kind, **fields})), pictures))
 
     def say(self, text: str, role: str = "user", **fields: Any) -> str:
         """Adds an item of text; returns its id."""
@@ -146,6 +146,8 @@ class Talk:
 
 
 def _shown(part: dict[str, Any]) -> str:
+    if part["type"] == "image":
+        return f"<{part['image'].decode()}>"
     return part["text"] if part["type"] == "text" else f"{len(part['audio'][0]) / RATE:g} s"
 
 

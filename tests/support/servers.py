@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import os
@@ -122,6 +123,10 @@ def sound(seconds: float = 0.5, rate: int = 16_000, format: str = "WAV") -> byte
     sink = io.BytesIO()
     soundfile.write(sink, tone(seconds, rate), rate, format=format)
     return sink.getvalue()
+
+
+def data_uri(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def picture(width: int = 64, height: int = 64, format: str = "PNG") -> bytes:

@@ -203,6 +203,7 @@ def test_items_can_be_put_in_retrieved_and_deleted() -> None:
         ("assistant", {"type": "input_text", "text": "a"}, "item.content[0].type"),
         ("user", {"type": "output_text", "text": "a"}, "item.content[0].type"),
         ("system", {"type": "input_audio", "audio": "AAAA"}, "item.content[0].type"),
+        ("assistant", {"type": "input_image", "image_url": "data:"}, "item.content[0].type"),
         ("user", {"type": "input_audio", "audio": "AAAA"}, "item.content[0].audio"),
     ],
 )
@@ -249,6 +250,33 @@ def test_a_prompt_has_no_more_sounds_than_the_model_takes() -> None:
         talk.send("input_audio_buffer.commit")
     talk.respond()
     assert talk.prompt() == [("user", "1 s")]
+
+
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "low"}
+
+
+def show(talk: Talk, *pictures: bytes) -> list[dict[str, Any]]:
+    content = [{"type": "input_text", "text": "See:"}, *[PICTURE for _ in pictures]]
+    return talk.send("conversation.item.create", pictures, item={"type": "message", "role": "user", "content": content})
+
+
+def test_a_user_shows_pictures() -> None:
+    talk = Talk(msgspec.structs.replace(PIPELINE, max_images=3))
+    added, _ = show(talk, b"one", b"two")
+    assert added["item"]["content"] == [{"type": "input_text", "text": "See:"}, *[{"type": "input_image"}] * 2]
+    assert talk.session.held == len("See:onetwo")
+    talk.respond()
+    assert talk.prompt() == [("user", "See: <one> <two>")]
+    assert kinds(show(talk, b"three", b"four"))[-1] == "conversation.item.deleted", "the model takes three"
+    assert error_of(show(talk, *[b"five"] * 4))["code"] == "item_too_large"
+    assert talk.session.held == len("See:threefour")
+
+
+def test_a_response_may_be_shown_pictures_aside() -> None:
+    talk = Talk()
+    message = {"type": "message", "role": "user", "content": [PICTURE]}
+    talk.send("response.create", [b"one", b"two"], response={"conversation": "none", "input": [message, message]})
+    assert talk.prompt() == [("user", "<one>"), ("user", "<two>")]
 
 
 # -- responses --------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from omni_actors.http_server.bodies import (
     MAX_TOKENS,
     MAX_VALUES,
     BodyText,
+    LongString,
     Nothing,
     Strict,
     check_bounds,
@@ -260,12 +261,14 @@ class Pipeline(Struct, frozen=True):
         voice_aliases: further names of them.
         speaks: whether it answers in sound, at `RATE`.
         max_audios: how many pieces of sound a prompt may have; `None` for no limit.
+        max_images: the same of pictures.
     """
 
     voices: tuple[str, ...]
     stages: tuple[str, ...]
     speaks: bool
     max_audios: int | None = None
+    max_images: int | None = None
     voice_aliases: dict[str, str] = {}
 
 
@@ -410,6 +413,13 @@ class InputSound(Part, frozen=True, tag="input_audio"):
     transcript: None = None
 
 
+class InputImage(Part, frozen=True, tag="input_image"):
+    """A picture for the model."""
+
+    image_url: LongString  # as in chats
+    detail: str | None = None  # ignored, as in chats
+
+
 class OutputSound(Part, frozen=True, tag="output_audio"):
     """A spoken answer of an earlier conversation, by its transcript: the model is shown no sound of its own."""
 
@@ -417,7 +427,7 @@ class OutputSound(Part, frozen=True, tag="output_audio"):
     audio: None = None
 
 
-AnyContent = InputText | InputSound | OutputText | OutputSound
+AnyContent = InputText | InputSound | InputImage | OutputText | OutputSound
 
 
 class ItemFields(Strict, frozen=True, kw_only=True, tag_field="type"):
@@ -560,6 +570,17 @@ AnyEvent = (
     | CreateResponse
     | CancelResponse
 )
+
+
+def pictures_of(event: AnyEvent) -> Sequence[InputImage]:
+    """The pictures in an event, in order; those of roles that can have none are left to `MessageItem.of`."""
+    items: Sequence[GivenItem | ItemReference] = ()
+    if isinstance(event, CreateItem):
+        items = (event.item,)
+    elif isinstance(event, CreateResponse) and event.response is not None:
+        items = event.response.input or ()
+    messages = [item for item in items if isinstance(item, GivenMessage) and item.role == "user"]
+    return [part for message in messages for part in message.content if isinstance(part, InputImage)]
 
 
 class _Envelope(Struct):

@@ -14,9 +14,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from omni_actors.client import Audio, Text
 from omni_actors.errors import OmniError
 from omni_actors.http_server.answer import finish_reason, pcm16, token_counts, usage_of
-from omni_actors.http_server.bodies import SHORT, take_bytes
+from omni_actors.http_server.bodies import BODIES, SHORT, take_bytes
 from omni_actors.http_server.connections import EventRate
 from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.generation import ImageUrlPart, Url, UserMessage
 from omni_actors.http_server.realtime import config
 from omni_actors.http_server.realtime.config import (
     BYTES_PER_SECOND,
@@ -101,6 +102,7 @@ class SessionConnection:
     # -- events of the client -----------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
+        BODIES.set((self._bodies, self))  # for what is fetched
         settings = self._state.settings
         expires = time.monotonic() + settings.realtime_session_seconds
         pace = EventRate(settings.realtime_events_per_second, time.monotonic())
@@ -133,18 +135,20 @@ class SessionConnection:
     async def _take(self, data: bytes) -> None:
         """Let the session take an event, if it can be decoded and there is room for it."""
         try:
-            take_bytes(self._bodies, self._websocket, len(data))
+            take_bytes(self._bodies, self, len(data))
             event = config.parse(data) if len(data) <= SHORT else await asyncio.to_thread(config.parse, data)
-        except HttpError as error:
-            self._outbox.put(error_event(error, config.event_id_of(data)))
-        else:
+            pictures = await self._read_pictures(config.pictures_of(event))
             if self._activity is not None and not isinstance(event, config.AppendAudio):
                 await self._activity.caught_up.wait()  # what came before the event counts before it
             before = self._session.position
-            self._carry_out(self._session.receive(event))
+            self._carry_out(self._session.receive(event, pictures))
             if isinstance(event, config.AppendAudio) and self._session.position > before:
                 await self._listen(self._session.sound_from(before), before)
-        self._account()
+        except (HttpError, OmniError) as error:
+            self._outbox.put(error_event(HttpError.of(error), config.event_id_of(data)))
+        finally:
+            self._bodies.release(self)
+            self._account()
 
     def _account(self) -> None:
         self._bodies.release(self._websocket)
@@ -153,6 +157,19 @@ class SessionConnection:
     def _prepare(self) -> None:
         if not self._prefiller.tasks and (prepare := self._session.prepare()) is not None:
             self._prefiller.start(prepare)
+
+    async def _read_pictures(self, given: Sequence[config.InputImage]) -> Sequence[bytes]:
+        """The files of pictures, fetched and checked as those of a chat. Raises `HttpError` or `OmniError`."""
+        if not given:
+            return ()
+        chat = UserMessage(content=[ImageUrlPart(Url(picture.image_url)) for picture in given])
+        description = await self._state.facts()
+        try:
+            (message,) = await self._state.media.messages([chat], description.max_media)
+        except HttpError as error:
+            error.param = "image_url"
+            raise
+        return [part["image"] for part in message["content"]]
 
     async def _listen(self, pcm: bytes, position: int) -> None:
         """Have turns looked for in sound; wait if more than a second of it is not looked at yet."""
@@ -303,6 +320,7 @@ def _session(state: ServerState, description: Description, model: str, transcrib
         stages=tuple(dict.fromkeys(status.stage for status in description.stages)),
         speaks="audio" in description.modalities and description.sample_rate == RATE,
         max_audios=description.max_media.get("audio"),
+        max_images=min(settings.media_parts, description.max_media.get("image", settings.media_parts)),
     )
     config = SessionConfig(
         model=model,

@@ -17,20 +17,23 @@ from omni_actors.http_server.generation import MAX_MESSAGES, InputText, OutputTe
 from omni_actors.http_server.realtime.config import (
     BYTES_PER_SECOND,
     RATE,
+    AnyContent,
     Event,
     FunctionCall,
     FunctionCallOutput,
     GivenMessage,
+    InputImage,
     InputSound,
     OutputSound,
     event,
     new_id,
 )
 
+MAX_IMAGE_BYTES = 64 << 20  # of a conversation
 FIRST = "root"  # `previous_item_id` of an item that is to be the first
-Kind = Literal["input_text", "input_audio", "output_text", "output_audio"]
+Kind = Literal["input_text", "input_audio", "input_image", "output_text", "output_audio"]
 ALLOWED: dict[str, tuple[type, ...]] = {
-    "user": (InputText, InputSound),
+    "user": (InputText, InputSound, InputImage),
     "assistant": (OutputText, OutputSound),
     "system": (InputText,),
 }
@@ -46,6 +49,7 @@ class ItemPart:
 
     Args:
         text: the text, or the transcript of sound; that of the user's is "" until there is one.
+        image: a picture as a file.
         audio: PCM of the user. The sound of answers is not kept, only its length.
         seconds: length of a spoken answer's sound that was sent.
     """
@@ -54,11 +58,14 @@ class ItemPart:
     text: str = ""
     audio: bytes = b""
     seconds: float = 0.0
+    image: bytes = b""
 
     def shown(self, with_audio: bool) -> dict[str, Any]:
         """The part as clients see it."""
         if self.kind == "output_audio":
             return {"type": self.kind, "transcript": self.text}
+        if self.kind == "input_image":
+            return {"type": self.kind}
         if self.kind != "input_audio":
             return {"type": self.kind, "text": self.text}
         sound = {"audio": base64.b64encode(self.audio).decode()} if with_audio else {}
@@ -68,6 +75,8 @@ class ItemPart:
         """The part as the client library takes it."""
         if self.kind == "input_audio":
             return {"type": "audio", "audio": (numpy.frombuffer(self.audio, "<i2"), RATE)}
+        if self.kind == "input_image":
+            return {"type": "image", "image": self.image}
         return {"type": "text", "text": self.text}
 
 
@@ -81,8 +90,12 @@ class MessageItem:
     status: Literal["in_progress", "completed", "incomplete"] = "completed"
 
     @classmethod
-    def of(cls, message: GivenMessage, where: str) -> MessageItem:
-        """Convert an item of a client. Raises `HttpError` 400 for content that its role cannot have."""
+    def of(cls, message: GivenMessage, where: str, pictures: Iterator[bytes]) -> MessageItem:
+        """Convert an item of a client. Raises `HttpError` 400 for content that its role cannot have.
+
+        Args:
+            pictures: those of its event, in order, as files.
+        """
         parts = []
         for index, content in enumerate(message.content):
             if not isinstance(content, ALLOWED[message.role]):
@@ -90,7 +103,7 @@ class MessageItem:
                 raise bad_field(f"{where}.content[{index}].type", f"The content of {message.role} is {allowed}.")
             if isinstance(content, InputSound) and (not content.audio or len(content.audio) % 2):
                 raise bad_field(f"{where}.content[{index}].audio", "The audio must be samples of two bytes each.")
-            parts.append(_part(content))
+            parts.append(_part(content, pictures))
         return cls(message.id or new_id("item"), message.role, parts)
 
     @classmethod
@@ -105,6 +118,8 @@ class MessageItem:
             characters=sum(len(part.text) for part in self.parts),
             audio_bytes=sum(len(part.audio) for part in self.parts),
             audios=sum(bool(part.audio) for part in self.parts),
+            image_bytes=sum(len(part.image) for part in self.parts),
+            images=sum(bool(part.image) for part in self.parts),
         )
 
     def shown(self, *, with_audio: bool = False, with_parts: bool = True) -> dict[str, Any]:
@@ -139,7 +154,7 @@ class MessageItem:
         part.seconds = end_ms / 1000
 
 
-def _part(content: InputText | InputSound | OutputText | OutputSound) -> ItemPart:
+def _part(content: AnyContent, pictures: Iterator[bytes]) -> ItemPart:
     match content:
         case InputText(text=text):
             return ItemPart("input_text", text)
@@ -149,6 +164,8 @@ def _part(content: InputText | InputSound | OutputText | OutputSound) -> ItemPar
             return ItemPart("output_audio", text)
         case InputSound(audio=audio):
             return ItemPart("input_audio", audio=audio)
+        case InputImage():
+            return ItemPart("input_image", image=next(pictures))
 
 
 def seconds_of(pcm: bytes) -> float:
@@ -247,11 +264,13 @@ class RealtimeConversation:
     Args:
         audio_seconds: sound of all items together.
         max_audios: pieces of sound; `None` for no limit.
+        max_images: the same of pictures.
     """
 
-    def __init__(self, audio_seconds: float, max_audios: int | None) -> None:
+    def __init__(self, audio_seconds: float, max_audios: int | None, max_images: int | None = None) -> None:
         self._audio_seconds = audio_seconds
         self._max_audios = max_audios
+        self._max_images = max_images
         self._items: list[AnyItem] = []
         self._weights: dict[str, Counter[str]] = {}
         self._total = Counter[str]()
@@ -261,8 +280,8 @@ class RealtimeConversation:
 
     @property
     def size(self) -> int:
-        """Characters and bytes of sound of all items."""
-        return self._total["characters"] + self._total["audio_bytes"]
+        """Characters and bytes of sound and pictures of all items."""
+        return self._total["characters"] + self._total["audio_bytes"] + self._total["image_bytes"]
 
     @property
     def audio_bytes(self) -> int:
@@ -286,7 +305,8 @@ class RealtimeConversation:
         if any(other.id == item.id for other in self._items):
             raise bad_field("item.id", f"The conversation has an item {item.id!r} already.", "item_exists")
         if self._exceeds(item.weight, 1):
-            message = f"The conversation is limited to {self._audio_seconds:g} s of audio and {MAX_TEXT} characters."
+            message = f"The conversation is limited to {self._audio_seconds:g} s of audio, {MAX_TEXT} characters, "
+            message += f"{MAX_IMAGE_BYTES} bytes of pictures, and as many sounds and pictures as the model takes."
             raise HttpError(413, message, param="item", code="item_too_large")
         index = len(self._items)
         if after == FIRST:
@@ -345,7 +365,9 @@ class RealtimeConversation:
             items > MAX_MESSAGES
             or weight["characters"] > MAX_TEXT
             or weight["audio_bytes"] > self._audio_seconds * BYTES_PER_SECOND
+            or weight["image_bytes"] > MAX_IMAGE_BYTES
             or (self._max_audios is not None and weight["audios"] > self._max_audios)
+            or (self._max_images is not None and weight["images"] > self._max_images)
         )
 
 
@@ -361,7 +383,7 @@ def prompt_of(instructions: str, items: Iterable[AnyItem]) -> Sequence[dict[str,
     for item in items:
         match item:
             case MessageItem():
-                parts = [part.prompt() for part in item.parts if part.text or part.audio]
+                parts = [part.prompt() for part in item.parts if part.text or part.audio or part.image]
                 if parts:
                     messages.append({"role": item.role, "content": parts})
             case CallItem():

@@ -6,7 +6,7 @@ nothing and becomes an `error` event.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from omni_actors.errors import ErrorCode
@@ -117,7 +117,7 @@ class RealtimeSession:
         self._pipeline = pipeline
         self._detects = detects
         self._expires = expires
-        self._conversation = RealtimeConversation(audio_seconds, pipeline.max_audios)
+        self._conversation = RealtimeConversation(audio_seconds, pipeline.max_audios, pipeline.max_images)
         self._conversation_id = new_id("conv")
         self.transcripts = TurnTranscripts(self._conversation)
         self._buffer = AudioBuffer(audio_seconds, config.input_format)
@@ -128,6 +128,7 @@ class RealtimeSession:
         self._plays_until = 0  # position at which an answer that is played as it comes has been heard
         self._idle_from: int | None = None  # the same, while nothing has come after it
         self._response: RunningResponse | None = None
+        self._pictures: Iterator[bytes] = iter(())  # of the event that is taken
         self._aside: Sequence[AnyItem] | None = None  # what the response answers in place of the conversation
         self._spoken_characters, self._spoken_seconds = 0, 0.0  # of the answers that were complete
 
@@ -159,8 +160,9 @@ class RealtimeSession:
         """The first events of a session."""
         return [_sent("session.created", session=self._config.shown(self.id, self._expires))]
 
-    def receive(self, given: config.AnyEvent) -> Instructions:
-        """Take an event of the client."""
+    def receive(self, given: config.AnyEvent, pictures: Sequence[bytes] = ()) -> Instructions:
+        """Take an event of the client. `pictures` are those of `pictures_of`, as files."""
+        self._pictures = iter(pictures)
         try:
             return self._receive(given)
         except HttpError as error:
@@ -216,7 +218,7 @@ class RealtimeSession:
                     raise bad_field(f"{where}.call_id", "The conversation has no function_call with this call_id.")
                 return ResultItem.of(given)
             case config.GivenMessage():
-                return MessageItem.of(given, where)
+                return MessageItem.of(given, where, self._pictures)
 
     def _add(self, item: AnyItem, after: str | None = None) -> Instructions:
         previous = self._conversation.add(item, after)
