@@ -35,6 +35,7 @@ from omni_actors.http_server import chat, images, responses, speech, state
 from omni_actors.http_server.bodies import BODIES, REFERENCE, FormBody, JsonBody, decode
 from omni_actors.http_server.errors import STOPPING, HttpError, bad_field
 from omni_actors.http_server.media import Fetcher
+from omni_actors.http_server.realtime import client_secrets
 from omni_actors.http_server.realtime import connection as realtime
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState, json_response
@@ -162,7 +163,6 @@ async def page(request: Request) -> Response:
 
 OPEN_PATHS = frozenset({*PAGE_FILES, "/health"})  # no key needed: they hold no secrets and cause no work
 VALID_TRACEPARENT = re.compile(TRACEPARENT)
-KEY_SUBPROTOCOL = "openai-insecure-api-key."  # as OpenAI's pages send it
 SWITCHING_PROTOCOLS = 101
 BEGINNINGS = frozenset({"http.response.start", "websocket.accept", "websocket.http.response.start"})
 PIECE_BYTES = 65_536  # of an answer that are written at once
@@ -274,20 +274,12 @@ class RequestMiddleware:
         key = self._settings.api_key
         if key is None or path in OPEN_PATHS:
             return
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if not given:
-            scheme, given = "bearer", _key_of_subprotocols(headers)
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
+        given = client_secrets.key_of(headers)
+        if path == REALTIME and client_secrets.opened(given, key) is not None:
+            return
+        if not hmac.compare_digest(given.encode(), key.encode()):
             message = "The API key is missing or wrong: send Authorization: Bearer KEY."
             raise HttpError(401, message, code="invalid_api_key")
-
-
-def _key_of_subprotocols(headers: Headers) -> str:
-    """The key that a browser sends for a WebSocket, to which its pages can add no header. Empty if there is none."""
-    for name in headers.get("sec-websocket-protocol", "").split(","):
-        if name.strip().startswith(KEY_SUBPROTOCOL):
-            return name.strip().removeprefix(KEY_SUBPROTOCOL)
-    return ""
 
 
 def _printable(path: str) -> str:
@@ -364,6 +356,7 @@ ENDPOINTS = (
     Endpoint("POST", "/v1/audio/translations", speech.translations, speech.TRANSLATION),
     Endpoint("POST", "/v1/images/generations", images.generations, images.GENERATION),
     Endpoint("POST", "/v1/images/edits", images.edits, images.EDIT),
+    Endpoint("POST", "/v1/realtime/client_secrets", realtime.create_secret, client_secrets.BODY),
     Endpoint("POST", "/v1/files", state.upload, state.BODY),
     Endpoint("GET", "/v1/files", state.files),
     Endpoint("GET", "/v1/files/{file_id}", state.file),

@@ -26,7 +26,10 @@ VOICE = "/v1/audio/voices/{name}"
 WRITES = "chat/completions completions responses audio/speech audio/transcriptions audio/translations"
 READS = "files files/{file_id} models models/{name} audio/voices status requests"
 OPERATIONS = [
-    *(("POST", f"/v1/{path}") for path in f"{WRITES} images/generations images/edits files".split()),
+    *(
+        ("POST", f"/v1/{path}")
+        for path in f"{WRITES} images/generations images/edits files realtime/client_secrets".split()
+    ),
     *(("GET", f"/v1/{path}") for path in READS.split()),
     *(("GET", path) for path in ("/health", "/metrics", VOICE, TIMELINE)),
     *(("DELETE", path) for path in ("/v1/files/{file_id}", VOICE)),

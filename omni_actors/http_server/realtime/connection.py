@@ -9,6 +9,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from omni_actors.client import Audio, Text
@@ -19,14 +21,23 @@ from omni_actors.http_server.connections import EventRate
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.generation import ImageUrlPart, Url, UserMessage
 from omni_actors.http_server.realtime import config
+from omni_actors.http_server.realtime.client_secrets import (
+    PREFIX,
+    ExpiresAfter,
+    Secret,
+    SecretRequest,
+    key_of,
+    opened,
+    sealed,
+)
 from omni_actors.http_server.realtime.config import (
     BYTES_PER_SECOND,
     RATE,
     Pipeline,
     ServerVad,
     SessionConfig,
-    Transcription,
     error_event,
+    new_id,
 )
 from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Asker, Outbox, Prefiller, Transcriber
 from omni_actors.http_server.realtime.session import (
@@ -39,7 +50,7 @@ from omni_actors.http_server.realtime.session import (
     Transcribe,
 )
 from omni_actors.http_server.realtime.turns import BUSY_SECONDS, LAG_SECONDS, AheadOfTurn, SpeechWindow, VoiceActivity
-from omni_actors.http_server.state import ServerState
+from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.messages import Description
 from omni_actors.telemetry.metrics import (
@@ -295,24 +306,45 @@ async def realtime(websocket: WebSocket) -> None:
     """Converse, with OpenAI's realtime events. A refusal is a plain HTTP response."""
     state: ServerState = websocket.app.state.server
     description = await state.describe()
-    model = _model(websocket, state, description)
-    transcribes = websocket.query_params.get("intent") == "transcription"
+    config, pipeline = _begun(_asked(websocket, state.settings.api_key), state, description)
     tenant = state.tenant(websocket)
     with state.realtime.session(tenant, websocket):
         await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
-        session = _session(state, description, model, transcribes)
+        session = _session(config, pipeline, state, description)
         await SessionConnection(websocket, state, session, tenant).run()
 
 
-def _model(websocket: WebSocket, state: ServerState, description: Description) -> str:
-    for name in websocket.query_params:
+async def create_secret(request: Request, state: ServerState, body: SecretRequest) -> Response:
+    """Make a key with which a browser or a phone can begin realtime sessions for a while."""
+    asked = body.session or {}
+    config, _ = _begun(asked, state, await state.describe())
+    now = int(time.time())
+    expires = now + (body.expires_after or ExpiresAfter()).seconds
+    value = sealed(Secret(expires, asked), state.settings.api_key)
+    session = config.shown(new_id("sess"), now + int(state.settings.realtime_session_seconds))
+    return json_response({"value": value, "expires_at": expires, "session": session})
+
+
+def _asked(websocket: WebSocket, api_key: str | None) -> dict[str, Any]:
+    """The `session` that a client asks for when it connects. Raises `HttpError` 400, or 401 for a wrong secret."""
+    query = websocket.query_params
+    for name in query:
         if name not in PARAMETERS:
             message = f"There is no parameter {name[:64]!r}; there are {' and '.join(PARAMETERS)}."
             raise bad_field(name[:64], message, "unknown_parameter")
-    return state.model_name(websocket.query_params.get("model"), description)
+    asked: dict[str, Any] = {"model": query.get("model")}
+    if query.get("intent") == "transcription":
+        asked["type"] = "transcription"
+    if (given := key_of(websocket.headers)).startswith(PREFIX):
+        secret = opened(given, api_key)
+        if secret is None:
+            raise HttpError(401, "The client secret is wrong or has expired.", code="invalid_api_key")
+        asked |= secret.session
+    return asked
 
 
-def _session(state: ServerState, description: Description, model: str, transcribes: bool) -> RealtimeSession:
+def _begun(asked: dict[str, Any], state: ServerState, description: Description) -> tuple[SessionConfig, Pipeline]:
+    """How a session begins. Raises `HttpError` for the first thing that it cannot have."""
     settings = state.settings
     pipeline = Pipeline(
         voices=description.voices,
@@ -322,13 +354,22 @@ def _session(state: ServerState, description: Description, model: str, transcrib
         max_audios=description.max_media.get("audio"),
         max_images=min(settings.media_parts, description.max_media.get("image", settings.media_parts)),
     )
+    model = asked.get("model")
     config = SessionConfig(
-        model=model,
-        kind="transcription" if transcribes else "realtime",
-        transcription=Transcription() if transcribes else None,
+        model=state.model_name(model if isinstance(model, str) else None, description),
         output="audio" if pipeline.speaks else "text",
         turn_detection=ServerVad() if state.realtime.detects else None,
     )
+    config, refused = config.updated(asked, pipeline, state.realtime.detects)
+    for error in refused:
+        raise error
+    return config, pipeline
+
+
+def _session(
+    config: SessionConfig, pipeline: Pipeline, state: ServerState, description: Description
+) -> RealtimeSession:
+    settings = state.settings
     # Whether the stage that answers reads the user's sound itself, and does not need all of it for that.
     hears = description.outputs.get("text") in pipeline.stages[:2]
     return RealtimeSession(
