@@ -122,6 +122,8 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
             and `model` unless it is a path. The flag is `--served-name`, once for each.
         voice_aliases: further names of voices, such as `alloy: Chelsie`. The flag is `--voice-alias alloy=Chelsie`,
             once for each. A voice of the pipeline keeps its own name.
+        names: `openai` to take OpenAI's names, too: their models (`gpt-…`, `o3`, `tts-1`, `whisper-1` and so on) are
+            the pipeline's, and each of their voices is one of its voices, always the same. Also `--openai-names`.
         voices: how many voices clients may make of recordings, if the model takes those.
         voices_dir: folder for them, which several servers may share; by default one in the run directory.
         realtime_sessions: sessions of /v1/realtime at a time; with four or more, the last sixteenth is kept for
@@ -156,6 +158,7 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     write_timeout: Seconds = 60.0
     served_names: Annotated[list[Line], Meta(max_length=64)] = []
     voice_aliases: Annotated[dict[Line, Line], Meta(max_length=64)] = {}
+    names: Literal["own", "openai"] = "own"
     voices: Annotated[int, Meta(ge=0, le=10_000)] = 100
     voices_dir: Line | None = None
     realtime_sessions: Annotated[int, Meta(ge=0, le=1 << 16)] = 64

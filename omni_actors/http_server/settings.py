@@ -102,6 +102,8 @@ def add_flags(parser: argparse._ActionsContainer) -> None:
             _, kind, metavar, text = REPEATED[name]
             options = {"type": kind, "action": "append", "metavar": metavar, "help": f"{text}; repeatable"}
         parser.add_argument(_flag(name), **options)
+    text = "take OpenAI's names of models and voices, too"
+    parser.add_argument("--openai-names", dest="http_names", action="store_const", const="openai", help=text)
 
 
 def given_flags(options: argparse.Namespace) -> dict[str, Any]:

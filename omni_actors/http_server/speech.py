@@ -86,7 +86,7 @@ async def voices(request: Request, state: ServerState) -> Response:
     """The values of `audio.voice` and `voice`: voices, and further names for some of them."""
     voices = list((await state.describe()).voices)
     created = await asyncio.to_thread(state.voices.all)
-    aliases = {name: voice for name, voice in state.settings.voice_aliases.items() if name not in voices}
+    aliases = {name: voice for name, voice in state.voice_aliases(voices).items() if name not in voices}
     names = [*voices, *(voice.name for voice in created)]
     return json_response({"voices": names, "aliases": aliases, "created": [_shown(voice) for voice in created]})
 

@@ -11,13 +11,14 @@ import contextlib
 import fcntl
 import hashlib
 import ipaddress
+import itertools
 import os
 import re
 import stat
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NoReturn
 
@@ -230,6 +231,9 @@ FRESH_SECONDS = 0.2  # for which a description may be used again
 REPORT_SECONDS = 1.0  # between reports of metrics to the coordinator
 KNOWN_SECONDS = 2.0  # the same for what does not change while a pipeline runs
 REMEMBERED_SECONDS = 30.0  # the same while the coordinator is too busy to answer
+OPENAI_MODEL = re.compile(r"(chatgpt|dall-e|gpt|o\d|tts|whisper)(-[\w.:-]{1,100})?")
+# A new one goes to the end: the others keep their voices.
+OPENAI_VOICES = "alloy ash ballad coral echo fable nova onyx sage shimmer verse marin cedar"
 IPV6_NETWORK = 64  # bits; who has one of its addresses usually has them all
 
 
@@ -277,7 +281,7 @@ class ServerState:
         if known is None or time.monotonic() < described + FRESH_SECONDS:
             return await self.describe()
         asking = self._ask_once()
-        is_named = model in (None, *self.model_names(known), *known.adapters)
+        is_named = model in (None, *self.model_names(known), *known.adapters) or self._is_openais(model)
         if is_named and time.monotonic() < described + KNOWN_SECONDS:
             return known
         try:
@@ -348,9 +352,11 @@ class ServerState:
         names = [*self.model_names(description), *description.adapters]
         if name is None:
             return names[0]
+        if self._is_openais(name):
+            return name
         if name not in names and (self.settings.served_names or name != description.model):
             message = f"The model {name[:200]!r} does not exist; this server has {', '.join(names)}. "
-            message += "Its operator can add names with --served-name."
+            message += "Its operator can add names with --served-name, and those of OpenAI with --openai-names."
             raise HttpError(404, message, param="model", code="model_not_found")
         return name
 
@@ -359,9 +365,18 @@ class ServerState:
         description = await self.facts(name)
         return description, self.model_name(name, description)
 
+    def _is_openais(self, name: str | None) -> bool:
+        return self.settings.names == "openai" and name is not None and OPENAI_MODEL.fullmatch(name) is not None
+
     def voice(self, given: str | VoiceId | None, description: Description, param: str) -> str | None:
         """The pipeline's name of a requested voice, as `voice_name`."""
-        return voice_name(given, description.voices, self.settings.voice_aliases, param)
+        return voice_name(given, description.voices, self.voice_aliases(description.voices), param)
+
+    def voice_aliases(self, voices: Sequence[str]) -> dict[str, str]:
+        """Further names of the pipeline's voices."""
+        theirs = OPENAI_VOICES if self.settings.names == "openai" else ""
+        found = zip(theirs.split(), itertools.cycle(voices or ("default",)), strict=False)
+        return {**dict(found), **self.settings.voice_aliases}
 
     def text_stage(self, description: Description) -> str:
         """The stage that max_tokens, temperature and so on apply to. Raises `HttpError` if no stage produces text."""

@@ -11,6 +11,7 @@ import pytest
 
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings
+from tests.support.realtime import serving_sessions
 from tests.support.servers import HttpPipeline, openai_client, serving, sound
 
 HELLO = [{"role": "user", "content": "hello, sea"}]
@@ -96,6 +97,53 @@ def test_an_alias_of_a_voice_that_does_not_exist_is_the_operators_mistake(rename
         openai_client(renamed).audio.speech.create(model="tts-1", input="x", voice="ash")
     assert caught.value.param == "voice"
     assert caught.value.code == "unknown_voice"
+
+
+@pytest.fixture(scope="module")
+def openais(echo_pipeline: HttpPipeline) -> Iterator[str]:
+    """A server that takes all names of OpenAI's."""
+    settings = ServerSettings(endpoint=echo_pipeline.endpoint, names="openai", voice_aliases={"nova": "Chelsie"})
+    with serving_sessions(settings) as url:
+        yield url
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-4o-audio-preview", "gpt-5.1-mini-2026-02-01", "o3", "o4-mini", "chatgpt-4o-latest"]
+)
+def test_models_of_openai_are_the_pipelines(openais: str, name: str) -> None:
+    client = openai_client(openais)
+    assert client.chat.completions.create(model=name, messages=HELLO).model == name
+    assert client.models.retrieve(name).id == name
+    assert [model.id for model in client.models.list()] == ["echo", "pirate"]
+
+
+@pytest.mark.parametrize("name", ["gtp-4o", "llama-3", "o", "gpt4", "o3\n", "echo2"])
+def test_other_names_are_refused(openais: str, name: str) -> None:
+    with pytest.raises(openai.NotFoundError):
+        openai_client(openais).chat.completions.create(model=name, messages=HELLO)
+
+
+def test_every_voice_of_openai_is_one_of_the_pipelines(openais: str) -> None:
+    client = openai_client(openais)
+    aliases = httpx.get(f"{openais}/v1/audio/voices").json()["aliases"]
+    assert set(aliases) >= {"alloy", "ash", "ballad", "coral", "echo", "fable", "marin", "onyx", "sage", "shimmer"}
+    assert (aliases["alloy"], aliases["ash"], aliases["nova"]) == ("Chelsie", "Ethan", "Chelsie"), (
+        "the operator's holds"
+    )
+    assert client.audio.speech.create(model="tts-1", input="x", voice="shimmer", response_format="pcm").content
+    assert client.audio.transcriptions.create(model="whisper-1", file=("a.wav", sound(0.2))).text
+
+
+async def test_a_session_has_openais_names_too(openais: str) -> None:
+    async with (
+        openai.AsyncOpenAI(base_url=f"{openais}/v1", api_key="none") as connecting,
+        connecting.realtime.connect(model="gpt-realtime") as connection,
+    ):
+        assert (await connection.recv()).session.model == "gpt-realtime"
+        audio = {"output": {"voice": "ash"}}
+        await connection.session.update(session={"type": "realtime", "model": "gpt-realtime", "audio": audio})
+        updated = (await connection.recv()).session
+        assert (updated.model, updated.audio.output.voice) == ("gpt-realtime", "Ethan")
 
 
 # -- fields -----------------------------------------------------------------------------------------------------------

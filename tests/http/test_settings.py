@@ -35,6 +35,7 @@ from tests.support.waiting import PATIENCE, until
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 CHANGED = HttpConfig(
+    workers=2,
     body_bytes=2000,
     bodies_bytes=3000,
     media_parts=1,
@@ -48,6 +49,7 @@ CHANGED = HttpConfig(
     files_bytes=6000,
     file_seconds=7.5,
     request_timeout=8.5,
+    names="openai",
     voices=7,
     voices_dir="voices",
     read_timeout=9.5,
@@ -85,6 +87,7 @@ def test_every_key_is_a_flag() -> None:
         given += [f"{flag}={item}" for item in (items if isinstance(items, list) else [items])]
     assert http_config(parse(*given)) == CHANGED
     assert given_flags(parse()) == {}
+    assert given_flags(parse("--openai-names")) == {"names": "openai"}
     with pytest.raises(ConfigError, match=r"media_parts"):
         http_config(parse("--http-media-parts=-1"))
 

@@ -348,7 +348,7 @@ def _begun(asked: dict[str, Any], state: ServerState, description: Description) 
     settings = state.settings
     pipeline = Pipeline(
         voices=description.voices,
-        voice_aliases=settings.voice_aliases,
+        voice_aliases=state.voice_aliases(description.voices),
         stages=tuple(dict.fromkeys(status.stage for status in description.stages)),
         speaks="audio" in description.modalities and description.sample_rate == RATE,
         max_audios=description.max_media.get("audio"),
