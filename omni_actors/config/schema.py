@@ -130,8 +130,6 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
             addresses that have none.
         realtime_session_seconds: longest session.
         realtime_idle_seconds: seconds without an event of the client, and without an answer, that end a session.
-        realtime_ahead_seconds: sound of the user after which the pipeline computes what was said so far, while the user
-            still speaks; 0 to compute a turn when it is over. 2 s is what Qwen2.5-Omni encodes together.
         realtime_events_per_second: events that are read of a client in the long run; it is slowed down to this. More
             pings, pongs and small pieces of events than this end its session.
         cors_origins: origins (`https://example.com`, or `*`) whose web pages may use the server from a browser; by
@@ -164,7 +162,6 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     realtime_sessions: Annotated[int, Meta(ge=0, le=1 << 16)] = 64
     realtime_session_seconds: Seconds = 3600.0
     realtime_idle_seconds: Seconds = 300.0
-    realtime_ahead_seconds: Annotated[float, Meta(ge=0, le=300)] = 2.0
     realtime_events_per_second: Annotated[int, Meta(ge=1, le=1_000_000)] = 500
     cors_origins: Annotated[list[Origin], Meta(max_length=64)] = []
     certificate: Line | None = None

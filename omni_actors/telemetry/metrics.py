@@ -304,11 +304,6 @@ REALTIME_INTERRUPTIONS = _counter(
     "Answers cut short by speech (turn_detected) or by the client (client_cancelled).",
     ("reason",),
 )
-REALTIME_PREPARATIONS = _counter(
-    "omni_realtime_preparations_total",
-    "Prompts computed while the user spoke: computed, cancelled (too late) or failed.",
-    ("outcome",),
-)
 REALTIME_LAG = _histogram(
     "omni_realtime_detection_lag_seconds",
     "How late the server looked for turns in sound; over 0.5 s it refuses new sessions.",
@@ -327,7 +322,6 @@ HTTP_METRICS = frozenset(
         REALTIME_SESSIONS,
         REALTIME_RESPONSES,
         REALTIME_INTERRUPTIONS,
-        REALTIME_PREPARATIONS,
         REALTIME_LAG,
         REALTIME_FIRST_AUDIO,
         REALTIME_SMOOTH_START,

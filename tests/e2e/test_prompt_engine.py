@@ -251,12 +251,12 @@ def test_several_messages_and_a_system_prompt(engine, reference):
 
 
 def test_the_sound_of_earlier_turns_is_not_computed_again(engine, reference, monkeypatch):
-    extractor, computed = engine.prompts.processor.feature_extractor, []
-    extract = extractor._torch_extract_fbank_features
+    kind, computed = type(engine.prompts.processor.feature_extractor), []
+    extract = kind.__call__
     monkeypatch.setattr(
-        extractor,
-        "_torch_extract_fbank_features",
-        lambda sounds, *device: computed.append(len(sounds)) or extract(sounds, *device),
+        kind,
+        "__call__",
+        lambda self, sounds, **options: computed.append(len(sounds)) or extract(self, sounds, **options),
     )
     sounds = [audio((RANDOM.standard_normal(16_000 + 1000 * turn) * 0.1).astype(np.float32)) for turn in range(3)]
     for turns in (1, 2, 3):

@@ -254,25 +254,6 @@ async def test_interruption_ends_the_answer_in_every_stage(slow: HttpPipeline) -
     }
 
 
-async def test_turns_are_computed_before_their_end_only_where_answers_do_not_need_the_slot(slow: HttpPipeline) -> None:
-    """One of two slots is taken by an answer; then none is."""
-    name = "omni_realtime_preparations_total"
-    failed, computed = (f'{name}{{outcome="{outcome}"}}' for outcome in ("failed", "computed"))
-    before = values(slow.url, name)
-    sound = base64.b64encode(3 * SECOND).decode()
-    async with openai_session(slow.url, instructions="hi") as speaking, openai_session(slow.url) as answered:
-        await say(answered, "a" * 900)
-        await answered.response.create()
-        await eventually(lambda: in_flight(slow.url) == 1)
-        await speaking.input_audio_buffer.append(audio=sound)
-        await eventually(lambda: values(slow.url, name).get(failed, 0) == before.get(failed, 0) + 1)
-        await answered.response.cancel()
-        await until_event(answered, "response.done")
-        await eventually(lambda: in_flight(slow.url) == 0)
-        await speaking.input_audio_buffer.append(audio=sound)
-        await eventually(lambda: values(slow.url, name).get(computed, 0) == before.get(computed, 0) + 1)
-
-
 async def test_leaving_ends_the_answer(slow: HttpPipeline) -> None:
     async with openai_session(slow.url) as connection:
         await say(connection, "one two three " * 20)

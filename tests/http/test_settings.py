@@ -59,7 +59,6 @@ CHANGED = HttpConfig(
     realtime_sessions=11,
     realtime_session_seconds=12.5,
     realtime_idle_seconds=13.5,
-    realtime_ahead_seconds=4.5,
     realtime_events_per_second=15,
     cors_origins=["https://a.example", "https://b.example:8443"],
     certificate="chain.pem",

@@ -21,7 +21,7 @@ from omni_actors.http_server.connections import bounded_websocket
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.realtime.config import RATE, Pipeline, ServerVad, SessionConfig, parse
 from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, RealtimeSession, Send, Transcribe
-from omni_actors.http_server.realtime.turns import AheadOfTurn, SpeechWindow
+from omni_actors.http_server.realtime.turns import SpeechWindow
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.sharing import Budget
 from tests.support.servers import serving
@@ -55,17 +55,10 @@ class Talk:
     """A session that remembers what it sent, asked and cancelled."""
 
     def __init__(
-        self,
-        pipeline: Pipeline = PIPELINE,
-        vad: ServerVad | None = None,
-        audio_seconds: float = 10.0,
-        ahead: AheadOfTurn | None = None,
-        **config: Any,
+        self, pipeline: Pipeline = PIPELINE, vad: ServerVad | None = None, audio_seconds: float = 10.0, **config: Any
     ) -> None:
         first = SessionConfig(model="echo", output="audio" if pipeline.speaks else "text", turn_detection=vad, **config)
-        self.session = RealtimeSession(
-            first, pipeline, detects=True, audio_seconds=audio_seconds, expires=0, ahead=ahead
-        )
+        self.session = RealtimeSession(first, pipeline, detects=True, audio_seconds=audio_seconds, expires=0)
         self.instructions: Instructions = []
         self.events: list[dict[str, Any]] = []
         self.asked: list[Ask] = []

@@ -8,7 +8,6 @@ from typing import Any
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.realtime.config import Event, ServerVad, Transcription
 from omni_actors.http_server.realtime.session import Ask, Send, Transcribe
-from omni_actors.http_server.realtime.turns import AheadOfTurn
 from tests.support.realtime import SECOND, Talk, error_of, kinds
 
 USAGE = {"type": "tokens", "input_tokens": 1, "output_tokens": 2, "total_tokens": 3}
@@ -63,7 +62,7 @@ def test_the_answer_of_a_turn_is_asked_for_before_its_transcript() -> None:
 
 
 def test_a_session_may_only_transcribe() -> None:
-    talk = Talk(vad=ServerVad(silence_duration_ms=64), ahead=AheadOfTurn(0.5))
+    talk = Talk(vad=ServerVad(silence_duration_ms=64))
     heard = {"transcription": {"model": "gpt-4o-transcribe", "language": "en"}}
     (updated,) = talk.send("session.update", session={"type": "transcription", "audio": {"input": heard}})
     assert updated["session"]["object"] == "realtime.transcription_session"
@@ -71,7 +70,6 @@ def test_a_session_may_only_transcribe() -> None:
     assert updated["session"]["audio"]["input"]["transcription"] == heard["transcription"]
     assert updated["session"]["audio"].keys() == {"input"}
     talk.hear(0.9, windows=60)
-    assert talk.session.prepare() is None
     talk.hear(0.0, windows=4)
     (turn,) = talk.transcribed
     assert "(en)" in turn.question

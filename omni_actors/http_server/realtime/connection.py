@@ -39,17 +39,9 @@ from omni_actors.http_server.realtime.config import (
     error_event,
     new_id,
 )
-from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Asker, Outbox, Prefiller, Transcriber
-from omni_actors.http_server.realtime.session import (
-    Ask,
-    Cancel,
-    EndPreparation,
-    Instructions,
-    RealtimeSession,
-    Send,
-    Transcribe,
-)
-from omni_actors.http_server.realtime.turns import BUSY_SECONDS, LAG_SECONDS, AheadOfTurn, SpeechWindow, VoiceActivity
+from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Asker, Outbox, Transcriber
+from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, RealtimeSession, Send, Transcribe
+from omni_actors.http_server.realtime.turns import BUSY_SECONDS, LAG_SECONDS, SpeechWindow, VoiceActivity
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.messages import Description
@@ -85,7 +77,6 @@ class SessionConnection:
         self._asker = Asker(state, tenant, websocket.state.traceparent)
         self._outbox = Outbox(websocket.send_text, state.settings.write_timeout)
         self._transcriber = Transcriber(session.transcripts, self._outbox, self._asker)
-        self._prefiller = Prefiller(self._asker)
         self._activity: VoiceActivity | None = None
         self._heard = 0  # position up to which it was given the sound
         self._lags = False  # whether the client was told that its turns are found too late
@@ -103,7 +94,7 @@ class SessionConnection:
         finally:
             if self._activity is not None:
                 self._state.realtime.forget(self._activity)
-            tasks = (writer, reader, transcriber, *self._answers.values(), *self._prefiller.tasks)
+            tasks = (writer, reader, transcriber, *self._answers.values())
             for error in await _end(tasks):
                 if isinstance(error, TimeoutError):
                     logger.warning("the client of a realtime session does not read; the session ends", extra=about)
@@ -165,10 +156,6 @@ class SessionConnection:
         self._bodies.release(self._websocket)
         self._bodies.take(self._websocket, self._session.held)
 
-    def _prepare(self) -> None:
-        if not self._prefiller.tasks and (prepare := self._session.prepare()) is not None:
-            self._prefiller.start(prepare)
-
     async def _read_pictures(self, given: Sequence[config.InputImage]) -> Sequence[bytes]:
         """The files of pictures, fetched and checked as those of a chat. Raises `HttpError` or `OmniError`."""
         if not given:
@@ -187,7 +174,6 @@ class SessionConnection:
         realtime = self._state.realtime
         if not self._session.detecting:
             self._activity = None
-            self._prepare()
             return
         if self._activity is None or self._heard != position:
             self._activity = VoiceActivity(position, self._on_windows)
@@ -198,7 +184,6 @@ class SessionConnection:
     def _on_windows(self, windows: Sequence[SpeechWindow], late: float) -> None:
         """Take what was found in sound, and say that it was found too late, once until the server has caught up."""
         self._carry_out(self._session.detect(windows))
-        self._prepare()
         self._account()
         self._state.realtime.meters.histogram(REALTIME_LAG).observe(late)
         told, self._lags = self._lags, late > LAG_SECONDS or (self._lags and late > BUSY_SECONDS)
@@ -226,8 +211,6 @@ class SessionConnection:
                         self._count(event["response"])
                 case Cancel(response_id):
                     self._answers[response_id].cancel()
-                case EndPreparation():
-                    self._prefiller.end()
                 case Transcribe():
                     self._transcriber.waiting.put_nowait(instruction)
                 case Ask(response_id):
@@ -370,13 +353,10 @@ def _session(
     config: SessionConfig, pipeline: Pipeline, state: ServerState, description: Description
 ) -> RealtimeSession:
     settings = state.settings
-    # Whether the stage that answers reads the user's sound itself, and does not need all of it for that.
-    hears = description.outputs.get("text") in pipeline.stages[:2]
     return RealtimeSession(
         config,
         pipeline,
         detects=state.realtime.detects,
         audio_seconds=settings.audio_seconds,
         expires=int(time.time() + settings.realtime_session_seconds),
-        ahead=AheadOfTurn(settings.realtime_ahead_seconds if hears else 0.0),
     )

@@ -284,11 +284,6 @@ class RealtimeConversation:
         return self._total["characters"] + self._total["audio_bytes"] + self._total["image_bytes"]
 
     @property
-    def audio_bytes(self) -> int:
-        """Bytes of sound of all items."""
-        return self._total["audio_bytes"]
-
-    @property
     def last_id(self) -> str | None:
         """Id of the newest item."""
         return self._items[-1].id if self._items else None
@@ -317,10 +312,6 @@ class RealtimeConversation:
         self._weights[item.id] = Counter()
         self.weigh(item)
         return self._items[index - 1].id if index else None
-
-    def has_room(self, item: AnyItem) -> bool:
-        """Whether no item would be dropped for a further one."""
-        return not self._exceeds(self._total + item.weight, len(self._items) + 1)
 
     def remove(self, item_id: str) -> None:
         """Remove an item. Raises `HttpError` 404."""

@@ -15,18 +15,16 @@ from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import tool_options
 from omni_actors.http_server.realtime.config import Event, SessionConfig
 from omni_actors.http_server.realtime.conversation import TurnTranscripts
-from omni_actors.http_server.realtime.session import Ask, Prepare, Transcribe
+from omni_actors.http_server.realtime.session import Ask, Transcribe
 from omni_actors.http_server.speech import token_usage
 from omni_actors.http_server.state import ServerState
-from omni_actors.logs import get_logger, trace_of
+from omni_actors.logs import get_logger
 from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.telemetry.metrics import REALTIME_PREPARATIONS
 
 logger = get_logger(__name__)
 
 TRANSCRIPT_PRIORITY = 1  # after the answers, which the user waits for: lower values go first
-PREFILL_PRIORITY = 2  # after answers and transcripts
 ANSWER_BYTES = 64 << 10  # that may wait before no more of an answer is taken: a second of sound
 
 
@@ -161,67 +159,3 @@ class Transcriber:
         for event in events:
             self._outbox.put(event)
         return bool(events)
-
-
-class Prefiller:
-    """Has the prompt of a turn computed before the turn ends, with at most one request of a session at a time.
-
-    Its failure costs time only: the answer computes what is missing.
-    """
-
-    def __init__(self, asker: Asker) -> None:
-        self._asker = asker
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def tasks(self) -> Sequence[asyncio.Task[None]]:
-        """The request that goes on, if there is one."""
-        return (self._task,) if self._task is not None else ()
-
-    def start(self, prepare: Prepare) -> None:
-        """Compute a prompt, if the pipeline has nothing better to do; nothing else may be computed."""
-        self._task = asyncio.create_task(self._run(prepare), name="realtime preparation")
-        self._task.add_done_callback(self._ended)
-
-    def end(self) -> None:
-        """End the request in all stages. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._task = None
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("computing a turn before its end failed: %s", trace_of(error))
-
-    async def _run(self, prepare: Prepare) -> None:
-        outcome = "cancelled"
-        try:
-            await self._compute(prepare)
-            outcome = "computed"
-        except (HttpError, OmniError) as error:
-            outcome = "failed"
-            logger.info("a turn is not computed before its end: %s", error)
-        finally:
-            self._asker.state.realtime.meters.count(REALTIME_PREPARATIONS, outcome)
-
-    async def _compute(self, prepare: Prepare) -> None:
-        state = self._asker.state
-        description = await state.describe()
-        if _busy(description):
-            raise HttpError(429, "the pipeline is busy with answers.", code="overloaded")
-        config = prepare.config
-        stream = await self._asker.submit(
-            prompting(config, prepare.messages),
-            modalities=["text"],
-            params=state.stage_params(config.model, {}, description, {"max_tokens": 0}),
-            priority=PREFILL_PRIORITY,
-        )
-        try:
-            await stream.result()
-        finally:
-            await stream.abort()  # nothing, if it has ended
-
-
-def _busy(description: Description) -> bool:
-    """Whether answers could need the slot."""
-    return bool(description.queued) or 2 * description.in_flight >= description.max_in_flight

@@ -26,7 +26,6 @@ from omni_actors.http_server.realtime.response import RunningResponse
 from omni_actors.http_server.realtime.turns import (
     MIN_COMMIT,
     SAMPLE_BYTES,
-    AheadOfTurn,
     AudioBuffer,
     SpeechWindow,
     TurnBegins,
@@ -75,18 +74,7 @@ class Transcribe(NamedTuple):
     question: str
 
 
-class Prepare(NamedTuple):
-    """Have the pipeline compute a prompt whose last turn is not over yet, without an answer."""
-
-    config: SessionConfig
-    messages: Sequence[Mapping[str, Any]]
-
-
-class EndPreparation(NamedTuple):
-    """End that, if it is still going on: the turn is over, or is none."""
-
-
-Instruction = Send | Ask | Cancel | Transcribe | EndPreparation
+Instruction = Send | Ask | Cancel | Transcribe
 Instructions = list[Instruction]
 
 
@@ -99,18 +87,10 @@ class RealtimeSession:
         detects: whether the server can find turns.
         audio_seconds: sound that may wait in the buffer, and that the conversation may hold.
         expires: Unix time at which the session ends, to show.
-        ahead: decides how much of a turn is computed before its end.
     """
 
     def __init__(
-        self,
-        config: SessionConfig,
-        pipeline: Pipeline,
-        *,
-        detects: bool,
-        audio_seconds: float,
-        expires: int,
-        ahead: AheadOfTurn | None = None,
+        self, config: SessionConfig, pipeline: Pipeline, *, detects: bool, audio_seconds: float, expires: int
     ) -> None:
         self.id = new_id("sess")
         self._config = config
@@ -122,7 +102,6 @@ class RealtimeSession:
         self.transcripts = TurnTranscripts(self._conversation)
         self._buffer = AudioBuffer(audio_seconds, config.input_format)
         self._detector = TurnDetector(config.turn_detection) if config.turn_detection is not None else None
-        self._ahead = ahead or AheadOfTurn(0.0)
         self._turn_id = ""
         self._turn_start = 0
         self._plays_until = 0  # position at which an answer that is played as it comes has been heard
@@ -181,7 +160,7 @@ class RealtimeSession:
                 self._buffer.end_sound()
                 self._buffer.take()
                 self._forget_turn()
-                return [EndPreparation(), _sent("input_audio_buffer.cleared")]
+                return [_sent("input_audio_buffer.cleared")]
             case config.CreateItem():
                 return self._add(self._item_of(given.item, "item"), given.previous_item_id)
             case config.RetrieveItem():
@@ -323,27 +302,12 @@ class RealtimeSession:
     def _commit_sound(self, item_id: str, pcm: bytes) -> Instructions:
         place = {"item_id": item_id, "previous_item_id": self._conversation.last_id}
         committed = _sent("input_audio_buffer.committed", **place)
-        return [EndPreparation(), committed, *self._add(MessageItem.of_sound(item_id, pcm))]
+        return [committed, *self._add(MessageItem.of_sound(item_id, pcm))]
 
     def _transcribe(self, item_id: str) -> Instructions:
         """Comes after the answer has been asked for, which is more urgent."""
         transcription = self._config.transcription
         return [Transcribe(item_id, transcription.question())] if transcription is not None else []
-
-    def prepare(self) -> Prepare | None:
-        """What the user has said so far, if enough of it is new and its answer would begin with this prompt."""
-        if self._response is not None or (self._detector is not None and not self._detector.speaking):
-            return None
-        if self._config.kind != "realtime":
-            return None
-        start = self._turn_start if self._detector is not None else self._buffer.start
-        end = self._ahead.due(start, self._buffer.end, self._conversation.audio_bytes)
-        if end is None:
-            return None
-        turn = MessageItem.of_sound("", self._buffer.read(start, end))
-        if not self._conversation.has_room(turn):
-            return None
-        return Prepare(self._config, prompt_of(self._config.instructions, [*self._conversation, turn]))
 
     def _forget_turn(self) -> None:
         if self._detector is not None:

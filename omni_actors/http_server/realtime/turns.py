@@ -36,10 +36,6 @@ SETTLED_WINDOWS = 10  # after which more silence changes nothing in what the mod
 MODEL_WINDOW, MODEL_CONTEXT = 512, 64  # samples at MODEL_RATE: of a window, and of those before it
 WINDOW = MODEL_WINDOW * RATE // MODEL_RATE
 
-# Samples after the part to compute: resampling and features differ where sound ends.
-MARGIN = RATE // 20
-SHARE = 1 / 30  # of the conversation's sound that must be new, because all of it is sent with each request
-
 LAG_SECONDS = 0.5  # behind real time, from which turns are found too late
 
 
@@ -299,42 +295,6 @@ class SpeechModel:
                 found[row].append(activity.heard(float(probabilities[index, 0]), memories[:, index]))
                 found[row] += activity.pass_quiet()
         return found
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# How much of a turn is computed before its end
-
-
-class AheadOfTurn:
-    """Decides when enough new sound has come to compute the prompt so far.
-
-    Args:
-        seconds: sound per request; best is a window of the model's encoder. 0 turns it off.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._step = round(seconds * RATE)
-        self._start = 0
-        self._done = 0  # samples of the turn
-
-    def due(self, start: int, end: int, conversation_bytes: int) -> int | None:
-        """The position up to which to compute the turn now; `None` for not yet.
-
-        Args:
-            start: position of the turn's first sample.
-            end: position behind the last sample that has come.
-            conversation_bytes: sound of the earlier turns.
-        """
-        if not self._step:
-            return None
-        if start != self._start:
-            self._start, self._done = start, 0
-        reached = (end - start - MARGIN) // self._step * self._step
-        seconds = conversation_bytes / BYTES_PER_SECOND + reached / RATE
-        if reached - self._done < max(self._step, seconds * SHARE * RATE):
-            return None
-        self._done = reached
-        return start + reached + MARGIN
 
 
 # ---------------------------------------------------------------------------------------------------------------------
