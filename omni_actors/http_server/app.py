@@ -272,7 +272,7 @@ class RequestMiddleware:
 
     def _check_key(self, path: str, headers: Headers) -> None:
         key = self._settings.api_key
-        if key is None or path in OPEN_PATHS:
+        if key is None or path in OPEN_PATHS or state.PICTURE_PATH.fullmatch(path):
             return
         given = client_secrets.key_of(headers)
         if path == REALTIME and client_secrets.opened(given, key) is not None:
@@ -360,6 +360,7 @@ ENDPOINTS = (
     Endpoint("POST", "/v1/files", state.upload, state.BODY),
     Endpoint("GET", "/v1/files", state.files),
     Endpoint("GET", "/v1/files/{file_id}", state.file),
+    Endpoint("GET", "/v1/files/{file_id}/content", state.content),
     Endpoint("DELETE", "/v1/files/{file_id}", state.delete),
     Endpoint("GET", "/health", health),
     Endpoint("GET", "/metrics", metrics),
@@ -442,9 +443,9 @@ async def _no_route(scope: Scope, receive: Receive, send: Send) -> None:
     path: str = scope["path"]
     if scope["type"] == "websocket":
         raise HttpError(404, f"There is no WebSocket at {path[:200]!r}.", code="not_found")
-    listed = sorted({operation.path for operation in ENDPOINTS} - {"/metrics"})
+    listed = sorted({REALTIME, *(operation.path for operation in ENDPOINTS)})
     wanted = f"{PREFIX}{path}" if not path.startswith(PREFIX) else path
-    nearest = difflib.get_close_matches(wanted[:200], listed, n=1, cutoff=0.7)
+    nearest = difflib.get_close_matches(wanted[:200], listed, n=1, cutoff=0.8)
     hint = f" Did you mean {nearest[0]}?" if nearest else ""
     message = f"There is nothing at {path[:200]!r}.{hint} The routes are {', '.join(listed)}."
     raise HttpError(404, message, code="not_found")

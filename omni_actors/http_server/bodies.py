@@ -140,7 +140,7 @@ def decode(data: bytes | msgspec.Raw | dict[str, Any], kind: type[T], where: str
     except UnicodeDecodeError:
         reason = "it is not UTF-8"
     except msgspec.DecodeError as error:
-        reason = str(error).removeprefix("JSON is malformed: ")
+        reason = "it is empty" if not data else str(error).removeprefix("JSON is malformed: ")
         if reason == "Input data was truncated":
             reason = "it ends too early, or a \\u escape lacks its other half"
     message = f"The {where or 'body'} is not valid JSON: {reason}."
@@ -173,7 +173,12 @@ def _of(message: str, kind: Any, where: str) -> HttpError:
         close = difflib.get_close_matches(given, [str(choice) for choice in choices], n=1, cutoff=0.5)
         meant = f" Did you mean {close[0]!r}?" if close else ""
         return _error(_join(where, path), f"must be one of {', '.join(map(repr, choices))}.{meant}")
-    return _error(_join(where, path), f"{'each key ' if in_a_key else ''}{in_words(what)}.")
+    expected = EXPECTED.fullmatch(what)
+    example = ""
+    if expected is not None and expected["kinds"].partition(" ")[0] == "object" and expected["got"] == "str":
+        (required, *others) = [node["required"] for node in _nodes(kind, path) if node.get("required")] or [[]]
+        example = f', such as {{"{required[0]}": ...}}' if len(required) == 1 and not others else ""
+    return _error(_join(where, path), f"{'each key ' if in_a_key else ''}{in_words(what)}{example}.")
 
 
 def in_words(what: str) -> str:
@@ -328,8 +333,7 @@ OF_RESPONSES: Ignored = {
 OF_IMAGES: Ignored = {
     **dict.fromkeys(("user", "safety_identifier", "moderation"), ANY),
     **_only("complexity frame_count frame_duration_ms svg"),
-    **_only("response_format", "b64_json"),
-    **_only("quality", "auto", "standard"),
+    "quality": ANY,
 }
 OF_NEW_IMAGES: Ignored = {**OF_IMAGES, **_only("style")}
 OF_EDITS: Ignored = {**OF_IMAGES, **_only("mask markup input_fidelity")}
@@ -345,9 +349,7 @@ INSTEAD = {
     "keywords": "Put them into prompt.",
     "languages": "Give one as language.",
     "mask": "Describe in the prompt what to change.",
-    "quality": "Use num_inference_steps.",
     "request_id": "The response's x-request-id names the request.",
-    "response_format": "Pictures come as b64_json.",
     "style": "Describe it in the prompt.",
     "truncate_prompt_tokens": "A prompt that is too long is an error, never cut.",
     "truncation": "A prompt that is too long is an error, never cut.",

@@ -8,10 +8,10 @@ import math
 import re
 import time
 import zlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
-import msgspec
 import numpy
 from msgspec import Meta
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from omni_actors.http_server.bodies import (
     decoded_params,
 )
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.state import ServerState, json_response
+from omni_actors.http_server.state import ServerState, json_response, keep_picture
 from omni_actors.protocol.messages import Description, StageUsage
 from omni_actors.protocol.payloads import Parameter, StageParams
 
@@ -102,6 +102,7 @@ class ImageFields(Submission, frozen=True, kw_only=True):
     background: Literal["transparent", "opaque", "auto"] | None = None
     output_format: ImageFormat | None = None
     output_compression: Annotated[int, Meta(ge=0, le=100)] | None = None
+    response_format: Literal["b64_json", "url"] | None = None
     stream: bool | None = None
     partial_images: Annotated[int, Meta(ge=0, le=MAX_PREVIEWS)] | None = None
 
@@ -116,6 +117,8 @@ class ImageFields(Submission, frozen=True, kw_only=True):
             raise bad_field("size", "size must be WIDTHxHEIGHT in pixels, such as 1024x1024, or auto.")
         if self.stream and (self.n or 1) > 1:
             raise bad_field("n", "n must be 1 with stream: the events do not say which picture they belong to.")
+        if self.stream and self.response_format == "url":
+            raise bad_field("response_format", "response_format must be b64_json with stream.")
         for name in ("partial_images", "progress"):
             if getattr(self, name) and not self.stream:
                 raise bad_field(name, f"{name} needs stream: true.")
@@ -230,7 +233,8 @@ async def _respond(
         modalities=[MODALITY],
         params=params_of(fields, description.parameters),
     )
-    pictures = Pictures(fields, kind, answer, description)
+    keep = partial(keep_picture, request, state) if fields.response_format == "url" else None
+    pictures = Pictures(fields, kind, answer, description, keep)
     if fields.stream:
         return AnswerResponse(answer, pictures.events(), EVENTS, state.settings.write_timeout)
     async with answer:
@@ -238,9 +242,21 @@ async def _respond(
 
 
 class Pictures:
-    """Converts an answer to OpenAI's objects."""
+    """Converts an answer to OpenAI's objects.
 
-    def __init__(self, fields: ImageFields, kind: str, answer: Answer, description: Description) -> None:
+    Args:
+        keep: keeps a file of a format and returns its URL, if the client wants that.
+    """
+
+    def __init__(
+        self,
+        fields: ImageFields,
+        kind: str,
+        answer: Answer,
+        description: Description,
+        keep: Callable[[bytes, str], Awaitable[str]] | None,
+    ) -> None:
+        self._keep = keep
         self._fields = fields
         self._kind = kind
         self._answer = answer
@@ -256,10 +272,9 @@ class Pictures:
         if len(found) < len(self._answer.usages):
             raise _no_picture()
         pictures = [found[index] for index in sorted(found)]
-        files = await asyncio.gather(*map(self._file, pictures))
         return {
             "created": int(time.time()),
-            "data": [{"b64_json": file} for file in files],
+            "data": await asyncio.gather(*map(self._shown, pictures)),
             **self._about(pictures[0]),
             "usage": image_usage(self._answer.usages[0], pictures, self._description),
         }
@@ -272,7 +287,7 @@ class Pictures:
             if isinstance(item, Progress) and self._fields.progress:
                 yield self._event("progress", step=item.step, steps=item.steps, stage=item.stage)
             elif isinstance(item, Image):
-                picture = {"b64_json": await self._file(item.pixels), **self._about(item.pixels)}
+                picture = {**await self._shown(item.pixels), **self._about(item.pixels)}
                 picture["created_at"] = int(time.time())
                 if item.preview:
                     yield self._event("partial_image", **picture, partial_image_index=previews)
@@ -293,14 +308,15 @@ class Pictures:
         background = "opaque" if opaque else background_of(pixels)
         return {"size": f"{width}x{height}", "output_format": self._format, "background": background, "quality": "auto"}
 
-    async def _file(self, pixels: NDArray[numpy.uint8]) -> msgspec.Raw:
-        """The picture as a file, in base64 as a string of JSON."""
+    async def _shown(self, pixels: NDArray[numpy.uint8]) -> dict[str, Any]:
+        """The picture as a file: its base64, or a URL."""
+        if self._keep is None:
+            return {"b64_json": await asyncio.to_thread(lambda: base64_string(self._file(pixels)))}
+        return {"url": await self._keep(await asyncio.to_thread(self._file, pixels), self._format)}
 
-        def encoded() -> msgspec.Raw:
-            given = flattened(pixels) if self._fields.background == "opaque" else pixels
-            return base64_string(encoded_image(given, self._format, self._fields.output_compression))
-
-        return await asyncio.to_thread(encoded)
+    def _file(self, pixels: NDArray[numpy.uint8]) -> bytes:
+        given = flattened(pixels) if self._fields.background == "opaque" else pixels
+        return encoded_image(given, self._format, self._fields.output_compression)
 
 
 def image_usage(

@@ -413,6 +413,7 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 MAX_NAME_BYTES = 255
+PICTURE_PATH = re.compile(r"/v1/files/picture-[0-9a-f]{32}/content")
 
 
 class UploadForm(Strict, frozen=True):
@@ -436,12 +437,27 @@ async def upload(request: Request, state: ServerState, form: Form[UploadForm]) -
     name = form.names[0]
     if len(name.encode()) > MAX_NAME_BYTES:
         raise bad_field("file", f"The file's name has more than {MAX_NAME_BYTES} bytes.")
+    return json_response(_file(await _keep(state, f"file-{uuid.uuid4().hex}", name, form.fields.purpose, data)))
+
+
+async def _keep(state: ServerState, file_id: str, name: str, purpose: str, data: bytes) -> UploadedFile:
     now = time.time()
-    expires = int(now + state.settings.file_seconds)
-    file = UploadedFile(f"file-{uuid.uuid4().hex}", name, form.fields.purpose, len(data), int(now), expires)
+    file = UploadedFile(file_id, name, purpose, len(data), int(now), int(now + state.settings.file_seconds))
     if not await asyncio.to_thread(state.files.add, file.id, file, len(data), data):
         raise HttpError(507, "The server cannot write the file: its operator must make room.", code="internal_error")
-    return json_response(_file(file))
+    return file
+
+
+async def keep_picture(request: Request, state: ServerState, data: bytes, kind: str) -> str:
+    """Keep a picture as a file, and return its URL. Whoever has that needs no key: nobody can guess it.
+
+    Raises:
+        HttpError: 413 if it is larger than all files may be together, 507 if it cannot be written.
+    """
+    if len(data) > state.settings.files_bytes:
+        raise too_large(f"All files together are limited to {state.settings.files_bytes} bytes.", "response_format")
+    file = await _keep(state, f"picture-{uuid.uuid4().hex}", f"picture.{kind}", "assistants_output", data)
+    return f"{request.base_url}v1/files/{file.id}/content"
 
 
 async def files(request: Request, state: ServerState) -> Response:
@@ -457,6 +473,18 @@ async def file(request: Request, state: ServerState) -> Response:
     if found is None:
         raise _no_file(file_id)
     return json_response(_file(found))
+
+
+async def content(request: Request, state: ServerState) -> Response:
+    """The content of a file: a picture that was made as such, what was uploaded as a download."""
+    file_id = request.path_params["file_id"]
+    found, data = await asyncio.to_thread(lambda: (state.files.find(file_id), state.files.data(file_id)))
+    if found is None:
+        raise _no_file(file_id)
+    made = PICTURE_PATH.fullmatch(request.url.path) is not None
+    kind = f"image/{found.name.rpartition('.')[2]}" if made else "application/octet-stream"
+    headers = {"x-content-type-options": "nosniff", "content-disposition": "inline" if made else "attachment"}
+    return Response(data, media_type=kind, headers=headers)
 
 
 async def delete(request: Request, state: ServerState) -> Response:

@@ -224,6 +224,9 @@ def _reading(what: str) -> Iterator[None]:
     except OSError as error:  # of FFmpeg or Pillow; the whole text names the object that holds the file
         raise MalformedMedia(f"{what} cannot be read: {error.strerror or type(error).__name__}.") from error
     except Exception as error:  # decoders raise anything for hostile files
+        if type(error).__name__ == "InvalidDataError":  # FFmpeg's, which may be missing
+            formats = "WAV, MP3, FLAC, Ogg, M4A, MP4 or WebM"
+            raise MalformedMedia(f"{what} is in no format that can be read: send {formats}.") from error
         raise MalformedMedia(f"{what} cannot be read: {type(error).__name__}: {error}") from error
 
 

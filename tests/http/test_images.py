@@ -14,7 +14,9 @@ import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.servers import HttpPipeline, picture
+from omni_actors.http_server.app import create_app
+from omni_actors.http_server.settings import ServerSettings
+from tests.support.servers import HttpPipeline, picture, serving
 from tests.support.waiting import until
 
 SLOW = {"num_inference_steps": 1000}  # takes seconds
@@ -208,6 +210,38 @@ def test_references_that_are_none_or_too_large(pictures: HttpPipeline) -> None:
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
+
+def test_pictures_come_as_urls_that_need_no_key(picture_pipeline: HttpPipeline) -> None:
+    settings = ServerSettings(endpoint=picture_pipeline.endpoint, api_key="secret")
+    with serving(create_app(settings)) as url:
+        asked = {
+            "prompt": "a",
+            "size": "64x32",
+            "output_format": "webp",
+            "response_format": "url",
+            "quality": "hd",
+            "n": 2,
+        }
+        headers = {"authorization": "Bearer secret"}
+        made = httpx.post(f"{url}/v1/images/generations", json=asked, headers=headers).json()["data"]
+        uploaded = httpx.post(f"{url}/v1/files", files={"file": ("a.html", b"<b>")}, headers=headers).json()["id"]
+        content = f"{url}/v1/files/{uploaded}/content"
+        assert httpx.get(content).status_code == 401
+        download = httpx.get(content, headers=headers)
+        assert download.content == b"<b>"
+        assert download.headers["content-disposition"] == "attachment"
+        assert download.headers["content-type"] == "application/octet-stream"
+        for one in made:
+            found = httpx.get(one["url"])
+            assert found.headers["content-type"] == "image/webp"
+            assert Image.open(io.BytesIO(found.content)).size == (64, 32)
+            other = one["url"].replace(url, "").replace("picture-", "picture-0")
+            assert httpx.get(f"{url}{other}").status_code == 401
+            digit = one["url"][-9]
+            unknown = one["url"].replace(f"{digit}/content", f"{'1' if digit == '0' else '0'}/content")
+            assert httpx.get(unknown).status_code == 404
+
+
 ERRORS = [
     ({"prompt": ""}, "prompt", "invalid_value"),
     ({"prompt": "x" * 32_001}, "prompt", "invalid_value"),
@@ -218,8 +252,8 @@ ERRORS = [
     ({"n": 0}, "n", "invalid_value"),
     ({"n": 11}, "n", "invalid_value"),
     ({"n": 2, "stream": True}, "n", "invalid_value"),
-    ({"quality": "high"}, "quality", "unsupported_parameter"),
-    ({"response_format": "url"}, "response_format", "unsupported_parameter"),
+    ({"response_format": "url", "stream": True}, "response_format", "invalid_value"),
+    ({"response_format": "file"}, "response_format", "invalid_value"),
     ({"style": "vivid"}, "style", "unsupported_parameter"),
     ({"output_format": "gif"}, "output_format", "invalid_value"),
     ({"output_compression": 50}, "output_compression", "invalid_value"),

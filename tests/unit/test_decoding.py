@@ -76,8 +76,16 @@ def refusal(body: bytes, kind: type = CHAT.kind) -> HttpError:
         (b'{"model":"a\\ud800b"', None, "invalid_json", "half"),
         (b'{"model":"echo",}', None, "invalid_json", "trailing comma"),
         (b'{"temperature":NaN}', None, "invalid_json", "byte"),
-        (b"", None, "invalid_json", "too early"),
         (b"[]", None, "invalid_value", "must be an object, not a list"),
+        (b"", None, "invalid_json", "it is empty"),
+        (
+            chat(
+                messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "https://a.example/b.png"}]}]
+            ),
+            "messages[0].content[0].image_url",
+            "invalid_value",
+            'must be an object, not a text, such as {"url": ...}',
+        ),
     ],
     ids=lambda given: repr(given)[:60],
 )

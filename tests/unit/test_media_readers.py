@@ -133,7 +133,7 @@ def test_an_ogg_of_several_streams_is_read_like_its_first() -> None:
         (wav_header(AUDIO_RATE, 65_535, 131_070) + bytes(131_070), MalformedMedia, "cannot be read"),
         (wav_header(0xFFFFFFFF >> 3, 1, 200) + bytes(200), InvalidRequest, "Hz is outside"),
         (wav_header(AUDIO_RATE, 1, 0), MalformedMedia, "no samples"),
-        (b"", MalformedMedia, "cannot be read"),
+        (b"", MalformedMedia, "is in no format that can be read: send WAV"),
     ],
 )
 def test_audio_with_a_strange_header_is_refused(data: bytes, error: type[Exception], text: str) -> None:
