@@ -35,6 +35,7 @@ OPERATIONS = [
     *(("DELETE", path) for path in ("/v1/files/{file_id}", VOICE)),
 ]
 FILE = "/v1/files/{file_id}"
+UNKNOWN = ("/v1/models/{name}", FILE, f"{FILE}/content", TIMELINE, VOICE)  # made-up names are those of nothing
 RECORDINGS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 SOUND = sound(0.1)
 PICTURE = picture(8, 8)
