@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -86,6 +87,20 @@ def slow(slow_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
     """20 tokens a second, two requests at a time; idle again after each test."""
     yield slow_pipeline
     slow_pipeline.assert_idle()
+
+
+@pytest.fixture(scope="session")
+def talkative_pipeline() -> Iterator[HttpPipeline]:
+    overrides: dict[str, Any] = {f"stages.{stage}.engine.step_seconds": 0.02 for stage in ("thinker", "code2wav")}
+    with HttpPipeline(overrides={**overrides, "http.names": "openai"}) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+def talkative(talkative_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
+    """50 tokens a second, by OpenAI's names; idle again after each test."""
+    yield talkative_pipeline
+    talkative_pipeline.assert_idle()
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, get_args
 
+import httpx
 import msgspec
 import numpy
 from openai import AsyncOpenAI
@@ -201,6 +202,31 @@ async def answer_on(connection: AsyncRealtimeConnection) -> Turn:
         elif event.type == "response.done":
             return Turn(text, pcm, event.response)
     raise AssertionError("the server ended the session before the response")
+
+
+# A conversation of three turns; the last interrupts the second answer. Echo stages answer with all texts so far.
+INSTRUCTIONS = "one two three four five six seven eight nine ten "
+SILENCE = numpy.zeros(RATE, "<i2")
+
+
+def check_conversation(answers: Sequence[str], user: Sequence[str]) -> None:
+    """Fails unless these are the texts of such a conversation: of its answers, and of the user's turns."""
+    first, second, third = answers
+    assert first == INSTRUCTIONS
+    assert second == INSTRUCTIONS * 2, "its text is made before its sound"
+    assert third.startswith(second), "the model knows what it has said first"
+    heard = third.removeprefix(second)
+    assert second.startswith(heard)
+    assert 0 < len(heard) < len(second), "of the second answer it knows what was heard"
+    assert len(user) == 3
+    assert all(text.startswith("Write down what is said") for text in user), "what echo stages write down"
+
+
+def interruptions(url: str) -> float:
+    """How many answers a user's speech has cut short."""
+    name = 'omni_realtime_interruptions_total{reason="turn_detected"}'
+    lines = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith(name)]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def known_types(union: Any) -> dict[str, type[BaseModel]]:

@@ -349,7 +349,8 @@ class RealtimeSession:
     def _cancel(self, given: config.CancelResponse) -> Instructions:
         running = self._response
         if running is None or given.response_id not in (None, running.id):
-            message = "There is no response to cancel." if running is None else f"The response {running.id} is running."
+            found = "no response is running" if running is None else f"the response {running.id} is running"
+            message = f"Cancellation failed: {found}."  # LiveKit's agents know this error by its beginning
             raise HttpError(400, message, param="response_id", code="response_cancel_not_active")
         return [Cancel(running.id), *self._end("cancelled", reason="client_cancelled")]
 
