@@ -413,7 +413,7 @@ class InputSound(Part, frozen=True, tag="input_audio"):
     transcript: None = None
 
 
-class InputImage(Part, frozen=True, tag="input_image"):
+class ShownPicture(Part, frozen=True, tag="input_image"):
     """A picture for the model."""
 
     image_url: LongString  # as in chats
@@ -427,7 +427,7 @@ class OutputSound(Part, frozen=True, tag="output_audio"):
     audio: None = None
 
 
-AnyContent = InputText | InputSound | InputImage | OutputText | OutputSound
+AnyContent = InputText | InputSound | ShownPicture | OutputText | OutputSound
 
 
 class ItemFields(Strict, frozen=True, kw_only=True, tag_field="type"):
@@ -572,7 +572,7 @@ AnyEvent = (
 )
 
 
-def pictures_of(event: AnyEvent) -> Sequence[InputImage]:
+def pictures_of(event: AnyEvent) -> Sequence[ShownPicture]:
     """The pictures in an event, in order; those of roles that can have none are left to `MessageItem.of`."""
     items: Sequence[GivenItem | ItemReference] = ()
     if isinstance(event, CreateItem):
@@ -580,7 +580,7 @@ def pictures_of(event: AnyEvent) -> Sequence[InputImage]:
     elif isinstance(event, CreateResponse) and event.response is not None:
         items = event.response.input or ()
     messages = [item for item in items if isinstance(item, GivenMessage) and item.role == "user"]
-    return [part for message in messages for part in message.content if isinstance(part, InputImage)]
+    return [part for message in messages for part in message.content if isinstance(part, ShownPicture)]
 
 
 class _Envelope(Struct):

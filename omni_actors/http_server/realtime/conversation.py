@@ -22,9 +22,9 @@ from omni_actors.http_server.realtime.config import (
     FunctionCall,
     FunctionCallOutput,
     GivenMessage,
-    InputImage,
     InputSound,
     OutputSound,
+    ShownPicture,
     event,
     new_id,
 )
@@ -33,7 +33,7 @@ MAX_IMAGE_BYTES = 64 << 20  # of a conversation
 FIRST = "root"  # `previous_item_id` of an item that is to be the first
 Kind = Literal["input_text", "input_audio", "input_image", "output_text", "output_audio"]
 ALLOWED: dict[str, tuple[type, ...]] = {
-    "user": (InputText, InputSound, InputImage),
+    "user": (InputText, InputSound, ShownPicture),
     "assistant": (OutputText, OutputSound),
     "system": (InputText,),
 }
@@ -164,7 +164,7 @@ def _part(content: AnyContent, pictures: Iterator[bytes]) -> ItemPart:
             return ItemPart("output_audio", text)
         case InputSound(audio=audio):
             return ItemPart("input_audio", audio=audio)
-        case InputImage():
+        case ShownPicture():
             return ItemPart("input_image", image=next(pictures))
 
 
