@@ -23,6 +23,7 @@ from websockets.protocol import State
 from websockets.uri import parse_uri
 
 from omni_actors.http_server.connections import bounded_protocol
+from omni_actors.http_server.realtime import turns
 from omni_actors.http_server.realtime.config import WireFormat
 from omni_actors.http_server.realtime.formats import SoundEncoder
 from omni_actors.http_server.settings import ServerSettings
@@ -185,6 +186,25 @@ async def test_the_server_finds_the_turns_of_the_user(echo: HttpPipeline, wire: 
     assert started.item_id == stopped.item_id == events["input_audio_buffer.committed"].item_id
     assert events["response.done"].response.status == "completed"
     assert sum(values(echo.url, "omni_realtime_first_audio_seconds_count").values()) == sum(answered.values()) + 1
+
+
+async def test_a_session_begins_when_its_turns_can_be_found(
+    echo: HttpPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first sound does not wait until the model is loaded: its turns would be found too late."""
+    loaded: list[turns.SpeechModel] = []
+
+    class Noted(turns.SpeechModel):
+        def __init__(self) -> None:
+            super().__init__()
+            loaded.append(self)
+
+    monkeypatch.setattr(turns, "SpeechModel", Noted)
+    with serving_sessions(ServerSettings(endpoint=echo.endpoint)) as url:
+        for _ in range(2):
+            async with ws(url) as websocket:
+                await websocket.recv()
+                assert len(loaded) == 1
 
 
 async def test_the_turns_of_the_user_are_written_down(echo: HttpPipeline) -> None:

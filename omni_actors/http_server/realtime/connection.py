@@ -156,7 +156,7 @@ class SessionConnection:
         self._bodies.release(self._websocket)
         self._bodies.take(self._websocket, self._session.held)
 
-    async def _read_pictures(self, given: Sequence[config.InputImage]) -> Sequence[bytes]:
+    async def _read_pictures(self, given: Sequence[config.ShownPicture]) -> Sequence[bytes]:
         """The files of pictures, fetched and checked as those of a chat. Raises `HttpError` or `OmniError`."""
         if not given:
             return ()
@@ -292,6 +292,7 @@ async def realtime(websocket: WebSocket) -> None:
     config, pipeline = _begun(_asked(websocket, state.settings.api_key), state, description)
     tenant = state.tenant(websocket)
     with state.realtime.session(tenant, websocket):
+        await state.realtime.load()
         await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
         session = _session(config, pipeline, state, description)
         await SessionConnection(websocket, state, session, tenant).run()

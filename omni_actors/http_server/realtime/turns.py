@@ -379,6 +379,11 @@ class Realtime:
     def _model(self) -> SpeechModel:
         return SpeechModel()
 
+    async def load(self) -> None:
+        """Load the model, so that the first sound of the first session does not wait for that."""
+        if self.detects:
+            await asyncio.get_running_loop().run_in_executor(self.thread, lambda: self._model)
+
     def listen(self, activity: VoiceActivity, pcm: bytes) -> int:
         """Look for speech in the next sound of a session, with that of the others. Returns its bytes that wait.
 
