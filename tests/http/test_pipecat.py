@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import numpy
+import pytest
 from pipecat.frames.frames import (
     ErrorFrame,
     Frame,
@@ -37,6 +38,8 @@ from omni_actors.http_server.realtime.config import RATE
 from tests.support.realtime import INSTRUCTIONS, SILENCE, interruptions, speech
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.nightly
 
 PIECE = 2400  # samples of one frame, 100 ms
 
