@@ -20,17 +20,24 @@ from openai.types.realtime.realtime_audio_input_turn_detection import ServerVad 
 
 from omni_actors.http_server.bodies import decode
 from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.generation import OutputText
 from omni_actors.http_server.realtime.config import (
     AnyEvent,
     AudioFields,
     CreateResponse,
+    FunctionCall,
+    FunctionCallOutput,
+    GivenMessage,
     InputAudioFields,
+    InputSound,
     OutputAudioFields,
+    OutputSound,
     ResponseAudio,
     ResponseFields,
     SemanticVad,
     ServerVad,
     SessionFields,
+    ShownPicture,
     Transcription,
     WireFormat,
     event_id_of,
@@ -120,6 +127,14 @@ def event_of(kind: str, **fields: Any) -> tuple[Any, dict[str, Any]]:
     return AnyEvent, {"type": kind, **fields}
 
 
+def item_of(kind: str, **fields: Any) -> tuple[Any, dict[str, Any]]:
+    return AnyEvent, {"type": "conversation.item.create", "item": {"type": kind, **fields}}
+
+
+def message_of(kind: str, **fields: Any) -> tuple[Any, dict[str, Any]]:
+    return item_of("message", role="user", content=[{"type": kind, **fields}])
+
+
 Given = Callable[[dict[str, None]], tuple[Any, dict[str, Any]]]
 WITH_FIELDS: list[tuple[type[msgspec.Struct], Given]] = [
     (CreateResponse, lambda null: event_of("response.create", **null)),
@@ -132,6 +147,13 @@ WITH_FIELDS: list[tuple[type[msgspec.Struct], Given]] = [
     (WireFormat, lambda null: session_of(audio={"input": {"format": {"type": "audio/pcm", **null}}})),
     (ServerVad, lambda null: session_of(audio={"input": {"turn_detection": {"type": "server_vad", **null}}})),
     (SemanticVad, lambda null: session_of(audio={"input": {"turn_detection": {"type": "semantic_vad", **null}}})),
+    (FunctionCall, lambda null: item_of("function_call", name="f", arguments="{}", **null)),
+    (FunctionCallOutput, lambda null: item_of("function_call_output", call_id="call_1", output="1", **null)),
+    (GivenMessage, lambda null: item_of("message", role="user", content=[{"type": "input_text", "text": "a"}], **null)),
+    (InputSound, lambda null: message_of("input_audio", audio="AAAA", **null)),
+    (ShownPicture, lambda null: message_of("input_image", image_url="data:", **null)),
+    (OutputSound, lambda null: message_of("output_audio", transcript="a", **null)),
+    (OutputText, lambda null: message_of("output_text", text="a", **null)),
     (Transcription, lambda null: session_of(audio={"input": {"transcription": null}})),
 ]
 
@@ -140,9 +162,9 @@ WITH_FIELDS: list[tuple[type[msgspec.Struct], Given]] = [
 def test_null_is_as_good_as_absent(kind: type[msgspec.Struct], given: Given) -> None:
     """But for what null turns off."""
     union, fields = given({})
-    absent = decode(fields, union)
+    absent = decode(msgspec.json.encode(fields), union)
     optional = [field.encode_name for field in msgspec.structs.fields(kind) if not field.required]
     for name in optional:
-        null = decode(given({name: None})[1], union)
+        null = decode(msgspec.json.encode(given({name: None})[1]), union)
         assert (null == absent) is (name not in ("turn_detection", "transcription")), name
     assert optional

@@ -272,6 +272,15 @@ def test_a_user_shows_pictures() -> None:
     assert talk.session.held == len("See:threefour")
 
 
+def test_sound_may_come_with_its_transcript() -> None:
+    talk = Talk()
+    sound = {"type": "input_audio", "audio": base64.b64encode(SECOND).decode(), "transcript": "Sea salt."}
+    added = talk.send("conversation.item.create", item={"type": "message", "role": "user", "content": [sound]})[0]
+    assert added["item"]["content"] == [{"type": "input_audio", "transcript": "Sea salt."}]
+    talk.respond()
+    assert talk.prompt() == [("user", "1 s")]
+
+
 def test_a_response_may_be_shown_pictures_aside() -> None:
     talk = Talk()
     message = {"type": "message", "role": "user", "content": [PICTURE]}

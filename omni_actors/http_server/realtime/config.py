@@ -22,6 +22,7 @@ from omni_actors.http_server.bodies import (
     BodyText,
     LongString,
     Nothing,
+    OptionalText,
     Strict,
     check_bounds,
     decode,
@@ -407,10 +408,10 @@ Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_l
 
 
 class InputSound(Part, frozen=True, tag="input_audio"):
-    """Sound of the user, base64 of PCM."""
+    """Sound of the user, base64 of PCM. The model hears it, and is not shown its transcript."""
 
     audio: bytes
-    transcript: None = None
+    transcript: OptionalText = None
 
 
 class ShownPicture(Part, frozen=True, tag="input_image"):

@@ -162,8 +162,8 @@ def _part(content: AnyContent, pictures: Iterator[bytes]) -> ItemPart:
             return ItemPart("output_text", text)
         case OutputSound(transcript=text):
             return ItemPart("output_audio", text)
-        case InputSound(audio=audio):
-            return ItemPart("input_audio", audio=audio)
+        case InputSound(audio=audio, transcript=text):
+            return ItemPart("input_audio", text or "", audio)
         case ShownPicture():
             return ItemPart("input_image", image=next(pictures))
 
