@@ -172,6 +172,13 @@ def test_who_speaks_after_an_answer_is_not_asked_again() -> None:
     assert "response.created" not in kinds(talk.hear(0.0, 100))
 
 
+def test_silence_is_not_answered_where_nothing_is() -> None:
+    talk = Talk(vad=ServerVad(idle_timeout_ms=1000))
+    talk.answer("Hello?")
+    talk.send("session.update", session={"type": "transcription"})
+    assert talk.hear(0.0, 100) == []
+
+
 def test_turns_are_not_answered_where_that_is_off() -> None:
     talk = Talk(vad=ServerVad(silence_duration_ms=160, create_response=False))
     talk.hear(0.9, 5)

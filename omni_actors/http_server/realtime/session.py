@@ -252,8 +252,11 @@ class RealtimeSession:
         timeout = self._config.turn_detection.idle_timeout_ms if self._config.turn_detection is not None else None
         if timeout is None or self._idle_from is None or milliseconds(end - self._idle_from) < timeout:
             return []
+        since, self._idle_from = self._idle_from, None
+        if self._config.kind != "realtime":
+            return []
         item_id = new_id("item")
-        place = {"audio_start_ms": milliseconds(self._idle_from), "audio_end_ms": milliseconds(end), "item_id": item_id}
+        place = {"audio_start_ms": milliseconds(since), "audio_end_ms": milliseconds(end), "item_id": item_id}
         pcm = self._buffer.read(start, end).rjust(SAMPLE_BYTES * MIN_COMMIT, b"\0")
         return [_sent("input_audio_buffer.timeout_triggered", **place), *self._take_turn(item_id, pcm, answer=True)]
 
