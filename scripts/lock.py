@@ -24,7 +24,7 @@ PROJECT = ROOT / "pyproject.toml"
 LOCK = ROOT / "constraints.txt"
 NOT_LOCKED = {"pip"}  # comes with the interpreter
 # cuda has other versions of torch; fuzz is installed by hand
-EXTRAS = ("cpu", "http", "image", "realtime", "trace", "docs", "test")
+EXTRAS = ("cpu", "http", "image", "realtime", "webrtc", "trace", "docs", "test")
 HEADER = """\
 # The versions that CI installs (scripts/setup.sh), for the CPU build of vLLM on Python 3.11 and 3.12.
 # Written by scripts/lock.py, whose first lines show how to renew it. Nothing else reads it.

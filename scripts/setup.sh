@@ -27,7 +27,7 @@ repo_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$repo_root/.venv"
 python=""
 flavour="cpu"
-extras="http,realtime,test"
+extras="http,realtime,webrtc,test"
 latest=false
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -42,7 +42,7 @@ while [[ $# -gt 0 ]]; do
             shift 2
             ;;
         --cuda) flavour="cuda"; shift ;;
-        --without-tests) extras="http,realtime"; shift ;;
+        --without-tests) extras="http,realtime,webrtc"; shift ;;
         --latest) latest=true; shift ;;
         -h | --help) usage; exit 0 ;;
         *) echo "setup: unknown argument: $1" >&2; usage >&2; exit 2 ;;

@@ -21,6 +21,7 @@ from omni_actors.host.addresses import is_endpoint
 from omni_actors.host.processes import EXIT_OK, EXIT_USAGE, die_with_parent, raise_file_limit
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.connections import RESERVED_FILES, bounded_protocol, bounded_websocket
+from omni_actors.http_server.realtime import calls
 from omni_actors.http_server.settings import (
     SPEC_FLAG,
     HttpServerSpec,
@@ -51,9 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs.get_logger(__name__).info("listening on %s", url(listener, settings))
     _join_logs()
     bodies = Budget(settings.bodies_bytes)
+    reserved = RESERVED_FILES + (settings.realtime_sessions if calls.available() else 0)
     config = uvicorn.Config(
         create_app(settings, bodies=bodies),
-        http=bounded_protocol(settings, raise_file_limit(RESERVED_FILES)),
+        http=bounded_protocol(settings, raise_file_limit(reserved)),
         log_config=None,
         access_log=False,  # the middleware logs each request with its id
         ws=bounded_websocket(settings, bodies),

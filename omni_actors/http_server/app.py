@@ -35,7 +35,7 @@ from omni_actors.http_server import chat, images, responses, speech, state
 from omni_actors.http_server.bodies import BODIES, REFERENCE, FormBody, JsonBody, decode
 from omni_actors.http_server.errors import STOPPING, HttpError, bad_field
 from omni_actors.http_server.media import Fetcher
-from omni_actors.http_server.realtime import client_secrets
+from omni_actors.http_server.realtime import calls, client_secrets
 from omni_actors.http_server.realtime import connection as realtime
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState, json_response
@@ -95,7 +95,8 @@ async def status(request: Request, state: ServerState) -> Response:
     voices = [*description.voices, *(voice.name for voice in await asyncio.to_thread(state.voices.all))]
     stages = [{name: getattr(stage, name) for name in STAGE_FIELDS} for stage in description.stages]
     pipeline = {name: getattr(description, name) for name in PIPELINE_FIELDS}
-    return json_response({**pipeline, "models": state.model_names(description), "voices": voices, "stages": stages})
+    own = {"models": state.model_names(description), "voices": voices, "webrtc": calls.available()}
+    return json_response({**pipeline, **own, "stages": stages})
 
 
 async def metrics(request: Request, state: ServerState) -> Response:
@@ -275,7 +276,7 @@ class RequestMiddleware:
         if key is None or path in OPEN_PATHS or state.PICTURE_PATH.fullmatch(path):
             return
         given = client_secrets.key_of(headers)
-        if path == REALTIME and client_secrets.opened(given, key) is not None:
+        if path in (REALTIME, calls.PATH) and client_secrets.opened(given, key) is not None:
             return
         if not hmac.compare_digest(given.encode(), key.encode()):
             message = "The API key is missing or wrong: send Authorization: Bearer KEY."
@@ -304,7 +305,7 @@ class Endpoint(NamedTuple):
     method: str
     path: str
     handler: Callable[..., Awaitable[Response]]
-    body: JsonBody[Any] | FormBody[Any] | None = None
+    body: JsonBody[Any] | FormBody[Any] | calls.OfferBody | None = None
     query: type[msgspec.Struct] | None = None
 
     async def __call__(self, request: Request) -> Response:
@@ -362,6 +363,8 @@ ENDPOINTS = (
     Endpoint("GET", "/v1/files/{file_id}", state.file),
     Endpoint("GET", "/v1/files/{file_id}/content", state.content),
     Endpoint("DELETE", "/v1/files/{file_id}", state.delete),
+    Endpoint("POST", calls.PATH, calls.create, calls.BODY, calls.CallQuery),
+    Endpoint("POST", f"{calls.PATH}/{{call_id}}/hangup", calls.hang_up),
     Endpoint("GET", "/health", health),
     Endpoint("GET", "/metrics", metrics),
     Endpoint("GET", "/v1/models", models),
@@ -388,7 +391,7 @@ def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None, bodi
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["Authorization", "Content-Type", "traceparent"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", "location"],
         )
     return app
 

@@ -474,7 +474,7 @@ class JsonBody(Generic[StrictT]):
 
     async def read(self, request: Request, settings: ServerSettings) -> StrictT:
         """Receive and decode the body. Raises `HttpError` for the first thing that is wrong with it."""
-        body = await _received(request, settings, JSON)
+        body = await received(request, settings, JSON)
         return self.decoded(body) if len(body) <= SHORT else await asyncio.to_thread(self.decoded, body)
 
     def decoded(self, body: bytes) -> StrictT:
@@ -503,20 +503,20 @@ class FormBody(Generic[StrictT]):
 
     Args:
         ignored: further fields that are accepted.
-        file: name of the field that holds a file; with `[]` at its end, of each of several.
+        file: name of the field that holds a file; with `[]` at its end, of each of several. `None` for fields alone.
         max_files: how many there may be, and at least one.
     """
 
-    def __init__(self, kind: type[StrictT], ignored: Ignored, file: str = FILE, max_files: int = 1) -> None:
+    def __init__(self, kind: type[StrictT], ignored: Ignored, file: str | None = FILE, max_files: int = 1) -> None:
         self.kind = ignoring(kind, ignored)
         self._ignored = ignored
-        self._file = file
+        self._file = file or ""
         self._max_files = max_files
         self._names = (file,) if max_files == 1 else (file, f"{file}{LIST}")
 
     async def read(self, request: Request, settings: ServerSettings) -> Form[StrictT]:
         """Receive and decode the body. Raises `HttpError` for the first thing that is wrong with it."""
-        body = await _received(request, settings, FORM)
+        body = await received(request, settings, FORM)
 
         async def pieces() -> AsyncGenerator[bytes, None]:
             yield body
@@ -534,7 +534,12 @@ class FormBody(Generic[StrictT]):
             for name, value in form.multi_items():
                 if not isinstance(value, str):
                     if name not in self._names:
-                        raise bad_field(name[:100], f"Only the field {self._file} may be a file.")
+                        raise bad_field(
+                            name[:100],
+                            f"Only the field {self._file} may be a file."
+                            if self._file
+                            else "The field must be a text.",
+                        )
                     if len(files) == self._max_files:
                         raise bad_field(self._file, f"{self._file}: there may be {self._max_files} at most.")
                     files.append(await value.read())
@@ -549,7 +554,7 @@ class FormBody(Generic[StrictT]):
                     fields[name] = value
         finally:
             await form.close()
-        if not files:
+        if self._file and not files:
             raise bad_field(self._file, f"{self._file}: the field is missing.", "missing_required_parameter")
         decoded = decode(msgspec.json.encode(fields), self.kind)
         refuse_effects(decoded, self._ignored)
@@ -562,16 +567,17 @@ class FormBody(Generic[StrictT]):
         properties = {f"{name}{LIST}" if name in lists else name: field for name, field in own["properties"].items()}
         one: dict[str, Any] = {"type": "string", "format": "binary"}
         several = {"type": "array", "items": one, "minItems": 1, "maxItems": self._max_files}
+        files = {self._file: one if self._max_files == 1 else several} if self._file else {}
         schema = {
             "type": "object",
-            "properties": {self._file: one if self._max_files == 1 else several, **properties},
-            "required": [self._file, *own.get("required", ())],
+            "properties": {**files, **properties},
+            "required": [*files, *own.get("required", ())],
             "additionalProperties": False,
         }
         return {"required": True, "content": {FORM: {"schema": schema}}}
 
 
-async def _received(request: Request, settings: ServerSettings, media_type: str) -> bytes:
+async def received(request: Request, settings: ServerSettings, media_type: str) -> bytes:
     """The whole body, which counts towards the bytes of all requests.
 
     The type must be declared, because browsers send other types to foreign sites without asking.

@@ -243,6 +243,7 @@ class ServerState:
     def __init__(self, settings: ServerSettings, bodies: Budget, fetcher: Fetcher | None = None) -> None:
         self.settings = settings
         self.realtime = Realtime(settings, bodies)
+        self.calls: dict[str, asyncio.Task[None]] = {}  # over WebRTC, by id
         self.client = AsyncOmniClient(settings.endpoint, keys=settings.keys)
         folder = settings.shared_dir
         self.files = Store(folder, "files", UploadedFile, MAX_FILES, settings.files_bytes, settings.file_seconds)
@@ -313,7 +314,10 @@ class ServerState:
             self.client.report(self.realtime.meters.snapshot())
 
     async def close(self) -> None:
-        """Close the connection to the pipeline, and end the decoders."""
+        """End calls, the connection to the pipeline, and the decoders."""
+        for call in self.calls.values():
+            call.cancel()
+        await asyncio.gather(*self.calls.values(), return_exceptions=True)
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)

@@ -45,13 +45,12 @@ from omni_actors.http_server.realtime.config import (
 )
 from tests.support.realtime import known_types
 
-ELSEWHERE = {"output_audio_buffer.clear"}  # for WebRTC only
 OURS = {kind.__struct_config__.tag: kind for kind in get_args(AnyEvent)}
 THEIRS = known_types(RealtimeClientEvent)
 
 
 def test_every_event_of_a_client_is_known() -> None:
-    assert set(OURS) == set(THEIRS) - ELSEWHERE
+    assert set(OURS) == set(THEIRS)
 
 
 @pytest.mark.parametrize("name", OURS)

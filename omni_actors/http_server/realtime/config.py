@@ -263,6 +263,7 @@ class Pipeline(Struct, frozen=True):
         speaks: whether it answers in sound, at `RATE`.
         max_audios: how many pieces of sound a prompt may have; `None` for no limit.
         max_images: the same of pictures.
+        called: over WebRTC: sound has one format, answers are played in time, and a microphone is always open.
     """
 
     voices: tuple[str, ...]
@@ -271,6 +272,7 @@ class Pipeline(Struct, frozen=True):
     max_audios: int | None = None
     max_images: int | None = None
     voice_aliases: dict[str, str] = {}
+    called: bool = False
 
 
 class SessionConfig(Struct, frozen=True, kw_only=True):
@@ -316,7 +318,8 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
         tools, choice = _given(fields.tools, self.tools), _given(fields.tool_choice, self.tool_choice)
         tool_options(tools, choice, None, f"{where}.tool_choice")
         given = {name: value for name in ANSWER_FIELDS if (value := getattr(fields, name)) is not UNSET}
-        wire = wire_format(audio.format, self.output_format, f"{where}.audio.output.format")
+        asked = audio.format if not pipeline.called else UNSET
+        wire = wire_format(asked, self.output_format, f"{where}.audio.output.format")
         return msgspec.structs.replace(self, **given, output=output, voice=voice, output_format=wire)
 
     def updated(
@@ -353,13 +356,14 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
             raise bad_field("session.audio.input.turn_detection", message, "unsupported_value")
         kind = _given(fields.type, self.kind)
         transcription = _given(fields.audio.input.transcription, self.transcription)
+        asked = fields.audio.input.format if not pipeline.called else UNSET
         return msgspec.structs.replace(
             config,
             kind=kind,
             turn_detection=turn_detection,
             transcription=transcription or (Transcription() if kind == "transcription" else None),
             truncation=_given(fields.truncation, self.truncation),
-            input_format=wire_format(fields.audio.input.format, self.input_format, "session.audio.input.format"),
+            input_format=wire_format(asked, self.input_format, "session.audio.input.format"),
         )
 
     def shown(self, session_id: str, expires: int) -> dict[str, Any]:
@@ -500,6 +504,10 @@ class ClearAudio(ClientEvent, frozen=True, kw_only=True, tag="input_audio_buffer
     """Discard the sound in the buffer."""
 
 
+class ClearOutput(ClientEvent, frozen=True, kw_only=True, tag="output_audio_buffer.clear"):
+    """Discard the sound that the server has not played yet."""
+
+
 class CreateItem(ClientEvent, frozen=True, kw_only=True, tag="conversation.item.create"):
     """Add an item: at the end, behind `previous_item_id`, or first if that is "root"."""
 
@@ -564,6 +572,7 @@ AnyEvent = (
     | AppendAudio
     | CommitAudio
     | ClearAudio
+    | ClearOutput
     | CreateItem
     | RetrieveItem
     | DeleteItem

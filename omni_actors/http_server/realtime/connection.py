@@ -1,4 +1,4 @@
-"""The route /v1/realtime: one WebSocket and its session."""
+"""Runs a session over what carries it; the route /v1/realtime, where that is a WebSocket."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import contextlib
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -40,7 +40,15 @@ from omni_actors.http_server.realtime.config import (
     new_id,
 )
 from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Asker, Outbox, Transcriber
-from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, RealtimeSession, Send, Transcribe
+from omni_actors.http_server.realtime.session import (
+    Ask,
+    Cancel,
+    Instructions,
+    RealtimeSession,
+    Send,
+    Silence,
+    Transcribe,
+)
 from omni_actors.http_server.realtime.turns import BUSY_SECONDS, LAG_SECONDS, SpeechWindow, VoiceActivity
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.logs import get_logger, trace_of
@@ -54,6 +62,9 @@ from omni_actors.telemetry.metrics import (
 )
 from omni_actors.telemetry.request_log import Playback
 
+if TYPE_CHECKING:
+    from omni_actors.http_server.realtime.webrtc import Call, Loudspeaker
+
 logger = get_logger(__name__)
 
 EVENT_BYTES = 4 << 20  # that may wait before no more events of the client are taken
@@ -62,20 +73,58 @@ INTERNAL = "Internal error: see the server's log."
 INTERRUPTIONS = ("turn_detected", "client_cancelled")
 
 
+class WebSocketLine:
+    """A WebSocket as what carries a session: events alone. Raises `WebSocketDisconnect` when its client has left."""
+
+    speaker: Loudspeaker | None = None
+
+    def __init__(self, websocket: WebSocket) -> None:
+        self._websocket = websocket
+
+    async def receive(self) -> bytes:
+        """The next event."""
+        message = await self._websocket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(message["code"])
+        text = message.get("text")
+        data: bytes = text.encode(errors="surrogatepass") if text is not None else message["bytes"]
+        return data
+
+    async def send(self, text: str) -> None:
+        """Send an event."""
+        await self._websocket.send_text(text)
+
+    async def close(self, code: str) -> None:
+        """Close the WebSocket."""
+        await self._websocket.close(GOING_AWAY, code)
+
+
 class SessionConnection:
     """Runs one session until the client leaves, a limit is reached, or the server stops.
 
     Args:
+        line: what carries the session, and holds its bytes of the budget.
+        request: with which it began.
         tenant: the client whose share of the slots the requests use.
     """
 
-    def __init__(self, websocket: WebSocket, state: ServerState, session: RealtimeSession, tenant: str) -> None:
-        self._websocket = websocket
+    def __init__(
+        self,
+        line: WebSocketLine | Call,
+        request: HTTPConnection,
+        state: ServerState,
+        session: RealtimeSession,
+        tenant: str,
+    ) -> None:
+        self._line = line
+        self._about = {"request_id": request.state.request_id}
         self._state = state
         self._session = session
-        self._bodies = state.realtime.bodies  # of which `websocket` has what the session holds
-        self._asker = Asker(state, tenant, websocket.state.traceparent)
-        self._outbox = Outbox(websocket.send_text, state.settings.write_timeout)
+        self._bodies = state.realtime.bodies
+        self._asker = Asker(state, tenant, request.state.traceparent)
+        self._outbox = Outbox(line.send, state.settings.write_timeout)
+        if line.speaker is not None:
+            line.speaker.tell = self._outbox.put
         self._transcriber = Transcriber(session.transcripts, self._outbox, self._asker)
         self._activity: VoiceActivity | None = None
         self._heard = 0  # position up to which it was given the sound
@@ -84,7 +133,6 @@ class SessionConnection:
 
     async def run(self) -> None:
         """Run the session to its end; at the end none of its requests is left."""
-        about = {"request_id": self._websocket.state.request_id}
         self._carry_out(self._session.opened())
         writer = _task(self._outbox.write(), "realtime writer")
         reader = _task(self._read(), "realtime reader")
@@ -97,9 +145,11 @@ class SessionConnection:
             tasks = (writer, reader, transcriber, *self._answers.values())
             for error in await _end(tasks):
                 if isinstance(error, TimeoutError):
-                    logger.warning("the client of a realtime session does not read; the session ends", extra=about)
+                    logger.warning(
+                        "the client of a realtime session does not read; the session ends", extra=self._about
+                    )
                 elif isinstance(error, Exception) and not isinstance(error, WebSocketDisconnect | OSError):
-                    logger.error("a realtime session failed: %r", error, extra=about)
+                    logger.error("a realtime session failed: %r", error, extra=self._about)
 
     # -- events of the client -----------------------------------------------------------------------------------------
 
@@ -112,7 +162,7 @@ class SessionConnection:
             now = time.monotonic()
             try:
                 async with asyncio.timeout(min(settings.realtime_idle_seconds, expires - now)):
-                    data = await self._receive()
+                    given = await self._line.receive()
             except TimeoutError:
                 if time.monotonic() >= expires:
                     await self._close(f"A session lasts {settings.realtime_session_seconds:g} s.", "session_expired")
@@ -121,24 +171,19 @@ class SessionConnection:
                     continue
                 await self._close(f"No event for {settings.realtime_idle_seconds:g} s.", "session_idle")
                 return
-            await self._take(data)
+            await self._take(given)
             await self._outbox.room(EVENT_BYTES)
             await asyncio.sleep(pace.wait(time.monotonic()))
 
-    async def _receive(self) -> bytes:
-        """The next event. Raises `WebSocketDisconnect` if the client has left."""
-        message = await self._websocket.receive()
-        if message["type"] == "websocket.disconnect":
-            raise WebSocketDisconnect(message["code"])
-        text = message.get("text")
-        data: bytes = text.encode(errors="surrogatepass") if text is not None else message["bytes"]
-        return data
-
-    async def _take(self, data: bytes) -> None:
+    async def _take(self, given: bytes | config.AppendAudio) -> None:
         """Let the session take an event, if it can be decoded and there is room for it."""
+        data = given.audio if isinstance(given, config.AppendAudio) else given
         try:
             take_bytes(self._bodies, self, len(data))
-            event = config.parse(data) if len(data) <= SHORT else await asyncio.to_thread(config.parse, data)
+            if isinstance(given, config.AppendAudio):
+                event: config.AnyEvent = given
+            else:
+                event = config.parse(data) if len(data) <= SHORT else await asyncio.to_thread(config.parse, data)
             pictures = await self._read_pictures(config.pictures_of(event))
             if self._activity is not None and not isinstance(event, config.AppendAudio):
                 await self._activity.caught_up.wait()  # what came before the event counts before it
@@ -153,8 +198,9 @@ class SessionConnection:
             self._account()
 
     def _account(self) -> None:
-        self._bodies.release(self._websocket)
-        self._bodies.take(self._websocket, self._session.held)
+        played = self._line.speaker.size if self._line.speaker is not None else 0
+        self._bodies.release(self._line)
+        self._bodies.take(self._line, self._session.held + played)
 
     async def _read_pictures(self, given: Sequence[config.ShownPicture]) -> Sequence[bytes]:
         """The files of pictures, fetched and checked as those of a chat. Raises `HttpError` or `OmniError`."""
@@ -189,8 +235,7 @@ class SessionConnection:
         told, self._lags = self._lags, late > LAG_SECONDS or (self._lags and late > BUSY_SECONDS)
         if self._lags and not told:
             message = f"Turns are found {late:.1f} s too late: the server listens to more than it can."
-            about = {"request_id": self._websocket.state.request_id}
-            logger.warning("%s No session begins meanwhile.", message, extra=about)
+            logger.warning("%s No session begins meanwhile.", message, extra=self._about)
             hint = "Find them yourself (turn_detection: null), or come back later."
             self._outbox.put(error_event(HttpError(503, f"{message} {hint}", code="detection_lags")))
 
@@ -198,7 +243,7 @@ class SessionConnection:
         """Say why, and end the session."""
         self._outbox.put(error_event(HttpError(408, message, code=code)))
         await self._outbox.room(0)
-        await self._websocket.close(GOING_AWAY, code)
+        await self._line.close(code)
 
     # -- instructions -------------------------------------------------------------------------------------------------
 
@@ -206,11 +251,16 @@ class SessionConnection:
         for instruction in instructions:
             match instruction:
                 case Send(event):
-                    self._outbox.put(event)
+                    if self._line.speaker is None or not self._line.speaker.take(event):
+                        self._outbox.put(event)
                     if event["type"] == "response.done":
                         self._count(event["response"])
                 case Cancel(response_id):
                     self._answers[response_id].cancel()
+                case Silence():
+                    for response_id, item_id, played in self._line.speaker.silence() if self._line.speaker else ():
+                        self._outbox.put(config.event("output_audio_buffer.cleared", response_id=response_id))
+                        self._carry_out(self._session.cut(item_id, played))
                 case Transcribe():
                     self._transcriber.waiting.put_nowait(instruction)
                 case Ask(response_id):
@@ -259,6 +309,8 @@ class SessionConnection:
                     playback.add(time.monotonic(), len(item.samples) / RATE)
                     self._carry_out(self._session.sound(ask.response_id, pcm16(item.samples)))
                 await self._outbox.room(ANSWER_BYTES)
+                if self._line.speaker is not None:
+                    await self._line.speaker.room()
         finally:
             await stream.abort()  # nothing, if it has ended
         found = usage_of([stream.usage], description)
@@ -289,19 +341,20 @@ async def realtime(websocket: WebSocket) -> None:
     """Converse, with OpenAI's realtime events. A refusal is a plain HTTP response."""
     state: ServerState = websocket.app.state.server
     description = await state.describe()
-    config, pipeline = _begun(_asked(websocket, state.settings.api_key), state, description)
+    config, pipeline = begun(asked_by(websocket, state.settings.api_key), state, description)
     tenant = state.tenant(websocket)
-    with state.realtime.session(tenant, websocket):
+    line = WebSocketLine(websocket)
+    with state.realtime.session(tenant, line):
         await state.realtime.load()
         await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
-        session = _session(config, pipeline, state, description)
-        await SessionConnection(websocket, state, session, tenant).run()
+        session = new_session(config, pipeline, state, description)
+        await SessionConnection(line, websocket, state, session, tenant).run()
 
 
 async def create_secret(request: Request, state: ServerState, body: SecretRequest) -> Response:
     """Make a key with which a browser or a phone can begin realtime sessions for a while."""
     asked = body.session or {}
-    config, _ = _begun(asked, state, await state.describe())
+    config, _ = begun(asked, state, await state.describe())
     now = int(time.time())
     expires = now + (body.expires_after or ExpiresAfter()).seconds
     value = sealed(Secret(expires, asked), state.settings.api_key)
@@ -309,9 +362,9 @@ async def create_secret(request: Request, state: ServerState, body: SecretReques
     return json_response({"value": value, "expires_at": expires, "session": session})
 
 
-def _asked(websocket: WebSocket, api_key: str | None) -> dict[str, Any]:
+def asked_by(connection: HTTPConnection, api_key: str | None) -> dict[str, Any]:
     """The `session` that a client asks for when it connects. Raises `HttpError` 400, or 401 for a wrong secret."""
-    query = websocket.query_params
+    query = connection.query_params
     for name in query:
         if name not in PARAMETERS:
             message = f"There is no parameter {name[:64]!r}; there are {' and '.join(PARAMETERS)}."
@@ -319,7 +372,7 @@ def _asked(websocket: WebSocket, api_key: str | None) -> dict[str, Any]:
     asked: dict[str, Any] = {"model": query.get("model")}
     if query.get("intent") == "transcription":
         asked["type"] = "transcription"
-    if (given := key_of(websocket.headers)).startswith(PREFIX):
+    if (given := key_of(connection.headers)).startswith(PREFIX):
         secret = opened(given, api_key)
         if secret is None:
             raise HttpError(401, "The client secret is wrong or has expired.", code="invalid_api_key")
@@ -327,7 +380,9 @@ def _asked(websocket: WebSocket, api_key: str | None) -> dict[str, Any]:
     return asked
 
 
-def _begun(asked: dict[str, Any], state: ServerState, description: Description) -> tuple[SessionConfig, Pipeline]:
+def begun(
+    asked: dict[str, Any], state: ServerState, description: Description, called: bool = False
+) -> tuple[SessionConfig, Pipeline]:
     """How a session begins. Raises `HttpError` for the first thing that it cannot have."""
     settings = state.settings
     pipeline = Pipeline(
@@ -337,6 +392,7 @@ def _begun(asked: dict[str, Any], state: ServerState, description: Description) 
         speaks="audio" in description.modalities and description.sample_rate == RATE,
         max_audios=description.max_media.get("audio"),
         max_images=min(settings.media_parts, description.max_media.get("image", settings.media_parts)),
+        called=called,
     )
     model = asked.get("model")
     config = SessionConfig(
@@ -350,9 +406,10 @@ def _begun(asked: dict[str, Any], state: ServerState, description: Description) 
     return config, pipeline
 
 
-def _session(
+def new_session(
     config: SessionConfig, pipeline: Pipeline, state: ServerState, description: Description
 ) -> RealtimeSession:
+    """A session that has not begun."""
     settings = state.settings
     return RealtimeSession(
         config,

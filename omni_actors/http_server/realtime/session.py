@@ -74,7 +74,11 @@ class Transcribe(NamedTuple):
     question: str
 
 
-Instruction = Send | Ask | Cancel | Transcribe
+class Silence(NamedTuple):
+    """Drop the sound that the server has not played yet, and tell `RealtimeSession.cut` how much was played."""
+
+
+Instruction = Send | Ask | Cancel | Transcribe | Silence
 Instructions = list[Instruction]
 
 
@@ -152,6 +156,8 @@ class RealtimeSession:
             case config.UpdateSession():
                 return self._update(given)
             case config.AppendAudio():
+                if self._pipeline.called:
+                    self._buffer.make_room(len(given.audio))
                 self._buffer.append(given.audio)
                 return []
             case config.CommitAudio():
@@ -161,6 +167,10 @@ class RealtimeSession:
                 self._buffer.take()
                 self._forget_turn()
                 return [_sent("input_audio_buffer.cleared")]
+            case config.ClearOutput():
+                if not self._pipeline.called:
+                    raise bad_field("type", "Only over WebRTC the server has an output_audio_buffer.")
+                return [Silence()]
             case config.CreateItem():
                 return self._add(self._item_of(given.item, "item"), given.previous_item_id)
             case config.RetrieveItem():
@@ -226,6 +236,13 @@ class RealtimeSession:
         cut = {"content_index": given.content_index, "audio_end_ms": given.audio_end_ms}
         return [*done, _sent("conversation.item.truncated", item_id=item.id, **cut)]
 
+    def cut(self, item_id: str, end_ms: int) -> Instructions:
+        """Take how much of an answer was played before it was silenced."""
+        try:
+            return self._truncate(config.TruncateItem(item_id=item_id, content_index=0, audio_end_ms=end_ms))
+        except HttpError:  # the item is gone, or was never part of the conversation
+            return []
+
     # -- the user's turn ----------------------------------------------------------------------------------------------
 
     def detect(self, windows: Sequence[SpeechWindow]) -> Instructions:
@@ -267,9 +284,11 @@ class RealtimeSession:
         place = {"audio_start_ms": milliseconds(self._turn_start), "item_id": self._turn_id}
         started = _sent("input_audio_buffer.speech_started", **place)
         detection = self._config.turn_detection
-        if self._response is None or detection is None or not detection.interrupt_response:
+        if detection is None or not detection.interrupt_response:
             return [started]
-        return [Cancel(self._response.id), started, *self._end("cancelled", reason="turn_detected")]
+        cancel: Instructions = [Cancel(self._response.id)] if self._response is not None else []
+        silence: Instructions = [Silence()] if self._pipeline.called else []
+        return [*cancel, started, *self._end("cancelled", reason="turn_detected"), *silence]
 
     def _end_turn(self, end: TurnEnds) -> Instructions:
         place = {"audio_end_ms": milliseconds(end.end), "item_id": self._turn_id}

@@ -84,6 +84,12 @@ class AudioBuffer:
         if wire not in (None, self._decoder.wire):
             self._decoder = SoundDecoder(wire)
 
+    def make_room(self, size: int) -> None:
+        """Forget the oldest sound if there is no room for `size` more bytes."""
+        excess = len(self._data) + size - int(self._limit_seconds * BYTES_PER_SECOND)
+        if excess > 0:
+            self.take(end=self.start + -(-excess // SAMPLE_BYTES))
+
     def read(self, start: int, end: int) -> bytes:
         """The sound between two positions, which stays."""
         return bytes(self._data[self._offset(start) : self._offset(end)])

@@ -1,0 +1,132 @@
+"""The routes /v1/realtime/calls: sessions over WebRTC, each a task that outlives the request which began it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import ipaddress
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from omni_actors.http_server.bodies import FORM, MAX_VALUES, FormBody, Strict, check_bounds, decode, received
+from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.realtime.connection import SessionConnection, asked_by, begun, new_session
+from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.state import ServerState
+from omni_actors.logs import get_logger
+
+if TYPE_CHECKING:
+    from omni_actors.http_server.realtime.webrtc import Call
+
+logger = get_logger(__name__)
+
+PATH = "/v1/realtime/calls"
+SDP = "application/sdp"
+MAX_SDP = 64 << 10
+
+
+class Offer(Strict, frozen=True):
+    """What a client sends to begin a call.
+
+    Args:
+        session: JSON of the `session` of `session.update`.
+    """
+
+    sdp: str
+    session: str | None = None
+
+
+class OfferBody:
+    """An offer alone, or in a form with the session's configuration."""
+
+    form = FormBody(Offer, {}, file=None)
+
+    async def read(self, request: Request, settings: ServerSettings) -> Offer:
+        """Receive the body. Raises `HttpError` for the first thing that is wrong with it."""
+        if request.headers.get("content-type", "").lower().startswith(FORM):
+            offer = (await self.form.read(request, settings)).fields
+        else:
+            offer = Offer((await received(request, settings, SDP)).decode(errors="replace"))
+        if len(offer.sdp) > MAX_SDP:
+            raise bad_field("sdp", f"An SDP offer is limited to {MAX_SDP} characters.", "invalid_sdp")
+        return offer
+
+    def described(self) -> dict[str, Any]:
+        """The OpenAPI `requestBody`."""
+        body = self.form.described()
+        body["content"][SDP] = {"schema": {"type": "string"}}
+        return body
+
+
+BODY = OfferBody()
+
+
+class CallQuery(Strict, frozen=True):
+    """The query, as of a WebSocket."""
+
+    model: str | None = None
+    intent: str | None = None
+
+
+def available() -> bool:
+    """Whether the extra is installed."""
+    return importlib.util.find_spec("aiortc") is not None
+
+
+async def create(request: Request, state: ServerState, offer: Offer, _: CallQuery) -> Response:
+    """Begin a realtime session over WebRTC: answers an SDP offer, 201."""
+    if not available():
+        message = "This server has no WebRTC: install omni_actors[webrtc], or connect with a WebSocket."
+        raise HttpError(404, message, code="not_found")
+    webrtc = await asyncio.to_thread(importlib.import_module, "omni_actors.http_server.realtime.webrtc")
+    asked = asked_by(request, state.settings.api_key)
+    if offer.session is not None:
+        data = offer.session.encode(errors="surrogatepass")
+        check_bounds(data, MAX_VALUES)
+        asked |= decode(data, dict[str, Any], "session")
+    description = await state.describe()
+    session = new_session(*begun(asked, state, description, called=True), state, description)
+    call: Call = webrtc.Call()
+    tenant = state.tenant(request)
+    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def run() -> None:
+        """Answer the offer, and run the call to its end. Raises `HttpError` if there is no answer."""
+        try:
+            with state.realtime.session(tenant, call):
+                try:
+                    answer.set_result(await call.answer(offer.sdp, _address(request)))
+                    await call.connected()
+                    await SessionConnection(call, request, state, session, tenant).run()
+                finally:
+                    await call.end()
+        except (TimeoutError, OSError) as error:
+            logger.info("call %s has not begun: %r", call.id, error, extra={"request_id": request.state.request_id})
+
+    task = state.calls[call.id] = asyncio.create_task(run(), name="realtime call")
+    task.add_done_callback(lambda _: state.calls.pop(call.id))
+    await asyncio.wait((task, answer), return_when=asyncio.FIRST_COMPLETED)
+    if not answer.done():
+        await task  # raises why
+    return Response(answer.result(), 201, {"location": f"{PATH}/{call.id}"}, media_type=SDP)
+
+
+def _address(request: Request) -> str:
+    """The address of this host to which the request came, and to which the packets of its call are to come."""
+    address = ipaddress.ip_address(request.scope["server"][0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
+
+
+async def hang_up(request: Request, state: ServerState) -> Response:
+    """End a call."""
+    call_id = request.path_params["call_id"]
+    if (task := state.calls.get(call_id)) is None:
+        message = f"This process has no call {call_id[:100]!r}: it has ended, or another process of the server has it."
+        raise HttpError(404, message, param="call_id", code="call_not_found")
+    task.cancel()
+    await asyncio.wait((task,))
+    return Response()

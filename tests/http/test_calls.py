@@ -1,0 +1,382 @@
+"""Realtime sessions over WebRTC: a client of aiortc against echo stages."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import aioice.ice
+import httpx
+import numpy
+import pytest
+from openai import AsyncOpenAI
+
+from omni_actors.http_server.connections import bounded_protocol
+from omni_actors.http_server.realtime import calls, webrtc
+from omni_actors.http_server.realtime.config import RATE
+from omni_actors.http_server.settings import ServerSettings
+from tests.support.calls import Caller, call, post_offer
+from tests.support.realtime import kinds, serving_sessions, speech
+from tests.support.servers import HttpPipeline
+from tests.support.waiting import PATIENCE, eventually
+
+SENTENCE = "hello sea "
+LONG = SENTENCE * 5  # 10 s
+MILLISECONDS_PER_CHARACTER = 200  # of what `talker` speaks
+MANUAL = {"turn_detection": None}
+ALLOWANCE = 0.4  # seconds of sound that may be on its way
+KEY = "sesame"
+
+
+def session_of(instructions: str, **audio_input: Any) -> dict[str, Any]:
+    """The configuration of a session in which the echo stages repeat the instructions, and what they said before."""
+    return {"type": "realtime", "instructions": instructions, "audio": {"input": audio_input}}
+
+
+async def get(url: str, key: str = "none") -> httpx.Response:
+    return await asyncio.to_thread(httpx.get, url, headers={"authorization": f"Bearer {key}"})
+
+
+async def no_session(url: str, key: str = "none") -> None:
+    """Wait until the pipeline has no session on any server."""
+
+    async def none() -> bool:
+        return "omni_realtime_sessions 0.0" in (await get(f"{url}/metrics", key)).text.splitlines()
+
+    await eventually(none, what="the end of all sessions")
+
+
+async def in_flight(url: str) -> int:
+    return int((await get(f"{url}/v1/status")).json()["in_flight"])
+
+
+async def no_request(url: str) -> None:
+    async def none() -> bool:
+        return await in_flight(url) == 0
+
+    await eventually(none, what="the end of all requests")
+
+
+async def hang_up(url: str, location: str, key: str = "none") -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    return await asyncio.to_thread(httpx.post, f"{url}{location}/hangup", headers=headers)
+
+
+async def ends(caller: Caller) -> None:
+    async with asyncio.timeout(15 * PATIENCE):
+        await caller.closed.wait()
+
+
+@pytest.fixture(scope="module")
+def talker() -> Iterator[HttpPipeline]:
+    """Echo stages that speak slowly: few events, much sound."""
+    samples = MILLISECONDS_PER_CHARACTER * RATE // 1000
+    with HttpPipeline(overrides={"stages.code2wav.engine.samples_per_token": samples}) as pipeline:
+        yield pipeline
+        pipeline.assert_idle()
+
+
+# -- conversations ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_spoken_turn_is_answered_in_sound(talker: HttpPipeline) -> None:
+    async with call(talker.url, session=session_of(SENTENCE)) as caller:
+        assert caller.of_kind("session.created")[0]["session"]["instructions"] == SENTENCE
+        caller.microphone.say(speech(1.0))
+        await caller.until("output_audio_buffer.started")
+        await caller.until("output_audio_buffer.stopped")
+        seconds = MILLISECONDS_PER_CHARACTER * len(SENTENCE) / 1000
+        assert seconds - ALLOWANCE < len(caller.sound) / RATE < seconds + ALLOWANCE
+        assert numpy.abs(caller.sound).max() > 3000
+        found = kinds(caller.events)
+        assert "response.output_audio.delta" not in found
+        assert found.index("response.content_part.added") < found.index("output_audio_buffer.started")
+        assert found.index("response.done") < found.index("output_audio_buffer.stopped")
+        assert caller.of_kind("response.output_audio_transcript.done")[0]["transcript"] == SENTENCE
+        candidates = re.findall(r"a=candidate:\S+ \d \S+ \d+ (\S+)", caller.answer)
+        assert set(candidates) == {"127.0.0.1"}  # the address that the client knows, and no other one of this host
+
+
+async def test_speech_cuts_the_answer_to_what_was_sent(talker: HttpPipeline) -> None:
+    async with call(talker.url, session=session_of(LONG)) as caller:
+        caller.microphone.say(speech(1.0))
+        await caller.until("response.done")
+        assert len(caller.sound) < 5 * RATE  # of ten seconds: it is played in time, although it is made at once
+        await eventually(lambda: len(caller.sound) > RATE)
+        caller.microphone.say(speech(2.0, seed=1))
+        await caller.until("output_audio_buffer.cleared")
+        heard = len(caller.sound) / RATE
+        cut = await caller.until("conversation.item.truncated")
+        assert heard - ALLOWANCE < cut["audio_end_ms"] / 1000 < heard + ALLOWANCE
+        answer = caller.of_kind("response.output_item.done")[0]["item"]
+        assert cut["item_id"] == answer["id"]
+        caller.send("conversation.item.retrieve", item_id=answer["id"])
+        text = (await caller.until("conversation.item.retrieved"))["item"]["content"][0]["transcript"]
+        spoken = cut["audio_end_ms"] / MILLISECONDS_PER_CHARACTER
+        assert spoken - len("hello ") - 1 <= len(text) <= spoken
+        assert LONG.startswith(text)
+        await caller.until("output_audio_buffer.started", count=2)
+        assert len(caller.sound) / RATE < heard + ALLOWANCE + 1  # nothing of the first answer came after that
+
+
+async def test_a_client_silences_the_server(slow: HttpPipeline) -> None:
+    async with call(slow.url, session=session_of(LONG, **MANUAL)) as caller:
+        caller.send("output_audio_buffer.clear")  # of which there is nothing yet
+        caller.send("response.create")
+        await caller.until("output_audio_buffer.started")
+        caller.send("output_audio_buffer.clear")
+        await caller.until("output_audio_buffer.cleared")
+        assert (await caller.until("response.done"))["response"]["status"] == "cancelled"
+        await caller.until("conversation.item.truncated")
+        await no_request(slow.url)
+        assert not caller.of_kind("error")
+
+
+async def test_an_answer_that_is_cancelled_is_heard_as_far_as_it_was_made(slow: HttpPipeline) -> None:
+    async with call(slow.url, session=session_of(LONG, **MANUAL)) as caller:
+        caller.send("response.create")
+        await caller.until("output_audio_buffer.started")
+        caller.send("response.cancel")
+        await caller.until("output_audio_buffer.stopped")
+        assert not caller.of_kind("conversation.item.truncated")
+
+
+async def test_a_microphone_may_be_open_for_longer_than_the_buffer_is(echo: HttpPipeline) -> None:
+    with serving_sessions(ServerSettings(endpoint=echo.endpoint, audio_seconds=1.0)) as url:
+        async with call(url, session=session_of("sea", **MANUAL)) as caller:
+            await asyncio.sleep(2.0)  # the time that the microphone takes
+            caller.send("input_audio_buffer.commit")
+            item = (await caller.until("conversation.item.done"))["item"]
+            caller.send("conversation.item.retrieve", item_id=item["id"])
+            sound = (await caller.until("conversation.item.retrieved"))["item"]["content"][0]["audio"]
+            assert len(base64.b64decode(sound)) == 2 * RATE
+            assert not caller.of_kind("error")
+
+
+async def test_the_openai_package_calls_and_hangs_up(echo: HttpPipeline) -> None:
+    caller = Caller()
+    async with AsyncOpenAI(base_url=f"{echo.url}/v1", api_key="none") as client:
+        session = session_of(SENTENCE)
+        response = await client.realtime.calls.with_raw_response.create(sdp=await caller.offer(), session=session)
+        assert response.status_code == 201
+        await caller.take_answer(response.headers["location"], response.text)
+        assert caller.of_kind("session.created")[0]["session"]["instructions"] == SENTENCE
+        await client.realtime.calls.hangup(caller.location.rpartition("/")[2])
+    await ends(caller)
+    await no_session(echo.url)
+    again = await hang_up(echo.url, caller.location)
+    assert again.status_code == 404
+    assert again.json()["error"]["code"] == "call_not_found"
+    await caller.close()
+
+
+async def test_an_event_that_the_client_cannot_take_is_told(echo: HttpPipeline) -> None:
+    async with call(echo.url, session=session_of("sea", **MANUAL)) as caller:
+        sound = base64.b64encode(bytes(3 * 2 * RATE)).decode()
+        for _ in range(2):
+            caller.send("input_audio_buffer.append", audio=sound)
+        caller.send("input_audio_buffer.commit")
+        item = (await caller.until("conversation.item.done"))["item"]
+        caller.send("conversation.item.retrieve", item_id=item["id"])
+        assert (await caller.until("error"))["error"]["code"] == "event_too_large"
+        caller.send("conversation.item.delete", item_id=item["id"])
+        await caller.until("conversation.item.deleted")  # the call goes on
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+async def test_leaving_ends_the_answer(slow: HttpPipeline) -> None:
+    async with call(slow.url, session=session_of(LONG, **MANUAL)) as caller:
+        caller.send("response.create")
+        await caller.until("output_audio_buffer.started")
+        assert await in_flight(slow.url) == 1
+    await no_request(slow.url)
+    await no_session(slow.url)
+
+
+async def test_a_client_that_vanishes_ends_its_call(slow: HttpPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a word, as where a battery is empty. aioice asks every 5 s whether a peer is there; here more often."""
+    monkeypatch.setattr(aioice.ice, "CONSENT_INTERVAL", 0.2)
+    with serving_sessions(ServerSettings(endpoint=slow.endpoint)) as url:
+        async with call(url, session=session_of(LONG, **MANUAL)) as caller:
+            caller.send("response.create")
+            await caller.until("output_audio_buffer.started")
+            caller.vanish()
+            await no_request(slow.url)
+            await no_session(url)
+
+
+async def test_a_client_that_does_not_come_leaves_its_place(
+    echo: HttpPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webrtc, "CONNECT_SECONDS", 0.5)
+    with serving_sessions(ServerSettings(endpoint=echo.endpoint, realtime_sessions=1)) as url:
+        caller = Caller()
+        offer = await caller.offer()
+        assert (await post_offer(url, offer)).status_code == 201
+        refused = await post_offer(url, offer)
+        assert refused.status_code == 429
+        await no_session(url)
+        await caller.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "code"), [("realtime_session_seconds", "session_expired"), ("realtime_idle_seconds", "session_idle")]
+)
+async def test_a_call_has_an_end(echo: HttpPipeline, limit: str, code: str) -> None:
+    with serving_sessions(ServerSettings(endpoint=echo.endpoint, **{limit: 0.5})) as url:
+        async with call(url, hears=code == "session_expired") as caller:
+            assert (await caller.until("error"))["error"]["code"] == code
+            await ends(caller)
+            await no_session(url)
+
+
+async def test_the_end_of_the_server_ends_its_calls(echo: HttpPipeline) -> None:
+    caller = Caller()
+    with serving_sessions(ServerSettings(endpoint=echo.endpoint)) as url:
+        await caller.connect(url)
+    await ends(caller)
+    await caller.close()
+
+
+# -- access and limits ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def limited(echo_pipeline: HttpPipeline) -> Iterator[str]:
+    """A server with a key."""
+    settings = ServerSettings(endpoint=echo_pipeline.endpoint, api_key=KEY, check_host=False, realtime_sessions=1)
+    with serving_sessions(settings, http=bounded_protocol(settings, 4)) as url:
+        yield url
+
+
+async def test_strangers_are_refused(limited: str, echo: HttpPipeline) -> None:
+    caller = Caller()
+    offer = await caller.offer()
+    assert (await post_offer(limited, offer)).status_code == 401
+    assert (await post_offer(limited, offer, "sesam")).status_code == 401
+    assert (await hang_up(limited, "/v1/realtime/calls/rtc_1", "sesam")).status_code == 401
+    refused = await post_offer(echo.url, offer, headers={"origin": "https://evil.example"})
+    assert refused.json()["error"]["code"] == "origin_not_allowed"
+    await no_session(limited, KEY)
+    await caller.connect(limited, KEY)
+    assert (await post_offer(limited, offer, KEY)).status_code == 429
+    await caller.close()
+    await no_session(limited, KEY)
+
+
+async def test_a_client_secret_opens_a_call_and_ends_none(limited: str) -> None:
+    body = {"session": session_of(SENTENCE)}
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {KEY}"}) as client:
+        made = await client.post(f"{limited}/v1/realtime/client_secrets", json=body, timeout=30 * PATIENCE)
+    secret = made.json()["value"]
+    await no_session(limited, KEY)
+    async with call(limited, key=secret) as caller:
+        assert caller.of_kind("session.created")[0]["session"]["instructions"] == SENTENCE
+        assert (await hang_up(limited, caller.location, secret)).status_code == 401
+        assert (await hang_up(limited, caller.location, KEY)).status_code == 200
+        await ends(caller)
+
+
+@pytest.mark.parametrize(
+    ("query", "session", "status", "param"),
+    [
+        ({"model": "gpt-realtime"}, None, 404, "model"),
+        ({"voice": "alloy"}, None, 400, "voice"),
+        ({}, {"type": "realtime", "model": "gpt-realtime"}, 404, "model"),
+        ({}, {"type": "realtime", "audio": {"output": {"voice": "nobody"}}}, 400, "session.audio.output.voice"),
+        ({}, {"type": "realtime", "temperature": 1}, 400, "session.temperature"),
+    ],
+    ids=str,
+)
+async def test_a_configuration_that_is_not_supported_is_refused(
+    echo: HttpPipeline, query: dict[str, str], session: dict[str, Any] | None, status: int, param: str
+) -> None:
+    caller = Caller()
+    refused = await post_offer(echo.url, await caller.offer(), session=session, **query)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)
+    await no_session(echo.url)
+    await caller.close()
+
+
+def without(pattern: str) -> Callable[[str], str]:
+    return lambda offer: re.sub(rf"(?m)^{pattern}.*\n", "", offer)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda offer: "",
+        lambda offer: "v=0",
+        lambda offer: "\0" + offer[::-1],
+        lambda offer: offer * 40,
+        lambda offer: offer.partition("m=application")[0],
+        lambda offer: offer[: offer.index("m=audio")] + offer[offer.index("m=application") :],
+        lambda offer: offer + offer[offer.index("m=audio") :].replace("m=audio", "m=video"),
+        lambda offer: offer.replace("opus/48000/2", "telephone-event/8000"),
+        without("a=fingerprint"),
+        without("a=setup"),
+        without("a=ice-ufrag"),
+        without("a=rtcp-mux"),
+        lambda offer: re.sub(r"a=max-message-size:\d+", "a=max-message-size:many", offer),
+    ],
+)
+async def test_a_wrong_offer_is_refused(echo: HttpPipeline, change: Callable[[str], str]) -> None:
+    caller = Caller()
+    wrong = change(await caller.offer())
+    refused = await post_offer(echo.url, wrong)
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["code"] == "invalid_sdp"
+    await no_session(echo.url)
+    await caller.close()
+
+
+async def test_an_offer_sends_the_server_nowhere(echo: HttpPipeline) -> None:
+    """It opens no connection to the addresses that an offer names, but waits for checks from them."""
+    loop, came = asyncio.get_running_loop(), asyncio.Event()
+
+    class Victim(asyncio.DatagramProtocol):
+        def datagram_received(self, data: bytes, source: Any) -> None:
+            came.set()
+
+    transport, _ = await loop.create_datagram_endpoint(Victim, local_addr=("127.0.0.1", 0))
+    caller = Caller()
+    offer = await caller.offer()
+    port = transport.get_extra_info("sockname")[1]
+    named = re.sub(r"(a=candidate:\S+ \d \S+ \d+) \S+ \d+", rf"\1 127.0.0.1 {port}", offer)
+    assert f"127.0.0.1 {port}" in named
+    response = await post_offer(echo.url, named)
+    await caller.take_answer(response.headers["location"], response.text)
+    assert not came.is_set()
+    await caller.close()
+    transport.close()
+
+
+async def test_an_event_that_never_ends_ends_the_call(echo: HttpPipeline) -> None:
+    async with call(echo.url) as caller:
+        caller.send_beyond_the_limit("x" * 2_000_000)
+        await ends(caller)
+        await no_session(echo.url)
+
+
+async def test_many_events_at_once_are_taken_one_after_the_other(echo: HttpPipeline) -> None:
+    async with call(echo.url) as caller:
+        for index in range(1500):
+            caller.send("conversation.item.delete", item_id="none", event_id=str(index))
+        await caller.until("error", count=1500, seconds=30)
+        assert [event["error"]["event_id"] for event in caller.of_kind("error")] == [str(n) for n in range(1500)]
+
+
+def test_a_server_without_the_extra_says_so(echo: HttpPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert httpx.get(f"{echo.url}/v1/status").json()["webrtc"] is True
+    monkeypatch.setattr(calls, "available", lambda: False)
+    with serving_sessions(ServerSettings(endpoint=echo.endpoint)) as url:
+        assert httpx.get(f"{url}/v1/status").json()["webrtc"] is False
+        headers = {"content-type": "application/sdp"}
+        refused = httpx.post(f"{url}/v1/realtime/calls", content="v=0", headers=headers)
+        assert refused.status_code == 404
+        assert "omni_actors[webrtc]" in refused.json()["error"]["message"]

@@ -1,0 +1,189 @@
+"""What a session decides where the server plays its answers, and how it plays them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import numpy
+import pytest
+from av import CodecContext, Packet
+
+from omni_actors.http_server.realtime import webrtc
+from omni_actors.http_server.realtime.config import RATE, Event, ServerVad, event
+from omni_actors.http_server.realtime.session import Silence
+from omni_actors.http_server.realtime.webrtc import AHEAD_SECONDS, OPUS_CLOCK, Loudspeaker
+from tests.support.realtime import PIPELINE, Talk, conforms, error_of, kinds
+from tests.support.servers import tone
+
+CALLED = msgspec.structs.replace(PIPELINE, called=True)
+VAD = ServerVad(prefix_padding_ms=64, silence_duration_ms=160)
+
+
+def plays() -> Talk:
+    return Talk(CALLED, vad=VAD, audio_seconds=2.0)
+
+
+def silences(talk: Talk) -> int:
+    return sum(isinstance(instruction, Silence) for instruction in talk.instructions)
+
+
+# -- the session ------------------------------------------------------------------------------------------------------
+
+
+def test_speech_silences_an_answer_that_is_complete_but_not_played() -> None:
+    talk = plays()
+    item = talk.answer("One two three four", seconds=4.0)
+    assert kinds(talk.hear(0.9, 2)) == ["input_audio_buffer.speech_started"]
+    assert silences(talk) == 1
+    (cut,) = talk.take(talk.session.cut(item, 2000))
+    assert (cut["type"], cut["audio_end_ms"]) == ("conversation.item.truncated", 2000)
+    shown = talk.send("conversation.item.retrieve", item_id=item)[0]["item"]
+    assert shown["content"][0]["transcript"] == "One two"
+
+
+def test_speech_silences_nothing_where_it_does_not_interrupt() -> None:
+    talk = Talk(CALLED, vad=ServerVad(interrupt_response=False))
+    talk.answer("One")
+    talk.hear(0.9, 2)
+    assert silences(talk) == 0
+
+
+def test_an_answer_that_is_gone_is_not_cut() -> None:
+    assert plays().session.cut("item_1", 100) == []
+
+
+def test_only_where_the_server_plays_it_can_be_silenced() -> None:
+    talk = plays()
+    assert talk.send("output_audio_buffer.clear") == []
+    assert silences(talk) == 1
+    assert error_of(Talk().send("output_audio_buffer.clear"))["param"] == "type"
+
+
+def test_the_newest_sound_of_an_open_microphone_is_kept() -> None:
+    talk = Talk(CALLED, audio_seconds=1.0)
+    for value in range(1, 31):
+        talk.append(numpy.full(RATE // 10, value, "<i2").tobytes())
+    talk.send("input_audio_buffer.commit")
+    talk.respond()
+    ((samples, _),) = [part["audio"] for part in talk.asked[-1].messages[0]["content"]]
+    assert len(samples) == RATE
+    assert set(samples) == set(range(21, 31))
+
+
+def test_the_format_of_a_call_is_that_of_its_line() -> None:
+    talk = plays()
+    g711 = {"format": {"type": "audio/pcmu"}}
+    (updated,) = talk.send("session.update", session={"type": "realtime", "audio": {"input": g711, "output": g711}})
+    for direction in ("input", "output"):
+        assert updated["session"]["audio"][direction]["format"] == {"type": "audio/pcm", "rate": RATE}
+
+
+# -- the loudspeaker --------------------------------------------------------------------------------------------------
+
+
+def delta(response: str, pcm: bytes) -> Event:
+    return event("response.output_audio.delta", response_id=response, item_id=f"item of {response}", delta=pcm)
+
+
+def done(response: str, status: str = "completed") -> Event:
+    return event("response.done", response={"id": response, "status": status})
+
+
+class Told(list[tuple[str, str]]):
+    """What a loudspeaker tells, as kind and response."""
+
+    def __call__(self, given: Event) -> None:
+        conforms(given)
+        self.append((given["type"].rpartition(".")[2], given["response_id"]))
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+async def speaker(told: Told) -> Loudspeaker:
+    made = Loudspeaker()
+    made.tell = told
+    return made
+
+
+async def played(speaker: Loudspeaker, count: int) -> list[Packet]:
+    return [await speaker.recv() for _ in range(count)]
+
+
+async def test_answers_are_played_one_after_the_other(speaker: Loudspeaker, told: Told) -> None:
+    sound = (tone(0.05, RATE) * 32767).astype("<i2").tobytes()
+    assert speaker.take(delta("a", sound))
+    assert not speaker.take(done("a"))
+    assert speaker.take(delta("b", sound[:1000]))
+    packets = await played(speaker, 4)
+    assert told == [("started", "a"), ("stopped", "a"), ("started", "b")]  # of b, 40 bytes wait for more
+    assert [packet.pts - packets[0].pts for packet in packets] == [0, 960, 1920, 2880]
+    decoder = CodecContext.create("libopus", "r")
+    heard = numpy.concatenate([frame.to_ndarray()[0] for packet in packets for frame in decoder.decode(packet)])
+    assert numpy.abs(heard[960:2400]).max() > 0.2
+    speaker.take(done("b"))
+    await played(speaker, 1)
+    speaker.take(delta("c", sound))
+    await played(speaker, 1)
+    assert told[3:] == [("stopped", "b"), ("started", "c")]
+
+
+class Clock:
+    """A clock that tests move."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+def webrtc_time(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock(webrtc.time.monotonic())
+    monkeypatch.setattr(webrtc, "time", clock)
+    return clock
+
+
+async def test_after_a_pause_the_time_of_packets_goes_on(speaker: Loudspeaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    speaker.take(delta("a", bytes(960)))
+    (first,) = await played(speaker, 1)
+    now = webrtc_time(monkeypatch)
+    now.seconds += 2.0
+    speaker.take(delta("a", bytes(960)))
+    (second,) = await played(speaker, 1)
+    assert second.pts - first.pts == pytest.approx(2 * OPUS_CLOCK, abs=0.1 * OPUS_CLOCK)
+
+
+async def test_what_was_not_played_is_dropped_and_said(speaker: Loudspeaker, told: Told) -> None:
+    speaker.take(delta("a", bytes(480)))
+    speaker.take(done("a"))
+    speaker.take(delta("b", bytes(48_000)))
+    speaker.take(delta("c", bytes(48_000)))
+    await played(speaker, 3)
+    assert speaker.silence() == [("b", "item of b", 40), ("c", "item of c", 0)]
+    assert speaker.size == 0
+    assert speaker.silence() == []
+
+
+async def test_an_answer_that_was_cut_short_was_not_heard_to_its_end(speaker: Loudspeaker) -> None:
+    """Its text goes on where its sound ends."""
+    for response, status in (("a", "completed"), ("b", "cancelled")):
+        speaker.take(delta(response, bytes(960)))
+        speaker.take(done(response, status))
+    await played(speaker, 2)
+    assert speaker.silence() == [("b", "item of b", 20)]
+
+
+async def test_no_more_of_an_answer_is_taken_than_can_wait(speaker: Loudspeaker) -> None:
+    speaker.take(delta("a", bytes(round(AHEAD_SECONDS * 2 * RATE))))
+    await speaker.room()
+    speaker.take(delta("a", bytes(960)))
+    room = asyncio.create_task(speaker.room())
+    await asyncio.sleep(0)
+    assert not room.done()
+    await played(speaker, 1)
+    await room
