@@ -79,6 +79,7 @@ class Line:
 def line(page: Page) -> Line:
     """That of the page, for connections to which a test gives no route of its own."""
     made = Line()
+    page.route("**/v1/realtime/calls", lambda route: route.abort())  # the page then takes a WebSocket
     page.route_web_socket(ROUTE, lambda route: made.connect(route))
     return made
 

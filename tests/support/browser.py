@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -24,11 +25,12 @@ ARGUMENTS = ["--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stre
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
-    """The system's Chromium, headless, with a fake microphone that beeps."""
+def chromium(microphone: Path | None = None) -> Iterator[Browser]:
+    """The system's Chromium, headless, with a fake microphone that beeps, or hears a WAV file once."""
+    heard = [f"--use-file-for-fake-audio-capture={microphone}%noloop"] if microphone is not None else []
     with sync_playwright() as playwright:
         sandbox = ["--no-sandbox"] if os.getuid() == 0 else []  # Chromium's sandbox refuses to run as root
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS, *sandbox])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS, *heard, *sandbox])
         yield browser
         browser.close()
 

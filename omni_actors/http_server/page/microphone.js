@@ -16,13 +16,32 @@ export async function openMicrophone(constraints = true) {
   }
 }
 
+/** Calls `heard` with each piece of a stream's sound: {pcm, peak}. Raises `PageError` if the browser cannot listen all the time. */
+export async function capture(context, stream, heard) {
+  try {
+    await context.audioWorklet.addModule("/capture.js");
+  } catch (error) {
+    throw new PageError("The browser cannot listen all the time. Record your messages instead.", error.message);
+  }
+  const source = context.createMediaStreamSource(stream), node = new AudioWorkletNode(context, "capture", {
+    numberOfOutputs: 0, channelCount: 1, channelCountMode: "explicit",
+  });
+  if (context.sampleRate > RATE) {
+    const filter = new BiquadFilterNode(context, { type: "lowpass", frequency: CUTOFF });
+    source.connect(filter).connect(node);
+  } else {
+    source.connect(node);
+  }
+  node.port.onmessage = ({ data }) => heard(data);
+  return source;
+}
+
 /** Gives what the user says in pieces; while it is muted, silence. */
 export class Microphone {
-  #stream;
   #context;
 
   constructor(stream, context) {
-    this.#stream = stream;
+    this.stream = stream;
     this.#context = context;
   }
 
@@ -31,33 +50,23 @@ export class Microphone {
     const stream = await openMicrophone({ echoCancellation: true, noiseSuppression: true, autoGainControl: true });
     const context = new AudioContext({ latencyHint: "interactive" });
     try {
-      await context.audioWorklet.addModule("/capture.js");
+      await capture(context, stream, heard);
     } catch (error) {
       stream.getTracks().forEach((track) => track.stop());
       context.close();
-      throw new PageError("The browser cannot listen all the time. Record your messages instead.", error.message);
+      throw error;
     }
-    const source = context.createMediaStreamSource(stream), capture = new AudioWorkletNode(context, "capture", {
-      numberOfOutputs: 0, channelCount: 1, channelCountMode: "explicit",
-    });
-    if (context.sampleRate > RATE) {
-      const filter = new BiquadFilterNode(context, { type: "lowpass", frequency: CUTOFF });
-      source.connect(filter).connect(capture);
-    } else {
-      source.connect(capture);
-    }
-    capture.port.onmessage = ({ data }) => heard(data);
     stream.getTracks().forEach((track) => { track.onended = lost; });
     context.resume();
     return new Microphone(stream, context);
   }
 
   set muted(muted) {
-    this.#stream.getTracks().forEach((track) => { track.enabled = !muted; });
+    this.stream.getTracks().forEach((track) => { track.enabled = !muted; });
   }
 
   close() {
-    this.#stream.getTracks().forEach((track) => { track.onended = null; track.stop(); });
+    this.stream.getTracks().forEach((track) => { track.onended = null; track.stop(); });
     this.#context.close();
   }
 }

@@ -1,6 +1,7 @@
 "use strict";
 // The page's only loudspeaker: whatever starts to play ends what played before.
 
+import { capture } from "./microphone.js";
 import { decode, wavOf } from "./wav.js";
 
 const AHEAD = 0.06;  // seconds before the first sound after silence, so that the next piece can arrive in time
@@ -12,7 +13,11 @@ export class Clip {
   seconds = 0;
   complete = false;
 
-  constructor(rate) { this.rate = rate; }
+  /** `live` for sound that comes in time, in the stream that the player follows. */
+  constructor(rate, live = false) {
+    this.rate = rate;
+    this.live = live;
+  }
 
   toWav() { return wavOf(this.pieces, this.rate); }
 }
@@ -23,12 +28,15 @@ class Player extends EventTarget {
   turns = 0;        // how often something has been stopped or replaced
   #context = null;
   #analyser = null;
+  #ear = null;      // an analyser of what it follows
+  #followed = new Audio();
   #sources = new Set();
   #times = [];      // {from, seconds} of each piece of what plays
   #next = 0;
 
   /** Seconds of what plays that have left the loudspeaker. */
   get heard() {
+    if (this.clip?.live) return this.clip.seconds;
     const now = this.#context ? this.#context.currentTime - (this.#context.outputLatency || 0) : 0;
     return this.#times.reduce((sum, { from, seconds }) => sum + Math.min(Math.max(now - from, 0), seconds), 0);
   }
@@ -42,6 +50,19 @@ class Player extends EventTarget {
     this.clip = clip;
     for (const piece of clip.pieces) this.#schedule(piece);
     this.#changed();
+  }
+
+  /** Plays a stream as it comes, and notes it in the clip that plays, if that is live and `sounding`. */
+  async follow(stream) {
+    this.#open();
+    this.#followed.srcObject = stream;
+    this.#followed.play();
+    this.#ear = this.#context.createAnalyser();
+    this.#ear.fftSize = this.#analyser.fftSize;
+    const source = await capture(this.#context, stream, ({ pcm }) => {
+      if (this.clip?.live && this.clip.sounding) this.add(this.clip, Float32Array.from(new Int16Array(pcm), (value) => value / 32768));
+    });
+    source.connect(this.#ear);
   }
 
   /** Plays a file that the user attached or recorded. Raises `DOMException` if the browser cannot decode it. */
@@ -59,13 +80,14 @@ class Player extends EventTarget {
     clip.pieces.push(samples);
     clip.seconds += samples.length / clip.rate;
     if (clip !== this.clip) return;
-    this.#schedule(samples);
+    if (!clip.live) this.#schedule(samples);
     if (clip.pieces.length === 1) this.#changed();
   }
 
   /** Says that no more pieces of a clip will come. */
   complete(clip) {
     clip.complete = true;
+    clip.live = false;
     this.#endIfOver();
   }
 
@@ -79,6 +101,7 @@ class Player extends EventTarget {
   #end() {
     this.turns++;
     const ended = this.clip;
+    if (ended) ended.live = false;
     this.clip = null;
     for (const source of this.#sources) source.stop();
     this.#sources.clear();
@@ -89,7 +112,8 @@ class Player extends EventTarget {
 
   /** The last samples that went to the loudspeaker. */
   wave(into) {
-    if (this.#analyser) this.#analyser.getFloatTimeDomainData(into);
+    const analyser = this.clip?.live ? this.#ear : this.#analyser;
+    if (analyser) analyser.getFloatTimeDomainData(into);
     return into;
   }
 

@@ -14,6 +14,7 @@ import { showTimeline, timelineOf } from "./timeline.js";
 import { samplesOf } from "./wav.js";
 
 const RATE = 24000;  // Hz of the answers
+const LATE = 300;  // milliseconds by which the sound of a call may be behind its events
 const LEVEL_FALL = 0.85;  // of the level shown, from one piece of 32 ms to the next
 const RACES = ["response_cancel_not_active", "item_not_found"];  // what we ask about may have ended or gone meanwhile
 
@@ -38,7 +39,7 @@ async function start() {
   await chat.stop();
   try {
     microphone = await Microphone.open(take, () => fail(new PageError("The microphone was unplugged, or forbidden.")));
-    session = new Session({ created, event: receive, lost, failed: fail });
+    open();
     announce("The conversation begins: speak.");
   } catch (error) {
     chat.showError(error instanceof PageError ? error : new PageError("The microphone failed.", String(error)));
@@ -96,8 +97,13 @@ export function startOver() {
   if (!runs()) return;
   session.close();
   forget();
-  session = new Session({ created, event: receive, lost, failed: fail });
+  open();
   show();
+}
+
+function open() {
+  const callbacks = { created, event: receive, lost, failed: fail, sound: (stream) => player.follow(stream).catch(fail) };
+  session = new Session(callbacks, status.current?.webrtc ? microphone.stream : null);
 }
 
 const answering = () => Boolean(answer?.running);
@@ -189,6 +195,18 @@ const EVENTS = {
     player.add(answer.clip, samplesOf(delta));
     document.body.dataset.audioSeconds = answer.clip.seconds.toFixed(3);
   },
+  "output_audio_buffer.started": ({ response_id }) => {
+    if (answer?.id !== response_id || answer.over) return;
+    answer.times.audio = answer.times.smooth = since();
+    answer.clip.sounding = true;
+  },
+  "output_audio_buffer.stopped": ({ response_id }) => {
+    const ended = answer;
+    if (ended?.id === response_id) setTimeout(() => player.complete(ended.clip), LATE);
+  },
+  "conversation.item.truncated": ({ item_id }) => {
+    if (session.calls && cuts.has(item_id)) session.send("conversation.item.retrieve", { item_id });
+  },
   "response.done": ({ response }) => done(response),
   error: ({ error }) => { if (!RACES.includes(error.code)) chat.showError(PageError.of(error)); },
 };
@@ -211,7 +229,7 @@ const since = () => performance.now() - stopped;
 function begin(response) {
   chat.showError(null);
   status.requestRuns(true);
-  const clip = response.output_modalities[0] === "audio" ? new Clip(RATE) : null;
+  const clip = response.output_modalities[0] === "audio" ? new Clip(RATE, session.calls) : null;
   if (clip) player.play(clip);
   answer = { id: response.id, turn: latest, view: chat.addAnswer(latest, clip), clip, times: {}, running: true, over: false, itemId: null };
 }
@@ -238,7 +256,7 @@ async function done(response) {
 /** Ends the newest answer: "done", or cut short. */
 function finish(state) {
   answer.running = false;
-  if (answer.clip) player.complete(answer.clip);
+  if (answer.clip && (!answer.clip.live || state === "stopped")) player.complete(answer.clip);
   if (state !== "failed") answer.turn.answer ??= answer.view.text || null;
   answer.view.end(state);
   status.requestRuns(false);
@@ -250,7 +268,10 @@ function onCut({ detail: { clip, heard } }) {
   answer.over = true;
   if (answering()) session.send("response.cancel", { response_id: answer.id });
   if (!answer.itemId) return;
-  if (clip.pieces.length) {
+  if (session.calls) {
+    cuts.set(answer.itemId, answer);
+    session.send("output_audio_buffer.clear");
+  } else if (clip.pieces.length) {
     const where = { item_id: answer.itemId, content_index: 0, audio_end_ms: Math.floor(1000 * heard) };
     session.send("conversation.item.truncate", where);
     cuts.set(answer.itemId, answer);
