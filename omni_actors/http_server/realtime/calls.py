@@ -98,6 +98,7 @@ async def create(request: Request, state: ServerState, offer: Offer, _: CallQuer
         try:
             with state.realtime.session(tenant, call):
                 try:
+                    await state.realtime.load()
                     answer.set_result(await call.answer(offer.sdp, _address(request)))
                     await call.connected()
                     await SessionConnection(call, request, state, session, tenant).run()
