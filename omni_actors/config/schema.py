@@ -126,7 +126,7 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
             the pipeline's, and each of their voices is one of its voices, always the same. Also `--openai-names`.
         voices: how many voices clients may make of recordings, if the model takes those.
         voices_dir: folder for them, which several servers may share; by default one in the run directory.
-        realtime_sessions: sessions of /v1/realtime at a time; with four or more, the last sixteenth is kept for
+        realtime_sessions: sessions of /v1/realtime at a time, of each process; with four or more, the last sixteenth is kept for
             addresses that have none.
         realtime_session_seconds: longest session.
         realtime_idle_seconds: seconds without an event of the client, and without an answer, that end a session.
@@ -159,7 +159,7 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     names: Literal["own", "openai"] = "own"
     voices: Annotated[int, Meta(ge=0, le=10_000)] = 100
     voices_dir: Line | None = None
-    realtime_sessions: Annotated[int, Meta(ge=0, le=1 << 16)] = 64
+    realtime_sessions: Annotated[int, Meta(ge=0, le=1 << 16)] = 128
     realtime_session_seconds: Seconds = 3600.0
     realtime_idle_seconds: Seconds = 300.0
     realtime_events_per_second: Annotated[int, Meta(ge=1, le=1_000_000)] = 500
