@@ -104,7 +104,6 @@ async def test_speech_cuts_the_answer_to_what_was_sent(talker: HttpPipeline) -> 
     async with call(talker.url, session=session_of(LONG)) as caller:
         caller.microphone.say(speech(1.0))
         await caller.until("response.done")
-        assert len(caller.sound) < 5 * RATE  # of ten seconds: it is played in time, although it is made at once
         await eventually(lambda: len(caller.sound) > RATE)
         caller.microphone.say(speech(2.0, seed=1))
         await caller.until("output_audio_buffer.cleared")

@@ -94,7 +94,7 @@ class Caller:
     def vanish(self) -> None:
         """Be gone without a word."""
         for protocol in self.peer.sctp.transport.transport._connection._protocols:
-            protocol.transport.abort()
+            protocol.datagram_received = protocol.transport.sendto = lambda *_: None
 
     def send_beyond_the_limit(self, text: str) -> None:
         """Send a message of any length."""

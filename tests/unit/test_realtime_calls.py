@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgspec
 import numpy
@@ -130,6 +131,13 @@ async def test_answers_are_played_one_after_the_other(speaker: Loudspeaker, told
     speaker.take(delta("c", sound))
     await played(speaker, 1)
     assert told[3:] == [("stopped", "b"), ("started", "c")]
+
+
+async def test_packets_are_due_one_after_the_other(speaker: Loudspeaker) -> None:
+    speaker.take(delta("a", bytes(11 * 960)))
+    began = time.monotonic()
+    await played(speaker, 11)
+    assert time.monotonic() - began > 0.17  # ten intervals, of which the first one may be shorter
 
 
 class Clock:

@@ -90,18 +90,17 @@ async def create(request: Request, state: ServerState, offer: Offer, _: CallQuer
     description = await state.describe()
     session = new_session(*begun(asked, state, description, called=True), state, description)
     call: Call = webrtc.Call()
-    tenant = state.tenant(request)
     answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def run() -> None:
         """Answer the offer, and run the call to its end. Raises `HttpError` if there is no answer."""
         try:
-            with state.realtime.session(tenant, call):
+            with state.realtime.session(state.tenant(request), call):
                 try:
                     await state.realtime.load()
                     answer.set_result(await call.answer(offer.sdp, _address(request)))
                     await call.connected()
-                    await SessionConnection(call, request, state, session, tenant).run()
+                    await SessionConnection(call, request, state, session).run()
                 finally:
                     await call.end()
         except (TimeoutError, OSError) as error:

@@ -104,24 +104,18 @@ class SessionConnection:
 
     Args:
         line: what carries the session, and holds its bytes of the budget.
-        request: with which it began.
-        tenant: the client whose share of the slots the requests use.
+        request: with which it began, of the client whose share of the slots its requests use.
     """
 
     def __init__(
-        self,
-        line: WebSocketLine | Call,
-        request: HTTPConnection,
-        state: ServerState,
-        session: RealtimeSession,
-        tenant: str,
+        self, line: WebSocketLine | Call, request: HTTPConnection, state: ServerState, session: RealtimeSession
     ) -> None:
         self._line = line
         self._about = {"request_id": request.state.request_id}
         self._state = state
         self._session = session
         self._bodies = state.realtime.bodies
-        self._asker = Asker(state, tenant, request.state.traceparent)
+        self._asker = Asker(state, state.tenant(request), request.state.traceparent)
         self._outbox = Outbox(line.send, state.settings.write_timeout)
         if line.speaker is not None:
             line.speaker.tell = self._outbox.put
@@ -342,13 +336,12 @@ async def realtime(websocket: WebSocket) -> None:
     state: ServerState = websocket.app.state.server
     description = await state.describe()
     config, pipeline = begun(asked_by(websocket, state.settings.api_key), state, description)
-    tenant = state.tenant(websocket)
     line = WebSocketLine(websocket)
-    with state.realtime.session(tenant, line):
+    with state.realtime.session(state.tenant(websocket), line):
         await state.realtime.load()
         await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
         session = new_session(config, pipeline, state, description)
-        await SessionConnection(line, websocket, state, session, tenant).run()
+        await SessionConnection(line, websocket, state, session).run()
 
 
 async def create_secret(request: Request, state: ServerState, body: SecretRequest) -> Response:

@@ -56,7 +56,6 @@ UNSENT_BYTES = 256 << 10  # the same for the client, before an event waits
 PACKETS_PER_SECOND = 500.0  # of a client: its sound alone is 50
 MOST_PIECES, MOST_STREAMS = 256, 16  # of events that are not complete, and the channels that they come on
 MOST_ADDRESSES = 32  # from which a client may try to connect
-LOST = ("failed", "closed")
 
 
 @dataclass(eq=False)
@@ -133,12 +132,9 @@ class Loudspeaker(MediaStreamTrack):
         if self.readyState != "live":
             raise MediaStreamError
         paused = time.monotonic() - self._due
-        if paused > PAUSE_SECONDS:
-            packets = int(paused / PACKET_SECONDS)
-            self._due += packets * PACKET_SECONDS
-            self._timestamp += packets * PACKET_TICKS
-        self._due += PACKET_SECONDS
-        self._timestamp += PACKET_TICKS
+        packets = 1 + (int(paused / PACKET_SECONDS) if paused > PAUSE_SECONDS else 0)  # those that were not sent, too
+        self._due += packets * PACKET_SECONDS
+        self._timestamp += packets * PACKET_TICKS
         frame = AudioFrame("s16", "mono", PACKET_BYTES // SAMPLE_BYTES)
         frame.sample_rate = RATE
         frame.planes[0].update(pcm)
@@ -176,7 +172,6 @@ class Call:
         self._peer = RTCPeerConnection(configuration)
         self._peer.on("track", self._hear)
         self._peer.on("datachannel", self._open)
-        self._peer.on("connectionstatechange", self._connection_changed)
         self._channel: RTCDataChannel | None = None
         self._settled = asyncio.Event()  # there is a channel, or there will be none
         self._closed = asyncio.Event()  # the channel
@@ -273,16 +268,12 @@ class Call:
         channel.bufferedAmountLowThreshold = UNSENT_BYTES
         channel.on("message", lambda text: self._put(text.encode() if isinstance(text, str) else text))
         channel.on("bufferedamountlow", self._drained.set)
-        channel.on("close", self._leave)
+        channel.on("close", self._leave)  # also when the connection is lost
         self._settled.set()
 
     def _put(self, given: bytes | AppendAudio) -> None:
         self._unread += len(given.audio if isinstance(given, AppendAudio) else given)
         self._incoming.put_nowait(given)
-
-    def _connection_changed(self) -> None:
-        if self._peer.connectionState in LOST:
-            self._leave()
 
     def _leave(self) -> None:
         self._incoming.put_nowait(None)
