@@ -317,6 +317,8 @@ def without(pattern: str) -> Callable[[str], str]:
         lambda offer: offer[: offer.index("m=audio")] + offer[offer.index("m=application") :],
         lambda offer: offer + offer[offer.index("m=audio") :].replace("m=audio", "m=video"),
         lambda offer: offer.replace("opus/48000/2", "telephone-event/8000"),
+        lambda offer: offer.replace("BUNDLE 0", "BUNDLE 7"),
+        lambda offer: offer.replace("a=mid:1", "a=mid:0").replace("BUNDLE 0 1", "BUNDLE 0"),
         without("a=fingerprint"),
         without("a=setup"),
         without("a=ice-ufrag"),
@@ -331,6 +333,19 @@ async def test_a_wrong_offer_is_refused(echo: HttpPipeline, change: Callable[[st
     assert refused.status_code == 400, refused.text
     assert refused.json()["error"]["code"] == "invalid_sdp"
     await no_session(echo.url)
+    await caller.close()
+
+
+async def test_an_offer_that_lacks_a_line_is_answered_or_refused(echo: HttpPipeline) -> None:
+    caller = Caller()
+    lines = (await caller.offer()).splitlines(keepends=True)
+    statuses = set()
+    for index in range(len(lines)):
+        response = await post_offer(echo.url, "".join(lines[:index] + lines[index + 1 :]))
+        statuses.add(response.status_code)
+        if response.status_code == 201:
+            await hang_up(echo.url, response.headers["location"])
+    assert statuses == {201, 400}
     await caller.close()
 
 

@@ -203,6 +203,9 @@ class Call:
             offered = SessionDescription.parse(offer)
             if sorted(media.kind for media in offered.media) != ["application", "audio"]:
                 raise ValueError(f"it must have sound, and the data channel {CHANNEL}, and nothing else")
+            names = {media.rtp.muxId for media in offered.media}
+            if len(names) < 2 or [set(one.items) for one in offered.group if one.semantic == "BUNDLE"] != [names]:
+                raise ValueError("sound and data channel must be bundled")
             if not all(media.dtls and media.dtls.fingerprints for media in offered.media):
                 raise ValueError("it has no fingerprint")
             await self._peer.setRemoteDescription(RTCSessionDescription(offer, "offer"))
