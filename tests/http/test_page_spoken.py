@@ -68,7 +68,7 @@ class Line:
 
     def speak(self) -> None:
         """Say something, followed by silence."""
-        self._speech += speech(0.6).tobytes()
+        self._speech += speech(1.0).tobytes()  # shorter vowels are not always taken for speech
 
     def of_kind(self, kind: str) -> list[Event]:
         """The events of a type that the page has sent."""
