@@ -43,15 +43,11 @@ class Line:
         self._speech = bytearray()
 
     def connect(self, route: WebSocketRoute, change: Callable[[Event], Event | None] = lambda event: event) -> None:
-        """Connect a page, which receives the server's events as `change` returns them, except those that it drops.
-
-        Whether turns are found in time depends on what else the machine does, so the page is not told.
-        """
+        """Connect a page, which receives the server's events as `change` returns them, except those that it drops."""
         server = route.connect_to_server()
 
         def back(data: str) -> None:
-            event = json.loads(data)
-            if event.get("error", {}).get("code") != "detection_lags" and (changed := change(event)) is not None:
+            if (changed := change(json.loads(data))) is not None:
                 route.send(json.dumps(changed))
 
         def forward(data: str) -> None:
@@ -216,7 +212,6 @@ def test_a_lost_connection_is_opened_again_with_the_conversation(echo: HttpPipel
 
 def test_what_fails_is_said_in_words_and_the_conversation_goes_on(echo: HttpPipeline, page: Page, line: Line) -> None:
     failures = {
-        "too busy to notice at once": HttpError(503, "Turns are found too late.", code="detection_lags"),
         "The server cannot answer at the moment.": HttpError(503, "Something else.", code="new"),
         "The server does not accept this message.": HttpError(400, "Something else.", code="new"),
     }

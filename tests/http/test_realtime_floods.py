@@ -17,7 +17,7 @@ import pytest
 
 from omni_actors.http_server.app import RequestMiddleware, create_routes
 from omni_actors.http_server.connections import bounded_websocket
-from omni_actors.http_server.realtime.turns import LAG_SECONDS, Realtime
+from omni_actors.http_server.realtime.turns import BUSY_SECONDS, Realtime
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.sharing import Budget
 from scripts.fuzz_http import ACCEPTED, handshake
@@ -212,7 +212,7 @@ def test_turns_that_are_found_too_late_are_reported_and_admit_no_session(
         submit, before = realtime.thread.submit, metric(url, f"{name}_sum")
 
         def submit_behind_others(*job: Any) -> Any:
-            submit(time.sleep, LAG_SECONDS + 0.5)
+            submit(time.sleep, 5 * BUSY_SECONDS)
             return submit(*job)
 
         def refusal() -> bytes:
@@ -224,13 +224,10 @@ def test_turns_that_are_found_too_late_are_reported_and_admit_no_session(
         with monkeypatch.context() as patch:
             patch.setattr(realtime.thread, "submit", submit_behind_others)
             peer.hear(0.1)
-            error = peer.event("error")["error"]
-            assert error["code"] == "detection_lags"
-            assert "s too late" in error["message"]
             head = until(refusal, 20, what="a session is refused")
         assert head.startswith(b"HTTP/1.1 429 ")
         assert b"retry-after" in head
-        assert metric(url, f"{name}_sum") > before + LAG_SECONDS
-        assert "Turns are found" in caplog.text
+        assert metric(url, f"{name}_sum") > before + BUSY_SECONDS
+        assert "turns are found" in caplog.text
         with until(lambda: admitted(url), what="sessions are admitted again"):
             pass

@@ -21,7 +21,6 @@ const WORDS = {  // by the code of an error; the server's own message is for pro
   internal_error: "The server failed.",
   session_expired: "A session is not longer than this on this server. The conversation goes on in a new one.",
   session_idle: "The server ended a session in which it heard nothing. The conversation goes on in a new one.",
-  detection_lags: "The server is too busy to notice at once when you have finished speaking.",
 };
 const WORDS_BY_STATUS = {
   401: "The server asks for an API key: enter it in the settings.",

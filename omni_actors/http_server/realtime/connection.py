@@ -49,7 +49,7 @@ from omni_actors.http_server.realtime.session import (
     Silence,
     Transcribe,
 )
-from omni_actors.http_server.realtime.turns import BUSY_SECONDS, LAG_SECONDS, SpeechWindow, VoiceActivity
+from omni_actors.http_server.realtime.turns import SpeechWindow, VoiceActivity
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.messages import Description
@@ -122,7 +122,6 @@ class SessionConnection:
         self._transcriber = Transcriber(session.transcripts, self._outbox, self._asker)
         self._activity: VoiceActivity | None = None
         self._heard = 0  # position up to which it was given the sound
-        self._lags = False  # whether the client was told that its turns are found too late
         self._answers: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -222,16 +221,10 @@ class SessionConnection:
             await self._activity.caught_up.wait()
 
     def _on_windows(self, windows: Sequence[SpeechWindow], late: float) -> None:
-        """Take what was found in sound, and say that it was found too late, once until the server has caught up."""
+        """Take what was found in sound, and how late that is."""
         self._carry_out(self._session.detect(windows))
         self._account()
         self._state.realtime.meters.histogram(REALTIME_LAG).observe(late)
-        told, self._lags = self._lags, late > LAG_SECONDS or (self._lags and late > BUSY_SECONDS)
-        if self._lags and not told:
-            message = f"Turns are found {late:.1f} s too late: the server listens to more than it can."
-            logger.warning("%s No session begins meanwhile.", message, extra=self._about)
-            hint = "Find them yourself (turn_detection: null), or come back later."
-            self._outbox.put(error_event(HttpError(503, f"{message} {hint}", code="detection_lags")))
 
     async def _close(self, message: str, code: str) -> None:
         """Say why, and end the session."""

@@ -21,8 +21,11 @@ from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, RATE, ServerVad, WireFormat
 from omni_actors.http_server.realtime.formats import SoundDecoder
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.logs import get_logger
 from omni_actors.sharing import Budget, reserved
 from omni_actors.telemetry.metrics import REALTIME_SESSIONS, Meters
+
+logger = get_logger(__name__)
 
 SAMPLE_BYTES = 2
 MIN_COMMIT = RATE // 10  # samples: OpenAI's bound of 100 ms
@@ -35,8 +38,6 @@ QUIET = 1e-3  # of full scale (-60 dB): less is no speech, as where a microphone
 SETTLED_WINDOWS = 10  # after which more silence changes nothing in what the model remembers
 MODEL_WINDOW, MODEL_CONTEXT = 512, 64  # samples at MODEL_RATE: of a window, and of those before it
 WINDOW = MODEL_WINDOW * RATE // MODEL_RATE
-
-LAG_SECONDS = 0.5  # behind real time, from which turns are found too late
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -439,6 +440,8 @@ class Realtime:
                 self._wake.set()
         self._late += (latest - self._late) / MEAN_OF
         if self._late > BUSY_SECONDS:
+            if now > self._busy_until:
+                logger.warning("turns are found %.1f s late: no realtime session begins for a while", self._late)
             self._busy_until = now + RETRY_SECONDS
 
     def _count(self, tenant: str, change: int) -> None:
