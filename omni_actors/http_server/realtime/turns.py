@@ -425,24 +425,27 @@ class Realtime:
                 for activity, _ in pieces:
                     activity.fail(error)
                 continue
-            self._pass_on(pieces, found)
-            await asyncio.sleep(0.0 if self._unheard else began + LOOK_SECONDS - time.monotonic())
+            all_heard = self._pass_on(pieces, found)
+            await asyncio.sleep(began + LOOK_SECONDS - time.monotonic() if all_heard else 0.0)
 
-    def _pass_on(self, pieces: Sequence[tuple[VoiceActivity, bytes]], found: Sequence[Sequence[SpeechWindow]]) -> None:
-        now, latest = time.monotonic(), 0.0
+    def _pass_on(self, pieces: Sequence[tuple[VoiceActivity, bytes]], found: Sequence[Sequence[SpeechWindow]]) -> bool:
+        """Pass on what was found. Says whether no session has more sound than was looked at."""
+        now, latest, all_heard = time.monotonic(), 0.0, True
         for (activity, piece), windows in zip(pieces, found, strict=True):
             try:
                 latest = max(latest, activity.found(windows, piece, now))
             except Exception as error:  # noqa: BLE001 - its session ends with it, and no other
                 activity.fail(error)
-            if not activity.caught_up.is_set():
+            if not activity.caught_up.is_set() and activity not in self._unheard:
                 self._unheard[activity] = None
                 self._wake.set()
+                all_heard = False
         self._late += (latest - self._late) / MEAN_OF
         if self._late > BUSY_SECONDS:
             if now > self._busy_until:
                 logger.warning("turns are found %.1f s late: no realtime session begins for a while", self._late)
             self._busy_until = now + RETRY_SECONDS
+        return all_heard
 
     def _count(self, tenant: str, change: int) -> None:
         self._sessions[tenant] += change
