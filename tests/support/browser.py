@@ -26,8 +26,8 @@ ARGUMENTS = ["--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stre
 
 @contextmanager
 def chromium(microphone: Path | None = None) -> Iterator[Browser]:
-    """The system's Chromium, headless, with a fake microphone that beeps, or hears a WAV file once."""
-    heard = [f"--use-file-for-fake-audio-capture={microphone}%noloop"] if microphone is not None else []
+    """The system's Chromium, headless, with a fake microphone that beeps, or hears a WAV file again and again."""
+    heard = [f"--use-file-for-fake-audio-capture={microphone}"] if microphone is not None else []
     with sync_playwright() as playwright:
         sandbox = ["--no-sandbox"] if os.getuid() == 0 else []  # Chromium's sandbox refuses to run as root
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS, *heard, *sandbox])
