@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Raw
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from omni_actors.client import Audio, Text
 from omni_actors.errors import ErrorCode
@@ -314,8 +314,8 @@ async def create(request: Request, state: ServerState, body: ResponsesRequest) -
         if body.store is not False:
             conversation = [*before, *asked, reply.message()]
             size = _size(conversation)
-            kept = KeptResponse(content, conversation, size)
-            await asyncio.to_thread(state.responses.add, reply.id, kept, len(content) + size)
+            kept = KeptResponse(len(content), conversation, size)
+            await asyncio.to_thread(state.responses.add, reply.id, kept, len(content) + size, content)
 
     if body.stream:
         pieces = reply.events(answer, keep)
@@ -329,8 +329,10 @@ async def create(request: Request, state: ServerState, body: ResponsesRequest) -
 
 async def retrieve(request: Request, state: ServerState) -> Response:
     """A response that is still kept."""
-    found = await _kept(request.path_params["response_id"], state)
-    return Response(found.content, media_type="application/json")
+    response_id = request.path_params["response_id"]
+    found = await _kept(response_id, state)
+    headers = {"content-length": str(found.size)}
+    return StreamingResponse(state.responses.pieces(response_id, found.size), 200, headers, "application/json")
 
 
 async def delete(request: Request, state: ServerState) -> Response:

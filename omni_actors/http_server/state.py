@@ -26,7 +26,7 @@ import msgspec
 import numpy
 from msgspec import Meta, Struct
 from starlette.requests import HTTPConnection, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ConfigError, OmniError, RequestTimeout
@@ -482,13 +482,14 @@ async def file(request: Request, state: ServerState) -> Response:
 async def content(request: Request, state: ServerState) -> Response:
     """The content of a file: a picture that was made as such, what was uploaded as a download."""
     file_id = request.path_params["file_id"]
-    found, data = await asyncio.to_thread(lambda: (state.files.find(file_id), state.files.data(file_id)))
+    found = await asyncio.to_thread(state.files.find, file_id)
     if found is None:
         raise _no_file(file_id)
     made = PICTURE_PATH.fullmatch(request.url.path) is not None
     kind = f"image/{found.name.rpartition('.')[2]}" if made else "application/octet-stream"
     headers = {"x-content-type-options": "nosniff", "content-disposition": "inline" if made else "attachment"}
-    return Response(data, media_type=kind, headers=headers)
+    headers["content-length"] = str(found.bytes)
+    return StreamingResponse(state.files.pieces(file_id, found.bytes), 200, headers, kind)
 
 
 async def delete(request: Request, state: ServerState) -> Response:

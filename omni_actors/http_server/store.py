@@ -6,12 +6,13 @@ database is consistent whenever a process dies, and what it holds outlives that 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -33,6 +34,7 @@ KEPT_SECONDS = 3600.0  # the same
 
 BUSY_SECONDS = 10.0  # for which a process waits while another one writes
 SECRET_BYTES = 32
+PIECE_BYTES = 256 << 10  # of data that are read at once for a client
 FRAMES = 1  # code of an array u8 in msgpack
 
 TABLES = """
@@ -52,6 +54,7 @@ CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON kept BEGIN
     UPDATE totals SET count = count - 1, bytes = bytes - OLD.size;
 END;
 """
+FIND = "SELECT number FROM kept WHERE key = ? AND until >= ?"
 IS_FULL = "SELECT 1 FROM totals WHERE count > ? OR bytes > ?"
 
 
@@ -67,9 +70,9 @@ class UploadedFile(Struct, frozen=True):
 
 
 class KeptResponse(Struct, frozen=True):
-    """A response of `/v1/responses` as JSON, and the turns that another one continues with their bytes."""
+    """The turns that a further response continues, with their bytes. The data is the response as JSON."""
 
-    content: bytes
+    size: int
     conversation: list[dict[str, Any]]
     conversation_bytes: int
 
@@ -125,10 +128,27 @@ class Store(Generic[T]):
         found = self._rows("SELECT value FROM kept WHERE key = ? AND until >= ?", key, time.monotonic())
         return self._decoder.decode(found[0][0]) if found else None
 
-    def data(self, key: str) -> bytes:
-        """The data of a value; empty if it is not kept any more."""
-        found = self._rows("SELECT data FROM kept WHERE key = ? AND until >= ?", key, time.monotonic())
-        return bytes(found[0][0]) if found else b""
+    def data(self, key: str, start: int = 0, size: int = -1) -> bytes:
+        """The data of a value from `start` on, `size` bytes or all; none if it is not kept any more."""
+        with self._lock:
+            found = self._database.execute(FIND, (key, time.monotonic())).fetchone()
+            if found is None:
+                return b""
+            with self._database.blobopen("kept", "data", found[0], readonly=True) as blob:  # reads what is asked for
+                blob.seek(start)
+                return blob.read(size)
+
+    async def pieces(self, key: str, size: int) -> AsyncIterator[bytes]:
+        """The `size` bytes of a value's data, of which no more are in memory than a client has room for.
+
+        Raises:
+            LookupError: it is not kept any more.
+        """
+        for start in range(0, size, PIECE_BYTES):
+            piece = await asyncio.to_thread(self.data, key, start, PIECE_BYTES)
+            if not piece:
+                raise LookupError(f"{key} has been removed while it was read.")
+            yield piece
 
     def remove(self, key: str) -> bool:
         """Remove a value; false if there is none with this id."""

@@ -17,9 +17,11 @@ After = Callable[..., HandshakeMonitor]
 @pytest.fixture
 def after(sockets: Sockets) -> After:
     """A monitor after these events, each with its time."""
+    kept: list[HandshakeMonitor] = []  # libzmq names a monitor by its socket's descriptor, and forgets it later
 
     def made(*events: tuple[float, int]) -> HandshakeMonitor:
         monitor = HandshakeMonitor(sockets.context.socket(zmq.DEALER), "tcp://x:1", None)
+        kept.append(monitor)
         for now, event in events:
             monitor.note(event, now)
         return monitor

@@ -49,7 +49,7 @@ def test_a_conversation_comes_back_with_its_media(tmp_path: Path) -> None:
     frames = numpy.arange(24, dtype=numpy.uint8).reshape(2, 2, 2, 3)
     parts = [{"type": "audio", "audio": b"wav"}, {"type": "video", "video": (frames, 2.0, b"track")}]
     store = Store(str(tmp_path), "responses", KeptResponse, 10, 1000, 60.0)
-    store.add("resp_1", KeptResponse(b"{}", [{"role": "user", "content": parts}], 32), 34)
+    store.add("resp_1", KeptResponse(2, [{"role": "user", "content": parts}], 32), 34)
     other = Store(str(tmp_path), "responses", KeptResponse, 10, 1000, 60.0)
     found = other.find("resp_1")
     assert found is not None

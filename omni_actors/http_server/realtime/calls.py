@@ -42,6 +42,7 @@ class Offer(Strict, frozen=True):
 class OfferBody:
     """An offer alone, or in a form with the session's configuration."""
 
+    kind = Offer
     form = FormBody(Offer, {}, file=None)
 
     async def read(self, request: Request, settings: ServerSettings) -> Offer:
