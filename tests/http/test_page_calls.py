@@ -54,6 +54,7 @@ def until_playing(page: Page) -> None:
     page.wait_for_selector("body[data-playing=true]", state="attached")
 
 
+@pytest.mark.nightly
 def test_a_turn_is_spoken_and_its_answer_is_heard(talker: HttpPipeline, tmp_path: Path) -> None:
     with conversation(talker, tmp_path, SENTENCE) as page:
         page.locator("#mute").click()

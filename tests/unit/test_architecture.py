@@ -10,7 +10,7 @@ from scripts import lines_per_package
 from tests.support.paths import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-CODE_LINES = 30_819
+CODE_LINES = 30_838
 FILES = 211
 
 
