@@ -85,3 +85,9 @@ def test_the_sentences_below_it() -> None:
     cells = (one[1], many[5], qwen[1], qwen[6], turbo[1], turbo[6])
     expect([Decimal(figure) for figure in found.groups()], [figures(cell)[0] for cell in cells])
     assert many[3] == "0 of 128"
+
+
+def test_how_soon_people_who_talk_hear_an_answer() -> None:
+    shown = re.search(r"(\d+) people talk to Qwen3-Omni on one H200 .* (\d\.\d+) s after", README)
+    assert shown is not None
+    expect([Decimal(shown[2])], figures(row(BENCHMARKS, "### Voices", f"{shown[1]}, two starts")[1])[:1])
