@@ -306,7 +306,7 @@ REALTIME_INTERRUPTIONS = _counter(
 )
 REALTIME_LAG = _histogram(
     "omni_realtime_detection_lag_seconds",
-    "How late the server looked for turns in sound; over 0.5 s it refuses new sessions.",
+    "How late the server looked for turns in sound; over 0.2 s in the mean it refuses new sessions.",
 )
 REALTIME_FIRST_AUDIO = _histogram(
     "omni_realtime_first_audio_seconds",

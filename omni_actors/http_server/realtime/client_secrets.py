@@ -68,7 +68,7 @@ def opened(given: str, api_key: str | None) -> Secret | None:
 
 
 def _signature(text: bytes, api_key: str | None) -> str:
-    """Without an API key everybody may do everything: a signature then keeps nobody out."""
+    """Sign a secret. Without an API key the server is open anyway, so the signature protects nothing."""
     key = hmac.digest((api_key or "").encode(), MEANING, "sha256")
     return binascii.hexlify(hmac.digest(key, text, "sha256")).decode()
 
