@@ -17,6 +17,7 @@ set -euo pipefail
 
 PYTORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 TORCH_VERSION="2.13.0"
+PIP="pip==26.3"  # Python 3.11's own (23) searches among the test packages for longer than anyone waits
 QWEN_TTS="qwen-tts-hf==0.1.1.post1"
 PIPECAT="pipecat-ai==1.14.0"
 LIVEKIT=(livekit-agents==1.8.9 livekit-plugins-openai==1.8.9 livekit==1.1.21 livekit-api==1.2.2 livekit-protocol==1.1.29
@@ -94,6 +95,7 @@ install_cpu_torch() {
 }
 
 install_packages() {
+    pip install "$PIP"
     if [[ "$flavour" == cpu ]]; then install_cpu_torch; fi
     say "installing omni_actors with the extras $flavour,$extras"
     pip install --editable "${repo_root}[$flavour,$extras]"
