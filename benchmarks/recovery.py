@@ -11,8 +11,8 @@ Then measures, on an idle pipeline, how soon each loss is noticed and repaired: 
 
     python benchmarks/recovery.py CONFIG --streams 16 [--spares 0 1] [--stages thinker talker code2wav] [--runs 2]
 
-Measures under load instead: so many listeners ask for one answer after the other while each stage is killed in turn,
-`--runs` times. `benchmarks/recovery_load.py` says what is measured.
+Measures under load instead: so many listeners ask for one answer after the other while each of `--stages` is killed in
+turn, also `coordinator` or `all` stages at once, `--runs` times. `benchmarks/recovery_load.py` says what is measured.
 """
 
 from __future__ import annotations
@@ -165,7 +165,13 @@ async def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--streams", type=int, default=0, help="measure under the load of so many listeners")
     parser.add_argument("--spares", type=int, nargs="*", default=[0, 1], help="of each stage that is killed")
-    parser.add_argument("--stages", nargs="*", default=["thinker", "talker", "code2wav"], help="to kill under load")
+    parser.add_argument(
+        "--stages",
+        nargs="*",
+        default=["thinker", "talker", "code2wav"],
+        help="to kill under load, or `coordinator`, or `all`",
+    )
+    parser.add_argument("--every", type=float, default=2.0, help="seconds of undisturbed load before each kill")
     parser.add_argument("--text-tokens", type=int, default=96)
     parser.add_argument("--codec-tokens", type=int, default=480)
     arguments = parser.parse_args()

@@ -1,25 +1,28 @@
-"""The part of `recovery.py` that kills stages under load.
+"""The part of `recovery.py` that kills processes under load.
 
 Listeners ask for one answer after the other, each always for its own, so that every answer can be compared with the one
-that it got before anything was killed. The table has a row for each kill:
+that it got before anything was killed. What is killed is the replica of a stage, the `coordinator`, or `all` stages at
+once. The table has a row for each kill:
 
-* ready: seconds until the killed replica was ready again, and in the last column those of its process;
-* silence: the longest time for which a listener heard nothing. Each plays its sound as it comes, without a buffer; what
-  came late because of the kill is a gap;
+* ready: seconds until all replicas were ready again, and in the last column those of the killed stage's process;
+* silence: the time for which a listener who was hearing something heard nothing: the 50th and 95th percentile of all,
+  and the longest. Each plays its sound as it comes, without a buffer; what came late because of the kill is a gap;
 * done, failed: answers that ended from the kill until the next one; short: those of them with fewer or more tokens or
-  samples than before; other: those of the right length with other words.
+  samples than before; other: those of the right length that are not equal, bit by bit.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +36,8 @@ from omni_actors.protocol.messages import StageStatus
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 READY_SECONDS = 900.0
-WARM_SECONDS = 2.0  # of undisturbed load before each kill
-Spoken = tuple[str, int, int]  # text, its tokens, samples
+Spoken = tuple[int, int, int]  # tokens, samples, and a checksum of the text and the sound
+COORDINATOR, ALL = "coordinator", "all"  # what can be killed besides a stage
 
 
 def start(
@@ -81,7 +84,7 @@ class Loss:
     spares: int
     stage: str
     ready: float = 0.0  # seconds, as all times here
-    silence: float = 0.0
+    silences: dict[int, float] = field(default_factory=dict)  # the longest one, by listener
     done: int = 0
     failed: int = 0
     short: int = 0
@@ -130,9 +133,9 @@ class Listeners:
                 self._loss.failed += 1
                 continue
             self._loss.done += 1
-            if spoken[1:] != self._first[number][1:]:
+            if spoken[:2] != self._first[number][:2]:
                 self._loss.short += 1
-            elif spoken[0] != self._first[number][0]:
+            elif spoken != self._first[number]:
                 self._loss.other += 1
 
     async def _answer(self, number: int) -> Spoken:
@@ -143,30 +146,35 @@ class Listeners:
         }
         prompt = f"Listener {number}: {arguments.prompt}"
         stream = await self._client.submit(prompt, seed=number, params=params, timeout=READY_SECONDS)
-        text, tokens, samples, heard_until = "", 0, 0, 0.0
+        tokens, samples, words, sound, heard_until = 0, 0, 0, 0, 0.0
         try:
             async for item in stream:
                 if isinstance(item, Text):
-                    text, tokens = text + item.text, tokens + len(item.token_ids)
+                    words, tokens = zlib.crc32(item.text.encode(), words), tokens + len(item.token_ids)
                 elif isinstance(item, Audio):
                     now = time.monotonic()
                     if samples and self._loss is not None:
-                        self._loss.silence = max(self._loss.silence, now - heard_until)
+                        silences = self._loss.silences
+                        silences[number] = max(silences.get(number, 0.0), now - heard_until)
                     self.speaking.add(number)
-                    samples += len(item.samples)
+                    samples, sound = samples + len(item.samples), zlib.crc32(item.samples.tobytes(), sound)
                     heard_until = max(heard_until, now) + len(item.samples) / item.sample_rate
         finally:
             self.speaking.discard(number)
-        return text, tokens, samples
+        return tokens, samples, words ^ sound
 
 
 async def print_load(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Kill each stage in turn, with each number of spares; print the table and return its rows."""
-    print("| spares | stage | ready s | silence s | done | failed | short | other | start |\n|---" + "|---" * 8 + "|")
+    print(
+        "| spares | killed | ready s | silence s: p50 | p95 | longest | done | failed | short | other | start |\n|---"
+        + "|---" * 10
+        + "|"
+    )
     rows: list[dict[str, Any]] = []
     for spares in arguments.spares:
         with tempfile.TemporaryDirectory(prefix="recovery-") as run_dir:
-            spared = dict.fromkeys(arguments.stages, spares)
+            spared = dict.fromkeys(set(arguments.stages) - {COORDINATOR, ALL}, spares)
             process = start(arguments.config, command_line.overrides(arguments), run_dir, {}, spared)
             try:
                 async with AsyncOmniClient(f"ipc://{run_dir}/client") as client:
@@ -195,41 +203,54 @@ async def kills(
     for _ in range(arguments.runs):
         for stage in arguments.stages:
             async with asyncio.timeout(READY_SECONDS):
-                await asyncio.sleep(WARM_SECONDS)
+                await asyncio.sleep(arguments.every)
                 while not listeners.speaking:  # noqa: ASYNC110 - set by the answers
                     await asyncio.sleep(0.01)
             loss = Loss(spares, stage)
             listeners.note_in(loss)
-            loss.ready, loss.start = await kill(client, stage)
-            await ready(client, process)
-            while loss.done + loss.failed < arguments.streams:  # noqa: ASYNC110 - what was in flight has to end
-                await asyncio.sleep(0.05)
+            loss.ready, loss.start = await kill(client, process, stage)
+            if stage != COORDINATOR:
+                while loss.done + loss.failed < arguments.streams:  # noqa: ASYNC110 - what was in flight has to end
+                    await asyncio.sleep(0.05)
             yield loss
     listeners.stop()
+    rest = Loss(spares, "(until the end)")
+    listeners.note_in(rest)
     await load
+    yield rest
 
 
-async def kill(client: AsyncOmniClient, stage: str) -> tuple[float, float]:
-    """Kill the replica that serves; return the seconds until it is ready again, and those that its process took."""
-    killed = next(item for item in (await client.describe()).stages if item.stage == stage and not item.spare)
+async def kill(client: AsyncOmniClient, process: subprocess.Popen[bytes], stage: str) -> tuple[float, float]:
+    """Kill, and return the seconds until all is ready again, and those that the process of a stage took."""
+    before = (await client.describe()).stages
+    killed = [item for item in before if not item.spare and stage in (item.stage, ALL)]
+    pids = [item.pid for item in killed]
+    if stage == COORDINATOR:
+        children = psutil.Process(process.pid).children()
+        pids = [child.pid for child in children if child.cmdline()[0] == "omni:coordinator"]
     began = time.monotonic()
-    psutil.Process(killed.pid).kill()
+    for pid in pids:
+        psutil.Process(pid).kill()
     async with asyncio.timeout(READY_SECONDS):
         while True:
-            statuses = (await client.describe(timeout=5.0)).stages
-            now = next(item for item in statuses if (item.stage, item.replica) == (stage, killed.replica))
-            if now.state == "ready" and now.pid != killed.pid:
-                return time.monotonic() - began, now.start
+            with contextlib.suppress(OmniError):
+                now = {(item.stage, item.replica): item for item in (await client.describe(timeout=0.5)).stages}
+                again = [now[item.stage, item.replica] for item in killed]
+                known = [now[item.stage, item.replica] for item in before]
+                new = all(item.pid not in pids for item in again) and all(item.pid for item in known)
+                if new and all(item.state == "ready" for item in known):
+                    return time.monotonic() - began, max((item.start for item in again), default=0.0)
             await asyncio.sleep(0.02)
 
 
 def print_start(spares: int, stages: tuple[StageStatus, ...]) -> None:
     for status in stages:
         name = f"(first start of {status.stage}/{status.replica})"
-        print(f"| {spares} | {name} | {status.start:.1f} | | | | | | {status.start:.1f} |", flush=True)
+        print(f"| {spares} | {name} | {status.start:.1f} | | | | | | | | {status.start:.1f} |", flush=True)
 
 
 def print_loss(loss: Loss) -> None:
+    heard = sorted(loss.silences.values()) or [0.0]
+    silences = " | ".join(f"{heard[min(len(heard) - 1, int(share * len(heard)))]:.2f}" for share in (0.5, 0.95, 1.0))
     counts = f"{loss.done} | {loss.failed} | {loss.short} | {loss.other}"
-    row = f"| {loss.spares} | {loss.stage} | {loss.ready:.1f} | {loss.silence:.1f} | {counts} | {loss.start:.1f} |"
-    print(row, flush=True)
+    print(f"| {loss.spares} | {loss.stage} | {loss.ready:.1f} | {silences} | {counts} | {loss.start:.1f} |", flush=True)

@@ -14,6 +14,7 @@ from omni_actors import flags
 from omni_actors.cli.connection import Connection, add_connection, connection, duration, run, size
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import InvalidRequest
+from omni_actors.protocol.fields import ATTEMPTS
 from omni_actors.protocol.messages import RequestTimeline, StageTimeline
 from omni_actors.telemetry.timeline import end_of, extent, phases, replica_name, stages, transfers
 
@@ -85,7 +86,7 @@ def show(timeline: RequestTimeline, console: Console) -> None:
 
 
 def _title(stage: StageTimeline) -> str:
-    attempt = f" #{stage.attempt}" if stage.attempt else ""
+    attempt = f" #{number}" if (number := stage.attempt % ATTEMPTS) else ""
     return replica_name(stage) + attempt + ("" if stage.outcome == "done" else f" {stage.outcome}")
 
 

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import functools
 import re
+import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,10 +18,11 @@ import msgspec
 
 from omni_actors.client.prompts import AudioInput, ImageInput, Prompting, VideoInput, to_params, to_prompt
 from omni_actors.client.streams import OmniRequestOutput, RequestStream, StreamItem, item_of
-from omni_actors.errors import InvalidRequest, OmniError, ProtocolError, RequestTimeout, StageLost
-from omni_actors.host.processes import STEADY
+from omni_actors.errors import Aborted, InvalidRequest, OmniError, ProtocolError, RequestTimeout, StageLost
+from omni_actors.host.processes import STEADY, at_most
 from omni_actors.logs import get_logger
 from omni_actors.protocol.codec import BadBody, BadHeader, BufferList, Decoder, encode
+from omni_actors.protocol.delivery import Delivery
 from omni_actors.protocol.fields import TRACEPARENT, Body, Header, Limits
 from omni_actors.protocol.messages import (
     Abort,
@@ -147,6 +150,25 @@ def _counted(seed: int | None, choice: int) -> int | None:
     return seed if seed is None else (seed + choice) % SEEDS
 
 
+@dataclass
+class _Request:
+    """A request until its end, with all that it takes to submit it once more to another coordinator.
+
+    `coordinator` is the one that has it, "" until that is known.
+    """
+
+    stream: RequestStream
+    body: Submit
+    buffers: BufferList
+    deadline: float
+    coordinator: str = ""
+    submitted: int = 0  # times
+    aborted: bool = False
+    next_seq: int = 0
+    delivery: Delivery = field(default_factory=Delivery)
+
+
+MAX_COORDINATORS = 16  # that may be lost under one request, which may be the reason
 ANSWER_SECONDS = 10.0  # a coordinator that does not answer `Describe` within this time is gone
 GRANT_MESSAGES, GRANT_BYTES = 64, 256 << 10  # received messages after which credit is granted at once
 GRANT_SECONDS = 0.05  # after which credit is granted for fewer
@@ -174,9 +196,10 @@ class AsyncOmniClient:
         self._keys = load_keys(keys)
         self._limits = limits or Limits()
         self._decoder: Decoder[CoordinatorToClient] = Decoder(CoordinatorToClient, self._limits)
-        self._streams: dict[str, RequestStream] = {}
-        self._next_seq: dict[str, int] = {}
+        self._requests: dict[str, _Request] = {}
+        self._coordinator = ""  # its name, once it has answered
         self._answers: dict[str, asyncio.Future[Answer]] = {}
+        self._questions: dict[str, Describe | Observe] = {}  # those that may be asked twice
         self._last_heard = time.monotonic()
         self._sockets: Sockets | None = None
         self._received, self._received_bytes = 0, 0  # not yet granted back as credit
@@ -186,6 +209,7 @@ class AsyncOmniClient:
         sockets = Sockets(max_message_bytes=self._limits.message_bytes, keys=self._keys)
         self._socket, self._handshake = sockets.dealer(self._endpoint, uuid.uuid4().bytes)
         self._sockets = sockets
+        self._look = asyncio.Event()  # this client is connected again
         self._monitor = SocketReader(self._handshake.socket, self._on_handshake)
         self._reader = SocketReader(self._socket, self._on_message)
         self._watch = asyncio.create_task(self._watch_coordinator(), name="client watch")
@@ -200,7 +224,7 @@ class AsyncOmniClient:
             return
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
-        for request_id in list(self._streams):
+        for request_id in list(self._requests):
             self._give_up(request_id, RequestTimeout("The client was closed."))
         self._fail_answers(RequestTimeout("The client was closed."))
         self._grant()
@@ -243,7 +267,7 @@ class AsyncOmniClient:
             modalities: of the answer, such as `["text", "audio"]` or `["image"]`; `None` for all that the pipeline has.
             voice: a speaker from `describe().voices`.
             params: parameters by stage name, for instance `{"thinker": {"max_tokens": 64, "temperature": 0.7}}`.
-            seed: makes sampling and the vocoder's noise repeatable.
+            seed: makes sampling and the vocoder's noise repeatable; drawn if `None`.
             timeout: seconds after which the request ends with `DeadlineExceeded`.
             priority: from -1000 to 1000; in every stage, waiting requests with a lower value go first.
             request_id: name of the request in all logs; `None` makes a new one.
@@ -270,7 +294,7 @@ class AsyncOmniClient:
             modalities=tuple(modalities) if modalities is not None else (await self.describe()).modalities,
             voice=voice,
             params=to_params(params or {}),
-            seed=seed,
+            seed=secrets.randbelow(SEEDS) if seed is None else seed,
             priority=priority,
             traceparent=_checked_traceparent(traceparent),
             sent=time.time(),
@@ -278,16 +302,17 @@ class AsyncOmniClient:
             tenant=tenant,
         )
         request_id = request_id or uuid.uuid4().hex
-        if request_id in self._streams:
+        if request_id in self._requests:
             raise InvalidRequest(f"The request id {request_id!r} is in use.")
         deadline = STEADY() + timeout if timeout is not None else 0.0
-        stream = self._streams[request_id] = RequestStream(request_id, self.abort)
+        request = _Request(RequestStream(request_id, self.abort), body, buffers, deadline)
+        self._requests[request_id] = request
         try:
-            self._send(request_id, body, buffers, deadline)
+            self._submit(request)
         except OmniError:
-            self._streams.pop(request_id, None)
+            self._requests.pop(request_id, None)
             raise
-        return stream
+        return request.stream
 
     async def generate(self, prompt: Prompting, **options: Any) -> OmniRequestOutput:
         """Send a request, as `submit` does, and wait for the whole answer."""
@@ -319,19 +344,50 @@ class AsyncOmniClient:
 
     def abort(self, request_id: str) -> None:
         """End a request in all stages. Idempotent."""
-        if request_id in self._streams:
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.aborted = True
             self._send(request_id, Abort())
 
     async def describe(self, timeout: float = ANSWER_SECONDS) -> Description:
         """Return what the pipeline offers and the state of its stages. Raises `RequestTimeout` if no answer comes."""
-        asked_about = list(self._streams)
+        asked_about = [(request_id, request, request.submitted) for request_id, request in self._requests.items()]
         description = await self._ask(Describe(), Description, timeout)
-        # Messages keep their order: a request submitted before the question that is neither in the answer nor ended
-        # by now never will be (the coordinator was restarted, or could not reach this client for a while).
-        for request_id in asked_about:
-            if request_id not in description.requests:
-                self._end(request_id, StageLost("The coordinator does not know this request any more."))
+        self._coordinator = description.coordinator
+        for request_id, request, submitted in asked_about:
+            if self._requests.get(request_id) is not request or request.submitted != submitted:
+                continue  # it has ended, or is on its way behind the question
+            if request_id in description.requests:
+                request.coordinator = description.coordinator
+            else:
+                self._resume(request)
         return description
+
+    def _submit(self, request: _Request) -> None:
+        request.coordinator = self._coordinator
+        self._send(request.stream.request_id, request.body, request.buffers, request.deadline)
+        request.submitted += 1
+
+    def _resume(self, request: _Request) -> None:
+        """Submit a request once more, to a coordinator that does not know it; what was delivered will be left out.
+
+        Messages keep their order: a request submitted before the question that is neither in the answer nor ended by
+        now never will be. Either another coordinator had it, or this one could not reach this client for a while.
+        """
+        request_id = request.stream.request_id
+        if request.aborted:
+            self._end(request_id, Aborted("The client aborted the request."))
+            return
+        if request.coordinator == self._coordinator or request.submitted > MAX_COORDINATORS:
+            self._end(request_id, StageLost("The coordinator does not know this request any more."))
+            return
+        logger.info("submitting a request once more: another coordinator has come", extra={"request_id": request_id})
+        request.next_seq = 0
+        request.body = msgspec.structs.replace(request.body, delivered=request.delivery.state())
+        try:
+            self._submit(request)
+        except OmniError as error:
+            self._end(request_id, error)
 
     async def operate(
         self,
@@ -391,12 +447,15 @@ class AsyncOmniClient:
         future = self._answers[token] = asyncio.get_running_loop().create_future()
         try:
             self._send(token, question)
+            if isinstance(question, Describe | Observe):
+                self._questions[token] = question
             async with asyncio.timeout(timeout):  # wait_for would lose a cancellation that comes with the answer
                 answer = await future
         except TimeoutError:
             raise RequestTimeout(f"The coordinator at {self._endpoint} did not answer within {timeout:g} s.") from None
         finally:
             del self._answers[token]
+            self._questions.pop(token, None)
         if not isinstance(answer, kind):
             raise ProtocolError("The coordinator answered another question.")
         return answer
@@ -421,10 +480,13 @@ class AsyncOmniClient:
             self._handshake.disconnected = False
             with contextlib.suppress(OmniError):  # the next ping says so, too
                 self._send("", Credit())  # this client is still there, on a new connection
+                for token, question in self._questions.items():  # they may be lost with the coordinator before
+                    self._send(token, question)
+            self._look.set()
         refusal = self._handshake.refusal
         if refusal is None:
             return
-        for request_id in list(self._streams):
+        for request_id in list(self._requests):
             self._end(request_id, refusal)
         self._fail_answers(refusal)
 
@@ -452,20 +514,21 @@ class AsyncOmniClient:
             elif isinstance(body, Failed) and not answer.done():
                 answer.set_exception(body.to_error())
             return
-        stream = self._streams.get(header.request_id)
-        if stream is None or isinstance(body, Answer):
+        request = self._requests.get(header.request_id)
+        if request is None or isinstance(body, Answer):
             return
-        expected = self._next_seq.get(header.request_id, 0)
-        if header.seq != expected and not isinstance(body, Failed):
-            self._give_up(header.request_id, ProtocolError(f"Message {header.seq} came where {expected} was due."))
+        if header.seq != request.next_seq and not isinstance(body, Failed):
+            wrong = ProtocolError(f"Message {header.seq} came where {request.next_seq} was due.")
+            self._give_up(header.request_id, wrong)
             return
-        self._next_seq[header.request_id] = expected + 1
+        request.next_seq += 1
         if isinstance(body, Failed):
             self._end(header.request_id, body.to_error())
         elif isinstance(body, Done):
             self._end(header.request_id, body)
         else:
-            stream.deliver(item_of(body, envelope.tensor))
+            request.delivery.take(body, envelope.buffers)
+            request.stream.deliver(item_of(body, envelope.tensor))
 
     def _count_received(self, size: int) -> None:
         """Grant credit for received messages: at once if there are many, else a little later."""
@@ -489,23 +552,23 @@ class AsyncOmniClient:
                 self._received, self._received_bytes = 0, 0
 
     def _end(self, request_id: str, last: Done | OmniError) -> None:
-        self._next_seq.pop(request_id, None)
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            stream.deliver(last)
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            request.stream.deliver(last)
 
     def _give_up(self, request_id: str, error: OmniError) -> None:
         """End a request here and tell the coordinator, which may not know of it."""
-        if request_id in self._streams:
+        if request_id in self._requests:
             with contextlib.suppress(OmniError):  # `error` is the one to report
                 self._send(request_id, Abort())
             self._end(request_id, error)
 
     async def _watch_coordinator(self) -> None:
-        """Ping the coordinator while requests wait, and end them all if it does not answer."""
+        """Ask about requests that wait, at once when connected again; end all if the coordinator does not answer."""
         while True:
-            await asyncio.sleep(PING_SECONDS)
-            if not self._streams:
+            await at_most(PING_SECONDS, self._look.wait())
+            self._look.clear()
+            if not self._requests:
                 continue
             asked = time.monotonic()
             try:
@@ -513,7 +576,7 @@ class AsyncOmniClient:
             except OmniError as error:
                 if self._last_heard > asked:
                     continue  # it is alive, only busy
-                for request_id in list(self._streams):
+                for request_id in list(self._requests):
                     self._end(request_id, error)
 
 

@@ -14,6 +14,7 @@ class CoordinatorSpec(Struct, frozen=True):
     Args:
         began: when the launch began, on the monotonic clock.
         started: when the launcher's process started, on the same.
+        generation: how many coordinators this launch had before.
     """
 
     pipeline: PipelineConfig
@@ -25,6 +26,12 @@ class CoordinatorSpec(Struct, frozen=True):
     run_dir_is_temporary: bool
     began: float
     started: float
+    generation: int = 0
+
+    @property
+    def name(self) -> str:
+        """Tells this coordinator from all others that clients may have known at its endpoint."""
+        return f"{self.launcher_pid}-{self.began}-{self.generation}"
 
 
 class Listening(Struct, frozen=True, tag="listening"):

@@ -34,6 +34,7 @@ class Reports:
     Args:
         decoders: by channel, for counts of what they rejected.
         dropped: what the coordinator's shell dropped, by reason.
+        coordinator: its name.
     """
 
     pipeline: PipelineConfig
@@ -43,6 +44,7 @@ class Reports:
     collector: TelemetryCollector
     decoders: Mapping[str, Decoder[Any]]
     dropped: collections.Counter[str]
+    coordinator: str
 
     def describe(self, client: bytes) -> Description:
         """Describe the pipeline and a client's own requests."""
@@ -51,6 +53,7 @@ class Reports:
         declared = {name: replica.facts.parameters for name, replica in loaded.items() if replica is not None}
         parameters = {name: those for name, those in declared.items() if those is not None}
         return Description(
+            coordinator=self.coordinator,
             pipeline=self.pipeline.name,
             model=self.pipeline.model,
             modalities=tuple(self.pipeline.modalities),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -33,11 +32,13 @@ from omni_actors.coordinator.core.instructions import (
     Log,
     Measured,
     Remember,
+    ReplicaHolds,
     ReplicaLost,
     ReplicaReady,
     ReplicaRegistered,
     ReplicaRemoved,
     ReplicaSpawned,
+    ServeClients,
     ShowProgress,
     TellNode,
     TellReplica,
@@ -171,9 +172,7 @@ class Coordinator:
         self._idle = asyncio.Event()  # nothing is in flight
         self._idle.set()
         self._stopping = asyncio.Event()
-        self._requests = RequestMachine(
-            pipeline, new_seed=lambda: secrets.randbits(63), observer=self._collector.requests
-        )
+        self._requests = RequestMachine(pipeline, self._collector.requests, spec.generation)
         self.fleet = Fleet(
             pipeline,
             self._requests.replicas,
@@ -201,10 +200,17 @@ class Coordinator:
             "results": self._results_decoder,
         }
         self._reports = Reports(
-            pipeline, self._requests, self.fleet, self._stages.peers, self._collector, decoders, self._dropped
+            pipeline,
+            self._requests,
+            self.fleet,
+            self._stages.peers,
+            self._collector,
+            decoders,
+            self._dropped,
+            spec.name,
         )
         self._client_reader = SocketReader(
-            self._clients, self._on_client, self._client_links.flush, self._sockets.receive_from_client
+            self._clients, self._on_client, self._client_links.flush, self._sockets.receive_from_client, paused=True
         )
         self._control_links = ControlLinks(self._control, pipeline.limits)
         self._control_reader = SocketReader(self._control, self._on_control, self._flush_control)
@@ -443,6 +449,11 @@ class Coordinator:
                     self._obey(self.fleet.unreachable(replica.replica_id, str(error), time.monotonic()))
             case ReplicaReady():
                 self._do(self._requests.reopen(STEADY()))
+            case ReplicaHolds(replica, held):
+                self._requests.replica_holds(replica, held)
+            case ServeClients():
+                self._requests.serve_clients(STEADY())
+                self._client_reader.resume()
             case ReplicaLost(replica, why, evidence):
                 self._stages.close(replica.replica_id)
                 self._collector.replica_ended(replica.stage, replica.index)

@@ -123,6 +123,7 @@ SILENT_SECONDS = 5.0  # a coordinator that has listened for this long must have 
 BUSY_SECONDS = 30.0  # the same for one that computes
 TICK_SECONDS = 0.015  # of CPU: less is what its threads for sockets use
 STOP_SECONDS = 3.0  # besides the time that it gives requests in flight
+HEALTHY_SECONDS = 2.0  # after which a coordinator that listens has taken over its stages
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 10.0
 
 
@@ -199,7 +200,9 @@ class CoordinatorChild:
             raise answer.to_error() if isinstance(answer, Failed) else StartupError("The coordinator has ended.")
         self._listens_since = time.monotonic()
         # A restarted coordinator must listen where this one does, also when the system chose the port.
-        self._spec = msgspec.structs.replace(self._spec, client=answer.client, control=answer.control)
+        self._spec = msgspec.structs.replace(
+            self._spec, client=answer.client, control=answer.control, generation=self._spec.generation + 1
+        )
 
     async def _first_line(self, process: asyncio.subprocess.Process) -> bytes:
         """Wait for the first answer; empty if the process has ended. On a busy machine its imports take long."""
@@ -231,12 +234,14 @@ class CoordinatorChild:
                 self._on_end(await self._reported_failure())
                 return
             how = describe_exit(code)
+            if time.monotonic() > self._listens_since + HEALTHY_SECONDS:
+                self._backoff.reset()  # losses of one that served are no reason to stop
             delay = self._backoff.next(time.monotonic())
             if delay is None:
                 restarts = counted(self._backoff.restarts, "restart")
                 self._on_end(f"The coordinator died ({how}), after {restarts}.{refused}")
                 return
-            self._on_restart(f"the coordinator died ({how}) and is started again; requests in flight are lost")
+            self._on_restart(f"the coordinator died ({how}) and is started again")
             await at_most(delay, self._stopping.wait())
             if self._stopping.is_set():
                 continue

@@ -12,7 +12,8 @@ from msgspec import Meta, Struct
 
 from omni_actors.errors import InvalidPayload
 
-MAX_ATTEMPT = 255
+ATTEMPTS = 256  # at a request under one coordinator; the next coordinator counts on from there
+MAX_ATTEMPT = (1 << 31) - 1
 TOKEN_BYTES = 4  # token ids travel as int32
 TRACEPARENT = r"^00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}$"
 
@@ -53,7 +54,7 @@ def check_token_ids(data: bytes) -> None:
         raise InvalidPayload(f"token_ids are int32, so their length must be a multiple of 4 bytes; got {len(data)}.")
 
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_BUFFERS = 4096  # per message, in frames and in blocks
 MAX_BLOCKS = 16  # per message; further buffers travel as frames
 

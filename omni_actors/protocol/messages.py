@@ -267,6 +267,7 @@ UNHEARD = "unheard"  # the scalar with the number of tokens, from the first, who
 LATENTS = "latents"  # the same of latents; those before a request's last are previews
 PICTURE = "picture_"  # begin of the names of tensors with the pixels of pictures, u8 [height, width, 4]
 MAX_ENDED = 4096
+MAX_HELD = 4096
 
 
 class OpenRequest(Body, tag="open_request", frozen=True):
@@ -321,15 +322,33 @@ class Chunk(Body, tag="chunk", frozen=True):
         return (*rows, *self.tensors.values(), *more)
 
 
+class Delivered(Struct, frozen=True):
+    """What a client has of an answer, as `protocol/delivery.py` counts it: all that it takes to go on after it.
+
+    Attributes:
+        counts: by kind, such as "tokens" and "samples".
+        checksum: of the tokens.
+        calls: characters of the arguments of each call of a tool.
+        steps: of each stage that reports progress.
+    """
+
+    counts: Annotated[dict[Annotated[str, Meta(max_length=32)], Count], Meta(max_length=16)] = {}
+    checksum: Count = 0
+    calls: Annotated[dict[Count, Count], Meta(max_length=1024)] = {}
+    steps: Annotated[dict[Name, Count], Meta(max_length=64)] = {}
+
+
 class Resend(Body, tag="resend", frozen=True):
     """Coordinator -> stage: `receiver` starts again with `attempt`; send it everything again, then continue.
 
-    The header's attempt is the sending stage's own. A stage that no longer holds everything answers `Failed` with
-    `stage_lost`, and then starts again itself.
+    Without a receiver this is about the results, for a coordinator after the one that had them: those that its client
+    does not have, as `delivered` says. The header's attempt is the sending stage's own. A stage that no longer holds
+    everything answers `Failed` with `stage_lost`, and then starts again itself.
     """
 
-    receiver: ReplicaId
-    attempt: Attempt
+    receiver: ReplicaId | None = None
+    attempt: Attempt = 0
+    delivered: Delivered | None = None
 
 
 class Ended(Body, tag="ended", frozen=True):
@@ -523,11 +542,24 @@ class Loading(Body, tag="loading", frozen=True):
     phase: Annotated[str, Meta(max_length=256)]
 
 
+class HeldRequest(Struct, frozen=True, array_like=True):
+    """What a stage has of a request when a new coordinator comes.
+
+    `receivers` are the replicas after it that get what it makes, with the attempt that each works on.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    seed: Seed
+    receivers: Annotated[tuple[tuple[ReplicaId, Attempt], ...], Meta(max_length=64)] = ()
+
+
 class Ready(Body, tag="ready", frozen=True):
     """Stage -> coordinator: the engine takes requests, `seconds` after its process was ordered.
 
-    The rest are facts about the model, empty or 0 where they do not apply: voices, `sample_rate` in Hz, the longest
-    input in tokens, the names of the additional information that this stage wants, how many media a prompt may have, by
+    `held` are the requests of the coordinator before of which it has all results, to be fetched by `Resend`. The rest
+    are facts about the model, empty or 0 where they do not apply: voices, `sample_rate` in Hz, the longest input in
+    tokens, the names of the additional information that this stage wants, how many media a prompt may have, by
     modality, the parameters that the model declares, and what a stage that speaks a given text can do.
     """
 
@@ -539,6 +571,7 @@ class Ready(Body, tag="ready", frozen=True):
     max_media: dict[Name, Count] = {}
     parameters: Annotated[tuple[Parameter, ...], Meta(max_length=MAX_PARAMETERS)] | None = None
     speech: SpeechAbility | None = None
+    held: Annotated[tuple[HeldRequest, ...], Meta(max_length=MAX_HELD)] = ()
 
 
 class Peer(Struct, frozen=True, array_like=True):
@@ -655,23 +688,24 @@ class Submit(Body, tag="submit", frozen=True):
 
     Attributes:
         params: parameters by stage name.
-        seed: chosen at random if `None`.
         priority: for the engines' schedulers; lower values come first.
         traceparent: the caller's span (W3C Trace Context).
         information: for the stages that want it, by name. Its tensors are in the buffers after those of the prompt.
         tenant: the part of the client's share of slots that the request counts for.
+        delivered: what the client has got from a coordinator before this one; `None` at first.
     """
 
     prompt: Prompt
     modalities: Annotated[tuple[str, ...], Meta(min_length=1, max_length=8)] = ("text", "audio")
     voice: str | None = None
     params: Annotated[dict[Name, StageParams], Meta(max_length=64)] = {}
-    seed: Seed | None = None
+    seed: Seed = 0
     priority: Priority = 0
     traceparent: Annotated[str, Meta(pattern=TRACEPARENT)] | None = None
     sent: Moment = 0.0
     information: AdditionalInformationPayload | None = None
     tenant: Annotated[str, Meta(max_length=64)] = ""
+    delivered: Delivered | None = None
 
     def __post_init__(self) -> None:
         of_prompt = len(self.prompt.tensor_refs())
@@ -720,6 +754,7 @@ class Description(Body, tag="description", frozen=True):
     """Coordinator -> client: the answer to `Describe`.
 
     Attributes:
+        coordinator: tells this coordinator from others that were here before.
         sample_rate: of the audio, in Hz; 0 without audio.
         in_flight: requests of all clients that have a slot, at most `max_in_flight`.
         queued: those that wait for one.
@@ -751,6 +786,7 @@ class Description(Body, tag="description", frozen=True):
     adapters: tuple[str, ...] = ()
     parameters: dict[str, tuple[Parameter, ...]] = {}
     speech: SpeechAbility | None = None
+    coordinator: str = ""
 
 
 class Operation(enum.StrEnum):

@@ -4,8 +4,8 @@ A request that runs again comes with the next attempt number. A stage has at mos
 
 Every method that takes an event returns the messages to send. An attempt at a request begins with its `OpenRequest`;
 chunks that come earlier wait. When it has ended, a tombstone absorbs late messages.
-Output for later stages is kept until the coordinator says that the request has ended everywhere, in case one of them
-has to start again (`resend_buffer.py`).
+Output is kept until the coordinator says that the request has ended everywhere: a later stage may have to start again,
+or another coordinator may ask for all results (`resend_buffer.py`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,22 @@ from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.codec import Envelope, Frame
 from omni_actors.protocol.fields import Body, Header, ReplicaId
 from omni_actors.protocol.messages import (
+    MAX_HELD,
     Abort,
     Chunk,
     Credit,
     Ended,
     Failed,
     FinishReason,
+    HeldRequest,
+    ImageChunk,
     IntoStage,
     OpenRequest,
     Resend,
     StageDone,
     StageTimeline,
     StageUsage,
+    StepsDone,
     Tombstones,
     Unreachable,
 )
@@ -53,7 +57,7 @@ from omni_actors.stage.engine_interface import (
 from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outbound import Outgoing, chunk_of, divide, result_of
 from omni_actors.stage.processors import Action, Extend, InputPiece, Skip, Start, StreamProcessor, start_of
-from omni_actors.stage.resend_buffer import Receiver, ResendBuffer
+from omni_actors.stage.resend_buffer import Receiver, ResendBuffer, stage_of
 from omni_actors.transitions import advance
 
 logger = get_logger(__name__)
@@ -125,12 +129,12 @@ class Attempt:
     input_order: InputOrder
     processor: StreamProcessor | None
     timings: StageTimeline
-    output: ResendBuffer | None  # what later stages got; `None` if the route has none
+    output: ResendBuffer  # what later stages got
+    results: ResendBuffer  # what the coordinator got
     state: AttemptState = AttemptState.OPEN  # changed by `StageActor._advance` only
     first_output: float = 0.0
     streamed: int = 0  # characters, samples, pictures or latents that went to later stages
     stream_ended: bool = False  # later stages have got their final chunk
-    results: int = 0  # messages sent to the coordinator
 
     @property
     def live(self) -> bool:
@@ -188,6 +192,15 @@ def _size(envelope: Envelope[IntoStage]) -> int:
     return MESSAGE_BYTES + sum(memoryview(buffer).nbytes for buffer in envelope.buffers)
 
 
+def _is_passing(body: Body) -> bool:
+    """Whether a result matters only while the answer is made, so that nobody asks for it later."""
+    match body:
+        case StepsDone() | ImageChunk(preview=True) | Unreachable() | Failed():
+            return True
+        case _:
+            return False
+
+
 CLOCK_SECONDS = 5.0  # by which the clocks of two hosts may differ
 RESENT_MESSAGES = 64  # per step
 FORGET_SECONDS = 10.0  # after its deadline a request is over, even if its end was never announced
@@ -228,7 +241,7 @@ class StageActor:
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
         self._retained = Budget(stage.retain_bytes)
         self._unretained = 0  # attempts of which it was too much
-        self._resending: collections.deque[tuple[Attempt, Receiver]] = collections.deque()
+        self._resending: collections.deque[tuple[Attempt, ResendBuffer, Receiver]] = collections.deque()
         self._runs = 0
         self._backlog_requests = pipeline.flow.backlog_requests
         self._bounds = pipeline.coordinator
@@ -270,14 +283,14 @@ class StageActor:
     def undelivered(self, request_id: str, receiver: ReplicaId, error: OmniError) -> list[Outgoing]:
         """Keep what is made for a later stage that takes no messages, until its successor asks for it."""
         attempt = self._attempts.get(request_id)
-        entry = attempt.output.receivers.get(receiver.stage) if attempt is not None and attempt.output else None
+        entry = attempt.output.receivers.get(receiver.stage) if attempt is not None else None
         if attempt is None or entry is None or entry.replica_id != receiver or entry.unreachable:
             self.dropped["undelivered_of_ended_request"] += 1
             return []
-        if not (attempt.output and attempt.output.intact):
+        if not attempt.output.intact:
             return self._fail(request_id, error)
         entry.unreachable, entry.resend_from = True, None
-        return [self._result(attempt, Unreachable(receiver=receiver, attempt=entry.attempt))]
+        return self._result(attempt, Unreachable(receiver=receiver, attempt=entry.attempt))
 
     def step(self) -> list[Outgoing]:
         """Send some of what is to be sent again, then do one step of the engine; its events as messages."""
@@ -417,7 +430,8 @@ class StageActor:
             InputOrder(self._stage.source_names),
             processor,
             self._meter.opened(header.attempt, has_input=request.prompt is not None),
-            ResendBuffer(self._retained, receivers, header.attempt) if receivers else None,
+            ResendBuffer(self._retained, receivers, header.attempt),
+            ResendBuffer(self._retained, [None], header.attempt),
         )
 
     def _take_chunk(self, header: Header, chunk: Chunk, envelope: Envelope[IntoStage]) -> list[Outgoing]:
@@ -489,7 +503,7 @@ class StageActor:
             attempt.first_output = self._clock()
         moment = self._meter.output(attempt.timings, event, self._stage.outputs)
         result, stream, length = divide(event, self._stage.outputs, attempt.streamed, sends_text=self._sends_text)
-        messages = [self._result(attempt, *result_of(result, moment))] if result is not None else []
+        messages = self._result(attempt, *result_of(result, moment)) if result is not None else []
         if stream is not None:
             attempt.streamed += length
             messages += self._stream(attempt, stream, moment)
@@ -499,22 +513,22 @@ class StageActor:
         """Keep a chunk, and send it to those later stages of the route that have all chunks before it."""
         attempt.stream_ended = attempt.stream_ended or event.final
         output = attempt.output
-        if output is None:
+        if not output.receivers:
             return []
         chunk, buffers = chunk_of(event, moment)
         if output.intact and not output.keep(chunk, buffers):
             self._unretained += 1
         receivers = output.receivers.values()
-        behind = [receiver for receiver in receivers if receiver.unreachable or receiver.resend_from is not None]
+        behind = [stage for stage, receiver in output.receivers.items() if receiver.behind]
         if behind and not output.intact:
-            text = f"{behind[0].replica_id.name} is not there, and this stage cannot keep more for its successor."
+            text = f"A replica of {behind[0]!r} is not there, and this stage cannot keep more for its successor."
             return self._fail(attempt.request_id, StageLost(text, stage=self._stage.name))
-        return [self._to_next(attempt, receiver, chunk, buffers) for receiver in receivers if receiver not in behind]
+        return [self._send_to(attempt, one, chunk, buffers) for one in receivers if not one.behind]
 
     def _finish(self, attempt: Attempt, event: FinishedEvent) -> list[Outgoing]:
         """The engine is done. Later stages hear of it even if the engine itself did not end the stream."""
         messages: list[Outgoing] = []
-        if attempt.output is not None and not attempt.stream_ended:
+        if attempt.output.receivers and not attempt.stream_ended:
             end = StreamEvent(attempt.request.request_id, start=attempt.streamed, final=True)
             messages = self._stream(attempt, end, self._meter.output(attempt.timings, end))
             if not attempt.live:  # it failed: the end could not be kept for a stage that is not there
@@ -529,13 +543,11 @@ class StageActor:
             picture_tokens=event.picture_tokens,
         )
         self._meter.done(attempt.timings, event.input_tokens, event.output_tokens)
-        messages.append(self._result(attempt, StageDone(usage=usage, timeline=attempt.timings)))
+        messages += self._result(attempt, StageDone(usage=usage, timeline=attempt.timings))
         attempt.processor = None
         attempt.request = dataclasses.replace(attempt.request, information={})  # may be large; its output is kept on
         self._advance(attempt, AttemptEvent.FINISHED)
         self._bury(attempt.request_id, attempt.number)
-        if attempt.output is None:
-            self._end(attempt)
         return messages
 
     def _fail(self, request_id: str, error: OmniError) -> list[Outgoing]:
@@ -545,9 +557,9 @@ class StageActor:
             self.dropped["error_of_unknown_request"] += 1
             return []
         logger.info("request failed: %s", error.code.value, extra={"request_id": request_id})
-        message = self._result(attempt, Failed.from_error(error, self._stage.name))
+        messages = self._result(attempt, Failed.from_error(error, self._stage.name))
         self._end(attempt, error.code.value)
-        return [message]
+        return messages
 
     def _refuse(self, header: Header, error: OmniError) -> list[Outgoing]:
         """Fail a request that is not announced here. If the announcement still comes, it is ignored."""
@@ -556,16 +568,20 @@ class StageActor:
         own_header = self._header(header.request_id, header.attempt)
         return [Outgoing(None, own_header, Failed.from_error(error, self._stage.name))]
 
-    def _result(self, attempt: Attempt, body: Body, buffers: Sequence[Frame] = ()) -> Outgoing:
-        """A message to the coordinator."""
-        header = self._header(attempt.request_id, attempt.number, attempt.results, attempt.deadline)
-        attempt.results += 1
-        return Outgoing(None, header, body, buffers)
+    def _result(self, attempt: Attempt, body: Body, buffers: Sequence[Frame] = ()) -> list[Outgoing]:
+        """Keep a result, and send it to the coordinator if that has all results before it."""
+        results = attempt.results
+        if results.intact and not _is_passing(body) and not results.keep(body, buffers):
+            self._unretained += 1
+        (coordinator,) = results.receivers.values()
+        if coordinator.unreachable or (coordinator.behind and not isinstance(body, Failed)):  # that ends it all
+            return []
+        return [self._send_to(attempt, coordinator, body, buffers)]
 
-    def _to_next(self, attempt: Attempt, receiver: Receiver, chunk: Chunk, buffers: Sequence[Frame]) -> Outgoing:
+    def _send_to(self, attempt: Attempt, receiver: Receiver, body: Body, buffers: Sequence[Frame]) -> Outgoing:
         header = self._header(attempt.request_id, receiver.attempt, receiver.sent, attempt.deadline)
         receiver.sent += 1
-        return Outgoing(receiver.replica_id, header, chunk, buffers)
+        return Outgoing(receiver.replica_id, header, body, buffers)
 
     def _header(self, request_id: str, attempt: int, seq: int = 0, deadline: float = 0.0) -> Header:
         return Header.of(self._identity, request_id, attempt, seq, deadline)
@@ -573,32 +589,63 @@ class StageActor:
     # -- sending again ------------------------------------------------------------------------------------------------
 
     def _resend(self, header: Header, body: Resend) -> list[Outgoing]:
-        """A later stage starts again: send all it got before, a few messages a step, and then what follows."""
+        """A later stage starts again, or the coordinator: send all it got, some in each step, then what follows."""
         attempt = self._attempts.get(header.request_id)
-        stage = body.receiver.stage
+        stage = stage_of(body.receiver)
         if attempt is not None and attempt.number > header.attempt:
             self.dropped["late"] += 1
             return []
         if attempt is None or attempt.number != header.attempt:
             return self._refuse(header, StageLost(f"Stage {stage} needs a request again that is unknown here."))
-        output = attempt.output
-        if output is None or stage not in output.receivers or not output.intact:
+        kept = attempt.output if body.receiver is not None else attempt.results
+        if stage not in kept.receivers or not kept.intact:
             return self._fail(header.request_id, StageLost(f"Stage {stage} needs output that is not kept here."))
-        self._resending.append((attempt, output.restart(body.receiver, body.attempt)))
+        number = body.attempt if body.receiver is not None else attempt.number
+        self._resending.append((attempt, kept, kept.restart(body.receiver, number, body.delivered)))
         return []
 
     def _send_again(self) -> list[Outgoing]:
         messages: list[Outgoing] = []
         while self._resending and len(messages) < RESENT_MESSAGES:
-            attempt, receiver = self._resending[0]
-            entry = attempt.output.next_resend(receiver) if attempt.output is not None else None
+            attempt, kept, receiver = self._resending[0]
+            try:
+                entry = kept.next_resend(receiver)
+            except StageLost as error:
+                messages += self._fail(attempt.request_id, error)
+                continue
             if entry is not None:
-                kept, buffers = entry
-                chunk = msgspec.structs.replace(kept, sent=self._meter.clock())  # made earlier, but sent now
-                messages.append(self._to_next(attempt, receiver, chunk, buffers))
+                body, buffers = entry
+                if not isinstance(body, StageDone):
+                    body = msgspec.structs.replace(body, sent=self._meter.clock())  # made earlier, but sent now
+                messages.append(self._send_to(attempt, receiver, body, buffers))
             if receiver.resend_from is None:
                 self._resending.popleft()
         return messages
+
+    # -- another coordinator ------------------------------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """The coordinator is gone: keep all results until the next one asks for those of a request."""
+        for attempt in self._attempts.values():
+            for coordinator in attempt.results.receivers.values():
+                coordinator.unreachable, coordinator.resend_from = True, None
+
+    def held_requests(self) -> tuple[HeldRequest, ...]:
+        """The requests whose results are all here, for the next coordinator; the newest ones if there are too many."""
+        held = [attempt for attempt in self._attempts.values() if attempt.results.intact][-MAX_HELD:]
+        return tuple(
+            HeldRequest(
+                attempt.request_id,
+                attempt.number,
+                attempt.request.seed,
+                tuple(
+                    (one.replica_id, one.attempt)
+                    for one in attempt.output.receivers.values()
+                    if one.replica_id is not None and not one.unreachable
+                ),
+            )
+            for attempt in held
+        )
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -625,8 +672,8 @@ class StageActor:
             self._meter.failed(attempt.request_id, attempt.timings, outcome)
             self._engine.abort(attempt.request.request_id)
             self._bury(attempt.request_id, attempt.number)
-        if attempt.output is not None:
-            attempt.output.release()
+        attempt.output.release()
+        attempt.results.release()
         self._advance(attempt, AttemptEvent.ENDED)
 
     def _bury(self, request_id: str, attempt: int) -> None:

@@ -9,11 +9,12 @@ of them: the main thread takes the socket out of the other's epoll set before it
 from __future__ import annotations
 
 import collections
+import math
 import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 from omni_actors.errors import OmniError, ProtocolError
@@ -75,12 +76,17 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The coordinator is gone or no longer knows this replica: drop all requests and register again."""
+    """The coordinator no longer knows this replica, or was lost too early: drop all requests and register again."""
 
     reason: str
 
 
-Event = Received | Rejected | Undelivered | CoordinatorToStage | Stop | Lost
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """The coordinator is gone; a hello to the next one is on its way. Until it welcomes us, all results are kept."""
+
+
+Event = Received | Rejected | Undelivered | CoordinatorToStage | Stop | Lost | Detached
 
 
 @dataclass
@@ -257,9 +263,11 @@ class Inbound(threading.Thread):
         self._wakeup = Wakeup()  # something is in the outbox
         self._decoder: Decoder[IntoStage] = Decoder(IntoStage, limits, arenas.open)
         self._control_decoder: Decoder[CoordinatorToStage] = Decoder(CoordinatorToStage, limits)
+        self._orphaned_at = math.inf  # when the launcher was found gone
         self._received = 0  # messages that came to the inbox, of any kind
         self._welcomed = False
         self.pulse = Pulse()
+        self.serving = False  # the main thread serves requests, and outlives a lost coordinator
 
     def tell(self, body: Body) -> None:
         """Send `body` to the coordinator on the control connection. Callable from any thread."""
@@ -291,30 +299,45 @@ class Inbound(threading.Thread):
             self._inbox.put(Stop(f"inbound thread: {type(error).__name__}: {error}", failed=True))
 
     def _run(self) -> None:
-        control, handshake = self._sockets.dealer(self._control_endpoint, identity_of(self._identity))
         launcher = -1
         try:
             launcher = os.pidfd_open(self._launcher_pid)
+            self._inbox.epoll.register(launcher, select.EPOLLIN)
+            self._inbox.epoll.register(self._wakeup.fileno(), select.EPOLLIN)
             socket, endpoint = self._sockets.pull(self._inbox_endpoint)
             remote = self._sockets.bind(socket, self._remote_endpoint) if self._remote_endpoint else ""
             self._inbox.open(socket, self._decode)
-            link = Link(control, time.monotonic)
-            self._send(link, self._hello(endpoint, remote))
-            self._loop(link, handshake, launcher)
+            while self._serve_connection(self._hello(endpoint, remote), launcher):
+                self._welcomed = False
+                self._inbox.put(Detached())
         finally:
             if launcher >= 0:
                 os.close(launcher)
             self._inbox.close()
+
+    def _serve_connection(self, hello: Hello, launcher: int) -> bool:
+        """Say hello over a new connection to the coordinator and serve it. True when the next coordinator is due.
+
+        A new one each time: what is still queued in the old one must not follow.
+        """
+        control, handshake = self._sockets.dealer(self._control_endpoint, identity_of(self._identity))
+        epoll = self._inbox.epoll
+        watched = (descriptor(control), descriptor(handshake.socket))
+        try:
+            for number in watched:
+                epoll.register(number, select.EPOLLIN)
+            link = Link(control, time.monotonic)
+            self._send(link, hello)
+            return self._loop(link, handshake, launcher, {launcher, self._wakeup.fileno(), *watched})
+        finally:
+            for number in watched:
+                epoll.unregister(number)
             handshake.close()
             control.close()
 
-    def _loop(self, control: Link, handshake: HandshakeMonitor, launcher: int) -> None:
+    def _loop(self, control: Link, handshake: HandshakeMonitor, launcher: int, others: Set[int]) -> bool:
         epoll = self._inbox.epoll
-        others = {launcher, self._wakeup.fileno(), control.descriptor, descriptor(handshake.socket)}
-        for watched in others:
-            epoll.register(watched, select.EPOLLIN)
         next_beat = 0.0
-        orphaned_at: float | None = None
         while True:
             ready = {number for number, _ in epoll.poll(MAXIMUM_POLL_SECONDS)}
             if ready - others:  # first, because the engine may be waiting for it
@@ -322,19 +345,19 @@ class Inbound(threading.Thread):
             if launcher in ready:
                 self._inbox.put(Stop("the launcher is gone"))
                 epoll.unregister(launcher)
-                orphaned_at = time.monotonic()
-            if orphaned_at is not None and time.monotonic() > orphaned_at + ORPHAN_SECONDS:
+                self._orphaned_at = time.monotonic()
+            if time.monotonic() > self._orphaned_at + ORPHAN_SECONDS:
                 self._on_orphaned()
                 os._exit(1)  # the main thread loads or hangs, and an orphan must not keep its GPU memory
             control.flush()
             self._wakeup.clear()
             while self._outbox:
                 if (body := self._outbox.popleft()) is None:
-                    return
+                    return False
                 self._send(control, body)
             if self._welcomed and time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + self._heartbeat_interval
-                if orphaned_at is None:
+                if self._orphaned_at == math.inf:
                     self._restore_files()
                 pulse, counts = self.pulse, {**self.pulse.counts, **self.rejected()}
                 self._send(control, Heartbeat(pulse.progress, counts))
@@ -342,7 +365,8 @@ class Inbound(threading.Thread):
             # Always, because sending may have consumed the descriptor's signal; and after the check of the connection,
             # because by the time it is lost all of the coordinator's last messages can be read, and they count.
             self._receive_control(control.socket)
-            self._check(handshake, refusal)
+            if self._is_lost(handshake, refusal):
+                return True
 
     def _restore_files(self) -> None:
         with self._inbox.paused():  # the main thread may be reading from the socket
@@ -351,12 +375,16 @@ class Inbound(threading.Thread):
             logger.warning("%s was removed; bound it again", path)
             self._inbox.read()  # binding may have consumed the descriptor's signal
 
-    def _check(self, handshake: HandshakeMonitor, refusal: OmniError | None) -> None:
+    def _is_lost(self, handshake: HandshakeMonitor, refusal: OmniError | None) -> bool:
+        """Whether the coordinator that this connection led to is gone, and the stage goes on without it."""
         if refusal is not None and (handshake.final or not self._welcomed):
             self._inbox.put(Stop(str(refusal), failed=True))
         elif handshake.disconnected:
             handshake.disconnected = False
+            if self.serving:
+                return True
             self._inbox.put(Lost("the coordinator is not connected any more"))
+        return False
 
     def _send(self, control: Link, body: Body) -> None:
         """Send to the coordinator; what it does not take now waits, but for heartbeats, which are out of date then."""

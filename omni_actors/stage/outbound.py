@@ -181,7 +181,6 @@ class Outbound(threading.Thread):
         self,
         sockets: Sockets,
         identity: ReplicaId,
-        results_endpoint: str,
         limits: Limits,
         flow: FlowConfig,
         on_event: Callable[[Event], None],
@@ -196,7 +195,6 @@ class Outbound(threading.Thread):
         self._lock = threading.Lock()
         self._header = Header.of(identity)  # of credit
         self._peers = PeerLinks(sockets, flow)
-        self._peers.open(None, results_endpoint)
         self._newest: dict[tuple[str, int], int] = {}  # the last epoch that was announced, by stage and replica
         self._polled: frozenset[Link] = frozenset()  # those on whose sockets the thread waits
         self._waiting, self._waiting_bytes = 0, 0  # messages that wait for their receivers, as of the last `_account`
@@ -213,8 +211,22 @@ class Outbound(threading.Thread):
         self._closed = False
         self._next_release = 0.0
         self._unknown_peers = 0
+        self._detached_results = 0  # made before it was known that the coordinator is gone
 
     # -- called by the other threads ----------------------------------------------------------------------------------
+
+    def attach(self, results: str) -> None:
+        """Send results to this endpoint of a coordinator."""
+        with self._lock:
+            if not self._closed:
+                self._peers.open(None, results)
+
+    def detach(self) -> None:
+        """Send no more results: the coordinator is gone, and the actor keeps them for the next one."""
+        with self._lock:
+            if None in self._peers.links:
+                self._polled -= {self._peers.links[None]}
+                self._peers.close(None)
 
     def send(self, messages: Sequence[Outgoing], idle: bool = False) -> None:
         """Send now what can leave now. `idle`: the caller has nothing else to do."""
@@ -304,6 +316,8 @@ class Outbound(threading.Thread):
     def counts(self) -> dict[str, int]:
         """Messages, blocks and connections held, and totals of what was dropped."""
         unknown = {"dropped_credit_of_unknown_peer": self._unknown_peers} if self._unknown_peers else {}
+        if self._detached_results:
+            unknown["dropped_results_of_lost_coordinator"] = self._detached_results
         own = self._arena.counts() if self._arena is not None else {}
         return {"outbox": self.waiting, **own, **unknown, **self._arenas.counts()}
 
@@ -512,7 +526,9 @@ class Outbound(threading.Thread):
         """Hand a message whose blocks are filled to its link."""
         message, target = prepared.message, prepared.message.destination
         link = self._peers.links.get(target)
-        if link is None:
+        if link is None and target is None:
+            self._detached_results += 1
+        elif link is None:
             self._lose(message, "has no link")
         elif not link.send(message.header.request_id, prepared.frames):
             self._lose(message, "has taken no messages for so long that its outbox is full")

@@ -1,12 +1,14 @@
 """A replica's registration with a coordinator: its sockets, requests and credit, and the main loop.
 
-The process and its engine outlive sessions. When the coordinator is gone, the process drops its requests and registers
-again with the next epoch. Sockets, credit windows and shared memory are new, so nothing of the former epoch counts.
+A session goes on under the next coordinator when its own dies. The process and its engine outlive sessions: when the
+coordinator counts the replica as lost, the process drops its requests and registers again with the next epoch. Sockets,
+credit windows and shared memory are new, so nothing of the former epoch counts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -27,7 +29,7 @@ from omni_actors.protocol.fields import PROTOCOL_VERSION, Body, ReplicaId
 from omni_actors.protocol.messages import Credit, Hello, Peers, Ready, Reregister, Shutdown, Snapshot, Welcome
 from omni_actors.stage.actor import StageActor
 from omni_actors.stage.engine_interface import StageEngine
-from omni_actors.stage.inbound import Event, Inbound, Inbox, Lost, Received, Rejected, Stop, Undelivered
+from omni_actors.stage.inbound import Detached, Event, Inbound, Inbox, Lost, Received, Rejected, Stop, Undelivered
 from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outbound import Outbound
 from omni_actors.stage.processors import StreamProcessor
@@ -124,6 +126,7 @@ class EngineLoop:
     inbound: Inbound
     outbound: Outbound
     meter: StageMeter
+    ready: Ready  # what the coordinator was told, and the next one is told again
 
     def __post_init__(self) -> None:
         self.engine.on_progress(self.inbox.wake)
@@ -132,6 +135,7 @@ class EngineLoop:
         self._received: ReceivedCredit[ReplicaId | None] = ReceivedCredit(flow.edge_messages, flow.edge_bytes)
         self._grants_due = False
         self._next_tick = self._next_snapshot = 0.0
+        self._detached_at = math.inf  # since when there is no coordinator
         self._end: Stop | Lost | None = None
 
     def run(self) -> Stop | Lost:
@@ -174,7 +178,15 @@ class EngineLoop:
                 self.outbound.set_peers(event)
             case Shutdown(reason=reason):
                 self._end_with(Stop(reason))
-            case Welcome() | Reregister():  # the inbound thread has seen to them
+            case Detached():
+                self._detached_at = time.monotonic()
+                self.actor.detach()
+                self.outbound.detach()
+            case Welcome(results=results):
+                self._detached_at = math.inf
+                self.outbound.attach(results)
+                self.inbound.tell(msgspec.structs.replace(self.ready, held=self.actor.held_requests()))
+            case Reregister():  # the inbound thread has seen to it
                 pass
             case Stop() | Lost():
                 self._end_with(event)
@@ -190,10 +202,12 @@ class EngineLoop:
         if now < self._next_tick:
             return False
         self._next_tick = now + TICK_SECONDS
+        if now > self._detached_at + (patience := self.pipeline.coordinator.reconnect_timeout):
+            raise StartupError(f"No coordinator has come for {patience:g} s in the place of the one that was lost.")
         self.outbound.send(self.actor.tick())
         dropped = {f"dropped_{reason}": count for reason, count in self.actor.dropped.items()}
         self.inbound.pulse.counts = {**self.actor.counts(), **self.outbound.counts(), **dropped}
-        if now >= self._next_snapshot:
+        if now >= self._next_snapshot and self._detached_at == math.inf:
             self._next_snapshot = now + self.pipeline.coordinator.heartbeat_interval
             self._report_metrics()
         return True
@@ -310,13 +324,13 @@ class Session:
                 outbound = Outbound(
                     self._sockets,
                     self._identity,
-                    event.results,
                     self._pipeline.limits,
                     self._pipeline.flow,
                     self._inbox.put,
                     self._arena,
                     self._arenas,
                 )
+                outbound.attach(event.results)
                 outbound.start()
                 self._outbound = outbound
                 return None
@@ -357,20 +371,21 @@ class Session:
         self._actor = StageActor(self._pipeline, self._stage, self._identity, engine, processor, STEADY, self._meter)
         facts = engine.facts
         wants = (*facts.wants_information, *(processor.wants_information if processor is not None else ()))
-        self.tell(
-            Ready(
-                seconds=load_seconds,
-                voices=facts.voices,
-                sample_rate=facts.sample_rate,
-                max_input_tokens=facts.max_input_tokens,
-                wants_information=tuple(dict.fromkeys(wants)),
-                max_media=dict(facts.max_media),
-                parameters=with_defaults(facts.parameters, self._stage.sampling),
-                speech=facts.speech,
-            )
+        ready = Ready(
+            seconds=load_seconds,
+            voices=facts.voices,
+            sample_rate=facts.sample_rate,
+            max_input_tokens=facts.max_input_tokens,
+            wants_information=tuple(dict.fromkeys(wants)),
+            max_media=dict(facts.max_media),
+            parameters=with_defaults(facts.parameters, self._stage.sampling),
+            speech=facts.speech,
         )
-        loop = EngineLoop(self._pipeline, self._actor, engine, self._inbox, self._inbound, self._outbound, self._meter)
-        return loop.run()
+        self._inbound.serving = True
+        self.tell(ready)
+        return EngineLoop(
+            self._pipeline, self._actor, engine, self._inbox, self._inbound, self._outbound, self._meter, ready
+        ).run()
 
     # -- end ----------------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from opentelemetry.trace import (
 
 from omni_actors import __version__
 from omni_actors.config import OtlpProtocol
+from omni_actors.protocol.fields import ATTEMPTS
 from omni_actors.telemetry.request_log import ObservedRequest
 from omni_actors.telemetry.timeline import (
     end_of,
@@ -97,7 +98,11 @@ class OtlpExporter:
             flags = TraceFlags(TraceFlags.SAMPLED)
             context = SpanContext(self._ids.trace_id, int(finished.parent_id, 16), is_remote=True, trace_flags=flags)
             caller = NonRecordingSpan(context)
-        facts = {"request": timeline.request_id, "outcome": timeline.outcome, "attempts": timeline.attempt + 1}
+        facts = {
+            "request": timeline.request_id,
+            "outcome": timeline.outcome,
+            "attempts": timeline.attempt % ATTEMPTS + 1,
+        }
         request = self._start("request", caller, SpanKind.SERVER, began, facts)
         for event in timeline.events:
             request.add_event(event.name, {"detail": event.detail} if event.detail else None, _nanoseconds(event.time))

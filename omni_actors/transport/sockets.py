@@ -385,6 +385,7 @@ class SocketReader:
 
     Args:
         receive: reads one message from the socket, or raises `zmq.Again` or `Discarded`.
+        paused: reads nothing before `resume`.
     """
 
     def __init__(
@@ -393,7 +394,9 @@ class SocketReader:
         on_message: Callable[[Sequence[bytes]], None],
         on_quiet: Callable[[], None] = lambda: None,
         receive: Callable[[Socket], Sequence[bytes]] = receive,
+        paused: bool = False,
     ) -> None:
+        self._paused = paused
         self._socket = socket
         self._on_message = on_message
         self._on_quiet = on_quiet
@@ -411,6 +414,11 @@ class SocketReader:
             self._scheduled = True
             self._loop.call_soon(self._run_scheduled)
 
+    def resume(self) -> None:
+        """Read what has come and what will come. Idempotent."""
+        self._paused = False
+        self.poke()
+
     def _run_scheduled(self) -> None:
         self._scheduled = False
         self.drain()
@@ -418,7 +426,7 @@ class SocketReader:
     def drain(self) -> None:
         """Read what has arrived, without waiting: one batch now, the rest soon."""
         for _ in range(BATCH):
-            if self._closed:
+            if self._closed or self._paused:
                 return
             try:
                 frames = self._receive(self._socket)

@@ -1,4 +1,4 @@
-"""The coordinator is killed, stopped or kept from starting: stages keep their processes, clients get an error."""
+"""The coordinator is killed, stopped or kept from starting: stages keep their processes, and requests go on."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import psutil
 import pytest
 
 from omni_actors.client import AsyncOmniClient
-from omni_actors.errors import OmniError
+from omni_actors.errors import Aborted, OmniError
 from omni_actors.host.run_directory import FLEET
 from omni_actors.protocol.messages import Operation
 from tests.support.launcher import EchoLauncher
-from tests.support.load import ask_and_check, disturbed_chain, replicas, text_of, until_healthy
+from tests.support.load import ask_and_check, disturbed_chain, replicas, text_of, until_healthy, until_in_flight
 from tests.support.processes import assert_nothing_left, processes_of
 from tests.support.waiting import PATIENCE, until
 
 Launch = Callable[..., EchoLauncher]
-LOST = {"stage_lost", "timeout"}  # by which a client may learn that its coordinator has forgotten a request
 
 
 def coordinator_of(folder: Path) -> int:
@@ -39,27 +38,80 @@ async def pids(client: AsyncOmniClient) -> dict[str, int]:
     return {name: status.pid for name, status in (await replicas(client)).items()}
 
 
-async def test_a_killed_coordinator_comes_back_and_its_requests_end_typed(launch, short_path):
-    """With 50 requests in flight: all of them end typed, and the next ones are answered."""
+async def test_a_killed_coordinator_comes_back_and_its_requests_go_on(launch, short_path):
+    """With 50 requests in flight, twice in a row: nothing is lost, nothing comes twice, no stage computes again."""
     launcher = launch(disturbed_chain(0.005)).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as watcher:
         before = await pids(client)
-        streams = [await client.submit("x" * 1000, timeout=120) for _ in range(50)]
-        for stream in streams[:10]:
-            await anext(stream)
-        former = coordinator_of(short_path)
-        psutil.Process(former).kill()
-        await until_healthy(watcher)
-        for number in range(2):  # on the same endpoint, with the same client, before the lost ones are known
-            await ask_and_check(client, text_of(number))
-        ends = await asyncio.gather(*(stream.result() for stream in streams), return_exceptions=True)
-        assert all(isinstance(end, OmniError) and end.code.value in LOST and end.retryable for end in ends), ends[0]
-        assert next_coordinator(short_path, former)
-        assert await pids(watcher) == before, launcher.output
+        texts = [text_of(number) * 40 for number in range(50)]
+        asked = [asyncio.create_task(ask_and_check(client, text)) for text in texts]
+        await until_in_flight(watcher, 50)
+        for _ in range(2):
+            former = coordinator_of(short_path)
+            psutil.Process(former).kill()
+            await until_healthy(watcher)
+            assert next_coordinator(short_path, former)
+            assert not all(task.done() for task in asked)
+        await ask_and_check(client, "others, too")
+        await asyncio.gather(*asked)
+        stages = await replicas(watcher)
+        assert {name: status.pid for name, status in stages.items()} == before, launcher.output
+        assert {status.counts["total_runs"] for status in stages.values()} == {51}
     launcher.wait_idle()
-    assert launcher.output.count("the coordinator died (killed by signal 9) and is started again") == 1
+    assert launcher.output.count("the coordinator died (killed by signal 9) and is started again") == 2
     assert launcher.output.count("[omni_actors] starting ") == 1
     assert launcher.end() == 0
+
+
+@pytest.mark.nightly
+async def test_ten_coordinators_that_die_in_a_row_cost_no_answer(launch, short_path):
+    launcher = launch(disturbed_chain(0.25)).wait_ready()  # answers that take a minute and more
+    async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as watcher:
+        asked = [asyncio.create_task(ask_and_check(client, text_of(number) * 15, timeout=300)) for number in range(200)]
+        await until_in_flight(watcher, 200)
+        for _ in range(10):
+            psutil.Process(coordinator_of(short_path)).kill()
+            await until_healthy(watcher)
+            await asyncio.sleep(5.0)
+        await asyncio.gather(*asked)
+
+
+async def test_a_stage_that_dies_with_the_coordinator_runs_its_part_again(launch, short_path):
+    launcher = launch(disturbed_chain(0.005)).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as watcher:
+        asked = [asyncio.create_task(ask_and_check(client, text_of(number) * 20)) for number in range(10)]
+        await until_in_flight(watcher, 10)
+        talker = (await pids(watcher))["talker/0"]
+        psutil.Process(coordinator_of(short_path)).kill()
+        psutil.Process(talker).kill()
+        await asyncio.gather(*asked)
+    launcher.wait_idle()
+
+
+async def test_what_is_aborted_while_there_is_no_coordinator_ends(launch, short_path):
+    launcher = launch(disturbed_chain(0.005)).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        stream = await client.submit("x" * 1000, timeout=120)
+        await anext(stream)
+        psutil.Process(coordinator_of(short_path)).kill()
+        await stream.abort()
+        with pytest.raises(Aborted):
+            await stream.result()
+    launcher.wait_idle()
+
+
+async def test_what_was_asked_of_a_client_that_died_with_the_coordinator_ends(launch, short_path, monkeypatch):
+    launcher = launch(disturbed_chain(0.005)).wait_ready()
+    gone = AsyncOmniClient(launcher.endpoint)
+    async with AsyncOmniClient(launcher.endpoint) as watcher:
+        await gone.__aenter__()
+        await gone.submit("x" * 4000, timeout=120)
+        await until_in_flight(watcher, 1)
+        psutil.Process(coordinator_of(short_path)).kill()
+        monkeypatch.setattr(gone, "_send", lambda *arguments: None)
+        await gone.close()
+        await until_healthy(watcher)
+    launcher.wait_idle()
 
 
 @pytest.mark.nightly

@@ -58,6 +58,7 @@ def pipeline(**coordinator: Any) -> PipelineConfig:
 
 def submit(*modalities: str, **fields: Any) -> Submit:
     fields.setdefault("prompt", Prompt(token_ids=pack_token_ids([1, 2, 3])))
+    fields.setdefault("seed", 77)
     return Submit(modalities=modalities or ("text", "audio"), **fields)
 
 

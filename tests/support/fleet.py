@@ -246,7 +246,7 @@ class World:
         for replica in fleet.replicas:
             assert replica.registered == (bool(replica.inbox) and replica.alive)
             assert replica.alive or not replica.orders.killed, "orders to end go with their process"
-            if replica.registered and not launch.ending:
+            if replica.registered and not (launch.ending or fleet.restoring):
                 told = self.peers[replica.replica_id]
                 assert told.peers == fleet.replicas.peers(self.pipeline.downstream(replica.stage), replica.node)
         for stage in self.pipeline.stages:

@@ -43,7 +43,7 @@ def text_of(number: int) -> str:
 async def ask_and_check(client: AsyncOmniClient, text: str, **options: Any) -> int:
     """One request; text and audio must be an undisturbed run's, delta by delta. Returns the messages it took."""
     letters, levels, messages = [], [], 0
-    stream = await client.submit(text, modalities=["text", "audio"], timeout=60, **options)
+    stream = await client.submit(text, modalities=["text", "audio"], **{"timeout": 60, **options})
     async for item in stream:
         messages += 1
         if isinstance(item, Text):

@@ -16,7 +16,7 @@ from omni_actors.coordinator.core.replicas import Evidence, ReplicaEvent, Replic
 from omni_actors.coordinator.core.request import ActiveRequest
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.errors import OmniError
-from omni_actors.protocol.fields import DType, Header, ReplicaId, TensorRef, pack_token_ids
+from omni_actors.protocol.fields import ATTEMPTS, DType, Header, ReplicaId, TensorRef, pack_token_ids
 from omni_actors.protocol.messages import (
     Abort,
     AudioChunk,
@@ -152,7 +152,7 @@ class CheckedRequestMachine(RequestMachine):
     def _check_request(self, request: ActiveRequest) -> None:
         limit = self.pipeline.coordinator.max_attempts
         assert request.losses_made_up < limit
-        assert request.attempt < limit * len(request.stages)
+        assert request.attempt % ATTEMPTS < limit * len(request.stages)
         assert (request.state == "running") == (len(request.route) == len(request.stages))
         assert set(request.attempts) == set(request.bound)
         assert set(request.usage) <= set(request.bound)
@@ -198,7 +198,7 @@ def ready(replicas: int = 1, outputs: Sequence[str] = ("audio",), **coordinator:
     made = chain()
     made["stages"][-1]["outputs"] = list(outputs)
     config = msgspec.convert({**made, "coordinator": coordinator}, PipelineConfig)
-    state = CheckedRequestMachine(config, new_seed=lambda: 77)
+    state = CheckedRequestMachine(config)
     for stage in STAGES:
         for index in range(replicas):
             replica = state.replicas.add(stage, index, 1)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import omni_actors
-from omni_actors.coordinator.core.fleet import ABSENT_SECONDS
-from omni_actors.coordinator.core.instructions import ReplicaLost, ReplicaReady, ReplicaRegistered, ShowProgress
+from omni_actors.coordinator.core.fleet import ABSENT_SECONDS, RESTORE_SECONDS
+from omni_actors.coordinator.core.instructions import (
+    FleetInstruction,
+    ReplicaHolds,
+    ReplicaLost,
+    ReplicaReady,
+    ReplicaRegistered,
+    ServeClients,
+    ShowProgress,
+)
 from omni_actors.coordinator.core.replicas import LaunchState, ReplicaState
 from omni_actors.protocol.fields import PROTOCOL_VERSION, ReplicaId
 from omni_actors.protocol.messages import (
     Fatal,
+    HeldRequest,
     Hello,
     KillReplica,
     Launched,
@@ -18,6 +27,7 @@ from omni_actors.protocol.messages import (
     NodeLeaving,
     NodeWelcome,
     Operation,
+    Peers,
     Ready,
     Reregister,
     Shutdown,
@@ -167,6 +177,59 @@ def test_a_restarted_coordinator_adopts_what_runs_and_starts_what_is_missing() -
     assert world.state("talker") is ReplicaState.LOADING
     assert world.replica("talker").phase == "registering again"
     assert announced(world.says("talker", Ready(seconds=0.1)))[0].startswith("talker/0 ready in 0.1 s")
+
+
+def test_clients_are_served_and_peers_announced_once_all_that_ran_is_here() -> None:
+    world = World()
+    assert serves(world.node_hello(*running(*STAGES), launched=True)) == 0
+    for stage in STAGES[:-1]:
+        registered = world.hello(stage, epoch=500) + world.says(stage, Ready(seconds=0.1))
+        assert to_stage(registered, Peers) == [], "a stage would close its links to those that are missing"
+        assert serves(registered) == 0
+    last = world.hello(STAGES[-1], epoch=500) + world.says(STAGES[-1], Ready(seconds=0.1))
+    assert to_stage(last, Peers) == [f"{stage}/0" for stage in STAGES]
+    assert serves(last) == 1
+    assert serves(world.wait(RESTORE_SECONDS)) == 0
+
+
+def test_clients_do_not_wait_long_for_a_process_that_does_not_come() -> None:
+    world = World()
+    world.node_hello(*running(*STAGES), launched=True)
+    world.hello("talker", epoch=500)
+    world.says("talker", Ready(seconds=0.1))
+    assert serves(world.wait(RESTORE_SECONDS - 0.5)) == 0
+    late = world.wait(1.0)
+    assert serves(late) == 1
+    assert to_stage(late, Peers) == ["talker/0"]
+
+
+def test_clients_do_not_wait_for_a_process_that_has_ended() -> None:
+    world = World()
+    world.node_hello(*running("prompt"), launched=True)
+    assert serves(world.ended("prompt")) + serves(world.tick()) == 1
+
+
+def test_a_first_coordinator_serves_clients_at_once() -> None:
+    assert serves(World().node_hello()) == 1
+
+
+def test_what_a_stage_holds_of_the_coordinator_before_is_passed_on() -> None:
+    world = World()
+    world.node_hello(*running(*STAGES), launched=True)
+    world.hello("talker", epoch=500)
+    held = (HeldRequest("r1", 2, 77),)
+    (holds,) = [item for item in world.says("talker", Ready(seconds=0.1, held=held)) if isinstance(item, ReplicaHolds)]
+    assert (holds.replica.name, holds.held) == ("talker/0", held)
+
+
+def test_a_stage_that_this_coordinator_knows_and_that_says_hello_again_registers_anew() -> None:
+    """Its connection was lost, and with it what was on its way."""
+    world = World().launch()
+    assert to_stage(world.hello("talker"), Reregister) == ["talker/0"]
+
+
+def serves(instructions: list[FleetInstruction]) -> int:
+    return sum(isinstance(item, ServeClients) for item in instructions)
 
 
 def test_a_hello_before_that_of_its_node_waits_for_it() -> None:

@@ -40,13 +40,13 @@ class Harness:
         self.outbound = Outbound(
             Sockets(self.sockets.context),
             ME,
-            results,
             limits or Limits(),
             flow or FlowConfig(),
             self.events.put,
             self.arena,
             ArenaReader(lambda: None),
         )
+        self.outbound.attach(results)
         self.outbound.start()
         self.got: dict[ReplicaId, list] = {}
         self.inboxes: dict[ReplicaId, object] = {}

@@ -195,7 +195,7 @@ def test_stages_learn_what_they_may_forget() -> None:
         say(state, stage, done(), 0, "text")
     state.abort(ALICE, "aborted", NOW)
     told = {item.replica_id.stage: item.body.request_ids for item in state.tick(NOW)}
-    assert told == {"prompt": ("r1", "text"), "thinker": ("r1",), "talker": ("r1",)}
+    assert told == {stage: ("r1", "text") for stage in STAGES[:2]} | {stage: ("r1",) for stage in STAGES[2:]}
     assert state.tick(NOW) == []
 
 

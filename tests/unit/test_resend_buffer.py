@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import zlib
+
 import msgspec
 import pytest
 
-from omni_actors.errors import ErrorCode, InvalidPayload, StageLost
+from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, StageLost
 from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.fields import DType, Header, HostTensor, ReplicaId, TensorRef, pack_token_ids
-from omni_actors.protocol.messages import Abort, Chunk, FinishReason, OpenRequest, Resend, StageDone, Unreachable
+from omni_actors.protocol.messages import (
+    Abort,
+    Chunk,
+    Delivered,
+    FinishReason,
+    HeldRequest,
+    OpenRequest,
+    Resend,
+    StageDone,
+    TextDelta,
+    Unreachable,
+)
 from omni_actors.protocol.payloads import PromptEmbedsPayload, StageParams
 from omni_actors.sharing import Budget
 from omni_actors.stage import actor as actor_module
-from omni_actors.stage.engine_interface import FinishedEvent, StreamEvent
+from omni_actors.stage.engine_interface import ErrorEvent, FinishedEvent, StreamEvent, TextEvent
 from omni_actors.stage.outbound import Outgoing
 from omni_actors.stage.resend_buffer import COPIED_BYTES, ENTRY_BYTES, JOINED_BYTES, ResendBuffer
+from tests.support.builders import pipeline
 from tests.support.stage import EMPTY, ROUTE, StageUnderTest
 
 TALKER, AGAIN = ROUTE[2], ReplicaId("talker", 0, 6)
@@ -96,7 +110,7 @@ def test_a_finished_request_is_kept_until_it_is_over_everywhere() -> None:
     counts = stage.held()
     assert counts["requests"] == 0
     assert counts["retained"] == 1
-    assert counts["retained_bytes"] == ENTRY_BYTES + 8
+    assert counts["retained_bytes"] == ENTRY_BYTES + 8 + ENTRY_BYTES, "tokens for the talker, and that it is done"
     resend(stage)
     assert chunks(stage.actor.step()) == [(AGAIN, 1, 0, pack_token_ids([0, 1]), True)]
     resend(stage, ReplicaId("talker", 0, 7), 2)
@@ -220,3 +234,76 @@ def test_only_consecutive_tokens_are_joined_and_not_without_end() -> None:
     while (entry := output.next_resend(receiver)) is not None:
         got.append((entry[0].start, len(entry[0].token_ids) // 4))
     assert got == [(0, 3), (9, 1), (10, many), (10 + many, 1)]
+
+
+def text(index: int) -> TextEvent:
+    return TextEvent("r1", chr(97 + index), (index,))
+
+
+def fetch(stage: StageUnderTest, had: int) -> list[Outgoing]:
+    """The next coordinator asks for the results, of which its client has so many tokens."""
+    checksum = zlib.crc32(pack_token_ids(range(had)))
+    delivered = Delivered(counts={"tokens": had, "characters": had}, checksum=checksum)
+    return stage.actor.receive(Envelope(Header("resend", "r1"), Resend(delivered=delivered)))
+
+
+def results(messages: list[Outgoing]) -> list[tuple[int, str]]:
+    return [(item.header.seq, item.body.text) for item in messages if isinstance(item.body, TextDelta)]
+
+
+def test_results_are_kept_while_there_is_no_coordinator_and_the_next_one_gets_what_its_client_lacks() -> None:
+    stage = started()
+    assert results(stage.do(text(0), text(1))) == [(0, "a"), (1, "b")]
+    stage.actor.detach()
+    assert results(stage.do(text(2), token(0))) == []
+    assert stage.actor.held_requests() == (HeldRequest("r1", 0, 3, ((TALKER, 0),)),)
+    assert fetch(stage, 1) == []
+    assert results(stage.do(text(3))) == [(0, "b"), (1, "c"), (2, "d")]
+    assert results(stage.do(text(4))) == [(3, "e")]
+
+
+def test_the_stages_after_it_go_on_without_a_coordinator() -> None:
+    stage = started()
+    stage.actor.detach()
+    assert chunks(stage.do(token(0))) == [(TALKER, 0, 0, pack_token_ids([0]), False)]
+
+
+def test_a_request_that_ends_meanwhile_is_held_with_its_end() -> None:
+    stage = started()
+    stage.do(text(0))
+    stage.actor.detach()
+    stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 1))
+    assert [held.request_id for held in stage.actor.held_requests()] == ["r1"]
+    fetch(stage, 1)
+    (last,) = [item for item in stage.actor.step() if item.destination is None]
+    assert type(last.body) is StageDone
+    assert last.header.seq == 0
+
+
+def test_a_client_that_has_something_else_gets_an_error() -> None:
+    stage = started()
+    stage.do(text(0), text(1))
+    stage.actor.detach()
+    other = Delivered(counts={"tokens": 1, "characters": 1}, checksum=zlib.crc32(pack_token_ids([9])))
+    stage.actor.receive(Envelope(Header("resend", "r1"), Resend(delivered=other)))
+    (failed,) = stage.actor.step()
+    assert failed.body.code is ErrorCode.STAGE_LOST
+
+
+def test_a_request_that_fails_while_its_results_are_fetched_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor_module, "RESENT_MESSAGES", 1)
+    stage = started()
+    stage.do(text(0), text(1), text(2))
+    stage.actor.detach()
+    fetch(stage, 0)
+    sent = stage.do(ErrorEvent("r1", EngineError("It broke.")))
+    assert results(sent) == [(0, "a")]
+    assert sent[-1].body.code is ErrorCode.ENGINE_ERROR
+    assert not stage.actor.runnable() or stage.actor.step() == []
+
+
+def test_a_request_whose_results_were_too_much_to_keep_is_not_held() -> None:
+    stage = started(stage=msgspec.structs.replace(pipeline().stage("thinker"), retain_bytes=ENTRY_BYTES))
+    stage.do(text(0), text(1))
+    stage.actor.detach()
+    assert stage.actor.held_requests() == ()

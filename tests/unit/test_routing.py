@@ -38,7 +38,7 @@ def on_two_hosts(per_host: int) -> RequestMachine:
     for stage in made["stages"]:
         stage.update(replicas=2 * per_host, node=[0, 1])
     made["coordinator"] = {"max_in_flight": 10_000}
-    state = CheckedRequestMachine(msgspec.convert(made, PipelineConfig), new_seed=lambda: 1)
+    state = CheckedRequestMachine(msgspec.convert(made, PipelineConfig))
     for stage in STAGES:
         for index in range(2 * per_host):
             state.replicas.add(stage, index, 1, node=index % 2, slot=index // 2).state = ReplicaState.READY

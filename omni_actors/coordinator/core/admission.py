@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from omni_actors.config import CoordinatorConfig, Modality, PipelineConfig, check_parameters, unknown_adapter
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
@@ -22,6 +22,7 @@ from omni_actors.errors import (
 )
 from omni_actors.media.limits import check_counts
 from omni_actors.protocol.codec import Frame
+from omni_actors.protocol.delivery import Delivery
 from omni_actors.protocol.fields import Header
 from omni_actors.protocol.messages import Submit
 from omni_actors.protocol.payloads import DECLARED_PARAMS, TEXT_PARAMS, Parameter, StageParams
@@ -146,22 +147,17 @@ class Gate:
     """Makes requests of what clients send; `slots` says who runs.
 
     Args:
-        new_seed: gives the seed of a request that brings none.
         retained: bytes of input that are kept for requests that run.
+        first_attempt: the number of the first attempt at each.
     """
 
     def __init__(
-        self,
-        pipeline: PipelineConfig,
-        replicas: ReplicaTable,
-        planner: Planner,
-        new_seed: Callable[[], int],
-        retained: Budget,
+        self, pipeline: PipelineConfig, replicas: ReplicaTable, planner: Planner, retained: Budget, first_attempt: int
     ) -> None:
+        self._first_attempt = first_attempt
         self._pipeline = pipeline
         self._replicas = replicas
         self._planner = planner
-        self._new_seed = new_seed
         self._retained = retained
         settings = pipeline.coordinator
         self.slots = FairQueue(
@@ -214,7 +210,9 @@ class Gate:
             frozenset(submit.modalities),
             deadline,
             params=params,
-            seed=submit.seed if submit.seed is not None else self._new_seed(),
+            seed=submit.seed,
+            attempt=self._first_attempt,
+            delivery=Delivery(submit.delivered),
             voice=submit.voice,
             priority=submit.priority,
             retained=Retained(submit.prompt, buffers, size, submit.information),

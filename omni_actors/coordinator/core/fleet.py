@@ -11,6 +11,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 
+import msgspec
+
 import omni_actors
 from omni_actors.config import PipelineConfig, placement
 from omni_actors.config.placement import node_devices
@@ -27,11 +29,13 @@ from omni_actors.coordinator.core.instructions import (
     Measured,
     Remember,
     RememberedReplica,
+    ReplicaHolds,
     ReplicaLost,
     ReplicaReady,
     ReplicaRegistered,
     ReplicaRemoved,
     ReplicaSpawned,
+    ServeClients,
     TellNode,
     TellReplica,
     as_configured,
@@ -86,6 +90,7 @@ from omni_actors.protocol.messages import (
 
 TICK_SECONDS = 0.05  # between two calls of `tick`
 LATE_TICK_SECONDS = 1.0  # after a longer pause it is this process that had stopped
+RESTORE_SECONDS = 3.0  # for what runs to register with a coordinator that was restarted, before it serves clients
 ABSENT_SECONDS = 10.0  # for a node to come back to a coordinator that was restarted
 LAST_LOG_SECONDS = 1.0  # for a node to report the log of the replica that fails the launch
 STOP_SECONDS = 4.0  # that one stage may take to stop before it is killed
@@ -132,6 +137,8 @@ class Fleet:
         remembered = (memory or as_configured(pipeline)).replicas
         self._remembered = {(item.stage, item.index): item for item in remembered}  # until their processes are found
         self._created = self._ticked = self._next_move = now
+        self.restoring = True  # processes of the coordinator before may still register, each on its own
+        self._awaited: set[ReplicaId] = set()  # those that run, as their nodes say
         self._early: dict[tuple[str, int], tuple[ReplicaId, Hello]] = {}  # hellos of processes before their node's
         self.replicas = replicas
         self.health = HealthPolicy(pipeline, replicas)
@@ -187,6 +194,7 @@ class Fleet:
             done += self._give_up_nodes(now)
             done += self._kill_stuck(now)
             done += self._move_lost(now)
+        done += self._restored(now)
         done += self.stop_drained(now)
         done += self._release_drained()
         done += self._enforce_ends(now)
@@ -195,6 +203,20 @@ class Fleet:
         if self.launch.starting:
             done += self._check_launch(now)
         return done
+
+    def _restored(self, now: float) -> Instructions:
+        """Serve clients once everything is here that the coordinator before had, or does not come.
+
+        Until then stages hear of no peers: a stage closes its link to those that are not among them.
+        """
+        if not self.restoring or not self.nodes[0].present:
+            return []
+        absent = self.launch.serving and any(node.state is NodeState.EXPECTED for node in self.nodes.values())
+        if (self._awaited or absent) and now < self._created + RESTORE_SECONDS:
+            return []
+        self.restoring = False
+        self._awaited.clear()
+        return [*self._announce_peers(), ServeClients()]
 
     def _check_launch(self, now: float) -> Instructions:
         launch = self.launch
@@ -304,7 +326,7 @@ class Fleet:
                 done += self.start_replica(replica.stage, replica.index, now)
         for replica in takeover.ended:  # last: a death restarts all that is due
             done += self._died(replica, "its node knows nothing of it", "", now, Evidence.KILLED)
-        return done
+        return done + self._restored(now)
 
     def _give_up_nodes(self, now: float) -> Instructions:
         done: Instructions = []
@@ -460,7 +482,8 @@ class Fleet:
             return again + self._welcome(renewed, hello)
         if replica_id.epoch == current.epoch and current.state is ReplicaState.STARTING:
             return self._welcome(current, hello)
-        return self._drop_disorder(current, "hello")  # it would reset a replica that works
+        # It has lost this coordinator, which may not have noticed: what was on its way is gone.
+        return [*self._drop_disorder(current, "hello"), TellReplica(replica_id, Reregister())]
 
     def _welcome(self, replica: Replica, hello: Hello) -> Instructions:
         difference = self._difference(hello)
@@ -497,8 +520,8 @@ class Fleet:
 
     def _on_ready(self, replica: Replica, facts: Ready, now: float) -> Instructions:
         replica.heard = replica.moved = now
-        replica.become_ready(facts)
-        done: Instructions = []
+        replica.become_ready(msgspec.structs.replace(facts, held=()))
+        done: Instructions = [ReplicaHolds(replica, facts.held)] if facts.held else []
         if replica.orders.drain:  # given before it registered again
             done += self.drain(replica)
         else:
@@ -506,10 +529,13 @@ class Fleet:
         done += self.ready_again(replica)
         if self.launch.starting:
             done += self._check_launch(now)
-        return done
+        self._awaited.discard(replica.process)
+        return done + self._restored(now)
 
     def _announce_peers(self) -> Instructions:
         """Tell every stage the addresses of the stages after and before it."""
+        if self.restoring:
+            return []
         find = self.replicas.peers
         done: Instructions = []
         for replica in self.replicas:
@@ -550,6 +576,7 @@ class Fleet:
 
     def _adopt(self, process: ReplicaId, now: float) -> Instructions:
         """Expect the registration of a process that runs. What was ordered of it holds."""
+        self._awaited.add(process)
         replica, done = self._expect(process.stage, process.replica, process.epoch, now)
         if replica.state is ReplicaState.STARTING:  # its hello may have been here before its node's
             replica.phase = "registering again"
@@ -612,6 +639,7 @@ class Fleet:
     def lose(self, replica: Replica, why: str, restart: bool, evidence: Evidence = Evidence.NONE) -> Instructions:
         """End a registration: what the replica held runs again or fails."""
         replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
+        self._awaited.discard(replica.process)
         done = [ReplicaLost(replica, why, evidence), *self.fill_places(replica.stage)]
         return done if self.launch.ending else [*done, *self._announce_peers()]
 

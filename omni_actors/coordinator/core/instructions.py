@@ -14,7 +14,15 @@ from omni_actors.coordinator.core.replicas import Evidence, Replica
 from omni_actors.errors import OmniError
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.fields import Body, Count, Header, ReplicaId, ReplicaIndex, StageName
-from omni_actors.protocol.messages import CoordinatorToNode, CoordinatorToStage, Output, Snapshot, StageDone, Submit
+from omni_actors.protocol.messages import (
+    CoordinatorToNode,
+    CoordinatorToStage,
+    HeldRequest,
+    Output,
+    Snapshot,
+    StageDone,
+    Submit,
+)
 
 VERSION = 1
 
@@ -155,6 +163,19 @@ class ReplicaReady:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaHolds:
+    """Note what a replica has of the requests of the coordinator before."""
+
+    replica: Replica
+    held: Sequence[HeldRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeClients:
+    """Read what clients ask: all replicas that the coordinator before had are here again, as far as they come."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaLost:
     """Disconnect from a replica; what it held runs again or fails. `evidence`: what that says against its requests."""
 
@@ -202,6 +223,8 @@ FleetInstruction = (
     | ReplicaSpawned
     | ReplicaRegistered
     | ReplicaReady
+    | ReplicaHolds
+    | ServeClients
     | ReplicaLost
     | ReplicaRemoved
     | Remember

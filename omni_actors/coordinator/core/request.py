@@ -1,164 +1,21 @@
-"""One request between admission and its one terminal message, and what its client has of the answer.
-
-An answer is counted so that a replay sends only the rest: a stage that runs again computes its part from the start,
-with the same seed. Tokens, characters and samples are counted, not messages: another attempt may cut them differently.
-A picture, or its latents, is one message.
-"""
+"""One request between admission and its one terminal message: what the coordinator knows of it."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from omni_actors.coordinator.core.replicas import REQUEST_TRANSITIONS, Evidence, RequestEvent, RequestState
-from omni_actors.errors import StageLost
 from omni_actors.protocol.codec import Frame
-from omni_actors.protocol.fields import TOKEN_BYTES, ReplicaId, TensorRef
-from omni_actors.protocol.messages import (
-    AudioChunk,
-    ImageChunk,
-    LatentsChunk,
-    Output,
-    RequestStatus,
-    StageUsage,
-    StepsDone,
-    TextDelta,
-)
-from omni_actors.protocol.payloads import (
-    AdditionalInformationEntry,
-    AdditionalInformationPayload,
-    Prompt,
-    StageParams,
-    ToolCallPiece,
-)
+from omni_actors.protocol.delivery import Delivery
+from omni_actors.protocol.fields import ATTEMPTS, ReplicaId
+from omni_actors.protocol.messages import RequestStatus, StageUsage
+from omni_actors.protocol.payloads import AdditionalInformationEntry, AdditionalInformationPayload, Prompt, StageParams
 from omni_actors.sharing import Ticket
 from omni_actors.transitions import advance
-
-Fresh = tuple[Output, Sequence[Frame]]
-
-SAMPLE_BYTES = 4
-
-
-# What is counted of an answer, and the modality that it belongs to.
-COUNTED = {
-    "tokens": "text",
-    "characters": "text",
-    "prompt positions": "text",
-    "samples": "audio",
-    "image": "image",
-    "preview": "image",
-    "latents": "latents",
-}
-ESSENTIAL = ("tokens", "characters", "samples", "image", "latents")  # previews and log probabilities may differ
-
-
-class Delivery:
-    """The count for one request."""
-
-    def __init__(self) -> None:
-        self._delivered: collections.Counter[str] = collections.Counter()  # what the client has
-        self._to_skip: collections.Counter[str] = collections.Counter()  # of that, what a replay still brings again
-        self._checksum = self._checksum_again = 0  # of the tokens that the client has, and of those that came again
-        self._calls: dict[int, int] = {}  # characters of arguments that the client has, by the index of the call
-        self._calls_to_skip: dict[int, int] = {}  # those that come again, with the call's name
-        self._steps: dict[str, int] = {}  # by stage: the progress that the client knows of
-
-    def replay(self, modalities: Collection[str]) -> None:
-        """Expect all that was delivered in these modalities to come again."""
-        self._to_skip |= {kind: count for kind, count in self._delivered.items() if COUNTED[kind] in modalities}
-        if "text" in modalities:
-            self._calls_to_skip = dict(self._calls)
-            self._checksum_again = 0
-
-    @property
-    def complete(self) -> bool:
-        """Whether all that the client had before a replay has come again."""
-        return not any(self._to_skip[kind] for kind in ESSENTIAL)
-
-    def take(self, stage: str, body: Output, buffers: Sequence[Frame]) -> Fresh | None:
-        """The new part of a stage's output, with its buffers; `None` for nothing.
-
-        Raises:
-            StageLost: the replay differs from what the client has, so that the rest would not fit.
-        """
-        match body:
-            case TextDelta():
-                delta = self._text(body)
-                return (delta, ()) if delta is not None else None
-            case AudioChunk():
-                return self._audio(body, buffers)
-            case ImageChunk():
-                return None if self._known("preview" if body.preview else "image", 1) else (body, buffers)
-            case LatentsChunk():
-                return None if self._known("latents", 1) else (body, buffers)
-            case StepsDone():
-                if body.step <= self._steps.get(stage, 0):  # after a replay, until it has caught up
-                    return None
-                self._steps[stage] = body.step
-                return msgspec.structs.replace(body, stage=stage), ()
-
-    def _known(self, kind: str, count: int) -> int:
-        """Count output, and return how much of it, from its start, the client has already."""
-        known = min(self._to_skip[kind], count)
-        self._to_skip[kind] -= known
-        self._delivered[kind] += count - known
-        return known
-
-    def _text(self, body: TextDelta) -> TextDelta | None:
-        size = self._known("tokens", len(body.token_ids) // TOKEN_BYTES) * TOKEN_BYTES
-        letters = self._known("characters", len(body.text))
-        positions = self._known("prompt positions", len(body.prompt_logprobs))
-        if size:
-            self._checksum_again = zlib.crc32(body.token_ids[:size], self._checksum_again)
-            if not self._to_skip["tokens"] and self._checksum_again != self._checksum:
-                raise diverged()
-        calls = self._new_pieces(body.tool_calls) if body.tool_calls else ()
-        self._checksum = zlib.crc32(body.token_ids[size:], self._checksum)
-        if not (size or letters or positions or calls != body.tool_calls):
-            return body
-        fresh = TextDelta(
-            text=body.text[letters:],
-            token_ids=body.token_ids[size:],
-            tool_calls=calls,
-            logprobs=body.logprobs[size // TOKEN_BYTES :],
-            prompt_logprobs=body.prompt_logprobs[positions:],
-        )
-        return fresh if fresh.text or fresh.token_ids or calls or fresh.prompt_logprobs else None
-
-    def _new_pieces(self, pieces: Sequence[ToolCallPiece]) -> tuple[ToolCallPiece, ...]:
-        """Leave out what the client has of tool calls. A call keeps the id under which the client knows it."""
-        fresh = []
-        for piece in pieces:
-            skip = self._calls_to_skip.get(piece.index)
-            if skip is not None:
-                self._calls_to_skip[piece.index] = max(0, skip - len(piece.arguments))
-                piece = ToolCallPiece(index=piece.index, arguments=piece.arguments[skip:])
-            self._calls[piece.index] = self._calls.get(piece.index, 0) + len(piece.arguments)
-            if piece.name or piece.arguments:
-                fresh.append(piece)
-        return tuple(fresh)
-
-    def _audio(self, body: AudioChunk, buffers: Sequence[Frame]) -> tuple[AudioChunk, Sequence[Frame]] | None:
-        (length,) = body.samples.shape
-        known = self._known("samples", length)
-        if not known:
-            return body, buffers
-        if known == length:
-            return None
-        rest = memoryview(buffers[body.samples.buffer]).cast("B")[known * SAMPLE_BYTES :]
-        samples = TensorRef(body.samples.dtype, (length - known,), 0)
-        return AudioChunk(samples=samples, sample_rate=body.sample_rate), (rest,)
-
-
-def diverged() -> StageLost:
-    """The error for an answer that cannot be continued."""
-    return StageLost("A stage was lost, and the replay did not repeat what had been delivered.")
-
 
 LISTED_LOSSES = 8  # the newest ones, for operators
 
@@ -286,7 +143,7 @@ class ActiveRequest:
         return RequestStatus(
             self.request_id,
             self.state,
-            self.attempt,
+            self.attempt % ATTEMPTS,
             tuple(replica_id.name for replica_id in self.route),
             tuple(self.usage),
             self.deadline - now,

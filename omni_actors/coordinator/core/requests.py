@@ -3,20 +3,26 @@
 A request is active from its admission to its one terminal message (`Done` or `Failed`); after that a tombstone absorbs
 late messages about it. When a replica of its route is lost, its stage and those after it run again, with the next
 attempt number and the same seed; the stages before send them their input again (`core/routing.py`). The client
-does not get anything twice (`core/request.py`).
+does not get anything twice (`protocol/delivery.py`).
+
+When there was a coordinator before this one, clients submit their requests again, and those that stages still hold go
+on (`RequestMachine.claim`).
 """
 
 from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
 
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.admission import Gate
 from omni_actors.coordinator.core.instructions import Instruction, Observer, ToClient, ToStage
 from omni_actors.coordinator.core.replicas import Evidence, Replica, ReplicaTable, RequestEvent, RequestState
-from omni_actors.coordinator.core.request import ActiveRequest, diverged
+from omni_actors.coordinator.core.request import ActiveRequest
 from omni_actors.coordinator.core.routing import Planner
 from omni_actors.coordinator.core.suspects import poison
 from omni_actors.errors import (
@@ -29,19 +35,22 @@ from omni_actors.errors import (
     StageUnavailable,
 )
 from omni_actors.protocol.codec import Frame
-from omni_actors.protocol.fields import Body, Header, ReplicaId
+from omni_actors.protocol.delivery import diverged
+from omni_actors.protocol.fields import ATTEMPTS, Body, Header, ReplicaId
 from omni_actors.protocol.messages import (
     MAX_ENDED,
     Abort,
     Done,
     Ended,
     Failed,
+    HeldRequest,
     OpenRequest,
     Output,
     RequestStatus,
     Resend,
     StageDone,
     StageUsage,
+    StepsDone,
     Submit,
     Tombstones,
     Unreachable,
@@ -49,6 +58,7 @@ from omni_actors.protocol.messages import (
 from omni_actors.sharing import Budget
 
 LISTED_REQUESTS = 1000
+CLAIM_SECONDS = 10.0  # after which a client has noticed that there is another coordinator
 Result = Output | StageDone | Failed | Unreachable
 
 
@@ -56,11 +66,11 @@ class RequestMachine:
     """Owns the requests, and the table of replicas that they run on.
 
     Args:
-        new_seed: gives the seed of a request that brings none.
         observer: is called for every change of a request.
+        generation: how many coordinators there were before. Stages ignore attempts whose numbers they have had.
     """
 
-    def __init__(self, pipeline: PipelineConfig, new_seed: Callable[[], int], observer: Observer | None = None) -> None:
+    def __init__(self, pipeline: PipelineConfig, observer: Observer | None = None, generation: int = 0) -> None:
         self._observer = observer or Observer()
         self.pipeline = pipeline
         self.replicas = ReplicaTable()
@@ -75,7 +85,9 @@ class RequestMachine:
         self.replays = 0
         self._closing = False
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
-        self.gate = Gate(pipeline, self.replicas, self.planner, new_seed, self.retained)
+        self._held: dict[str, dict[str, tuple[ReplicaId, HeldRequest]]] = {}  # by request and stage, until claimed
+        self._held_until = math.inf
+        self.gate = Gate(pipeline, self.replicas, self.planner, self.retained, generation * ATTEMPTS)
         self._slots = self.gate.slots
 
     @property
@@ -131,6 +143,7 @@ class RequestMachine:
             request.ticket = ticket
             request.on(RequestEvent.GRANTED)
             self.retained.take(ticket.request_id, ticket.size)
+            instructions += self.claim(request, now)
             instructions += self._open(request, now)
         return instructions
 
@@ -154,18 +167,22 @@ class RequestMachine:
             return []
         opened = request.missing
         for replica in chosen:
-            self.planner.router.hold(request, replica)
-            request.bound[replica.stage] = replica.replica_id
-            request.attempts[replica.stage] = request.attempt
-            request.opened_at[replica.stage] = now
+            self._bind(request, replica, request.attempt, now)
         request.on(RequestEvent.OPENED)
-        self._observer.bound(request.request_id, request.attempt, request.route, opened)
+        if opened:
+            self._observer.bound(request.request_id, request.attempt, request.route, opened)
         # Later stages first: each should know the request before the first output of the stage before it.
         instructions: list[Instruction] = [self._open_stage(request, stage) for stage in reversed(opened)]
         instructions += self._resends(request, opened)
         if not self._wants_retention(request):
             self._release_input(request)
         return instructions
+
+    def _bind(self, request: ActiveRequest, replica: Replica, attempt: int, now: float) -> None:
+        self.planner.router.hold(request, replica)
+        request.bound[replica.stage] = replica.replica_id
+        request.attempts[replica.stage] = attempt
+        request.opened_at[replica.stage] = now
 
     def _open_stage(self, request: ActiveRequest, stage: str) -> ToStage:
         """Announce a request to a stage. The entry stage gets the prompt, each stage the information that it wants."""
@@ -194,6 +211,62 @@ class RequestMachine:
             self._to_stage(request, source, Resend(receiver=request.bound[stage], attempt=request.attempts[stage]))
             for stage in opened
             for source in self.planner.graph.feeders(stage, opened)
+        ]
+
+    # -- what a coordinator before this one had -----------------------------------------------------------------------
+
+    def replica_holds(self, replica: Replica, held: Iterable[HeldRequest]) -> None:
+        """A replica has these requests of the coordinator before. Their clients will submit them again."""
+        for one in held:
+            self._held.setdefault(one.request_id, {})[replica.stage] = replica.replica_id, one
+
+    def serve_clients(self, now: float) -> None:
+        """From now on clients claim what stages hold."""
+        self._held_until = now + CLAIM_SECONDS
+
+    def claim(self, request: ActiveRequest, now: float) -> list[Instruction]:
+        """Bind a request to the replicas that go on with it, and ask them for all results; abort it in the others.
+
+        A stage can go on whose sources do, and send what they make to this very attempt. The others run again.
+        """
+        held = self._held.pop(request.request_id, {})
+        delivered = request.delivery.state()
+        if not (held or delivered.counts):
+            return []
+        found = {
+            stage: (replica, one)
+            for stage, (replica_id, one) in held.items()
+            if (replica := self.replicas.at(replica_id)) is not None and replica.alive
+        }
+        mine = {stage: one for stage, (_, one) in found.items() if stage in request.stages and one.seed == request.seed}
+
+        def is_fed(stage: str) -> bool:
+            link = (found[stage][0].replica_id, mine[stage].attempt)
+            return all(link in mine[source].receivers for source in self.planner.graph.sources[stage] if source in mine)
+
+        lost = [stage for stage in request.stages if stage not in mine or not is_fed(stage)]
+        again = self.planner.graph.again(request.stages, lost, lambda stage: stage in mine)
+        request.delivery.replay({modality for stage in again for modality in self._outputs[stage]})
+        instructions: list[Instruction] = []
+        for stage, (replica, one) in found.items():
+            if stage in mine and stage not in again:
+                self._bind(request, replica, one.attempt, now)
+                self._observer.bound(request.request_id, one.attempt, request.route, (stage,))
+                instructions.append(self._to_stage(request, stage, Resend(delivered=delivered)))
+            else:
+                instructions.append(_abort_held(replica.replica_id, one))
+        return instructions
+
+    def _abort_unclaimed(self, now: float) -> list[Instruction]:
+        """End what no client has claimed in time: it has ended itself, or does not want it any more."""
+        if now < self._held_until:
+            return []
+        held, self._held = self._held, {}
+        return [
+            _abort_held(replica_id, one)
+            for stages in held.values()
+            for replica_id, one in stages.values()
+            if self.replicas.at(replica_id) is not None
         ]
 
     def _wants_retention(self, request: ActiveRequest) -> bool:
@@ -271,6 +344,8 @@ class RequestMachine:
         if isinstance(body, Unreachable):
             return self._unreachable(request, body, now)
         self._observer.came(header, body)
+        if isinstance(body, StepsDone):
+            body = msgspec.structs.replace(body, stage=header.stage)
         try:
             return self._forward(request, header.stage, body, buffers)
         except StageLost as error:
@@ -313,7 +388,7 @@ class RequestMachine:
     def _forward(self, request: ActiveRequest, stage: str, body: Output, buffers: Sequence[Frame]) -> list[Instruction]:
         if body.modality and not (body.modality in request.modalities and body.modality in self._outputs[stage]):
             return []
-        fresh = request.delivery.take(stage, body, buffers)
+        fresh = request.delivery.take(body, buffers)
         if fresh is None:
             return []
         self._observer.delivered(request.request_id, fresh[0])
@@ -333,9 +408,8 @@ class RequestMachine:
         request.on(RequestEvent.COMPLETED)
         self._observer.ended(request.request_id, None)
         done = self._to_client(request, Done(usage=request.usage))
-        for stage, replica_id in request.bound.items():
-            if self.planner.graph.feeds(stage, request.stages):
-                self._ended.setdefault(replica_id, []).append(request.request_id)
+        for replica_id in request.bound.values():
+            self._ended.setdefault(replica_id, []).append(request.request_id)
         self._close(request, now)
         return [done]
 
@@ -394,7 +468,7 @@ class RequestMachine:
         """End requests whose deadline has passed. Call it a few times a second."""
         self._tombstones.expire(now)
         self._slots.look_again()
-        instructions: list[Instruction] = []
+        instructions = self._abort_unclaimed(now)
         for request in list(self.active.values()):
             if request.deadline <= now:
                 instructions += self._fail(
@@ -470,6 +544,10 @@ class RequestMachine:
     def _to_stage(request: ActiveRequest, stage: str, body: Body, buffers: Sequence[Frame] = ()) -> ToStage:
         replica_id, attempt = request.bound[stage], request.attempts[stage]
         return ToStage(replica_id, request.request_id, attempt, request.deadline, body, buffers)
+
+
+def _abort_held(replica_id: ReplicaId, held: HeldRequest) -> ToStage:
+    return ToStage(replica_id, held.request_id, held.attempt, 0.0, Abort())
 
 
 def _shutting_down() -> StageUnavailable:

@@ -25,7 +25,7 @@ from omni_actors.coordinator.core.request import ActiveRequest
 from omni_actors.coordinator.core.suspects import IsolationRuns
 from omni_actors.errors import InvalidRequest, StageLost, StageUnavailable, suggest
 from omni_actors.protocol.codec import Frame
-from omni_actors.protocol.fields import MAX_ATTEMPT, TOKEN_BYTES, ReplicaId
+from omni_actors.protocol.fields import ATTEMPTS, TOKEN_BYTES, ReplicaId
 from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, Prompt, StageParams
 
 
@@ -242,7 +242,7 @@ class Planner:
         possible = (
             (self._entry not in again or request.retained is not None)
             and request.losses_made_up + counts < self._max_attempts
-            and request.attempt < MAX_ATTEMPT
+            and (request.attempt + 1) % ATTEMPTS
             and self.replays(lost)
             and all(self._replicas.recoverable(stage) for stage in again)
         )
