@@ -169,7 +169,7 @@ async def main() -> None:
         "--stages",
         nargs="*",
         default=["thinker", "talker", "code2wav"],
-        help="to kill under load, or `coordinator`, or `all`",
+        help="to kill under load, `coordinator`, `all`, `fault:STAGE`",
     )
     parser.add_argument("--every", type=float, default=2.0, help="seconds of undisturbed load before each kill")
     parser.add_argument("--text-tokens", type=int, default=96)

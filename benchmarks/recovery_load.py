@@ -1,8 +1,8 @@
 """The part of `recovery.py` that kills processes under load.
 
 Listeners ask for one answer after the other, each always for its own, so that every answer can be compared with the one
-that it got before anything was killed. What is killed is the replica of a stage, the `coordinator`, or `all` stages at
-once. The table has a row for each kill:
+that it got before anything was killed. What is killed is the replica of a stage, the `coordinator`, `all` stages at
+once, or by `fault:STAGE` what shares the stage's GPU (`gpu_fault.py`). The table has a row for each kill:
 
 * ready: seconds until all replicas were ready again, and in the last column those of the killed stage's process;
 * silence: the time for which a listener who was hearing something heard nothing: the 50th and 95th percentile of all,
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -36,8 +37,9 @@ from omni_actors.protocol.messages import StageStatus
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 READY_SECONDS = 900.0
+FAULT_FOLDER = "GPU_FAULT_FOLDER"
 Spoken = tuple[int, int, int]  # tokens, samples, and a checksum of the text and the sound
-COORDINATOR, ALL = "coordinator", "all"  # what can be killed besides a stage
+COORDINATOR, ALL, FAULT = "coordinator", "all", "fault:"  # what can be killed besides a stage
 
 
 def start(
@@ -174,13 +176,15 @@ async def print_load(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for spares in arguments.spares:
         with tempfile.TemporaryDirectory(prefix="recovery-") as run_dir:
-            spared = dict.fromkeys(set(arguments.stages) - {COORDINATOR, ALL}, spares)
+            known = {stage.name for stage in config.load(arguments.config).pipeline.stages}
+            spared = dict.fromkeys(known.intersection(arguments.stages), spares)
+            os.environ[FAULT_FOLDER] = run_dir
             process = start(arguments.config, command_line.overrides(arguments), run_dir, {}, spared)
             try:
                 async with AsyncOmniClient(f"ipc://{run_dir}/client") as client:
                     await ready(client, process)
                     print_start(spares, (await client.describe()).stages)
-                    async for loss in kills(client, process, arguments, spares):
+                    async for loss in kills(client, process, arguments, spares, run_dir):
                         rows.append(vars(loss))
                         print_loss(loss)
             finally:
@@ -190,7 +194,7 @@ async def print_load(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 async def kills(
-    client: AsyncOmniClient, process: subprocess.Popen[bytes], arguments: argparse.Namespace, spares: int
+    client: AsyncOmniClient, process: subprocess.Popen[bytes], arguments: argparse.Namespace, spares: int, run_dir: str
 ) -> AsyncIterator[Loss]:
     """Yields what each kill has led to, once all is as before."""
     listeners = Listeners(client, arguments)
@@ -208,7 +212,7 @@ async def kills(
                     await asyncio.sleep(0.01)
             loss = Loss(spares, stage)
             listeners.note_in(loss)
-            loss.ready, loss.start = await kill(client, process, stage)
+            loss.ready, loss.start = await kill(client, process, stage, Path(run_dir))
             if stage != COORDINATOR:
                 while loss.done + loss.failed < arguments.streams:  # noqa: ASYNC110 - what was in flight has to end
                     await asyncio.sleep(0.05)
@@ -220,17 +224,22 @@ async def kills(
     yield rest
 
 
-async def kill(client: AsyncOmniClient, process: subprocess.Popen[bytes], stage: str) -> tuple[float, float]:
+async def kill(
+    client: AsyncOmniClient, process: subprocess.Popen[bytes], stage: str, run_dir: Path
+) -> tuple[float, float]:
     """Kill, and return the seconds until all is ready again, and those that the process of a stage took."""
     before = (await client.describe()).stages
-    killed = [item for item in before if not item.spare and stage in (item.stage, ALL)]
+    killed = [item for item in before if not item.spare and stage.removeprefix(FAULT) in (item.stage, ALL)]
     pids = [item.pid for item in killed]
     if stage == COORDINATOR:
         children = psutil.Process(process.pid).children()
         pids = [child.pid for child in children if child.cmdline()[0] == "omni:coordinator"]
     began = time.monotonic()
-    for pid in pids:
-        psutil.Process(pid).kill()
+    if stage.startswith(FAULT):
+        (run_dir / stage.removeprefix(FAULT)).touch()
+    else:
+        for pid in pids:
+            psutil.Process(pid).kill()
     async with asyncio.timeout(READY_SECONDS):
         while True:
             with contextlib.suppress(OmniError):

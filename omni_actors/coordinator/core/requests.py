@@ -261,11 +261,11 @@ class RequestMachine:
         """End what no client has claimed in time: it has ended itself, or does not want it any more."""
         if now < self._held_until:
             return []
-        held, self._held = self._held, {}
+        unclaimed = [request_id for request_id in self._held if request_id not in self.active]  # others wait for a slot
         return [
             _abort_held(replica_id, one)
-            for stages in held.values()
-            for replica_id, one in stages.values()
+            for request_id in unclaimed
+            for replica_id, one in self._held.pop(request_id).values()
             if self.replicas.at(replica_id) is not None
         ]
 
