@@ -516,8 +516,9 @@ class Hello(Body, tag="hello", frozen=True):
     """Stage -> coordinator, first message: registers a replica, whose id is in the header.
 
     A mismatch of protocol version, package version or configuration hash fails the start. A process that has lost its
-    coordinator says hello again with the next epoch; `spawn_epoch` stays the epoch that it was started with. `remote`
-    is the inbox for other nodes, "" if none can reach it.
+    coordinator says hello `again`, to the next one; if it has to register anew, it does so with the next epoch, and
+    `spawn_epoch` stays the epoch that it was started with. `remote` is the inbox for other nodes, "" if none can reach
+    it.
     """
 
     protocol: int
@@ -528,6 +529,7 @@ class Hello(Body, tag="hello", frozen=True):
     arena: ArenaAddress | None = None
     spawn_epoch: Count = 0
     remote: EndpointOrEmpty = ""
+    again: bool = False
 
 
 class Welcome(Body, tag="welcome", frozen=True):

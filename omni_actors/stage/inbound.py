@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
+import msgspec
+
 from omni_actors.errors import OmniError, ProtocolError
 from omni_actors.logs import get_logger
 from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, Envelope, Frame, encode
@@ -307,7 +309,9 @@ class Inbound(threading.Thread):
             socket, endpoint = self._sockets.pull(self._inbox_endpoint)
             remote = self._sockets.bind(socket, self._remote_endpoint) if self._remote_endpoint else ""
             self._inbox.open(socket, self._decode)
-            while self._serve_connection(self._hello(endpoint, remote), launcher):
+            hello = self._hello(endpoint, remote)
+            while self._serve_connection(hello, launcher):
+                hello = msgspec.structs.replace(hello, again=True)
                 self._welcomed = False
                 self._inbox.put(Detached())
         finally:

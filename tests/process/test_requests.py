@@ -281,9 +281,10 @@ def test_a_client_that_vanishes_takes_its_requests_along(echo, sockets):
 
 
 async def test_a_client_whose_request_was_lost_gets_an_error(echo, monkeypatch):
-    """As after a restart of the coordinator: the request is unknown there, the stream must not wait for ever."""
+    """As if this coordinator had ended it: the request is unknown there, the stream must not wait for ever."""
     monkeypatch.setattr("omni_actors.client.async_client.PING_SECONDS", 0.1)
     async with AsyncOmniClient(echo.endpoint) as client:
+        await client.describe()
         with monkeypatch.context() as losing:
             losing.setattr("omni_actors.client.async_client.try_send", lambda socket, frames: True)
             stream = await client.submit("x", modalities=["text"])

@@ -130,7 +130,9 @@ class World:
     def stage(self, replica_id: ReplicaId, body: StageToCoordinator) -> list[FleetInstruction]:
         return self.take(self.fleet.from_stage(replica_id, body, self.now))
 
-    def hello(self, stage: str, index: int = 0, epoch: int = 0, spawn_epoch: int = 0) -> list[FleetInstruction]:
+    def hello(
+        self, stage: str, index: int = 0, epoch: int = 0, spawn_epoch: int = 0, again: bool = False
+    ) -> list[FleetInstruction]:
         """The hello of the process that was started last, unless the epochs say otherwise."""
         epoch = epoch or self.replica(stage, index).spawn_epoch
         body = Hello(
@@ -141,6 +143,7 @@ class World:
             inbox=f"ipc:///{stage}/{index}/{epoch}",
             spawn_epoch=spawn_epoch,
             remote=f"tcp://10.0.0.{self.replica(stage, index).node}:{1 + index}",
+            again=again,
         )
         return self.stage(ReplicaId(stage, index, epoch), body)
 

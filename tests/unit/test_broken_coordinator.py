@@ -18,7 +18,7 @@ from omni_actors.coordinator.core.instructions import FleetMemory
 from omni_actors.coordinator.process_spec import CoordinatorSpec
 from omni_actors.coordinator.shell import Coordinator, MemoryFile
 from omni_actors.protocol.codec import encode
-from omni_actors.protocol.fields import PROTOCOL_VERSION, Header
+from omni_actors.protocol.fields import PROTOCOL_VERSION, Header, identity_of
 from omni_actors.protocol.messages import Abort, NodeHello, Operation
 from omni_actors.transport.sockets import Sockets
 from tests.support.builders import pipeline
@@ -84,6 +84,10 @@ async def test_a_tick_or_a_message_that_fails_ends_the_process(method: str, shor
     process.stdin.write_eof()
     async with asyncio.timeout(30 * PATIENCE):
         assert b"listening" in await process.stdout.readline()
+        node, _ = sockets.dealer(spec.control, identity_of(0))  # before it, no client is served
+        digest = spec.pipeline.digest()
+        hello = NodeHello(PROTOCOL_VERSION, omni_actors.__version__, digest, (), True, 0)
+        node.send_multipart(encode(Header("", replica=0), hello))
         client, _ = sockets.dealer(spec.client, b"a client")
         client.send_multipart(encode(Header("", "r1"), Abort()))
         out, errors = await process.communicate()

@@ -225,7 +225,8 @@ def test_what_a_stage_holds_of_the_coordinator_before_is_passed_on() -> None:
 def test_a_stage_that_this_coordinator_knows_and_that_says_hello_again_registers_anew() -> None:
     """Its connection was lost, and with it what was on its way."""
     world = World().launch()
-    assert to_stage(world.hello("talker"), Reregister) == ["talker/0"]
+    assert to_stage(world.hello("talker"), Reregister) == [], "a stray one harms nobody"
+    assert to_stage(world.hello("talker", again=True), Reregister) == ["talker/0"]
 
 
 def serves(instructions: list[FleetInstruction]) -> int:

@@ -482,8 +482,10 @@ class Fleet:
             return again + self._welcome(renewed, hello)
         if replica_id.epoch == current.epoch and current.state is ReplicaState.STARTING:
             return self._welcome(current, hello)
-        # It has lost this coordinator, which may not have noticed: what was on its way is gone.
-        return [*self._drop_disorder(current, "hello"), TellReplica(replica_id, Reregister())]
+        done = self._drop_disorder(current, "hello")  # it would reset a replica that works
+        if hello.again:  # it has lost this coordinator, which may not have noticed: what was on its way is gone
+            done.append(TellReplica(replica_id, Reregister()))
+        return done
 
     def _welcome(self, replica: Replica, hello: Hello) -> Instructions:
         difference = self._difference(hello)
