@@ -19,6 +19,7 @@ import msgspec
 from omni_actors.client.prompts import AudioInput, ImageInput, Prompting, VideoInput, to_params, to_prompt
 from omni_actors.client.streams import OmniRequestOutput, RequestStream, StreamItem, item_of
 from omni_actors.errors import Aborted, InvalidRequest, OmniError, ProtocolError, RequestTimeout, StageLost
+from omni_actors.host.addresses import is_tcp
 from omni_actors.host.processes import STEADY, at_most
 from omni_actors.logs import get_logger
 from omni_actors.protocol.codec import BadBody, BadHeader, BufferList, Decoder, encode
@@ -170,6 +171,7 @@ class _Request:
 
 MAX_COORDINATORS = 16  # that may be lost under one request, which may be the reason
 ANSWER_SECONDS = 10.0  # a coordinator that does not answer `Describe` within this time is gone
+STANDING_SECONDS = 45.0  # until a launcher has replaced a coordinator that stands still, however busy the host is
 GRANT_MESSAGES, GRANT_BYTES = 64, 256 << 10  # received messages after which credit is granted at once
 GRANT_SECONDS = 0.05  # after which credit is granted for fewer
 PING_SECONDS = 2.0  # how often a client with requests asks whether they are still alive
@@ -198,9 +200,11 @@ class AsyncOmniClient:
         self._decoder: Decoder[CoordinatorToClient] = Decoder(CoordinatorToClient, self._limits)
         self._requests: dict[str, _Request] = {}
         self._coordinator = ""  # its name, once it has answered
+        self._modalities: tuple[str, ...] = ()  # all that the pipeline answers in, likewise
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._questions: dict[str, Describe | Observe] = {}  # those that may be asked twice
-        self._last_heard = time.monotonic()
+        self._last_heard = self._connection_changed = time.monotonic()
+        self._is_local = not is_tcp(endpoint)
         self._sockets: Sockets | None = None
         self._received, self._received_bytes = 0, 0  # not yet granted back as credit
         self._grant_timer: asyncio.TimerHandle | None = None
@@ -291,7 +295,7 @@ class AsyncOmniClient:
             raise InvalidRequest(f"The prompt does not have the documented form: {error}.") from error
         body = Submit(
             prompt=message,
-            modalities=tuple(modalities) if modalities is not None else (await self.describe()).modalities,
+            modalities=tuple(modalities or self._modalities or (await self.describe()).modalities),
             voice=voice,
             params=to_params(params or {}),
             seed=secrets.randbelow(SEEDS) if seed is None else seed,
@@ -353,7 +357,7 @@ class AsyncOmniClient:
         """Return what the pipeline offers and the state of its stages. Raises `RequestTimeout` if no answer comes."""
         asked_about = [(request_id, request, request.submitted) for request_id, request in self._requests.items()]
         description = await self._ask(Describe(), Description, timeout)
-        self._coordinator = description.coordinator
+        self._coordinator, self._modalities = description.coordinator, description.modalities
         for request_id, request, submitted in asked_about:
             if self._requests.get(request_id) is not request or request.submitted != submitted:
                 continue  # it has ended, or is on its way behind the question
@@ -476,6 +480,7 @@ class AsyncOmniClient:
     def _on_handshake(self, frames: Sequence[bytes]) -> None:
         """Handle an event of the connection; a refusal ends everything that waits for an answer."""
         self._handshake.on(frames)
+        self._connection_changed = time.monotonic()
         if self._handshake.connected and self._handshake.disconnected:
             self._handshake.disconnected = False
             with contextlib.suppress(OmniError):  # the next ping says so, too
@@ -572,12 +577,17 @@ class AsyncOmniClient:
                 continue
             asked = time.monotonic()
             try:
-                await self.describe(ANSWER_SECONDS)
+                await self.describe(ANSWER_SECONDS if self._is_local else ANSWER_SECONDS - PING_SECONDS - 1)
             except OmniError as error:
-                if self._last_heard > asked:
-                    continue  # it is alive, only busy
+                if self._last_heard > asked or (self._is_local and self._is_replaced(asked)):
+                    continue
                 for request_id in list(self._requests):
                     self._end(request_id, error)
+
+    def _is_replaced(self, asked: float) -> bool:
+        """Whether the launcher of this host replaces a silent coordinator: it has ended, or it stands still."""
+        silent = time.monotonic() - self._last_heard
+        return self._connection_changed > asked or (self._handshake.connected and silent < STANDING_SECONDS)
 
 
 def _checked_traceparent(traceparent: str | None) -> str | None:

@@ -342,13 +342,15 @@ class Resend(Body, tag="resend", frozen=True):
     """Coordinator -> stage: `receiver` starts again with `attempt`; send it everything again, then continue.
 
     Without a receiver this is about the results, for a coordinator after the one that had them: those that its client
-    does not have, as `delivered` says. The header's attempt is the sending stage's own. A stage that no longer holds
-    everything answers `Failed` with `stage_lost`, and then starts again itself.
+    does not have, as `delivered` says. They are numbered from `first_seq`, and so cannot be confused with those that
+    were on their way to the coordinator before. The header's attempt is the sending stage's own. A stage that no longer
+    holds everything answers `Failed` with `stage_lost`, and then starts again itself.
     """
 
     receiver: ReplicaId | None = None
     attempt: Attempt = 0
     delivered: Delivered | None = None
+    first_seq: Count = 0
 
 
 class Ended(Body, tag="ended", frozen=True):

@@ -600,8 +600,11 @@ class StageActor:
         kept = attempt.output if body.receiver is not None else attempt.results
         if stage not in kept.receivers or not kept.intact:
             return self._fail(header.request_id, StageLost(f"Stage {stage} needs output that is not kept here."))
-        number = body.attempt if body.receiver is not None else attempt.number
-        self._resending.append((attempt, kept, kept.restart(body.receiver, number, body.delivered)))
+        if body.receiver is not None:
+            receiver = kept.restart(body.receiver, body.attempt)
+        else:
+            receiver = kept.restart_results(attempt.number, body.delivered, body.first_seq)
+        self._resending.append((attempt, kept, receiver))
         return []
 
     def _send_again(self) -> list[Outgoing]:

@@ -99,17 +99,20 @@ class ResendBuffer:
         self.intact = False
         self._entries.clear()
 
-    def restart(self, replica_id: ReplicaId | None, attempt: int, delivered: Delivered | None = None) -> Receiver:
-        """Put `replica_id`, which has got nothing yet, in the place of its stage's former receiver.
+    def restart(self, replica_id: ReplicaId, attempt: int) -> Receiver:
+        """Put `replica_id`, which has got nothing yet, in the place of its stage's former receiver."""
+        return self._restart(Receiver(replica_id, attempt))
 
-        `None` is another coordinator; the client has what was `delivered`.
-        """
-        stage = stage_of(replica_id)
+    def restart_results(self, attempt: int, delivered: Delivered | None, first_seq: int) -> Receiver:
+        """Put another coordinator, whose client has what was `delivered`, in the place of the one before."""
+        delivery = Delivery(delivered)
+        delivery.replay(COUNTED.values())
+        return self._restart(Receiver(None, attempt, first_seq, delivery=delivery))
+
+    def _restart(self, receiver: Receiver) -> Receiver:
+        stage = stage_of(receiver.replica_id)
         self.receivers[stage].resend_from = None
-        receiver = Receiver(replica_id, attempt, resend_from=0 if self._entries else None)
-        if replica_id is None:
-            receiver.delivery = Delivery(delivered)
-            receiver.delivery.replay(COUNTED.values())
+        receiver.resend_from = 0 if self._entries else None
         self.receivers[stage] = receiver
         return receiver
 

@@ -25,6 +25,7 @@ from tests.support.requests import (
 )
 
 SEED = 77
+FIRST = 1 << 32  # the number of the first result for the second coordinator
 HAD = Delivered(counts={"tokens": 2, "characters": 2, "samples": 5})
 
 
@@ -67,11 +68,13 @@ def test_a_request_that_all_stages_hold_goes_on() -> None:
     assert opened_stages(instructions) == []
     assert state.active["r1"].attempts == {"prompt": 0, "thinker": 0, "talker": 3, "code2wav": 3}
 
-    (more,) = state.from_stage(header_from(replica_id("thinker"), "r1"), letter(2), (), NOW)
+    late = state.from_stage(header_from(replica_id("thinker"), "r1", 0), letter(2), (), NOW)
+    assert late == [], "it was on its way to the coordinator before"
+    (more,) = state.from_stage(header_from(replica_id("thinker"), "r1", FIRST), letter(2), (), NOW)
     assert more.body == letter(2), "stages send only what the client lacks, so nothing is left out here"
     for stage in STAGES:
-        number = state.active["r1"].attempts[stage]
-        last = state.from_stage(header_from(replica_id(stage), "r1", stage == "thinker", number), done(), (), NOW)
+        number, seq = state.active["r1"].attempts[stage], FIRST + (stage == "thinker")
+        last = state.from_stage(header_from(replica_id(stage), "r1", seq, number), done(), (), NOW)
     assert isinstance(last[-1].body, Done)
 
 

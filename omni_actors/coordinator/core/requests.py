@@ -85,9 +85,10 @@ class RequestMachine:
         self.replays = 0
         self._closing = False
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
+        self._first_attempt, self._first_seq = generation * ATTEMPTS, generation << 32
         self._held: dict[str, dict[str, tuple[ReplicaId, HeldRequest]]] = {}  # by request and stage, until claimed
         self._held_until = math.inf
-        self.gate = Gate(pipeline, self.replicas, self.planner, self.retained, generation * ATTEMPTS)
+        self.gate = Gate(pipeline, self.replicas, self.planner, self.retained, self._first_attempt)
         self._slots = self.gate.slots
 
     @property
@@ -252,7 +253,9 @@ class RequestMachine:
             if stage in mine and stage not in again:
                 self._bind(request, replica, one.attempt, now)
                 self._observer.bound(request.request_id, one.attempt, request.route, (stage,))
-                instructions.append(self._to_stage(request, stage, Resend(delivered=delivered)))
+                instructions.append(
+                    self._to_stage(request, stage, Resend(delivered=delivered, first_seq=self._first_seq))
+                )
             else:
                 instructions.append(_abort_held(replica.replica_id, one))
         return instructions
@@ -323,7 +326,11 @@ class RequestMachine:
         request = self._expected_sender(header)
         if request is None:
             return []
-        expected = request.next_seq.get(header.stage, 0)
+        first = self._first_seq if header.attempt < self._first_attempt else 0  # an attempt that was claimed
+        if header.seq < first and not isinstance(body, Failed):
+            self.dropped["late"] += 1  # it was on its way to the coordinator before
+            return []
+        expected = request.next_seq.get(header.stage, first)
         # A failure may be about the very message that is missing.
         if header.seq != expected and not isinstance(body, Failed):
             error = ProtocolError(
