@@ -171,7 +171,9 @@ async def main() -> None:
         default=["thinker", "talker", "code2wav"],
         help="to kill under load, `coordinator`, `all`, `fault:STAGE`",
     )
-    parser.add_argument("--every", type=float, default=2.0, help="seconds of undisturbed load before each kill")
+    parser.add_argument(
+        "--every", type=float, default=2.0, help="seconds from when all is ready again until the next kill"
+    )
     parser.add_argument("--text-tokens", type=int, default=96)
     parser.add_argument("--codec-tokens", type=int, default=480)
     arguments = parser.parse_args()

@@ -204,18 +204,22 @@ async def kills(
     await listeners.hear_undisturbed()
     yield undisturbed
     load = asyncio.create_task(listeners.listen())
+    staggered = Loss(spares, "(none killed, under load)")
+    listeners.note_in(staggered)
+    while staggered.done + staggered.failed < 2 * arguments.streams:  # noqa: ASYNC110 - set by the answers
+        await asyncio.sleep(0.05)
+    yield staggered
     for _ in range(arguments.runs):
         for stage in arguments.stages:
             async with asyncio.timeout(READY_SECONDS):
-                await asyncio.sleep(arguments.every)
                 while not listeners.speaking:  # noqa: ASYNC110 - set by the answers
                     await asyncio.sleep(0.01)
             loss = Loss(spares, stage)
             listeners.note_in(loss)
             loss.ready, loss.start = await kill(client, process, stage, Path(run_dir))
-            if stage != COORDINATOR:
-                while loss.done + loss.failed < arguments.streams:  # noqa: ASYNC110 - what was in flight has to end
-                    await asyncio.sleep(0.05)
+            await asyncio.sleep(arguments.every)
+            while stage != COORDINATOR and loss.done + loss.failed < arguments.streams:  # noqa: ASYNC110 - the same
+                await asyncio.sleep(0.05)
             yield loss
     listeners.stop()
     rest = Loss(spares, "(until the end)")

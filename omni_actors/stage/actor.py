@@ -202,7 +202,7 @@ def _is_passing(body: Body) -> bool:
 
 
 CLOCK_SECONDS = 5.0  # by which the clocks of two hosts may differ
-RESENT_MESSAGES = 64  # per step
+RESENT_MESSAGES, RESENT_BYTES = 1024, 8 << 20  # per step: more than a stage makes in one
 FORGET_SECONDS = 10.0  # after its deadline a request is over, even if its end was never announced
 
 
@@ -609,7 +609,8 @@ class StageActor:
 
     def _send_again(self) -> list[Outgoing]:
         messages: list[Outgoing] = []
-        while self._resending and len(messages) < RESENT_MESSAGES:
+        size = 0
+        while self._resending and len(messages) < RESENT_MESSAGES and size < RESENT_BYTES:
             attempt, kept, receiver = self._resending[0]
             try:
                 entry = kept.next_resend(receiver)
@@ -621,6 +622,7 @@ class StageActor:
                 if not isinstance(body, StageDone):
                     body = msgspec.structs.replace(body, sent=self._meter.clock())  # made earlier, but sent now
                 messages.append(self._send_to(attempt, receiver, body, buffers))
+                size += sum(memoryview(buffer).nbytes for buffer in buffers)
             if receiver.resend_from is None:
                 self._resending.popleft()
         return messages
