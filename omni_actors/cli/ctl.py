@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Sequence
 
 from omni_actors import flags
+from omni_actors.cli.autoscale import Pace, autoscale, parse_bounds
 from omni_actors.cli.connection import Connection, add_connection, connection, run, state
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import InvalidRequest, RequestTimeout, StageUnavailable, counted
@@ -18,13 +19,13 @@ LARGEST = 65535  # number of a replica, of replicas or of a node that the protoc
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 refused or failed, 2 wrong usage)."""
-    return run(parser(), arguments, lambda options: asyncio.run(_run(connection(options), options, _order(options))))
+    return run(parser(), arguments, lambda options: asyncio.run(_work(options)))
 
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
     usage = "omni-actors ctl [ENDPOINT] status | drain STAGE/REPLICA | restart STAGE/REPLICA | scale STAGE N"
-    usage += " | shutdown"
+    usage += " | scale --auto STAGE=LEAST:MOST:REQUESTS ... | shutdown"
     parser = flags.CommandParser(prog="omni-actors ctl", usage=usage, description=__doc__)
     add_connection(parser)
     operations = parser.add_subparsers(dest="operation", required=True)
@@ -37,8 +38,19 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("replica", metavar="STAGE/REPLICA", help="for instance talker/0")
         _add_wait(command)
     scale = operations.add_parser("scale", help="give a stage N replicas, without failing a request")
-    scale.add_argument("stage", metavar="STAGE", help="for instance talker")
-    scale.add_argument("count", type=_count, metavar="N", help="its replicas from now on, without its spares")
+    scale.add_argument("stage", nargs="?", metavar="STAGE", help="for instance talker")
+    scale.add_argument(
+        "count", nargs="?", type=_count, metavar="N", help="its replicas from now on, without its spares"
+    )
+    scale.add_argument(
+        "--auto",
+        nargs="+",
+        type=parse_bounds,
+        metavar="STAGE=LEAST:MOST:REQUESTS",
+        help="until Ctrl-C, keep so many replicas that each holds REQUESTS",
+    )
+    scale.add_argument("--up", type=flags.seconds_or_none, default=3.0, metavar="SECONDS", help="of load before more")
+    scale.add_argument("--down", type=flags.seconds, default=60.0, metavar="SECONDS", help="of calm before less")
     scale.add_argument("--node", type=_count, metavar="RANK", help="add them on this node, or remove them from it")
     _add_wait(scale)
     operations.add_parser("shutdown", help="end the pipeline, as SIGTERM does")
@@ -61,12 +73,22 @@ def _target(text: str) -> tuple[str, int]:
     return stage, int(number)
 
 
+async def _work(options: argparse.Namespace) -> None:
+    if options.operation == Operation.SCALE and options.auto:
+        if options.stage or options.node is not None:
+            raise InvalidRequest("--auto takes neither STAGE and N nor --node.")
+        pipeline = connection(options)
+        async with AsyncOmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
+            await autoscale(client, options.auto, Pace(options.up, options.down))
+    await _run(connection(options), options, _order(options))
+
+
 def _order(options: argparse.Namespace) -> Operate:
     """The command as the coordinator takes it."""
     operation = Operation(options.operation)
     if operation is Operation.SCALE:
-        if not options.stage:
-            raise InvalidRequest("The name of the stage is empty.", hint="Write scale STAGE N, for instance talker 3.")
+        if not options.stage or options.count is None:
+            raise InvalidRequest("Stage or number is missing.", hint="Write scale STAGE N, for instance talker 3.")
         return Operate(operation, options.stage, count=options.count, node=options.node)
     stage, replica = _target(options.replica) if "replica" in options else ("", 0)
     return Operate(operation, stage, replica)

@@ -6,6 +6,7 @@ import asyncio
 import io
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 
@@ -16,7 +17,7 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import StageUnavailable
 from tests.support.launcher import EchoLauncher, launched
 from tests.support.load import Load, ask_and_check, disturbed_chain, replicas, text_of, until_busy, until_in_flight
-from tests.support.waiting import until
+from tests.support.waiting import eventually, until
 
 Launch = Callable[..., EchoLauncher]
 
@@ -131,6 +132,35 @@ async def test_a_stage_is_scaled_up_and_down_under_load_and_fails_no_request(lau
     assert 'omni_replica_ready{replica="1",stage="talker"}' not in metrics
 
 
+async def test_a_stage_follows_its_load_by_itself_and_fails_no_request(launcher):
+    command = [sys.executable, "-m", "omni_actors", "ctl", launcher.endpoint, "scale", "--auto", "talker=1:3:4"]
+    async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as other:
+        before = await replicas(other)
+        scaled = asyncio.Event()
+
+        async def ask() -> None:
+            while not scaled.is_set():
+                await Load(client, total=48).run()
+
+        async def are_ready(*wanted: str) -> bool:
+            talkers = {name: item for name, item in (await replicas(other)).items() if item.stage == "talker"}
+            return set(talkers) == set(wanted) and all(item.state == "ready" for item in talkers.values())
+
+        asking = asyncio.create_task(ask())
+        scaling = await asyncio.create_subprocess_exec(*command, "--up", "0", "--down", "1", stderr=subprocess.PIPE)
+        await eventually(lambda: are_ready("talker/0", "talker/1", "talker/2"), 20, "three talkers")
+        scaled.set()
+        await asking
+        await eventually(lambda: are_ready("talker/0"), 20, "one talker")
+        scaling.terminate()
+        said = (await scaling.communicate())[1].decode()
+        counts = (await other.describe()).counts
+        assert (await replicas(other))["talker/0"].pid == before["talker/0"].pid
+    assert "talker gets 3 replicas for" in said
+    assert said.splitlines()[-1] == "[omni_actors] talker gets 1 replica for 0 requests"
+    assert counts["replays"] == 0, "they finished what they held"
+
+
 MISTAKES = [
     (("restart", "talkr/0"), 1, "There is no replica talkr/0"),
     (("drain", "talker/7"), 1, "there are prompt/0, thinker/0"),
@@ -139,6 +169,10 @@ MISTAKES = [
     (("scale", "talkr", "2"), 1, "Did you mean 'talker'?"),
     (("scale", "talker", "0"), 1, "a stage has 1 to 1024"),
     (("scale", "talker", "many"), 2, "is not a whole number from 0 to 65535"),
+    (("scale", "talker"), 1, "Stage or number is missing"),
+    (("scale", "--auto", "talkr=1:2:3"), 1, "There is no stage talkr. Did you mean 'talker'?"),
+    (("scale", "--auto", "talker=1:2"), 2, "is not of the form STAGE=LEAST:MOST:REQUESTS"),
+    (("scale", "talker", "2", "--auto", "talker=1:2:3"), 1, "--auto takes neither STAGE and N nor --node"),
     (("scale", "talker", "2", "--node", "1"), 1, "Node 1 does not belong to this pipeline; present are: 0"),
 ]
 
