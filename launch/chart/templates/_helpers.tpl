@@ -23,6 +23,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $pods := 0 }}{{ range .Values.roles }}{{ $pods = add $pods .pods }}{{ end }}{{ $pods }}
 {{- end -}}
 
+{{/* The most pods there may be; each has a rank of its own. */}}
+{{- define "omni.ranks" -}}
+{{- $more := 0 }}{{ if .Values.autoscaling.enabled }}{{ $more = sub .Values.autoscaling.maxPods (last .Values.roles).pods }}{{ end }}
+{{- add $more (include "omni.pods" . | int) }}
+{{- end -}}
+
 {{/* What values.schema.json cannot say. */}}
 {{- define "omni.check" -}}
 {{- if and .Values.pipeline .Values.pipelineConfigMap }}
@@ -36,8 +42,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if has .name $names }}{{ fail (printf "roles: two are called %q; give each a name of its own." .name) }}{{ end }}
 {{- $names = append $names .name }}
 {{- end }}
-{{- if and (gt (int (include "omni.pods" .)) 1) (not .Values.keys.secret) }}
-{{- fail (printf "keys.secret: %s pods talk to each other over the network, which needs keys. Make them with `omni-actors keys` and name the secret." (include "omni.pods" .)) }}
+{{- if and (gt (int (include "omni.ranks" .)) 1) (not .Values.keys.secret) }}
+{{- fail (printf "keys.secret: %s pods talk to each other over the network, which needs keys. Make them with `omni-actors keys` and name the secret." (include "omni.ranks" .)) }}
+{{- end }}
+{{- if .Values.autoscaling.enabled }}
+{{- if not .Values.serviceMonitor.enabled }}{{ fail "autoscaling.enabled reads metrics from Prometheus: set serviceMonitor.enabled, too." }}{{ end }}
+{{- if lt (int .Values.autoscaling.maxPods) (int (last .Values.roles).pods) }}{{ fail (printf "autoscaling.maxPods is less than the %d pods of the role %s." (int (last .Values.roles).pods) (last .Values.roles).name) }}{{ end }}
 {{- end }}
 {{- $own := list "HOME" "OMNI_ACTORS_API_KEY" "VLLM_CACHE_ROOT" "NODES" "FIRST_RANK" "HEAD" }}
 {{- range $name, $value := .Values.env }}
