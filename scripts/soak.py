@@ -2,6 +2,7 @@
 
     python scripts/soak.py [--requests 10000] [--kills 0.01] [--slow 0.1] [--concurrency 64] [--seed 0]
     python scripts/soak.py --config stage_configs/tiny_qwen3_omni.yaml --model FOLDER --requests 1000 --concurrency 8
+    python scripts/soak.py --any-process --minutes 60 --requests 100000
 
 With `--config` the stages are those of a model, whose answers are short, and the memory is what is resident. The KV
 cache of a model is touched bit by bit: make it small. On CPUs oneDNN keeps the code of 1,024 shapes, up to some hundred
@@ -14,16 +15,25 @@ once with its whole answer or a typed error, 99 % of those that were neither abo
 20 times, when nothing is in flight, without the arenas and with an allocator that returns at once what is freed. The
 first quarter is warm-up; of what follows, the last third may exceed the first by 2 MiB per 1,000 requests between them,
 by the medians. A stage that was killed counts when it is warm.
+
+With `--any-process` every request is to complete, however long it takes, equal to the undisturbed answer. One in ten
+comes over HTTP, some of those with a sound; a broken connection or a refusal that says so is tried again, as clients of
+OpenAI do. Every 2 to 10 s any process of the pipeline but its launcher gets SIGKILL or, one time in four, SIGSTOP:
+stages, the coordinator, HTTP processes, decoders, the fork server. `--minutes` spreads the requests over that time.
+Exceptions are counted apart and must have their cause: a typed error after the coordinator was hit
+(`COORDINATOR_KEEPS_REQUESTS`), and a sound whose decoder was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import collections
 import contextlib
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -31,6 +41,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import httpx
+import numpy
 import psutil
 import yaml
 
@@ -41,7 +53,9 @@ from omni_actors.client.streams import OmniRequestOutput
 from omni_actors.errors import Aborted, DeadlineExceeded, OmniError
 from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher
-from tests.support.processes import processes_of
+from tests.support.load import LETTERS
+from tests.support.processes import assert_nothing_left, processes_of, shared_memory_of
+from tests.support.servers import free_port, sound
 from tests.support.waiting import until
 
 ANSWERED = 0.99  # of the requests that are neither aborted nor short of time, if stages are killed
@@ -50,6 +64,15 @@ WARM = 100  # requests after which the memory of a process counts
 SLOW_SECONDS = 0.3  # for which the slow client does not read
 ENOUGH_SECONDS = 120.0  # until the deadline of the requests that should complete
 FEWEST_READINGS = 4  # of a process that can be judged
+APART = (2.0, 10.0)  # seconds between two losses of any process
+STOPPED = 0.25  # of those losses that are a SIGSTOP
+COORDINATOR_KEEPS_REQUESTS = False  # else those that it held may end with one of `LOST`
+LOST = ("stage_lost", "timeout", "stage_unavailable")
+NOTICED_SECONDS = 20.0  # within which a coordinator that was stopped is killed
+HTTP_SHARE = 0.1  # of the requests
+HTTP_TRIES = 8  # 1, 2, 4 s ... apart
+SOUND = base64.b64encode(sound(0.2)).decode()
+SAMPLES = 48  # of a token
 MEBIBYTE = 2**20
 # Otherwise processes keep a varying amount of what they have freed, and code for every shape that they have met.
 LIBRARIES = {
@@ -68,9 +91,52 @@ def configuration(options: argparse.Namespace) -> dict:
     data = chain()
     for stage in data["stages"]:
         # Rows of 40 kB: they go through the arena.
-        stage["engine"] = {"step_seconds": 0.001, "row_width": 20_000, "samples_per_token": 48}
+        stage["engine"] = {"step_seconds": 0.001, "row_width": 20_000, "samples_per_token": SAMPLES}
     data["coordinator"] = {"heartbeat_interval": 0.2, "tombstone_ttl": 5.0}
+    if options.any_process:
+        data["coordinator"] |= {"restarts": 1000}
+        data["http"] = {"workers": 2}
     return data
+
+
+class Losses:
+    """Sends SIGKILL or SIGSTOP to any process below the launcher, again and again."""
+
+    def __init__(self, launcher: EchoLauncher, chance: random.Random) -> None:
+        self._launcher = psutil.Process(launcher.process.pid)
+        self._chance = chance
+        self._coordinator_hit: list[float] = []
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def hit(self) -> None:
+        """Choose a process and a signal."""
+        number = signal.SIGSTOP if self._chance.random() < STOPPED else signal.SIGKILL
+        with contextlib.suppress(psutil.Error, IndexError):  # it has just ended
+            process = self._chance.choice(self._launcher.children(recursive=True))
+            title = kind_of(process)
+            process.send_signal(number)
+            self.counts[f"{title} {number.name}"] += 1
+            if title == "omni:coordinator":
+                self._coordinator_hit.append(time.monotonic())
+
+    def excuse(self, error: OmniError, began: float) -> bool:
+        """Whether a request that began then may have ended so, as the coordinator was hit."""
+        hit = any(began - NOTICED_SECONDS < moment for moment in self._coordinator_hit)
+        return hit and not COORDINATOR_KEEPS_REQUESTS and error.code.value in LOST and error.retryable
+
+    async def go_on(self) -> None:
+        """Hit one process after the other until cancelled."""
+        while True:
+            await asyncio.sleep(self._chance.uniform(*APART))
+            self.hit()
+
+
+def kind_of(process: psutil.Process) -> str:
+    """What a process of a pipeline is; a stage by its name without the replica."""
+    command = process.cmdline()
+    if command[0].startswith("omni:"):
+        return command[0].split("/")[0].split()[0]
+    return next((name for name in ("forkserver", "resource_tracker", "decoders") if name in " ".join(command)), "other")
 
 
 class Load:
@@ -87,18 +153,22 @@ class Load:
     def is_answer(self, text: str, modalities: Sequence[str], output: OmniRequestOutput) -> bool:
         """Whether an output has what was asked for, and nothing else."""
         if self._echoes:
-            return output.text == (text if "text" in modalities else "")
+            samples = numpy.repeat(numpy.frombuffer(text.encode(), numpy.uint8) / 256, SAMPLES).astype(numpy.float32)
+            heard = numpy.zeros(0) if output.audio is None else output.audio
+            wanted = samples if "audio" in modalities else numpy.zeros(0)
+            return output.text == (text if "text" in modalities else "") and numpy.array_equal(heard, wanted)
         parts = {"text": bool(output.text), "audio": output.audio is not None and len(output.audio) > 0}
         return [name for name, there in parts.items() if there] == [name for name in parts if name in modalities]
 
 
-async def one(client: AsyncOmniClient, chance: random.Random, ends: Ends, load: Load) -> None:
-    """Run a request that completes, is aborted on its way, or has little time."""
-    text = "x" * chance.randrange(1, 40)
-    kind = chance.choice(("whole", "whole", "abort", "deadline"))
+async def one(client: AsyncOmniClient, chance: random.Random, ends: Ends, load: Load, losses: Losses | None) -> None:
+    """Run a request that completes or, without `losses` of any process, is aborted on its way or has little time."""
+    text = "".join(chance.choices(LETTERS, k=chance.randrange(1, 40)))
+    kind = "whole" if losses else chance.choice(("whole", "whole", "abort", "deadline"))
     timeout = chance.uniform(0.001, 0.3) if kind == "deadline" else ENOUGH_SECONDS
     modalities = chance.choice((["text"], ["audio"], ["text", "audio"]))
     expected = {"abort": Aborted, "deadline": DeadlineExceeded}.get(kind, ())
+    began = time.monotonic()
     try:
         stream = await client.submit(text, modalities=modalities, params=load.params(chance), timeout=timeout)
         if kind == "abort":
@@ -110,7 +180,32 @@ async def one(client: AsyncOmniClient, chance: random.Random, ends: Ends, load: 
     except TimeoutError:
         ends["no end"] += 1
     except OmniError as error:
-        ends[error.code.value if isinstance(error, expected) else f"unexpected {error.code.value}"] += 1
+        if losses and losses.excuse(error, began):
+            ends["lost with the coordinator"] += 1
+        else:
+            ends[error.code.value if isinstance(error, expected) else f"unexpected {error.code.value}"] += 1
+
+
+async def one_over_http(client: httpx.AsyncClient, chance: random.Random, ends: Ends) -> None:
+    """Ask for a text over HTTP, half of the time with a sound beside it, until it is answered."""
+    text = "".join(chance.choices(LETTERS, k=chance.randrange(1, 40)))
+    content: list[dict] = [{"type": "text", "text": text}]
+    if heard := chance.random() < 0.5:
+        content.append({"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}})
+    body = {"model": "echo", "messages": [{"role": "user", "content": content}]}
+    said = "connection"
+    for attempt in range(HTTP_TRIES):
+        with contextlib.suppress(httpx.TransportError):
+            answer = await client.post("/v1/chat/completions", json=body)
+            if answer.status_code == 200:
+                good = answer.json()["choices"][0]["message"]["content"] == text
+                ends["finished" if good else "wrong answer"] += 1
+                return
+            said = answer.json()["error"]["code"]
+            if answer.status_code < 429:
+                break
+        await asyncio.sleep(2**attempt * chance.uniform(0.5, 1))
+    ends["sound whose decoder was stopped" if heard and said == "malformed_media" else f"unexpected {said}"] += 1
 
 
 class Soak:
@@ -122,6 +217,7 @@ class Soak:
         self._options = options
         self._chance = random.Random(options.seed)
         self._of_client: dict[bool, Ends] = {False: collections.Counter(), True: collections.Counter()}  # by `slow`
+        self.losses = Losses(launcher, self._chance) if options.any_process else None
         self.killed = 0
 
     @property
@@ -131,7 +227,7 @@ class Soak:
     async def run(self, count: int) -> None:
         """Run `count` requests, and wait until all stages are back."""
         slow = round(count * self._options.slow)
-        killing = asyncio.create_task(self._kill_stages())
+        killing = asyncio.create_task(self.losses.go_on() if self.losses else self._kill_stages())
         seed = self._chance.random()
         await asyncio.gather(
             self._client(count - slow, random.Random(seed), slow=False),
@@ -139,24 +235,39 @@ class Soak:
         )
         killing.cancel()
         await asyncio.gather(killing, return_exceptions=True)
-        await asyncio.to_thread(until, lambda: self._launcher.describe().healthy, 30, "all stages are back")
+        await asyncio.to_thread(until, self._healthy, 30, "all stages are back")
         await asyncio.to_thread(self._launcher.wait_idle, 10)
+
+    def _healthy(self) -> bool:
+        with contextlib.suppress(OmniError):  # there may be no coordinator for a while
+            return self._launcher.describe().healthy
+        return False
 
     async def _client(self, count: int, chance: random.Random, *, slow: bool) -> None:
         slots = asyncio.Semaphore(self._options.concurrency)
+        ends, seconds = self._of_client[slow], 60 * self._options.minutes / self._options.readings
+        loop = asyncio.get_running_loop()
+        began = loop.time()
 
-        async def limited() -> None:
+        async def limited(number: int) -> None:
+            await asyncio.sleep(began + seconds * number / count - loop.time())
             async with slots:
-                await one(client, chance, self._of_client[slow], self._load)
+                if self.losses and chance.random() < HTTP_SHARE:
+                    await one_over_http(web, chance, ends)
+                else:
+                    await one(client, chance, ends, self._load, self.losses)
 
         async def pause() -> None:
             while slow:
                 await asyncio.sleep(0.1)
                 time.sleep(SLOW_SECONDS)  # noqa: ASYNC251 - this loop's client reads nothing meanwhile
 
-        async with AsyncOmniClient(self._launcher.endpoint) as client:
+        async with (
+            AsyncOmniClient(self._launcher.endpoint) as client,
+            httpx.AsyncClient(base_url=self._options.url, timeout=2 * ENOUGH_SECONDS) as web,
+        ):
             pausing = asyncio.create_task(pause())
-            await asyncio.gather(*(limited() for _ in range(count)))
+            await asyncio.gather(*(limited(number) for number in range(count)))
             pausing.cancel()
 
     async def _kill_stages(self) -> None:
@@ -181,10 +292,8 @@ def memory(launcher: EchoLauncher, *, resident: bool) -> dict[str, int]:
     """
     stages = [stage for stage in launcher.describe().stages if stage.counts.get("total_runs", 0) >= WARM]
     titles = {title: pid for pid, title in processes_of(launcher.folder).items()}
-    pids = {stage.stage: stage.pid for stage in stages} | {
-        "coordinator": titles["omni:coordinator"],
-        "launcher": launcher.process.pid,
-    }
+    pids = {stage.stage: stage.pid for stage in stages} | {"launcher": launcher.process.pid}
+    pids |= {title.split()[0]: pid for title, pid in titles.items() if title.startswith(("omni:coord", "omni:http"))}
     sizes = {}
     for name, pid in pids.items():
         maps = psutil.Process(pid).memory_maps(grouped=False)
@@ -233,21 +342,27 @@ def failures_of(soak: Soak, readings: Mapping[int, dict[str, int]], options: arg
 def main(options: argparse.Namespace) -> int:
     failures = []
     os.environ |= LIBRARIES
+    options.url = f"http://127.0.0.1:{free_port()}"
+    http = ["--http", options.url.removeprefix("http://")] if options.any_process else []
     with tempfile.TemporaryDirectory(prefix="sk-", dir="/tmp") as name:
-        data = configuration(options)
-        launcher = EchoLauncher(Path(name), data).wait_ready(START_SECONDS)
+        launcher = EchoLauncher(Path(name), configuration(options), *http).wait_ready(START_SECONDS)
         try:
-            load = Load(data, echoes=options.config is None)
+            load = Load(configuration(options), echoes=options.config is None)
             soak, readings, began = Soak(launcher, load, options), {}, time.monotonic()
             for part in range(options.readings):
                 begin, end = (options.requests * number // options.readings for number in (part, part + 1))
                 asyncio.run(soak.run(end - begin))
                 readings[end] = memory(launcher, resident=options.config is not None)
             print(f"{options.requests} requests in {time.monotonic() - began:.0f} s: {dict(soak.ends)}")
-            print(f"{soak.killed} stages killed, {launcher.describe().counts['replays']} replays; nothing is held")
+            if soak.losses:
+                print(f"{soak.losses.counts.total()} processes hit: {dict(sorted(soak.losses.counts.items()))}")
+            else:
+                print(f"{soak.killed} stages killed, {launcher.describe().counts['replays']} replays; nothing is held")
             failures = failures_of(soak, readings, options)
+            shared = shared_memory_of(processes_of(launcher.folder))
             if launcher.end() != 0:
                 failures.append("the pipeline did not end well")
+            assert_nothing_left(launcher.folder, shared=shared)
         finally:
             if launcher.process.poll() is None:
                 launcher.process.kill()
@@ -261,6 +376,8 @@ if __name__ == "__main__":
     parser.add_argument("--config", type=Path, help="YAML of a model, in place of the echo stages")
     parser.add_argument("--model", type=Path, help="folder of the checkpoint, with --config")
     parser.add_argument("--kills", type=float, default=0.01, help="kills of stages per request")
+    parser.add_argument("--any-process", action="store_true", help="hit any process, not only stages")
+    parser.add_argument("--minutes", type=float, default=0.0, help="over which the requests are spread")
     parser.add_argument("--slow", type=float, default=0.1, help="share of the requests of the slow client")
     parser.add_argument("--concurrency", type=int, default=64, help="requests at a time, of each of the two clients")
     parser.add_argument("--seed", type=int, default=0)
