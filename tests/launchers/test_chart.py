@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -22,6 +23,7 @@ import yaml
 import omni_actors
 from omni_actors.cli.keys import main as make_keys
 from omni_actors.launch import parser
+from omni_actors.telemetry.metrics import TABLE
 from omni_actors.transport.curve import load_keys
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import PATIENCE
@@ -52,7 +54,40 @@ FULL: dict[str, Any] = {
     "disruption": {"maxUnavailable": "50%"},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
 }
+SCALED: dict[str, Any] = {**FULL, "autoscaling": {"enabled": True, "maxPods": 6}}
 SMALL: dict[str, Any] = {"pipelineConfigMap": "made", "roles": [{**ROLES[0], "name": "all"}], "keys": {"secret": ""}}
+
+NO_PART = {"ServiceMonitor", "ScaledObject"}  # of Kubernetes
+
+
+def _object(required: str = "", **properties: Any) -> dict[str, Any]:
+    return {"properties": properties, "required": required.split(), "additionalProperties": False}
+
+
+# What KEDA 2.18 takes, by its documentation, of the fields that the chart uses; nothing else may be there.
+SCALED_OBJECT = _object(
+    "scaleTargetRef triggers",
+    scaleTargetRef=_object("name", apiVersion={"const": "apps/v1"}, kind={"const": "StatefulSet"}, name={}),
+    pollingInterval={"type": "integer", "minimum": 1},
+    minReplicaCount={"type": "integer", "minimum": 0},
+    maxReplicaCount={"type": "integer", "minimum": 1},
+    advanced=_object(horizontalPodAutoscalerConfig=_object(behavior={"type": "object"})),  # of Kubernetes
+    triggers={
+        "minItems": 1,
+        "items": _object(
+            "type metadata",
+            type={"const": "prometheus"},
+            name={"type": "string"},
+            metricType={"enum": ["AverageValue", "Value"]},
+            metadata=_object(
+                "serverAddress query threshold",
+                serverAddress={"type": "string", "format": "uri"},
+                query={"type": "string"},
+                threshold={"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?$"},
+            ),
+        ),
+    },
+)
 
 
 def helm(*arguments: str, values: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
@@ -98,11 +133,11 @@ def plain():
 # -- what is rendered -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("values", [{"pipeline": PIPELINE}, FULL, SMALL], ids=["plain", "full", "small"])
+@pytest.mark.parametrize("values", [{"pipeline": PIPELINE}, SCALED, SMALL], ids=["plain", "full", "small"])
 def test_kubernetes_takes_what_is_rendered(values):
     items = rendered(values)
     for item in items:
-        if item["kind"] == "ServiceMonitor":  # no part of Kubernetes
+        if item["kind"] in NO_PART:
             continue
         for version in VERSIONS:
             kubernetes_validate.validate(item, version, strict=True)
@@ -111,6 +146,7 @@ def test_kubernetes_takes_what_is_rendered(values):
         kubernetes_validate.validate({**pods, "spec": {**pods["spec"], "replica": 2}}, VERSIONS[0], strict=True)
     names = [(item["kind"], item["metadata"]["name"]) for item in items]
     assert len(set(names)) == len(names)
+    assert len(of_kind(items, "ScaledObject")) == (values is SCALED)
     assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == omni_actors.__version__
 
 
@@ -142,6 +178,40 @@ def test_the_parts_fit_together(which, request):
     assert ranks == list(range(len(pods))), "each rank once"
 
 
+def test_keda_scales_the_pods_of_the_last_role_by_our_metrics():
+    items = rendered(SCALED)
+    (scaled,) = of_kind(items, "ScaledObject")
+    assert scaled["apiVersion"] == "keda.sh/v1alpha1"
+    spec = scaled["spec"]
+    jsonschema.validate(spec, SCALED_OBJECT)
+    autoscaler = {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"name": "keda"},
+        "spec": {
+            "scaleTargetRef": spec["scaleTargetRef"],
+            "maxReplicas": spec["maxReplicaCount"],
+            "behavior": spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"],
+        },
+    }
+    for version in VERSIONS:
+        kubernetes_validate.validate(autoscaler, version, strict=True)
+    heads, talkers = of_kind(items, "StatefulSet")
+    assert spec["scaleTargetRef"]["name"] == talkers["metadata"]["name"]
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (ROLES[1]["pods"], 6)
+    assert "replicas" not in talkers["spec"], "an upgrade would end the pods that KEDA has started"
+    assert heads["spec"]["replicas"] == 1
+    assert environment_of(talkers)["NODES"] == "7", "a rank for each pod that may come"
+    (web,) = [item for item in of_kind(items, "Service") if item["metadata"]["name"].endswith("-http")]
+    for trigger in spec["triggers"]:
+        query = trigger["metadata"]["query"]
+        named = re.findall(r"\bomni_[a-z_]+(?={)", query)
+        assert named
+        assert all(re.sub("_(bucket|count)$", "", name) in TABLE for name in named), query
+        assert query.count(f'service="{web["metadata"]["name"]}"') == len(named)
+        assert query.count("(") == query.count(")")
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -154,6 +224,18 @@ REFUSED = {
     "two pipelines": ({"pipelineConfigMap": "made"}, "both given"),
     "a variable of the chart's own": ({"env": {"HEAD": "x"}}, "env.HEAD"),
     "no secret for the API key": ({"http": {"apiKeySecret": ""}}, "/http/apiKeySecret"),
+    "scaling by metrics that no one reads": (
+        {"autoscaling": {"enabled": True}},
+        "autoscaling.enabled reads metrics from Prometheus",
+    ),
+    "fewer pods at most than at least": (
+        {"autoscaling": {"enabled": True, "maxPods": 1}, "serviceMonitor": {"enabled": True}},
+        "autoscaling.maxPods is less than the 2 pods of the role nodes",
+    ),
+    "one pod now, more later, and no keys": (
+        {"roles": [ROLES[0]], "keys": {"secret": ""}, "autoscaling": {"enabled": True, "maxPods": 2}},
+        "keys.secret: 2 pods",
+    ),
     "a relative path": ({"models": {"hostPath": "models"}}, "/models/hostPath"),
 }
 
@@ -198,7 +280,7 @@ def test_a_pod_starts_its_node(tmp_path, full, rank):
     said = done.stdout.strip("<>").split("><")
     assert said[:2] == ["-m", "omni_actors.launch"]
     given = parser().parse_args(said[2:])  # which has all of these flags
-    assert (given.nnodes, given.node_rank, given.master_port) == (3, rank, 29600)
+    assert (given.nnodes, given.node_rank, given.master_port) == ("3", str(rank), "29600")
     assert given.master_addr == "omni-omni-actors-head-0.omni-omni-actors"
     assert given.headless is (rank > 0)
     assert given.http == ("0.0.0.0:8000" if rank == 0 else None)
