@@ -360,8 +360,12 @@ def main(options: argparse.Namespace) -> int:
                 print(f"{soak.killed} stages killed, {launcher.describe().counts['replays']} replays; nothing is held")
             failures = failures_of(soak, readings, options)
             shared = shared_memory_of(processes_of(launcher.folder))
+            stopped = [pid for pid in processes_of(launcher.folder) if pid != launcher.process.pid]
             if launcher.end() != 0:
                 failures.append("the pipeline did not end well")
+            for pid in stopped:  # a decoder that was stopped while it started, before it asked to die with its parent
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    psutil.Process(pid).resume()
             assert_nothing_left(launcher.folder, shared=shared)
         finally:
             if launcher.process.poll() is None:

@@ -15,14 +15,18 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from multiprocessing import resource_tracker
 from typing import Any
 
 import psutil
 
 from omni_actors.envs import STOP_TIME
+from omni_actors.logs import get_logger
 
+logger = get_logger(__name__)
+
+STILL_SECONDS, STILL_LOOKS = 3.0, 2
 JUMP_SECONDS = 1.0  # smaller differences between wall clock and monotonic clock do not count as jumps
 
 
@@ -160,6 +164,22 @@ async def at_most(seconds: float, awaitable: Awaitable[object]) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await awaitable
+
+
+async def until_done(done: asyncio.Future[Any], workers: Callable[[], Iterable[psutil.Process]]) -> None:
+    """Wait for what these processes do; kill them when their main threads have stood still for some seconds.
+
+    Two looks in a row must say so: this process may itself have been stopped together with them.
+    """
+    now: dict[psutil.Process, object] = {}
+    still = 0
+    while not (await asyncio.wait({done}, timeout=STILL_SECONDS))[0]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            before, now = now, {worker: worker.num_ctx_switches() for worker in workers()}
+            still = still + 1 if now == before else 0
+            for worker in now if still == STILL_LOOKS else ():
+                logger.error("process %d stands still; killing it", worker.pid)
+                worker.kill()
 
 
 def describe_exit(code: int | None) -> str:

@@ -18,7 +18,7 @@ import psutil
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.process_spec import Answer, CoordinatorSpec, Finished, Listening
 from omni_actors.errors import OmniError, StartupError, counted
-from omni_actors.host.processes import EXIT_OK, Backoff, at_most, describe_exit
+from omni_actors.host.processes import EXIT_OK, Backoff, at_most, describe_exit, until_done
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.http_server.settings import SPEC_FLAG, HttpServerSpec, ServerSettings
 from omni_actors.launcher.preflight import pip_install
@@ -76,7 +76,9 @@ class HttpChild:
         first = True
         while True:
             began = clock()
-            code = await process.wait()
+            ended = asyncio.ensure_future(process.wait())
+            await until_done(ended, lambda pid=process.pid: [psutil.Process(pid)])  # uvicorn turns ten times a second
+            code = ended.result()
             how = describe_exit(code)
             if first and code > 0 and clock() - began < HTTP_LAST_BACKOFF:
                 self._on_failure(f"The HTTP server ended while it started ({how}): {self._last_line()}")

@@ -36,7 +36,7 @@ from omni_actors.config.checkpoint import MODEL_KINDS
 from omni_actors.config.placement import replicas_of, runs_models, slot_devices, spans_hosts, threads_of
 from omni_actors.errors import StartupError
 from omni_actors.host import segments
-from omni_actors.host.processes import at_most, describe_exit, start_resource_tracker
+from omni_actors.host.processes import at_most, describe_exit, start_resource_tracker, until_done
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.host.segments import Segment
 from omni_actors.launcher.mps import NO_MPS
@@ -160,6 +160,15 @@ def start_light(process: ForkServerProcess) -> None:
         process.start()
 
 
+def _fork_servers() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "multiprocessing.forkserver" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
 class ReplicaProcesses:
     """Owns the stage processes of this host; each is identified by the epoch with which it was started.
 
@@ -223,7 +232,11 @@ class ReplicaProcesses:
             self._looking = asyncio.create_task(self._watch_segments(self._ledger), name="shared memory")
         process = self._context.Process(target=main, args=(self.spec(identity, slot),), name=f"omni:{identity.stage}")
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, start_light, process)
+        starting = loop.run_in_executor(None, start_light, process)
+        await until_done(
+            starting, _fork_servers
+        )  # with a fork server all its stages end, and the next start has another
+        await starting
         self._processes[identity] = process
         self._none_left.clear()
         loop.add_reader(process.sentinel, self._ended, identity)
@@ -247,10 +260,8 @@ class ReplicaProcesses:
     def refuse_starts(self, interrupt: bool) -> None:
         """Start nothing more; `interrupt` a start that waits for the fork server, which may import for ten seconds."""
         self._stopping = True
-        for child in psutil.Process().children() if interrupt else ():
-            with contextlib.suppress(psutil.Error):  # it has just ended
-                if "multiprocessing.forkserver" in " ".join(child.cmdline()):
-                    child.kill()
+        for server in _fork_servers() if interrupt else ():
+            server.kill()
 
     def spec(self, identity: ReplicaId, slot: int) -> ReplicaSpec:
         """Gather all that a replica's process needs: its devices, threads, endpoints and environment.

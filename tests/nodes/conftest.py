@@ -1,4 +1,4 @@
-"""The network of two hosts, made once, and a pipeline whose launchers are on both."""
+"""The network of three hosts, made once, and a pipeline whose launchers are on the first two."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def shared_network():
 
 @pytest.fixture
 def network(shared_network):
-    """Two hosts; the cable is whole again after each test."""
+    """Three hosts; the cable is whole again after each test."""
     yield shared_network
     shared_network.heal()
 

@@ -17,10 +17,10 @@ import yaml
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
-from omni_actors.transport.curve import make_cluster
+from omni_actors.transport.curve import make_client, make_cluster
 from tests.support.builders import chain
 from tests.support.load import ask_and_check, replicas, text_of
-from tests.support.paths import REPOSITORY
+from tests.support.paths import REPOSITORY, import_path
 from tests.support.processes import end_all, processes_of
 from tests.support.waiting import eventually, until
 
@@ -78,6 +78,83 @@ async def test_through_slow_and_cut_networks(cluster, network, short_path):
 
         await eventually(answered, 15, pipeline.outputs)
         assert {name: status.pid for name, status in (await replicas(client)).items()} == before
+
+
+CLIENT_PORT = 29700
+# Runs on the third host: asks for answers, says so once all are under way, and how each ended and when.
+CLIENT = """
+import asyncio, sys, time
+from omni_actors.client import AsyncOmniClient
+from omni_actors.errors import OmniError
+from tests.support.load import ask_and_check, text_of
+
+async def end(client, number):
+    try:
+        await ask_and_check(client, text_of(number))
+        return "answer"
+    except OmniError as error:
+        return error.code.value
+
+async def main():
+    async with AsyncOmniClient(sys.argv[1], keys=sys.argv[2]) as client:
+        for line in sys.stdin:  # each asks for so many answers
+            asked = [asyncio.create_task(end(client, number)) for number in range(int(line))]
+            await asyncio.sleep(0.3)
+            print("under way", flush=True)
+            began = time.monotonic()
+            print(*await asyncio.gather(*asked), f"{time.monotonic() - began:.1f}", flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("unplugged", [1, 0], ids=["a host with replicas", "the coordinator's host"])
+async def test_a_host_whose_plug_is_pulled_costs_typed_errors_at_most_and_comes_back(
+    cluster, network, short_path, unplugged
+):
+    """Each host has a talker and a vocoder; the client is on a third one."""
+    keys = short_path / "keys"
+    make_cluster(keys)
+    handed = make_client(keys, "someone")
+    data = spread()
+    for stage in data["stages"][2:]:
+        stage |= {"node": [0, 1], "replicas": 2, "engine": {"step_seconds": 0.05}}
+    endpoint = f"tcp://{network.hosts[0].address}:{CLIENT_PORT}"
+    data["coordinator"]["listen"] = endpoint
+    pipeline = cluster(data)
+    for rank in (1, 0):
+        pipeline.start(rank, keys)
+    pipeline.wait_ready()
+    client = await asyncio.create_subprocess_exec(
+        *network.hosts[2].command(sys.executable, "-c", CLIENT, endpoint, str(handed)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": import_path()},
+    )
+    assert client.stdin is not None
+    assert client.stdout is not None
+    try:
+        before = processes_of(short_path)
+        client.stdin.write(b"20\n")
+        assert await client.stdout.readline() == b"under way\n"
+        network.cable.unplugged.add(network.hosts[unplugged].address)  # nothing says so to anyone
+        async with asyncio.timeout(TYPED_SECONDS):
+            *ends, _ = (await client.stdout.readline()).decode().split()
+        assert ends == ["answer"] * 20 if unplugged else set(ends) <= {"answer", "timeout", "stage_lost"}, ends
+        network.heal()
+
+        async def all_answered() -> bool:
+            client.stdin.write(b"20\n")
+            await client.stdout.readline()
+            *ends, _ = (await client.stdout.readline()).decode().split()
+            return ends == ["answer"] * 20
+
+        await eventually(all_answered, 15, pipeline.outputs)
+        await eventually(lambda: processes_of(short_path) == before, 5, "the same processes")
+    finally:
+        client.stdin.close()
+        await client.wait()
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces, joined by a cable that can be slow, lossy or cut.
+"""Three hosts on one machine: network namespaces, joined by a cable that can be slow, lossy or cut.
 
 The cable is a thread that carries IP packets between the hosts' TUN devices. It needs neither `tc netem`, which many
 kernels lack, nor, where the system allows user namespaces, root; everything is gone with the processes.
@@ -17,10 +17,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 HOST = Path(__file__).with_name("network_host.py")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
+DESTINATION = slice(16, 20)  # of an IPv4 packet
 START_SECONDS = 10.0
 PACKETS = 64  # read from one side before the other gets its turn
 
@@ -69,15 +71,22 @@ class Host:
 
 
 class Cable(threading.Thread):
-    """Carries packets, and keeps them. `delay` (seconds, one way) and `loss` (0 to 1) may be set at any time."""
+    """Carries packets, and keeps them. `delay` (seconds, one way) and `loss` (0 to 1) may be set at any time.
 
-    def __init__(self, first: int, second: int) -> None:
+    `unplugged` are addresses of hosts that get nothing and whose packets are lost; when it `is_cut`, all are.
+
+    Args:
+        devices: those of the hosts, by address.
+    """
+
+    def __init__(self, devices: Mapping[str, int]) -> None:
         super().__init__(name="cable", daemon=True)
         self.delay = 0.0
         self.loss = 0.0
         self.is_cut = False
+        self.unplugged: set[str] = set()
         self.carried: list[bytes] = []
-        self._ends = {first: second, second: first}
+        self._devices = {socket.inet_aton(address): device for address, device in devices.items()}
         self._random = random.Random(0)
         self._waiting: collections.deque[tuple[float, int, bytes]] = collections.deque()  # (due, to, packet)
         self._end = os.eventfd(0, os.EFD_NONBLOCK)
@@ -89,33 +98,38 @@ class Cable(threading.Thread):
 
     def run(self) -> None:
         poller = select.poll()
-        for descriptor in (*self._ends, self._end):
+        for descriptor in (*self._devices.values(), self._end):
             poller.register(descriptor, select.POLLIN)
         while True:
             ready = {descriptor for descriptor, _ in poller.poll(self._timeout_ms())}
             if self._end in ready:
                 return
-            for end, other in self._ends.items():
-                if end in ready:
-                    self._take(end, other)
+            for address, device in self._devices.items():
+                if device in ready:
+                    self._take(address, device)
             self._deliver()
 
     def _timeout_ms(self) -> float | None:
         return max(0.0, 1000 * (self._waiting[0][0] - time.monotonic())) if self._waiting else None
 
-    def _take(self, end: int, other: int) -> None:
+    def _take(self, sender: bytes, device: int) -> None:
         for _ in range(PACKETS):
             try:
-                packet = os.read(end, 65536)
+                packet = os.read(device, 65536)
             except BlockingIOError:
                 return
-            if not self.is_cut and self._random.random() >= self.loss:
-                self._waiting.append((time.monotonic() + self.delay, other, packet))
+            to = self._devices.get(packet[DESTINATION])  # none for what is for no host, such as a broadcast
+            lost = self._lost(sender) or self._lost(packet[DESTINATION]) or self._random.random() < self.loss
+            if to is not None and not lost:
+                self._waiting.append((time.monotonic() + self.delay, to, packet))
+
+    def _lost(self, host: bytes) -> bool:
+        return self.is_cut or socket.inet_ntoa(host) in self.unplugged
 
     def _deliver(self) -> None:
         while self._waiting and self._waiting[0][0] <= time.monotonic():
             _, to, packet = self._waiting.popleft()
-            if self.is_cut:
+            if self._lost(packet[DESTINATION]):
                 continue
             self.carried.append(packet)
             with contextlib.suppress(BlockingIOError):  # the receiver's queue is full: networks lose packets then
@@ -123,7 +137,7 @@ class Cable(threading.Thread):
 
 
 class Network:
-    """Two hosts and their cable; a context manager.
+    """Three hosts and their cable; a context manager.
 
     Raises:
         Unavailable: no namespaces here.
@@ -142,12 +156,13 @@ class Network:
         except Unavailable:
             self._close_hosts()
             raise
-        self.cable = Cable(*(host.device for host in self.hosts))
+        self.cable = Cable({host.address: host.device for host in self.hosts})
         self.cable.start()
 
     def heal(self) -> None:
         """A cable like new."""
         self.cable.is_cut, self.cable.delay, self.cable.loss = False, 0.0, 0.0
+        self.cable.unplugged.clear()
 
     def close(self) -> None:
         self.cable.stop()
