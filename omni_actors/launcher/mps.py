@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import shutil
@@ -13,6 +14,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from omni_actors.config import PipelineConfig, host_devices, replica_devices, visible_devices
 from omni_actors.config.placement import shared_devices
@@ -147,6 +150,17 @@ class MpsChild:
             except TimeoutError:
                 logger.error("the MPS daemon did not end within %g s; killing its guardian", END_SECONDS)
                 self._guardian.kill()
+            if self._guardian.returncode:  # it was killed, and servers outlive their daemon
+                await asyncio.to_thread(_sweep, self.clients.pipes)
+
+
+def _sweep(folder: str) -> None:
+    """End what uses a folder of pipes, and remove it."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has just ended, or is another user's
+            if process.environ().get(PIPES) == folder:
+                process.kill()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def daemon_gpus(pipeline: PipelineConfig, devices: int) -> list[int]:

@@ -123,6 +123,14 @@ def test_a_process_that_dies_ends_its_own_connections_only(several: HttpPipeline
     assert {answer.status_code for answer in each(f"{several.url}/v1/responses/{kept}")} == {200}
 
 
+@pytest.mark.nightly
+def test_a_process_that_stands_still_is_replaced(several: HttpPipeline) -> None:
+    (stopped, *_) = servers(several)
+    stopped.suspend()
+    until(lambda: len(servers(several)) == WORKERS and stopped not in servers(several), 30, "the process in its place")
+    assert {answer.status_code for answer in each(f"{several.url}/health")} == {200}
+
+
 def test_the_port_of_several_processes_is_taken_for_another_server_of_this_user(several: HttpPipeline) -> None:
     port = urlsplit(several.url).port
     done = launch("--http", f"127.0.0.1:{port}", "--http-workers", "2")

@@ -105,13 +105,28 @@ def test_a_killed_launcher_leaves_no_daemon(launch_here, short_path, kind):
     until(lambda: not list((short_path / "run").glob("mps-*")), END_SECONDS, "the pipes are gone")
 
 
+def test_a_daemon_without_its_guardian_ends_and_requests_go_on(launch_here, short_path):
+    launcher = launch_here().wait_ready()
+    processes = pids(log_of(short_path, "mps"))
+    children = psutil.Process(launcher.process.pid).children()
+    next(child for child in children if "omni_actors.launcher.mps_guardian" in child.cmdline()).kill()
+    until(lambda: "the MPS daemon has ended (guardian: killed by signal 9)" in launcher.output, 5, "said so")
+    until(lambda: not psutil.pid_exists(processes[0]), END_SECONDS, "the daemon is gone")
+    psutil.Process(launcher.pid_of("thinker")).kill()  # as a client's process ends with its daemon
+    with OmniClient(launcher.endpoint) as client:
+        assert client.generate("abc").text == "abc"
+    assert launcher.end() == 0
+    until(lambda: not any(map(psutil.pid_exists, processes)), END_SECONDS, "no server outlives the pipeline")
+    assert not list((short_path / "run").glob("mps-*"))
+
+
 def test_the_pipeline_runs_without_mps_where_it_is_refused(launch_here, short_path):
     launcher = launch_here(kind="no server").wait_ready()
     assert (
         "MPS refused, continuing without: its server did not start: out of memory; stages take turns" in launcher.output
     )
     assert seen(short_path, "thinker") == seen(short_path, "code2wav") == ["0", "None"]
-    assert not any(map(psutil.pid_exists, pids(log_of(short_path, "mps"))))
+    until(lambda: not any(map(psutil.pid_exists, pids(log_of(short_path, "mps")))), END_SECONDS, "no daemon is left")
 
 
 @pytest.mark.nightly

@@ -1,0 +1,88 @@
+"""Processes beside the stages are killed or stand still: the fork server, a spare, what multiprocessing needs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from omni_actors.client import AsyncOmniClient
+from tests.support.launcher import EchoLauncher
+from tests.support.load import (
+    Load,
+    ask_and_check,
+    connected,
+    disturbed_chain,
+    replicas,
+    text_of,
+    until_healthy,
+    until_in_flight,
+)
+from tests.support.waiting import eventually
+
+Launch = Callable[..., EchoLauncher]
+
+
+def helper(launcher: EchoLauncher, name: str) -> psutil.Process:
+    """A process that the launcher has started for multiprocessing."""
+    for child in psutil.Process(launcher.process.pid).children():
+        with contextlib.suppress(psutil.ZombieProcess):  # the one before it
+            if f"multiprocessing.{name}" in " ".join(child.cmdline()):
+                return child
+    raise AssertionError(f"there is no {name}")
+
+
+async def test_all_stages_end_with_the_fork_server_and_no_request_is_lost(launch):
+    """All processes of a host at once, as a fault under MPS ends all those of a GPU."""
+    launcher = launch(disturbed_chain(0.005)).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        before = {status.pid for status in (await replicas(client)).values()}
+        helper(launcher, "resource_tracker").kill()  # which no one notices
+        kills = dict.fromkeys((0.2, 0.6), lambda: helper(launcher, "forkserver").kill())
+        await Load(client).run(kills)
+        await until_healthy(client)
+        after = {status.pid for status in (await replicas(client)).values()}
+        counts = (await client.describe()).counts
+    assert not before & after
+    assert counts["replays"] > 0
+    launcher.wait_idle()
+
+
+@pytest.mark.nightly
+async def test_a_fork_server_that_stands_still_is_replaced_once_it_is_needed(launch):
+    data = disturbed_chain(0.005)
+    data["coordinator"]["heartbeat_timeout"] = 3.0
+    launcher = launch(data).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        stopped = helper(launcher, "forkserver")
+        stopped.suspend()
+        await ask_and_check(client, text_of(1))
+        asking = [asyncio.create_task(ask_and_check(client, text_of(number))) for number in range(20)]
+        await until_in_flight(client, 20)
+        psutil.Process((await replicas(client))["talker/0"].pid).kill()  # of which only its silence tells
+        await asyncio.gather(*asking)
+        await until_healthy(client)
+    assert f"process {stopped.pid} stands still; killing it" in launcher.output
+
+
+async def test_a_spare_that_dies_costs_nothing_and_comes_back(launch):
+    launcher = launch(disturbed_chain(spares=1)).wait_ready()
+    async with connected(launcher.endpoint) as (client, losses):
+        before = await replicas(client)
+        spares = [name for name, status in before.items() if status.spare]
+        assert len(spares) == 4
+        await Load(client).run({0.2: lambda: [losses.hit(before[name].pid, name, 9) for name in spares]})
+        await losses.finish()
+
+        async def all_back() -> bool:
+            now = await replicas(client)
+            return {name for name, status in now.items() if status.spare and status.state == "ready"} == set(spares)
+
+        await eventually(all_back, 10, "the spares")
+        description = await client.describe()
+    assert losses.recovered == 4
+    assert description.counts["replays"] == 0
+    assert launcher.output.count(" again\n") == 4
