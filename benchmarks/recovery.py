@@ -7,7 +7,8 @@ retain (`retain_bytes` as configured) and once without (0: every request starts 
 seconds; also counts how often each stage computed the request.
 
 Then measures, on an idle pipeline, how soon each loss is noticed and repaired: a signal to the stage (`SIGKILL`,
-`SIGSTOP`), a `hang` of an echo stage's engine loop, or SIGKILL of the `coordinator`.
+`SIGSTOP`), a `hang` of an echo stage's engine loop, or one to the `coordinator`, an HTTP process (`http`) or the fork
+server (`forkserver`): SIGKILL, unless another one follows (`http:SIGSTOP`).
 
     python benchmarks/recovery.py CONFIG --streams 16 [--spares 0 1] [--stages thinker talker code2wav] [--runs 2]
 
@@ -19,8 +20,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import signal
+import socket
 import statistics
 import tempfile
 import time
@@ -29,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import command_line
+import httpx
 import psutil
 from recovery_load import print_load, ready, start
 
@@ -115,34 +119,58 @@ async def lost(client: AsyncOmniClient, before: StageStatus) -> bool:
     return not any(status.pid == before.pid and status.state == "ready" for status in stages)
 
 
+def child_named(pid: int, name: str) -> psutil.Process:
+    """The process of that name that a launcher has started."""
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.ZombieProcess):
+            if name in " ".join(child.cmdline()[:3]):
+                return child
+    raise SystemExit(f"there is no {name}")
+
+
+async def served(*addresses: str) -> None:
+    """Wait until a server at each of these answers."""
+    for address in addresses:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                async with httpx.AsyncClient(timeout=1.0) as client:
+                    if (await client.get(f"http://{address}/health")).status_code == 200:
+                        break
+            await asyncio.sleep(0.02)
+
+
 async def detect(arguments: argparse.Namespace, loss: str) -> tuple[list[float], list[float]]:
     """Seconds from each loss until a description shows it, and until all replicas are ready again.
 
-    For the coordinator only the second: clients wait for its successor.
+    For the coordinator and HTTP only the second: clients wait for a successor.
     """
     noticed, back = [], []
+    name, _, number = loss.partition(":")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        http = ["--http", f"127.0.0.1:{free.getsockname()[1]}"] if name == "http" else []
     with tempfile.TemporaryDirectory(prefix="recovery-") as run_dir:
-        process = start(arguments.config, command_line.overrides(arguments), run_dir, {})
+        process = start(arguments.config, command_line.overrides(arguments), run_dir, {}, None, *http)
         try:
             async with AsyncOmniClient(f"ipc://{run_dir}/client") as client:
                 await ready(client, process)
                 for _ in range(arguments.runs):
+                    await served(*http[1:])
                     statuses = (await client.describe()).stages
                     before = next(status for status in statuses if status.stage == arguments.stage)
                     began = time.monotonic()
-                    if loss == "coordinator":
-                        children = psutil.Process(process.pid).children()
-                        next(child for child in children if child.cmdline()[0] == "omni:coordinator").kill()
+                    if name in ("coordinator", "http", "forkserver"):
+                        child_named(process.pid, name).send_signal(signal.Signals[number or "SIGKILL"])
                     elif loss == "hang":
                         before = statuses[0]
                         await client.submit({"prompt_token_ids": [HANG_TOKEN]}, modalities=["text"])
                     else:
                         psutil.Process(before.pid).send_signal(signal.Signals[loss])
-                    if loss != "coordinator":
+                    if name not in ("coordinator", "http"):
                         while not await lost(client, before):  # noqa: ASYNC110 - the state is another process's
                             await asyncio.sleep(0.005)
                         noticed.append(time.monotonic() - began)
                     await ready(client, process)
+                    await served(*http[1:])
                     back.append(time.monotonic() - began)
         finally:
             process.terminate()

@@ -48,6 +48,7 @@ def start(
     run_dir: str,
     stages: Mapping[str, str],
     spared: Mapping[str, int] | None = None,
+    *arguments: str,
 ) -> subprocess.Popen[bytes]:
     """Start a pipeline whose stages restart at once and without limit.
 
@@ -55,6 +56,7 @@ def start(
         overrides: of the configuration, by dotted key.
         stages: further settings of every stage.
         spared: spares by stage.
+        arguments: further ones of the launch.
     """
     overrides = dict(overrides)
     for stage in config.load(path, overrides).pipeline.stages:
@@ -62,7 +64,7 @@ def start(
         overrides |= {f"stages.{stage.name}.{key}": value for key, value in of_stage.items()}
     overrides |= {f"stages.{name}.spares": str(count) for name, count in (spared or {}).items()}
     command = [sys.executable, "-m", "omni_actors.launch", path, "--run-dir", run_dir]
-    command += command_line.set_arguments(overrides)
+    command += [*command_line.set_arguments(overrides), *arguments]
     return subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs all tests, also those with the mark `nightly`, with the floors of coverage of each package; then the fuzzers, the
-# soak and the search for known vulnerabilities. It takes two hours on two cores, and goes on after a failure.
+# soak and an hour of chaos, and the search for known vulnerabilities. It takes three hours on two cores, and goes on after
+# a failure.
 #
 #   scripts/nightly.sh [--venv DIR] [PYTEST ARGUMENTS]
 #
@@ -45,7 +46,8 @@ coverage combine --quiet
 coverage report
 python scripts/coverage_floors.py || status=1
 
-for step in "fuzz_wire.py" "fuzz_wire.py --pictures" "fuzz_http.py" "fuzz_websocket.py" "fuzz_config.py" "soak.py" "audit.py"; do
+for step in "fuzz_wire.py" "fuzz_wire.py --pictures" "fuzz_http.py" "fuzz_websocket.py" "fuzz_config.py" "soak.py" \
+    "soak.py --any-process --minutes 60 --requests 100000" "audit.py"; do
     seed=()
     [[ $step == audit.py ]] || seed=(--seed "$OMNI_TEST_SEED")
     echo "nightly: scripts/$step"

@@ -21,7 +21,7 @@ comes over HTTP, some of those with a sound; a broken connection or a refusal th
 OpenAI do. Every 2 to 10 s any process of the pipeline but its launcher gets SIGKILL or, one time in four, SIGSTOP:
 stages, the coordinator, HTTP processes, decoders, the fork server. `--minutes` spreads the requests over that time.
 Exceptions are counted apart and must have their cause: a typed error after the coordinator was hit
-(`COORDINATOR_KEEPS_REQUESTS`), and a sound whose decoder was stopped.
+(`COORDINATOR_KEEPS_REQUESTS`), and a sound whose decoder was hit.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ async def one_over_http(client: httpx.AsyncClient, chance: random.Random, ends: 
             if answer.status_code < 429:
                 break
         await asyncio.sleep(2**attempt * chance.uniform(0.5, 1))
-    ends["sound whose decoder was stopped" if heard and said == "malformed_media" else f"unexpected {said}"] += 1
+    ends["sound whose decoder was hit" if heard and said == "malformed_media" else f"unexpected {said}"] += 1
 
 
 class Soak:
