@@ -76,9 +76,7 @@ class HttpChild:
         first = True
         while True:
             began = clock()
-            ended = asyncio.ensure_future(process.wait())
-            await until_done(ended, lambda pid=process.pid: [psutil.Process(pid)])  # uvicorn turns ten times a second
-            code = ended.result()
+            code = await self._ended(process)
             how = describe_exit(code)
             if first and code > 0 and clock() - began < HTTP_LAST_BACKOFF:
                 self._on_failure(f"The HTTP server ended while it started ({how}): {self._last_line()}")
@@ -93,6 +91,12 @@ class HttpChild:
                 process = self._process = await self._spawn()
             except OSError as error:  # out of memory or processes: try again later
                 logger.error("cannot start the HTTP server: %s", error)
+
+    async def _ended(self, process: asyncio.subprocess.Process) -> int:
+        """Wait for the end of a process; until then uvicorn turns ten times a second."""
+        ended = asyncio.ensure_future(process.wait())
+        await until_done(ended, lambda: [psutil.Process(process.pid)])
+        return ended.result()
 
     def _last_line(self) -> str:
         """The end of the log, with what to install if a module is missing."""
