@@ -41,8 +41,7 @@ async def test_all_stages_end_with_the_fork_server_and_no_request_is_lost(launch
     async with AsyncOmniClient(launcher.endpoint) as client:
         before = {status.pid for status in (await replicas(client)).values()}
         helper(launcher, "resource_tracker").kill()  # which no one notices
-        kills = dict.fromkeys((0.2, 0.6), lambda: helper(launcher, "forkserver").kill())
-        await Load(client).run(kills)
+        await Load(client, total=48).run({0.2: lambda: helper(launcher, "forkserver").kill()})
         await until_healthy(client)
         after = {status.pid for status in (await replicas(client)).values()}
         counts = (await client.describe()).counts
@@ -68,6 +67,7 @@ async def test_a_fork_server_that_stands_still_is_replaced_once_it_is_needed(lau
     assert f"process {stopped.pid} stands still; killing it" in launcher.output
 
 
+@pytest.mark.nightly
 async def test_a_spare_that_dies_costs_nothing_and_comes_back(launch):
     launcher = launch(disturbed_chain(spares=1)).wait_ready()
     async with connected(launcher.endpoint) as (client, losses):
