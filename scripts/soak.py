@@ -21,7 +21,7 @@ comes over HTTP, some of those with a sound; a broken connection or a refusal th
 OpenAI do. Every 2 to 10 s any process of the pipeline but its launcher gets SIGKILL or, one time in four, SIGSTOP:
 stages, the coordinator, HTTP processes, decoders, the fork server. `--minutes` spreads the requests over that time.
 Exceptions are counted apart and must have their cause: a typed error after the coordinator was hit
-(`COORDINATOR_KEEPS_REQUESTS`), and a sound whose decoder was hit.
+(`COORDINATOR_KEEPS_REQUESTS`), and a sound whose decoder was stopped.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ async def one_over_http(client: httpx.AsyncClient, chance: random.Random, ends: 
             if answer.status_code < 429:
                 break
         await asyncio.sleep(2**attempt * chance.uniform(0.5, 1))
-    hit = heard and said in ("malformed_media", "media_too_large")  # the latter after a minute
-    ends["sound whose decoder was hit" if hit else f"unexpected {said}"] += 1
+    stopped = heard and said == "media_too_large"  # after a minute
+    ends["sound whose decoder was stopped" if stopped else f"unexpected {said}"] += 1
 
 
 class Soak:

@@ -52,6 +52,7 @@ START_SECONDS: Final = 60.0
 MEMORY_BYTES: Final = 1 << 30  # that decoding may take, above what the libraries take
 TRIM_BYTES: Final = 16 << 20  # decoded for a request, after which the allocator gives back what it holds in reserve
 HEAD_BYTES: Final = 1 << 20
+KILLED: Final = describe_exit(-signal.SIGKILL)
 ABORTED: Final = "The request was aborted while its media were decoded."
 PIPE_BYTES: Final = 1 << 20  # that one end writes before the other end has to read
 # What a decoder may see of the environment, and what keeps its memory small.
@@ -202,7 +203,7 @@ class MediaDecoder:
         """Check media by their headers. Raises as `decode` does."""
         return self._run(items, Job(tuple(item for item, _ in items), limits, used, measure=True))[0]
 
-    def _run(self, items: Sequence[tuple[Item, Buffer]], job: Job) -> tuple[Reply, list[Array]]:
+    def _run(self, items: Sequence[tuple[Item, Buffer]], job: Job, *, again: bool = False) -> tuple[Reply, list[Array]]:
         process, done = self._started(), list[Array]()
         pixels, deadline = job.limits.decoded_bytes - job.used, time.monotonic() + self._seconds
         try:
@@ -222,6 +223,8 @@ class MediaDecoder:
                 raise MediaTooLarge(
                     f"{what} was not decoded within {self._seconds:g} s.", hint="Send less, or a simpler format."
                 ) from None
+            if how == KILLED and not again:  # from outside, which no file does
+                return self._run(items, job, again=True)
             raise MalformedMedia(f"{what} cannot be read: the decoder ended on it ({how}; {error}).") from error
         finally:
             with self._lock:

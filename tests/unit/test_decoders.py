@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -17,7 +18,7 @@ import pytest
 from PIL import Image
 
 from omni_actors.errors import Aborted, MalformedMedia
-from omni_actors.media.decoders import DecoderThreads, Reply
+from omni_actors.media.decoders import DecoderThreads, MediaDecoder, Reply
 from omni_actors.media.limits import AUDIO_ARRAY, IMAGE_FILE, UNKNOWN_FILE, VIDEO_FILE, Item, MediaLimits, MediaTooLarge
 from tests.support.waiting import until
 
@@ -88,13 +89,25 @@ def test_a_request_whose_media_exceed_the_limit_together_is_refused_before_any_i
     assert threads.pids == [pid], "a refusal costs no decoder"
 
 
-def test_one_that_crashes_is_replaced_and_the_medium_is_named(threads: DecoderThreads) -> None:
+def dies_of(threads: DecoderThreads, number: signal.Signals) -> MediaDecoder:
+    """Work whose decoder dies of a signal."""
     process = psutil.Process(threads.pids[0])
     process.suspend()  # as if a file kept it busy
     failing = threads.submit(lambda decoder: decoder.decode([BOMB], MediaLimits()))
     until(lambda: failing.process, 60, "the decoder is taken")
-    process.send_signal(signal.SIGSEGV)
-    process.resume()
+    process.send_signal(number)
+    with contextlib.suppress(psutil.NoSuchProcess):  # SIGKILL ends it as it is
+        process.resume()
+    return failing
+
+
+def test_one_that_is_killed_from_outside_costs_nothing(threads: DecoderThreads) -> None:
+    (decoded,) = dies_of(threads, signal.SIGKILL).future.result(60)
+    assert decoded.shape == (3000, 4000, 3)
+
+
+def test_one_that_crashes_is_replaced_and_the_medium_is_named(threads: DecoderThreads) -> None:
+    failing = dies_of(threads, signal.SIGSEGV)
     with pytest.raises(MalformedMedia, match=r"the bomb cannot be read: .*killed by signal 11"):
         failing.future.result(60)
 
@@ -154,7 +167,7 @@ with contextlib.suppress(PermissionError):
 
 def test_it_needs_no_large_pipes_and_ends_with_the_process_that_it_works_for() -> None:
     program = (
-        f"{HOLD_ALL_PIPES}\nimport time; from omni_actors.media.decoders import DecoderThreads;"
+        f"{HOLD_ALL_PIPES}\nimport time; from omni_actors.media.decoders import DecoderThreads, MediaDecoder;"
         "from tests.unit.test_decoders import works; threads = DecoderThreads(); assert works(threads);"
         "print(threads.pids[0], flush=True); time.sleep(600)"
     )
