@@ -68,7 +68,7 @@ APART = (2.0, 10.0)  # seconds between two losses of any process
 STOPPED = 0.25  # of those losses that are a SIGSTOP
 COORDINATOR_KEEPS_REQUESTS = False  # else those that it held may end with one of `LOST`
 LOST = ("stage_lost", "timeout", "stage_unavailable")
-NOTICED_SECONDS = 20.0  # within which a coordinator that was stopped is killed
+BACK_SECONDS = 60.0  # within which there is another coordinator, even if that one is stopped while it starts
 HTTP_SHARE = 0.1  # of the requests
 HTTP_TRIES = 8  # 1, 2, 4 s ... apart
 SOUND = base64.b64encode(sound(0.2)).decode()
@@ -116,12 +116,12 @@ class Losses:
             title = kind_of(process)
             process.send_signal(number)
             self.counts[f"{title} {number.name}"] += 1
-            if title == "omni:coordinator":
+            if "coordinator" in title:
                 self._coordinator_hit.append(time.monotonic())
 
     def excuse(self, error: OmniError, began: float) -> bool:
         """Whether a request that began then may have ended so, as the coordinator was hit."""
-        hit = any(began - NOTICED_SECONDS < moment for moment in self._coordinator_hit)
+        hit = any(began - BACK_SECONDS < moment for moment in self._coordinator_hit)
         return hit and not COORDINATOR_KEEPS_REQUESTS and error.code.value in LOST and error.retryable
 
     async def go_on(self) -> None:
@@ -136,7 +136,9 @@ def kind_of(process: psutil.Process) -> str:
     command = process.cmdline()
     if command[0].startswith("omni:"):
         return command[0].split("/")[0].split()[0]
-    return next((name for name in ("forkserver", "resource_tracker", "decoders") if name in " ".join(command)), "other")
+    starting = ("omni_actors.coordinator", "omni_actors.http_server")
+    known = ("forkserver", "resource_tracker", "decoders", *starting)
+    return next((name for name in known if name in " ".join(command)), "other")
 
 
 class Load:
