@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -307,12 +307,15 @@ class AnswerResponse(Response):
     """Sends the pieces of an answer as they arrive, those that are ready at once in one write; closes it at the end.
 
     Args:
+        answer: what is closed at the end; `None` if the pieces do that themselves, and then each is sent at once.
         pieces: bytes to send. An `HttpError` becomes the last event of `EVENTS`. In other formats the connection is
             cut, so that the client does not mistake a part for the whole.
         write_timeout: seconds for which the client may leave a piece unread before its request is ended.
     """
 
-    def __init__(self, answer: Answer, pieces: AsyncIterator[bytes], media_type: str, write_timeout: float) -> None:
+    def __init__(
+        self, answer: Answer | None, pieces: AsyncIterator[bytes], media_type: str, write_timeout: float
+    ) -> None:
         super().__init__(media_type=media_type)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-store"
@@ -337,13 +340,14 @@ class AnswerResponse(Response):
             async with asyncio.timeout(self._write_timeout):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
 
-        self._answer.before_waiting = flush
+        if self._answer is not None:
+            self._answer.before_waiting = flush
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for piece in self._pieces:
                 held.append(piece)
                 held_bytes += len(piece)
-                if held_bytes >= JOINED_BYTES:
+                if held_bytes >= JOINED_BYTES or self._answer is None:
                     await flush()
             await send({"type": "http.response.body", "body": b"".join(held), "more_body": False})
         except TimeoutError:
@@ -355,7 +359,10 @@ class AnswerResponse(Response):
             elif error.code != Aborted.code:
                 logger.warning("response cut short: %s", error.code, extra=about)
         finally:
-            await self._answer.close()
+            if isinstance(self._pieces, AsyncGenerator):
+                await self._pieces.aclose()
+            if self._answer is not None:
+                await self._answer.close()
 
 
 class WholeAnswer:

@@ -345,7 +345,7 @@ class Endpoint(NamedTuple):
 ENDPOINTS = (
     Endpoint("POST", "/v1/chat/completions", chat.chat_completions, chat.BODY),
     Endpoint("POST", "/v1/responses", responses.create, responses.BODY),
-    Endpoint("GET", "/v1/responses/{response_id}", responses.retrieve),
+    Endpoint("GET", "/v1/responses/{response_id}", responses.retrieve, query=responses.RetrieveQuery),
     Endpoint("DELETE", "/v1/responses/{response_id}", responses.delete),
     Endpoint("POST", "/v1/completions", chat.completions, chat.COMPLETION_BODY),
     Endpoint("POST", "/v1/audio/speech", speech.speech, speech.BODY),
@@ -390,7 +390,7 @@ def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None, bodi
             app,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "traceparent"],
+            allow_headers=["Authorization", "Content-Type", "Last-Event-ID", "traceparent"],
             expose_headers=["x-request-id", "retry-after", "location"],
         )
     return app
@@ -404,10 +404,14 @@ def create_routes(settings: ServerSettings, bodies: Budget, fetcher: Fetcher | N
         state = ServerState(settings, bodies, fetcher)
         async with state.client:
             app.state.server = state
-            reporting = asyncio.create_task(state.report(), name="metrics")
+            tasks = [
+                asyncio.create_task(state.report(), name="metrics"),
+                asyncio.create_task(state.sweep(), name="sweep"),
+            ]
             yield
-            reporting.cancel()
-            await asyncio.gather(reporting, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await state.close()
 
     by_path: defaultdict[str, dict[str, Endpoint]] = defaultdict(dict)

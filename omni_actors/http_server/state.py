@@ -43,7 +43,9 @@ from omni_actors.http_server.store import (
     MAX_FILES,
     MAX_RESPONSES,
     MAX_TRANSCRIPTS,
+    SWEEP_SECONDS,
     KeptResponse,
+    Logs,
     Store,
     UploadedFile,
     secret_of,
@@ -249,6 +251,8 @@ class ServerState:
         self.files = Store(folder, "files", UploadedFile, MAX_FILES, settings.files_bytes, settings.file_seconds)
         self.transcripts = Store(folder, "transcripts", str, MAX_TRANSCRIPTS, MAX_BYTES, KEPT_SECONDS)
         self.responses = Store(folder, "responses", KeptResponse, MAX_RESPONSES, MAX_BYTES, KEPT_SECONDS)
+        self.streams = Logs(folder, "streams")  # of responses
+        self.sessions = Logs(folder, "sessions")
         self.secret = secret_of(folder)
         self.voices = VoiceStore(settings.voices_dir, settings.voices)
         self._decoders = DecoderThreads()
@@ -309,6 +313,13 @@ class ServerState:
             await asyncio.sleep(REPORT_SECONDS)
             self._report()
 
+    async def sweep(self) -> NoReturn:
+        """Remove the logs of responses and sessions that nobody goes on with."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            for logs in (self.streams, self.sessions):
+                await asyncio.to_thread(logs.sweep)
+
     def _report(self) -> None:
         with contextlib.suppress(OmniError):  # it is away; the next report has all of this one
             self.client.report(self.realtime.meters.snapshot())
@@ -325,7 +336,7 @@ class ServerState:
         await self.client.close()
         await self.realtime.close()
         await asyncio.to_thread(self._decoders.close)
-        for store in (self.files, self.transcripts, self.responses):
+        for store in (self.files, self.transcripts, self.responses, self.streams, self.sessions):
             store.close()
 
     def tenant(self, connection: HTTPConnection) -> str:

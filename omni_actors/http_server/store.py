@@ -1,15 +1,22 @@
 """What a server keeps for later requests: uploaded files, responses, transcripts. Its processes share it.
 
 Each kind is a SQLite database in the folder that the processes have in common, or in memory where there is only one. A
-database is consistent whenever a process dies, and what it holds outlives that process.
+database is consistent whenever a process dies, and what it holds outlives that process. What changes often, while a
+response or a session lasts, is in a log instead, so that another process can go on with it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import fcntl
+import io
 import os
+import re
 import secrets
 import sqlite3
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -20,6 +27,8 @@ import msgspec
 import numpy
 from msgspec import Struct
 
+from omni_actors.errors import ErrorCode
+from omni_actors.http_server.errors import HttpError
 from omni_actors.logs import get_logger
 
 logger = get_logger(__name__)
@@ -198,3 +207,160 @@ def _packed(value: Any) -> msgspec.msgpack.Ext:
 def _unpacked(code: int, data: memoryview) -> numpy.ndarray:
     shape, pixels = msgspec.msgpack.decode(data, type=tuple[tuple[int, ...], bytes])
     return numpy.frombuffer(pixels, numpy.uint8).reshape(shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Logs: what another process goes on with when the one of a client has died
+
+LOST_SECONDS = 60.0  # for which a client may come back
+SWEEP_SECONDS = 5.0
+FOLLOW_SECONDS = 0.05  # between two looks at what another process writes
+MAX_LOG_BYTES = 32 << 20  # of one response or session
+MAX_LOGS_BYTES = 256 << 20  # of all
+LOG_KEY = re.compile(r"[a-z]+_[0-9a-f]+")
+
+
+class Log:
+    """A file that one process writes: the one that has locked it, which the system undoes when that process dies.
+
+    What was written outlives the process, if not the host: no disk is waited for, so a write takes microseconds.
+    """
+
+    def __init__(self, path: str, flags: int = 0) -> None:
+        self._path = path
+        self._file = io.FileIO(os.open(path, os.O_RDWR | os.O_APPEND | flags, 0o600), "ab+")
+        self.size = self._status.st_size
+
+    def lock(self) -> bool:
+        """Become the process that writes, if there is none; says whether this one is."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def append(self, data: bytes) -> bool:
+        """Write; false if another log has taken the place of this one. What cannot be written is not kept at all."""
+        if not self._status.st_nlink:
+            return not os.path.exists(self._path)
+        try:
+            if self.size + len(data) > MAX_LOG_BYTES:
+                raise OSError(errno.EFBIG, f"it has more than {MAX_LOG_BYTES} bytes")
+            while data:
+                written = self._file.write(data)
+                self.size, data = self.size + written, data[written:]
+        except OSError as error:
+            logger.warning("%s cannot be resumed: %s", os.path.basename(self._path), error)
+            self.remove()
+        return True
+
+    async def follow(self) -> AsyncIterator[bytes]:
+        """Yield what was written and is being written, in parts that end with an empty line, until no process writes.
+
+        This one then writes: what the last one did not write to its end is removed.
+
+        Raises:
+            HttpError: 503 if nothing was written for a minute.
+        """
+        start, rest, heard = 0, b"", time.monotonic()
+        while True:
+            is_mine = self.lock()
+            while data := await asyncio.to_thread(os.pread, self._file.fileno(), PIECE_BYTES, start):
+                start, heard = start + len(data), time.monotonic()
+                *parts, rest = (rest + data).split(b"\n\n")
+                for part in parts:
+                    yield part + b"\n\n"
+            if is_mine:
+                self._file.truncate(start - len(rest))
+                self.size = start - len(rest)
+                return
+            if time.monotonic() - heard > LOST_SECONDS:
+                message = f"Nothing of this response has come for {LOST_SECONDS:g} s: send the request again."
+                raise HttpError(503, message, code=ErrorCode.TIMEOUT)
+            await asyncio.sleep(FOLLOW_SECONDS)
+
+    def rename(self, path: str) -> None:
+        """Take the place of another log, or of none; a log that was given up takes none."""
+        if self._status.st_nlink:
+            os.rename(self._path, path)
+        self._path = path
+
+    def remove(self) -> None:
+        """Give up what is written: nobody goes on with it. Idempotent, and another log in its place stays."""
+        if self._status.st_nlink:
+            Path(self._path).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let other processes write. Idempotent."""
+        self._file.close()
+
+    @property
+    def _status(self) -> os.stat_result:
+        return os.fstat(self._file.fileno())
+
+
+class Logs:
+    """Logs by key, bounded in bytes and time. Its methods use files: call them on threads.
+
+    Args:
+        folder: where the folder `name` is; `None` for one that only this process has.
+    """
+
+    def __init__(self, folder: str | None, name: str) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="omni-http-") if folder is None else None
+        self._folder = os.path.join(self._temporary.name if self._temporary is not None else str(folder), name)
+        os.makedirs(self._folder, mode=0o700, exist_ok=True)
+
+    def begin(self, key: str, data: bytes) -> Log | None:
+        """A log that begins with `data` and that this process writes, in place of one with the same key.
+
+        Returns `None` if it cannot be written: the log of the process says why.
+        """
+        path = os.path.join(self._folder, key)
+        try:
+            log = Log(f"{path}.{secrets.token_hex(8)}", os.O_CREAT | os.O_EXCL)
+        except OSError as error:
+            logger.warning("%s cannot be resumed: %s", key, error)
+            return None
+        log.lock()
+        log.append(data)
+        log.rename(path)
+        return log
+
+    def find(self, key: str) -> Log | None:
+        """The log with this key, if it is there, for this process to read; close it."""
+        if LOG_KEY.fullmatch(key):
+            with contextlib.suppress(FileNotFoundError):
+                return Log(os.path.join(self._folder, key))
+        return None
+
+    def sweep(self) -> None:
+        """Remove logs that no process has written for `LOST_SECONDS`, and the oldest beyond `MAX_LOGS_BYTES`."""
+        now, found = time.time(), []
+        for entry in os.scandir(self._folder):
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                status = entry.stat()
+                written = status.st_mtime
+                if now - written > 2 * SWEEP_SECONDS and _is_locked(entry.path):
+                    os.utime(entry.path, (now, written := now))
+                found.append((written, status.st_size, entry.path))
+        total = sum(size for _, size, _ in found)
+        for written, size, path in sorted(found):
+            if now - written > LOST_SECONDS + 3 * SWEEP_SECONDS or total > MAX_LOGS_BYTES:
+                Path(path).unlink(missing_ok=True)
+                total -= size
+
+    def close(self) -> None:
+        """Remove the folder, if only this process has it."""
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def _is_locked(path: str) -> bool:
+    """Whether a process writes a log."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

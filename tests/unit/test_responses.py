@@ -9,7 +9,8 @@ import pytest
 
 from omni_actors.http_server.bodies import decode
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.responses import ResponseReply, ResponsesRequest
+from omni_actors.http_server.responses.events import ResponseReply, SentEvents
+from omni_actors.http_server.responses.items import ResponsesRequest
 from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import StructuredOutputs
 
@@ -72,7 +73,7 @@ def test_a_kept_response_holds_nothing_of_the_body() -> None:
     tool = {"type": "function", "name": "weather", "parameters": SCHEMA}
     body = request(text={"format": FORM}, tools=[tool], metadata={"a": "b"})
     description = Description("p", "m", ("text",), (), 0, True, 1, 9, ())
-    kept = ResponseReply("resp_1", "echo", False, body, description).object("completed")
+    kept = ResponseReply(SentEvents("resp_1", 0), "echo", None, body, description).object("completed")
     assert kept["text"] == {"format": FORM}
     assert kept["tools"][0]["parameters"] == SCHEMA
     plain = (str, int, float, bool, type(None), dict, list)
