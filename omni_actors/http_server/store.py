@@ -254,6 +254,10 @@ class Log:
             self.remove()
         return True
 
+    def read(self) -> bytes:
+        """All that was written."""
+        return os.pread(self._file.fileno(), self._status.st_size, 0)
+
     async def follow(self) -> AsyncIterator[bytes]:
         """Yield what was written and is being written, in parts that end with an empty line, until no process writes.
 

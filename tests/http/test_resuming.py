@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 import psutil
 import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
 
 from tests.support.processes import processes_titled
 from tests.support.servers import HttpPipeline
@@ -121,3 +125,95 @@ def test_a_stream_goes_on_when_its_process_is_killed(both: HttpPipeline, body: d
     seen.extend(event.to_dict() for event in rest)
     assert content(seen) == content(whole)
     assert both.openai().responses.retrieve(response_id).output_text == body["input"]
+
+
+# -- realtime sessions ------------------------------------------------------------------------------------------------
+
+
+class Talk:
+    """A session over a WebSocket, without detection of turns."""
+
+    def __init__(self, line: ClientConnection) -> None:
+        self._line = line
+        self.address = line.socket.getsockname()
+        self.created = self.until("session.created")[0]["session"]
+
+    def send(self, kind: str, **fields: Any) -> None:
+        self._line.send(json.dumps({"type": kind, **fields}))
+
+    def until(self, kind: str, times: int = 1) -> list[Event]:
+        """The events up to one of a kind."""
+        found: list[Event] = []
+        while sum(event["type"] == kind for event in found) < times:
+            found.append(json.loads(self._line.recv(timeout=40)))
+        return found
+
+    def lose(self) -> None:
+        """Break the connection off, as networks do."""
+        self._line.socket.shutdown(socket.SHUT_RDWR)
+
+    def say(self, text: str) -> None:
+        parts = [{"type": "input_text", "text": text}]
+        self.send("conversation.item.create", item={"type": "message", "role": "user", "content": parts})
+
+    def hear(self, seconds: float) -> None:
+        self.send("input_audio_buffer.append", audio=base64.b64encode(bytes(int(48_000 * seconds))).decode())
+        self.send("input_audio_buffer.commit")
+
+    def answered(self) -> str:
+        """Ask for an answer; returns its text."""
+        self.send("response.create")
+        events = self.until("response.done")
+        return "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+
+
+@contextmanager
+def talking(url: str, key: str = "none", **query: str) -> Iterator[Talk]:
+    address = f"{url.replace('http', 'ws', 1)}/v1/realtime?{urlencode(query)}"
+    with connect(address, open_timeout=60, additional_headers={"Authorization": f"Bearer {key}"}) as line:
+        yield Talk(line)
+
+
+SESSION = {"type": "realtime", "output_modalities": ["text"], "audio": {"input": {"turn_detection": None}}}
+
+
+def test_a_session_goes_on_when_its_process_is_killed(both: HttpPipeline) -> None:
+    """With its configuration and its items, of the answer that was being made with none."""
+    with talking(both.url, model="echo") as first:
+        first.send("session.update", session={**SESSION, "instructions": "hi, "})
+        first.hear(1.0)
+        first.say("sea")
+        assert first.answered() == "hi, sea"
+        first.say("salt " * 40)
+        first.send("response.create")
+        first.until("response.output_text.delta", 5)
+        kill_server_of(both, first.address)
+        with pytest.raises(ConnectionClosed):
+            first.until("never")
+    with talking(both.url, session=first.created["id"]) as second:
+        assert second.created["id"] == first.created["id"]
+        assert second.created["expires_at"] == first.created["expires_at"]
+        assert second.created["instructions"] == "hi, "
+        shown = second.until("conversation.item.done", 4)
+        items = [event["item"] for event in shown if event["type"] == "conversation.item.added"]
+        assert [item["role"] for item in items] == ["user", "user", "assistant", "user"]
+        second.send("conversation.item.retrieve", item_id=items[0]["id"])
+        (heard,) = second.until("conversation.item.retrieved")[-1]["item"]["content"]
+        assert base64.b64decode(heard["audio"]) == bytes(48_000)
+        assert second.answered() == "hi, seahi, sea" + "salt " * 40
+
+
+def test_a_session_whose_line_broke_goes_on_at_once_and_once(both: HttpPipeline) -> None:
+    with talking(both.url, model="echo") as first:
+        first.send("session.update", session=SESSION)
+        first.say("sea")
+        first.until("conversation.item.done")
+        with talking(both.url, session=first.created["id"]) as second:
+            assert second.answered() == "sea"
+            first.say("?")
+            closed = first.until("error")[-1]["error"]
+            assert closed["code"] == "session_resumed"
+            second.lose()
+        with talking(both.url, session=first.created["id"]) as third:
+            assert [event["type"] for event in third.until("conversation.item.done", 2)].count("error") == 0
+            assert third.answered() == "seasea"

@@ -88,8 +88,7 @@ async def create(request: Request, state: ServerState, offer: Offer, _: CallQuer
         data = offer.session.encode(errors="surrogatepass")
         check_bounds(data, MAX_VALUES)
         asked |= decode(data, dict[str, Any], "session")
-    description = await state.describe()
-    session = new_session(*begun(asked, state, description, called=True), state, description)
+    session = new_session(*begun(asked, state, await state.describe(), called=True), state)
     call: Call = webrtc.Call()
     answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 

@@ -40,6 +40,7 @@ from omni_actors.http_server.realtime.config import (
     new_id,
 )
 from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Asker, Outbox, Transcriber
+from omni_actors.http_server.realtime.resuming import SessionKeeper, find, owner_of
 from omni_actors.http_server.realtime.session import (
     Ask,
     Cancel,
@@ -69,6 +70,8 @@ logger = get_logger(__name__)
 
 EVENT_BYTES = 4 << 20  # that may wait before no more events of the client are taken
 GOING_AWAY = 1001  # code that closes a WebSocket
+LEFT = (1000, 1005)  # codes of clients that have closed it: without an error, or without a code
+ABNORMAL = 1006
 INTERNAL = "Internal error: see the server's log."
 INTERRUPTIONS = ("turn_detected", "client_cancelled")
 
@@ -85,7 +88,8 @@ class WebSocketLine:
         """The next event."""
         message = await self._websocket.receive()
         if message["type"] == "websocket.disconnect":
-            raise WebSocketDisconnect(message["code"])
+            # uvicorn names no reason where no close frame came, and then the code of one without a code.
+            raise WebSocketDisconnect(message["code"] if "reason" in message else ABNORMAL)
         text = message.get("text")
         data: bytes = text.encode(errors="surrogatepass") if text is not None else message["bytes"]
         return data
@@ -116,7 +120,10 @@ class SessionConnection:
         self._session = session
         self._bodies = state.realtime.bodies
         self._asker = Asker(state, state.tenant(request), request.state.traceparent)
-        self._outbox = Outbox(line.send, state.settings.write_timeout)
+        self._keeper: SessionKeeper | None = None
+        if line.speaker is None:  # a call cannot go on over a WebSocket
+            self._keeper = SessionKeeper(session, owner_of(request, state), state.sessions)
+        self._outbox = Outbox(line.send, state.settings.write_timeout, self._keeper)
         if line.speaker is not None:
             line.speaker.tell = self._outbox.put
         self._transcriber = Transcriber(session.transcripts, self._outbox, self._asker)
@@ -127,16 +134,22 @@ class SessionConnection:
     async def run(self) -> None:
         """Run the session to its end; at the end none of its requests is left."""
         self._carry_out(self._session.opened())
-        writer = _task(self._outbox.write(), "realtime writer")
+        self._account()
         reader = _task(self._read(), "realtime reader")
+        writer = _task(self._outbox.write(), "realtime writer")
         transcriber = _task(self._transcriber.run(), "realtime transcriber")
+        tasks = [reader, writer, transcriber]
+        if self._keeper is not None:
+            tasks.append(_task(self._keep(self._keeper), "realtime keeper"))
         try:
-            await asyncio.wait((reader, writer, transcriber), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if self._activity is not None:
                 self._state.realtime.forget(self._activity)
-            tasks = (writer, reader, transcriber, *self._answers.values())
-            for error in await _end(tasks):
+            errors = await _end([*tasks, *self._answers.values()])
+            if self._keeper is not None:
+                await self._keeper.close(ended=bool(errors) and _has_left(errors[0]))
+            for error in errors:
                 if isinstance(error, TimeoutError):
                     logger.warning(
                         "the client of a realtime session does not read; the session ends", extra=self._about
@@ -144,12 +157,16 @@ class SessionConnection:
                 elif isinstance(error, Exception) and not isinstance(error, WebSocketDisconnect | OSError):
                     logger.error("a realtime session failed: %r", error, extra=self._about)
 
+    async def _keep(self, keeper: SessionKeeper) -> None:
+        await keeper.run()
+        await self._close("The session goes on over another connection.", "session_resumed")
+
     # -- events of the client -----------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
         BODIES.set((self._bodies, self))  # for what is fetched
         settings = self._state.settings
-        expires = time.monotonic() + settings.realtime_session_seconds
+        expires = time.monotonic() + self._session.expires - time.time()
         pace = EventRate(settings.realtime_events_per_second, time.monotonic())
         while True:
             now = time.monotonic()
@@ -311,6 +328,11 @@ def _task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     return asyncio.create_task(work, name=name)
 
 
+def _has_left(error: BaseException | None) -> bool:
+    """Whether the end of what reads a session's events means that nobody goes on with it."""
+    return error is None or (isinstance(error, WebSocketDisconnect) and error.code in LEFT)
+
+
 async def _end(tasks: Sequence[asyncio.Task[None]]) -> Sequence[BaseException | None]:
     """Cancel tasks and wait for them; returns what they raised."""
     for task in tasks:
@@ -321,19 +343,27 @@ async def _end(tasks: Sequence[asyncio.Task[None]]) -> Sequence[BaseException | 
 
 
 SUBPROTOCOL = "realtime"  # that browsers ask for, besides the one that holds the key
-PARAMETERS = ("model", "intent")
+PARAMETERS = ("model", "intent", "session")
 
 
 async def realtime(websocket: WebSocket) -> None:
-    """Converse, with OpenAI's realtime events. A refusal is a plain HTTP response."""
+    """Converse, with OpenAI's realtime events. A refusal is a plain HTTP response.
+
+    With `session` in the query, go on with a session whose connection was lost.
+    """
     state: ServerState = websocket.app.state.server
-    description = await state.describe()
-    config, pipeline = begun(asked_by(websocket, state.settings.api_key), state, description)
+    asked = asked_by(websocket, state.settings.api_key)
+    session = new_session(*begun(asked, state, await state.describe()), state)
+    if (session_id := websocket.query_params.get("session")) is not None:
+        kept = await find(session_id, owner_of(websocket, state), state.sessions)
+        for name, has in (("model", kept.config.model), ("type", kept.config.kind)):
+            if asked.get(name) not in (None, has):
+                raise bad_field(name, f"The {name} of a session stays what it was at its start: {has}.")
+        session.go_on(session_id, kept)
     line = WebSocketLine(websocket)
     with state.realtime.session(state.tenant(websocket), line):
         await state.realtime.load()
         await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
-        session = new_session(config, pipeline, state, description)
         await SessionConnection(line, websocket, state, session).run()
 
 
@@ -353,7 +383,7 @@ def asked_by(connection: HTTPConnection, api_key: str | None) -> dict[str, Any]:
     query = connection.query_params
     for name in query:
         if name not in PARAMETERS:
-            message = f"There is no parameter {name[:64]!r}; there are {' and '.join(PARAMETERS)}."
+            message = f"There is no parameter {name[:64]!r}; there are {', '.join(PARAMETERS)}."
             raise bad_field(name[:64], message, "unknown_parameter")
     asked: dict[str, Any] = {"model": query.get("model")}
     if query.get("intent") == "transcription":
@@ -392,9 +422,7 @@ def begun(
     return config, pipeline
 
 
-def new_session(
-    config: SessionConfig, pipeline: Pipeline, state: ServerState, description: Description
-) -> RealtimeSession:
+def new_session(config: SessionConfig, pipeline: Pipeline, state: ServerState) -> RealtimeSession:
     """A session that has not begun."""
     settings = state.settings
     return RealtimeSession(

@@ -6,10 +6,10 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy
+from msgspec import Struct, field
 
 from omni_actors.http_server.bodies import MAX_TEXT
 from omni_actors.http_server.errors import HttpError, bad_field
@@ -43,8 +43,7 @@ ALLOWED: dict[str, tuple[type, ...]] = {
 # Items
 
 
-@dataclass
-class ItemPart:
+class ItemPart(Struct, omit_defaults=True):
     """A part of an item.
 
     Args:
@@ -80,8 +79,7 @@ class ItemPart:
         return {"type": "text", "text": self.text}
 
 
-@dataclass
-class MessageItem:
+class MessageItem(Struct, tag="message"):
     """An item; `complete` is false while its answer is made, and stays so if that was cut short."""
 
     id: str
@@ -197,8 +195,7 @@ def heard(text: str, end: float, seconds: float, rate: float, *, complete: bool)
     return words[:border].rstrip()
 
 
-@dataclass
-class CallItem:
+class CallItem(Struct, tag="call"):
     """A call that the model has made."""
 
     call_id: str
@@ -224,14 +221,14 @@ class CallItem:
         return _shown(self.id, "function_call", self.status, **call)
 
 
-@dataclass
-class ResultItem:
+class ResultItem(Struct, tag="result"):
     """What a call has brought."""
 
     call_id: str
     output: str
     id: str
     role = "tool"
+    status = "completed"
 
     @classmethod
     def of(cls, given: FunctionCallOutput) -> ResultItem:
@@ -245,7 +242,7 @@ class ResultItem:
 
     def shown(self, **_: bool) -> dict[str, Any]:
         """The item as clients see it."""
-        return _shown(self.id, "function_call_output", "completed", call_id=self.call_id, output=self.output)
+        return _shown(self.id, "function_call_output", self.status, call_id=self.call_id, output=self.output)
 
 
 def _shown(item_id: str, kind: str, status: str, **content: Any) -> dict[str, Any]:

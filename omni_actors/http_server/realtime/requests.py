@@ -15,6 +15,7 @@ from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import tool_options
 from omni_actors.http_server.realtime.config import Event, SessionConfig
 from omni_actors.http_server.realtime.conversation import TurnTranscripts
+from omni_actors.http_server.realtime.resuming import SessionKeeper
 from omni_actors.http_server.realtime.session import Ask, Transcribe
 from omni_actors.http_server.speech import token_usage
 from omni_actors.http_server.state import ServerState
@@ -34,11 +35,15 @@ class Outbox:
     Args:
         send: sends a text to the client, and waits while it does not read.
         write_timeout: seconds for which a client may leave an event unread.
+        keeper: writes down what events have changed before they are sent.
     """
 
-    def __init__(self, send: Callable[[str], Awaitable[None]], write_timeout: float) -> None:
+    def __init__(
+        self, send: Callable[[str], Awaitable[None]], write_timeout: float, keeper: SessionKeeper | None
+    ) -> None:
         self._send = send
         self._write_timeout = write_timeout
+        self._keeper = keeper
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
         self._filled = asyncio.Event()
@@ -46,6 +51,8 @@ class Outbox:
 
     def put(self, event: Event) -> None:
         """Append an event."""
+        if self._keeper is not None:
+            self._keeper.note(event)
         data = msgspec.json.encode(event)
         self._waiting.append(data)
         self._bytes += len(data)
@@ -62,6 +69,8 @@ class Outbox:
         while True:
             while self._waiting:
                 async with asyncio.timeout(self._write_timeout):
+                    if self._keeper is not None:
+                        await self._keeper.caught_up.wait()
                     await self._send(self._waiting[0].decode())
                 self._bytes -= len(self._waiting.popleft())
                 self._drained.set()

@@ -6,8 +6,10 @@ nothing and becomes an `error` event.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.errors import HttpError, bad_field
@@ -82,6 +84,24 @@ Instruction = Send | Ask | Cancel | Transcribe | Silence
 Instructions = list[Instruction]
 
 
+class KeptSession(Struct):
+    """What is kept of a session for another connection.
+
+    Args:
+        owner: whose session it is.
+        expires: Unix time.
+        order: ids of all items of the conversation.
+        items: those of them that have changed since it was last kept.
+    """
+
+    owner: str
+    expires: int
+    conversation_id: str
+    config: SessionConfig
+    order: list[str]
+    items: list[AnyItem]
+
+
 class RealtimeSession:
     """One conversation.
 
@@ -90,7 +110,7 @@ class RealtimeSession:
         pipeline: what answers.
         detects: whether the server can find turns.
         audio_seconds: sound that may wait in the buffer, and that the conversation may hold.
-        expires: Unix time at which the session ends, to show.
+        expires: Unix time at which the session ends.
     """
 
     def __init__(
@@ -100,7 +120,7 @@ class RealtimeSession:
         self._config = config
         self._pipeline = pipeline
         self._detects = detects
-        self._expires = expires
+        self.expires = expires
         self._conversation = RealtimeConversation(audio_seconds, pipeline.max_audios, pipeline.max_images)
         self._conversation_id = new_id("conv")
         self.transcripts = TurnTranscripts(self._conversation)
@@ -140,8 +160,32 @@ class RealtimeSession:
         return self._conversation.size + self._buffer.size
 
     def opened(self) -> Instructions:
-        """The first events of a session."""
-        return [_sent("session.created", session=self._config.shown(self.id, self._expires))]
+        """The first events of a session; of one that goes on, with the items that it has."""
+        created = _sent("session.created", session=self._config.shown(self.id, self.expires))
+        before = (None, *(item.id for item in self._conversation))
+        shown = [
+            _sent(f"conversation.item.{kind}", item=item.shown(), previous_item_id=previous)
+            for previous, item in zip(before, self._conversation, strict=False)
+            for kind in ("added", "done")
+        ]
+        return [created, *shown]
+
+    def kept(self, owner: str, changed: Container[str] | None = None) -> KeptSession:
+        """What another connection goes on with; of the items those with these ids, or all.
+
+        An answer that is still made is none of them.
+        """
+        whole = [item for item in self._conversation if item.status != "in_progress"]
+        order = [item.id for item in whole]
+        items = [item for item in whole if changed is None or item.id in changed]
+        return KeptSession(owner, self.expires, self._conversation_id, self._config, order, items)
+
+    def go_on(self, session_id: str, kept: KeptSession) -> None:
+        """Become this session, in place of a new one that has not been opened."""
+        self.id, self.expires, self._conversation_id = session_id, kept.expires, kept.conversation_id
+        self._configure(kept.config)
+        for item in kept.items:
+            self._conversation.add(item)
 
     def receive(self, given: config.AnyEvent, pictures: Sequence[bytes] = ()) -> Instructions:
         """Take an event of the client. `pictures` are those of `pictures_of`, as files."""
@@ -190,13 +234,16 @@ class RealtimeSession:
 
     def _update(self, given: config.UpdateSession) -> Instructions:
         config, refused = self._config.updated(given.session, self._pipeline, self._detects)
+        self._configure(config)
+        updated = _sent("session.updated", session=config.shown(self.id, self.expires))
+        return [updated, *(Send(error_event(error, given.event_id)) for error in refused)]
+
+    def _configure(self, config: SessionConfig) -> None:
         if config.turn_detection != self._config.turn_detection:
             self._detector = TurnDetector(config.turn_detection) if config.turn_detection is not None else None
         if config.input_format != self._config.input_format:
             self._buffer.end_sound(config.input_format)
         self._config = config
-        updated = _sent("session.updated", session=config.shown(self.id, self._expires))
-        return [updated, *(Send(error_event(error, given.event_id)) for error in refused)]
 
     def _item_of(self, given: config.GivenItem, where: str) -> AnyItem:
         match given:
