@@ -6,6 +6,7 @@ import base64
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlencode
@@ -13,7 +14,7 @@ from urllib.parse import urlencode
 import httpx
 import psutil
 import pytest
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from tests.support.processes import processes_titled
@@ -127,6 +128,51 @@ def test_a_stream_goes_on_when_its_process_is_killed(both: HttpPipeline, body: d
     assert both.openai().responses.retrieve(response_id).output_text == body["input"]
 
 
+def rest_of(url: str, response_id: str, **options: Any) -> list[Event]:
+    with httpx.stream("GET", f"{url}/v1/responses/{response_id}?stream=true", timeout=60, **options) as answer:
+        assert answer.status_code == 200, answer.read()
+        return list(events_of(answer))
+
+
+def test_a_stream_that_its_client_has_lost_goes_on_for_all_who_ask(both: HttpPipeline) -> None:
+    """Browsers name the last event in a header."""
+    body = {"input": "the sea " * 20}
+    with streamed(both.url, **body) as answer:
+        stream = events_of(answer)
+        seen = [next(stream) for _ in range(10)]
+        response_id = seen[0]["response"]["id"]
+        beside = rest_of(both.url, response_id)
+        whole = seen + list(stream)
+        assert beside == whole, "it follows what the first one is sent"
+    with streamed(both.url, **body) as answer:
+        stream = events_of(answer)
+        seen = [next(stream) for _ in range(10)]
+        response_id = seen[0]["response"]["id"]
+    with ThreadPoolExecutor() as threads:
+        header = {"Last-Event-ID": str(seen[-1]["sequence_number"])}
+        asked = [threads.submit(rest_of, both.url, response_id, headers=header) for _ in range(4)]
+    first, *others = [one.result() for one in asked]
+    assert content(seen + first) == content(whole)
+    assert others == [first] * 3
+    assert rest_of(both.url, response_id) == seen + first, "also after its end"
+
+
+def test_a_stream_that_cannot_go_on_says_what_to_do(both: HttpPipeline) -> None:
+    def refusal(response_id: str, query: str = "stream=true", **headers: str) -> tuple[int, str, str]:
+        answer = httpx.get(f"{both.url}/v1/responses/{response_id}?{query}", headers=headers)
+        error = answer.json()["error"]
+        return answer.status_code, error["code"], error["param"]
+
+    kept, gone = (undisturbed(both.url, input="sea", store=store)[0]["response"]["id"] for store in (True, False))
+    whole = httpx.post(f"{both.url}/v1/responses", json={"model": "echo", "input": "sea"}).json()["id"]
+    assert refusal("resp_0") == refusal(gone) == (404, "response_not_found", "response_id")
+    assert refusal(whole) == (400, "response_not_resumable", "stream")
+    assert refusal(kept, "starting_after=1") == (400, "invalid_value", "starting_after")
+    assert refusal(kept, **{"Last-Event-ID": "x"}) == (400, "invalid_value", "Last-Event-ID")
+    assert httpx.delete(f"{both.url}/v1/responses/{kept}").json()["deleted"]
+    assert refusal(kept) == (404, "response_not_found", "response_id")
+
+
 # -- realtime sessions ------------------------------------------------------------------------------------------------
 
 
@@ -217,3 +263,17 @@ def test_a_session_whose_line_broke_goes_on_at_once_and_once(both: HttpPipeline)
         with talking(both.url, session=first.created["id"]) as third:
             assert [event["type"] for event in third.until("conversation.item.done", 2)].count("error") == 0
             assert third.answered() == "seasea"
+
+
+def test_a_session_goes_on_for_its_owner_until_it_is_closed(both: HttpPipeline) -> None:
+    def refusal(**query: str) -> tuple[int, str]:
+        with pytest.raises(InvalidStatus) as caught, talking(both.url, **query):
+            pass
+        response = caught.value.response
+        return response.status_code, json.loads(response.body)["error"]["code"]
+
+    with talking(both.url, model="echo") as session:
+        session_id = session.created["id"]
+        assert refusal(session=session_id, intent="transcription") == (400, "invalid_value")
+    assert refusal(session=session_id) == (404, "session_not_found")
+    assert refusal(session="sess_0") == (404, "session_not_found")

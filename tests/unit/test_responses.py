@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -85,3 +86,39 @@ def test_a_kept_response_holds_nothing_of_the_body() -> None:
             check(item)
 
     check(kept)
+
+
+def sent_before(*deltas: str) -> SentEvents:
+    """The events of a response whose text came in these pieces."""
+    sent = SentEvents("resp_1", 0)
+    call = {"id": "fc_1_0", "call_id": "call_first"}
+    events = [{"type": "response.created"}, {"type": "response.output_item.added", "output_index": 1, "item": call}]
+    events += [{"type": "response.output_text.delta", "output_index": 0, "delta": delta} for delta in deltas]
+    events += [{"type": "response.audio.delta", "delta": base64.b64encode(b"abcd").decode()}]
+    for number, event in enumerate(events):
+        data = json.dumps({**event, "sequence_number": number}).encode()
+        assert sent.add(b"id: %d\nevent: x\ndata: %b\n\n" % (number, data)) == number
+    assert sent.number == len(events)
+    return sent
+
+
+def test_what_was_sent_is_left_out_of_an_answer_that_is_made_again_in_other_pieces() -> None:
+    sent = sent_before("the s", "ea")
+    assert not sent.rest("response.created")
+    assert sent.rest("response.in_progress")
+    assert not sent.rest("response.output_item.added", output_index=1)
+    assert sent.rest("response.output_item.added", output_index=0)
+    texts = [
+        sent.rest("response.output_text.delta", output_index=0, delta=piece) for piece in ("th", "e sea is", " salt")
+    ]
+    assert texts == ["", " is", " salt"]
+    sounds = [sent.rest("response.audio.delta", delta=piece) for piece in (b"Abc", b"d", b"ef")]
+    assert sounds == [b"", b"", b"ef"], "the last bits of sound may differ"
+    assert sent.call_id("fc_1_0", "call_other") == "call_first"
+    assert sent.call_id("fc_1_1", "call_other") == "call_other"
+
+
+def test_another_answer_is_not_sent_as_the_rest_of_the_first() -> None:
+    with pytest.raises(HttpError, match="became another one") as caught:
+        sent_before("the sea").rest("response.output_text.delta", output_index=0, delta="the lake")
+    assert caught.value.code == "stage_lost"

@@ -1,16 +1,19 @@
 """What the processes of an HTTP server share."""
 
+import asyncio
 import contextlib
 import multiprocessing
 import os
 import sqlite3
+import time
 from pathlib import Path
 
 import numpy
 import pytest
 
 from omni_actors.http_server import store as store_module
-from omni_actors.http_server.store import KeptResponse, Store, UploadedFile, secret_of
+from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.store import KeptResponse, Log, Logs, Store, UploadedFile, secret_of
 from tests.support.waiting import until
 
 
@@ -77,3 +80,88 @@ def test_the_processes_of_a_server_have_one_secret(tmp_path: Path) -> None:
     assert secret_of(str(tmp_path)) == secret_of(str(tmp_path))
     assert secret_of(None) != secret_of(None)
     assert os.listdir(tmp_path) == ["secret"]
+
+
+async def followed(log: Log) -> list[bytes]:
+    return [part async for part in log.follow()]
+
+
+def age(logs: Path, key: str, seconds: float) -> None:
+    os.utime(logs / key, (time.time() - seconds,) * 2)
+
+
+async def test_a_log_goes_on_where_the_process_that_wrote_it_died(tmp_path: Path) -> None:
+    logs = Logs(str(tmp_path), "streams")
+    first = logs.begin("resp_1", b"head\n\n")
+    assert first is not None
+    first.append(b"one\n\n")
+    second = logs.find("resp_1")
+    assert second is not None
+    assert not second.lock(), "the first one still writes"
+    following = asyncio.create_task(followed(second))
+    first.append(b"two\n\n")
+    first.append(b"thr")  # died meanwhile
+    first.close()
+    assert await following == [b"head\n\n", b"one\n\n", b"two\n\n"]
+    second.append(b"three\n\n")
+    second.close()
+    assert (tmp_path / "streams" / "resp_1").read_bytes() == b"head\n\none\n\ntwo\n\nthree\n\n"
+
+
+async def test_who_follows_a_log_that_says_nothing_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "LOST_SECONDS", 0.1)
+    logs = Logs(str(tmp_path), "streams")
+    writing, reading = logs.begin("resp_1", b"head\n\n"), logs.find("resp_1")
+    assert writing is not None
+    assert reading is not None
+    with pytest.raises(HttpError, match="send the request again") as caught:
+        await followed(reading)
+    assert caught.value.status == 503
+    reading.close()
+    writing.close()
+
+
+def test_a_log_in_the_place_of_another_ends_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logs = Logs(None, "sessions")
+    first = logs.begin("sess_1", b"one")
+    second = logs.begin("sess_1", b"two")
+    assert first is not None
+    assert second is not None
+    assert not first.append(b"more")
+    first.remove()
+    assert second.append(b"more"), "a log removes itself only"
+    assert second.read() == b"twomore"
+    second.remove()
+    assert second.append(b"lost"), "no other one has its place"
+    assert logs.find("sess_1") is None
+    assert logs.find("../sess_1") is None
+    large = logs.begin("sess_2", b"one")
+    assert large is not None
+    assert large.append(bytes(33 << 20))
+    assert "sess_2 cannot be resumed: [Errno 27] it has more than" in caplog.text
+    assert logs.find("sess_2") is None
+    for log in (first, second, large):
+        log.close()
+    logs.close()
+
+
+def test_logs_are_removed_a_minute_after_their_last_writer_and_the_oldest_beyond_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs, folder = Logs(str(tmp_path), "streams"), tmp_path / "streams"
+    open_logs = {key: logs.begin(key, bytes(1000)) for key in ("resp_1", "resp_2", "resp_3", "resp_4")}
+    for key, log in open_logs.items():
+        if log is not None and key != "resp_1":
+            log.close()
+    for key, seconds in {"resp_1": 1000, "resp_2": 80, "resp_3": 50, "resp_4": 30}.items():
+        age(folder, key, seconds)
+    logs.sweep()
+    assert sorted(os.listdir(folder)) == ["resp_1", "resp_3", "resp_4"], "the first one is still written"
+    monkeypatch.setattr(store_module, "MAX_LOGS_BYTES", 2000)
+    logs.sweep()
+    assert sorted(os.listdir(folder)) == ["resp_1", "resp_4"]
+    last = open_logs["resp_1"]
+    assert last is not None
+    last.close()
+    logs.sweep()
+    assert "resp_1" in os.listdir(folder), "its client has a minute from now on"
