@@ -227,7 +227,7 @@ class Log:
     """
 
     def __init__(self, path: str, flags: int = 0) -> None:
-        self._path = path
+        self._path, self._given_up = path, False
         self._file = io.FileIO(os.open(path, os.O_RDWR | os.O_APPEND | flags, 0o600), "ab+")
         self.size = self._status.st_size
 
@@ -239,10 +239,10 @@ class Log:
             return False
         return True
 
-    def append(self, data: bytes) -> bool:
-        """Write; false if another log has taken the place of this one. What cannot be written is not kept at all."""
-        if not self._status.st_nlink:
-            return not os.path.exists(self._path)
+    def append(self, data: bytes) -> None:
+        """Write. What cannot be written is given up as a whole: the log of the process says why."""
+        if self._given_up:
+            return
         try:
             if self.size + len(data) > MAX_LOG_BYTES:
                 raise OSError(errno.EFBIG, f"it has more than {MAX_LOG_BYTES} bytes")
@@ -251,8 +251,13 @@ class Log:
                 self.size, data = self.size + written, data[written:]
         except OSError as error:
             logger.warning("%s cannot be resumed: %s", os.path.basename(self._path), error)
+            self._given_up = True
             self.remove()
-        return True
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another log has taken the place of this one."""
+        return not self._status.st_nlink and os.path.exists(self._path)
 
     def read(self) -> bytes:
         """All that was written."""

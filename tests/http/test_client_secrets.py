@@ -38,14 +38,16 @@ def servers(echo_pipeline: HttpPipeline) -> Iterator[list[str]]:
         yield [one, two, other]
 
 
-def ws(url: str, **options: Any) -> connect:
-    return connect(url.replace("http", "ws", 1) + "/v1/realtime", **options)
+def ws(url: str, query: str = "", **options: Any) -> connect:
+    return connect(f"{url.replace('http', 'ws', 1)}/v1/realtime{query}", **options)
 
 
-async def begun(url: str, **options: Any) -> dict[str, Any]:
-    """The session that a secret begins."""
+async def begun(url: str, *, lose: bool = False, **options: Any) -> dict[str, Any]:
+    """The session that a secret begins; then it is closed, or its connection is lost."""
     async with ws(url, **options) as websocket:
         session: dict[str, Any] = json.loads(await websocket.recv())["session"]
+        if lose:
+            websocket.transport.abort()
         return session
 
 
@@ -74,6 +76,19 @@ async def test_a_secret_opens_sessions_of_every_server_with_the_key(servers: lis
         with pytest.raises(InvalidStatus) as caught:
             await begun(other if "Bearer" in str(headers) else two, additional_headers=headers)
         assert caught.value.response.status_code == 401
+
+
+async def test_a_lost_session_goes_on_for_the_key_that_began_it(servers: list[str]) -> None:
+    keys = [*(sealed(Secret(LATER + number, SESSION), "sesame") for number in range(2)), "sesame"]
+    headers = [{"authorization": f"Bearer {key}"} for key in keys]
+    session_id = (await begun(servers[0], additional_headers=headers[0], lose=True))["id"]
+    for others in headers[1:]:
+        with pytest.raises(InvalidStatus) as caught:
+            await begun(servers[0], query=f"?session={session_id}", additional_headers=others)
+        assert caught.value.response.status_code == 404
+    session = await begun(servers[0], query=f"?session={session_id}", additional_headers=headers[0])
+    assert session["id"] == session_id
+    assert session["instructions"] == "hi"
 
 
 def test_a_secret_opens_nothing_else(servers: list[str]) -> None:

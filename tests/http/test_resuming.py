@@ -17,7 +17,9 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from omni_actors.http_server.settings import ServerSettings
 from tests.support.processes import processes_titled
+from tests.support.realtime import serving_sessions
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import until
 
@@ -155,6 +157,12 @@ def test_a_stream_that_its_client_has_lost_goes_on_for_all_who_ask(both: HttpPip
     assert content(seen + first) == content(whole)
     assert others == [first] * 3
     assert rest_of(both.url, response_id) == seen + first, "also after its end"
+
+
+def test_a_server_of_one_process_keeps_streams_too(both: HttpPipeline) -> None:
+    with serving_sessions(ServerSettings(endpoint=both.endpoint)) as alone:
+        whole = undisturbed(alone, input="sea")
+        assert rest_of(alone, whole[0]["response"]["id"]) == whole
 
 
 def test_a_stream_that_cannot_go_on_says_what_to_do(both: HttpPipeline) -> None:

@@ -114,13 +114,15 @@ class SessionKeeper:
 
     def _write(self, data: bytes, anew: bool) -> bool:
         """Write an entry, or all anew; false if the session is not this connection's any more. Runs on a thread."""
-        entry, old = len(data).to_bytes(LENGTH_BYTES) + data, self._log
-        if old is not None and not old.append(b"" if anew else entry):
+        entry, log = len(data).to_bytes(LENGTH_BYTES) + data, self._log
+        if log is not None and log.is_replaced:
             return False
-        if anew:
-            self._log = self._logs.begin(self._session.id, entry)
-            if old is not None:
-                old.close()
+        if log is not None and not anew:
+            log.append(entry)
+            return True
+        self._log = self._logs.begin(self._session.id, entry)
+        if log is not None:
+            log.close()
         return True
 
     async def close(self, ended: bool) -> None:

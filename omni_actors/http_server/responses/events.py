@@ -99,8 +99,7 @@ class SentEvents:
         place = (kind, output_index)
         if delta is None:
             return place not in self._once
-        sent = self._pieces[place]
-        while sent and delta:
+        while (sent := self._pieces.get(place)) and delta:
             piece = sent.popleft()
             size = min(len(piece), len(delta))
             if kind != SOUND and piece[:size] != delta[:size]:
