@@ -44,8 +44,8 @@ from omni_actors.http_server.store import (
     MAX_RESPONSES,
     MAX_TRANSCRIPTS,
     SWEEP_SECONDS,
+    Journals,
     KeptResponse,
-    Logs,
     Store,
     UploadedFile,
     secret_of,
@@ -251,8 +251,8 @@ class ServerState:
         self.files = Store(folder, "files", UploadedFile, MAX_FILES, settings.files_bytes, settings.file_seconds)
         self.transcripts = Store(folder, "transcripts", str, MAX_TRANSCRIPTS, MAX_BYTES, KEPT_SECONDS)
         self.responses = Store(folder, "responses", KeptResponse, MAX_RESPONSES, MAX_BYTES, KEPT_SECONDS)
-        self.streams = Logs(folder, "streams")  # of responses
-        self.sessions = Logs(folder, "sessions")
+        self.streams = Journals(folder, "streams")  # of responses
+        self.sessions = Journals(folder, "sessions")
         self.secret = secret_of(folder)
         self.voices = VoiceStore(settings.voices_dir, settings.voices)
         self._decoders = DecoderThreads()
@@ -314,11 +314,11 @@ class ServerState:
             self._report()
 
     async def sweep(self) -> NoReturn:
-        """Remove the logs of responses and sessions that nobody goes on with."""
+        """Remove the journals of responses and sessions that nobody goes on with."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            for logs in (self.streams, self.sessions):
-                await asyncio.to_thread(logs.sweep)
+            for journals in (self.streams, self.sessions):
+                await asyncio.to_thread(journals.sweep)
 
     def _report(self) -> None:
         with contextlib.suppress(OmniError):  # it is away; the next report has all of this one

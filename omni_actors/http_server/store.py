@@ -2,7 +2,7 @@
 
 Each kind is a SQLite database in the folder that the processes have in common, or in memory where there is only one. A
 database is consistent whenever a process dies, and what it holds outlives that process. What changes often, while a
-response or a session lasts, is in a log instead, so that another process can go on with it.
+response or a session lasts, is in a journal instead, so that another process can go on with it.
 """
 
 from __future__ import annotations
@@ -210,17 +210,17 @@ def _unpacked(code: int, data: memoryview) -> numpy.ndarray:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Logs: what another process goes on with when the one of a client has died
+# Journals: what another process goes on with when the one of a client has died
 
 LOST_SECONDS = 60.0  # for which a client may come back
 SWEEP_SECONDS = 5.0
 FOLLOW_SECONDS = 0.05  # between two looks at what another process writes
-MAX_LOG_BYTES = 32 << 20  # of one response or session
-MAX_LOGS_BYTES = 256 << 20  # of all
-LOG_KEY = re.compile(r"[a-z]+_[0-9a-f]+")
+MAX_JOURNAL_BYTES = 32 << 20  # of one response or session
+MAX_JOURNALS_BYTES = 256 << 20  # of all
+JOURNAL_KEY = re.compile(r"[a-z]+_[0-9a-f]+")
 
 
-class Log:
+class Journal:
     """A file that one process writes: the one that has locked it, which the system undoes when that process dies.
 
     What was written outlives the process, if not the host: no disk is waited for, so a write takes microseconds.
@@ -240,12 +240,12 @@ class Log:
         return True
 
     def append(self, data: bytes) -> None:
-        """Write. What cannot be written is given up as a whole: the log of the process says why."""
+        """Write. What cannot be written is given up as a whole: the log says why."""
         if self._given_up:
             return
         try:
-            if self.size + len(data) > MAX_LOG_BYTES:
-                raise OSError(errno.EFBIG, f"it has more than {MAX_LOG_BYTES} bytes")
+            if self.size + len(data) > MAX_JOURNAL_BYTES:
+                raise OSError(errno.EFBIG, f"it has more than {MAX_JOURNAL_BYTES} bytes")
             while data:
                 written = self._file.write(data)
                 self.size, data = self.size + written, data[written:]
@@ -256,7 +256,7 @@ class Log:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether another log has taken the place of this one."""
+        """Whether another journal has taken the place of this one."""
         return not self._status.st_nlink and os.path.exists(self._path)
 
     def read(self) -> bytes:
@@ -289,13 +289,13 @@ class Log:
             await asyncio.sleep(FOLLOW_SECONDS)
 
     def rename(self, path: str) -> None:
-        """Take the place of another log, or of none; a log that was given up takes none."""
+        """Take the place of another journal, or of none; a journal that was given up takes none."""
         if self._status.st_nlink:
             os.rename(self._path, path)
         self._path = path
 
     def remove(self) -> None:
-        """Give up what is written: nobody goes on with it. Idempotent, and another log in its place stays."""
+        """Give up what is written: nobody goes on with it. Idempotent, and another journal in its place stays."""
         if self._status.st_nlink:
             Path(self._path).unlink(missing_ok=True)
 
@@ -308,8 +308,8 @@ class Log:
         return os.fstat(self._file.fileno())
 
 
-class Logs:
-    """Logs by key, bounded in bytes and time. Its methods use files: call them on threads.
+class Journals:
+    """Journals by key, bounded in bytes and time. Its methods use files: call them on threads.
 
     Args:
         folder: where the folder `name` is; `None` for one that only this process has.
@@ -320,31 +320,31 @@ class Logs:
         self._folder = os.path.join(self._temporary.name if self._temporary is not None else str(folder), name)
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
 
-    def begin(self, key: str, data: bytes) -> Log | None:
-        """A log that begins with `data` and that this process writes, in place of one with the same key.
+    def begin(self, key: str, data: bytes) -> Journal | None:
+        """A journal that begins with `data` and that this process writes, in place of one with the same key.
 
-        Returns `None` if it cannot be written: the log of the process says why.
+        Returns `None` if it cannot be written: the log says why.
         """
         path = os.path.join(self._folder, key)
         try:
-            log = Log(f"{path}.{secrets.token_hex(8)}", os.O_CREAT | os.O_EXCL)
+            journal = Journal(f"{path}.{secrets.token_hex(8)}", os.O_CREAT | os.O_EXCL)
         except OSError as error:
             logger.warning("%s cannot be resumed: %s", key, error)
             return None
-        log.lock()
-        log.append(data)
-        log.rename(path)
-        return log
+        journal.lock()
+        journal.append(data)
+        journal.rename(path)
+        return journal
 
-    def find(self, key: str) -> Log | None:
-        """The log with this key, if it is there, for this process to read; close it."""
-        if LOG_KEY.fullmatch(key):
+    def find(self, key: str) -> Journal | None:
+        """The journal with this key, if it is there, for this process to read; close it."""
+        if JOURNAL_KEY.fullmatch(key):
             with contextlib.suppress(FileNotFoundError):
-                return Log(os.path.join(self._folder, key))
+                return Journal(os.path.join(self._folder, key))
         return None
 
     def sweep(self) -> None:
-        """Remove logs that no process has written for `LOST_SECONDS`, and the oldest beyond `MAX_LOGS_BYTES`."""
+        """Remove journals that nobody has written for `LOST_SECONDS`, and the oldest beyond `MAX_JOURNALS_BYTES`."""
         now, found = time.time(), []
         for entry in os.scandir(self._folder):
             with contextlib.suppress(FileNotFoundError):  # another process has removed it
@@ -355,7 +355,7 @@ class Logs:
                 found.append((written, status.st_size, entry.path))
         total = sum(size for _, size, _ in found)
         for written, size, path in sorted(found):
-            if now - written > LOST_SECONDS + 3 * SWEEP_SECONDS or total > MAX_LOGS_BYTES:
+            if now - written > LOST_SECONDS + 3 * SWEEP_SECONDS or total > MAX_JOURNALS_BYTES:
                 Path(path).unlink(missing_ok=True)
                 total -= size
 
@@ -366,7 +366,7 @@ class Logs:
 
 
 def _is_locked(path: str) -> bool:
-    """Whether a process writes a log."""
+    """Whether a process writes a journal."""
     with open(path, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

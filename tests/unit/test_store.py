@@ -13,7 +13,7 @@ import pytest
 
 from omni_actors.http_server import store as store_module
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.store import KeptResponse, Log, Logs, Store, UploadedFile, secret_of
+from omni_actors.http_server.store import Journal, Journals, KeptResponse, Store, UploadedFile, secret_of
 from tests.support.waiting import until
 
 
@@ -82,20 +82,20 @@ def test_the_processes_of_a_server_have_one_secret(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["secret"]
 
 
-async def followed(log: Log) -> list[bytes]:
-    return [part async for part in log.follow()]
+async def followed(journal: Journal) -> list[bytes]:
+    return [part async for part in journal.follow()]
 
 
-def age(logs: Path, key: str, seconds: float) -> None:
-    os.utime(logs / key, (time.time() - seconds,) * 2)
+def age(folder: Path, key: str, seconds: float) -> None:
+    os.utime(folder / key, (time.time() - seconds,) * 2)
 
 
-async def test_a_log_goes_on_where_the_process_that_wrote_it_died(tmp_path: Path) -> None:
-    logs = Logs(str(tmp_path), "streams")
-    first = logs.begin("resp_1", b"head\n\n")
+async def test_a_journal_goes_on_where_the_process_that_wrote_it_died(tmp_path: Path) -> None:
+    journals = Journals(str(tmp_path), "streams")
+    first = journals.begin("resp_1", b"head\n\n")
     assert first is not None
     first.append(b"one\n\n")
-    second = logs.find("resp_1")
+    second = journals.find("resp_1")
     assert second is not None
     assert not second.lock(), "the first one still writes"
     following = asyncio.create_task(followed(second))
@@ -108,10 +108,12 @@ async def test_a_log_goes_on_where_the_process_that_wrote_it_died(tmp_path: Path
     assert (tmp_path / "streams" / "resp_1").read_bytes() == b"head\n\none\n\ntwo\n\nthree\n\n"
 
 
-async def test_who_follows_a_log_that_says_nothing_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_follows_a_journal_that_says_nothing_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store_module, "LOST_SECONDS", 0.1)
-    logs = Logs(str(tmp_path), "streams")
-    writing, reading = logs.begin("resp_1", b"head\n\n"), logs.find("resp_1")
+    journals = Journals(str(tmp_path), "streams")
+    writing, reading = journals.begin("resp_1", b"head\n\n"), journals.find("resp_1")
     assert writing is not None
     assert reading is not None
     with pytest.raises(HttpError, match="send the request again") as caught:
@@ -121,49 +123,49 @@ async def test_who_follows_a_log_that_says_nothing_is_told_so(tmp_path: Path, mo
     writing.close()
 
 
-def test_a_log_in_the_place_of_another_ends_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    logs = Logs(None, "sessions")
-    first = logs.begin("sess_1", b"one")
-    second = logs.begin("sess_1", b"two")
+def test_a_journal_in_the_place_of_another_ends_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journals = Journals(None, "sessions")
+    first = journals.begin("sess_1", b"one")
+    second = journals.begin("sess_1", b"two")
     assert first is not None
     assert second is not None
     assert first.is_replaced
     first.remove()
     second.append(b"more")
-    third = logs.find("sess_1")
-    assert third is not None, "a log removes itself only"
+    third = journals.find("sess_1")
+    assert third is not None, "a journal removes itself only"
     assert third.read() == b"twomore"
     second.remove()
     assert not second.is_replaced, "no other one has its place"
-    assert logs.find("sess_1") is None
-    assert logs.find("../sess_1") is None
-    large = logs.begin("sess_2", b"one")
+    assert journals.find("sess_1") is None
+    assert journals.find("../sess_1") is None
+    large = journals.begin("sess_2", b"one")
     assert large is not None
     large.append(bytes(33 << 20))
     assert "sess_2 cannot be resumed: [Errno 27] it has more than" in caplog.text
-    assert logs.find("sess_2") is None
-    for log in (first, second, third, large):
-        log.close()
-    logs.close()
+    assert journals.find("sess_2") is None
+    for journal in (first, second, third, large):
+        journal.close()
+    journals.close()
 
 
-def test_logs_are_removed_a_minute_after_their_last_writer_and_the_oldest_beyond_the_bound(
+def test_journals_are_removed_a_minute_after_their_last_writer_and_the_oldest_beyond_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logs, folder = Logs(str(tmp_path), "streams"), tmp_path / "streams"
-    open_logs = {key: logs.begin(key, bytes(1000)) for key in ("resp_1", "resp_2", "resp_3", "resp_4")}
-    for key, log in open_logs.items():
-        if log is not None and key != "resp_1":
-            log.close()
+    journals, folder = Journals(str(tmp_path), "streams"), tmp_path / "streams"
+    opened = {key: journals.begin(key, bytes(1000)) for key in ("resp_1", "resp_2", "resp_3", "resp_4")}
+    for key, journal in opened.items():
+        if journal is not None and key != "resp_1":
+            journal.close()
     for key, seconds in {"resp_1": 1000, "resp_2": 80, "resp_3": 50, "resp_4": 30}.items():
         age(folder, key, seconds)
-    logs.sweep()
+    journals.sweep()
     assert sorted(os.listdir(folder)) == ["resp_1", "resp_3", "resp_4"], "the first one is still written"
-    monkeypatch.setattr(store_module, "MAX_LOGS_BYTES", 2000)
-    logs.sweep()
+    monkeypatch.setattr(store_module, "MAX_JOURNALS_BYTES", 2000)
+    journals.sweep()
     assert sorted(os.listdir(folder)) == ["resp_1", "resp_4"]
-    last = open_logs["resp_1"]
+    last = opened["resp_1"]
     assert last is not None
     last.close()
-    logs.sweep()
+    journals.sweep()
     assert "resp_1" in os.listdir(folder), "its client has a minute from now on"

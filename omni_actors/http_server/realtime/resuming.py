@@ -1,4 +1,4 @@
-"""Sessions that another connection goes on with: what is written down of each while it lasts, in a log."""
+"""Sessions that another connection goes on with: what is written down of each while it lasts, in a journal."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from omni_actors.http_server.realtime.config import Event
 from omni_actors.http_server.realtime.conversation import AnyItem
 from omni_actors.http_server.realtime.session import KeptSession, RealtimeSession
 from omni_actors.http_server.state import ServerState
-from omni_actors.http_server.store import LOST_SECONDS, Log, Logs
+from omni_actors.http_server.store import LOST_SECONDS, Journal, Journals
 
-SLACK_BYTES = 1 << 20  # of a log beyond twice what its session holds, before it is written anew
-LENGTH_BYTES = 4  # before each entry of a log
+SLACK_BYTES = 1 << 20  # of a journal beyond twice what its session holds, before it is written anew
+LENGTH_BYTES = 4  # before each entry of a journal
 CHANGES = frozenset(
     {
         "session.created",
@@ -37,9 +37,9 @@ def owner_of(connection: HTTPConnection, state: ServerState) -> str:
     return hashlib.blake2b(key.encode(), digest_size=8, key=state.secret).hexdigest()
 
 
-async def find(session_id: str, owner: str, logs: Logs) -> KeptSession:
+async def find(session_id: str, owner: str, journals: Journals) -> KeptSession:
     """The session of an owner, with all items. Raises `HttpError` 404."""
-    found = await asyncio.to_thread(_read, session_id, logs)
+    found = await asyncio.to_thread(_read, session_id, journals)
     if found is None or found.owner != owner:
         message = f"You have no session {session_id[:100]!r} that could go on: you have closed it, or it is more than "
         message += f"{LOST_SECONDS:g} s since you lost it. Begin another one."
@@ -47,14 +47,14 @@ async def find(session_id: str, owner: str, logs: Logs) -> KeptSession:
     return found
 
 
-def _read(session_id: str, logs: Logs) -> KeptSession | None:
-    log = logs.find(session_id)
-    if log is None:
+def _read(session_id: str, journals: Journals) -> KeptSession | None:
+    journal = journals.find(session_id)
+    if journal is None:
         return None
     try:
-        data = log.read()
+        data = journal.read()
     finally:
-        log.close()
+        journal.close()
     items: dict[str, AnyItem] = {}
     found = None
     for found in _entries(data):
@@ -65,7 +65,7 @@ def _read(session_id: str, logs: Logs) -> KeptSession | None:
 
 
 def _entries(data: bytes) -> Iterator[KeptSession]:
-    """The entries of a log, without a last one that is not whole, because its process died over it."""
+    """The entries of a journal, without a last one that is not whole, because its process died over it."""
     rest = memoryview(data)
     while len(rest) > LENGTH_BYTES:
         end = LENGTH_BYTES + int.from_bytes(rest[:LENGTH_BYTES])
@@ -82,9 +82,9 @@ class SessionKeeper:
         owner: whose session it is.
     """
 
-    def __init__(self, session: RealtimeSession, owner: str, logs: Logs) -> None:
-        self._session, self._owner, self._logs = session, owner, logs
-        self._log: Log | None = None
+    def __init__(self, session: RealtimeSession, owner: str, journals: Journals) -> None:
+        self._session, self._owner, self._journals = session, owner, journals
+        self._journal: Journal | None = None
         self._changed: set[str] = set()  # ids of items
         self._wake = asyncio.Event()
         self._writing: asyncio.Future[bool] | None = None
@@ -105,7 +105,7 @@ class SessionKeeper:
             await self._wake.wait()
             self._wake.clear()
             changed, self._changed = self._changed, set()
-            anew = self._log is None or self._log.size > 2 * self._session.held + SLACK_BYTES
+            anew = self._journal is None or self._journal.size > 2 * self._session.held + SLACK_BYTES
             data = msgspec.msgpack.encode(self._session.kept(self._owner, None if anew else changed))
             self._writing = asyncio.ensure_future(asyncio.to_thread(self._write, data, anew))
             if not await asyncio.shield(self._writing):
@@ -114,22 +114,22 @@ class SessionKeeper:
 
     def _write(self, data: bytes, anew: bool) -> bool:
         """Write an entry, or all anew; false if the session is not this connection's any more. Runs on a thread."""
-        entry, log = len(data).to_bytes(LENGTH_BYTES) + data, self._log
-        if log is not None and log.is_replaced:
+        entry, journal = len(data).to_bytes(LENGTH_BYTES) + data, self._journal
+        if journal is not None and journal.is_replaced:
             return False
-        if log is not None and not anew:
-            log.append(entry)
+        if journal is not None and not anew:
+            journal.append(entry)
             return True
-        self._log = self._logs.begin(self._session.id, entry)
-        if log is not None:
-            log.close()
+        self._journal = self._journals.begin(self._session.id, entry)
+        if journal is not None:
+            journal.close()
         return True
 
     async def close(self, ended: bool) -> None:
         """Leave the session to another connection, or to none if it has `ended`."""
         if self._writing is not None:
             await asyncio.wait((self._writing,))
-        if self._log is not None:
+        if self._journal is not None:
             if ended:
-                self._log.remove()
-            self._log.close()
+                self._journal.remove()
+            self._journal.close()

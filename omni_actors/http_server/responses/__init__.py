@@ -22,7 +22,7 @@ from omni_actors.http_server.generation import audio_format
 from omni_actors.http_server.responses.events import END, Keep, ResponseReply, SentEvents
 from omni_actors.http_server.responses.items import BODY, Located, ResponsesRequest, messages_of
 from omni_actors.http_server.state import ServerState, json_response
-from omni_actors.http_server.store import KeptResponse, Log
+from omni_actors.http_server.store import Journal, KeptResponse
 from omni_actors.protocol.messages import Description
 
 FIELDS: dict[str, str] = {
@@ -43,7 +43,7 @@ EVENT_ID = re.compile(r"[0-9]{1,15}")
 
 
 class StreamHead(msgspec.Struct):
-    """What the log of a streamed response begins with: what it is made from again."""
+    """What the journal of a streamed response begins with: what it is made from again."""
 
     body: bytes
     created: int
@@ -66,7 +66,7 @@ async def create(request: Request, state: ServerState, body: ResponsesRequest) -
     if body.stream:
         pieces = reply.events(answer, keep)
         if body.store is not False:
-            pieces = _logged(pieces, state, sent, body)
+            pieces = _written(pieces, state, sent, body)
         return AnswerResponse(answer, pieces, EVENTS, state.settings.write_timeout)
     async with answer:
         await reply.read(answer)
@@ -107,20 +107,20 @@ async def _begun(
     return answer, reply, keep
 
 
-async def _logged(
+async def _written(
     pieces: AsyncIterator[bytes], state: ServerState, sent: SentEvents, body: ResponsesRequest
 ) -> AsyncIterator[bytes]:
     """Write down the events of a stream before they are sent, so that any process can go on with it."""
     head = msgspec.json.encode(StreamHead(msgspec.json.encode(body), sent.created))
-    log = await asyncio.to_thread(state.streams.begin, sent.id, head + END)
+    journal = await asyncio.to_thread(state.streams.begin, sent.id, head + END)
     try:
         async for piece in pieces:
-            if log is not None:
-                log.append(piece)
+            if journal is not None:
+                journal.append(piece)
             yield piece
     finally:
-        if log is not None:
-            log.close()
+        if journal is not None:
+            journal.close()
 
 
 async def retrieve(request: Request, state: ServerState, query: RetrieveQuery) -> Response:
@@ -146,21 +146,24 @@ def _last_event(request: Request, query: RetrieveQuery) -> int:
 
 
 async def _resumed(request: Request, state: ServerState, response_id: str, after: int) -> Response:
-    log = await asyncio.to_thread(state.streams.find, response_id)
-    if log is None:
+    journal = await asyncio.to_thread(state.streams.find, response_id)
+    if journal is None:
         await _kept(response_id, state)
         message = f"The stream of {response_id[:100]!r} is not kept any more, or there was none: leave out stream."
         raise bad_field("stream", message, "response_not_resumable")
-    return AnswerResponse(None, _rest(request, state, response_id, log, after), EVENTS, state.settings.write_timeout)
+    pieces = _rest(request, state, response_id, journal, after)
+    return AnswerResponse(None, pieces, EVENTS, state.settings.write_timeout)
 
 
-async def _rest(request: Request, state: ServerState, response_id: str, log: Log, after: int) -> AsyncIterator[bytes]:
-    """The events after one: those in the log and, as long as another process writes, those that it writes.
+async def _rest(
+    request: Request, state: ServerState, response_id: str, journal: Journal, after: int
+) -> AsyncIterator[bytes]:
+    """The events after one: those in the journal and, as long as another process writes, those that it writes.
 
     If none does before the end, the answer is made again from the request, and what was sent of it is left out.
     """
     try:
-        parts = log.follow()
+        parts = journal.follow()
         head = msgspec.json.decode(await anext(parts), type=StreamHead)
         sent = SentEvents(response_id, head.created)
         async for part in parts:
@@ -173,19 +176,19 @@ async def _rest(request: Request, state: ServerState, response_id: str, log: Log
         async with answer:
             async for piece in reply.events(answer, keep):
                 if piece:
-                    log.append(piece)
+                    journal.append(piece)
                     yield piece
     finally:
-        log.close()
+        journal.close()
 
 
 async def delete(request: Request, state: ServerState) -> Response:
     """Forget a response."""
     response_id = request.path_params["response_id"]
-    if (log := await asyncio.to_thread(state.streams.find, response_id)) is not None:
-        log.remove()
-        log.close()
-    if not await asyncio.to_thread(state.responses.remove, response_id) and log is None:
+    if (journal := await asyncio.to_thread(state.streams.find, response_id)) is not None:
+        journal.remove()
+        journal.close()
+    if not await asyncio.to_thread(state.responses.remove, response_id) and journal is None:
         raise _no_response(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 

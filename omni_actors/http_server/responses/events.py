@@ -36,23 +36,6 @@ ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
 SOUND = "response.audio.delta"
 
 
-class SentItem(msgspec.Struct):
-    """An item of an event, as far as it matters when the answer is made again."""
-
-    id: str
-    call_id: str = ""
-
-
-class SentEvent(msgspec.Struct):
-    """The same of an event."""
-
-    type: str
-    sequence_number: int
-    output_index: int = 0
-    delta: str | None = None
-    item: SentItem | None = None
-
-
 class SentEvents:
     """What was sent of a response: nothing, unless its answer is made again.
 
@@ -74,17 +57,18 @@ class SentEvents:
 
     def add(self, data: bytes) -> int:
         """Take an event that was sent. Returns its number."""
-        event = msgspec.json.decode(data.partition(b"\ndata: ")[2], type=SentEvent)
-        place = (event.type, event.output_index)
-        if event.delta is None:
+        event = msgspec.json.decode(data.partition(b"\ndata: ")[2])
+        kind, number, item, delta = event["type"], event["sequence_number"], event.get("item"), event.get("delta")
+        place = (kind, event.get("output_index", 0))
+        if delta is None:
             self._once.add(place)
         else:
-            self._pieces[place].append(base64.b64decode(event.delta) if event.type == SOUND else event.delta)
-        if event.item is not None:
-            self._calls[event.item.id] = event.item.call_id
-        self.number = event.sequence_number + 1
-        self.ended = event.type in ENDS
-        return event.sequence_number
+            self._pieces[place].append(base64.b64decode(delta) if kind == SOUND else delta)
+        if item is not None and "call_id" in item:
+            self._calls[item["id"]] = item["call_id"]
+        self.number = number + 1
+        self.ended = kind in ENDS
+        return int(number)
 
     def call_id(self, item_id: str, made: str) -> str:
         """The id that the client knows a call by; that of one that is new was `made`."""
