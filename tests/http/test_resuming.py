@@ -109,6 +109,14 @@ def content(events: list[Event]) -> tuple[list[str], dict[str, Any], Any]:
     )
 
 
+def kept_request(pipeline: HttpPipeline, response_id: str) -> Event:
+    """The request of a stream, as another process would find it."""
+    (journal,) = pipeline.run_dir.glob(f"*/streams/{response_id}")
+    head = json.loads(journal.read_bytes().partition(b"\n\n")[0])
+    request: Event = json.loads(base64.b64decode(head["body"]))
+    return request
+
+
 @pytest.mark.parametrize(
     "body", [{"input": "the sea " * 20}, {"input": "the sea " * 8, **SPOKEN}], ids=["text", "sound"]
 )
@@ -124,6 +132,7 @@ def test_a_stream_goes_on_when_its_process_is_killed(both: HttpPipeline, body: d
             seen.extend(stream)
     assert len(seen) < len(whole)
     response_id = seen[0]["response"]["id"]
+    assert isinstance(kept_request(both, response_id)["seed"], int), "made again, it is the same answer"
     rest = both.openai().responses.retrieve(response_id, stream=True, starting_after=seen[-1]["sequence_number"])
     seen.extend(event.to_dict() for event in rest)
     assert content(seen) == content(whole)
