@@ -250,6 +250,8 @@ def test_a_session_goes_on_when_its_process_is_killed(both: HttpPipeline) -> Non
         first.say("salt " * 40)
         first.send("response.create")
         first.until("response.output_text.delta", 5)
+        first.say("!")
+        first.until("conversation.item.done")
         kill_server_of(both, first.address)
         with pytest.raises(ConnectionClosed):
             first.until("never")
@@ -257,13 +259,13 @@ def test_a_session_goes_on_when_its_process_is_killed(both: HttpPipeline) -> Non
         assert second.created["id"] == first.created["id"]
         assert second.created["expires_at"] == first.created["expires_at"]
         assert second.created["instructions"] == "hi, "
-        shown = second.until("conversation.item.done", 4)
+        shown = second.until("conversation.item.done", 5)
         items = [event["item"] for event in shown if event["type"] == "conversation.item.added"]
-        assert [item["role"] for item in items] == ["user", "user", "assistant", "user"]
+        assert [item["role"] for item in items] == ["user", "user", "assistant", "user", "user"]
         second.send("conversation.item.retrieve", item_id=items[0]["id"])
         (heard,) = second.until("conversation.item.retrieved")[-1]["item"]["content"]
         assert base64.b64decode(heard["audio"]) == bytes(48_000)
-        assert second.answered() == "hi, seahi, sea" + "salt " * 40
+        assert second.answered() == "hi, seahi, sea" + "salt " * 40 + "!"
 
 
 def test_a_session_whose_line_broke_goes_on_at_once_and_once(both: HttpPipeline) -> None:
