@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import re
-from contextlib import asynccontextmanager
 
-import httpx
 import numpy
-import psutil
 import pytest
 import torch
 from PIL import Image
@@ -241,57 +237,3 @@ async def test_metrics_that_vllm_and_the_vocoders_budget_report(tiny_pipeline):
 
 
 # -- priority ---------------------------------------------------------------------------------------------------------
-
-ORDINARY = 20  # the thinker has 16 places, so that some of them wait until others have ended
-FEW = {
-    "thinker": {"max_tokens": 4, "ignore_eos": True},
-    "talker": {"max_tokens": 13, "ignore_eos": True},
-    "code2wav": {"num_steps": 2},
-}
-
-
-@asynccontextmanager
-async def prompt_stage_stopped(client):
-    """All requests that are sent meanwhile wait when it goes on."""
-    (pid,) = [status.pid for status in (await client.describe()).stages if status.stage == "prompt"]
-    psutil.Process(pid).suspend()
-    try:
-        yield
-    finally:
-        psutil.Process(pid).resume()
-
-
-@pytest.mark.nightly
-async def test_an_urgent_request_over_http_is_answered_before_ordinary_ones_that_came_earlier(tiny_http):
-    first = {Text: [], Audio: []}  # requests in the order of their first text and first sound
-
-    async def read(stream):
-        async for item in stream:
-            if stream.request_id not in first[type(item)]:
-                first[type(item)].append(stream.request_id)
-
-    async def ask_urgently(http):
-        audio = {"voice": "Ethan", "format": "pcm16"}
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stage_params": FEW, "priority": -1}
-        body |= {"modalities": ["text", "audio"], "audio": audio, "stream": True}
-        async with http.stream("POST", f"{tiny_http.url}/v1/chat/completions", json=body) as response:
-            async for line in response.aiter_lines():
-                choices = json.loads(line.removeprefix("data: "))["choices"] if line.startswith("data: {") else ()
-                spoken = (choices and choices[0]["delta"].get("audio")) or {}
-                for kind, field in ((Text, "transcript"), (Audio, "data")):
-                    if spoken.get(field) and "urgent" not in first[kind]:
-                        first[kind].append("urgent")
-
-    async with AsyncOmniClient(tiny_http.endpoint) as client, httpx.AsyncClient(timeout=60) as http:
-        # A stopped stage is soon taken for dead, so the connection is made before.
-        await http.get(f"{tiny_http.url}/health")
-        async with prompt_stage_stopped(client), asyncio.timeout(20):
-            streams = [await client.submit("Hi", params=FEW, seed=1, timeout=120) for _ in range(ORDINARY)]
-            asking = asyncio.create_task(ask_urgently(http))
-            while (await client.describe()).in_flight <= ORDINARY:
-                pass  # every question is a round trip
-        await asyncio.gather(asking, *map(read, streams))
-    for names in first.values():
-        assert len(names) == ORDINARY + 1
-        assert "urgent" in names[:16], names
-    tiny_http.assert_idle()

@@ -189,15 +189,6 @@ def assert_same(made, wanted):
     assert float(numpy.abs(made[1] - wanted[1]).max()) <= 1e-4
 
 
-@pytest.mark.nightly
-async def test_a_seed_repeats_itself_among_other_answers(pipeline, undisturbed):
-    async with AsyncOmniClient(pipeline.endpoint) as client:
-        others = [client.generate(text, seed=12, params=SAMPLED, timeout=120) for text in TEXTS]
-        made, *rest = await asyncio.gather(answer(client), *others)
-    assert_same(made, undisturbed)
-    assert rest[1].token_ids != undisturbed[0], "another seed must matter"
-
-
 @pytest.mark.parametrize("stage", ["thinker", *map(nightly, ("prompt", "talker", "code2wav"))])
 async def test_a_stage_that_dies_mid_answer_changes_nothing_of_it(pipeline, undisturbed, stage):
     async with AsyncOmniClient(pipeline.endpoint) as client:

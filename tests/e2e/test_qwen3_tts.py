@@ -15,7 +15,7 @@ from omni_actors.client import AsyncOmniClient, Audio, OmniClient, spoken
 from tests.support.qwen3_tts_reference import Qwen3TtsReference
 from tests.support.servers import HttpPipeline
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 MODEL = "tiny-qwen3-tts"
 TEXT = "The tide is full, and they are to be at one with it."
@@ -109,7 +109,6 @@ def test_the_text_that_is_given_is_spoken_from_the_first_frame_on(qwen3_tts_http
     qwen3_tts_http.assert_idle()
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["voice_design"], indirect=True)
 def test_described_voices_sound_as_the_reference_speaks_with_them(kind):
     heard = []
@@ -133,7 +132,6 @@ CLIP = numpy.random.default_rng(0).normal(scale=3000, size=30_001).astype(numpy.
 TRANSCRIPT = "One."
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["base"], indirect=True)
 def test_a_voice_made_of_a_clip_speaks_as_the_reference_clones_it(kind):
     """Alone and continued from its transcript, until it is deleted."""
@@ -172,7 +170,6 @@ async def said(client, kill=""):
     return numpy.concatenate(pieces)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["base"], indirect=True)
 async def test_a_stage_that_dies_while_a_clip_is_continued_changes_nothing_of_what_is_heard(kind):
     """A vocoder that starts again decodes the clip again, and plays none of it."""

@@ -114,13 +114,6 @@ def test_a_body_that_is_none_is_refused_with_its_header(words: str, frames: list
     assert isinstance(caught.value.error, InvalidPayload)
 
 
-def test_nested_parameters_raise_no_recursion_error() -> None:
-    nested = b"\x82\xa4type\xa6submit\xa6params" + b"\x81\xa1a" * 150_000 + b"\xc0"
-    frames = frames_of(TextDelta(text=""), [], kind="submit")
-    with pytest.raises(BadBody):
-        Decoder(ClientToCoordinator).decode([*frames[:2], nested])
-
-
 def test_rank_and_dimensions_are_bounded() -> None:
     with pytest.raises(InvalidPayload, match="rank 9"):
         check_extent(DType.U8, (1,) * 9, 1, "x")

@@ -115,12 +115,6 @@ def test_an_error_names_the_line(tmp_path: Path, line: str, message: str) -> Non
     assert refused(tmp_path, text) == message.replace("line 5", "line 7")
 
 
-def test_a_missing_key_is_named_with_the_mapping_that_lacks_it(tmp_path: Path) -> None:
-    assert refused(tmp_path, "name: x\nmodel: echo\n") == "pipeline.yaml: Object missing required field `stages`."
-    message = refused(tmp_path, "name: x\nmodel: echo\nstages:\n- name: a\n")
-    assert message == "pipeline.yaml, line 4: stages.a: Object missing required field `kind`."
-
-
 @pytest.mark.parametrize("text", ["run #1", "~", "a: b", "[x", "123", "'quoted'", "no"])
 def test_texts_of_the_environment_stand_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("OMNI_ACTORS_RUN_DIR", text)

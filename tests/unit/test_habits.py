@@ -51,16 +51,6 @@ def imports_of_tests(path: Path, module: ast.Module) -> Iterator[ast.AST]:
             yield node
 
 
-def tuple_asserts(path: Path, module: ast.Module) -> Iterator[ast.AST]:
-    """Finds `assert (a, b in c) == (1, True)`: a failure of it names neither the text nor the word."""
-    for node in ast.walk(module):
-        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
-            sides = [node.test.left, *node.test.comparators]
-            elements = [item for side in sides if isinstance(side, ast.Tuple) for item in side.elts]
-            if any(isinstance(item, ast.Compare | ast.BoolOp) for item in elements):
-                yield node
-
-
 def private_attributes(path: Path, module: ast.Module) -> Iterator[ast.AST]:
     """Finds private attributes of anything but `self`."""
     for node in ast.walk(module):
@@ -99,9 +89,7 @@ def reads_clock(tree: ast.AST, timed: frozenset[str] | set[str] = frozenset()) -
     )
 
 
-@pytest.mark.parametrize(
-    "find", [imports_of_tests, tuple_asserts, private_attributes, timed_asserts], ids=lambda find: find.__name__
-)
+@pytest.mark.parametrize("find", [imports_of_tests, private_attributes, timed_asserts], ids=lambda find: find.__name__)
 def test_no_test_has(find: Finder) -> None:
     found = [f"tests/{path}:{node.lineno}" for path, module in modules().items() for node in find(path, module)]
     assert not found, "\n".join(found)

@@ -7,7 +7,7 @@ import base64
 import inspect
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import pytest
@@ -16,10 +16,12 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from omni_actors.client import Audio, ChoiceStreams, RequestStream, Text
-from omni_actors.errors import RequestTimeout
+from omni_actors.errors import InvalidRequest, RequestTimeout
 from omni_actors.http_server import state as server_state
 from omni_actors.http_server.answer import Answer, AnswerResponse, Samples, encoded, encoded_pieces, event, pcm16
 from omni_actors.http_server.app import create_routes
+from omni_actors.http_server.bodies import Submission
+from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState
 from omni_actors.protocol.messages import Description, Done
@@ -179,3 +181,19 @@ async def test_requests_do_not_wait_for_a_description_while_one_is_known(monkeyp
         monkeypatch.setattr(server_state, "REMEMBERED_SECONDS", 0.0)
         with pytest.raises(RequestTimeout):  # an old description does not stand in for a coordinator that is gone
             await state.facts()
+
+
+async def test_a_request_has_the_priority_seed_and_time_of_its_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    class Client:
+        async def submit_choices(self, prompt: str, count: int, **options: Any) -> NoReturn:
+            asked.update(options)
+            raise InvalidRequest("enough")
+
+    state = ServerState(SETTINGS, Budget(0))
+    monkeypatch.setattr(state, "client", Client())
+    request = Request({**SCOPE, "headers": [], "state": {"request_id": "r", "traceparent": ""}})
+    with pytest.raises(HttpError):
+        await Answer.begin(request, state, Submission(priority=-3, seed=7, timeout=5.0), "hello", {})
+    assert (asked["priority"], asked["seed"], asked["timeout"]) == (-3, 7, 5.0)

@@ -24,15 +24,3 @@ def test_a_file_has_the_pixels_of_its_picture(size: tuple[int, int, int]) -> Non
         opened.load()
         assert opened.format == "PNG"
         assert np.array_equal(np.asarray(opened), pixels)
-
-
-def test_pixels_that_are_not_contiguous_are_written_as_they_are_seen() -> None:
-    pixels = picture(40, 60, 4)[::2, ::-1, :3]
-    with Image.open(io.BytesIO(encoded_image(pixels, "png"))) as opened:
-        assert np.array_equal(np.asarray(opened), pixels)
-
-
-def test_a_flat_picture_becomes_a_small_file() -> None:
-    flat, noisy = np.full((512, 512, 4), 200, np.uint8), picture(512, 512, 4)
-    assert len(encoded_image(flat, "png")) < flat.nbytes / 100
-    assert len(encoded_image(noisy, "png")) < 0.9 * noisy.nbytes

@@ -13,7 +13,6 @@ from omni_actors.errors import InvalidPayload, PromptTooLong
 from omni_actors.protocol.fields import DType, HostTensor, TensorRef, pack_token_ids
 from omni_actors.protocol.payloads import Prompt, PromptEmbedsPayload, StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
-from tests.support.nightly import nightly
 from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.stage_driver import SMALL, prompt_length, token_inputs
 
@@ -67,20 +66,6 @@ def test_the_embeddings_count_and_not_the_tokens_that_they_name(thinker, answers
     thinker.run()
     rows = thinker.rows("rows")
     torch.testing.assert_close(rows, answer.thinker_rows[: len(rows)], atol=1e-4, rtol=1e-5)
-
-
-@pytest.mark.nightly
-def test_embeddings_are_computed_in_chunks_and_again_after_a_preemption(tight, answers, table):
-    tight = tight("thinker")
-    for number in range(6):
-        answer = answers[number % 3]
-        tight.start(f"r{number}", embeds_inputs(table, answer.prompt_token_ids), max_tokens=32)
-    tight.run()
-    assert tight.preempted
-    for number in range(6):
-        answer = answers[number % 3]
-        assert tight.tokens(f"r{number}") == answer.thinker_tokens
-        torch.testing.assert_close(tight.rows(f"r{number}"), answer.thinker_rows, atol=1e-4, rtol=1e-5)
 
 
 def test_embeddings_that_would_harm_the_model_are_refused_with_their_name(thinker, answers, table):
@@ -141,7 +126,8 @@ def test_the_prompt_stage_passes_embeddings_on_unless_the_operator_turns_them_of
     engine.shutdown()
 
 
-@pytest.mark.parametrize("memory", ["enough", nightly("too little")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("memory", ["enough", "too little"])
 def test_penalties_count_the_tokens_that_embeddings_name_and_no_others(thinker, tight, table, answers, memory):
     """Embeddings without token ids have no prompt that a penalty could count."""
     stage = thinker if memory == "enough" else tight("thinker")

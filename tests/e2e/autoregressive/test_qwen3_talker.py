@@ -17,7 +17,6 @@ from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong, Un
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.stage.engine_interface import StageInputs
 from tests.support.code2wav import sound_of
-from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.qwen3_reference import Qwen3Reference, Qwen3Result
 from tests.support.spoken_texts import frames_of
 from tests.support.stage_driver import Driver
@@ -131,23 +130,6 @@ def test_requests_that_join_and_leave_with_text_at_random_times_equal_transforme
     talker.run()
     for number, name in enumerate(names):
         assert torch.equal(frames_of(talker, f"r{number}"), spoken[name].answer.codes[: CODES - number % 3 - 1])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("memory", ["enough", "too little"])
-def test_penalties_count_first_codes_and_nothing_of_the_prompt(talker, tight, tiny_qwen3_checkpoint, spoken, memory):
-    """Eight requests with drawn parameters."""
-    stage = talker if memory == "enough" else tight("talker", tiny_qwen3_checkpoint, **TIGHT)
-    generator = random.Random(5)
-    tokens = range(stage.engine.core.worker.model_runner.model.config.vocab_size)
-    drawn = {f"p{number}": draw_parameters(generator, tokens, length=16) for number in range(8)}
-    with recorded_sampling(stage.engine) as sampled:
-        for number, (name, params) in enumerate(drawn.items()):
-            start(stage, name, spoken[SHORT[number % 3]], seed=number, **params)
-        stage.run()
-    for name, params in drawn.items():
-        sampled.check(name, params, [], frames_of(stage, name)[:, 0].tolist())
-    assert memory == "enough" or stage.preempted
 
 
 def test_an_end_token_has_no_frame(talker, spoken):

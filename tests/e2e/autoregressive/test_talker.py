@@ -13,7 +13,6 @@ from omni_actors.engine.rows import to_host
 from omni_actors.engine.workers.base import burst_of
 from omni_actors.errors import ModelOutputInvalid
 from omni_actors.protocol.messages import FinishReason
-from tests.support.nightly import nightly
 from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.stage_driver import VOICES, prompt_length, sample, talker_inputs
 
@@ -53,23 +52,6 @@ class Late:
             self.driver.run(self.feed)
             self.feed()
         self.driver.run()
-
-
-@pytest.fixture
-def inputs_seen(talker):
-    """What each step of the talker gets, before the projection."""
-    seen = []
-    projection = talker.engine.core.worker.model_runner.model.decoder.text_projection
-    hook = projection.register_forward_pre_hook(lambda _module, arguments: seen.append(arguments[0].clone()))
-    yield seen
-    hook.remove()
-
-
-def test_talker_prompt_embeddings_equal_transformers(talker, answers, inputs_seen):
-    for index, answer in enumerate(answers):
-        sample(talker, answer, f"r{index}", voice=VOICES[index % 2], max_tokens=1)
-        talker.run()
-        torch.testing.assert_close(inputs_seen[-1], answer.talker_prompt_embeds, atol=1e-5, rtol=1e-5)
 
 
 def test_talker_equals_transformers_whole_and_streamed(talker, answers):
@@ -138,18 +120,6 @@ def test_a_talker_that_does_not_stop_ends_where_its_text_allows(talker, answers,
         assert talker.finished(name).output_tokens == len(talker.tokens(name)) == count
 
 
-def test_rows_that_end_early_are_followed_by_text_end_and_pad(talker, answers, inputs_seen):
-    """A reply of two rows: positions after it get the text-end embedding once, then text-pad."""
-    rows, length = answers[0].thinker_rows, prompt_length(answers[0])
-    talker.start("r", talker_inputs(rows[: length + 2], length), max_tokens=5, temperature=0.0)
-    talker.run()
-    model = talker.engine.core.worker.model_runner.model
-    codec = [model.codec_embedding(torch.tensor([token])) for token in talker.tokens("r")]
-    added = [(step - embedding)[0] for step, embedding in zip(inputs_seen[1:], codec, strict=False)]
-    expected = [rows[length + 1], model.text_rows[0], model.text_rows[1], model.text_rows[1]]
-    torch.testing.assert_close(torch.stack(added), torch.stack(expected), atol=1e-5, rtol=1e-5)
-
-
 def test_what_is_compiled_reads_its_input_at_one_place(talker, answers, monkeypatch):
     """A piecewise CUDA graph, replayed, reads the addresses of its capture; another tensor there is not noticed."""
     runner = talker.engine.core.worker.model_runner
@@ -203,54 +173,6 @@ def test_the_least_urgent_lose_their_blocks_and_equal_transformers(tight, answer
     assert "r6" not in tight.preempted, "the most urgent one keeps its blocks"
     for number in (0, 1, 2, 3, 4, 6):
         assert tight.tokens(f"r{number}") == answers[number % 2].codec_tokens[:CODES]
-
-
-@pytest.mark.nightly
-def test_a_preempted_request_resumes_only_when_its_next_row_has_come(tight, answers):
-    """Others take the blocks of one that waits for a row, and end before that row comes."""
-    tight, answer = tight("talker", blocks=11), answers[0]
-    rows, length = answer.thinker_rows, prompt_length(answer)
-    tight.start("held", talker_inputs(rows, length, replies=2), **GREEDY, priority=1)
-    tight.run()
-    assert tight.engine.waits_for_input("held")
-    for number in range(4):
-        sample(tight, answer, f"long{number}", **GREEDY)
-    tight.run()
-    assert tight.preempted[0] == "held"
-    assert tight.tokens("long0") == answer.codec_tokens[:CODES]
-    assert tight.engine.waits_for_input("held")
-    assert not tight.engine.runnable()
-    for row in rows[length + 3 :].split(1):
-        tight.engine.extend("held", to_host(row), complete=False)
-        tight.run()
-    tight.engine.extend("held", None, complete=True)
-    tight.run()
-    assert tight.tokens("held") == answer.codec_tokens[:CODES]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("rows_beyond_one_request", [nightly(0), -10], ids=["room for one", "too small for one"])
-def test_the_budget_for_rows_delays_requests_and_changes_none(talker, answers, monkeypatch, rows_beyond_one_request):
-    answer = answers[0]
-    rows, length = answer.thinker_rows, prompt_length(answer)
-    # A request starts with the rows of its prompt and its first reply row; two more are room for none.
-    budget = talker.engine.core.scheduler.budget.rows
-    monkeypatch.setattr(budget, "limit", (length + 3 + rows_beyond_one_request) * rows[0].nbytes)
-    talker.engine.take_scheduled()
-    late = Late(talker, 3)
-    for name, replies, priority in (("first", 0, 0), ("second", 0, 0), ("gone", None, 0), ("urgent", None, -1)):
-        late.start(name, answer, replies, max_tokens=24, temperature=0.0, priority=priority)
-    talker.run()
-    assert [name for name, _ in talker.engine.take_scheduled()] == ["urgent", "first"]
-    counts, statistics = talker.engine.counts(), talker.engine.statistics().budget
-    assert counts["waiting_for_budget"] == statistics.waiting == 2
-    assert counts["row_bytes"] == statistics.held_bytes
-    assert talker.engine.over_budget()
-    late.abort("gone")
-    late.run()
-    assert [name for name, _ in talker.engine.take_scheduled()] == ["second"]
-    for name in ("urgent", "first", "second"):
-        assert talker.tokens(name) == answer.codec_tokens[:24]
 
 
 # -- several steps for one scheduling ---------------------------------------------------------------------------------
@@ -374,7 +296,8 @@ def test_a_seed_gives_the_same_tokens_whatever_the_company(talker, answers):
     assert len(set(alone)) > 4
 
 
-@pytest.mark.parametrize("memory", [nightly("enough"), "too little"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("memory", ["enough", "too little"])
 def test_penalties_count_what_was_said_and_the_prompt_that_transformers_has(talker, tight, answers, memory):
     """Eight requests with drawn parameters; the prompt counts as transformers' does: masks, pad and start."""
     stage = talker if memory == "enough" else tight("talker", blocks=11)

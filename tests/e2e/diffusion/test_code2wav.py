@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
-from omni_actors.engine.core import make_request
 from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.models.diffusers_layout import read_tensors
-from omni_actors.engine.models.qwen2_5_omni.dit import solver_times
 from omni_actors.errors import (
     InvalidPayload,
     InvalidRequest,
@@ -195,66 +189,12 @@ def test_ids_in_use_and_input_that_contradicts_itself(engine):
         assert engine.counts()["requests"] == 0
 
 
-def test_facts_and_no_kv_cache(engine):
-    assert engine.facts.voices == ("Chelsie", "Ethan")
-    assert engine.facts.sample_rate == 24_000
-    assert engine.facts.max_input_tokens > 1000
-    assert engine.core.worker.get_kv_cache_spec() == {}
-    assert engine.core.scheduler.kv_cache_config.kv_cache_groups == []
-
-
-def test_request_without_a_job_is_refused_by_the_worker(engine):
-    from vllm.sampling_params import SamplingParams
-
-    parameters = SamplingParams(max_tokens=3, detokenize=False, stop_token_ids=[1])
-    engine.core.add(engine.core.prepare(make_request("ar", [0], parameters)))
-    outputs = [output for _ in range(4) for output in engine.core.step()]
-    assert [output.request_id for output in outputs] == ["ar"]
-    assert isinstance(outputs[0].pooling_output["error"], InvalidRequest)
-
-
-GROUPS = """
-import sys
-from omni_actors.engine.platform import prepare
-prepare()
-from pathlib import Path
-from omni_actors.engine.diffusion import DiffusionEngine
-from tests.support.code2wav import arguments
-from tests.support.stage_driver import make_engine
-from vllm.distributed.parallel_state import model_parallel_is_initialized as shared
-folder = Path(sys.argv[1])
-vocoder = DiffusionEngine(arguments(folder))
-thinker = make_engine(folder, "thinker")
-print(shared())
-thinker.shutdown()
-print(shared())
-vocoder.shutdown()
-"""
-
-
-@pytest.mark.nightly
-def test_a_vocoder_does_not_keep_what_ended_engines_shared(tiny_checkpoint: Path):
-    """An engine with experts starts only where the process groups of those without are gone."""
-    command = [sys.executable, "-c", GROUPS, str(tiny_checkpoint)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert [line for line in done.stdout.splitlines() if line in ("True", "False")] == ["True", "False"]
-
-
 def test_bf16_moves_sound_but_not_far(vocoders, reference):
     spec = (25, 4, "Ethan", 0.5)
     engine = vocoders(True, WHOLE | {"precision": "bf16"})
     start(engine, "r", spec, seed=3)
     want = expected(reference, spec, 3)
     assert 1e-4 < float(np.sqrt(np.mean((drain(engine)[0]["r"] - want) ** 2) / np.mean(want**2))) < 0.1
-
-
-def test_dummy_weights_give_a_waveform(vocoders):
-    engine = vocoders(True, WHOLE, load_format="dummy")
-    start(engine, "r", (9, 3, "Ethan", 0.5))
-    waveforms, _ = drain(engine)
-    assert len(waveforms["r"]) == 9 * 480
-    assert np.isfinite(waveforms["r"]).all()
-    assert np.ptp(waveforms["r"]) > 0
 
 
 def test_only_the_vocoders_shards_are_read(tiny_checkpoint, tmp_path):
@@ -272,12 +212,3 @@ def test_only_the_vocoders_shards_are_read(tiny_checkpoint, tmp_path):
     (tmp_path / "model-00002.safetensors").unlink()
     with pytest.raises(StartupError, match="model-00002"):
         dict(read_tensors(str(tmp_path), "token2wav."))
-
-
-def test_solver_times_run_from_zero_to_one():
-    times = solver_times(10, -1.0)
-    assert times.shape == (10,)
-    assert times[0] == 0
-    assert times[-1] == pytest.approx(1.0)
-    assert (times.diff() > 0).all()
-    assert torch.equal(solver_times(3, 0.0), torch.linspace(0, 1, 3))

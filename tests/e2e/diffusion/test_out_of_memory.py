@@ -10,11 +10,9 @@ import torch
 
 from omni_actors.engine.core import EngineLost
 from omni_actors.engine.diffusion import DiffusionEngine
-from omni_actors.engine.workers import diffusion
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
 from tests.support.code2wav import CHUNKS, assert_out_of_memory, difference, out_of_memory
-from tests.support.nightly import nightly
 from tests.support.speech import Spec, Speech
 
 pytestmark = pytest.mark.e2e
@@ -44,66 +42,29 @@ def speak(engine: DiffusionEngine, *names: str) -> Speech:
     pytest.fail("the engine does not become idle")
 
 
-def assert_all_well(engine: DiffusionEngine, want: Speech) -> None:
-    after = speak(engine, *NAMES)
-    assert not after.errors
-    for name in NAMES:
-        assert difference(after.wave(name), want.wave("a")) <= 1e-5
-
-
-def test_a_batch_without_room_is_computed_one_by_one(engine, monkeypatch):
+def test_a_request_without_room_fails_alone(engine, monkeypatch):
+    """Batches have no room either, and are computed one by one."""
     want = speak(engine, "a")
     runner = engine.core.worker.model_runner
-    crowded = raised_if(lambda job_ids: len(job_ids) > 1, runner.integrate)
-    monkeypatch.setattr(runner, "integrate", crowded)
-    assert_all_well(engine, want)
+    step, alone = runner.step, [""]
 
+    def remembering(job_ids: Sequence[str]) -> Any:  # the vocoder does not know its requests
+        alone[0] = job_ids[0].partition("/")[0] if len(job_ids) == 1 else ""
+        return step(job_ids)
 
-@pytest.mark.parametrize("method", ["vocode", *map(nightly, ("integrate", "add"))])
-def test_a_request_without_room_fails_alone(engine, monkeypatch, method):
-    want = speak(engine, "a")
-    runner = engine.core.worker.model_runner
-    culprit = {
-        "integrate": lambda job_ids: "b/1" in job_ids,
-        "vocode": lambda mel: len(mel) > 1 or runner.allocating == "b",
-        "add": lambda job_id, job: job_id == "b/1",
-    }[method]
-    if method == "vocode":  # it does not know its requests
-        step = runner.step
-
-        def remembering(job_ids: Sequence[str]) -> Any:
-            runner.allocating = job_ids[0].partition("/")[0] if len(job_ids) == 1 else ""
-            return step(job_ids)
-
-        monkeypatch.setattr(runner, "step", remembering)
     with monkeypatch.context() as patch:
-        patch.setattr(runner, method, raised_if(culprit, getattr(runner, method)))
+        patch.setattr(runner, "step", remembering)
+        patch.setattr(runner, "integrate", raised_if(lambda job_ids: len(job_ids) > 1, runner.integrate))
+        patch.setattr(runner, "vocode", raised_if(lambda mel: alone[0] == "b", runner.vocode))
         speech = speak(engine, *NAMES)
     assert list(speech.errors) == ["b"]
     assert_out_of_memory(speech.errors["b"].error)
     for name in ("a", "c"):
         assert difference(speech.wave(name), want.wave("a")) <= 1e-5
-    assert_all_well(engine, want)
-
-
-@pytest.mark.nightly
-def test_no_room_for_the_output_ends_the_requests_of_the_step(engine, monkeypatch):
-    want = speak(engine, "a")
-    calls = 0
-
-    def second_sound(tensors: Any, *_: object) -> bool:
-        nonlocal calls
-        calls += bool(tensors)
-        return calls == 2
-
-    with monkeypatch.context() as patch:
-        patch.setattr(diffusion, "HostCopy", raised_if(second_sound, diffusion.HostCopy))
-        speech = speak(engine, *NAMES)
-    assert speech.errors, "all that were in the step"
-    assert speech.errors.keys() | speech.finished.keys() == set(NAMES)
-    for event in speech.errors.values():
-        assert_out_of_memory(event.error)
-    assert_all_well(engine, want)
+    after = speak(engine, *NAMES)
+    assert not after.errors
+    for name in NAMES:
+        assert difference(after.wave(name), want.wave("a")) <= 1e-5
 
 
 def test_a_lost_device_ends_the_engine(vocoders, monkeypatch):

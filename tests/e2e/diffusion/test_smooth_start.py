@@ -63,15 +63,6 @@ def begin(engine: DiffusionEngine, clock: Clock, name: str, pace: float = SLOW, 
     return speech
 
 
-def test_a_first_sound_leaves_at_once_if_the_rest_comes_faster_than_it_is_heard(
-    engine: DiffusionEngine, clock: Clock
-) -> None:
-    speech = begin(engine, clock, "fast", pace=0.05)
-    assert len(speech.heard["fast"]) == 1
-    speech.feed_all("fast")
-    speech.run()
-
-
 def test_a_first_sound_is_kept_if_its_answers_tokens_come_too_slowly(engine: DiffusionEngine, clock: Clock) -> None:
     speech = begin(engine, clock, "kept")
     assert not speech.heard["kept"]
@@ -88,20 +79,6 @@ def test_a_first_sound_is_kept_if_its_answers_tokens_come_too_slowly(engine: Dif
     fast.feed_all("fast")
     fast.run()
     assert difference(speech.wave("kept"), fast.wave("fast")) <= 1e-5
-
-
-def test_what_is_kept_leaves_as_soon_as_the_rest_is_sure(engine: DiffusionEngine, clock: Clock) -> None:
-    """Before the end of the answer: all its tokens are there, and the stage makes sound of them in no time."""
-    speech = begin(engine, clock, "sure")
-    assert not speech.heard["sure"]
-    speech.feed_all("sure")
-    speech.step()
-    while not speech.heard["sure"]:
-        assert engine.runnable()
-        speech.step()
-    assert "sure" not in speech.finished
-    speech.run()
-    assert len(speech.wave("sure")) == SPEC[0] * 480
 
 
 def test_another_answers_sound_is_begun_only_while_there_is_time_to_make_it(

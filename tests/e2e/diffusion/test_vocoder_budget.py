@@ -11,7 +11,6 @@ import pytest
 
 from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.workers.diffusion import DiffusionJob
-from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
 from tests.support.code2wav import CHUNKS, difference, run_dry
@@ -161,9 +160,6 @@ def end(how, speech, monkeypatch):
     runner = worker.model_runner
     if how == "abort":
         speech.engine.abort("a")
-    elif how == "nonsense":
-        with pytest.raises(InvalidPayload):
-            speech.engine.extend("a", token_ids=[-1], complete=False)
     else:
         if how == "a failing chunk":
             monkeypatch.setattr(runner, "integrate", failing(runner.integrate, list))
@@ -173,7 +169,7 @@ def end(how, speech, monkeypatch):
         speech.feed_all("a")
 
 
-@pytest.mark.parametrize("how", ["finish", "abort", "nonsense", "a failing chunk", "a failing step"])
+@pytest.mark.parametrize("how", ["finish", "abort", "a failing chunk", "a failing step"])
 def test_however_a_request_ends_its_memory_goes_to_the_next(engine, monkeypatch, how):
     limit(engine, monkeypatch, 1)
     speech = Speech(engine)
