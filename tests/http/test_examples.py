@@ -42,18 +42,6 @@ def test_the_sync_client_answers_and_saves_audio(echo: HttpPipeline, tmp_path: P
     assert len(soundfile.read(tmp_path / "answer.wav")[0]) == 16 * 480
 
 
-def test_the_sync_client_says_what_is_wrong(echo: HttpPipeline, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "client_sync.py"), echo.endpoint, "--voice", "Nobody"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("unknown_voice: There is no voice 'Nobody'; the voices are Chelsie, Ethan.")
-
-
 def test_the_async_client_answers_and_aborts(slow: HttpPipeline, tmp_path: Path) -> None:
     text = run(
         tmp_path, sys.executable, EXAMPLES / "client_async.py", slow.endpoint, "sea", "w" * 900, "--abort-after", "3"
@@ -81,35 +69,6 @@ def test_a_batch_continues_where_it_stopped(echo: HttpPipeline, tmp_path: Path) 
     assert answers["wrong"]["error"] == "unknown_voice"
     again = run(tmp_path, *command, code=1)
     assert "0 answered, 1 failed, 20 were there" in again, "only what failed is asked again"
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("{'id': 3}", "prompts.jsonl, line 3: not JSON: Expecting property name enclosed in double quotes at column 2"),
-        ('{"id": "../b", "prompt": "x"}', "prompts.jsonl, line 3: the id '../b' cannot be the name of a file"),
-    ],
-)
-def test_a_batch_names_the_line_that_it_cannot_read_before_it_starts(tmp_path: Path, line: str, problem: str) -> None:
-    (tmp_path / "prompts.jsonl").write_text(f'{{"id": "a", "prompt": "x"}}\n\n{line}\n')
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "batch.py", "ipc:///tmp/nowhere/client", "prompts.jsonl", "answers.jsonl"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 1
-    assert done.stderr == f"{problem}\n"
-    assert not (tmp_path / "answers.jsonl").exists()
-
-
-@pytest.mark.nightly
-def test_a_batch_starts_a_pipeline(tmp_path: Path) -> None:
-    run(tmp_path, sys.executable, EXAMPLES / "batch.py", "echo", EXAMPLES / "prompts.jsonl", "answers.jsonl")
-    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert {"id": "salt", "text": "Why is the sea salt?"} in answers
-    assert len(answers) == 2
 
 
 def test_the_documented_client_runs(echo: HttpPipeline, tmp_path: Path) -> None:

@@ -81,25 +81,6 @@ def test_the_formats_of_files(pictures: HttpPipeline, name: str) -> None:
     assert numpy.abs(difference).mean() < 6
 
 
-def test_a_lower_quality_makes_smaller_files(pictures: HttpPipeline) -> None:
-    def size(quality: int) -> int:
-        client = pictures.openai().images
-        extra = {"seed": 1}
-        answer = client.generate(prompt="x", output_format="jpeg", output_compression=quality, extra_body=extra)
-        return len(answer.data[0].b64_json or "")
-
-    assert size(5) < size(90)
-
-
-def test_the_background(pictures: HttpPipeline) -> None:
-    client = pictures.openai().images
-    answer = client.generate(prompt="a fox", background="transparent")
-    assert answer.background == "transparent"
-    assert decoded(answer.data[0].b64_json).mode == "RGBA"
-    answer = client.generate(prompt="a fox", background="opaque")
-    assert (answer.background, decoded(answer.data[0].b64_json).mode) == ("opaque", "RGB")
-
-
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 

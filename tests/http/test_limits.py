@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import tempfile
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
-from starlette.types import Message, Receive, Scope, Send
 
 from omni_actors.client import OmniClient
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.store import Store
 from tests.support.servers import HttpPipeline, data_uri, film, picture, serving, sound
-from tests.support.waiting import PATIENCE, eventually, until
+from tests.support.waiting import PATIENCE, until
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
@@ -116,21 +113,6 @@ def test_a_body_without_a_length_is_limited(small: str) -> None:
     assert response.json()["error"]["code"] == "body_too_large"
 
 
-async def test_a_piece_of_a_body_that_is_longer_than_all_bodies_may_be_is_too_large() -> None:
-    """A server may hand over in one piece whatever has come; trying again would not help."""
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield b"x" * 200_000
-
-    app = create_app(ServerSettings(endpoint="ipc:///tmp/no-coordinator", body_bytes=100_000, bodies_bytes=150_000))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-        options = {"content": pieces(), "headers": {"content-type": "application/json"}}
-        response = await client.post(
-            "/v1/audio/speech", **options
-        )  # this application has not started, and reads no media
-    assert response.status_code == 413
-
-
 def test_a_body_that_never_ends_times_out() -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     with serving(create_app(ServerSettings(endpoint="ipc:///nowhere", read_timeout=0.5))) as url:
@@ -138,47 +120,6 @@ def test_a_body_that_never_ends_times_out() -> None:
         with socket.create_connection((host, int(port)), timeout=10 * PATIENCE) as connection:
             connection.sendall(head + b"Content-Length: 1000\r\n\r\n{")
             assert b" 408 " in connection.recv(4096)
-
-
-def test_bodies_of_all_requests_together_are_bounded() -> None:
-    """While one body of 90 kB is being handled, another one does not fit into 150 kB."""
-    settings = ServerSettings(endpoint="ipc:///tmp/no-coordinator-here", body_bytes=100_000, bodies_bytes=150_000)
-    body = with_parts({"type": "text", "text": "y" * 90_000})
-    arrived, refused = threading.Event(), threading.Event()
-    app = create_app(settings)
-
-    async def holding(scope: Scope, receive: Receive, send: Send) -> None:
-        """The application; the first answer is held until the second request is refused."""
-        first = scope["type"] == "http" and not arrived.is_set()
-
-        async def receive_and_note() -> Message:
-            message = await receive()
-            if message["type"] == "http.request" and not message.get("more_body"):
-                arrived.set()
-            return message
-
-        async def send_in_order(message: Message) -> None:
-            if first:
-                await asyncio.to_thread(refused.wait, 10 * PATIENCE)
-            await send(message)
-
-        await app(scope, receive_and_note, send_in_order)
-
-    async def run(url: str) -> list[int]:
-        async with httpx.AsyncClient(timeout=20 * PATIENCE) as client:
-            first = asyncio.create_task(client.post(f"{url}{CHAT}", json=body))
-            await eventually(arrived.is_set, what="the first body to be there")
-            second = await client.post(f"{url}{CHAT}", json=body)
-            assert second.headers["retry-after"]
-            assert second.json()["error"]["code"] == "overloaded"
-            refused.set()
-            assert (await first).json()["error"]["code"] == "timeout"  # the coordinator does not answer: no hang
-            third = await client.post(f"{url}{CHAT}", json=body)
-            assert third.json()["error"]["code"] == "timeout", "the bytes of the first are free again"
-            return [second.status_code, third.status_code]
-
-    with serving(holding) as url:
-        assert asyncio.run(run(url)) == [503, 503]
 
 
 def test_a_client_that_does_not_read_is_disconnected(echo: HttpPipeline, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,7 @@ HELLO = [{"role": "user", "content": "hello, sea"}]
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 PART = "messages[0].content[0]"
+UNKNOWN_SOUND = {"role": "assistant", "audio": {"id": "audio_unknown"}}
 SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}}
 
 
@@ -44,6 +45,7 @@ ERRORS = [
     ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature", "unknown_parameter"),
     ({"extra_body": {"stage_params": {"thinkr": {}}}}, openai.BadRequestError, "stage_params", None),
     ({"extra_query": {"api-version": "1"}}, openai.BadRequestError, "api-version", "unknown_parameter"),
+    ({"messages": [*HELLO, UNKNOWN_SOUND, *HELLO]}, openai.BadRequestError, "messages[1].audio.id", None),
     ({"messages": [{"role": "user", "content": ""}]}, openai.BadRequestError, "messages", "invalid_request"),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, openai.BadRequestError, "messages", "prompt_too_long"),
     *(

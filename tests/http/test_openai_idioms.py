@@ -56,13 +56,6 @@ def test_an_answer_whose_id_has_expired_is_known_by_its_transcript(echo: HttpPip
     assert again.choices[0].message.content == "hello, seahello, sea!"
 
 
-def test_what_an_answer_cannot_hold_is_refused_by_name(echo: HttpPipeline) -> None:
-    turns = [*HELLO, {"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}}]
-    with pytest.raises(openai.BadRequestError) as caught:
-        echo.openai().chat.completions.create(model="echo", messages=turns)
-    assert caught.value.param == "messages[1].function_call"
-
-
 # -- names ------------------------------------------------------------------------------------------------------------
 
 

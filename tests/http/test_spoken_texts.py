@@ -37,6 +37,8 @@ from tests.support.waiting import until
 ONE_SAMPLE = {"stages.code2wav.engine.samples_per_token": 1}
 TEXT = "The tide is full."
 RECORDING = sound(2.0)
+QUIET = io.BytesIO()
+soundfile.write(QUIET, 0.001 * tone(2.0), 16_000, format="WAV")
 TOLD = "clip=48000@0.30 clip_rate=24000 "  # of RECORDING, at the pipeline's rate
 
 
@@ -208,11 +210,6 @@ def test_a_voice_is_made_of_a_recording_used_and_deleted(cloning: HttpPipeline) 
     assert refusal(answer) == (400, "voice", "missing_required_parameter")
 
 
-@pytest.mark.parametrize("format", ["FLAC", "MP3", "OGG"])
-def test_a_recording_has_any_format_that_is_read(cloning: HttpPipeline, format: str) -> None:
-    assert create(cloning.url, sound(1.0, 44_100, format)).json()["seconds"] == pytest.approx(1.0, abs=0.1)
-
-
 @pytest.mark.parametrize(
     ("recording", "fields", "wanted"),
     [
@@ -221,6 +218,7 @@ def test_a_recording_has_any_format_that_is_read(cloning: HttpPipeline, format: 
         (RECORDING[: len(RECORDING) // 2], {"name": ""}, (400, "name", "invalid_value")),
         (sound(30.5, 8000), {}, (413, "audio_sample", "media_too_large")),
         (sound(0.4), {}, (400, "audio_sample", "invalid_value")),
+        (QUIET.getvalue(), {}, (400, "audio_sample", "invalid_value")),
         (RECORDING, {"name": "a/b"}, (400, "name", "invalid_value")),
         (RECORDING, {"name": " a"}, (400, "name", "invalid_value")),
         (RECORDING, {"name": "x" * 65}, (400, "name", "invalid_value")),
@@ -236,13 +234,6 @@ def test_a_recording_has_any_format_that_is_read(cloning: HttpPipeline, format: 
 def test_recordings_and_names_that_are_refused(cloning: HttpPipeline, recording, fields, wanted) -> None:
     assert refusal(create(cloning.url, recording, **fields)) == wanted
     assert voices(cloning.url)["created"] == []
-
-
-@pytest.mark.parametrize("level", [0.0, 0.001])
-def test_a_silent_recording_is_no_voice(cloning: HttpPipeline, level: float) -> None:
-    sink = io.BytesIO()
-    soundfile.write(sink, level * tone(2.0), 16_000, format="WAV")
-    assert refusal(create(cloning.url, sink.getvalue())) == (400, "audio_sample", "invalid_value")
 
 
 def test_there_are_only_so_many_voices(cloning: HttpPipeline) -> None:

@@ -8,13 +8,11 @@ import os
 import re
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import numpy
 import openai
 import pydantic
@@ -22,12 +20,8 @@ import pytest
 from openai.types.completion_choice import Logprobs
 
 from omni_actors.client import OmniClient
-from omni_actors.http_server.app import create_app
-from omni_actors.http_server.settings import ServerSettings
-from omni_actors.sharing import Budget
 from tests.support.realtime import spoken_turn
-from tests.support.servers import HttpPipeline, film, picture, serving, sound, tone
-from tests.support.waiting import until
+from tests.support.servers import HttpPipeline, film, picture, sound, tone
 
 pytestmark = pytest.mark.e2e
 
@@ -61,25 +55,6 @@ def test_choices_are_the_answers_to_seeds_that_count_up(tiny: HttpPipeline) -> N
         assert choice.message.audio.transcript == single.message.audio.transcript
         sounds = [numpy.frombuffer(base64.b64decode(one.message.audio.data), "<i2") for one in (choice, single)]
         numpy.testing.assert_allclose(sounds[0] / 32767.0, sounds[1] / 32767.0, atol=1e-3)
-
-
-@pytest.mark.nightly
-def test_a_spoken_turn_takes_its_beginning_from_the_prefix_cache_and_sounds_the_same(tiny: HttpPipeline) -> None:
-    messages = [{"role": "user", "content": f"{uuid.uuid4()} " + "Tell me a story about the sea. " * 60}]
-
-    def hits() -> int:
-        found = re.search(r"omni_vllm_prefix_cache_hits_total\{[^}]*thinker[^}]*\} (\d+)", client.metrics())
-        return int(found[1]) if found else 0
-
-    with OmniClient(tiny.endpoint) as client:
-        fresh = client.generate(messages, voice="Ethan", seed=5, params=STAGES, timeout=120)
-        tokens = fresh.usage["thinker"].input_tokens
-        until(lambda: client.describe().in_flight == 0)
-        before = hits()
-        again = client.generate(messages, voice="Ethan", seed=5, params=STAGES, timeout=120)
-        until(lambda: hits() >= before + tokens // 128 * 128 > before, what="blocks of 128 tokens from the cache")
-    assert again.token_ids == fresh.token_ids
-    numpy.testing.assert_allclose(again.audio, fresh.audio, atol=1e-4)
 
 
 def test_speech_ends_where_a_stop_string_ends_the_text(tiny: HttpPipeline) -> None:
@@ -152,77 +127,6 @@ def test_log_probabilities_whole_and_streamed(tiny: HttpPipeline) -> None:
         params = {"thinker": {"max_tokens": 6, "logprobs": 2}}
         result = own.generate(QUESTION, seed=3, modalities=["text"], params=params, timeout=120)
     assert [position.token.text for position in result.logprobs] == [entry.token for entry in tokens]
-
-
-@pytest.mark.nightly
-def test_log_probabilities_of_the_prompt(tiny: HttpPipeline) -> None:
-    """In vLLM's form: once for a chat, in each choice of a text completion. The prefix cache has no part in them."""
-    client = tiny.openai()
-    spoken = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}}
-    question = [{"role": "user", "content": "Why is the sea salt? " * 9}]  # more than a block of the cache
-    options: dict = {"model": MODEL, "messages": question, "max_tokens": 4, "seed": 3}
-    two = client.chat.completions.create(**options, n=2, extra_body={"prompt_logprobs": 2, "stage_params": STAGES})
-    found = two.prompt_logprobs
-    assert len(found) == two.usage.prompt_tokens
-    assert found[0] is None
-    assert {entry["rank"] for position in found[1:] for entry in position.values()} > {1, 2}
-    assert all(len(position) in (2, 3) for position in found[1:])
-    for more in ({}, spoken):
-        again = client.chat.completions.create(**options, **more, extra_body={"prompt_logprobs": 2})
-        assert ranks(again.prompt_logprobs) == ranks(found), "as many, although the prompt is in the cache"
-    assert again.choices[0].message.audio.data
-    text = "".join(next(iter(position.values()))["decoded_token"] for position in found[1:])
-    assert question[0]["content"].strip() in text
-
-    tokens = [int(next(iter(position))) for position in found[1:]]
-    completion = {"model": MODEL, "prompt": tokens, "max_tokens": 2, "n": 2}
-    choices = client.completions.create(**completion, extra_body={"prompt_logprobs": 0}).choices
-    assert len(choices) == 2
-    for choice in choices:
-        assert [list(position or {}) for position in choice.prompt_logprobs[1:]] == [
-            [str(token)] for token in tokens[1:]
-        ]
-    assert "prompt_logprobs" not in client.chat.completions.create(**options).model_extra
-    with OmniClient(tiny.endpoint) as own:
-        params = {"thinker": {"max_tokens": 2, "prompt_logprobs": 0}}
-        result = own.generate(question, modalities=["text"], params=params, timeout=120)
-    assert [position.token.token_id for position in result.prompt_logprobs] == tokens
-
-    for field, given in {
-        "prompt_logprobs": {"prompt_logprobs": 1, "stream": True},
-        "stage_params.thinker.prompt_logprobs": {"stage_params": {"thinker": {"prompt_logprobs": 1}}},
-    }.items():
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(**options, extra_body=given)
-        assert caught.value.param == field
-
-
-@pytest.mark.nightly
-def test_log_probabilities_of_an_answer_are_bounded(tiny: HttpPipeline) -> None:
-    """Those that are kept for a whole answer count as bytes of requests."""
-    bodies = Budget(30_000)
-    settings = ServerSettings(endpoint=tiny.endpoint, bodies_bytes=bodies.limit)
-    included = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
-    sampling = {"model": MODEL, "ignore_eos": True}
-    routes = {
-        "chat/completions": {**sampling, "messages": QUESTION, "logprobs": True, "top_logprobs": 20},
-        "completions": {**sampling, "prompt": "tide", "logprobs": 20},
-        "responses": {"model": MODEL, "input": "tide", **included},
-    }
-    with serving(create_app(settings, bodies=bodies)) as url:
-        for route, body in routes.items():
-            limit = "max_output_tokens" if route == "responses" else "max_tokens"
-            refused, answered = (
-                httpx.post(f"{url}/v1/{route}", json={**body, limit: count}, timeout=60) for count in (150, 3)
-            )
-            assert refused.status_code == 503, route
-            assert refused.json()["error"]["code"] == "overloaded"
-            assert answered.status_code == 200, answered.text
-            assert bodies.used == 0
-
-
-def ranks(positions: list[dict[str, Any] | None]) -> list[dict[str, int]]:
-    return [{token: entry["rank"] for token, entry in (position or {}).items()} for position in positions]
 
 
 def pairs(logprobs: Logprobs) -> Iterator[tuple[int, str]]:

@@ -25,11 +25,11 @@ WINDOW = 256  # messages
 
 @pytest.fixture(scope="module")
 def shared_pipeline():
-    """16 slots. Long requests take a quarter of a minute; a client that does not read is left alone."""
+    """16 slots. Long requests outlive every test; a client that does not read is left alone."""
     flow = {"client_window_messages": WINDOW, "client_messages": 1_000_000, "client_bytes": 1 << 30}
     flow["client_stall_seconds"] = NEVER
     # The sound of a window is more than what the kernel keeps for a process that is stopped.
-    data = flow_chain(flow, thinker={"step_seconds": 0.005}, code2wav={"samples_per_token": 960})
+    data = flow_chain(flow, thinker={"step_seconds": 0.02}, code2wav={"samples_per_token": 960})
     data["coordinator"] |= {"max_in_flight": 16, "max_queued": 24}
     with launched(data) as pipeline:
         yield pipeline

@@ -19,7 +19,6 @@ from omni_actors.launcher import mps
 from tests.support.builders import chain, load
 from tests.support.launcher import EchoLauncher
 from tests.support.mps import MpsHost, pids
-from tests.support.nightly import nightly
 from tests.support.waiting import until
 
 Launch = Callable[..., EchoLauncher]
@@ -95,9 +94,8 @@ def test_stages_that_share_a_gpu_run_under_a_private_daemon(launch_here, short_p
     assert ended < moment(r"\[at (\S+)\] Cmd:quit", log_of(short_path, "mps")), "clients end before the daemon"
 
 
-@pytest.mark.parametrize("kind", [nightly(""), "stuck"])
-def test_a_killed_launcher_leaves_no_daemon(launch_here, short_path, kind):
-    launcher = launch_here(kind=kind).wait_ready()
+def test_a_killed_launcher_leaves_no_daemon(launch_here, short_path):
+    launcher = launch_here(kind="stuck").wait_ready()
     processes = pids(log_of(short_path, "mps"))
     assert len(processes) == 2
     launcher.end(signal.SIGKILL)

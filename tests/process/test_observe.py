@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 
 import psutil
 import pytest
@@ -15,10 +14,8 @@ from omni_actors.client import AsyncOmniClient, OmniClient
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.stage.echo import FAIL_TOKEN
 from omni_actors.telemetry import metrics as table
-from omni_actors.telemetry.metrics import TABLE
 from omni_actors.telemetry.timeline import stages
 from tests.support.builders import chain
-from tests.support.launcher import EchoLauncher
 from tests.support.load import disturbed_chain
 from tests.support.observations import (
     LOG_LINE,
@@ -31,8 +28,6 @@ from tests.support.observations import (
     settled,
 )
 from tests.support.waiting import eventually, until
-
-Launch = Callable[..., EchoLauncher]
 
 
 @pytest.fixture
@@ -83,14 +78,6 @@ async def test_every_stage_and_edge_counts_its_share_of_a_request(client):
     assert 8000 < grown(before, now, table.EDGE_BYTES, "coordinator", "prompt/0") < 9500
     assert grown(before, now, table.EDGE_BYTES, "coordinator", "clients") > 20 * 480 * 4
     assert grown(before, now, table.EDGE_LATENCY, "code2wav/0", "coordinator", suffix="_count") == 20
-
-
-async def test_only_metrics_of_the_table_are_exported(client):
-    text = await client.metrics()
-    helps = dict(re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE))
-    assert helps == {metric.name: metric.help for metric in TABLE.values()}
-    series = [line.partition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
-    assert len(set(series)) == len(series), "no series twice"
 
 
 def counters(client: OmniClient) -> dict[str, float]:

@@ -12,7 +12,6 @@ from PIL import Image as Pillow
 
 from omni_actors.client import AsyncOmniClient, Image, Progress, RequestStream
 from omni_actors.config import Modality, StageConfig, StageKind
-from omni_actors.errors import Aborted
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.engine_interface import ImageEvent, StageInputs, StageRequest
@@ -119,16 +118,6 @@ async def test_a_stage_that_is_killed_at_a_step_gives_the_same_picture_once(draw
     assert len(previews) <= 3
     (picture,) = [item for item in items if isinstance(item, Image) and not item.preview]
     assert picture.pixels.tolist() == expected("fox", 5, **params)
-
-
-async def test_a_request_that_is_aborted_at_a_step_leaves_nothing(drawing):
-    async with AsyncOmniClient(drawing.endpoint) as client:
-        stream = await start(client, "fox", 5, num_steps=1000, previews=16)
-        await until_step(stream, 3)
-        await stream.abort()
-        with pytest.raises(Aborted):
-            await stream.result()
-    drawing.wait_idle()
 
 
 def test_a_picture_on_the_command_line_is_saved(launch, short_path):
