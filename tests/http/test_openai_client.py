@@ -77,6 +77,11 @@ def test_stream(echo: HttpPipeline) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+def test_a_stream_has_usage_only_on_request(echo: HttpPipeline) -> None:
+    chunks = list(echo.openai().chat.completions.create(model="echo", messages=HELLO, stream=True))
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+
+
 def test_a_spoken_stream(echo: HttpPipeline) -> None:
     stream = echo.openai().chat.completions.create(
         model="echo",

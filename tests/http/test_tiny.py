@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import numpy
 import openai
 import pydantic
@@ -20,8 +21,11 @@ import pytest
 from openai.types.completion_choice import Logprobs
 
 from omni_actors.client import OmniClient
+from omni_actors.http_server.app import create_app
+from omni_actors.http_server.settings import ServerSettings
+from omni_actors.sharing import Budget
 from tests.support.realtime import spoken_turn
-from tests.support.servers import HttpPipeline, film, picture, sound, tone
+from tests.support.servers import HttpPipeline, film, picture, serving, sound, tone
 
 pytestmark = pytest.mark.e2e
 
@@ -106,6 +110,8 @@ def test_log_probabilities_whole_and_streamed(tiny: HttpPipeline) -> None:
     assert streamed == tokens
     spoken = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}}
     assert len(client.chat.completions.create(**options, **spoken).choices[0].logprobs.content) == 6
+    asked = client.chat.completions.create(**options, extra_body={"prompt_logprobs": 2})
+    assert len(asked.prompt_logprobs) == asked.usage.prompt_tokens, "those of the prompt, in vLLM's form"
 
     response: dict = {"model": MODEL, "input": QUESTION[0]["content"], "max_output_tokens": 6, "top_logprobs": 2}
     response |= {"include": ["message.output_text.logprobs"], "extra_body": {"seed": 3}}
@@ -116,6 +122,8 @@ def test_log_probabilities_whole_and_streamed(tiny: HttpPipeline) -> None:
     text = {"model": MODEL, "prompt": "tide", "max_tokens": 6, "seed": 3, "logprobs": 2}
     choice = client.completions.create(**text).choices[0]
     assert "".join(choice.logprobs.tokens) == choice.text
+    (asked,) = client.completions.create(**text, extra_body={"prompt_logprobs": 0}).choices
+    assert [len(position or {}) for position in asked.prompt_logprobs][:2] == [0, 1]
     assert all(choice.text[place:].startswith(token) for place, token in pairs(choice.logprobs))
     assert all(token in top for top, token in zip(choice.logprobs.top_logprobs, choice.logprobs.tokens, strict=True))
     offsets = []
@@ -127,6 +135,30 @@ def test_log_probabilities_whole_and_streamed(tiny: HttpPipeline) -> None:
         params = {"thinker": {"max_tokens": 6, "logprobs": 2}}
         result = own.generate(QUESTION, seed=3, modalities=["text"], params=params, timeout=120)
     assert [position.token.text for position in result.logprobs] == [entry.token for entry in tokens]
+
+
+@pytest.mark.nightly
+def test_log_probabilities_of_an_answer_are_bounded(tiny: HttpPipeline) -> None:
+    """Those that are kept for a whole answer count as bytes of requests."""
+    bodies = Budget(30_000)
+    settings = ServerSettings(endpoint=tiny.endpoint, bodies_bytes=bodies.limit)
+    included = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
+    sampling = {"model": MODEL, "ignore_eos": True}
+    routes = {
+        "chat/completions": {**sampling, "messages": QUESTION, "logprobs": True, "top_logprobs": 20},
+        "completions": {**sampling, "prompt": "tide", "logprobs": 20},
+        "responses": {"model": MODEL, "input": "tide", **included},
+    }
+    with serving(create_app(settings, bodies=bodies)) as url:
+        for route, body in routes.items():
+            limit = "max_output_tokens" if route == "responses" else "max_tokens"
+            refused, answered = (
+                httpx.post(f"{url}/v1/{route}", json={**body, limit: count}, timeout=60) for count in (150, 3)
+            )
+            assert refused.status_code == 503, route
+            assert refused.json()["error"]["code"] == "overloaded"
+            assert answered.status_code == 200, answered.text
+            assert bodies.used == 0
 
 
 def pairs(logprobs: Logprobs) -> Iterator[tuple[int, str]]:

@@ -33,3 +33,12 @@ def test_a_package_without_bytecode_gets_it_in_the_users_cache(tmp_path: Path):
     first = Path(cached).stat().st_mtime_ns
     assert import_it(tmp_path, "-B") == [kept, prefix, cached]
     assert Path(cached).stat().st_mtime_ns == first, "compiled again"
+
+
+def test_a_package_with_bytecode_is_read_where_it_is(tmp_path: Path):
+    package = tmp_path / "site" / "plain_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("VALUE = 1\n")
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(package)], check=True, timeout=60)
+    assert import_it(tmp_path)[:2] == ["False", "None"]
+    assert not (tmp_path / "cache").exists()
