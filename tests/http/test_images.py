@@ -81,6 +81,15 @@ def test_the_formats_of_files(pictures: HttpPipeline, name: str) -> None:
     assert numpy.abs(difference).mean() < 6
 
 
+@pytest.mark.parametrize("name", ["jpeg", "webp"])
+def test_a_file_that_is_compressed_more_is_smaller(pictures: HttpPipeline, name: str) -> None:
+    sizes = []
+    for quality in (5, 90):
+        options = {"output_format": name, "output_compression": quality, "extra_body": {"seed": 1}}
+        sizes.append(len(pictures.openai().images.generate(prompt="a fox", **options).data[0].b64_json))
+    assert sizes[0] < sizes[1]
+
+
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Which files of tests share a pipeline: one worker runs them, and the pipeline ends with the last of them.
+"""Which files of tests share a pipeline, or engines: one worker runs them, and a pipeline ends with its last file.
 
 One of models takes up to 20 s to start, and each costs time while it is idle: 5 % of a core with an HTTP server.
 """
@@ -28,6 +28,7 @@ PIPELINES = {
 }
 FOLDERS = {ECHO: ("http", "process")}  # of the files that share a pipeline; else MODELS
 MODELS = ("e2e", "http")
+ENGINES = ("e2e/autoregressive/", "e2e/diffusion/")  # folders whose files share engines, which start in their process
 
 
 @functools.cache
@@ -41,14 +42,15 @@ def pipeline_of(file: Path) -> str | None:
 
 
 class ByPipeline(LoadFileScheduling):
-    """Gives all files that share a pipeline to one worker, and what comes last to the last of three workers.
+    """Gives all files that share a pipeline or engines to one worker, and what comes last to the last of three workers.
 
     Models, which come first, keep two cores busy; tests of servers and single modules wait for most of their time.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return pipeline_of(REPOSITORY / file) or file
+        engines = next((folder for folder in ENGINES if f"tests/{folder}" in file), None)
+        return pipeline_of(REPOSITORY / file) or engines or file
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         if len(self.nodes) > 2 and node is self.nodes[-1]:

@@ -24,9 +24,3 @@ def test_a_file_has_the_pixels_of_its_picture(size: tuple[int, int, int]) -> Non
         opened.load()
         assert opened.format == "PNG"
         assert np.array_equal(np.asarray(opened), pixels)
-
-
-@pytest.mark.parametrize("name", ["jpeg", "webp"])
-def test_a_lower_quality_makes_a_smaller_file(name: str) -> None:
-    pixels = picture(64, 64, 3)
-    assert len(encoded_image(pixels, name, 5)) < len(encoded_image(pixels, name, 90))

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 DECODE = CHUNKS
 SAMPLES = 480  # per codec token
 BLOCK = 12  # codec tokens
-LENGTHS = (1, 12, 13, 25, 61, 100)
+LENGTHS = (1, 12, 13, 25, 70)
 # Against the whole decode, of the peak and in decibel; measured 3.1e-3, 2.4e-4 and 0.002 (docs/benchmarks.md).
 PEAK_ERROR, RMS_ERROR, SPECTRAL_DISTANCE = 0.01, 0.001, 0.02
 
@@ -66,7 +66,7 @@ def test_every_length_is_whole_and_close_to_the_whole_decode(engine, whole_engin
         steps = np.abs(np.diff(want))
         for edge in edges:
             assert abs(wave[edge] - wave[edge - 1]) <= steps[max(0, edge - 400) : edge + 400].max() * 1.1, "a click"
-    assert len(speech.heard["r100"]) >= 3
+    assert len(speech.heard["r70"]) >= 3
 
 
 def test_the_waveform_does_not_depend_on_when_tokens_come_or_who_else_speaks(engine):
