@@ -134,6 +134,11 @@ def test_an_urgent_request_is_the_next_to_get_room():
         assert scheduler.running_ids() == {then}
 
 
+def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_room():
+    scheduler = StreamScheduler(budget_bytes=10)
+    assert admitted(scheduler, a=6, large=6, small=2) == {"a"}
+
+
 def test_what_was_admitted_gets_all_its_rows_and_its_place_back():
     scheduler = StreamScheduler(budget_bytes=10)
     request = CountedRequest("a")
