@@ -22,6 +22,7 @@ HELLO = [{"role": "user", "content": "hello, sea"}]
 
 PART = "messages[0].content[0]"
 UNKNOWN_SOUND = {"role": "assistant", "audio": {"id": "audio_unknown"}}
+OLD_CALL = {"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}}
 SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}}
 
 
@@ -46,6 +47,7 @@ ERRORS = [
     ({"extra_body": {"stage_params": {"thinkr": {}}}}, openai.BadRequestError, "stage_params", None),
     ({"extra_query": {"api-version": "1"}}, openai.BadRequestError, "api-version", "unknown_parameter"),
     ({"messages": [*HELLO, UNKNOWN_SOUND, *HELLO]}, openai.BadRequestError, "messages[1].audio.id", None),
+    ({"messages": [*HELLO, OLD_CALL]}, openai.BadRequestError, "messages[1].function_call", None),
     ({"messages": [{"role": "user", "content": ""}]}, openai.BadRequestError, "messages", "invalid_request"),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, openai.BadRequestError, "messages", "prompt_too_long"),
     *(

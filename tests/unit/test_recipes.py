@@ -1,4 +1,4 @@
-"""The recipes of docs/deploying.md are read by what would run them."""
+"""The recipes of docs/deploying.md are read by what would run them, and the code of the first pages fits a page."""
 
 from __future__ import annotations
 
@@ -9,10 +9,44 @@ import subprocess
 import pytest
 
 from omni_actors import config, launch
+from omni_actors.config import PipelineConfig, StageConfig
 from tests.support.paths import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "deploying.md").read_text()
 SECTIONS = dict(re.findall(r"^##+ (.*?)\n(.*?)(?=^##+ |\Z)", PAGE, re.M | re.S))
+GPUS = {  # section -> number of GPUs, GiB of each
+    "One GPU of 80 GB": (1, 74.5),
+    "One GPU of 48 GB": (1, 44.7),
+    "One GPU of 24 GB": (1, 22.3),
+    "Two GPUs of 24 GB": (2, 22.3),
+    "Two GPUs of 80 GB": (2, 74.5),
+    "A cascade of models": (1, 74.5),
+}
+# GiB, from docs/benchmarks.md: weights of the 7B model, and what vLLM's profile found to be needed with them.
+MEASURED = {"thinker": 16.78, "talker": 2.62}
+WORKING = {"thinker": 2.36, "talker": 2.52}
+ENCODERS = 2.6
+SIZES = {  # of the thinker's language model: layers, width, width between, width of the keys, vocabulary
+    "Qwen/Qwen2.5-Omni-7B": (28, 3584, 18944, 512, 152064),
+    "Qwen/Qwen2.5-Omni-3B": (36, 2048, 11008, 256, 151936),
+}
+VOCODER = 4.7  # GiB, of 32 requests
+POSITION_GIB = 56 / 2**20  # of a KV cache, at most
+LEAST_CACHE = 0.8  # GiB
+
+
+def thinker_gib(model: str, quantization: str | None = None) -> float:
+    """Weights of a thinker: the layers' in one byte each with FP8, all others in two."""
+    layers, width, between, keys, vocabulary = SIZES[model]
+    linear = layers * (2 * width**2 + 2 * width * keys + 3 * width * between)
+    return (linear * (1 if quantization else 2) + 4 * vocabulary * width) / 2**30 + ENCODERS
+
+
+def needed_gib(pipeline: PipelineConfig, stage: StageConfig) -> float:
+    """What a stage needs before its cache: weights and working memory. The 3B model's talker is no larger."""
+    thinks = stage.part == "thinker"
+    weights = thinker_gib(pipeline.model, stage.engine.get("quantization")) if thinks else MEASURED[stage.part]
+    return weights + WORKING[stage.part]
 
 
 def commands(section: str) -> list[list[str]]:
@@ -22,11 +56,32 @@ def commands(section: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
-GPUS = ("One GPU of 80 GB", "One GPU of 48 GB", "One GPU of 24 GB", "Two GPUs of 24 GB", "Two GPUs of 80 GB")
+def pipeline_of(section: str) -> PipelineConfig:
+    (words,) = commands(section)
+    assert words[:2] == ["omni-actors", "launch"]
+    options = launch.parser().parse_args(words[2:])
+    return config.load(options.config, launch.overrides(options), devices=GPUS[section][0]).pipeline
+
+
+@pytest.mark.parametrize("section", GPUS)
+def test_the_shares_of_a_recipe_fit_its_gpus(section: str) -> None:
+    pipeline = pipeline_of(section)
+    count, gib = GPUS[section]
+    taken = dict.fromkeys(range(count), 0.0)
+    for stage in pipeline.stages:
+        for index in range(stage.processes):
+            for device in config.replica_devices(stage, index, count):
+                share = stage.engine.get("gpu_memory_utilization")
+                taken[device] += share * gib if share is not None else VOCODER
+                if stage.part in WORKING and stage.model is None:
+                    room = share * gib - needed_gib(pipeline, stage)
+                    longest = stage.engine["max_model_len"] * POSITION_GIB
+                    assert room > max(LEAST_CACHE, longest), f"{stage.name} has no room for a KV cache"
+    assert all(used <= gib for used in taken.values()), taken
 
 
 @pytest.mark.parametrize(
-    "section", [*GPUS, "Slurm", "Kubernetes", "Open WebUI", "Many prompts from a file", "A cascade of models"]
+    "section", ["Slurm", "Kubernetes", "Open WebUI", "Many prompts from a file", "A cascade of models"]
 )
 def test_the_commands_of_a_recipe_parse_and_name_what_is_there(section: str) -> None:
     for words in commands(section):
@@ -34,8 +89,7 @@ def test_the_commands_of_a_recipe_parse_and_name_what_is_there(section: str) -> 
             if word.startswith(("launch/", "deploy/", "examples/")):
                 assert (REPOSITORY / word).exists(), word
         if words[:2] == ["omni-actors", "launch"]:
-            options = launch.parser().parse_args([word for word in words[2:] if word != "&"])
-            config.load(options.config, launch.overrides(options), devices=2 if "Two" in section else 1)
+            launch.parser().parse_args([word for word in words[2:] if word != "&"])
     blocks = re.findall(r"^```bash\n(.*?)^```", SECTIONS[section], re.M | re.S)
     for block in blocks:
         subprocess.run(["bash", "-n"], input=block, text=True, check=True, timeout=20)
