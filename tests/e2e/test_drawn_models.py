@@ -269,6 +269,7 @@ def test_qwen2_5_omni_equals_transformers(draw: str, tmp_path: Path) -> None:
     close(sound, spoken.waveform)
 
 
+@pytest.mark.nightly
 @DRAWS
 def test_qwen3_omni_equals_transformers(draw: str, tmp_path: Path) -> None:
     generator = Random(f"qwen3-omni {draw}")
