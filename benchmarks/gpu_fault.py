@@ -18,7 +18,7 @@ import triton.language as tl
 
 LOOK_SECONDS = 0.02
 FOLDER = "GPU_FAULT_FOLDER"
-MODELS = ()  # a plugin may bring some
+MODELS: dict = {}  # a plugin may bring some
 
 
 @triton.jit
