@@ -295,7 +295,7 @@ class AsyncOmniClient:
             raise InvalidRequest(f"The prompt does not have the documented form: {error}.") from error
         body = Submit(
             prompt=message,
-            modalities=tuple(modalities or self._modalities or (await self.describe()).modalities),
+            modalities=tuple(modalities) if modalities is not None else await self._all_modalities(),
             voice=voice,
             params=to_params(params or {}),
             seed=secrets.randbelow(SEEDS) if seed is None else seed,
@@ -366,6 +366,9 @@ class AsyncOmniClient:
             else:
                 self._resume(request)
         return description
+
+    async def _all_modalities(self) -> tuple[str, ...]:
+        return self._modalities or (await self.describe()).modalities
 
     def _submit(self, request: _Request) -> None:
         request.coordinator = self._coordinator

@@ -23,7 +23,7 @@ from omni_actors.engine.workers.ray import place_workers
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniError, StartupError
 from omni_actors.host.processes import STEADY
 from omni_actors.protocol.messages import FinishReason
-from omni_actors.stage.engine_interface import EngineStatistics, ErrorEvent, FinishedEvent, StageEngine
+from omni_actors.stage.engine_interface import EngineLost, EngineStatistics, ErrorEvent, FinishedEvent, StageEngine
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -116,12 +116,6 @@ class StepFailed(Exception):
     def for_request(self) -> EngineError:
         """The error with which each of its requests ends."""
         return EngineError(f"A step of the model failed: {self}", hint=memory_hint(self.cause))
-
-
-class EngineLost(EngineError):
-    """The device is in an undefined state; only a new process can continue."""
-
-    default_hint = "The stage restarts by itself; see its log for the device error."
 
 
 def make_request(

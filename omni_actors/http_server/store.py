@@ -15,10 +15,12 @@ import io
 import os
 import re
 import secrets
+import shutil
 import sqlite3
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -316,8 +318,9 @@ class Journals:
     """
 
     def __init__(self, folder: str | None, name: str) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="omni-http-") if folder is None else None
-        self._folder = os.path.join(self._temporary.name if self._temporary is not None else str(folder), name)
+        temporary = tempfile.mkdtemp(prefix="omni-http-") if folder is None else None
+        self._removal = weakref.finalize(self, shutil.rmtree, temporary, True) if temporary is not None else None
+        self._folder = os.path.join(temporary or str(folder), name)
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
 
     def begin(self, key: str, data: bytes) -> Journal | None:
@@ -361,8 +364,8 @@ class Journals:
 
     def close(self) -> None:
         """Remove the folder, if only this process has it."""
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        if self._removal is not None:
+            self._removal()
 
 
 def _is_locked(path: str) -> bool:

@@ -612,9 +612,10 @@ class Reregister(Body, tag="reregister", frozen=True):
 
 
 class Fatal(Body, tag="fatal", frozen=True):
-    """Stage -> coordinator: this process is about to end, for the reason in `message`."""
+    """Stage -> coordinator: this process is about to end, for the reason in `message`, which may be its `device`."""
 
     message: Annotated[str, Meta(max_length=16384)]
+    device: bool = False
 
 
 StageToCoordinator = Hello | Loading | Ready | Heartbeat | Snapshot | Fatal

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from omni_actors.config import StageConfig
-from omni_actors.errors import OmniError
+from omni_actors.errors import EngineError, OmniError
 from omni_actors.protocol.fields import HostTensor, Scalar
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import (
@@ -238,6 +238,12 @@ class EngineFacts:
     max_media: Mapping[str, int] = field(default_factory=dict)
     parameters: tuple[Parameter, ...] | None = None
     speech: SpeechAbility | None = None
+
+
+class EngineLost(EngineError):
+    """The device is in an undefined state; only a new process can continue."""
+
+    default_hint = "The stage restarts by itself; see its log for the device error."
 
 
 class StageEngine(ABC):

@@ -24,7 +24,7 @@ from omni_actors.errors import ConfigError, InvalidRequest, OmniError, StartupEr
 from omni_actors.host.processes import die_with_parent
 from omni_actors.host.run_directory import scratch_folder
 from omni_actors.protocol.messages import Fatal, Loading
-from omni_actors.stage.engine_interface import EngineFacts, StageEngine
+from omni_actors.stage.engine_interface import EngineFacts, EngineLost, StageEngine
 from omni_actors.stage.inbound import Stop
 from omni_actors.stage.processors import PROCESSORS, StreamProcessor
 from omni_actors.stage.session import ReplicaSpec, Session
@@ -96,7 +96,7 @@ class StageProcess:
             end = self._live()
         except Exception as error:  # whatever it is, the coordinator gets to know it
             logger.exception("fatal")
-            self._session.tell(Fatal(message=_describe(error)))
+            self._session.tell(Fatal(message=_describe(error), device=isinstance(error, EngineLost)))
         finally:
             self._close(end.reason)
         return 1 if end.failed else 0

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from omni_actors.engine.core import EngineLost, StepFailed, device_is_lost
+from omni_actors.engine.core import StepFailed, device_is_lost
 from omni_actors.engine.encoded_requests import check_feature
 from omni_actors.engine.models import chat, checkpoint_architecture, find_model_spec, load_plugins, registry
 from omni_actors.engine.models.qwen2_5_omni.thinker import Qwen2_5OmniThinkerAdapter
@@ -18,6 +18,7 @@ from omni_actors.engine.sampling import check_prompt_logprobs, make_sampling_par
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.payloads import StageParams
+from omni_actors.stage.engine_interface import EngineLost
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from omni_actors.coordinator.core.replicas import Evidence, LaunchState, Replica
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.fields import ReplicaId
 from omni_actors.protocol.messages import (
+    Fatal,
     Heartbeat,
     KillReplica,
     NodeLeaving,
@@ -36,6 +38,32 @@ def test_a_stuck_replica_is_killed_once_and_restarts() -> None:
     (why,) = losses(ended).values()
     assert why == "no sign of life for 4.0 s; killed by signal 9"
     assert starts(ended) == ["talker/0"]
+
+
+def computing(**options: Any) -> World:
+    """Thinker, talker and code2wav compute on the only GPU."""
+    stages = {name: {"kind": "autoregressive", "devices": [0]} for name in ("thinker", "talker", "code2wav")}
+    return World({**one_host(**stages), **options}).launch(devices=1)
+
+
+def test_a_gpu_that_fails_under_mps_takes_all_that_share_it_along() -> None:
+    """Who computes nothing does not notice, and MPS accepts nobody while one of them is there."""
+    world = computing()
+    world.replica("thinker").requests.add("r1")
+    world.says("code2wav", Fatal("CUDA error: an illegal memory access was encountered", device=True))
+    ended = world.ended("code2wav")
+    assert [kill.process.name for kill in to_node(ended, KillReplica)] == ["thinker/0", "talker/0"]
+    killed = world.ended("thinker", how="killed by signal 9", exit_code=-signal.SIGKILL)
+    assert starts(killed) == ["thinker/0"]
+    (lost,) = [item for item in killed if isinstance(item, ReplicaLost)]
+    assert lost.evidence is Evidence.NONE, "it was no request's doing"
+
+
+@pytest.mark.parametrize(("options", "device"), [({"mps": "off"}, True), ({}, False)])
+def test_a_stage_that_fails_alone_takes_nobody_along(options: dict, device: bool) -> None:
+    world = computing(**options)
+    world.says("code2wav", Fatal("It broke.", device=device))
+    assert to_node(world.ended("code2wav"), KillReplica) == []
 
 
 def test_a_replica_behind_a_silent_link_is_not_killed_at_once() -> None:

@@ -195,7 +195,8 @@ def test_a_resend_of_another_attempt_is_not_for_this_one() -> None:
     assert stage.held()["requests"] == 1
 
 
-def test_a_receiver_that_is_lost_while_it_gets_all_again_begins_once_more() -> None:
+def test_a_receiver_that_is_lost_while_it_gets_all_again_begins_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor_module, "RESENT_MESSAGES", 64)
     stage = started()
     stage.do(*[row(index) for index in range(100)])
     resend(stage)

@@ -512,8 +512,8 @@ class Fleet:
                 return [Measured(replica, body)]
             case Loading(phase=phase):
                 replica.phase = phase
-            case Fatal(message=message):
-                replica.last_words = message
+            case Fatal(message=message, device=device):
+                replica.last_words, replica.device_failed = message, device
             case Ready():
                 return self._on_ready(replica, body, now)
             case Hello():  # not of a registered process
@@ -623,6 +623,8 @@ class Fleet:
         done += self.lose(replica, cause, restart, Evidence.NONE if asked else evidence)
         if replica.leaving:
             done += self.forget(replica)
+        if replica.device_failed:
+            done += self._kill_beside(replica, now)
         if not self.launch.wanted or replica.leaving:
             return done
         text, culprit = explain_end(replica, f"died ({cause})", log), self.launch.culprit
@@ -637,6 +639,22 @@ class Fleet:
         else:
             done.append(Announce(f"degraded: {text}"))
         return done + (self.restart_due(now) if self.launch.wanted else [])
+
+    def _kill_beside(self, failed: Replica, now: float) -> Instructions:
+        """Kill what shares the GPU of a replica that has failed with it, under MPS.
+
+        The driver has ended the contexts of all of them. Who computes nothing does not notice, and for as long as one
+        of them is there, MPS lets nobody compute (CUDA error 807).
+        """
+        shared = placement.shared_devices(self.pipeline, failed.node, self.nodes[failed.node].devices)
+        names = {name for there in shared.values() if (failed.stage, failed.index) in there for name in there}
+        done: Instructions = []
+        for replica in self.replicas.on(failed.node) if self.pipeline.mps == "auto" else ():
+            if (replica.stage, replica.index) in names and replica.registered and not replica.orders.killed:
+                replica.orders.restart = True  # which is no request's doing
+                done.append(Log(ERROR, f"killing {replica.name}: its GPU failed under {failed.name}", replica.name))
+                done += self.kill(replica, f"its GPU failed under {failed.name}", now)
+        return done
 
     def lose(self, replica: Replica, why: str, restart: bool, evidence: Evidence = Evidence.NONE) -> Instructions:
         """End a registration: what the replica held runs again or fails."""

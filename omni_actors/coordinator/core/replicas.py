@@ -238,6 +238,7 @@ class Replica:
     stopping: bool = False  # this registration was asked to end
     left_with_node: bool = False  # it is dead because its node is away
     last_words: str = ""  # why it ends, in its own words
+    device_failed: bool = False  # it ends because its GPU or one of its workers failed
 
     @property
     def replica_id(self) -> ReplicaId:

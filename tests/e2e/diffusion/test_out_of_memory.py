@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from omni_actors.engine.core import EngineLost
 from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.stage.engine_interface import StageInputs, StageRequest
+from omni_actors.stage.engine_interface import EngineLost, StageInputs, StageRequest
 from tests.support.code2wav import CHUNKS, assert_out_of_memory, difference, out_of_memory
 from tests.support.speech import Spec, Speech
 
