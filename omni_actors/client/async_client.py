@@ -153,10 +153,7 @@ def _counted(seed: int | None, choice: int) -> int | None:
 
 @dataclass
 class _Request:
-    """A request until its end, with all that it takes to submit it once more to another coordinator.
-
-    `coordinator` is the one that has it, "" until that is known.
-    """
+    """A request until its end, with all that it takes to submit it once more. `coordinator` has it, "" for unknown."""
 
     stream: RequestStream
     body: Submit
@@ -295,7 +292,7 @@ class AsyncOmniClient:
             raise InvalidRequest(f"The prompt does not have the documented form: {error}.") from error
         body = Submit(
             prompt=message,
-            modalities=tuple(modalities) if modalities is not None else await self._all_modalities(),
+            modalities=tuple(modalities if modalities is not None else await self._all_modalities()),
             voice=voice,
             params=to_params(params or {}),
             seed=secrets.randbelow(SEEDS) if seed is None else seed,

@@ -74,7 +74,8 @@ PipelineParams = Mapping[str, OneStageParams] | Sequence[OneStageParams]
 
 _SUBMIT = typing.get_type_hints(Submit, include_extras=True)
 _PER_PROMPT: dict[str, Any] = {
-    **{name: _SUBMIT[name] for name in ("voice", "seed", "priority", "traceparent")},
+    **{name: _SUBMIT[name] for name in ("voice", "priority", "traceparent")},
+    "seed": _SUBMIT["seed"] | None,
     "modalities": _SUBMIT["modalities"] | None,
     "timeout": float | None,
     "request_id": str | None,

@@ -340,7 +340,8 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
         heartbeat_interval: seconds between two heartbeats of a replica.
         heartbeat_timeout: seconds of silence after which a ready replica is killed; at least twice the interval.
         restart_window: seconds over which the restarts of a replica, or of the coordinator, are counted.
-        restarts: how often a lost coordinator is restarted within that time.
+        restarts: how often within that time a coordinator is started again that is lost within two seconds of its
+            start.
         reconnect_timeout: seconds for which stages and nodes keep their models and wait for a lost coordinator.
         retain_bytes: bytes of admitted requests kept, all together, so that they can run again; one that does not fit
             fails when a replica that holds it is lost.

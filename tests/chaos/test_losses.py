@@ -66,6 +66,19 @@ def await_runs(launcher: EchoLauncher, stage: str, runs: int) -> None:
 # -- stuck ------------------------------------------------------------------------------------------------------------
 
 
+async def test_all_stages_that_die_at_once_lose_nothing(launch):
+    launcher = launch(disturbed_chain(0.005)).wait_ready()
+    async with connected(launcher.endpoint) as (client, losses):
+        asked = [asyncio.create_task(ask_and_check(client, "abcdefghij" * 20)) for _ in range(16)]
+        await until_in_flight(client, 16)
+        for name, status in (await replicas(client)).items():
+            losses.hit(status.pid, name, signal.SIGKILL)
+        await asyncio.gather(*asked)
+        await losses.finish()
+        assert losses.recovered == len(STAGES)
+    launcher.wait_idle()
+
+
 async def test_a_stopped_process_is_killed_and_started_again(launch):
     data = disturbed_chain()
     data["coordinator"]["heartbeat_timeout"] = 3.0
