@@ -59,6 +59,7 @@ from omni_actors.stage.outbound import Outgoing, chunk_of, divide, result_of
 from omni_actors.stage.processors import Action, Extend, InputPiece, Skip, Start, StreamProcessor, start_of
 from omni_actors.stage.resend_buffer import Receiver, ResendBuffer, stage_of
 from omni_actors.transitions import advance
+from omni_actors.transport.link import wire_size
 
 logger = get_logger(__name__)
 
@@ -189,7 +190,7 @@ class EarlyChunks:
 
 
 def _size(envelope: Envelope[IntoStage]) -> int:
-    return MESSAGE_BYTES + sum(memoryview(buffer).nbytes for buffer in envelope.buffers)
+    return MESSAGE_BYTES + wire_size(envelope.buffers)
 
 
 def _is_passing(body: Body) -> bool:
@@ -450,7 +451,7 @@ class StageActor:
             attempt.input_order.take(header.stage, header.seq, chunk.final)
         except ProtocolError as error:
             return self._fail(header.request_id, error)
-        size = len(chunk.token_ids) + sum(memoryview(buffer).nbytes for buffer in envelope.buffers)
+        size = len(chunk.token_ids) + wire_size(envelope.buffers)
         self._meter.received(attempt.timings, source.name, chunk.sent, size)
         return self._apply(attempt, lambda: processor.feed(header.stage, InputPiece.of(chunk, envelope)))
 
@@ -504,7 +505,7 @@ class StageActor:
         moment = self._meter.output(attempt.timings, event, self._stage.outputs)
         result, stream, length = divide(event, self._stage.outputs, attempt.streamed, sends_text=self._sends_text)
         messages = self._result(attempt, *result_of(result, moment)) if result is not None else []
-        if stream is not None:
+        if stream is not None and attempt.live:
             attempt.streamed += length
             messages += self._stream(attempt, stream, moment)
         return messages
@@ -544,6 +545,8 @@ class StageActor:
         )
         self._meter.done(attempt.timings, event.input_tokens, event.output_tokens)
         messages += self._result(attempt, StageDone(usage=usage, timeline=attempt.timings))
+        if not attempt.live:  # it failed: the results could not be kept for the next coordinator
+            return messages
         attempt.processor = None
         attempt.request = dataclasses.replace(attempt.request, information={})  # may be large; its output is kept on
         self._advance(attempt, AttemptEvent.FINISHED)
@@ -571,9 +574,12 @@ class StageActor:
     def _result(self, attempt: Attempt, body: Body, buffers: Sequence[Frame] = ()) -> list[Outgoing]:
         """Keep a result, and send it to the coordinator if that has all results before it."""
         results = attempt.results
+        (coordinator,) = results.receivers.values()
         if results.intact and not _is_passing(body) and not results.keep(body, buffers):
             self._unretained += 1
-        (coordinator,) = results.receivers.values()
+            if coordinator.resend_from is not None:
+                text = "The coordinator does not have all results yet, and this stage cannot keep more of them."
+                return self._fail(attempt.request_id, StageLost(text, stage=self._stage.name))
         if coordinator.unreachable or (coordinator.behind and not isinstance(body, Failed)):  # that ends it all
             return []
         return [self._send_to(attempt, coordinator, body, buffers)]
@@ -622,7 +628,7 @@ class StageActor:
                 if not isinstance(body, StageDone):
                     body = msgspec.structs.replace(body, sent=self._meter.clock())  # made earlier, but sent now
                 messages.append(self._send_to(attempt, receiver, body, buffers))
-                size += sum(memoryview(buffer).nbytes for buffer in buffers)
+                size += wire_size(buffers)
             if receiver.resend_from is None:
                 self._resending.popleft()
         return messages

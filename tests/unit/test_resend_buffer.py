@@ -303,6 +303,18 @@ def test_a_request_that_fails_while_its_results_are_fetched_says_so(monkeypatch:
     assert not stage.actor.runnable() or stage.actor.step() == []
 
 
+def test_results_that_cannot_be_kept_while_they_are_fetched_leave_no_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor_module, "RESENT_MESSAGES", 1)
+    stage = started(stage=msgspec.structs.replace(pipeline().stage("thinker"), retain_bytes=3 * ENTRY_BYTES))
+    stage.do(text(0), text(1), text(2))
+    stage.actor.detach()
+    fetch(stage, 0)
+    sent = stage.do(text(3))
+    assert results(sent) == [(0, "a")]
+    assert sent[-1].body.code is ErrorCode.STAGE_LOST
+    assert results(stage.do(text(4))) == []
+
+
 def test_a_request_whose_results_were_too_much_to_keep_is_not_held() -> None:
     stage = started(stage=msgspec.structs.replace(pipeline().stage("thinker"), retain_bytes=ENTRY_BYTES))
     stage.do(text(0), text(1))

@@ -61,10 +61,6 @@ class StageGraph:
         """The stages before `stage` that go on and have to send it their output from the start."""
         return [source for source in self.sources[stage] if source not in again]
 
-    def feeds(self, stage: str, stages: Collection[str]) -> bool:
-        """Whether other stages of a request take the output of this one."""
-        return any(after in stages for after in self.downstream[stage])
-
 
 CONVERSATIONS = 65_536  # turns of which the replica is remembered, the latest ones
 ABOVE_MEAN = 1.25  # times the mean of requests, and one more: up to there a replica gets the turns of its conversations
