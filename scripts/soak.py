@@ -20,8 +20,6 @@ With `--any-process` every request is to complete, however long it takes, equal 
 comes over HTTP, some of those with a sound; a broken connection or a refusal that says so is tried again, as clients of
 OpenAI do. Every 2 to 10 s any process of the pipeline but its launcher gets SIGKILL or, one time in four, SIGSTOP:
 stages, the coordinator, HTTP processes, decoders, the fork server. `--minutes` spreads the requests over that time.
-Exceptions are counted apart and must have their cause: a typed error after the coordinator was hit
-(`COORDINATOR_KEEPS_REQUESTS`), and a sound whose decoder was stopped.
 """
 
 from __future__ import annotations
@@ -66,9 +64,6 @@ ENOUGH_SECONDS = 120.0  # until the deadline of the requests that should complet
 FEWEST_READINGS = 4  # of a process that can be judged
 APART = (2.0, 10.0)  # seconds between two losses of any process
 STOPPED = 0.25  # of those losses that are a SIGSTOP
-COORDINATOR_KEEPS_REQUESTS = True  # else those that it held may end with one of `LOST`
-LOST = ("stage_lost", "timeout", "stage_unavailable")
-BACK_SECONDS = 60.0  # within which there is another coordinator, even if that one is stopped while it starts
 HTTP_SHARE = 0.1  # of the requests
 HTTP_TRIES = 8  # 1, 2, 4 s ... apart
 SOUND = base64.b64encode(sound(0.2)).decode()
@@ -105,7 +100,6 @@ class Losses:
     def __init__(self, launcher: EchoLauncher, chance: random.Random) -> None:
         self._launcher = psutil.Process(launcher.process.pid)
         self._chance = chance
-        self._coordinator_hit: list[float] = []
         self.counts: collections.Counter[str] = collections.Counter()
 
     def hit(self) -> None:
@@ -116,13 +110,6 @@ class Losses:
             title = kind_of(process)
             process.send_signal(number)
             self.counts[f"{title} {number.name}"] += 1
-            if "coordinator" in title:
-                self._coordinator_hit.append(time.monotonic())
-
-    def excuse(self, error: OmniError, began: float) -> bool:
-        """Whether a request that began then may have ended so, as the coordinator was hit."""
-        hit = any(began - BACK_SECONDS < moment for moment in self._coordinator_hit)
-        return hit and not COORDINATOR_KEEPS_REQUESTS and error.code.value in LOST and error.retryable
 
     async def go_on(self) -> None:
         """Hit one process after the other until cancelled."""
@@ -163,14 +150,13 @@ class Load:
         return [name for name, there in parts.items() if there] == [name for name in parts if name in modalities]
 
 
-async def one(client: AsyncOmniClient, chance: random.Random, ends: Ends, load: Load, losses: Losses | None) -> None:
-    """Run a request that completes or, without `losses` of any process, is aborted on its way or has little time."""
+async def one(client: AsyncOmniClient, chance: random.Random, ends: Ends, load: Load, *, whole: bool) -> None:
+    """Run a request that completes or, unless it must be `whole`, is aborted on its way or has little time."""
     text = "".join(chance.choices(LETTERS, k=chance.randrange(1, 40)))
-    kind = "whole" if losses else chance.choice(("whole", "whole", "abort", "deadline"))
+    kind = "whole" if whole else chance.choice(("whole", "whole", "abort", "deadline"))
     timeout = chance.uniform(0.001, 0.3) if kind == "deadline" else ENOUGH_SECONDS
     modalities = chance.choice((["text"], ["audio"], ["text", "audio"]))
     expected = {"abort": Aborted, "deadline": DeadlineExceeded}.get(kind, ())
-    began = time.monotonic()
     try:
         stream = await client.submit(text, modalities=modalities, params=load.params(chance), timeout=timeout)
         if kind == "abort":
@@ -182,17 +168,14 @@ async def one(client: AsyncOmniClient, chance: random.Random, ends: Ends, load: 
     except TimeoutError:
         ends["no end"] += 1
     except OmniError as error:
-        if losses and losses.excuse(error, began):
-            ends["lost with the coordinator"] += 1
-        else:
-            ends[error.code.value if isinstance(error, expected) else f"unexpected {error.code.value}"] += 1
+        ends[error.code.value if isinstance(error, expected) else f"unexpected {error.code.value}"] += 1
 
 
 async def one_over_http(client: httpx.AsyncClient, chance: random.Random, ends: Ends) -> None:
     """Ask for a text over HTTP, half of the time with a sound beside it, until it is answered."""
     text = "".join(chance.choices(LETTERS, k=chance.randrange(1, 40)))
     content: list[dict] = [{"type": "text", "text": text}]
-    if heard := chance.random() < 0.5:
+    if chance.random() < 0.5:
         content.append({"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}})
     body = {"model": "echo", "messages": [{"role": "user", "content": content}]}
     said = "connection"
@@ -207,8 +190,7 @@ async def one_over_http(client: httpx.AsyncClient, chance: random.Random, ends: 
             if answer.status_code < 429:
                 break
         await asyncio.sleep(2**attempt * chance.uniform(0.5, 1))
-    stopped = heard and said == "media_too_large"  # after a minute
-    ends["sound whose decoder was stopped" if stopped else f"unexpected {said}"] += 1
+    ends[f"unexpected {said}"] += 1
 
 
 class Soak:
@@ -258,7 +240,7 @@ class Soak:
                 if self.losses and chance.random() < HTTP_SHARE:
                     await one_over_http(web, chance, ends)
                 else:
-                    await one(client, chance, ends, self._load, self.losses)
+                    await one(client, chance, ends, self._load, whole=self.losses is not None)
 
         async def pause() -> None:
             while slow:

@@ -49,6 +49,7 @@ from omni_actors.sharing import Budget
 THREADS: Final = 2
 DECODE_SECONDS: Final = 60.0  # for all media of a request
 START_SECONDS: Final = 60.0
+RESUME_SECONDS: Final = 5.0  # after which a decoder that somebody stopped is resumed
 MEMORY_BYTES: Final = 1 << 30  # that decoding may take, above what the libraries take
 TRIM_BYTES: Final = 16 << 20  # decoded for a request, after which the allocator gives back what it holds in reserve
 HEAD_BYTES: Final = 1 << 20
@@ -135,13 +136,21 @@ def _fill(stream: Any, into: Any) -> Any:
 
 @contextlib.contextmanager
 def _killed_after(process: subprocess.Popen[bytes], seconds: float) -> Iterator[None]:
-    timer = threading.Timer(seconds, process.kill)
-    timer.daemon = True
-    timer.start()
+    """Kill a process that takes longer. One that was stopped from outside is told to go on."""
+    over, deadline = threading.Event(), time.monotonic() + seconds
+
+    def watch() -> None:
+        while not over.wait(min(RESUME_SECONDS, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                process.kill()
+                break
+            process.send_signal(signal.SIGCONT)
+
+    threading.Thread(target=watch, name="media-deadline", daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        over.set()
 
 
 def _end(process: subprocess.Popen[bytes]) -> str:

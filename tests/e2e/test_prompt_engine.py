@@ -32,6 +32,7 @@ from omni_actors.errors import (
     PromptTooLong,
     UnknownModality,
 )
+from omni_actors.media import decoders
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.fields import DType, HostTensor, TensorRef, pack_token_ids
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
@@ -456,8 +457,9 @@ def next_end(engine):
 
 
 @pytest.fixture
-def stopped(media_engine):
+def stopped(media_engine, monkeypatch):
     """The decoder that the next media come to, stopped, as if it were busy with a file for ever."""
+    monkeypatch.setattr(decoders, "RESUME_SECONDS", 600.0)
     start_with_sound(media_engine, "first")
     assert next_end(media_engine) == "first"
     assert not media_engine.busy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import signal
@@ -15,11 +14,22 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import soundfile
 from PIL import Image
 
 from omni_actors.errors import Aborted, MalformedMedia
+from omni_actors.media import decoders
 from omni_actors.media.decoders import DecoderThreads, MediaDecoder, Reply
-from omni_actors.media.limits import AUDIO_ARRAY, IMAGE_FILE, UNKNOWN_FILE, VIDEO_FILE, Item, MediaLimits, MediaTooLarge
+from omni_actors.media.limits import (
+    AUDIO_ARRAY,
+    AUDIO_FILE,
+    IMAGE_FILE,
+    UNKNOWN_FILE,
+    VIDEO_FILE,
+    Item,
+    MediaLimits,
+    MediaTooLarge,
+)
 from tests.support.waiting import until
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
@@ -89,37 +99,46 @@ def test_a_request_whose_media_exceed_the_limit_together_is_refused_before_any_i
     assert threads.pids == [pid], "a refusal costs no decoder"
 
 
-def dies_of(threads: DecoderThreads, number: signal.Signals) -> MediaDecoder:
-    """Work whose decoder dies of a signal."""
+def stopped_with_work(threads: DecoderThreads) -> tuple[psutil.Process, MediaDecoder]:
+    """A decoder that is stopped before it reads its work, and that work."""
     process = psutil.Process(threads.pids[0])
-    process.suspend()  # as if a file kept it busy
-    failing = threads.submit(lambda decoder: decoder.decode([BOMB], MediaLimits()))
-    until(lambda: failing.process, 60, "the decoder is taken")
-    process.send_signal(number)
-    with contextlib.suppress(psutil.NoSuchProcess):  # SIGKILL ends it as it is
-        process.resume()
-    return failing
+    process.suspend()
+    stopped = threads.submit(lambda decoder: decoder.decode([BOMB], MediaLimits()))
+    until(lambda: stopped.process, 60, "the decoder is taken")
+    return process, stopped
 
 
 def test_one_that_is_killed_from_outside_costs_nothing(threads: DecoderThreads) -> None:
-    (decoded,) = dies_of(threads, signal.SIGKILL).future.result(60)
+    process, stopped = stopped_with_work(threads)
+    process.kill()
+    (decoded,) = stopped.future.result(60)
     assert decoded.shape == (3000, 4000, 3)
 
 
+def test_one_that_is_stopped_from_outside_goes_on(threads: DecoderThreads) -> None:
+    process, stopped = stopped_with_work(threads)
+    (decoded,) = stopped.future.result(60)
+    assert decoded.shape == (3000, 4000, 3)
+    assert threads.pids == [process.pid]
+
+
 def test_one_that_crashes_is_replaced_and_the_medium_is_named(threads: DecoderThreads) -> None:
-    failing = dies_of(threads, signal.SIGSEGV)
+    process, stopped = stopped_with_work(threads)
+    process.send_signal(signal.SIGSEGV)
+    process.resume()
     with pytest.raises(MalformedMedia, match=r"the bomb cannot be read: .*killed by signal 11"):
-        failing.future.result(60)
+        stopped.future.result(60)
 
 
-def test_one_that_hangs_is_ended_at_its_deadline() -> None:
-    threads = DecoderThreads(count=1, seconds=5.0)
+def test_one_that_comes_to_no_end_is_ended_at_its_deadline() -> None:
+    sink = io.BytesIO()
+    soundfile.write(sink, np.zeros(299 * 192_000, np.int16), 192_000, format="FLAC")  # a second or two of work
+    threads = DecoderThreads(count=1, seconds=0.5)
     try:
         assert works(threads)
         process = psutil.Process(threads.pids[0])
-        process.suspend()
-        with pytest.raises(MediaTooLarge, match=r"the bomb was not decoded within 5 s"):
-            decode(threads, BOMB)
+        with pytest.raises(MediaTooLarge, match=r"the sound was not decoded within 0.5 s"):
+            decode(threads, item(AUDIO_FILE, sink.getvalue(), "the sound", 16_000))
         assert not process.is_running()
         assert works(threads)
     finally:
@@ -180,7 +199,8 @@ def test_it_needs_no_large_pipes_and_ends_with_the_process_that_it_works_for() -
     until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, what="the decoder has ended")
 
 
-def test_work_that_is_given_up_frees_its_thread() -> None:
+def test_work_that_is_given_up_frees_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "RESUME_SECONDS", 600.0)
     threads = DecoderThreads(count=1)
     try:
         assert works(threads)
