@@ -66,11 +66,18 @@ def parser(*, checks: bool = False) -> argparse.ArgumentParser:
         epilog="Values: command line > environment (OMNI_ACTORS_*) > SLURM > YAML > default; --check shows the source "
         "of each.",
     )
+
+    def starting(text: str) -> str:
+        """Help that `check` does not show: it takes the flag, and looks at nothing that it stands for."""
+        return argparse.SUPPRESS if checks else text
+
     parser.add_argument(
         "config", help=f"the pipeline's YAML, or one that comes with the package: {', '.join(shipped())}"
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("--check", action="store_true", help="print the effective configuration and start nothing")
+    parser.add_argument(
+        "--check", action="store_true", help=starting("print the effective configuration and start nothing")
+    )
     parser.add_argument(
         "--gpus", type=flags.count, metavar="N", help="check for a host with N GPUs (default: this one's)"
     )
@@ -86,29 +93,43 @@ def parser(*, checks: bool = False) -> argparse.ArgumentParser:
         if variable.flag:
             group = nodes if variable.config_key.startswith("cluster.") else parser
             group.add_argument(variable.flag, help=variable.help)
-    nodes.add_argument("--headless", action="store_true", help="run stages only: no HTTP server, no prompt")
+    nodes.add_argument("--headless", action="store_true", help=starting("run stages only: no HTTP server, no prompt"))
     http = parser.add_argument_group("HTTP", "The key that requests must carry is in OMNI_ACTORS_API_KEY.")
     http.add_argument("--http", metavar="HOST:PORT", help="serve the OpenAI API and a web page here")
-    add_flags(http)
-    parser.add_argument("--metrics", metavar="HOST:PORT", help="serve Prometheus metrics here, without the HTTP server")
-    parser.add_argument("--metrics-insecure", action="store_true", help="let --metrics listen off loopback")
+    add_flags(parser, http)
+    parser.add_argument(
+        "--metrics", metavar="HOST:PORT", help=starting("serve Prometheus metrics here, without the HTTP server")
+    )
+    parser.add_argument("--metrics-insecure", action="store_true", help=starting("let --metrics listen off loopback"))
     request = parser.add_argument_group("one request")
-    request.add_argument("--prompt", type=flags.text, help="answer this and exit")
+    request.add_argument("--prompt", type=flags.text, help=starting("answer this and exit"))
     request.add_argument(
-        "--audio", type=flags.path, action="append", default=[], metavar="FILE", help="audio to go with the prompt"
+        "--audio",
+        type=flags.path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=starting("audio to go with the prompt"),
     )
     request.add_argument(
-        "--image", type=flags.path, action="append", default=[], metavar="FILE", help="image to go with the prompt"
+        "--image",
+        type=flags.path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=starting("image to go with the prompt"),
     )
-    request.add_argument("--save-audio", type=flags.path, metavar="WAV", help="write the spoken answer here")
+    request.add_argument("--save-audio", type=flags.path, metavar="WAV", help=starting("write the spoken answer here"))
     request.add_argument(
-        "--save-image", type=flags.path, metavar="FILE", help="write the picture here: .png, .jpg or .webp"
+        "--save-image", type=flags.path, metavar="FILE", help=starting("write the picture here: .png, .jpg or .webp")
     )
-    request.add_argument("--modalities", type=flags.line, help="comma-separated outputs (default: all that are needed)")
-    request.add_argument("--voice", type=flags.line, help="speaker")
-    request.add_argument("--seed", type=flags.seed, help="seed of sampling and of the vocoder's noise")
     request.add_argument(
-        "--timeout", type=flags.seconds, help="seconds for the answer (default: coordinator.default_timeout)"
+        "--modalities", type=flags.line, help=starting("comma-separated outputs (default: all that are needed)")
+    )
+    request.add_argument("--voice", type=flags.line, help=starting("speaker"))
+    request.add_argument("--seed", type=flags.seed, help=starting("seed of sampling and of the vocoder's noise"))
+    request.add_argument(
+        "--timeout", type=flags.seconds, help=starting("seconds for the answer (default: coordinator.default_timeout)")
     )
     return parser
 

@@ -16,4 +16,10 @@ prompt=${1:-"Say: The children found a small boat near the river."}
 scripts/setup.sh --venv "$venv" --without-tests
 export HF_HUB_OFFLINE=1
 "$venv/bin/python" -m omni_actors.launch stage_configs/tiny_speaker.yaml --prompt "$prompt" --save-audio answer.wav
-echo "quickstart: the answer is in answer.wav; to talk to it in a browser: $venv/bin/omni-actors launch stage_configs/tiny_speaker.yaml --http 127.0.0.1:8000"
+played=
+for player in afplay aplay; do # macOS, Linux
+    if [[ -z $played ]] && command -v "$player" > /dev/null && "$player" answer.wav > /dev/null 2>&1; then
+        played=" and was played"
+    fi
+done
+echo "quickstart: the answer is in $PWD/answer.wav$played; to talk to it in a browser: $venv/bin/omni-actors launch stage_configs/tiny_speaker.yaml --http 127.0.0.1:8000"

@@ -13,7 +13,7 @@ SUBCOMMANDS = {
     "launch": ("omni_actors.launch", "start a pipeline and serve it, or answer one prompt"),
     "check": ("omni_actors.launch", "print the effective configuration of a pipeline and start nothing"),
     "chat": ("omni_actors.cli.chat", "talk to a running pipeline in the terminal"),
-    "say": ("omni_actors.cli.say", "have a running pipeline of a speech model speak a text"),
+    "say": ("omni_actors.cli.say", "have a running pipeline speak a text"),
     "ctl": ("omni_actors.cli.ctl", "inspect a running pipeline; drain, restart or stop its stages"),
     "top": ("omni_actors.cli.top", "watch a running pipeline in the terminal"),
     "trace": ("omni_actors.cli.trace", "show where a request's time went"),

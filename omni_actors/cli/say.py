@@ -1,12 +1,13 @@
 """Has a running pipeline speak a text: `omni-actors say TEXT --save WAV [ENDPOINT]`.
 
-It needs a speech model, which speaks the text that it is given; ask an omni model with `omni-actors chat --voice NAME`.
+A speech model speaks the text that it is given. An omni model is asked to repeat it, which it nearly always does.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -14,9 +15,10 @@ from numpy.typing import NDArray
 from omni_actors import flags
 from omni_actors.cli.connection import add_connection, connection, run
 from omni_actors.client import Audio, OmniClient, spoken
-from omni_actors.client.prompts import speech_ability
+from omni_actors.client.prompts import read_aloud, speech_ability
 from omni_actors.errors import InvalidRequest
 from omni_actors.launcher.one_request import save
+from omni_actors.protocol.messages import Description
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,24 +45,30 @@ def parser() -> argparse.ArgumentParser:
 
 
 def say_text(options: argparse.Namespace) -> None:
-    """Write the sound of a text to a file. Raises `InvalidRequest` if the pipeline does not speak what it is given."""
+    """Write the sound of a text to a file. Raises `InvalidRequest` for what the pipeline does not take."""
     pipeline = connection(options)
     pieces: list[NDArray[numpy.float32]] = []
     rate = 0
     with OmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
-        if speech_ability(client.describe()) is None:
-            raise InvalidRequest(
-                "This pipeline answers; it does not speak what it is given.", hint="Use omni-actors chat."
-            )
-        prompt = spoken(
-            options.text,
-            language=options.language,
-            instructions=options.instructions,
-            clip=options.clip,
-            transcript=options.transcript,
+        prompt, modalities = _prompt(options, client.describe())
+        stream = client.submit(
+            prompt, modalities=modalities, voice=options.voice, seed=options.seed, timeout=options.timeout
         )
-        for item in client.submit(prompt, voice=options.voice, seed=options.seed, timeout=options.timeout):
+        for item in stream:
             if isinstance(item, Audio):
                 pieces.append(item.samples)
                 rate = item.sample_rate
     save(options.save.expanduser(), pieces, rate)
+
+
+def _prompt(options: argparse.Namespace, description: Description) -> tuple[dict[str, Any] | str, list[str]]:
+    """What to submit for the text, and the modalities to ask for."""
+    if speech_ability(description) is not None:
+        given = {name: getattr(options, name) for name in ("language", "instructions", "clip", "transcript")}
+        return spoken(options.text, **given), ["audio"]
+    if "audio" not in description.outputs:
+        raise InvalidRequest("This pipeline does not speak.", hint="Its answers: omni-actors chat.")
+    for name in ("language", "clip", "transcript"):
+        if getattr(options, name) is not None:
+            raise InvalidRequest(f"--{name} is for speech models; this pipeline's model answers.", field=name)
+    return read_aloud(options.text, options.instructions), ["text", "audio"]

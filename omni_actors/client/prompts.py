@@ -457,6 +457,15 @@ def spoken(
     return {"messages": [{"role": "user", "content": text}], ADDITIONAL_INFORMATION: given}
 
 
+def read_aloud(text: str, instructions: str | None = None) -> str:
+    """Ask a model that answers to speak a text: it repeats the text as its answer, nearly always word for word."""
+    style = f" Speak like this: {instructions}." if instructions else ""
+    return (
+        "Read the text between the marks aloud, word for word, in its own language. "
+        f"Say nothing else: no greeting, no comment, no translation.{style}\n\n<<<\n{text}\n>>>"
+    )
+
+
 def speech_ability(description: Description) -> SpeechAbility | None:
     """What a pipeline can do if it speaks the text that it is given; `None` if it answers.
 

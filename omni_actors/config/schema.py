@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import inspect
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
@@ -524,3 +526,13 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
             self, coordinator=coordinator, cluster=cluster, mps="auto", tool_chat_template=template
         )
         return hashlib.sha256(msgspec.json.encode(shared, order="deterministic")).hexdigest()[:16]
+
+
+FIELD = re.compile(r"^    (\w+): ", re.MULTILINE)
+
+
+def meanings(struct: type[Struct]) -> dict[str, str]:
+    """Map each field of a struct to its text in `Args:` of the docstring."""
+    _, _, text = inspect.cleandoc(struct.__doc__ or "").partition("Args:\n")
+    parts = FIELD.split(text)[1:]
+    return {name: " ".join(words.split()) for name, words in zip(parts[::2], parts[1::2], strict=True)}

@@ -267,7 +267,7 @@ class Coordinator:
     async def _drain(self) -> None:
         """Admit nothing, and let requests in flight finish until the drain timeout."""
         self._requests.refuse_new()
-        if self.fleet.launch.serving:
+        if self.fleet.launch.serving and not self._idle.is_set():
             say(f"no request is taken any more; {self._requests.in_flight} are in flight")
             await at_most(self._pipeline.coordinator.drain_timeout, self._idle.wait())
 

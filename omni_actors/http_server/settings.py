@@ -19,6 +19,7 @@ from omni_actors import envs, flags
 from omni_actors.config import HttpConfig
 from omni_actors.config.checks import check_http_sizes
 from omni_actors.config.loading import explain
+from omni_actors.config.schema import meanings
 from omni_actors.errors import ConfigError
 from omni_actors.host.addresses import is_loopback
 from omni_actors.host.run_directory import check_folder_can_be_made, check_own_folder, check_readable, expanded
@@ -36,7 +37,7 @@ REPEATED: dict[str, tuple[str, Callable[[str], Any], str, str]] = {  # key: flag
         "name of the model for HTTP clients (default: the pipeline's)",
     ),
     "voice_aliases": ("--voice-alias", lambda text: _alias(text), "NAME=VOICE", "another name for a voice"),
-    "cors_origins": ("--http-cors-origin", str, "ORIGIN", "`http.cors_origins` of the YAML"),
+    "cors_origins": ("--http-cors-origin", str, "ORIGIN", "origin whose web pages may use the server, or *"),
 }
 SPEC_FLAG = "--spec"  # the launcher starts the process with this and an `HttpServerSpec` instead of the other flags
 
@@ -82,28 +83,37 @@ class HttpServerSpec(Struct, frozen=True, forbid_unknown_fields=True):
 # Flags
 
 
-def add_flags(parser: argparse._ActionsContainer) -> None:
+def add_flags(parser: argparse.ArgumentParser, http: argparse._ActionsContainer | None = None) -> None:
     """Add the flags of the server: its own, and one for each key of the section `http`, such as `--http-body-bytes`.
 
     A key's flag that is not given stays `None`, so that the YAML or the default holds.
+
+    Args:
+        http: the group for those that are no limits.
     """
-    parser.add_argument("--http-insecure", action="store_true", help="listen off loopback without an API key")
-    parser.add_argument(
+    http = http or parser
+    limits = parser.add_argument_group("HTTP limits", "Of each process; the YAML has them in its section `http`.")
+    http.add_argument("--http-insecure", action="store_true", help="listen off loopback without an API key")
+    http.add_argument(
         "--media-host",
         action="append",
         default=[],
         metavar="HOST",
         help="host from which media may be fetched over https; .example.com allows its subdomains too",
     )
+    about, defaults = meanings(HttpConfig), HttpConfig()
     for name, hint in get_type_hints(HttpConfig).items():
-        kind = {int: int, float: flags.finite}.get(hint, str)
-        options: dict[str, Any] = {"type": kind, "help": f"`http.{name}` of the YAML"}
+        number = {int: int, float: flags.finite}.get(hint)
+        text = re.split(r"[;.] |, such as", about.get(name, ""))[0].rstrip(".").replace("%", "%%")
+        if (default := getattr(defaults, name)) not in (None, [], {}):
+            text += f" (default: {default})"
+        options: dict[str, Any] = {"type": number or str, "help": text, "metavar": "N" if number else name.upper()}
         if name in REPEATED:
             _, kind, metavar, text = REPEATED[name]
             options = {"type": kind, "action": "append", "metavar": metavar, "help": f"{text}; repeatable"}
-        parser.add_argument(_flag(name), **options)
+        (limits if number else http).add_argument(_flag(name), **options)
     text = "take OpenAI's names of models and voices, too"
-    parser.add_argument("--openai-names", dest="http_names", action="store_const", const="openai", help=text)
+    http.add_argument("--openai-names", dest="http_names", action="store_const", const="openai", help=text)
 
 
 def given_flags(options: argparse.Namespace) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from omni_actors.client import Audio, Text
-from omni_actors.client.prompts import speech_ability
+from omni_actors.client.prompts import read_aloud, speech_ability
 from omni_actors.errors import ErrorCode, suggest
 from omni_actors.http_server.answer import (
     DONE_EVENT,
@@ -299,10 +299,6 @@ def token_usage(usages: Sequence[Mapping[str, StageUsage]], description: Descrip
 
 
 MAX_SPEECH_TEXT = 4096
-READ_ALOUD = (
-    "Read the text between the marks aloud, word for word, in its own language. "
-    "Say nothing else: no greeting, no comment, no translation.{style}\n\n<<<\n{text}\n>>>"
-)
 FIELDS: dict[str, str] = {
     ErrorCode.UNKNOWN_VOICE: "voice",
     ErrorCode.UNKNOWN_MODALITY: "model",
@@ -370,9 +366,8 @@ async def _read_aloud(body: SpeechRequest, state: ServerState, description: Desc
     if body.language is not None:
         message = "This model finds the language of a text out by itself: leave language out."
         raise bad_field("language", message, "unsupported_parameter")
-    style = f" Speak like this: {body.instructions}." if body.instructions else ""
     voice = state.voice(body.voice, description, "voice")
-    return READ_ALOUD.format(style=style, text=body.input), {"modalities": ["text", "audio"], "voice": voice}
+    return read_aloud(body.input, body.instructions), {"modalities": ["text", "audio"], "voice": voice}
 
 
 async def _spoken(

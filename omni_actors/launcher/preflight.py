@@ -147,7 +147,9 @@ def _check_models(pipeline: PipelineConfig, stages: Sequence[StageConfig]) -> st
     except ConfigError:
         return "engine options not checked, as vLLM is not installed"
     platform = check_installed().platform
-    logging.getLogger("vllm").setLevel(logging.WARNING)
+    # What is wrong is an error; what the libraries say besides is in the logs of a launch.
+    os.environ |= {"VLLM_CONFIGURE_LOGGING": "0", "TRANSFORMERS_VERBOSITY": "error"}
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     from omni_actors.engine.arguments import check_arguments
 
     has_device = platform is Platform.CPU or host_devices() > 0

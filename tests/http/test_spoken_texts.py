@@ -25,6 +25,7 @@ import soundfile
 from playwright.sync_api import expect
 
 from omni_actors.client import OmniClient, spoken
+from omni_actors.client.prompts import read_aloud
 from omni_actors.errors import InvalidRequest, MalformedMedia
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings
@@ -331,7 +332,11 @@ def test_the_command_line_speaks(
             said(soundfile.read(tmp_path / "tide.wav", dtype="int16")[0].astype("<i2").tobytes()) == f"{wanted}{TEXT}"
         )
     assert "unknown_voice" in run(tmp_path, *say, "--voice", "alice", preset.endpoint, code=1)
-    assert "Use omni-actors chat" in run(tmp_path, *say, echo.endpoint, code=1)
+    run(tmp_path, *say, echo.endpoint)  # a model that answers is asked to repeat the text
+    with OmniClient(echo.endpoint) as client:
+        asked = client.submit(read_aloud(TEXT)).result().audio
+    assert numpy.abs(soundfile.read(tmp_path / "tide.wav")[0] - asked).max() < 1e-4
+    assert "--clip is for speech models" in run(tmp_path, *say, "--clip", "mara.wav", echo.endpoint, code=1)
 
 
 def test_the_example_makes_a_voice_and_speaks_with_it(cloning: HttpPipeline, tmp_path: Path) -> None:

@@ -77,6 +77,23 @@ def test_a_first_start_from_the_hello_of_the_node_to_ready() -> None:
     assert world.fleet.launch.state is LaunchState.LAUNCHED
 
 
+def test_a_line_of_progress_says_something_new_or_comes_after_a_minute() -> None:
+    world = World()
+    world.node_hello()
+    world.hello("talker")
+
+    def lines(seconds: int) -> list[str]:
+        shown = [item for _ in range(seconds) for item in progress(world.wait(1.0)) if item.is_line]
+        return [item.text.partition("; missing: ")[2] for item in shown]
+
+    first = lines(30)
+    assert len(first) == 1
+    world.says("talker", Loading("loading weights"))
+    assert lines(2) == [first[0].replace("talker/0 (starting process)", "talker/0 (loading weights)")]
+    assert lines(60) == []
+    assert len(lines(60)) == 1
+
+
 def test_a_stage_left_without_replicas_ends_the_launch_with_its_log() -> None:
     world = World()
     world.node_hello()

@@ -214,6 +214,7 @@ class HealthPolicy:
 
 REDRAW_SECONDS = 0.5  # between two progress reports on a terminal
 PROGRESS_SECONDS = 5.0  # until the first one elsewhere; each further one takes twice as long
+STILL_SECONDS = 60.0  # after which the same is said again
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,7 @@ class Launch:
         self._next_redraw = now + REDRAW_SECONDS
         self._next_line = now + PROGRESS_SECONDS
         self._line_seconds = PROGRESS_SECONDS
+        self._told = ""  # as missing, by the last line
         self.state = LaunchState.STARTING
         self.culprit: Culprit | None = None
         self.failure = ""  # why the launch failed
@@ -293,8 +295,10 @@ class Launch:
 
     def reports(self, now: float) -> list[ShowProgress]:
         """What to show of the progress now, if anything; counts as shown."""
-        is_line = now >= self._next_line
+        missing = self._missing()
+        is_line = now >= self._next_line and (missing != self._told or now >= self._next_line + STILL_SECONDS)
         if is_line:
+            self._told = missing
             self._line_seconds *= 2
             self._next_line = now + self._line_seconds
         elif now < self._next_redraw:
@@ -309,10 +313,12 @@ class Launch:
     def progress(self, now: float) -> str:
         """Say how many replicas are ready, how long that took, and what is missing."""
         ready = sum(replica.ready for replica in self._replicas)
-        missing = [f"{replica.name} ({replica.phase})" for replica in self._replicas.missing()]
+        count = ready + len(self._replicas.missing())
+        return f"{ready} of {count} ready after {self.after(now):.0f} s; missing: {self._missing() or 'none'}"
+
+    def _missing(self) -> str:
         away = [f"node {rank}" for rank, node in self._nodes.items() if not node.present]
-        shown = ", ".join(away + missing) or "none"
-        return f"{ready} of {ready + len(missing)} ready after {self.after(now):.0f} s; missing: {shown}"
+        return ", ".join([*away, *(f"{replica.name} ({replica.phase})" for replica in self._replicas.missing())])
 
 
 ROUNDING = 1e-9  # of sums of shares
