@@ -233,7 +233,7 @@ async def kills(
 async def kill(
     client: AsyncOmniClient, process: subprocess.Popen[bytes], stage: str, run_dir: Path
 ) -> tuple[float, float]:
-    """Kill, and return the seconds until all is ready again, and those that the process of a stage took."""
+    """Kill, and return the seconds until all is ready again, and those that the slowest new process took."""
     before = (await client.describe()).stages
     killed = [item for item in before if not item.spare and stage.removeprefix(FAULT) in (item.stage, ALL)]
     pids = [item.pid for item in killed]
@@ -254,7 +254,10 @@ async def kill(
                 known = [now[item.stage, item.replica] for item in before]
                 new = all(item.pid not in pids for item in again) and all(item.pid for item in known)
                 if new and all(item.state == "ready" for item in known):
-                    return time.monotonic() - began, max((item.start for item in again), default=0.0)
+                    old = {item.pid for item in before}
+                    return time.monotonic() - began, max(
+                        (item.start for item in known if item.pid not in old), default=0.0
+                    )
             await asyncio.sleep(0.02)
 
 
