@@ -122,6 +122,7 @@ MODEL_PRELOAD = "omni_actors.engine.workers.preload"  # torch and vLLM
 LIGHT_PRELOAD = "omni_actors.stage.process"
 TAIL_LINES = 20
 POLL_SECONDS = 0.02
+SERVER_LOST = 255  # exit code of a process, perhaps still alive, whose fork server has died
 KILL_SECONDS = 2.0  # for the system to remove a killed process
 
 
@@ -189,6 +190,7 @@ class ReplicaProcesses:
         self.on_exit: Callable[[ReplicaId, str, int | None], None] = lambda identity, how, code: None
         self.mps = NO_MPS  # set before the first start
         self._processes: dict[ReplicaId, ForkServerProcess] = {}
+        self._started: dict[ReplicaId, psutil.Process] = {}  # the same ones, known by more than their pid
         self._dead: dict[ReplicaId, float] = {}  # since when, until their shared memory is removed
         self._ledger: SegmentLedger | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -238,6 +240,8 @@ class ReplicaProcesses:
         )  # with a fork server all its stages end, and the next start has another
         await starting
         self._processes[identity] = process
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
+            self._started[identity] = psutil.Process(process.pid)
         self._none_left.clear()
         loop.add_reader(process.sentinel, self._ended, identity)
         logger.debug("%s is process %s", identity.name, process.pid)
@@ -302,6 +306,10 @@ class ReplicaProcesses:
         loop.remove_reader(process.sentinel)
         self._dead[identity] = loop.time()
         process.join()
+        left = self._started.pop(identity, None)
+        if process.exitcode == SERVER_LOST and left is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):  # what hangs does not obey the kernel's SIGTERM
+                left.kill()
         if not self._processes:
             self._none_left.set()
         if process.exitcode and not self._stopping:

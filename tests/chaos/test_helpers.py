@@ -40,9 +40,12 @@ async def test_all_stages_end_with_the_fork_server_and_no_request_is_lost(launch
     launcher = launch(disturbed_chain(0.005)).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
         before = {status.pid for status in (await replicas(client)).values()}
+        hanging = psutil.Process((await replicas(client))["talker/0"].pid)
         helper(launcher, "resource_tracker").kill()  # which no one notices
-        await Load(client, total=48).run({0.2: lambda: helper(launcher, "forkserver").kill()})
+        server = helper(launcher, "forkserver")
+        await Load(client, total=48).run({0.2: lambda: (hanging.suspend(), server.kill())})
         await until_healthy(client)
+        assert not hanging.is_running()
         after = {status.pid for status in (await replicas(client)).values()}
         counts = (await client.describe()).counts
     assert not before & after
