@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         type=parse_bounds,
         metavar="STAGE=LEAST:MOST:REQUESTS",
-        help="until Ctrl-C, keep so many replicas that each holds REQUESTS",
+        help="until Ctrl-C, keep enough replicas for REQUESTS on each",
     )
     scale.add_argument("--up", type=flags.seconds_or_none, default=3.0, metavar="SECONDS", help="of load before more")
     scale.add_argument("--down", type=flags.seconds, default=60.0, metavar="SECONDS", help="of calm before less")

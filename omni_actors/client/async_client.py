@@ -172,6 +172,7 @@ STANDING_SECONDS = 45.0  # until a launcher has replaced a coordinator that stan
 GRANT_MESSAGES, GRANT_BYTES = 64, 256 << 10  # received messages after which credit is granted at once
 GRANT_SECONDS = 0.05  # after which credit is granted for fewer
 PING_SECONDS = 2.0  # how often a client with requests asks whether they are still alive
+SILENT_SECONDS = 7.0  # without an answer to that from another host; requests then end within 10 s of its loss
 
 Answer = Description | Report | Observation
 A = TypeVar("A", Description, Report, Observation)
@@ -577,7 +578,7 @@ class AsyncOmniClient:
                 continue
             asked = time.monotonic()
             try:
-                await self.describe(ANSWER_SECONDS if self._is_local else ANSWER_SECONDS - PING_SECONDS - 1)
+                await self.describe(ANSWER_SECONDS if self._is_local else SILENT_SECONDS)
             except OmniError as error:
                 if self._last_heard > asked or (self._is_local and self._is_replaced(asked)):
                     continue

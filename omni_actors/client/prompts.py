@@ -385,7 +385,7 @@ def information_values(given: Mapping[str, Any]) -> dict[str, InformationValue]:
         where = f"{ADDITIONAL_INFORMATION}[{name!r}]"
         if isinstance(value, list | tuple) and not isinstance(value, HostTensor):
             if len(value) > MAX_LENGTH:
-                raise InvalidRequest(f"{where} has {len(value)} items; send so many as an array.")
+                raise InvalidRequest(f"{where} has {len(value)} items; send that many as an array.")
             values[name] = [_scalar(item, f"{where}[{index}]") for index, item in enumerate(value)]
         elif isinstance(value, Scalar | numpy.generic):
             values[name] = _scalar(value, where)

@@ -134,7 +134,7 @@ class StageLinks:
             (self._congested.add if congested else self._congested.discard)(replica_id)
 
     def changes(self) -> list[tuple[ReplicaId, bool]]:
-        """The replicas of which it has changed since the last call whether they take more input: whether they don't."""
+        """Replicas that have become congested (true) or free again since the last call."""
         changes, self._changes = list(self._changes.items()), {}
         return changes
 

@@ -150,5 +150,5 @@ NO_OPERATOR = "Use an operator's folder of keys, made with `omni-actors keys DIR
 def check_operator(owner: KeyOwner, what: str) -> None:
     """Raise `Unauthorized` unless the owner of a key may operate the pipeline."""
     if not owner.may_operate:
-        logger.warning("refused to %s: the client %s is no operator", what, owner.name)
+        logger.warning("refused to %s: the client %s is not an operator", what, owner.name)
         raise Unauthorized(f"The key of {owner.name} may not {what}.", hint=NO_OPERATOR)

@@ -93,8 +93,8 @@ FIRST_JOB = "/0"  # suffix of the id of a request's first job
 class _RunningStream:
     """A request; `job_id` is the job in the core, if there is one, `jobs` and `steps` count those submitted so far.
 
-    `job` is the one in the core, of which `done` steps are done, and `answered` says that there was output. `claim` is
-    what it takes of the stage's budget, known with its first job. Its first sound is due at `first_due`; `made` are the
+    `job` is the one in the core, with `done` of its steps done, and `answered` says that there was output. `claim` is
+    its share of the stage's budget, known with its first job. Its first sound is due at `first_due`; `made` are the
     moments at which its pieces were made, those in `kept` leave together at `leaves`, and `arrivals` are of its input.
     """
 
@@ -318,7 +318,7 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         self, request_id: str, running: _RunningStream, job: DiffusionJob | None, audio: torch.Tensor | None
     ) -> None:
         """Check a piece of sound, and keep it until it leaves."""
-        if audio is None:  # all of it is held back until the next chunk, or this is no sound
+        if audio is None:  # held back until the next chunk, or not a sound
             return
         if not torch.isfinite(audio).all():
             raise ModelOutputInvalid("The model's waveform holds NaN or infinite samples.")

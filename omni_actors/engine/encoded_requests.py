@@ -56,7 +56,7 @@ class RequestReader:
 
     Args:
         merge_size: patches along an edge of an image's embedding.
-        audio_embeddings: how many embeddings the encoder makes of so many frames of audio.
+        audio_embeddings: number of embeddings that the encoder makes of n frames of audio.
     """
 
     def __init__(self, merge_size: int, audio_embeddings: Callable[[int], int]) -> None:
@@ -157,7 +157,7 @@ def in_pieces(
 
     Args:
         window: frames that the encoder encodes together.
-        audio_embeddings: how many embeddings it makes of so many frames.
+        audio_embeddings: number of embeddings that it makes of n frames.
     """
     left = MAX_SENT_FRAMES - 1 - sum(1 if feature.modality == "audio" else 2 for feature in features)
     cut: list[list[MultiModalFeatureSpec]] = []

@@ -702,7 +702,7 @@ class PromptEngine(StageEngine):
         return self._events(waiting, future.result)
 
     def take_scheduled(self) -> Sequence[tuple[str, float]]:
-        """Prompts whose processing has begun since the last call, and when."""
+        """Prompts whose processing started since the last call, and when."""
         taken, self._scheduled = self._scheduled, []
         return taken
 

@@ -2,7 +2,7 @@
 
 `RowBudget`: a request counts from when it is opened until it is closed, with all its rows. It is *admitted* when the
 scheduler takes it into its batch for the first time; what it receives after that is taken whatever it amounts to,
-because a request that has begun must be able to end. Only admission waits, in the order in which the scheduler
+because a started request must be able to end. Only admission waits, in the order in which the scheduler
 considers requests, and a request that is larger than the budget is admitted when no other holds rows.
 
 `RowCache`: a position that comes from the prefix cache is not computed and gives no row, but the next stage needs one
@@ -136,7 +136,7 @@ class RowBudget:
 
 
 class Hashed(Protocol):
-    """A request of vLLM: the hashes of its full blocks, each of which stands for all tokens up to the block's end."""
+    """A request of vLLM: the hashes of its full blocks; each covers all tokens up to the block's end."""
 
     request_id: str
     num_prompt_tokens: int
@@ -147,7 +147,7 @@ class Hashed(Protocol):
 
 
 class RowCache:
-    """Rows [block_size, width] on the CPU by block, the least recently used of which make room. Not thread-safe.
+    """Rows [block_size, width] on the CPU by block; evicts the least recently used. Not thread-safe.
 
     Args:
         limit_bytes: of all rows together; 0 keeps none.

@@ -101,7 +101,7 @@ class ToolCallReader:
         self._tokens = 0
         self._unspoken: deque[tuple[int, int]] = deque()  # tokens and characters at the end of each piece kept back
         self._passed = 0  # characters of it that are text
-        self.calling = False  # whether a call has begun
+        self.calling = False  # whether inside a call
         self.spoken = 0  # tokens from the beginning of the answer that are text
 
     @property

@@ -82,7 +82,7 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
 
     def text_or_tokens(self) -> str | list[int]:
         """Decode `prompt`. Raises `HttpError` unless it has one of the forms."""
-        prompt: Any = decode(self.prompt, AnyPrompt, "prompt")  # type: ignore[arg-type]  # a union is no class
+        prompt: Any = decode(self.prompt, AnyPrompt, "prompt")  # type: ignore[arg-type]  # a union is not a class
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
         if not prompt:

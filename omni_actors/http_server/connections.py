@@ -1,7 +1,7 @@
 """Bounds on connections: their number, slow handshakes and heads, and what WebSockets may cost.
 
-uvicorn's strict parser (httptools) keeps all of a head or of a trailer before a key can be checked. Here bytes of which
-no part of a body comes are counted, so that a connection costs at most one head. Its other parser (h11) has such a
+uvicorn's strict parser (httptools) keeps all of a head or of a trailer before a key can be checked. Here bytes that
+bring no part of a body are counted, so that a connection costs at most one head. Its other parser (h11) has such a
 limit, but takes what a proxy may read otherwise: bare line feeds, folded lines, two lengths. uvicorn would also leave
 TLS to asyncio, which counts no connections during the handshake and gives each a minute; so it begins here, on
 connections that are counted.

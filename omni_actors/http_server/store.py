@@ -150,7 +150,7 @@ class Store(Generic[T]):
                 return blob.read(size)
 
     async def pieces(self, key: str, size: int) -> AsyncIterator[bytes]:
-        """The `size` bytes of a value's data, of which no more are in memory than a client has room for.
+        """The `size` bytes of a value's data; in memory are no more than a client has room for.
 
         Raises:
             LookupError: it is not kept any more.

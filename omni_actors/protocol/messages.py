@@ -561,7 +561,7 @@ class HeldRequest(Struct, frozen=True, array_like=True):
 class Ready(Body, tag="ready", frozen=True):
     """Stage -> coordinator: the engine takes requests, `seconds` after its process was ordered.
 
-    `held` are the requests of the coordinator before of which it has all results, to be fetched by `Resend`. The rest
+    `held` are the former coordinator's requests whose results it still has, to be fetched by `Resend`. The rest
     are facts about the model, empty or 0 where they do not apply: voices, `sample_rate` in Hz, the longest input in
     tokens, the names of the additional information that this stage wants, how many media a prompt may have, by
     modality, the parameters that the model declares, and what a stage that speaks a given text can do.

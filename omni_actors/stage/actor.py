@@ -241,7 +241,7 @@ class StageActor:
         self._early = EarlyChunks(pipeline.flow.early_chunk_seconds)
         self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
         self._retained = Budget(stage.retain_bytes)
-        self._unretained = 0  # attempts of which it was too much
+        self._unretained = 0  # attempts too large to retain
         self._resending: collections.deque[tuple[Attempt, ResendBuffer, Receiver]] = collections.deque()
         self._runs = 0
         self._backlog_requests = pipeline.flow.backlog_requests

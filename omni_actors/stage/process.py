@@ -205,7 +205,7 @@ def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[
     """Make the engine of a stage. Only the model kinds import torch and vLLM.
 
     Raises:
-        ConfigError: `engine_class` is no importable `StageEngine`, or the engine's options are wrong.
+        ConfigError: `engine_class` is not an importable `StageEngine`, or the engine's options are wrong.
         StartupError: the model does not load.
     """
     if stage.kind is StageKind.ECHO:

@@ -152,7 +152,7 @@ class EngineLoop:
         return self._end
 
     def _take_events(self) -> None:
-        """Handle all events that are there. Wait for the first one while there is no step to do."""
+        """Handle all pending events. Wait for the first one if there is no step to do."""
         runnable, congested = self.actor.runnable(), self.outbound.congested
         timeout = CONGESTED_SECONDS if congested else 0.0 if runnable else TICK_SECONDS
         began = time.monotonic()

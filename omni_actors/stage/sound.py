@@ -38,7 +38,7 @@ KeyT = TypeVar("KeyT")
 
 
 def picture_due(arrived: float, tokens: int) -> float:
-    """When a picture is due that arrived then (seconds) and has so many tokens in all of its steps together.
+    """When a picture is due, by its arrival (seconds) and the tokens of all its steps together.
 
     What has been computed of it does not count. Otherwise a large picture would pass all small ones once half of it is
     made, and they would wait for seconds.
@@ -175,7 +175,7 @@ class Arrivals:
     last_tokens: int = 0
 
     def add(self, now: float, tokens: int) -> None:
-        """Note that there are so many tokens now."""
+        """Record the number of tokens that have arrived by now."""
         if tokens > self.last_tokens:
             if not self.last_tokens:
                 self.first, self.first_tokens = now, tokens

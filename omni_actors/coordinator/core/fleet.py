@@ -651,7 +651,7 @@ class Fleet:
         done: Instructions = []
         for replica in self.replicas.on(failed.node) if self.pipeline.mps == "auto" else ():
             if (replica.stage, replica.index) in names and replica.registered and not replica.orders.killed:
-                replica.orders.restart = True  # which is no request's doing
+                replica.orders.restart = True  # not caused by a request
                 done.append(Log(ERROR, f"killing {replica.name}: its GPU failed under {failed.name}", replica.name))
                 done += self.kill(replica, f"its GPU failed under {failed.name}", now)
         return done

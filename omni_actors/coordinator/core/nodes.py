@@ -43,12 +43,12 @@ class Node:
 
     @property
     def present(self) -> bool:
-        """Whether its agent is there."""
+        """Whether its agent is connected."""
         return self.state in (NodeState.PRESENT, NodeState.DRAINING, NodeState.LEAVING)
 
     @property
     def stays(self) -> bool:
-        """Whether its agent is there and is not about to end, so that replicas may start there."""
+        """Whether its agent is connected and not about to end, so that replicas may start there."""
         return self.state is NodeState.PRESENT
 
     def on(self, event: NodeEvent) -> None:
@@ -67,7 +67,7 @@ class Takeover:
 
 
 def silent(nodes: Iterable[Node], replicas: ReplicaTable, now: float, seconds: float) -> list[Node]:
-    """Nodes of which nothing was heard for `seconds`, neither of their agents nor of any process on them.
+    """Nodes that were silent for `seconds`, neither of their agents nor of any process on them.
 
     An agent that was stopped for a while does not take along the stages that work. Node 0 is never silent: if its
     launcher ends, the coordinator ends too, and no network link is between them.

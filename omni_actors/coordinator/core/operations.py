@@ -30,7 +30,7 @@ def operate(fleet: Fleet, order: Operate, now: float) -> tuple[str, Instructions
     """Drain or restart a replica, or scale a stage. Returns the answer for the operator, and what is to be done.
 
     Raises:
-        InvalidRequest: there is no such stage, replica or node, it is in no state for that, or there is no room.
+        InvalidRequest: there is no such stage, replica or node, its state does not permit that, or there is no room.
         StageUnavailable: the pipeline still starts, or stops.
     """
     if order.operation is Operation.SCALE and order.count is not None:

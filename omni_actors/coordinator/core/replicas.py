@@ -431,7 +431,7 @@ class ReplicaTable:
 
     @property
     def healthy(self) -> bool:
-        """Whether every replica takes requests that is no spare, does not leave and is not still to come."""
+        """Whether every replica takes requests, apart from spares and those that leave or are still to come."""
         absent = [replica for replica in self if not (replica.ready or replica.spare or replica.leaving)]
         return all(replica.joining and replica.state is not ReplicaState.DEAD for replica in absent)
 

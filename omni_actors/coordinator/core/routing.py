@@ -62,7 +62,7 @@ class StageGraph:
         return [source for source in self.sources[stage] if source not in again]
 
 
-CONVERSATIONS = 65_536  # turns of which the replica is remembered, the latest ones
+CONVERSATIONS = 65_536  # latest turns whose replica is remembered
 ABOVE_MEAN = 1.25  # times the mean of requests, and one more: up to there a replica gets the turns of its conversations
 BLOCK_BYTES = 256 * TOKEN_BYTES  # of token ids between two cuts
 CUTS = 16  # the last ones of a prompt: more than one turn adds
@@ -155,7 +155,7 @@ def _messages(prompt: Prompt, buffers: Sequence[Frame]) -> Iterator[bytes]:
 
 
 def _blocks(prompt: Prompt, buffers: Sequence[Frame]) -> Iterator[bytes]:
-    """Whole blocks of tokens; the media, of which the tokens do not say where they stand, go with the first one."""
+    """Whole blocks of tokens. Media go with the first one, as the tokens do not say where they stand."""
     ids = prompt.token_ids
     whole = max(len(ids) // BLOCK_BYTES, 1) * BLOCK_BYTES
     media = b"".join(_sample(prompt, index, buffers) for index in range(len(prompt.media)))
@@ -226,7 +226,7 @@ class Planner:
         return self._policies[stage] is LossPolicy.REPLAY
 
     def may_wait_for(self, stage: str) -> bool:
-        """Whether new requests may wait for a stage of which no replica is ready."""
+        """Whether new requests may wait for a stage without a ready replica."""
         return self.replays(stage) and self._replicas.recoverable(stage)
 
     def replay(self, request: ActiveRequest, lost: str, counts: bool) -> set[str] | None:

@@ -1,4 +1,4 @@
-"""What all talkers have in common as vLLM models: their tokens are codes, of which some are never sampled."""
+"""What all talkers have in common as vLLM models: their tokens are codes; some are never sampled."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def read_tensors(model: str, prefix: str, folder: str = "") -> Iterator[tuple[st
                 f"The checkpoint {model!r} has no file {within + shard!r}.", hint="Download it completely."
             )
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+            for name in file.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
                 if name.startswith(prefix):
                     found = True
                     yield name.removeprefix(prefix), file.get_tensor(name)
@@ -106,5 +106,5 @@ def part_tensors(folder: Path, part: str) -> Iterator[tuple[str, torch.Tensor]]:
         if not path.exists():
             raise StartupError(f"The checkpoint has no file {path}.", hint="Download it completely.")
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+            for name in file.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
                 yield name, file.get_tensor(name)

@@ -81,7 +81,7 @@ class FrameOutputs(RequestOutputs):
         return (event,)
 
 
-SPECIAL_CODES = 1024  # the last ids of the vocabulary, of which only the end is ever sampled
+SPECIAL_CODES = 1024  # last ids of the vocabulary; only the end is ever sampled
 PROJECTED_AT_ONCE = 8192  # rows of the text table
 
 

@@ -31,7 +31,7 @@ class PromptMedia:
         positions_per_second: of the checkpoint's configuration, how many time positions a second of video has.
         min_audio_samples: at 16 kHz; with fewer, the audio encoder has no frame to encode.
         audio_window: of the checkpoint's configuration, how many frames of audio the encoder encodes together.
-        audio_embeddings: how many embeddings the encoder makes of so many frames.
+        audio_embeddings: number of embeddings that the encoder makes of n frames.
     """
 
     positions_per_second: Callable[[PretrainedConfig], int]

@@ -602,7 +602,7 @@ class _Envelope(Struct):
 def parse(data: bytes) -> AnyEvent:
     """Decode an event. Raises `HttpError` 400 or 413 with the field at fault."""
     check_bounds(data, MAX_VALUES)
-    event: AnyEvent = decode(data, AnyEvent)  # type: ignore[arg-type]  # a union is no class
+    event: AnyEvent = decode(data, AnyEvent)  # type: ignore[arg-type]  # a union is not a class
     return event
 
 

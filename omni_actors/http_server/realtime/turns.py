@@ -34,7 +34,7 @@ BEGIN_WINDOWS = 2  # that must be speech before a turn begins, so that a click i
 HYSTERESIS = 0.15  # by which the probability must fall below the threshold to count as silence
 
 MODEL_RATE = 16_000
-QUIET = 1e-3  # of full scale (-60 dB): less is no speech, as where a microphone is muted
+QUIET = 1e-3  # of full scale (-60 dB): quieter is not speech, such as a muted microphone
 SETTLED_WINDOWS = 10  # after which more silence changes nothing in what the model remembers
 MODEL_WINDOW, MODEL_CONTEXT = 512, 64  # samples at MODEL_RATE: of a window, and of those before it
 WINDOW = MODEL_WINDOW * RATE // MODEL_RATE

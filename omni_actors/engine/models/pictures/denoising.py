@@ -414,7 +414,7 @@ class Denoiser:
 
     @torch.inference_mode()
     def step(self, pictures: Sequence[Picture]) -> list[torch.Tensor | None]:
-        """Take each picture, none of which is done, one step further.
+        """Take each picture one step further; none is done yet.
 
         Returns:
             For each the latents of its preview, f32 [channels, height, width], if it is to show one now.

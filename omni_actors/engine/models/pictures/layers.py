@@ -31,7 +31,7 @@ class RmsNorm(nn.Module):
 
 
 def gated(up: nn.Linear, down: nn.Linear, tokens: torch.Tensor) -> torch.Tensor:
-    """A gated layer, of which `up` holds the gate and then what it lets through."""
+    """A gated layer: `up` holds the gate, then the gated projection."""
     gate, values = up(tokens).chunk(2, -1)
     result: torch.Tensor = down(F.silu(gate) * values)
     return result

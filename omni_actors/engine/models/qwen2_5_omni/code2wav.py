@@ -48,7 +48,7 @@ WHOLE_ROWS = 544  # of a step that decodes whole utterances, for the graphs; lar
 
 
 def most_rows(chunks: int, policy: ChunkPolicy | None) -> int:
-    """Rows of the largest step of so many chunks: their blocks, with the look-ahead, in both guidance branches."""
+    """Rows of the largest step of n chunks: their blocks, with the look-ahead, in both guidance branches."""
     return WHOLE_ROWS if policy is None else 2 * chunks * (policy.largest + policy.look_ahead)
 
 

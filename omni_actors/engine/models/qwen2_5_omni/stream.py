@@ -34,7 +34,7 @@ MIN_GUIDANCE = 1e-5
 # used.
 DIT_COPIES = 4
 VOCODER_COPIES = 12
-# Blocks in a step while a listener is about to fall silent: 12 ms on an H200, of which 3 do not depend on the blocks.
+# Blocks in a step while a listener is about to fall silent: 12 ms on an H200, 3 of them independent of the blocks.
 LIGHT_BLOCKS = 64
 
 

@@ -210,7 +210,7 @@ class TextTalkerAdapter(AutoregressiveAdapter):
         return self._tokens(text, "input", OPENING + CLOSING)
 
     def _tokens(self, text: str, field: str, around: int) -> list[int]:
-        """Token ids, of which all but `around` are those of what the client has sent."""
+        """Token ids; all but `around` are the client's text."""
         if len(text) > CHARACTERS * self.max_model_len:
             raise PromptTooLong(
                 f"{field}: {len(text)} characters are more than this stage takes (max_model_len {self.max_model_len}).",

@@ -176,7 +176,7 @@ class QwenImageDit(DenoisingStage):
         return KnownJobs(jobs, input_tokens, kept * config.prefix_width * itemsize, partial(self._free, prefixes))
 
     def _activations(self, tokens: int) -> int:
-        """Bytes that computing so many tokens takes."""
+        """Bytes of activations for n tokens."""
         return tokens * (ACTIVATIONS * self.config.width * self.dtype.itemsize + 8 * sum(self.config.axes))
 
     def _extend(self, part: Part) -> None:

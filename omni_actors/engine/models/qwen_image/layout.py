@@ -81,7 +81,7 @@ SYSTEM = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_en
 
 
 def written(text: str, pictures: int) -> str:
-    """The text of a prompt that refers to so many pictures, each with one placeholder. A space stands for no text."""
+    """The text of a prompt that refers to n pictures, each with one placeholder. A space stands for no text."""
     shown = " ".join(
         f"<image{number}><|vision_start|>{PICTURE_TOKEN}<|vision_end|>" for number in range(1, pictures + 1)
     )
