@@ -66,8 +66,9 @@ def checkpoint_class(folder: Path) -> str:
     return name
 
 
-# Those whose engines use vLLM.
-MODEL_KINDS = (StageKind.PROMPT, StageKind.AUTOREGRESSIVE, StageKind.ENCODER, StageKind.DIFFUSION)
+# Those whose engines use vLLM, and those that have a checkpoint.
+VLLM_KINDS = (StageKind.PROMPT, StageKind.AUTOREGRESSIVE, StageKind.ENCODER, StageKind.DIFFUSION)
+MODEL_KINDS = (*VLLM_KINDS, StageKind.DIFFUSERS)
 
 
 def model_of(pipeline: PipelineConfig, stage: StageConfig) -> str:

@@ -302,7 +302,7 @@ def resolve_class(name: str, registry: Mapping[str, type], base: type, where: st
 
 
 TEXT_PROCESSOR = "text2prompt"
-WITH_PROMPTS = (StageKind.PROMPT, StageKind.ECHO, StageKind.CUSTOM)
+WITH_PROMPTS = (StageKind.PROMPT, StageKind.DIFFUSERS, StageKind.ECHO, StageKind.CUSTOM)
 
 
 # -- text edges: a stage whose text becomes the prompt of another -----------------------------------------------------

@@ -19,6 +19,7 @@ COMPUTING_KINDS = (
     StageKind.AUTOREGRESSIVE,
     StageKind.ENCODER,
     StageKind.DIFFUSION,
+    StageKind.DIFFUSERS,
     StageKind.CUSTOM,
 )  # those that may use a GPU
 
@@ -103,7 +104,7 @@ def stage_devices(stage: StageConfig, devices: int) -> list[int]:
         return []
     if stage.devices is not None:
         return stage.devices
-    needs_device = stage.kind in (StageKind.AUTOREGRESSIVE, StageKind.ENCODER, StageKind.DIFFUSION)
+    needs_device = stage.kind in COMPUTING_KINDS and stage.kind is not StageKind.CUSTOM
     return list(range(gpus_of_replica(stage))) if devices and needs_device else []
 
 

@@ -51,6 +51,7 @@ class StageKind(enum.StrEnum):
     AUTOREGRESSIVE = "autoregressive"  # a vLLM engine core with the omni scheduler
     ENCODER = "encoder"  # a vLLM engine core that computes hidden states of prompts, for the stages after it
     DIFFUSION = "diffusion"  # a vLLM engine core without KV cache, one scheduled token per denoise step
+    DIFFUSERS = "diffusers"  # a pipeline class of diffusers as it is, a step of one request at a time
     ECHO = "echo"  # no model: repeats its input; for tests and measurements of everything around the engine
     CUSTOM = "custom"  # the user's own `StageEngine`, named by `engine_class`
 
@@ -60,6 +61,7 @@ PARAMS_BY_KIND = {
     StageKind.AUTOREGRESSIVE: AUTOREGRESSIVE_PARAMS,
     StageKind.ENCODER: PROMPT_PARAMS,  # if the model declares them
     StageKind.DIFFUSION: DIFFUSION_PARAMS,
+    StageKind.DIFFUSERS: DIFFUSION_PARAMS,
     StageKind.ECHO: AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS,
     StageKind.CUSTOM: AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS,  # the engine says which of them it uses
 }
@@ -229,7 +231,8 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
         instruction: text that a prompt stage puts before what it gets; it then takes a single message of the user.
         inputs: source of its input; exactly one stage has none and takes the prompt.
         outputs: modalities of its output that go to the client. Audio not listed here goes to the stages after it.
-        engine: vLLM's engine arguments by name; for the kinds `echo` and `custom`, the engine's own options.
+        engine: vLLM's engine arguments by name; for the kinds `diffusers`, `echo` and `custom`, the
+            engine's own options.
         engine_class: dotted path of a `StageEngine`, for stages of the kind `custom` only.
         sampling: the stage's defaults for the parameters of requests.
         replicas: processes that run this stage.

@@ -20,7 +20,7 @@ from typing import cast
 
 from omni_actors import envs
 from omni_actors.config import Executor, PipelineConfig, StageConfig, StageKind, host_devices, placement, resolve_class
-from omni_actors.config.checkpoint import CONFIG_NAME, checkpoint_class, models_of
+from omni_actors.config.checkpoint import CONFIG_NAME, VLLM_KINDS, checkpoint_class, models_of
 from omni_actors.config.placement import gpus_of_replica
 from omni_actors.errors import ERROR_CLASSES, ConfigError, ErrorCode, OmniError, StartupError, suggest
 from omni_actors.host import ray_cluster
@@ -120,7 +120,7 @@ def check_engines(pipeline: PipelineConfig) -> list[str]:
         ConfigError: an option is unknown, of the wrong type or refused by vLLM; with its dotted path.
     """
     checked, notes = [], []
-    models = [stage for stage in pipeline.stages if stage.kind not in (StageKind.ECHO, StageKind.CUSTOM)]
+    models = [stage for stage in pipeline.stages if stage.kind in VLLM_KINDS]
     for stage in pipeline.stages:
         if stage not in models:
             if _engine_class(stage).check_options(stage):
@@ -136,6 +136,10 @@ def check_engines(pipeline: PipelineConfig) -> list[str]:
 def _engine_class(stage: StageConfig) -> type[StageEngine]:
     if stage.kind is StageKind.ECHO:
         return EchoEngine
+    if stage.kind is StageKind.DIFFUSERS:
+        from omni_actors.engine.pipelines import DiffusersEngine  # imports torch
+
+        return DiffusersEngine
     where = f"stages.{stage.name}.engine_class"
     return cast(type[StageEngine], resolve_class(stage.engine_class or "", {}, StageEngine, where))
 
@@ -236,6 +240,8 @@ def check_launch(pipeline: PipelineConfig, options: argparse.Namespace) -> None:
         for name, _ in placement.replicas_of(pipeline, rank):
             if pipeline.stage(name).kind is StageKind.PROMPT:
                 check_packages(f"The stage {name}", MEDIA_PACKAGES, "cuda", "cpu")
+            if pipeline.stage(name).kind is StageKind.DIFFUSERS:
+                check_packages(f"The stage {name}", ("diffusers",), "image")
     if placement.runs_models(pipeline, rank):
         for model in models_of(pipeline):
             if Path(model).is_dir():

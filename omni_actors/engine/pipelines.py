@@ -1,0 +1,455 @@
+"""The engine of a `diffusers` stage: any pipeline class of diffusers as it is, and a step of one request at a time.
+
+Each request is one call of the pipeline, on a thread of its own and on a copy that shares the components but has
+schedulers of its own. After each denoising step the call stops in the pipeline's callback until its next turn, so one
+thread computes at a time. Requests with the lowest priority value take turns; a pipeline without a callback takes one
+turn for the whole call. What a request gets is what diffusers gives for the same arguments and a generator on the CPU
+with its seed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta, Struct
+from PIL import Image
+
+from omni_actors.config.checkpoint import model_of
+from omni_actors.config.checks import check_parameters, with_defaults
+from omni_actors.config.loading import explain
+from omni_actors.config.schema import PipelineConfig, StageConfig
+from omni_actors.engine.rows import to_host
+from omni_actors.errors import ConfigError, EngineError, InvalidRequest, ModelOutputInvalid, OmniError, StartupError
+from omni_actors.logs import get_logger
+from omni_actors.media.decoders import DecoderThreads, MediaDecoder
+from omni_actors.media.limits import LAYERED_FILE, Item, MediaLimits
+from omni_actors.protocol.fields import DType, HostTensor
+from omni_actors.protocol.messages import FinishReason
+from omni_actors.protocol.payloads import Media, MediaEncoding, Parameter, StageParams
+from omni_actors.stage.engine_interface import (
+    AudioEvent,
+    EngineEvent,
+    EngineFacts,
+    EngineLost,
+    ErrorEvent,
+    FinishedEvent,
+    ImageEvent,
+    ProgressEvent,
+    StageEngine,
+    StageInputs,
+    StageRequest,
+)
+
+logger = get_logger(__name__)
+
+MAX_PICTURES = 16
+MOST_CHARACTERS = 65_536
+STEP_CALLBACK, OLD_CALLBACK = "callback_on_step_end", "callback"  # of newer and of older pipelines
+# Argument of a pipeline's call, and the parameter that sets it.
+DECLARED: Mapping[str, Parameter] = {
+    "width": Parameter("width", "int", 16, 8192, about="pixels"),
+    "height": Parameter("height", "int", 16, 8192, about="pixels"),
+    "num_inference_steps": Parameter("num_steps", "int", 1, 1000, about="denoising steps"),
+    "guidance_scale": Parameter("guidance_scale", "float", 0, 100, about="how strongly the prompt is followed"),
+    "negative_prompt": Parameter("negative_prompt", "text", most=MOST_CHARACTERS, about="what is not wanted"),
+}
+Limits = Annotated[tuple[float, float], Meta(description="smallest and largest value")]
+Name = Annotated[str, Meta(pattern="^[a-z_][a-z0-9_]{0,63}$")]
+
+
+class PipelineOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Options in the YAML's `engine` mapping of a diffusers stage.
+
+    Args:
+        pipeline: class of diffusers that loads the checkpoint; by default the one that its model_index.json names.
+        dtype: of all components.
+        max_num_seqs: requests that are under way at a time.
+        arguments: further arguments of each call, by the names that the pipeline gives them.
+        parameters: numbers that requests may set as parameters of the stage, by those names, each with its limits.
+    """
+
+    pipeline: Annotated[str, Meta(pattern="^[A-Za-z0-9_]{1,128}$")] | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    max_num_seqs: Annotated[int, Meta(ge=1, le=1024)] = 4
+    arguments: dict[Name, Any] = {}
+    parameters: dict[Name, Limits] = {}
+
+    @classmethod
+    def of(cls, stage: StageConfig) -> PipelineOptions:
+        """Read a stage's options. Raises `ConfigError` for an unknown one or a wrong type."""
+        where = f"stages.{stage.name}.engine"
+        try:
+            options = msgspec.convert(stage.engine, cls, strict=True)
+        except msgspec.ValidationError as error:
+            place, problem = explain(error, cls)
+            raise ConfigError(f"{'.'.join(map(str, (where, *place)))}: {problem}") from error
+        for name in options.arguments.keys() & (RESERVED | options.parameters.keys()):
+            raise ConfigError(f"{where}.arguments.{name} is set by the stage itself.", hint="Leave it out.")
+        return options
+
+
+RESERVED = {
+    *("prompt", "image", "generator", "output_type", "return_dict", STEP_CALLBACK, OLD_CALLBACK, "callback_steps"),
+    *("callback_on_step_end_tensor_inputs", "num_images_per_prompt", "num_waveforms_per_prompt"),
+}
+
+
+class CallStopped(Exception):
+    """Unwinds the call of a request that nobody waits for."""
+
+
+class SteppedCall:
+    """One call of a pipeline on a thread, which computes during `turn` and at no other time.
+
+    Args:
+        run: makes the call, given a function to call after each step.
+    """
+
+    def __init__(self, threads: ThreadPoolExecutor, run: Callable[[Callable[[], None]], Any]) -> None:
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._ending = False
+        self.result = threads.submit(self._live, run)
+        self.result.add_done_callback(lambda _: self._stopped.release())
+
+    def turn(self) -> None:
+        """Compute up to the end of the next step, or of the call."""
+        self._go.release()
+        self._stopped.acquire()
+
+    def close(self) -> None:
+        """End the call where it is."""
+        if not self.result.done():
+            self._ending = True
+            self.turn()
+
+    def _live(self, run: Callable[[Callable[[], None]], Any]) -> Any:
+        self._wait()
+        return run(self._pause)
+
+    def _pause(self) -> None:
+        self._stopped.release()
+        self._wait()
+
+    def _wait(self) -> None:
+        self._go.acquire()
+        if self._ending:
+            raise CallStopped
+
+
+class PipelineRequest:
+    """A request: what it asks for, its pictures once they are decoded, and its call once it has one."""
+
+    def __init__(self, request: StageRequest, text: str, params: StageParams, arrival: int) -> None:
+        self.request = request
+        self.text = text
+        self.params = params
+        self.arrival = arrival
+        self.decoding: MediaDecoder | None = None
+        self.pictures: list[Image.Image] = []
+        self.call: SteppedCall | None = None
+        self.steps = 0
+        self.turns = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether its pictures are decoded, or failed to be."""
+        return self.decoding is None or self.decoding.future.done()
+
+    def close(self) -> None:
+        """Give up what is being decoded or computed."""
+        if self.decoding is not None:
+            self.decoding.cancel()
+        if self.call is not None:
+            self.call.close()
+
+
+class DiffusersEngine(StageEngine):
+    """The engine that this module describes.
+
+    Raises:
+        ConfigError: wrong options, or a pipeline that takes no prompt, makes video or is not one of diffusers.
+        StartupError: the checkpoint does not load.
+    """
+
+    def __init__(self, pipeline: PipelineConfig, stage: StageConfig) -> None:
+        self._stage = stage
+        self._options = PipelineOptions.of(stage)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._pipeline = _load(model_of(pipeline, stage), self._options, f"stages.{stage.name}").to(self._device)
+        self._pipeline.set_progress_bar_config(disable=True)
+        self._arguments = _arguments_of(self._pipeline, self._options, f"stages.{stage.name}")
+        declared = [one for name, one in DECLARED.items() if name in self._arguments]
+        declared += [Parameter(name, "float", *limits) for name, limits in self._options.parameters.items()]
+        self._media = {"image": MAX_PICTURES if "image" in self._arguments else 0, "audio": 0, "video": 0}
+        self._facts = EngineFacts(
+            sample_rate=_sample_rate(self._pipeline) if "audio" in stage.outputs else 0,
+            max_media=self._media,
+            parameters=with_defaults(declared, stage.sampling),
+        )
+        self._requests: dict[str, PipelineRequest] = {}
+        self._arrivals = 0
+        self._scheduled: list[tuple[str, float]] = []
+        self._threads = ThreadPoolExecutor(self._options.max_num_seqs, thread_name_prefix="pipeline")
+        self._decoders = DecoderThreads()
+        self._wake: Callable[[], None] = lambda: None
+
+    @classmethod
+    def check_options(cls, stage: StageConfig) -> bool:
+        """See `StageEngine.check_options`; loads nothing."""
+        PipelineOptions.of(stage)
+        return True
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the coordinator learns when the stage is ready."""
+        return self._facts
+
+    def start(self, request: StageRequest, inputs: StageInputs) -> None:
+        """Check a request, and have its pictures decoded. Raises `OmniError`."""
+        check_parameters(self._stage.name, self._facts.parameters, request.params)
+        prompt = inputs.prompt
+        if prompt is None:
+            raise InvalidRequest("A diffusers stage takes a prompt.", field="prompt")
+        parts = [part for message in prompt.messages for part in message.content]
+        text = "\n".join(part.text for part in parts if part.text)
+        order = [part.media for part in parts if part.media is not None]
+        media = [(prompt.media[index], inputs.media[index]) for index in order]
+        if len(media) > (most := self._media["image"]):
+            raise InvalidRequest(f"This pipeline takes {most} pictures; got {len(media)}.", field="prompt")
+        if not media and self._needs("image"):
+            raise InvalidRequest("This pipeline changes pictures, and there is none in the prompt.", field="image")
+        params = request.params.merged_over(self._stage.sampling)
+        running = PipelineRequest(request, text, params, self._arrivals)
+        self._arrivals += 1
+        self._requests[request.request_id] = running
+        if media:
+            running.decoding = self._decoders.submit(functools.partial(_decoded, media))
+            running.decoding.future.add_done_callback(lambda _: self._wake())
+
+    def _needs(self, name: str) -> bool:
+        found = self._arguments.get(name)
+        return found is not None and found.default is inspect.Parameter.empty
+
+    def extend(
+        self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
+    ) -> None:
+        """Raise `InvalidRequest`: requests come whole."""
+        raise InvalidRequest("A diffusers stage takes whole prompts, and nothing after them.")
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request; a call ends between two of its steps."""
+        if (running := self._requests.pop(request_id, None)) is not None:
+            running.close()
+
+    def runnable(self) -> bool:
+        """Whether a request can take a turn."""
+        return any(running.ready for running in self._requests.values())
+
+    def busy(self) -> bool:
+        """Whether pictures are being decoded."""
+        return any(not running.ready for running in self._requests.values())
+
+    def on_progress(self, wake: Callable[[], None]) -> None:
+        """Take what ends the loop's sleep when pictures have been decoded."""
+        self._wake = wake
+
+    def step(self) -> Sequence[EngineEvent]:
+        """Give a turn to the next request. Raises `EngineLost` if the device fails."""
+        running = self._next()
+        if running is None:
+            return []
+        request_id = running.request.request_id
+        try:
+            if running.call is None:
+                running.call = self._begin(running)
+                self._scheduled.append((request_id, time.monotonic()))
+            running.turns += 1
+            before = running.steps
+            running.call.turn()
+            progress: list[EngineEvent] = []
+            if running.steps > before:
+                steps = running.params.num_steps or self._arguments["num_inference_steps"].default
+                progress.append(ProgressEvent(request_id, running.steps, max(running.steps, steps)))
+            if not running.call.result.done():
+                return progress
+            if (failure := running.call.result.exception()) is not None:
+                raise _typed(failure)
+            events = [*progress, *self._output(request_id, running.call.result.result())]
+        except OmniError as error:
+            if isinstance(error, EngineLost):
+                raise
+            self.abort(request_id)
+            return [ErrorEvent(request_id, error)]
+        self.abort(request_id)
+        return [*events, FinishedEvent(request_id, FinishReason.STOP, len(running.text.split()), running.steps)]
+
+    def _next(self) -> PipelineRequest | None:
+        """The request whose turn it is: by priority, those under way before others, then by turns and arrival."""
+        under_way = sum(running.call is not None for running in self._requests.values())
+        can = [
+            running
+            for running in self._requests.values()
+            if running.ready and (running.call is not None or under_way < self._options.max_num_seqs)
+        ]
+        return min(can, key=lambda one: (one.request.priority, one.turns, one.arrival), default=None)
+
+    def _begin(self, running: PipelineRequest) -> SteppedCall:
+        """Make the call of a request, which computes nothing yet. Raises `OmniError` if its pictures are none."""
+        if running.decoding is not None:
+            running.pictures = running.decoding.future.result()
+        pipeline = copy.copy(self._pipeline)
+        for name, component in pipeline.components.items():
+            if hasattr(component, "set_timesteps"):  # schedulers, which count steps
+                setattr(pipeline, name, copy.deepcopy(component))
+        given: dict[str, Any] = {
+            **self._options.arguments,
+            "prompt": running.text,
+            "generator": torch.Generator().manual_seed(running.request.effective_seed),
+        }
+        values = {**running.params.given(), **(running.params.extra_args or {})}
+        for name, parameter in DECLARED.items():
+            if name in self._arguments and parameter.name in values:
+                given[name] = values[parameter.name]
+        given |= {name: values[name] for name in self._options.parameters if name in values}
+        if running.pictures:
+            given["image"] = running.pictures if len(running.pictures) > 1 else running.pictures[0]
+
+        def run(pause: Callable[[], None]) -> Any:
+            def after_step(*_: Any) -> dict[str, Any]:
+                running.steps += 1
+                pause()
+                return {}
+
+            if STEP_CALLBACK in self._arguments:
+                return pipeline(**given, callback_on_step_end=after_step)
+            if OLD_CALLBACK in self._arguments:
+                return pipeline(**given, callback=after_step, callback_steps=1)
+            return pipeline(**given)
+
+        return SteppedCall(self._threads, run)
+
+    def _output(self, request_id: str, result: Any) -> list[EngineEvent]:
+        """The picture or the sound of a call. Raises `ModelOutputInvalid` if there is none."""
+        if (pictures := getattr(result, "images", None)) is not None:
+            return [ImageEvent(request_id, to_host(torch.from_numpy(_pixels(pictures[0]))))]
+        if (sounds := getattr(result, "audios", None)) is not None:
+            samples = torch.as_tensor(sounds[0]).float().cpu()
+            samples = samples.mean(0) if samples.ndim == 2 else samples  # [channels, samples]: one channel is sent
+            if not torch.isfinite(samples).all():
+                raise ModelOutputInvalid("The model's waveform holds NaN or infinite samples.")
+            return [AudioEvent(request_id, to_host(samples.contiguous()), self._facts.sample_rate)]
+        raise ModelOutputInvalid(f"{type(self._pipeline).__name__} made neither a picture nor a sound.")
+
+    def counts(self) -> dict[str, int]:
+        """Requests that are held."""
+        return {"requests": len(self._requests)}
+
+    def take_scheduled(self) -> Sequence[tuple[str, float]]:
+        """Requests whose call began since the last time."""
+        taken, self._scheduled = self._scheduled, []
+        return taken
+
+    def device_bytes(self) -> int:
+        """Bytes that torch has reserved on the GPU."""
+        return torch.cuda.memory_reserved() if self._device.type == "cuda" else 0
+
+    def shutdown(self) -> None:
+        """End all calls and the decoders."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._threads.shutdown()
+        self._decoders.close()
+
+
+def _load(model: str, options: PipelineOptions, where: str) -> Any:
+    """Load a checkpoint with its own components, or those of the class that the options name."""
+    import diffusers
+
+    name = options.pipeline or "DiffusionPipeline"
+    found = getattr(diffusers, name, None)
+    chosen: Any = found if isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline) else None
+    if chosen is None:
+        raise ConfigError(f"{where}.engine.pipeline: diffusers {diffusers.__version__} has no pipeline {name!r}.")
+    try:
+        sparing = find_spec("accelerate") is not None  # else diffusers warns that it is missing
+        return chosen.from_pretrained(model, dtype=getattr(torch, options.dtype), low_cpu_mem_usage=sparing)
+    except (OSError, ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        raise StartupError(
+            f"diffusers cannot load {model!r} as {name}: {error}", hint="Compare it with the published checkpoint."
+        ) from error
+
+
+def _arguments_of(pipeline: Any, options: PipelineOptions, where: str) -> dict[str, inspect.Parameter]:
+    """The arguments of a pipeline's call. Raises `ConfigError` for pipelines and options that do not go with this."""
+    found = dict(inspect.signature(pipeline.__call__).parameters)
+    name = type(pipeline).__name__
+    if "prompt" not in found or "num_frames" in found:
+        what = "takes no prompt" if "prompt" not in found else "makes video"
+        raise ConfigError(f"{where}: {name} {what}; a diffusers stage makes pictures and sound from a prompt.")
+    for unknown in (options.arguments.keys() | options.parameters.keys()) - found.keys():
+        raise ConfigError(f"{where}.engine: {name} has no argument {unknown!r}.")
+    return found
+
+
+def _sample_rate(pipeline: Any) -> int:
+    """The rate of a pipeline's sound, as its vocoder or its VAE says. Raises `ConfigError` if neither does."""
+    for name in ("vocoder", "vae"):
+        if (rate := getattr(getattr(getattr(pipeline, name, None), "config", None), "sampling_rate", None)) is not None:
+            return int(rate)
+    raise ConfigError(f"{type(pipeline).__name__} does not say at which rate it makes sound: is its output a picture?")
+
+
+def _decoded(media: Sequence[tuple[Media, HostTensor]], decoder: MediaDecoder) -> list[Image.Image]:
+    """The pictures of a prompt as RGB; files are decoded by `decoder`. Raises `OmniError`."""
+    files = [(one, tensor) for one, tensor in media if one.encoding is MediaEncoding.FILE]
+    items = [
+        (Item(LAYERED_FILE, f"picture {number + 1}", memoryview(tensor.data).nbytes), tensor.data)
+        for number, (_, tensor) in enumerate(files)
+    ]
+    pixels = iter(decoder.decode(items, MediaLimits()) if items else ())
+    return [
+        _on_white(next(pixels)) if one.encoding is MediaEncoding.FILE else Image.fromarray(_array(tensor), "RGB")
+        for one, tensor in media
+    ]
+
+
+def _on_white(pixels: np.ndarray[Any, Any]) -> Image.Image:
+    """A picture u8 [height, width, 4] without its alpha channel."""
+    layered = Image.fromarray(pixels, "RGBA")
+    white = Image.new("RGB", layered.size, (255, 255, 255))
+    white.paste(layered, mask=layered.getchannel("A"))
+    return white
+
+
+def _array(tensor: HostTensor) -> np.ndarray[Any, Any]:
+    if tensor.dtype is not DType.U8 or len(tensor.shape) != 3 or tensor.shape[2] != 3:
+        raise InvalidRequest(f"A picture needs u8 [height, width, 3]; got {tensor.dtype} {list(tensor.shape)}.")
+    return np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape)
+
+
+def _pixels(picture: Image.Image) -> np.ndarray[Any, Any]:
+    """A picture as u8 [height, width, 3], or 4 where some of it can be seen through."""
+    return np.array(picture if picture.mode == "RGBA" else picture.convert("RGB"))
+
+
+def _typed(error: BaseException) -> OmniError:
+    """What a pipeline has raised as an error of ours."""
+    if isinstance(error, OmniError):
+        return error
+    if isinstance(error, ValueError):  # what pipelines say of arguments
+        return InvalidRequest(f"The pipeline refuses this: {error}")
+    logger.error("a pipeline failed", exc_info=error)
+    if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
+        return EngineLost(f"The device failed: {error}")
+    return EngineError(f"The pipeline failed: {type(error).__name__}: {error}")

@@ -1,0 +1,242 @@
+"""Stages of kind `diffusers`: pipelines of six families give what diffusers gives, and take turns step by step."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import httpx
+import numpy
+import pytest
+import torch
+import yaml
+from PIL import Image
+from transformers import AutoTokenizer
+
+from omni_actors import config
+from omni_actors.engine.pipelines import DiffusersEngine
+from omni_actors.errors import ConfigError, InvalidRequest, OmniError
+from omni_actors.protocol.fields import DType, HostTensor, TensorRef
+from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
+from omni_actors.stage.engine_interface import (
+    AudioEvent,
+    EngineEvent,
+    ErrorEvent,
+    FinishedEvent,
+    ImageEvent,
+    ProgressEvent,
+    StageInputs,
+    StageRequest,
+)
+from tests.support.servers import HttpPipeline
+from tests.support.tiny_pipelines import BUILT, write
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+
+SIZE = {"width": 32, "height": 32}
+ON_CPU = {"stages.pictures.engine.dtype": "float32"}
+SEA = Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (64, 64, 3), numpy.uint8))
+# What each family needs besides: options of the stage, and the arguments of a call of diffusers itself.
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "z_image": ({}, SIZE),
+    "qwen_image": ({"arguments": {"true_cfg_scale": 1.0}}, {**SIZE, "true_cfg_scale": 1.0}),
+    "flux2_klein": ({}, SIZE),
+    "stable_diffusion_3": ({}, SIZE),
+    "sana": ({"arguments": {"use_resolution_binning": False}}, {**SIZE, "use_resolution_binning": False}),
+    "stable_audio": ({"parameters": {"audio_end_in_s": [0.001, 1.0]}}, {"audio_end_in_s": 0.01}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory, tiny_z_image, tiny_qwen_image):
+    """The folder of a family's checkpoint, by name."""
+    root = tmp_path_factory.mktemp("pipelines")
+
+    @functools.cache
+    def folder(name: str) -> Path:
+        if name not in BUILT:
+            return {"z_image": tiny_z_image, "qwen_image": tiny_qwen_image}[name]
+        return write(name, root, AutoTokenizer.from_pretrained(tiny_z_image / "tokenizer"))
+
+    return folder
+
+
+def made(folder: Path, tmp_path: Path, output: str = "image", **options: Any) -> DiffusersEngine:
+    stage = {"name": "it", "kind": "diffusers", "outputs": [output], "engine": {"dtype": "float32", **options}}
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(yaml.safe_dump({"name": "it", "model": str(folder), "stages": [stage]}))
+    pipeline = config.load(file, {}).pipeline
+    return DiffusersEngine(pipeline, pipeline.stages[0])
+
+
+@pytest.fixture
+def engine_of(folder_of, tmp_path):
+    engines = []
+
+    def engine(name: str, **options: Any) -> DiffusersEngine:
+        output = "audio" if name == "stable_audio" else "image"
+        engines.append(made(folder_of(name), tmp_path, output, **{**FAMILIES[name][0], **options}))
+        return engines[-1]
+
+    yield engine
+    for each in engines:
+        each.shutdown()
+
+
+def start(
+    engine: DiffusersEngine, name: str, text: str = "A red fox.", seed: int = 0, priority: int = 0, file: bytes = b"",
+    **params: Any,
+) -> None:  # fmt: skip
+    pictures = (Media("image", MediaEncoding.FILE, TensorRef(DType.U8, (len(file),), 0)),) if file else ()
+    parts = (*(ContentPart(media=0) for _ in pictures), ContentPart(text=text))
+    prompt = Prompt(messages=(ChatMessage(role="user", content=parts),), media=pictures)
+    media = [HostTensor(DType.U8, (len(file),), file)] if file else []
+    engine.start(
+        StageRequest(name, StageParams(**params), seed, priority=priority), StageInputs(prompt=prompt, media=media)
+    )
+
+
+def events_of(engine: DiffusersEngine) -> list[EngineEvent]:
+    """All events until nothing is left."""
+    events: list[EngineEvent] = []
+    while engine.runnable() or engine.busy():
+        until(engine.runnable, 60, "pictures are decoded")
+        events += engine.step()
+    return events
+
+
+def outputs_of(events: list[EngineEvent]) -> dict[str, numpy.ndarray]:
+    found = {}
+    for event in events:
+        assert not isinstance(event, ErrorEvent), event
+        if isinstance(event, ImageEvent):
+            found[event.request_id] = numpy.frombuffer(event.pixels.data, numpy.uint8).reshape(event.pixels.shape)
+        elif isinstance(event, AudioEvent):
+            found[event.request_id] = numpy.frombuffer(event.samples.data, numpy.float32)
+    return found
+
+
+def reference(folder: Path, text: str, seed: int, **arguments: Any) -> numpy.ndarray:
+    """What diffusers makes of the same."""
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
+    result = pipeline(prompt=text, generator=torch.Generator().manual_seed(seed), **arguments)
+    if hasattr(result, "audios"):
+        return result.audios[0].mean(0).numpy()
+    return numpy.asarray(result.images[0])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_requests_that_take_turns_get_what_diffusers_gives(engine_of, folder_of, name: str) -> None:
+    engine, arguments = engine_of(name), FAMILIES[name][1]
+    params: dict[str, Any] = SIZE
+    if name == "stable_audio":
+        params = {"extra_args": arguments}
+    asked = {"first": ("A red fox.", 3, 3), "second": ("The blue sea.", 4, 5)}
+    for request_id, (text, seed, steps) in asked.items():
+        start(engine, request_id, text, seed, num_steps=steps, **params)
+    events = events_of(engine)
+    found = outputs_of(events)
+    for request_id, (text, seed, steps) in asked.items():
+        wanted = reference(folder_of(name), text, seed, num_inference_steps=steps, **arguments)
+        assert numpy.array_equal(found[request_id], wanted), name
+        assert wanted.std() > 0
+    turns = [(event.request_id, event.step, event.steps) for event in events if isinstance(event, ProgressEvent)]
+    assert turns[:4] == [("first", 1, 3), ("second", 1, 5), ("first", 2, 3), ("second", 2, 5)]
+    assert [event.output_tokens for event in events if isinstance(event, FinishedEvent)] == [3, 5]
+    assert engine.counts() == {"requests": 0}
+
+
+def test_a_picture_is_changed(engine_of, folder_of) -> None:
+    engine, file = engine_of("qwen_image"), io.BytesIO()
+    SEA.save(file, "PNG")
+    start(engine, "changed", "Make it red.", 5, num_steps=2, file=file.getvalue(), **SIZE)
+    (found,) = outputs_of(events_of(engine)).values()
+    wanted = reference(
+        folder_of("qwen_image"), "Make it red.", 5, image=SEA, num_inference_steps=2, **FAMILIES["qwen_image"][1]
+    )
+    assert numpy.array_equal(found, wanted)
+    start(engine, "broken", "Make it red.", file=b"no picture")
+    (event,) = events_of(engine)
+    assert isinstance(event, ErrorEvent)
+    assert event.error.code == "malformed_media"
+
+
+def test_priority_goes_first_and_an_abort_ends_a_call_between_two_steps(engine_of) -> None:
+    threads = threading.active_count()
+    engine = engine_of("z_image", max_num_seqs=2)
+    start(engine, "slow", num_steps=50, **SIZE)
+    assert [type(event) for event in engine.step()] == [ProgressEvent]
+    start(engine, "urgent", num_steps=2, priority=-1, **SIZE)
+    start(engine, "third", num_steps=2, **SIZE)  # finds no place
+    events = [event for _ in range(3) for event in engine.step()]  # two steps, and the picture of its latents
+    assert {event.request_id for event in events} == {"urgent"}
+    assert isinstance(events[-1], FinishedEvent)
+    assert [event.request_id for event in engine.step()] == ["third"]
+    engine.abort("slow")
+    assert set(outputs_of(events_of(engine))) == {"third"}
+    assert engine.counts() == {"requests": 0}
+    engine.shutdown()
+    assert threading.active_count() <= threads
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"num_steps": 1001}, "num_steps"),
+        ({"extra_args": {"strength": 0.5}}, "strength"),
+        ({"previews": 1}, "previews"),
+    ],
+)
+def test_what_the_pipeline_does_not_take_is_refused(engine_of, params, field: str) -> None:
+    engine = engine_of("z_image")
+    with pytest.raises(InvalidRequest) as caught:
+        start(engine, "it", **params)
+    assert caught.value.field == field
+    with pytest.raises(InvalidRequest, match="takes 0 pictures"):
+        start(engine, "it", file=b"...")
+    assert engine.counts() == {"requests": 0}
+    start(engine, "odd", num_steps=1, width=33, height=33)  # which the pipeline itself refuses
+    (event,) = events_of(engine)
+    assert isinstance(event, ErrorEvent)
+    assert isinstance(event.error, InvalidRequest)
+    assert "divisible" in event.error.message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pipeline": "NoSuchPipeline"}, "has no pipeline 'NoSuchPipeline'"),
+        ({"pipeline": "logging"}, "has no pipeline 'logging'"),
+        ({"arguments": {"strenght": 1}}, "has no argument 'strenght'"),
+        ({"arguments": {"prompt": "x"}}, "arguments.prompt is set by the stage itself"),
+        ({"steps": 4}, "engine"),
+    ],
+)
+def test_wrong_options_are_named(folder_of, tmp_path, options, words: str) -> None:
+    with pytest.raises(OmniError, match=words) as caught:
+        made(folder_of("z_image"), tmp_path, **options)
+    assert isinstance(caught.value, ConfigError)
+
+
+def test_a_pipeline_serves_it_over_http(tiny_z_image) -> None:
+    with HttpPipeline("stage_configs/diffusers.yaml", {"model": tiny_z_image, **ON_CPU}) as pipeline:
+        body = {"prompt": "A red fox.", "size": "32x32", "num_inference_steps": 3, "seed": 3}
+        answer = pipeline.openai().images.generate(
+            model="diffusers", prompt=body["prompt"], size="32x32", extra_body={"num_inference_steps": 3, "seed": 3}
+        )
+        found = numpy.asarray(Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json))))
+        assert numpy.array_equal(found, reference(tiny_z_image, body["prompt"], 3, num_inference_steps=3, **SIZE))
+        events = httpx.post(
+            f"{pipeline.url}/v1/images/generations", json={**body, "stream": True, "progress": True}, timeout=60
+        )
+        steps = re.findall(r'"type":"image_generation.progress","step":(\d),"steps":3', events.text)
+        assert steps == ["1", "2", "3"]
+        refused = httpx.post(f"{pipeline.url}/v1/images/generations", json={**body, "size": "33x33"}, timeout=60)
+        assert (refused.status_code, "divisible" in refused.text) == (400, True)
