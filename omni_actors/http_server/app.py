@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib import resources
 from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -30,7 +31,8 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omni_actors import __version__
-from omni_actors.errors import ErrorCode, InvalidRequest, OmniError
+from omni_actors.config.checkpoint import read_json_object
+from omni_actors.errors import ConfigError, ErrorCode, InvalidRequest, OmniError
 from omni_actors.http_server import chat, images, responses, speech, state
 from omni_actors.http_server.bodies import BODIES, REFERENCE, FormBody, JsonBody, decode
 from omni_actors.http_server.errors import STOPPING, HttpError, bad_field
@@ -48,7 +50,9 @@ from omni_actors.telemetry.timeline import as_json
 
 logger = get_logger(__name__)
 
-PIPELINE_FIELDS = ("pipeline", "modalities", "parameters", "speech", "outputs", "sample_rate", "healthy", "in_flight")
+PIPELINE_FIELDS = (
+    *("pipeline", "modalities", "max_media", "parameters", "speech", "outputs", "sample_rate", "healthy", "in_flight"),
+)
 STAGE_FIELDS = ("stage", "replica", "state", "spare", "joining", "leaving", "in_flight", "counts")
 
 
@@ -89,6 +93,17 @@ def _model(name: str, state: ServerState, parent: str | None = None) -> dict[str
     return {**of_openai, "root": name, "parent": parent}
 
 
+@functools.cache
+def introduction(model: str) -> dict[str, Any]:
+    """What a checkpoint says to visitors of the web page, in `page.json` of its folder: `about` and `examples`."""
+    path = Path(model) / "page.json"
+    try:
+        return read_json_object(path) if path.exists() else {}
+    except ConfigError as error:
+        logger.warning("The web page shows examples of its own: %s", error)
+        return {}
+
+
 async def status(request: Request, state: ServerState) -> Response:
     """The state of the pipeline and its replicas, as the web page shows it."""
     description = await state.describe()
@@ -96,6 +111,7 @@ async def status(request: Request, state: ServerState) -> Response:
     stages = [{name: getattr(stage, name) for name in STAGE_FIELDS} for stage in description.stages]
     pipeline = {name: getattr(description, name) for name in PIPELINE_FIELDS}
     own = {"models": state.model_names(description), "voices": voices, "webrtc": calls.available()}
+    own["page"] = await asyncio.to_thread(introduction, description.model)
     return json_response({**pipeline, **own, "stages": stages})
 
 

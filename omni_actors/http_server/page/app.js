@@ -12,6 +12,7 @@ import { player } from "./player.js";
 import * as settings from "./settings.js";
 import * as status from "./status.js";
 import * as voice from "./voice.js";
+import * as welcome from "./welcome.js";
 
 const WIDE = matchMedia("(min-width: 56.01rem)");  // else a panel covers the conversation
 const PANELS = ["settings-panel", "details-panel"];
@@ -39,7 +40,7 @@ function setUpPanels() {
       if (WIDE.matches) localStorage.setItem("panel", shown);  // a wide window remembers it
     };
   }
-  showPanel(WIDE.matches ? localStorage.getItem("panel") ?? "settings-panel" : "");
+  showPanel(WIDE.matches ? localStorage.getItem("panel") ?? "" : "");
   WIDE.addEventListener("change", uncover);
 }
 
@@ -51,6 +52,7 @@ setUpPanels();
 settings.setUp({ onKey: status.refresh, show: () => showPanel("settings-panel") });
 messages.setUp();
 composer.setUp();
+welcome.setUp(composer.ask);
 level.setUp();
 voice.setUp();
 player.addEventListener("change", chat.showRunning);

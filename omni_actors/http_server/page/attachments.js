@@ -11,10 +11,12 @@ const SERVER_READS = {
   audio: /^audio\/(x-)?(wav|wave|mpeg|mp3|flac|ogg)$/,
   video: /^video\//,
 };
+const TEXTS = /\.(txt|md|csv|tsv|json|ya?ml|toml|ini|log|py|js|ts|c|h|cpp|rs|go|java|sh|sql|html|css|xml)$/i;
+const MOST_TEXT = 200_000;        // bytes
 const MOST_PIXELS = 2048 * 2048;  // more costs the model tokens and shows it little
 const SOUND_RATE = 16000;         // Hz of sounds that the browser converts
 
-/** A file: `blob` is what is sent, `url` its data: URI, `preview` a blob: URI. */
+/** A file: `blob` is what is sent, `url` its data: URI (of a text, the text itself), `preview` a blob: URI. */
 class Attachment {
   constructor(name, kind, blob, url) {
     Object.assign(this, { name, kind, blob, url, preview: URL.createObjectURL(blob) });
@@ -22,6 +24,7 @@ class Attachment {
 
   /** As a part of a message. */
   get part() {
+    if (this.kind === "text") return { type: "text", text: `${this.name}:\n\n${this.url}` };
     return { type: `${this.kind}_url`, [`${this.kind}_url`]: { url: this.url } };
   }
 
@@ -30,10 +33,12 @@ class Attachment {
 
 /** Reads a file. Raises `PageError` for one that neither the server nor the browser can read. */
 export async function attachmentOf(blob, name) {
-  const kind = blob.type.split("/")[0];
-  if (!SERVER_READS[kind]) throw new PageError(`${name}: only pictures, sounds and videos can be attached.`);
+  const kind = TEXTS.test(name) ? "text" : blob.type.split("/")[0];
+  if (kind !== "text" && !SERVER_READS[kind]) throw new PageError(`${name}: only pictures, sounds, videos and texts can be attached.`);
   if (!blob.size) throw new PageError(`${name} is empty.`);
+  if (kind === "text" && blob.size > MOST_TEXT) throw new PageError(`${name} is longer than ${MOST_TEXT / 1000} kB. Attach a part of it.`);
   try {
+    if (kind === "text") return new Attachment(name, kind, blob, new TextDecoder("utf-8", { fatal: true }).decode(await blob.arrayBuffer()));
     if (kind === "image") blob = await fitImage(blob);
     if (kind === "audio" && !SERVER_READS.audio.test(blob.type)) blob = wavOf([await decode(blob, SOUND_RATE)], SOUND_RATE);
     return new Attachment(name, kind, blob, await dataUrl(blob));
@@ -76,7 +81,7 @@ export function card(attachment, remove = null) {
   const item = make("li", { className: `card ${attachment.kind}`, title: attachment.name });
   if (attachment.kind === "image") item.append(make("img", { src: attachment.preview, alt: attachment.name }));
   else {
-    item.append(attachment.kind === "video"
+    if (attachment.kind !== "text") item.append(attachment.kind === "video"
       ? make("video", { src: attachment.preview, muted: true, preload: "metadata", ariaLabel: attachment.name })
       : listenButton(attachment));
     item.append(make("span", { className: "name" }, attachment.name));

@@ -128,6 +128,7 @@ async function answer(turn) {
     if (draws) await paint(turn, view, controller.signal, seen);
     else await converse(turn, view, clip, controller.signal, seen);
     turn.answer = view.text;
+    if (!draws) view.measure(seen.times);
     announce(draws ? "The picture is ready." : view.text);
   } catch (error) {
     if (clip && player.clip === clip) player.stop();
@@ -150,7 +151,7 @@ async function answer(turn) {
 
 async function paint(turn, view, signal, seen) {
   const began = performance.now();
-  const fields = { model: status.current?.models[0] ?? "", prompt: turn.text, ...settings.picture() };
+  const fields = { model: settings.model(), prompt: turn.text, ...settings.picture() };
   for await (const item of draw(fields, turn.attachments, signal)) {
     if (item.id) seen.id = item.id;
     if (item.step) view.progress(item.step, item.steps);
@@ -171,7 +172,7 @@ async function converse(turn, view, clip, signal, seen) {
   const since = () => performance.now() - began;
   const times = seen.times;
   const body = {
-    model: status.current?.models[0] ?? "", stream: true, stream_options: { include_usage: true }, ...settings.parameters(),
+    model: settings.model(), stream: true, stream_options: { include_usage: true }, ...settings.parameters(),
     messages: [...settings.preamble(), ...historyOf(turn), messageOf(turn)],
   };
   const reading = { model: body.model, input: turn.text, ...(settings.reads() ? settings.speech() : {}) };
@@ -192,8 +193,10 @@ async function converse(turn, view, clip, signal, seen) {
   times.total = since();
 }
 
-/** Shows the button that ends what runs or plays. */
+/** Shows the button that ends what runs or plays, in the place of the one that sends unless there is something to send. */
 export function showRunning() {
-  $("stop").hidden = !running && !player.playing;
+  const busy = running !== null || player.playing;
+  $("stop").hidden = !busy;
+  $("send").hidden = busy && !$("text").value.trim();
   $("messages").ariaBusy = String(running !== null);
 }

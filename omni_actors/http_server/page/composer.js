@@ -1,13 +1,17 @@
 "use strict";
 // Where a message is written: its text, its attachments, the microphone.
 
-import { PageError } from "./api.js";
+import { PageError, speak } from "./api.js";
 import { attachmentOf, card } from "./attachments.js";
 import * as chat from "./chat.js";
 import { $, seconds } from "./common.js";
-import { player } from "./player.js";
+import { Clip, player } from "./player.js";
 import { Recording } from "./recorder.js";
 import * as settings from "./settings.js";
+import * as status from "./status.js";
+import { samplesOf } from "./wav.js";
+
+const SAMPLE = "The children found a small boat near the river.";  // by which a voice is heard
 
 let attachments = [];
 let reading = Promise.resolve();  // files that are being read
@@ -19,6 +23,7 @@ let edited = null;                // {turn, draft}: the question that is edited,
 function grow() {
   $("text").style.height = "auto";
   $("text").style.height = `${$("text").scrollHeight}px`;
+  chat.showRunning();
 }
 
 function setText(text) {
@@ -72,6 +77,17 @@ async function send() {
   await chat.send(text, sent, edit, replaced);
 }
 
+/** Asks at once, and leaves what is written. `files` gives the attachments; it is called when nothing plays anymore. */
+export async function ask(text, files) {
+  await chat.stop();
+  chat.showError(null);
+  try {
+    await chat.send(text, await files(), edit);
+  } catch (error) {
+    chat.showError(error);
+  }
+}
+
 /** Puts an earlier question back into the box. */
 export function edit(turn) {
   const draft = edited?.draft ?? { text: $("text").value, attachments };
@@ -108,12 +124,32 @@ export function reset() {
   $("text").focus();
 }
 
+/** Has the voice that is chosen say something. */
+async function hearVoice() {
+  await chat.stop();
+  chat.showError(null);
+  const clip = new Clip(status.current.sample_rate), voice = $("voice").value;
+  $("sample").disabled = true;
+  $("progress").textContent = "preparing the sound …";
+  player.play(clip);
+  try {
+    const fields = { model: settings.model(), input: SAMPLE, ...(voice && voice !== "default" ? { voice } : {}) };
+    for await (const { sound } of speak(fields)) if (sound) player.add(clip, samplesOf(sound));
+  } catch (error) {
+    chat.showError(error);
+  }
+  player.complete(clip);
+  $("sample").disabled = false;
+  $("progress").textContent = "";
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Microphone
 
 function showRecording(clock) {
   $("record").ariaPressed = String(Boolean(recording));
-  $("record").title = $("record").ariaLabel = recording ? "Stop recording" : "Record";
+  $("record").ariaLabel = recording ? "Stop recording" : "Record";
+  $("record").title = recording ? "Stop recording (Alt+M)" : "Record a message by voice, and send it when you like (Alt+M)";
   $("record").querySelector(".words").textContent = recording ? "Done" : "Record";
   if (!recording) clearInterval(clock);
   $("progress").textContent = "";
@@ -175,6 +211,7 @@ export function setUp() {
     $("text").focus();
   };
   $("record").onclick = toggleRecording;
+  $("sample").onclick = hearVoice;
   $("end-edit").onclick = endEdit;
   document.addEventListener("paste", (event) => {
     const files = filesOf(event.clipboardData);

@@ -65,7 +65,7 @@ export class QuestionView {
       this.item.append(make("ul", { className: "cards", ariaLabel: "Attachments" }, ...cards));
     }
     this.turn = turn;
-    this.say = make("p", { className: "say" }, turn.text);
+    this.say = make("div", { className: "say" }, render(turn.text));
     if (turn.text || spoken) this.item.append(this.say);
     this.item.classList.toggle("working", spoken);
     this.actions = make("div", { className: "actions", hidden: spoken }, action("edit", "Edit", edit));
@@ -80,7 +80,8 @@ export class QuestionView {
 
   /** Shows what has been understood of a spoken question so far. */
   write(text) {
-    this.turn.text = this.say.textContent = text;
+    this.turn.text = text;
+    this.say.replaceChildren(render(text));
     follow();
   }
 
@@ -114,6 +115,7 @@ export class AnswerView {
   }
 
   add(text) {
+    if (this.clip && !this.text) this.actions.before(make("small", {}, "preparing the sound …"));
     this.text += text;
     if (!this.#drawn) return;
     this.#drawn = false;
@@ -142,6 +144,7 @@ export class AnswerView {
 
   #showSound() {
     if (!this.clip?.pieces.length) return;
+    if (this.item.classList.contains("working")) this.item.querySelector("small")?.remove();
     const plays = player.clip === this.clip;
     const words = plays ? "Stop sound" : `Play again (${seconds(this.clip.seconds)})`;
     const button = action("play", words, () => plays ? player.stop() : player.play(this.clip));
@@ -156,6 +159,7 @@ export class AnswerView {
   /** Shows the answer as it ended: "done", "stopped" or "failed". */
   end(state) {
     this.#draw();
+    this.item.querySelector("small")?.remove();
     this.item.classList.replace("working", state);
     if (state !== "done") this.#note(state);
     const again = action("again", state === "failed" ? "Try again" : "Regenerate", this.again);
@@ -167,6 +171,15 @@ export class AnswerView {
     this.actions.append(again);
     this.#showSound();
     follow();
+  }
+
+  /** Shows how fast it came; `times` are milliseconds. Sound that is made slower than it is heard says so. */
+  measure(times) {
+    const slowness = this.clip?.seconds ? times.total / 1000 / this.clip.seconds : 0;
+    const words = [times.text && `first word ${seconds(times.text / 1000)}`, times.audio && `first sound ${seconds(times.audio / 1000)}`];
+    if (slowness > 1) words.push(`slow: a second of sound takes ${seconds(slowness)}`);
+    const title = "From the end of your message. A pipeline without a GPU can be slower than its sound is heard.";
+    this.actions.append(make("span", { className: "latency", title }, words.filter(Boolean).join(" · ")));
   }
 
   #download() {

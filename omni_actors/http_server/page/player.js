@@ -31,6 +31,7 @@ class Player extends EventTarget {
   #ear = null;      // an analyser of what it follows
   #followed = new Audio();
   #sources = new Set();
+  #wave = new Float32Array(1024);
   #times = [];      // {from, seconds} of each piece of what plays
   #next = 0;
 
@@ -115,6 +116,11 @@ class Player extends EventTarget {
     const analyser = this.clip?.live ? this.#ear : this.#analyser;
     if (analyser) analyser.getFloatTimeDomainData(into);
     return into;
+  }
+
+  /** How loud it is at the moment, from 0 to 1. */
+  level() {
+    return this.wave(this.#wave).reduce((most, value) => Math.max(most, Math.abs(value)), 0);
   }
 
   #schedule(samples) {

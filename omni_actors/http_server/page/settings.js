@@ -49,6 +49,11 @@ export function offer(status) {
     list.replaceChildren(...voices.map((voice) => new Option(voice)));
     list.value = voices.includes(wanted) ? wanted : voices[0] ?? "";
   }
+  if (status.models.join("\n") !== [...$("model").options].map((option) => option.value).join("\n")) {
+    $("model").replaceChildren(...status.models.map((name) => new Option(name)));
+  }
+  $("models").hidden = status.models.length < 2;
+  $("sample").hidden = !status.modalities.includes("audio") || ability?.clip === "required";
   $("speak").disabled = !status.modalities.includes("audio");
   drawing = status.modalities.includes("image") && !status.modalities.includes("text");
   document.querySelectorAll(".for-talk").forEach((element) => { element.hidden = drawing; });
@@ -57,8 +62,8 @@ export function offer(status) {
   $("manner").hidden = ability?.instructions === "none";
   $("system-label").textContent = ability ? "How to speak" : "System prompt";
   $("text").placeholder = drawing ? "Describe a picture" : ability ? "A text to speak" : "Message";
-  $("file").accept = drawing ? "image/*" : "image/*,audio/*,video/*";
-  $("attach").title = drawing ? "Attach pictures to change" : "Attach pictures, sounds or videos";
+  $("file").accept = drawing ? "image/*" : "image/*,audio/*,video/*,text/*,.md,.json,.csv,.yaml,.py";
+  $("attach").title = drawing ? "Attach pictures to change" : "Attach pictures, sounds, videos or texts";
   declared = Object.fromEntries(Object.values(status.parameters).flat().map((parameter) => [parameter.name, parameter]));
   if (drawing) for (const [id, name] of Object.entries(PARAMETERS)) fit($(id), declared[name]);
 }
@@ -77,6 +82,9 @@ function fit(field, parameter) {
   field.step = parameter.kind === "int" ? step : "any";
   field.placeholder = parameter.default ?? "default";
 }
+
+/** The name of the model that is asked: the pipeline's, or one of its adapters. */
+export const model = () => $("model").value;
 
 /** Whether the pipeline answers with pictures. */
 export const draws = () => drawing;

@@ -4,6 +4,7 @@
 import { PageError, request } from "./api.js";
 import { $, make } from "./common.js";
 import * as settings from "./settings.js";
+import * as welcome from "./welcome.js";
 
 const CLOSE = 250, USUAL = 2000, HIDDEN = 10_000;  // milliseconds between two looks
 const LONGEST = 5000;                              // milliseconds to wait for an answer
@@ -63,6 +64,7 @@ function show(status) {
                      working ? `${stage.in_flight} working` : idle);
   }));
   settings.offer(status);
+  welcome.offer(status);
 }
 
 function stageItem(name, className, about) {

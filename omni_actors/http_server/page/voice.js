@@ -3,18 +3,21 @@
 
 import { PageError } from "./api.js";
 import * as chat from "./chat.js";
-import { $, announce } from "./common.js";
+import * as captions from "./captions.js";
+import { $, announce, seconds } from "./common.js";
 import * as composer from "./composer.js";
 import { Microphone } from "./microphone.js";
 import { Clip, player } from "./player.js";
 import { Session } from "./realtime.js";
 import * as settings from "./settings.js";
+import { animate } from "./shape.js";
 import * as status from "./status.js";
 import { showTimeline, timelineOf } from "./timeline.js";
 import { samplesOf } from "./wav.js";
 
 const RATE = 24000;  // Hz of the answers
 const LATE = 300;  // milliseconds by which the sound of a call may be behind its events
+const FLASH = 700;  // milliseconds for which an interruption is shown
 const LEVEL_FALL = 0.85;  // of the level shown, from one piece of 32 ms to the next
 const RACES = ["response_cancel_not_active", "item_not_found"];  // what we ask about may have ended or gone meanwhile
 
@@ -23,6 +26,8 @@ let starting = false, muted = false, connected = false, again = false, behind = 
 const turns = new Map();    // of the user, by the id of their items
 const cuts = new Map();  // answers that were cut, by item, until the server says what of them was heard
 let latest = null;          // the newest turn
+let silence = 0;            // milliseconds without speech after which the server takes a turn to be over
+let interrupted = -Infinity;  // when an answer was cut, in milliseconds
 let stopped = 0;            // when the user's turn ended, in milliseconds
 let answer = null;          // {id, itemId, turn, view, clip, times, running, over}: the newest; `over` when it was heard, or cut
 
@@ -47,7 +52,10 @@ async function start() {
     starting = false;
     show();
   }
-  if (runs()) $("mute").focus();
+  if (!runs()) return;
+  captions.clear();
+  animate($("shape"), look);
+  $("mute").focus();
 }
 
 function end() {
@@ -88,6 +96,7 @@ export function leave() {
 }
 
 function interrupt() {
+  interrupted = performance.now();
   if (answering() && !answer.clip) session.send("response.cancel");
   player.stop();
 }
@@ -121,6 +130,7 @@ function created(about) {
     fail(new PageError("This server cannot hear when you speak: its operator must install omni_actors[realtime]."));
     return;
   }
+  silence = about.audio.input.turn_detection.silence_duration_ms ?? 0;
   configure();
   for (const { role, text } of chat.inWords()) {
     const content = [{ type: role === "user" ? "input_text" : "output_text", text }];
@@ -152,7 +162,6 @@ function forget() {
 /** Sends a piece of the microphone's. */
 function take({ pcm, peak }) {
   level = Math.max(muted ? 0 : peak, LEVEL_FALL * level);
-  $("microphone-level").value = Math.sqrt(level);
   const late = Boolean(session) && !session.sound(pcm);
   if (late && !behind) chat.showError(new PageError("This connection is too slow for your voice: a part of what you said is lost."));
   behind = late;
@@ -161,6 +170,7 @@ function take({ pcm, peak }) {
 const EVENTS = {
   "input_audio_buffer.speech_started": ({ item_id }) => {
     hearing = true;
+    if (answering() || player.playing) interrupted = performance.now();
     if (answering()) answer.running = false;  // the server has ended it
     player.stop();
     latest = chat.addTurn("", [], composer.edit, true);
@@ -168,7 +178,7 @@ const EVENTS = {
   },
   "input_audio_buffer.speech_stopped": () => {
     hearing = false;
-    stopped = performance.now();
+    stopped = performance.now() - silence;
   },
   "conversation.item.input_audio_transcription.delta": ({ item_id, delta }) => {
     const turn = turns.get(item_id);
@@ -284,7 +294,44 @@ function onCut({ detail: { clip, heard } }) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The bar
+// What is seen of it
+
+/** What the shape is to show; null once the conversation has ended. */
+function look() {
+  if (!runs()) return null;
+  const speaks = player.playing;
+  if (answer) captions.follow(answer.view.text, answer.clip);
+  return { state: $("spoken").dataset.state, level: speaks ? player.level() : level };
+}
+
+/** Sends what was typed as a turn of its own. */
+function say(event) {
+  event.preventDefault();
+  const text = $("typed").value.trim();
+  if (!text || !connected) return;
+  $("typed").value = "";
+  if (answering() || player.playing) interrupt();
+  latest = chat.addTurn(text, [], composer.edit);
+  stopped = performance.now();
+  session.send("conversation.item.create", { item: { type: "message", role: "user", content: [{ type: "input_text", text }] } });
+  session.send("response.create");
+}
+
+function toggleTyping() {
+  $("typing").hidden = !$("typing").hidden;
+  $("type").ariaPressed = String(!$("typing").hidden);
+  ($("typing").hidden ? $("type") : $("typed")).focus();
+}
+
+/** A word for the style sheet and the shape. */
+function mood() {
+  if (!connected) return "connecting";
+  if (performance.now() - interrupted < FLASH) return "interrupted";
+  if (hearing) return "hearing";
+  if (player.playing) return "speaking";
+  if (answering()) return "thinking";
+  return muted ? "muted" : "listening";
+}
 
 function state() {
   if (!connected) return again ? "Connecting again …" : "Connecting …";
@@ -300,7 +347,18 @@ function show() {
   $("composer").hidden = runs();
   $("mute").ariaPressed = String(muted);
   $("interrupt").hidden = !answering() && !player.playing;
-  if (runs()) $("spoken-state").textContent = state();
+  document.querySelector("header").inert = document.querySelector("main").inert = runs();
+  if (!runs()) {
+    if ($("error").parentNode !== $("write")) $("write").prepend($("error"));
+    return;
+  }
+  if ($("error").parentNode !== $("spoken")) $("spoken").prepend($("error"));
+  const before = $("spoken").dataset.state, now = mood();
+  $("spoken").dataset.state = now;
+  if (now === "interrupted" && before !== now) setTimeout(show, FLASH);
+  $("spoken-state").textContent = state();
+  const delay = answer?.times.audio;
+  $("spoken-delay").textContent = delay ? `First sound ${seconds(delay / 1000)} after your last word` : "";
 }
 
 export function setUp() {
@@ -309,6 +367,8 @@ export function setUp() {
   player.addEventListener("change", show);
   $("converse").onclick = start;
   $("end-spoken").onclick = end;
+  $("type").onclick = toggleTyping;
+  $("typing").addEventListener("submit", say);
   $("mute").onclick = toggleMute;
   $("interrupt").onclick = () => { interrupt(); $("mute").focus(); };
   $("settings").addEventListener("change", () => { if (session?.open && settings.valid()) configure(); });
