@@ -6,6 +6,7 @@
 import * as chat from "./chat.js";
 import { $ } from "./common.js";
 import * as composer from "./composer.js";
+import * as conversations from "./conversations.js";
 import * as level from "./level.js";
 import * as messages from "./messages.js";
 import { player } from "./player.js";
@@ -15,7 +16,7 @@ import * as voice from "./voice.js";
 import * as welcome from "./welcome.js";
 
 const WIDE = matchMedia("(min-width: 56.01rem)");  // else a panel covers the conversation
-const PANELS = ["settings-panel", "details-panel"];
+const PANELS = ["conversations-panel", "settings-panel", "details-panel"];
 
 /** Shows one panel, or none for "". */
 function showPanel(shown) {
@@ -55,10 +56,11 @@ composer.setUp();
 welcome.setUp(composer.ask);
 level.setUp();
 voice.setUp();
+conversations.setUp(async () => { await chat.clear(); composer.reset(); }, composer.edit);
 player.addEventListener("change", chat.showRunning);
 $("settings").addEventListener("submit", (event) => event.preventDefault());
 $("stop").onclick = async () => { await chat.stop(); $("text").focus(); };
-$("clear").onclick = async () => { await chat.clear(); composer.reset(); voice.startOver(); };
+$("clear").onclick = async () => { await chat.clear(); conversations.begin(); composer.reset(); voice.startOver(); };
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") onEscape();
   if (!event.altKey || settings.draws()) return;

@@ -24,7 +24,7 @@ export function split(text, heard, seconds) {
 export function follow(text, clip) {
   const plays = clip !== null && player.clip === clip && clip.pieces.length > 0;
   const seconds = clip?.complete && !clip.live ? clip.seconds : Math.max(clip?.seconds ?? 0, text.length / LETTERS_PER_SECOND);
-  const [before, word, after] = plays ? split(text, player.heard, seconds) : [text, "", ""];
+  const [before, word, after] = plays ? split(text, player.heard, seconds) : clip?.pieces.length === 0 ? ["", "", text] : [text, "", ""];
   if (`${before}|${word}|${after}` === shown) return;
   shown = `${before}|${word}|${after}`;
   const spoken = make("mark", {}, word);
@@ -32,7 +32,8 @@ export function follow(text, clip) {
   $("captions").scrollTop = spoken.offsetTop - $("captions").clientHeight / 2;
 }
 
+/** Says how a conversation goes, until there is an answer. */
 export function clear() {
   shown = "";
-  $("captions").replaceChildren();
+  $("captions").replaceChildren(make("span", {}, "Just speak. You are answered when you pause, and you may interrupt."));
 }

@@ -2,17 +2,20 @@
 // The conversation: questions, the request that runs, and asking again. `voice.js` adds what is spoken.
 
 import { PageError, ask, draw, speak } from "./api.js";
+import { attachmentOf } from "./attachments.js";
 import { $, announce, make } from "./common.js";
 import * as messages from "./messages.js";
-import { PictureView } from "./picture.js";
+import { PictureView, blobOf } from "./picture.js";
 import { Clip, player } from "./player.js";
 import * as settings from "./settings.js";
 import * as status from "./status.js";
 import { clearTimeline, showTimeline, timelineOf } from "./timeline.js";
-import { samplesOf } from "./wav.js";
+import { samplesOf, samplesOfWav } from "./wav.js";
 
-const turns = [];       // {text, attachments, answer, question, view}; `answer` is null until there is one to go on from
+const turns = [];       // {text, attachments, answer, question, views, view}; `answer` is null until there is one to go on from,
+                        // `views` are those of all answers, `view` the one that is shown
 let editPicture = null; // puts a picture into the box to be changed
+let noteChange = () => {};
 let running = null;     // {controller, ended} of the request that runs
 
 /** Shows an error, with what the server said for those who want to know; null hides it. */
@@ -43,7 +46,7 @@ export async function clear() {
 function forget(from, keepAttachments = []) {
   for (const turn of turns.splice(from)) {
     turn.question.remove();
-    turn.view?.remove();
+    turn.views.forEach((view) => view.remove());
     turn.attachments.filter((attachment) => !keepAttachments.includes(attachment)).forEach((attachment) => attachment.release());
   }
 }
@@ -57,7 +60,7 @@ export async function send(text, attachments, edit, edited = null) {
 
 /** Appends a question. One that is `spoken` gets its text and its answer from elsewhere. */
 export function addTurn(text, attachments, edit, spoken = false) {
-  const turn = { text, attachments, answer: null, view: null };
+  const turn = { text, attachments, answer: null, views: [], view: null };
   turn.question = new messages.QuestionView(turn, () => edit(turn), spoken);
   turns.push(turn);
   return turn;
@@ -65,18 +68,75 @@ export function addTurn(text, attachments, edit, spoken = false) {
 
 /** Appends an answer, whose sound comes to `clip`. */
 export function addAnswer(turn, clip) {
-  turn.view = new messages.AnswerView(clip, () => again(turn));
-  return turn.view;
+  return show(turn, new messages.AnswerView(clip, () => again(turn)));
 }
 
 function addPicture(turn) {
-  turn.view = new PictureView(turn.text, () => again(turn), editPicture);
-  return turn.view;
+  return show(turn, new PictureView(turn.text, () => again(turn), editPicture));
+}
+
+/** Shows a new answer in the place of those before. */
+function show(turn, view) {
+  turn.view?.item.remove();
+  turn.views.push(view);
+  turn.view = view;
+  return view;
+}
+
+/** Shows another answer to a question, from which the conversation goes on. */
+function choose(turn, index) {
+  const view = turn.views[index];
+  if (!view) return;
+  turn.view.item.replaceWith(view.item);
+  turn.view = view;
+  turn.answer = view.text;
+  number(turn);
+}
+
+/** Says which of a question's answers is shown. */
+function number(turn) {
+  turn.view.showVariants(turn.views.indexOf(turn.view), turn.views.length, (index) => { choose(turn, index); changed(); });
+}
+
+/** Says that there is something new to keep. */
+export const changed = () => noteChange();
+
+/** The conversation as it is kept: [{text, attachments: [{name, blob}], answers, chosen}]; `answers` are those of the views' `kept`. */
+export function snapshot() {
+  return turns.filter(hasContent).map(({ text, attachments, views, view }) => {
+    const whole = views.filter((each) => !each.empty);
+    const files = attachments.map(({ name, blob }) => ({ name, blob }));
+    return { text, attachments: files, answers: whole.map((each) => each.kept), chosen: whole.indexOf(view) };
+  });
+}
+
+/** Shows a conversation that was kept, after `clear`. */
+export async function restore(kept, edit) {
+  for (const { text, attachments, answers, chosen } of kept) {
+    const turn = addTurn(text, await Promise.all(attachments.map(({ blob, name }) => attachmentOf(blob, name))), edit);
+    for (const answer of answers) {
+      if (answer.picture) {
+        addPicture(turn).show(answer.picture, false);
+      } else {
+        const clip = answer.sound && new Clip(answer.rate);
+        if (clip) player.add(clip, samplesOfWav(await answer.sound.arrayBuffer()));
+        addAnswer(turn, clip).add(answer.text);
+        if (clip) player.complete(clip);
+      }
+      turn.view.end("done");
+    }
+    choose(turn, chosen);
+  }
 }
 
 /** `edit` is called with the file of a picture that is to be changed. */
 export function setUp(edit) {
   editPicture = edit;
+}
+
+/** `change` is called when the conversation has something new to keep. */
+export function whenChanged(change) {
+  noteChange = change;
 }
 
 /** The questions and answers in words, for a model that begins to listen: [{role, text}]. */
@@ -92,7 +152,7 @@ export const isLast = (turn) => turns.at(-1) === turn;
 /** Asks the last question again. */
 async function again(turn) {
   await stop();
-  turn.view.remove();
+  if (turn.view.empty) turn.views.splice(turn.views.indexOf(turn.view), 1)[0].remove();
   turn.answer = null;
   await answer(turn);
 }
@@ -140,6 +200,8 @@ async function answer(turn) {
   } finally {
     if (clip) player.complete(clip);
     view.end(state);
+    number(turn);
+    if (state !== "failed") changed();
     running = null;
     ended();
     showRunning();
@@ -157,10 +219,10 @@ async function paint(turn, view, signal, seen) {
     if (item.step) view.progress(item.step, item.steps);
     if (item.preview) {
       seen.times.preview ??= performance.now() - began;
-      view.show(item.preview, item.format, true);
+      view.show(blobOf(item.preview, item.format), true);
     }
     if (item.picture) {
-      view.show(item.picture, item.format, false);
+      view.show(blobOf(item.picture, item.format), false);
       seen.usage = { prompt_tokens: item.usage.input_tokens, completion_tokens: item.usage.output_tokens };
     }
   }

@@ -97,6 +97,16 @@ export class QuestionView {
   remove() { this.item.remove(); }
 }
 
+/** Shows in a row of actions which of several answers this is. */
+export function showVariants(actions, index, count, choose) {
+  actions.querySelector(".variants")?.remove();
+  if (count < 2) return;
+  const before = action("before", "Answer before", () => choose(index - 1)), after = action("after", "Next answer", () => choose(index + 1));
+  before.disabled = index === 0;
+  after.disabled = index === count - 1;
+  actions.append(make("span", { className: "variants" }, before, `${index + 1}/${count}`, after));
+}
+
 /** An answer while it arrives and afterwards. `again` is called to ask for another one. */
 export class AnswerView {
   text = "";
@@ -172,6 +182,17 @@ export class AnswerView {
     this.#showSound();
     follow();
   }
+
+  get empty() { return !this.text; }
+
+  /** As it is kept. */
+  get kept() {
+    const sound = this.clip?.pieces.length ? this.clip.toWav() : null;
+    return { text: this.text, sound, rate: this.clip?.rate ?? 0 };
+  }
+
+  /** Shows which of the answers this is; `choose` is called with the index of another one. */
+  showVariants(index, count, choose) { showVariants(this.actions, index, count, choose); }
 
   /** Shows how fast it came; `times` are milliseconds. Sound that is made slower than it is heard says so. */
   measure(times) {

@@ -2,13 +2,13 @@
 // A picture on the page, while it is made and afterwards.
 
 import { $, action, make } from "./common.js";
-import { toEnd } from "./messages.js";
+import { showVariants, toEnd } from "./messages.js";
 
-/** The bytes of a file in base64. */
-function blobOf(base64, type) {
+/** The picture of a file in base64. */
+export function blobOf(base64, format) {
   const binary = atob(base64), bytes = new Uint8Array(binary.length);
   for (let i = 0; i < binary.length; i++) bytes[i] = binary.charCodeAt(i);
-  return new Blob([bytes], { type });
+  return new Blob([bytes], { type: `image/${format}` });
 }
 
 /** An answer that is a picture. `again` is called to make another one, `edit` with its file to change it. */
@@ -37,10 +37,17 @@ export class PictureView {
     this.#steps.textContent = `step ${step} of ${steps}`;
   }
 
-  /** Shows a file (base64), a preview or the picture itself. */
-  show(base64, format, preview) {
+  get empty() { return this.#blob === null; }
+
+  /** As it is kept. */
+  get kept() { return { picture: this.#blob }; }
+
+  /** Shows which of the pictures this is; `choose` is called with the index of another one. */
+  showVariants(index, count, choose) { showVariants(this.actions, index, count, choose); }
+
+  /** Shows a preview or the picture itself. */
+  show(blob, preview) {
     URL.revokeObjectURL(this.#image.src);
-    const blob = blobOf(base64, `image/${format}`);
     this.#image.src = URL.createObjectURL(blob);
     this.#image.hidden = false;
     this.#image.classList.toggle("preview", preview);

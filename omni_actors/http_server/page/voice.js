@@ -193,6 +193,7 @@ const EVENTS = {
     cuts.delete(item.id);
     cut.view.cut(item.content[0].transcript);
     cut.turn.answer = cut.view.text;
+    chat.changed();
   },
   "response.created": ({ response }) => begin(response),
   "response.output_item.added": ({ item }) => { if (answer) answer.itemId = item.id; },
@@ -259,6 +260,8 @@ async function done(response) {
   finish({ completed: "done", incomplete: "done", failed: "failed" }[response.status] ?? "interrupted");
   const { input_tokens = 0, output_tokens = 0, stages = {} } = response.usage ?? {};
   const usage = { prompt_tokens: input_tokens, completion_tokens: output_tokens, stages };
+  ended.view.measure(ended.times);
+  chat.changed();
   const timeline = await timelineOf(response.id);
   if (chat.isLast(ended.turn)) showTimeline(timeline, response.usage && usage, ended.times, ended.clip?.seconds ?? 0);
 }
@@ -319,7 +322,7 @@ function say(event) {
 
 function toggleTyping() {
   $("typing").hidden = !$("typing").hidden;
-  $("type").ariaPressed = String(!$("typing").hidden);
+  $("type").ariaExpanded = String(!$("typing").hidden);
   ($("typing").hidden ? $("type") : $("typed")).focus();
 }
 
@@ -336,6 +339,7 @@ function mood() {
 function state() {
   if (!connected) return again ? "Connecting again …" : "Connecting …";
   if (hearing) return "You speak";
+  if (mood() === "interrupted") return "Interrupted";
   if (player.playing) return muted ? "Speaking; you are not heard" : "Speaking: interrupt at any time";
   if (answering()) return "Thinking …";
   return muted ? "Muted: you are not heard" : "Listening";

@@ -31,6 +31,9 @@ export function wavOf(pieces, rate) {
   return new Blob([view.buffer], { type: "audio/wav" });
 }
 
+/** The samples of a file of `wavOf`. */
+export const samplesOfWav = (bytes) => Float32Array.from(new Int16Array(bytes, 44), (value) => value / 32768);
+
 /** The samples of any sound that the browser can decode: mono, at `rate` Hz. */
 export async function decode(blob, rate) {
   // A context of its own rate resamples what it decodes.
