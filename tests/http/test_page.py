@@ -68,14 +68,15 @@ def test_everything_works_by_keyboard(echo: HttpPipeline, page: Page) -> None:
     """Tab reaches every control in visual order, and the focus is visible."""
     open_page(page, echo)
     reached = []
-    for _ in range(11):
+    for _ in range(12):
         page.keyboard.press("Tab")
         reached.append(page.locator(":focus").get_attribute("id"))
     assert reached == [
-        *("attach", "record", "converse", "send", "speak", "voice", "system", "temperature", "tokens", "seed", "key")
+        *("attach", "record", "converse", "send", "speak", "voice", "sample"),
+        *("system", "temperature", "tokens", "seed", "key"),
     ]
     page.locator("#text").focus()
-    for name in ("toggle-details-panel", "toggle-settings-panel", "clear"):
+    for name in ("toggle-details-panel", "toggle-settings-panel", "toggle-conversations-panel", "clear"):
         page.keyboard.press("Shift+Tab")
         expect(page.locator(f"#{name}")).to_be_focused()
     style = page.locator(":focus").evaluate("element => getComputedStyle(element).outlineStyle")

@@ -118,10 +118,13 @@ def test_several_turns_are_spoken_and_written_down(echo: HttpPipeline, page: Pag
     expect(said(page, 0)).to_have_text("sea")
     expect(page.locator("li.assistant").nth(0).get_by_label("Play again (0.1 s)")).to_be_visible()
     expect(page.locator("#timeline")).to_have_attribute("data-source", "pipeline")
-    page.locator("#speak").uncheck()
-    speak_and_hear(page, line)
-    expect(said(page, 1)).to_have_text("seasea")  # the session goes on, and has the answer before
-    assert page.locator("li.assistant").nth(1).get_by_label("Play again").count() == 0
+    expect(page.locator("#captions")).to_have_text("sea")
+    expect(page.locator("#spoken-delay")).to_have_text(re.compile(r"First sound \d+\.\d s after your last word"))
+    page.locator("#type").click()
+    page.locator("#typed").fill("!")
+    page.locator("#typed").press("Enter")
+    expect(said(page, 1)).to_have_text("seasea!")  # the session goes on, and has the answer before
+    expect(page.locator("li.assistant.done")).to_have_count(2)
     page.locator("#end-spoken").click()
     expect(page.locator("#converse")).to_be_focused()
     until(page, lambda: "omni_realtime_sessions 0" in metrics(page, echo), "the end of the session")
@@ -245,7 +248,7 @@ def test_everybody_can_converse_at_any_width(echo: HttpPipeline, page: Page, lin
     converse(page, echo, ANSWER)
     speak(page, line)
     expect(page.locator("#interrupt")).to_be_visible()
-    for name in ("interrupt", "end-spoken"):
+    for name in ("type", "interrupt", "end-spoken"):
         page.keyboard.press("Tab")
         expect(page.locator(f"#{name}")).to_be_focused()
     expect(page.locator("li.user .say")).to_have_text("Why is the sea salt?")

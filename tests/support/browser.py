@@ -53,7 +53,12 @@ def watched_page(browser: Browser, **options: object) -> Iterator[Page]:
     assert not unexpected, unexpected
 
 
+OPEN_SETTINGS = "localStorage.panel ??= 'settings-panel'"
+
+
 def open_page(page: Page, pipeline: HttpPipeline) -> None:
+    """Open the page as those have it who opened its settings before."""
+    page.add_init_script(OPEN_SETTINGS)
     page.goto(pipeline.url)
     expect(page.locator("#health")).to_have_text("ready")
 

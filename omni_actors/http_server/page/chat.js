@@ -71,8 +71,8 @@ export function addAnswer(turn, clip) {
   return show(turn, new messages.AnswerView(clip, () => again(turn)));
 }
 
-function addPicture(turn) {
-  return show(turn, new PictureView(turn.text, () => again(turn), editPicture));
+function addPictures(turn, count) {
+  return show(turn, new PictureView(turn.text, count, () => again(turn), editPicture));
 }
 
 /** Shows a new answer in the place of those before. */
@@ -115,8 +115,9 @@ export async function restore(kept, edit) {
   for (const { text, attachments, answers, chosen } of kept) {
     const turn = addTurn(text, await Promise.all(attachments.map(({ blob, name }) => attachmentOf(blob, name))), edit);
     for (const answer of answers) {
-      if (answer.picture) {
-        addPicture(turn).show(answer.picture, false);
+      if (answer.pictures) {
+        const { tiles } = addPictures(turn, answer.pictures.length);
+        answer.pictures.forEach((picture, index) => tiles[index].show(picture, false));
       } else {
         const clip = answer.sound && new Clip(answer.rate);
         if (clip) player.add(clip, samplesOfWav(await answer.sound.arrayBuffer()));
@@ -180,7 +181,7 @@ async function answer(turn) {
   status.requestRuns(true);
   const clip = settings.speaks() ? new Clip(status.current?.sample_rate || 24000) : null;
   if (clip) player.play(clip);
-  const draws = settings.draws(), view = draws ? addPicture(turn) : addAnswer(turn, clip);
+  const draws = settings.draws(), view = draws ? addPictures(turn, settings.pictures()) : addAnswer(turn, clip);
   announce(draws ? "The picture begins." : "The answer begins.");
   const seen = { id: null, usage: null, times: {} };
   let state = "done";
@@ -211,22 +212,31 @@ async function answer(turn) {
   if (turns.at(-1) === turn && turn.view === view) showTimeline(timeline, seen.usage, seen.times, clip?.seconds ?? 0);
 }
 
+/** Makes all pictures of an answer at the same time; a seed counts up, as with the server's `n`. */
 async function paint(turn, view, signal, seen) {
-  const began = performance.now();
-  const fields = { model: settings.model(), prompt: turn.text, ...settings.picture() };
+  const began = performance.now(), fields = { model: settings.model(), prompt: turn.text, ...settings.picture() };
+  const all = view.tiles.map((tile, index) => {
+    const seed = fields.seed === undefined ? {} : { seed: fields.seed + index };
+    return paintOne({ ...fields, ...seed }, turn, tile, signal, seen, began);
+  });
+  await Promise.allSettled(all);
+  await Promise.all(all);
+  seen.times.total = performance.now() - began;
+}
+
+async function paintOne(fields, turn, tile, signal, seen, began) {
   for await (const item of draw(fields, turn.attachments, signal)) {
     if (item.id) seen.id = item.id;
-    if (item.step) view.progress(item.step, item.steps);
+    if (item.step) tile.progress(item.step, item.steps);
     if (item.preview) {
       seen.times.preview ??= performance.now() - began;
-      view.show(blobOf(item.preview, item.format), true);
+      tile.show(blobOf(item.preview, item.format), true);
     }
     if (item.picture) {
-      view.show(blobOf(item.picture, item.format), false);
+      tile.show(blobOf(item.picture, item.format), false);
       seen.usage = { prompt_tokens: item.usage.input_tokens, completion_tokens: item.usage.output_tokens };
     }
   }
-  seen.times.total = performance.now() - began;
 }
 
 async function converse(turn, view, clip, signal, seen) {

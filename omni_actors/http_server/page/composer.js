@@ -5,6 +5,7 @@ import { PageError, speak } from "./api.js";
 import { attachmentOf, card } from "./attachments.js";
 import * as chat from "./chat.js";
 import { $, seconds } from "./common.js";
+import { dragged } from "./picture.js";
 import { Clip, player } from "./player.js";
 import { Recording } from "./recorder.js";
 import * as settings from "./settings.js";
@@ -218,7 +219,7 @@ export function setUp() {
     if (files.length) { event.preventDefault(); attach(files); }
   });
   document.addEventListener("dragover", (event) => {
-    if (!event.dataTransfer?.types.includes("Files")) return;
+    if (!dragged && !event.dataTransfer?.types.includes("Files")) return;
     event.preventDefault();
     document.body.classList.add("dropping");
   });
@@ -227,7 +228,7 @@ export function setUp() {
   });
   document.addEventListener("drop", (event) => {
     document.body.classList.remove("dropping");
-    const files = filesOf(event.dataTransfer);
+    const files = dragged ? [dragged] : filesOf(event.dataTransfer);
     if (files.length) { event.preventDefault(); attach(files); }
   });
 }

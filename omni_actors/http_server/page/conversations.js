@@ -121,7 +121,7 @@ async function markdownOf({ title, turns }) {
     if (!answer) continue;
     parts.push("## Answer", answer.text ?? "");
     if (answer.sound) parts.push(await media(answer.sound, "sound"));
-    if (answer.picture) parts.push(await media(answer.picture, "picture"));
+    for (const picture of answer.pictures ?? []) parts.push(await media(picture, "picture"));
   }
   return parts.filter(Boolean).join("\n\n");
 }

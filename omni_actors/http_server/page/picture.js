@@ -1,5 +1,5 @@
 "use strict";
-// A picture on the page, while it is made and afterwards.
+// Pictures on the page, while they are made and afterwards.
 
 import { $, action, make } from "./common.js";
 import { showVariants, toEnd } from "./messages.js";
@@ -11,25 +11,24 @@ export function blobOf(base64, format) {
   return new Blob([bytes], { type: `image/${format}` });
 }
 
-/** An answer that is a picture. `again` is called to make another one, `edit` with its file to change it. */
-export class PictureView {
-  text = "";  // as of an answer in words
-  #blob = null;
+export let dragged = null;  // the file of the picture that is dragged over the page
+
+/** One picture: with a bar while it is made, with actions once it is there. */
+class Tile {
+  blob = null;
   #progress = make("progress", { ariaLabel: "Progress of the picture" });
   #steps = make("span", { className: "muted" });
-  #image = make("img", { className: "picture", hidden: true });
+  #image = make("img", { className: "picture", hidden: true, draggable: true });
+  #meter = make("div", { className: "making" }, this.#progress, this.#steps);
+  #actions = make("div", { className: "actions" });
 
-  constructor(prompt, again, edit) {
-    this.again = again;
+  constructor(prompt, edit) {
     this.edit = edit;
+    this.item = make("figure", {}, this.#image, this.#meter, this.#actions);
     this.#image.alt = prompt;
-    this.meter = make("div", { className: "making" }, this.#progress, this.#steps);
-    this.actions = make("div", { className: "actions" });
-    this.item = make("li", { className: "assistant working drawn" }, make("span", { className: "hidden" }, "Answer: "),
-                     this.#image, this.meter, this.actions);
     this.#image.onload = toEnd;
-    $("messages").append(this.item);
-    toEnd();
+    this.#image.ondragstart = () => { dragged = this.blob && this.#file; };
+    this.#image.ondragend = () => { dragged = null; };
   }
 
   progress(step, steps) {
@@ -37,44 +36,64 @@ export class PictureView {
     this.#steps.textContent = `step ${step} of ${steps}`;
   }
 
-  get empty() { return this.#blob === null; }
-
-  /** As it is kept. */
-  get kept() { return { picture: this.#blob }; }
-
-  /** Shows which of the pictures this is; `choose` is called with the index of another one. */
-  showVariants(index, count, choose) { showVariants(this.actions, index, count, choose); }
-
   /** Shows a preview or the picture itself. */
   show(blob, preview) {
     URL.revokeObjectURL(this.#image.src);
     this.#image.src = URL.createObjectURL(blob);
     this.#image.hidden = false;
     this.#image.classList.toggle("preview", preview);
-    if (!preview) this.#blob = blob;
+    if (!preview) this.blob = blob;
   }
 
-  /** Shows the picture as it ended: "done", "stopped" or "failed". */
-  end(state) {
-    this.item.classList.replace("working", state);
-    this.meter.hidden = true;
-    if (state !== "done") this.actions.before(make("small", {}, state));
-    if (this.#blob) {
-      this.actions.append(action("download", "Download picture", () => this.#download()),
-                          action("edit", "Edit this", () => this.edit(this.#file)));
-    }
-    this.actions.append(action("again", state === "failed" ? "Try again" : "Regenerate", this.again));
-    toEnd();
+  end() {
+    this.#meter.hidden = true;
+    if (!this.blob) return;
+    this.#actions.append(action("download", "Download picture", () => this.#download()),
+                         action("edit", "Edit this", () => this.edit(this.#file)));
   }
 
-  get #file() { return new File([this.#blob], `picture.${this.#blob.type.split("/")[1]}`, { type: this.#blob.type }); }
+  get #file() { return new File([this.blob], `picture.${this.blob.type.split("/")[1]}`, { type: this.blob.type }); }
 
   #download() {
     make("a", { href: this.#image.src, download: this.#file.name }).click();
   }
 
+  release() { URL.revokeObjectURL(this.#image.src); }
+}
+
+/** An answer of one or several pictures. `again` is called to make others, `edit` with the file of one to change it. */
+export class PictureView {
+  text = "";  // as of an answer in words
+
+  constructor(prompt, count, again, edit) {
+    this.again = again;
+    this.tiles = Array.from({ length: count }, () => new Tile(prompt, edit));
+    this.actions = make("div", { className: "actions" });
+    const gallery = make("div", { className: "gallery" }, ...this.tiles.map(({ item }) => item));
+    this.item = make("li", { className: "assistant working drawn" }, make("span", { className: "hidden" }, "Answer: "), gallery, this.actions);
+    $("messages").append(this.item);
+    toEnd();
+  }
+
+  get empty() { return !this.tiles.some(({ blob }) => blob); }
+
+  /** As it is kept. */
+  get kept() { return { pictures: this.tiles.map(({ blob }) => blob).filter(Boolean) }; }
+
+  /** Shows which of the answers this is; `choose` is called with the index of another one. */
+  showVariants(index, count, choose) { showVariants(this.actions, index, count, choose); }
+
+  /** Shows the pictures as they ended: "done", "stopped" or "failed". */
+  end(state) {
+    this.item.classList.replace("working", state);
+    this.tiles.forEach((tile) => tile.end());
+    if (state !== "done") this.actions.before(make("small", {}, state));
+    this.actions.append(action("again", state === "failed" ? "Try again" : "Regenerate", this.again));
+    toEnd();
+  }
+
   remove() {
-    URL.revokeObjectURL(this.#image.src);
+    this.tiles.forEach((tile) => tile.release());
     this.item.remove();
   }
 }

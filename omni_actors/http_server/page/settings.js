@@ -30,6 +30,8 @@ export function setUp({ onKey, show }) {
       localStorage.setItem("settings", JSON.stringify(kept));
     });
   }
+  $("preset").onchange = choosePreset;
+  for (const id of ["width", "height"]) $(id).addEventListener("input", () => { $("preset").value = ""; });
   $("voice").dataset.wanted = kept.voice ?? "";
   $("key").value = sessionStorage.getItem("key") ?? "";
   $("key").onchange = () => { sessionStorage.setItem("key", $("key").value.trim()); onKey(); };
@@ -65,6 +67,7 @@ export function offer(status) {
   $("file").accept = drawing ? "image/*" : "image/*,audio/*,video/*,text/*,.md,.json,.csv,.yaml,.py";
   $("attach").title = drawing ? "Attach pictures to change" : "Attach pictures, sounds, videos or texts";
   declared = Object.fromEntries(Object.values(status.parameters).flat().map((parameter) => [parameter.name, parameter]));
+  $("presets").hidden = !declared.width || !declared.height;
   if (drawing) for (const [id, name] of Object.entries(PARAMETERS)) fit($(id), declared[name]);
 }
 
@@ -100,6 +103,20 @@ export function speech() {
     ...(instructions && ability.instructions !== "none" ? { instructions } : {}),
     ...($("seed").value ? { seed: Number($("seed").value) } : {}),
   };
+}
+
+/** How many pictures are made of a message. */
+export const pictures = () => Number($("count").value);
+
+/** Sets width and height to a form ("3:2") with as many pixels as the model's own size, "" to that. */
+function choosePreset() {
+  const [wide, high] = $("preset").value.split(":").map(Number);
+  const scale = Math.sqrt((declared.width.default ?? 1024) * (declared.height.default ?? 1024) / (wide * high));
+  for (const [id, part] of [["width", wide], ["height", high]]) {
+    const step = declared[id].multiple_of || 1;
+    $(id).value = high ? Math.round(part * scale / step) * step : "";
+    $(id).dispatchEvent(new Event("change"));
+  }
 }
 
 /** The fields of a request for a picture; what is left out is as the model has it. */

@@ -56,7 +56,18 @@ function laneOfPage(times) {
   };
 }
 
-const duration = (seconds) => seconds < 1 ? `${(1000 * seconds).toFixed(seconds < 0.01 ? 1 : 0)} ms` : `${seconds.toFixed(2)} s`;
+const duration = (seconds) => `${seconds.toFixed(seconds < 0.01 ? 3 : 2)} s`;
+
+const TERMS = {  // what the measurements mean
+  "First text": "From the end of your message to the first word of the answer.",
+  "First preview": "From your message to the first picture on the way.",
+  "First sound": "From the end of your message to the first sound of the answer.",
+  "Smooth start": "The earliest moment from which the sound could be played without a gap.",
+  "Whole answer": "From the end of your message to the last word and sound.",
+  "Audio": "How long the sound of the answer is.",
+  "Time per second of audio": "How long a second of sound takes to be made; above 1 it is heard faster than it is made.",
+  "Tokens in, out": "Pieces of text, sound and pictures that the model read and wrote; a word has one or two.",
+};
 
 function laneElement(lane, total) {
   const percent = (seconds) => `${(100 * Math.min(1, Math.max(0, seconds / total))).toFixed(2)}%`;
@@ -94,11 +105,11 @@ export function showTimeline(timeline, usage, times, audioSeconds) {
   $("details").textContent = OUTCOMES[timeline?.outcome] ?? `Ended with ${timeline.outcome}.`;
   const measurements = [
     ["First text", times.text], ["First preview", times.preview], ["First sound", times.audio], ["Smooth start", times.smooth], ["Whole answer", times.total],
-  ].filter(([, value]) => value !== undefined).map(([name, value]) => [name, `${value.toFixed(0)} ms`]);
+  ].filter(([, value]) => value !== undefined).map(([name, value]) => [name, duration(value / 1000)]);
   if (audioSeconds) {
     measurements.push(["Audio", `${audioSeconds.toFixed(2)} s`]);
-    measurements.push(["Time per second of audio", (times.total / 1000 / audioSeconds).toFixed(2)]);
+    measurements.push(["Time per second of audio", duration(times.total / 1000 / audioSeconds)]);
   }
   if (usage) measurements.push(["Tokens in, out", `${usage.prompt_tokens}, ${usage.completion_tokens}`]);
-  $("measurements").replaceChildren(...measurements.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
+  $("measurements").replaceChildren(...measurements.flatMap(([name, value]) => [make("dt", {}, make("abbr", { title: TERMS[name] }, name)), make("dd", {}, value)]));
 }

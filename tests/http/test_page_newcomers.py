@@ -1,0 +1,129 @@
+"""What the web page shows to newcomers, and what it keeps for those who come back; at two sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from omni_actors.http_server.app import introduction
+from tests.support.browser import answered, ask, axe_violations, needs_chromium, plays
+from tests.support.paths import REPOSITORY
+from tests.support.servers import HttpPipeline
+
+pytestmark = needs_chromium
+SIZES = [(1280, 800), (390, 844)]
+sizes = pytest.mark.parametrize("size", SIZES, ids=["desk", "phone"])
+
+
+def visit(page: Page, pipeline: HttpPipeline, size: tuple[int, int]) -> None:
+    page.set_viewport_size({"width": size[0], "height": size[1]})
+    page.goto(pipeline.url)
+    expect(page.locator("#health")).to_have_text("ready")
+
+
+def is_good(page: Page) -> None:
+    """Nothing is cut off, and axe finds nothing in light or dark."""
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.emulate_media(color_scheme="light")
+    assert axe_violations(page) == []
+    page.emulate_media(color_scheme="dark")
+    assert axe_violations(page, "color-contrast") == []
+
+
+@sizes
+def test_an_example_is_sent_by_a_click(echo: HttpPipeline, page: Page, size: tuple[int, int]) -> None:
+    visit(page, echo, size)
+    expect(page.locator("aside")).to_be_hidden()
+    expect(page.locator("#model-name")).to_have_text("echo")
+    expect(page.locator("#about")).to_contain_text("pictures, sounds and videos, and answers in text and speech")
+    expect(page.locator("#examples button")).to_have_count(6)
+    is_good(page)
+    page.get_by_role("button", name="What do you see?").click()
+    answered(page)
+    expect(page.locator("li.user img")).to_have_js_property("naturalWidth", 224)
+    page.locator("#clear").click()
+    page.get_by_role("button", name="What do you hear?").click()
+    answered(page)
+    expect(page.locator("li.user .card.audio")).to_contain_text("The tide comes in at seven.")
+
+
+@pytest.mark.nightly
+@sizes
+def test_a_conversation_survives_a_reload(echo: HttpPipeline, page: Page, size: tuple[int, int]) -> None:
+    def show_list() -> None:
+        if page.locator("#conversations-panel").is_hidden():
+            page.locator("#toggle-conversations-panel").click()
+
+    visit(page, echo, size)
+    page.locator("#file").set_input_files([{"name": "sea.md", "mimeType": "text/markdown", "buffer": b"salt"}])
+    expect(page.locator("#attachments li")).to_have_count(1)
+    ask(page, "**hello** sea")
+    answered(page)
+    expect(page.locator("li.assistant .latency")).to_contain_text("first sound")
+    page.get_by_label("Regenerate").click()
+    expect(page.locator(".variants")).to_contain_text("2/2")
+    page.get_by_label("Answer before").click()
+    expect(page.locator(".variants")).to_contain_text("1/2")
+    show_list()
+    expect(page.locator("#conversations li")).to_have_count(1)
+    is_good(page)
+    page.reload()
+    expect(page.locator("#empty")).to_be_attached()
+    show_list()
+    page.locator("#conversations .open").click()
+    expect(page.locator("li.user .card")).to_have_text("sea.md")
+    expect(page.locator("li.assistant .say")).to_contain_text("salthello sea")
+    expect(page.locator(".variants")).to_contain_text("1/2")
+    page.get_by_label("Rename").click()
+    page.get_by_label("Title").fill("The sea")
+    page.keyboard.press("Enter")
+    expect(page.locator("#conversations .open")).to_have_text("The sea")
+    with page.expect_download() as download:
+        page.get_by_label("Export The sea").click()
+    assert download.value.suggested_filename == "The-sea.md"
+    written = download.value.path().read_text()
+    assert written.startswith("# The sea\n\n## You\n\n[sea.md](data:")
+    assert '<audio controls src="data:audio/wav;base64,' in written
+    if size[0] < 900:
+        page.keyboard.press("Escape")
+    plays(page, page.get_by_label("Play again").click)
+    show_list()
+    for _ in range(2):  # the first press asks
+        expect(page.locator("#conversations li")).to_have_count(1)
+        page.get_by_label("Delete The sea").click()
+    expect(page.locator("#conversations li")).to_have_count(0)
+    expect(page.locator("#empty")).to_be_attached()
+
+
+@pytest.mark.nightly
+@sizes
+def test_several_pictures_are_made_and_one_is_dragged(
+    pictures: HttpPipeline, page: Page, size: tuple[int, int]
+) -> None:
+    visit(page, pictures, size)
+    expect(page.locator("#examples button")).to_have_count(6)
+    page.locator("#preset").select_option("landscape")
+    page.locator("#count").select_option("2")
+    sent: list[dict] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if "/images/" in request.url else None)
+    ask(page, "The sea")
+    answered(page)
+    expect(page.get_by_label("Download picture")).to_have_count(2)
+    assert [fields["size"] for fields in sent] == ["80x56"] * 2
+    is_good(page)
+    page.locator("img.picture").first.drag_to(page.locator("#composer"))
+    expect(page.locator("#attachments img")).to_have_count(1)
+
+
+def test_a_checkpoint_says_what_it_is_or_the_page_does(tmp_path: Path) -> None:
+    assert introduction(str(tmp_path)) == {}
+    assert introduction("Qwen/Qwen2.5-Omni-7B") == {}
+    toy = introduction(str(REPOSITORY / "examples" / "speaker"))
+    assert "toy" in toy["about"]
+    assert len(toy["examples"]) == 6
+    (broken := tmp_path / "broken").mkdir()
+    (broken / "page.json").write_text(json.dumps(["no object"]))
+    assert introduction(str(broken)) == {}
