@@ -75,8 +75,8 @@ def test_everything_works_by_keyboard(echo: HttpPipeline, page: Page) -> None:
         *("attach", "record", "converse", "send", "speak", "voice", "sample"),
         *("system", "temperature", "tokens", "seed", "key"),
     ]
-    page.locator("#text").focus()
-    for name in ("toggle-details-panel", "toggle-settings-panel", "toggle-conversations-panel", "clear"):
+    page.locator("#toggle-details-panel").focus()
+    for name in ("toggle-settings-panel", "toggle-conversations-panel", "clear"):
         page.keyboard.press("Shift+Tab")
         expect(page.locator(f"#{name}")).to_be_focused()
     style = page.locator(":focus").evaluate("element => getComputedStyle(element).outlineStyle")
@@ -91,6 +91,7 @@ def test_page_with_an_api_key(page: Page) -> None:
         page.locator("#converse").click()
         expect(page.locator("#error")).to_contain_text("API key")
         expect(page.locator("#composer")).to_be_visible()
+        page.locator("#toggle-settings-panel").click()
         page.locator("#key").fill("sesame")
         page.locator("#key").press("Tab")
         expect(page.locator("#health")).to_have_text("ready")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,9 @@ def test_an_example_is_sent_by_a_click(echo: HttpPipeline, page: Page, size: tup
     expect(page.locator("#about")).to_contain_text("pictures, sounds and videos, and answers in text and speech")
     expect(page.locator("#examples button")).to_have_count(6)
     is_good(page)
+    if "OMNI_TEST_SCREENSHOTS" in os.environ:
+        page.emulate_media(color_scheme="light")
+        page.screenshot(path=REPOSITORY / "docs" / "images" / f"web-first-{size[0]}.png")
     page.get_by_role("button", name="What do you see?").click()
     answered(page)
     expect(page.locator("li.user img")).to_have_js_property("naturalWidth", 224)

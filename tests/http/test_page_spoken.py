@@ -24,7 +24,7 @@ ECHOED = "Write down what is said"  # what the echo stages understand of any spe
 ANSWER = """Rivers make it salty. Rain dissolves a little of the rock it runs over and carries it to the sea. \
 The water evaporates and falls again as rain, but the minerals stay: mostly sodium and chloride. \
 In a litre of the Atlantic there are thirty-five grams of them, in a litre of the Baltic eight."""
-SCREENSHOT = REPOSITORY / "docs" / "images" / "web-spoken.png"
+IMAGES = REPOSITORY / "docs" / "images"
 ROUTE = "**/v1/realtime"
 MILLISECONDS_PER_CHARACTER = 20  # of what the echo stages speak
 LONG = "hello sea " * 150  # 30 s: on a busy machine it takes long until the server hears what is said meanwhile
@@ -248,6 +248,7 @@ def test_everybody_can_converse_at_any_width(echo: HttpPipeline, page: Page, lin
     converse(page, echo, ANSWER)
     speak(page, line)
     expect(page.locator("#interrupt")).to_be_visible()
+    expect(page.locator("#spoken")).to_have_attribute("data-state", re.compile("thinking|speaking"))
     for name in ("type", "interrupt", "end-spoken"):
         page.keyboard.press("Tab")
         expect(page.locator(f"#{name}")).to_be_focused()
@@ -263,6 +264,6 @@ def test_everybody_can_converse_at_any_width(echo: HttpPipeline, page: Page, lin
         assert axe_violations(page) == []
         page.emulate_media(color_scheme="dark")
         assert axe_violations(page, "color-contrast") == []
-    if "OMNI_TEST_SCREENSHOTS" in os.environ:
-        page.emulate_media(color_scheme="light")
-        page.screenshot(path=SCREENSHOT)
+        if "OMNI_TEST_SCREENSHOTS" in os.environ:
+            page.emulate_media(color_scheme="light")
+            page.screenshot(path=IMAGES / f"web-spoken-{width}.png")

@@ -37,7 +37,7 @@ export function render(text) {
     else link.replaceWith(...link.childNodes);
   }
   for (const table of fragment.querySelectorAll("table")) {
-    const region = make("div", { className: "table", tabIndex: 0, role: "region", ariaLabel: "Table" });
+    const region = make("div", { className: "table", tabIndex: 0, role: "group", ariaLabel: "Table" });
     table.replaceWith(region);
     region.append(table);
   }
