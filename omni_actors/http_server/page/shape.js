@@ -1,12 +1,12 @@
 "use strict";
 // The shape of a spoken conversation: it breathes while it listens, swells with the sound, and turns while the model thinks.
 
-const MOODS = {  // `size` as a part of the canvas, `wobble` of its outline, `speed` of its motion, `swell` with the sound
+const MOODS = {  // `size` as a part of the canvas, so that the largest outline stays on it; `wobble` of its outline, `speed` of its motion, `swell` with the sound
   connecting: { size: 0.24, wobble: 0.01, speed: 0.5, swell: 0 },
   listening: { size: 0.27, wobble: 0.02, speed: 0.7, swell: 0.3 },
-  hearing: { size: 0.29, wobble: 0.05, speed: 1.4, swell: 0.5 },
+  hearing: { size: 0.24, wobble: 0.05, speed: 1.4, swell: 0.4 },
   thinking: { size: 0.22, wobble: 0.1, speed: 3, swell: 0 },
-  speaking: { size: 0.28, wobble: 0.06, speed: 1.8, swell: 0.45 },
+  speaking: { size: 0.24, wobble: 0.06, speed: 1.8, swell: 0.35 },
   interrupted: { size: 0.16, wobble: 0.02, speed: 1, swell: 0 },
   muted: { size: 0.22, wobble: 0, speed: 0, swell: 0 },
 };
