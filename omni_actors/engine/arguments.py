@@ -447,6 +447,10 @@ def build_stage_engine(pipeline: PipelineConfig, stage: StageConfig, report: Cal
         torch.set_num_threads(int(threads))
     load_plugins(pipeline.plugins)
     report(f"loading {stage.part}")
+    if stage.kind is StageKind.DIFFUSERS:
+        from omni_actors.engine.pipelines import DiffusersEngine
+
+        return DiffusersEngine(pipeline, stage)
     return build_engine(stage_arguments(pipeline, stage))
 
 

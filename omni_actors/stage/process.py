@@ -220,11 +220,6 @@ def build_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[
     report("importing vLLM")
     if PRELOAD_FAILURES:
         raise StartupError(f"The fork server could not import what stages need: {'; '.join(PRELOAD_FAILURES)}.")
-    if stage.kind is StageKind.DIFFUSERS:
-        report("loading a pipeline of diffusers")
-        from omni_actors.engine.pipelines import DiffusersEngine
-
-        return DiffusersEngine(pipeline, stage)
     from omni_actors.engine.arguments import build_stage_engine
 
     engine: StageEngine = build_stage_engine(pipeline, stage, report)
