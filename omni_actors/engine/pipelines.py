@@ -159,7 +159,7 @@ class PipelineRequest:
         self.pictures: list[Image.Image] = []
         self.call: SteppedCall | None = None
         self.steps = 0
-        self.turns = 0
+        self.turn = 0  # number of its latest turn, among those of all requests
 
     @property
     def ready(self) -> bool:
@@ -189,7 +189,8 @@ class DiffusersEngine(StageEngine):
         self._pipeline = _load(model_of(pipeline, stage), self._options, f"stages.{stage.name}").to(self._device)
         self._pipeline.set_progress_bar_config(disable=True)
         self._arguments = _arguments_of(self._pipeline, self._options, f"stages.{stage.name}")
-        declared = [one for name, one in DECLARED.items() if name in self._arguments]
+        declared = _declared(self._arguments)
+        self._steps = next((int(one.default or 1) for one in declared if one.name == "num_steps"), 1)
         declared += [Parameter(name, "float", *limits) for name, limits in self._options.parameters.items()]
         self._media = {"image": MAX_PICTURES if "image" in self._arguments else 0, "audio": 0, "video": 0}
         self._facts = EngineFacts(
@@ -198,7 +199,7 @@ class DiffusersEngine(StageEngine):
             parameters=with_defaults(declared, stage.sampling),
         )
         self._requests: dict[str, PipelineRequest] = {}
-        self._arrivals = 0
+        self._arrivals = self._turns = 0
         self._scheduled: list[tuple[str, float]] = []
         self._threads = ThreadPoolExecutor(self._options.max_num_seqs, thread_name_prefix="pipeline")
         self._decoders = DecoderThreads()
@@ -274,12 +275,12 @@ class DiffusersEngine(StageEngine):
             if running.call is None:
                 running.call = self._begin(running)
                 self._scheduled.append((request_id, time.monotonic()))
-            running.turns += 1
-            before = running.steps
+            self._turns += 1
+            running.turn, before = self._turns, running.steps
             running.call.turn()
             progress: list[EngineEvent] = []
             if running.steps > before:
-                steps = running.params.num_steps or self._arguments["num_inference_steps"].default
+                steps = running.params.num_steps or self._steps
                 progress.append(ProgressEvent(request_id, running.steps, max(running.steps, steps)))
             if not running.call.result.done():
                 return progress
@@ -295,14 +296,14 @@ class DiffusersEngine(StageEngine):
         return [*events, FinishedEvent(request_id, FinishReason.STOP, len(running.text.split()), running.steps)]
 
     def _next(self) -> PipelineRequest | None:
-        """The request whose turn it is: by priority, those under way before others, then by turns and arrival."""
+        """The request whose turn it is: by priority, then the one that has waited for the most turns."""
         under_way = sum(running.call is not None for running in self._requests.values())
         can = [
             running
             for running in self._requests.values()
             if running.ready and (running.call is not None or under_way < self._options.max_num_seqs)
         ]
-        return min(can, key=lambda one: (one.request.priority, one.turns, one.arrival), default=None)
+        return min(can, key=lambda one: (one.request.priority, one.turn, one.arrival), default=None)
 
     def _begin(self, running: PipelineRequest) -> SteppedCall:
         """Make the call of a request, which computes nothing yet. Raises `OmniError` if its pictures are none."""
@@ -400,6 +401,15 @@ def _arguments_of(pipeline: Any, options: PipelineOptions, where: str) -> dict[s
     for unknown in (options.arguments.keys() | options.parameters.keys()) - found.keys():
         raise ConfigError(f"{where}.engine: {name} has no argument {unknown!r}.")
     return found
+
+
+def _declared(arguments: Mapping[str, inspect.Parameter]) -> list[Parameter]:
+    """The parameters of requests that a pipeline takes, with its own defaults."""
+    own = {name: arguments[name].default for name in DECLARED if name in arguments}
+    return [
+        msgspec.structs.replace(DECLARED[name], default=default if isinstance(default, int | float) else None)
+        for name, default in own.items()
+    ]
 
 
 def _sample_rate(pipeline: Any) -> int:

@@ -172,7 +172,10 @@ def test_priority_goes_first_and_an_abort_ends_a_call_between_two_steps(engine_o
     threads = threading.active_count()
     engine = engine_of("z_image", max_num_seqs=2)
     start(engine, "slow", num_steps=50, **SIZE)
-    assert [type(event) for event in engine.step()] == [ProgressEvent]
+    assert [event.step for _ in range(3) for event in engine.step()] == [1, 2, 3]
+    start(engine, "late", num_steps=50, **SIZE)
+    assert [event.request_id for _ in range(4) for event in engine.step()] == ["late", "slow"] * 2
+    engine.abort("late")
     start(engine, "urgent", num_steps=2, priority=-1, **SIZE)
     start(engine, "third", num_steps=2, **SIZE)  # finds no place
     events = [event for _ in range(3) for event in engine.step()]  # two steps, and the picture of its latents
