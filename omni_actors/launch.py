@@ -103,22 +103,11 @@ def parser(*, checks: bool = False) -> argparse.ArgumentParser:
     parser.add_argument("--metrics-insecure", action="store_true", help=starting("let --metrics listen off loopback"))
     request = parser.add_argument_group("one request")
     request.add_argument("--prompt", type=flags.text, help=starting("answer this and exit"))
-    request.add_argument(
-        "--audio",
-        type=flags.path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help=starting("audio to go with the prompt"),
-    )
-    request.add_argument(
-        "--image",
-        type=flags.path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help=starting("image to go with the prompt"),
-    )
+    for kind in ("audio", "image"):
+        about_media = starting(f"{kind} to go with the prompt")
+        request.add_argument(
+            f"--{kind}", type=flags.path, action="append", default=[], metavar="FILE", help=about_media
+        )
     request.add_argument("--save-audio", type=flags.path, metavar="WAV", help=starting("write the spoken answer here"))
     request.add_argument(
         "--save-image", type=flags.path, metavar="FILE", help=starting("write the picture here: .png, .jpg or .webp")
