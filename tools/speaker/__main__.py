@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -26,9 +27,11 @@ def make_parser() -> argparse.ArgumentParser:
     trained.add_argument("part", choices=PARTS, help="in this order; the talker reads the thinker's states")
     trained.add_argument("folder", type=Path, help="checkpoint whose weights to train on")
     trained.add_argument("--steps", type=int, default=20_000, help="default: 20,000; the rate falls over all of them")
+    trained.add_argument("--seconds", type=float, default=math.inf, help="end earlier (default: no limit)")
     trained.add_argument("--batch", type=int, help="examples of a step (default: the part's own)")
     trained.add_argument("--rate", type=float, help="peak of the learning rate (default: the part's own)")
     trained.add_argument("--device", default="cpu")
+    trained.add_argument("--workers", type=int, default=2, help="processes that make examples (default: 2)")
     trained.add_argument("--wordnet", type=Path, default=Path("/usr/share/wordnet"), help="of Debian's wordnet-base")
     asked = commands.add_parser("evaluate", help="print what is wrong, and how much is right")
     asked.add_argument("folder", type=Path)
@@ -60,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         elif given.command == "evaluate":
             evaluate(given)
         else:
-            options = {name: getattr(given, name) for name in ("wordnet", "steps", "batch", "rate", "device")}
+            options = {name: getattr(given, name) for name in ("wordnet", "steps", "seconds", "batch", "rate", "device", "workers")}
             train(given.part, given.folder, **options)
     except (SpeakerError, FolderError, OSError) as error:
         print(f"speaker: {error}", file=sys.stderr)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tools.checkpoints import MARKER_FILE, claim_folder
 from tools.checkpoints.omni import VOICES_FILE
@@ -49,16 +52,25 @@ def write_new(folder: Path) -> None:
     model.load_speakers(folder / VOICES_FILE)
     with torch.no_grad():
         initialise(model)
-    save(model, folder)
+    save(model.state_dict(), folder)
 
 
-def save(model: Any, folder: Path) -> None:
-    """Writes all weights in float16. Raises SpeakerError, and leaves what was there, if one is not finite."""
-    from safetensors.torch import save_file
+def save(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Writes weights in float16 and keeps the file's other ones, as parts may be trained at the same time.
 
-    tensors = {name: value.detach().half().cpu().contiguous() for name, value in model.state_dict().items()}
-    if broken := [name for name, value in tensors.items() if not bool(value.isfinite().all())]:
+    Raises SpeakerError, and leaves what was there, if one is not finite.
+    """
+    from safetensors.torch import load_file, save_file
+
+    made = {name: value.detach().half().cpu().contiguous() for name, value in weights.items()}
+    if broken := [name for name, value in made.items() if not bool(value.isfinite().all())]:
         raise SpeakerError(f"{len(broken)} tensors hold NaN or infinity, such as {broken[0]}; lower --rate.")
-    save_file(tensors, folder / "new.safetensors", metadata={"format": "pt"})
-    (folder / "new.safetensors").chmod(0o644)
-    (folder / "new.safetensors").replace(folder / WEIGHTS)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = load_file(folder / WEIGHTS) if (folder / WEIGHTS).exists() else {}
+        save_file({**kept, **made}, folder / "new.safetensors", metadata={"format": "pt"})
+        (folder / "new.safetensors").chmod(0o644)
+        (folder / "new.safetensors").replace(folder / WEIGHTS)
+    finally:
+        os.close(lock)

@@ -16,7 +16,7 @@ from tools.speaker.judge import Judge, held_out_speech
 from tools.speaker.recogniser import Recogniser, word_errors
 from tools.speaker.sound import Wave
 from tools.speaker.texts import COLORS, SHAPES, TOY, lines_of, listed, pairs_of, seen, sum_of
-from tools.speaker.thinker import Question, draw, inputs_of, spoken_lists
+from tools.speaker.conversations import Conversation, Question, draw, inputs_of, spoken_lists
 
 MAX_TEXT_TOKENS, MAX_CODES = 96, 900
 

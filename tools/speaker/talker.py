@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,16 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from tools.speaker.codec import SOUNDS, VOICES, Codes, encode
+from tools.speaker.conversations import IGNORED, Conversations, inputs_of
 from tools.speaker.teacher import speak
 from tools.speaker.texts import TALKER_KINDS, Texts
-from tools.speaker.thinker import IGNORED, Question, prompt_of
 
 LONGEST, SHORTEST = 395, 12  # codes
 GUIDED = (2, 4)  # layers whose heads 0 and 2 learn to look at the word that is said and at the next one
 GUIDE_WEIGHT, GUIDE_FALL = 0.3, 0.8  # at first; how much of it is gone at the end
 WRONG_CODES, WITH_WRONG_CODES = 0.25, 0.6  # at most this part of what is heard is wrong, in this part of the replies
 STRANGE = 0.1  # of the prompts' messages are noise: what is said must not depend on sounds and pictures there
+MEDIA = 0.04, 0.06  # of the questions have a sound, or a picture
 VOICE, END, PAD = 0, 1, 2  # rows behind those of the thinker
 
 
@@ -75,8 +77,10 @@ class Talker:
 
     def __init__(self, model: Any, processor: Any, texts: Texts, batch: int, steps: int) -> None:
         model.talker.set_attn_implementation("eager")  # gives the attention that is guided
-        self.module, self.thinker, self.texts, self.batch = model.talker, model.thinker, texts, batch
+        self.module, self.thinker, self.batch = model.talker, model.thinker, batch
         self.processor, config = processor, model.config.talker_config
+        self.conversations = Conversations(texts, TALKER_KINDS, MEDIA)
+        self.media = [model.config.thinker_config.audio_token_id, model.config.thinker_config.image_token_id]
         self.voices = {name: int(fields["bos_token"]) for name, fields in model.speaker_map.items()}
         self.text_ends = [config.tts_text_end_token_id, config.tts_text_pad_token_id]
         self.pad, self.start, self.end = (getattr(config, f"tts_codec_{n}_token_id") for n in ("pad", "start", "end"))
@@ -84,28 +88,38 @@ class Talker:
     def batches(self, rng: random.Random) -> Iterator[dict[str, Tensor]]:
         """Yields replies to their prompts, with the teacher's codes."""
         while True:
-            asked = [Question(*self.texts.ask(rng, TALKER_KINDS)) for _ in range(self.batch)]
-            voice = rng.choice(list(VOICES.values()))
-            said = [encode(one, voice)[0] for one in speak([one.wanted for one in asked], voice, wave=False)]
-            pairs = [(one, codes) for one, codes in zip(asked, said, strict=True) if SHORTEST <= len(codes) <= LONGEST]
-            if pairs:
-                yield self.batch_of([self.row(rng, one, codes, voice.name) for one, codes in pairs])
+            asked, voice = self.conversations.draw(rng, self.batch), rng.choice(list(VOICES.values()))
+            replies = [one.turns[-1].wanted for one in asked]
+            said = [encode(one, voice)[0] for one in speak(replies, voice, wave=False)]
+            fits = [SHORTEST <= len(codes) <= LONGEST for codes in said]
+            if not any(fits):
+                continue
+            heard = inputs_of(self.processor, list(compress(asked, fits)), replies=True)
+            sizes = heard["attention_mask"].sum(1).tolist()
+            rows = [
+                self.row(rng, *one, heard["input_ids"].shape[1], voice.name)
+                for one in zip(compress(replies, fits), compress(said, fits), sizes, strict=True)
+            ]
+            fills = {"target": IGNORED, "key": -1, "want": -1}
+            arrays = {
+                name: pad_sequence([row[name] for row in rows], batch_first=True, padding_value=fills.get(name, 0))
+                for name in rows[0]
+            }
+            yield arrays | {f"thinker_{name}": value for name, value in heard.items() if name != "labels"}
 
-    def batch_of(self, rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns the arrays of some replies, made equally long."""
-        fills = {"target": IGNORED, "key": -1, "want": -1}
-        return {
-            name: pad_sequence([row[name] for row in rows], batch_first=True, padding_value=fills.get(name, 0))
-            for name in rows[0]
-        }
+    def row(
+        self, rng: random.Random, reply: str, codes: Codes, size: int, whole: int, voice: str
+    ) -> dict[str, Tensor]:
+        """Returns the arrays of one reply; negative numbers in `source` are rows behind the thinker's.
 
-    def row(self, rng: random.Random, question: Question, codes: Codes, voice: str) -> dict[str, Tensor]:
-        """Returns the arrays of one reply; negative numbers in `source` are rows behind the thinker's."""
-        tokenizer = self.processor.tokenizer
-        prompt = tokenizer(prompt_of(self.processor, question))["input_ids"]
-        made = tokenizer(question.wanted, return_offsets_mapping=True)
-        words, count = words_of_tokens(question.wanted, made["offset_mapping"])
-        p, r, n = len(prompt), len(words), len(codes)
+        Args:
+            size: tokens of the prompt, the reply and its end.
+            whole: the same with the padding before it.
+        """
+        made = self.processor.tokenizer(reply, return_offsets_mapping=True)
+        words, count = words_of_tokens(reply, made["offset_mapping"])
+        r, n = len(words), len(codes)
+        p = size - r - 1
         ends = [END - 3, *[PAD - 3] * max(0, n - r)]
         said, want = words_of_codes(codes), np.full((p + 2 + n, 2), -1)
         if said[-1] + 1 == count:  # as many words as in the text: this one and the next
@@ -116,10 +130,9 @@ class Talker:
         wrong = WRONG_CODES * rng.random() * (rng.random() < WITH_WRONG_CODES)
         heard = [bad if rng.random() < wrong else code for bad, code in zip(other, codes, strict=True)]
         arrays = {
-            "ids": [*prompt, *made["input_ids"]],
             "prompt": [p],
             "voice": [self.voices[voice]],
-            "source": [*range(p), VOICE - 3, *range(p, p + r), *ends][: p + 2 + n],
+            "source": [*range(whole - size, whole - r - 1), VOICE - 3, *range(whole - r - 1, whole - 1), *ends][: p + 2 + n],
             "code": [*[self.pad] * (p + 1), self.start, *heard],
             "target": [*[IGNORED] * (p + 1), *codes, self.end],
             "key": [*[-1] * (p + 1), *words, count, *[-1] * n][: p + 2 + n],
@@ -130,12 +143,15 @@ class Talker:
     @torch.no_grad()
     def text_side(self, batch: dict[str, Tensor]) -> Tensor:
         """Returns [B, L, 192]: the thinker's rows, voices and ends in their places."""
-        ids, source = batch["ids"], batch["source"]
-        made = self.thinker.model(inputs_embeds=self.thinker.get_input_embeddings()(ids), output_hidden_states=True)
-        rows = made.last_hidden_state + made.hidden_states[0]
+        given = {name.removeprefix("thinker_"): value for name, value in batch.items() if name.startswith("thinker_")}
+        made = self.thinker(**given, output_hidden_states=True, use_cache=False)
+        ids, source = given["input_ids"], batch["source"]
+        media = torch.isin(ids, torch.tensor(self.media, device=ids.device))[..., None]
+        rows = made.hidden_states[-1] + made.hidden_states[0].masked_fill(media, 0)
         place = torch.arange(rows.shape[1], device=rows.device)[None, :, None]
-        strange = (place < batch["prompt"][:, :, None]) & (torch.rand(len(rows), 1, 1, device=rows.device) < STRANGE)
-        rows = torch.where(strange, 1.5 * torch.randn_like(rows), rows)
+        first = (rows.shape[1] - given["attention_mask"].sum(1))[:, None, None]
+        noise = torch.rand(len(rows), 1, 1, device=rows.device) < STRANGE
+        rows = torch.where(noise & (place < first + batch["prompt"][:, :, None]), 1.5 * torch.randn_like(rows), rows)
         ends = torch.tensor(self.text_ends, device=ids.device).expand(len(ids), -1)
         rows = torch.cat([rows, self.thinker.get_input_embeddings()(torch.cat([batch["voice"], ends], 1))], 1)
         index = torch.where(source < 0, rows.shape[1] + source, source)

@@ -19,10 +19,10 @@ COLORS = {
     **{"black": "#141414", "white": "#f5f5f5", "orange": "#f58c19", "purple": "#822da0"},
 }
 SHAPES = ("circle", "square", "triangle")
-ASK = ("{0}?", "{0}?", "{0}", "{0}.", "{0}!", "Please tell me: {0}?")
+ASK = ("{0}?", "{0}?", "{0}?", "{0}", "{0}", "{0}.", "{0}.", "{0}!", "Please tell me: {0}?", "And now: {0}?")
 # How often each kind of task is drawn: for the thinker, and for the talker, which needs no practice in refusing.
-THINKER_KINDS = {"say": 40, "sum": 17, "spell": 15, "count": 6, "fact": 9, "toy": 22}
-TALKER_KINDS = {"say": 70, "sum": 6, "spell": 10, "count": 5, "fact": 8, "toy": 1}
+THINKER_KINDS = {"say": 32, "sum": 20, "spell": 13, "count": 6, "fact": 24, "toy": 22}
+TALKER_KINDS = {"say": 66, "sum": 6, "spell": 8, "count": 4, "fact": 15, "toy": 1}
 ONES = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
     *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
@@ -44,9 +44,9 @@ def pairs_of(name: str) -> list[tuple[str, str]]:
 
 # What a demonstration should not say. A sentence with one of these words is left out.
 LEFT_OUT = re.compile(rf"\b({'|'.join(lines_of('left_out.txt'))})\w*\b", re.IGNORECASE)
-# Lists of words, in which `{name}` stands for one of the list of that name, and lists of forms.
+# Lists of words, in which `{name}` stands for one of the list of that name and ~ for a comma, and lists of forms.
 LISTS: dict[str, Sequence[str]] = {
-    name: options.split(", ") for name, options in (line.split(": ", 1) for line in lines_of("words.txt"))
+    name: [one.replace("~", ",") for one in options.split(", ")] for name, options in (line.split(": ", 1) for line in lines_of("words.txt"))
 }
 HEARD = tuple(dict.fromkeys([*DIGITS, *COLORS, *LISTS["adjective"], *LISTS["item"]]))  # the words that it can hear
 
@@ -171,8 +171,13 @@ class Texts:
     def ask_fact(self, rng: random.Random) -> tuple[str, str]:
         """Returns a question of data/facts.txt in a way in which people ask it."""
         question, reply = rng.choice(pairs_of("facts.txt"))
-        asked = rng.choice(ASK).format(question.rstrip("?"))
-        return asked.lower() if rng.random() < 0.1 else asked, reply
+        question, chance, thing = question.rstrip("?"), rng.random(), question.removeprefix("What is ").rstrip("?")
+        asked = rng.choice(ASK).format(question)
+        if reply.startswith("The capital of ") and chance < 0.3:
+            asked = rng.choice(LISTS["capital"]).format(reply[15:].partition(" is ")[0])
+        elif thing != question and chance < 0.5:
+            asked = rng.choice(LISTS["fact what"]).format(thing)
+        return asked.lower() if rng.random() < 0.15 else asked, reply
 
     def ask_count(self, rng: random.Random) -> tuple[str, str]:
         """Returns counting up or down, in figures or words, to at most twenty."""
@@ -184,16 +189,19 @@ class Texts:
         return form.format(last, first), sentence(", ".join(map(in_words, numbers)))
 
     def ask_sum(self, rng: random.Random) -> tuple[str, str]:
-        """Returns a sum or a difference of numbers up to twenty, or at times more, or a product up to twelve."""
-        word, sign = rng.choice((("plus", "+"), ("minus", "-"), ("plus", "+"), ("minus", "-"), ("times", "*")))
-        most = 12 if word == "times" else rng.choice((20, 20, 30))
-        a, b = (rng.randint(0, most) for _ in range(2))
-        if word == "minus":
+        """Returns a sum or a difference of numbers up to thirty, more often up to twenty, or a product up to twelve."""
+        word = rng.choice(("plus", "plus", "minus", "minus", "times"))
+        a, b = (rng.randint(0, 12 if word == "times" else rng.choice((10, 20, 20, 30))) for _ in range(2))
+        if word == "minus" and rng.random() < 0.85:
             a, b = max(a, b), min(a, b)
         result = {"plus": a + b, "minus": a - b, "times": a * b}[word]
-        reply = sentence(f"{in_words(a)} {word} {in_words(b)} is {in_words(result)}")
-        forms = (f"What is {a} {word} {b}?", f"What is {a} {sign} {b}?", f"{a} {sign} {b}")
-        return rng.choice((*forms, f"How much is {in_words(a)} {word} {in_words(b)}?")), reply
+        total = f"{'minus ' * (result < 0)}{in_words(abs(result))}"
+        reply = sentence(f"{in_words(a)} {word} {in_words(b)} is {total}")
+        shown = [in_words(n) if chance < 0.5 else str(n) for n, chance in ((a, rng.random()), (b, rng.random()))]
+        asked = rng.choice(LISTS[f"sum {word}"]).format(a=shown[0], b=shown[1])
+        asked = asked[0].upper() + asked[1:] if rng.random() < 0.5 else asked
+        asked += rng.choice(("", "?", ".")) if asked[-1].isalnum() else ""
+        return asked.lower() if rng.random() < 0.1 else asked, reply
 
     def ask_spell(self, rng: random.Random) -> tuple[str, str]:
         """Returns a word to be spelled, in a fifth of the cases the beginning of one with the end of another."""
