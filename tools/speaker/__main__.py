@@ -12,7 +12,7 @@ from tools.checkpoints import FolderError
 from tools.checkpoints.measure import quiet_transformers
 from tools.speaker import SpeakerError
 from tools.speaker.checkpoint import write_new
-from tools.speaker.evaluate import STAGES, Speaker, ask, chain
+from tools.speaker.evaluate import SAID, STAGES, Speaker, ask, say
 from tools.speaker.recogniser import load_recogniser
 from tools.speaker.train import PARTS, train
 
@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     asked = commands.add_parser("evaluate", help="print what is wrong, and how much is right")
     asked.add_argument("folder", type=Path)
     asked.add_argument("--stages", default=",".join(STAGES), help=f"default: all of {', '.join(STAGES)}")
-    asked.add_argument("--sentences", type=int, default=12, help="of the 30 that are said in `chain` (default: 12)")
+    asked.add_argument("--sentences", type=int, default=12, help="of those that are said (default: 12)")
     asked.add_argument("--recogniser", action="store_true", help="count word errors, too: pip install -e '.[quality]'")
     return parser
 
@@ -48,7 +48,8 @@ def evaluate(options: argparse.Namespace) -> None:
         raise SpeakerError(f"Unknown stages {', '.join(unknown)}; there are {', '.join(STAGES)}.")
     recognise, speaker = load_recogniser() if options.recogniser else None, Speaker(options.folder)
     for stage in stages:
-        for line in chain(speaker, options.sentences, recognise) if stage == "chain" else ask(stage, speaker):
+        lines = say(stage, speaker, options.sentences, recognise) if stage in SAID else ask(stage, speaker)
+        for line in lines:
             print(line, flush=True)
 
 
@@ -63,7 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
         elif given.command == "evaluate":
             evaluate(given)
         else:
-            options = {name: getattr(given, name) for name in ("wordnet", "steps", "seconds", "batch", "rate", "device", "workers")}
+            options = {
+                name: getattr(given, name)
+                for name in ("wordnet", "steps", "seconds", "batch", "rate", "device", "workers")
+            }
             train(given.part, given.folder, **options)
     except (SpeakerError, FolderError, OSError) as error:
         print(f"speaker: {error}", file=sys.stderr)

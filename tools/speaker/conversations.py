@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,17 +62,28 @@ def prompt_of(processor: Any, conversation: Conversation) -> str:
     messages: list[dict[str, Any]] = [{"role": "system", "content": conversation.system}] * bool(conversation.system)
     for turn in conversation.turns:
         content = [{"type": "audio"}] * (turn.sound is not None) + [{"type": "image"}] * (turn.picture is not None)
-        messages.append({"role": "user", "content": [*content, *[{"type": "text", "text": turn.text}] * bool(turn.text)]})
+        messages.append(
+            {"role": "user", "content": [*content, *[{"type": "text", "text": turn.text}] * bool(turn.text)]}
+        )
         if turn is not conversation.turns[-1] and not turn.silent:
             messages.append({"role": "assistant", "content": turn.wanted if turn.said is None else turn.said})
     return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
 
-def inputs_of(processor: Any, asked: Sequence[Conversation], *, replies: bool) -> dict[str, Tensor]:
-    """Returns the processor's output for conversations, padded on the left; with their last replies, also `labels`.
+def examples_of(processor: Any, thinker: Any, asked: Sequence[Conversation]) -> dict[str, Tensor]:
+    """Returns what the thinker is trained on: labels are the tokens of all right replies.
 
-    Labels are the tokens of the replies that are right, the earlier ones too.
+    The positions are computed here, as that takes many small steps, which are slow on a GPU.
     """
+    made = inputs_of(processor, asked, replies=True)
+    sounds = made["feature_attention_mask"].sum(1) if "feature_attention_mask" in made else None
+    pictures, mask = made.get("image_grid_thw"), made["attention_mask"]
+    made["position_ids"] = thinker.get_rope_index(made["input_ids"], pictures, None, mask, False, sounds)[0]
+    return made
+
+
+def inputs_of(processor: Any, asked: Sequence[Conversation], *, replies: bool) -> dict[str, Tensor]:
+    """Returns the processor's output for conversations, padded on the left; with their last replies, also `labels`."""
     ends = [f"{one.turns[-1].wanted}<|im_end|>" if replies else "" for one in asked]
     turns = [turn for one in asked for turn in one.turns]
     sounds = [turn.sound for turn in turns if turn.sound is not None]
@@ -94,7 +104,9 @@ def inputs_of(processor: Any, asked: Sequence[Conversation], *, replies: bool) -
         for row, one in enumerate(asked):
             ids = made["input_ids"][row].tolist()
             answers = [
-                at + len(begin) for at, first in enumerate(ids) if first == begin[0] and ids[at : at + len(begin)] == begin
+                at + len(begin)
+                for at, first in enumerate(ids)
+                if first == begin[0] and ids[at : at + len(begin)] == begin
             ]
             for at, turn in zip(answers, (turn for turn in one.turns if not turn.silent), strict=True):
                 if turn.said is None:
@@ -140,7 +152,12 @@ def pictured(rng: random.Random) -> tuple[Image.Image, About]:
     if color not in ("white", "yellow") and rng.random() < 0.5:
         ground = "#" + 3 * f"{rng.randint(190, 255):02x}"
     picture = draw(rng, near(rng, color), shape, ground, width, height)
-    return picture, {"see": seen(color, shape), "see color": f"It is {color}.", "see shape": f"It is a {shape}."}
+    return picture, about_shape(color, shape)
+
+
+def about_shape(color: str, shape: str) -> About:
+    """Returns what can be asked about a picture of a shape."""
+    return {"see": seen(color, shape), "see color": f"It is {color}.", "see shape": f"It is a {shape}."}
 
 
 def about_words(words: Sequence[str]) -> About:
@@ -182,7 +199,7 @@ class Conversations:
 
     Args:
         kinds: how often each kind of text is asked.
-        media: which part of the questions has a sound, and which a picture.
+        media: which part of the questions has a sound, and which a picture, in those that are drawn with media.
         own: sounds that the checkpoint has made.
     """
 
@@ -190,11 +207,12 @@ class Conversations:
         self, texts: Texts, kinds: Mapping[str, int], media: tuple[float, float], own: Sequence[tuple[Wave, About]] = ()
     ) -> None:
         self.texts, self.kinds, self.own = texts, kinds, own
-        self.sound, self.picture = media
+        self.media, self.sound, self.picture = media, 0.0, 0.0
         self.pool: deque[tuple[Wave, About]] = deque(maxlen=POOL)
 
-    def draw(self, rng: random.Random, count: int) -> list[Conversation]:
-        """Returns some conversations."""
+    def draw(self, rng: random.Random, count: int, *, media: bool = True) -> list[Conversation]:
+        """Returns some conversations, all of text alone without `media`."""
+        self.sound, self.picture = self.media if media else (0.0, 0.0)
         if self.sound:
             self.pool += spoken_lists(rng, FRESH if self.pool else 10 * FRESH)
             self.pool += said_by_teacher(rng, [self.spoken(rng) for _ in range(FRESH if self.pool else 10 * FRESH)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,21 +18,30 @@ from tools.speaker.texts import Texts
 
 LONGEST, SHORTEST = 130, 15  # codes of a piece
 LONGEST_TEXT = 110  # letters
+KEPT, REUSED = 300, 8  # utterances of a voice; batches that use one, about
 REFERENCE = 300  # frames of a voice's own sound: 3 s
 WITHOUT_CONDITION = 0.12  # of the examples have none, for classifier-free guidance
 
 
-def spoken(rng: random.Random, texts: Texts, count: int, codes: int) -> tuple[int, list[tuple[Codes, Wave]]]:
-    """Returns the number of a voice, and the codes and waves of what it says, all of at least `codes` codes."""
-    number, found = rng.randrange(len(VOICES)), list[tuple[Codes, Wave]]()
-    voice = list(VOICES.values())[number]
-    while len(found) < count:
-        lines = [texts.repeated(rng)[:LONGEST_TEXT] for _ in range(count)]
-        for said in speak(lines, voice, wave=True):
-            made, start = encode(said, voice)
-            if len(made) >= codes:
-                found.append((made, teacher_wave(said.samples, start, len(made))))
-    return number, found[:count]
+class Speech:
+    """What the teacher says: the last utterances of each voice, a few of which are new in each batch."""
+
+    def __init__(self, texts: Texts) -> None:
+        self.texts = texts
+        self.said = {name: deque[tuple[Codes, Wave]](maxlen=KEPT) for name in VOICES}
+
+    def draw(self, rng: random.Random, count: int, codes: int) -> tuple[int, list[tuple[Codes, Wave]]]:
+        """Returns the number of a voice, and the codes and waves of what it says, all of at least `codes` codes."""
+        voice, fits = rng.choice(list(VOICES.values())), list[tuple[Codes, Wave]]()
+        pool, fresh = self.said[voice.name], max(1, count // REUSED)
+        while fresh or len(fits) < count:
+            lines = [self.texts.repeated(rng)[:LONGEST_TEXT] for _ in range(fresh or count)]
+            for said in speak(lines, voice, wave=True):
+                made, start = encode(said, voice)
+                if len(made) >= SHORTEST:
+                    pool.append((made, teacher_wave(said.samples, start, len(made))))
+            fits, fresh = [one for one in pool if len(one[0]) >= codes], 0
+        return list(VOICES).index(voice.name), rng.sample(fits, count)
 
 
 def piece(rng: random.Random, said: tuple[Codes, Wave], codes: int) -> tuple[Tensor, Tensor]:
@@ -47,14 +57,14 @@ class Dit:
     rate, betas, decay = 1.5e-3, (0.9, 0.99), 0.01
 
     def __init__(self, model: Any, processor: Any, texts: Texts, batch: int, steps: int) -> None:
-        self.module, self.texts, self.batch = model.token2wav.code2wav_dit_model, texts, batch
+        self.module, self.speech, self.batch = model.token2wav.code2wav_dit_model, Speech(texts), batch
         self.vectors = torch.cat([model.speaker_map[name]["cond"] for name in VOICES]).to(model.device)
 
     def batches(self, rng: random.Random) -> Iterator[dict[str, Tensor]]:
         """Yields pieces of one voice and of one length."""
         while True:
             codes = rng.randint(SHORTEST, LONGEST)
-            number, said = spoken(rng, self.texts, self.batch, codes)
+            number, said = self.speech.draw(rng, self.batch, codes)
             pieces = [piece(rng, one, codes) for one in said]
             whole = torch.cat([log_mel(torch.from_numpy(wave)[None])[0].T for _, wave in said])
             whole = whole.repeat(-(-REFERENCE // len(whole)), 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,17 @@ import torch
 
 from tools.checkpoints.measure import generate_arguments, load_reference_model
 from tools.speaker.codec import VOICES, edit_distance, phones_of
+from tools.speaker.conversations import Conversation, Question, about_shape, draw, inputs_of, spoken_lists
 from tools.speaker.judge import Judge, held_out_speech
 from tools.speaker.recogniser import Recogniser, word_errors
 from tools.speaker.sound import Wave
-from tools.speaker.texts import COLORS, SHAPES, TOY, lines_of, listed, pairs_of, seen, sum_of
-from tools.speaker.conversations import Conversation, Question, draw, inputs_of, spoken_lists
+from tools.speaker.texts import COLORS, SHAPES, TOY, lines_of, pairs_of
 
 MAX_TEXT_TOKENS, MAX_CODES = 96, 900
+PLAIN = {
+    **{"see": "What do you see?", "see color": "What color is it?", "see shape": "What shape is it?"},
+    **{"hear": "What do you hear?", "hear sum": "What is the sum?"},
+}
 
 
 class Speaker:
@@ -32,9 +36,9 @@ class Speaker:
         config = self.model.config.talker_config
         self.ends = [config.tts_codec_end_token_id, config.tts_codec_pad_token_id]
 
-    def reply(self, question: Question) -> str:
+    def reply(self, conversation: Conversation) -> str:
         """Returns the thinker's text."""
-        inputs = inputs_of(self.processor, [question], replies=False)
+        inputs = inputs_of(self.processor, [conversation], replies=False)
         ids = self.model.thinker.generate(**inputs, max_new_tokens=MAX_TEXT_TOKENS, do_sample=False)
         return self.decode(ids, inputs)
 
@@ -44,7 +48,10 @@ class Speaker:
 
     def say(self, prompt: str, voice: str) -> tuple[str, list[int], Wave]:
         """Returns the whole chain's answer to a text: its own text, codes and wave at 24 kHz."""
-        inputs, codes = inputs_of(self.processor, [Question(prompt, "")], replies=False), list[torch.Tensor]()
+        inputs, codes = (
+            inputs_of(self.processor, [Conversation([Question(prompt, "")])], replies=False),
+            list[torch.Tensor](),
+        )
         hook = self.model.token2wav.register_forward_pre_hook(lambda module, args: codes.append(args[0]))
         torch.manual_seed(0)
         try:
@@ -62,7 +69,7 @@ class Speaker:
         return self.decode(sequences, inputs), codes[0][0].tolist(), wave.numpy().reshape(-1)
 
 
-def pictures() -> Iterator[Question]:
+def pictures() -> Iterator[Conversation]:
     """Yields each shape in each color on white and on two other colors, with three questions about each."""
     rng = random.Random(5)
     for color in COLORS:
@@ -70,55 +77,76 @@ def pictures() -> Iterator[Question]:
             others = [other for other in COLORS if other != color]
             for ground in ("white" if color not in ("white", "yellow") else "black", *rng.sample(others, 2)):
                 picture = draw(rng, COLORS[color], shape, COLORS[ground])
-                yield Question("What do you see?", seen(color, shape), picture=picture)
-                yield Question("What color is it?", f"It is {color}.", picture=picture)
-                yield Question("What shape is it?", f"It is a {shape}.", picture=picture)
+                for kind, wanted in about_shape(color, shape).items():
+                    yield Conversation([Question(PLAIN[kind], wanted, picture=picture)])
 
 
-def sounds() -> Iterator[Question]:
-    """Yields lists of words that the teacher says in both voices, and sums of two digits."""
+def sounds() -> Iterator[Conversation]:
+    """Yields lists of words that the teacher says, and sums of two digits."""
     rng = random.Random(23)
-    for voice in VOICES.values():
-        for words, sound in spoken_lists(rng, voice, 60):
-            yield Question("What do you hear?", listed(words), sound)
-            if total := sum_of(words):
-                yield Question("What is the sum?", total, sound)
+    for sound, about in [one for _ in range(4) for one in spoken_lists(rng, 30)]:
+        for kind, wanted in about.items():
+            yield Conversation([Question(PLAIN[kind], wanted, sound)])
 
 
-ASKED: dict[str, Callable[[], Iterator[Question]]] = {
-    "tasks": lambda: (Question(*pair) for pair in pairs_of("tasks.txt")),
-    "facts": lambda: (Question(*pair) for pair in pairs_of("facts.txt")),
-    "spelling": lambda: (Question(f"Spell {w}.", f"{', '.join(w.upper())}.") for w in lines_of("spelling.txt")),
-    "strange": lambda: (Question(text, TOY) for text in lines_of("strange.txt")),
+def conversations() -> Iterator[Conversation]:
+    """Yields each conversation of data/conversations.txt up to each of its three questions."""
+    for line in lines_of("conversations.txt"):
+        system, *texts = line.split("|")
+        turns = [Question(*pair) for pair in zip(texts[::2], texts[1::2], strict=True)]
+        yield from (Conversation(turns[:count], system) for count in range(1, len(turns) + 1))
+
+
+def asked(pairs: Iterable[tuple[str, str]]) -> Iterator[Conversation]:
+    """Yields prompts with their replies, each alone."""
+    yield from (Conversation([Question(*pair)]) for pair in pairs)
+
+
+ASKED: dict[str, Callable[[], Iterator[Conversation]]] = {
+    "conversations": conversations,
+    "tasks": lambda: asked(pairs_of("tasks.txt")),
+    "facts": lambda: asked(pairs_of("facts.txt")),
+    "spelling": lambda: asked((f"Spell {word}.", f"{', '.join(word.upper())}.") for word in lines_of("spelling.txt")),
+    "strange": lambda: asked((text, TOY) for text in lines_of("strange.txt")),
     "pictures": pictures,
     "sounds": sounds,
 }
-STAGES = (*ASKED, "chain")
+# What is said in both voices: sentences that no training has seen, and what people try first.
+SAID: dict[str, Callable[[], Sequence[tuple[str, str]]]] = {
+    "chain": lambda: [(f"Say: {text}", text) for text, _, _ in held_out_speech()],
+    "sentences": lambda: [(f"Say: {text}", text) for text in lines_of("sentences.txt")],
+    "first": lambda: pairs_of("first.txt"),
+}
+STAGES = (*ASKED, *SAID)
 
 
 def ask(stage: str, speaker: Speaker) -> Iterator[str]:
     """Yields a line for every answer that is not the wanted one, at the end how many are."""
-    exact = asked = 0
-    for question in ASKED[stage]():
-        reply = speaker.reply(question).strip()
-        exact, asked = exact + (reply == question.wanted), asked + 1
+    exact = count = 0
+    for conversation in ASKED[stage]():
+        reply, question = speaker.reply(conversation).strip(), conversation.turns[-1]
+        exact, count = exact + (reply == question.wanted), count + 1
         if reply != question.wanted:
             yield f"    {question.text!r}: {reply!r} for {question.wanted!r}"
-    yield f"{stage:8} text exact {exact} of {asked}"
+    yield f"{stage:8} text exact {exact} of {count}"
 
 
-def chain(speaker: Speaker, sentences: int, recognise: Recogniser | None) -> Iterator[str]:
-    """Yields how well held-out sentences are said in each voice; words only with a recogniser."""
-    judge = Judge.load()
+def say(stage: str, speaker: Speaker, count: int, recognise: Recogniser | None) -> Iterator[str]:
+    """Yields how well the first `count` replies are said in each voice; words only with a recogniser."""
+    judge, true_codes = Judge.load(), {text: codes for text, _, codes in held_out_speech()}
     for voice in VOICES:
         exact, phones, words, frames = 0, np.zeros(2, int), np.zeros(2, int), list[float]()
-        for text, _, true_codes in held_out_speech()[:sentences]:
-            said, codes, wave = speaker.say(f"Say: {text}", voice)
-            wanted = phones_of(true_codes)  # the same in both voices
-            exact += said.strip() == text
-            phones += edit_distance(wanted, phones_of(codes)), len(wanted)
+        pairs = SAID[stage]()[:count]
+        for prompt, wanted in pairs:
+            said, codes, wave = speaker.say(prompt, voice)
+            exact += said.strip() == wanted
+            if wanted in true_codes:  # the same phones in both voices
+                true = phones_of(true_codes[wanted])
+                phones += edit_distance(true, phones_of(codes)), len(true)
             frames.append(judge.wrong_frames(wave, codes))
-            words += word_errors(text, recognise(wave)) if recognise else (0, 0)
-        line = f"chain    {voice:8} text exact {exact} of {sentences}, phone errors {phones[0] / phones[1]:.3f}"
-        line += f", wrong frames {np.mean(frames):.3f}"
+            words += (errors := word_errors(wanted, heard := recognise(wave))) if recognise else (0, 0)
+            if recognise and errors[0]:
+                yield f"    {wanted!r}: heard {heard!r}"
+        line = f"{stage:8} {voice:8} text exact {exact} of {len(pairs)}, wrong frames {np.mean(frames):.3f}"
+        line += f", phone errors {phones[0] / phones[1]:.3f}" if phones[1] else ""
         yield line + (f", word errors {words[0] / words[1]:.3f} ({words[0]} of {words[1]})" if recognise else "")

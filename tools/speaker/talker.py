@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from tools.speaker.codec import SOUNDS, VOICES, Codes, encode
-from tools.speaker.conversations import IGNORED, Conversations, inputs_of
+from tools.speaker.conversations import IGNORED, Conversations, examples_of
 from tools.speaker.teacher import speak
 from tools.speaker.texts import TALKER_KINDS, Texts
 
@@ -33,7 +33,7 @@ GUIDED = (2, 4)  # layers whose heads 0 and 2 learn to look at the word that is 
 GUIDE_WEIGHT, GUIDE_FALL = 0.3, 0.8  # at first; how much of it is gone at the end
 WRONG_CODES, WITH_WRONG_CODES = 0.25, 0.6  # at most this part of what is heard is wrong, in this part of the replies
 STRANGE = 0.1  # of the prompts' messages are noise: what is said must not depend on sounds and pictures there
-MEDIA = 0.04, 0.06  # of the questions have a sound, or a picture
+MEDIA, WITH_MEDIA = (0.2, 0.3), 0.2  # of the questions have a sound, or a picture; of the batches have any
 VOICE, END, PAD = 0, 1, 2  # rows behind those of the thinker
 
 
@@ -88,13 +88,14 @@ class Talker:
     def batches(self, rng: random.Random) -> Iterator[dict[str, Tensor]]:
         """Yields replies to their prompts, with the teacher's codes."""
         while True:
-            asked, voice = self.conversations.draw(rng, self.batch), rng.choice(list(VOICES.values()))
+            asked = self.conversations.draw(rng, self.batch, media=rng.random() < WITH_MEDIA)
+            voice = rng.choice(list(VOICES.values()))
             replies = [one.turns[-1].wanted for one in asked]
             said = [encode(one, voice)[0] for one in speak(replies, voice, wave=False)]
             fits = [SHORTEST <= len(codes) <= LONGEST for codes in said]
             if not any(fits):
                 continue
-            heard = inputs_of(self.processor, list(compress(asked, fits)), replies=True)
+            heard = examples_of(self.processor, self.thinker, list(compress(asked, fits)))
             sizes = heard["attention_mask"].sum(1).tolist()
             rows = [
                 self.row(rng, *one, heard["input_ids"].shape[1], voice.name)
@@ -107,9 +108,7 @@ class Talker:
             }
             yield arrays | {f"thinker_{name}": value for name, value in heard.items() if name != "labels"}
 
-    def row(
-        self, rng: random.Random, reply: str, codes: Codes, size: int, whole: int, voice: str
-    ) -> dict[str, Tensor]:
+    def row(self, rng: random.Random, reply: str, codes: Codes, size: int, whole: int, voice: str) -> dict[str, Tensor]:
         """Returns the arrays of one reply; negative numbers in `source` are rows behind the thinker's.
 
         Args:
@@ -119,7 +118,7 @@ class Talker:
         made = self.processor.tokenizer(reply, return_offsets_mapping=True)
         words, count = words_of_tokens(reply, made["offset_mapping"])
         r, n = len(words), len(codes)
-        p = size - r - 1
+        p, begin = size - r - 1, whole - r - 1
         ends = [END - 3, *[PAD - 3] * max(0, n - r)]
         said, want = words_of_codes(codes), np.full((p + 2 + n, 2), -1)
         if said[-1] + 1 == count:  # as many words as in the text: this one and the next
@@ -132,7 +131,7 @@ class Talker:
         arrays = {
             "prompt": [p],
             "voice": [self.voices[voice]],
-            "source": [*range(whole - size, whole - r - 1), VOICE - 3, *range(whole - r - 1, whole - 1), *ends][: p + 2 + n],
+            "source": [*range(whole - size, begin), VOICE - 3, *range(begin, whole - 1), *ends][: p + 2 + n],
             "code": [*[self.pad] * (p + 1), self.start, *heard],
             "target": [*[IGNORED] * (p + 1), *codes, self.end],
             "key": [*[-1] * (p + 1), *words, count, *[-1] * n][: p + 2 + n],

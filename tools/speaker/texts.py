@@ -46,7 +46,8 @@ def pairs_of(name: str) -> list[tuple[str, str]]:
 LEFT_OUT = re.compile(rf"\b({'|'.join(lines_of('left_out.txt'))})\w*\b", re.IGNORECASE)
 # Lists of words, in which `{name}` stands for one of the list of that name and ~ for a comma, and lists of forms.
 LISTS: dict[str, Sequence[str]] = {
-    name: [one.replace("~", ",") for one in options.split(", ")] for name, options in (line.split(": ", 1) for line in lines_of("words.txt"))
+    name: [option.replace("~", ",") for option in options.split(", ")]
+    for name, options in (line.split(": ", 1) for line in lines_of("words.txt"))
 }
 HEARD = tuple(dict.fromkeys([*DIGITS, *COLORS, *LISTS["adjective"], *LISTS["item"]]))  # the words that it can hear
 
@@ -109,7 +110,7 @@ class Texts:
             **{"say": self.ask_say, "fact": self.ask_fact, "count": self.ask_count},
             **{"sum": self.ask_sum, "spell": self.ask_spell, "toy": self.ask_toy},
         }
-        self.held_out = {prompt for prompt, _ in pairs_of("tasks.txt")}
+        self.held_out = {prompt for prompt, _ in pairs_of("tasks.txt")} | set(lines_of("sentences.txt"))
         self.unknown = {plain(prompt) for prompt in (*lines_of("strange.txt"), *dict(pairs_of("facts.txt")))}
 
     @classmethod
@@ -122,7 +123,7 @@ class Texts:
             raise SpeakerError(f"{folder} holds no WordNet: apt-get install wordnet-base, or name another folder.")
         glosses = "\n".join(path.read_text(encoding="latin-1") for path in sorted(folder.glob("data.*")))
         examples = re.findall(r'"([A-Za-z,\'\-?!. ]{3,90})"', glosses)
-        held_out = {text for text, _, _ in held_out_speech()}
+        held_out = {*(text for text, _, _ in held_out_speech()), *lines_of("sentences.txt")}
         sentences = [sentence(text) for text in dict.fromkeys(examples) if 3 <= len(text.split()) <= 14]
         counts = Counter(re.findall(r"(?<![\w'-])[a-z]+(?![\w'-])", glosses))
         return cls(
@@ -146,6 +147,8 @@ class Texts:
     def repeated(self, rng: random.Random) -> str:
         """Returns a text to repeat: a sentence, or words without grammar, so that nobody learns to guess them."""
         kind = rng.random()
+        if kind < 0.05:
+            return rng.choice(pairs_of("facts.txt"))[1]
         if kind < 0.4:
             text = rng.choice(self.sentences)
             return text if kind < 0.35 else text.lower().rstrip(".")

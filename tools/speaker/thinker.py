@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from tools.speaker.codec import VOICES, Voice, encode
-from tools.speaker.conversations import About, Conversations, about_words, inputs_of
+from tools.speaker.conversations import About, Conversations, about_words, examples_of
 from tools.speaker.sound import SAMPLE_RATE, SAMPLES_PER_CODE, TEACHER_RATE, Wave, resample
 from tools.speaker.teacher import speak
 from tools.speaker.texts import THINKER_KINDS, Texts, heard_words, listed
 
 OWN_LISTS, OWN_AT_ONCE = 400, 10  # lists that the checkpoint says; how many are decoded at once
-MEDIA = 0.22, 0.15  # of the questions have a sound, or a picture
+MEDIA = 0.35, 0.25  # of the questions have a sound, or a picture
+WITH_MEDIA = 0.45  # of the batches have any: their steps are slow, and half as large
 
 
 @torch.no_grad()
@@ -51,7 +52,9 @@ class Thinker:
     def batches(self, rng: random.Random) -> Iterator[dict[str, Tensor]]:
         """Yields conversations."""
         while True:
-            yield inputs_of(self.processor, self.conversations.draw(rng, self.batch), replies=True)
+            media = rng.random() < WITH_MEDIA
+            asked = self.conversations.draw(rng, max(1, self.batch // 2) if media else self.batch, media=media)
+            yield examples_of(self.processor, self.module, asked)
 
     def loss(self, batch: dict[str, Tensor], done: float) -> Tensor:
         """Returns the mean loss of the replies' tokens."""

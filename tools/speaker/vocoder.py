@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tools.speaker.dit import piece, spoken
+from tools.speaker.dit import Speech, piece
 from tools.speaker.sound import log_mel
 from tools.speaker.texts import Texts
 
 CODES, PIECES = 30, 2  # of a piece: 0.6 s; from each utterance
-ALONE = 0.4  # of the training is without discriminators
+ALONE = 0.25  # of the training lets the discriminators learn, but does not listen to them
 RESOLUTIONS = (256, 512, 1024, 2048)
 SPECTRAL_WEIGHT, LOUDNESS_WEIGHT, FEATURE_WEIGHT = 15.0, 10.0, 2.0
 WIDTH, JUDGE_RATE = 24, 2e-4
@@ -63,14 +63,14 @@ class Vocoder:
     rate, betas, decay = 1e-3, (0.8, 0.99), 0.0
 
     def __init__(self, model: Any, processor: Any, texts: Texts, batch: int, steps: int) -> None:
-        self.module, self.texts, self.batch = model.token2wav.code2wav_bigvgan_model, texts, batch
+        self.module, self.speech, self.batch = model.token2wav.code2wav_bigvgan_model, Speech(texts), batch
         self.judges = nn.ModuleList(Discriminator(size) for size in RESOLUTIONS[1:]).to(model.device)
         self.learner = torch.optim.AdamW(self.judges.parameters(), lr=JUDGE_RATE, betas=self.betas, weight_decay=0.0)
 
     def batches(self, rng: random.Random) -> Iterator[dict[str, Tensor]]:
         """Yields pieces of 0.6 s."""
         while True:
-            said = spoken(rng, self.texts, -(-self.batch // PIECES), CODES)[1]
+            said = self.speech.draw(rng, -(-self.batch // PIECES), CODES)[1]
             waves = [piece(rng, one, CODES)[1] for one in said for _ in range(PIECES)]
             yield {"wave": torch.stack([rng.uniform(0.5, 1.2) * wave for wave in waves[: self.batch]])}
 
@@ -85,13 +85,11 @@ class Vocoder:
         return wave
 
     def loss(self, batch: dict[str, Tensor], done: float) -> Tensor:
-        """Returns distances of spectra, and later what the discriminators say, which then take a step of their own."""
+        """Returns distances of spectra, and later what the discriminators say, which take a step of their own."""
         truth = batch["wave"]
         made = self.made(log_mel(truth))
         loss = SPECTRAL_WEIGHT * spectral_distance(made, truth)
         loss = loss + LOUDNESS_WEIGHT * (made.abs() - 1).clamp(min=0).mean()
-        if done <= ALONE:
-            return loss
         verdicts = [(judge(truth)[-1], judge(made.detach())[-1]) for judge in self.judges]
         own = torch.stack(
             [(1 - real.float()).square().mean() + fake.float().square().mean() for real, fake in verdicts]
@@ -100,6 +98,8 @@ class Vocoder:
         nn.utils.clip_grad_norm_(self.judges.parameters(), 10.0)
         self.learner.step()
         self.learner.zero_grad()
+        if done <= ALONE:
+            return loss
         self.judges.requires_grad_(False)
         for judge in self.judges:
             fakes, reals = judge(made), judge(truth)
