@@ -48,10 +48,8 @@ class Speaker:
 
     def say(self, prompt: str, voice: str) -> tuple[str, list[int], Wave]:
         """Returns the whole chain's answer to a text: its own text, codes and wave at 24 kHz."""
-        inputs, codes = (
-            inputs_of(self.processor, [Conversation([Question(prompt, "")])], replies=False),
-            list[torch.Tensor](),
-        )
+        asked, codes = Conversation([Question(prompt, "")]), list[torch.Tensor]()
+        inputs = inputs_of(self.processor, [asked], replies=False)
         hook = self.model.token2wav.register_forward_pre_hook(lambda module, args: codes.append(args[0]))
         torch.manual_seed(0)
         try:
