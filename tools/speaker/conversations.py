@@ -259,8 +259,9 @@ class Conversations:
 
     def heard(self, rng: random.Random, *, listen: bool = False) -> Question:
         """Returns a question about a sound; with `listen`, one that asks what is heard."""
+        nothing: About = dict.fromkeys(("hear", "spoken"), NOT_HEARD)
         if rng.random() < STRANGE:
-            sound, about = strange_sound(rng), dict.fromkeys(("hear", "spoken"), NOT_HEARD)
+            sound, about = strange_sound(rng), nothing
         else:
             sound, about = rng.choice(self.own if self.own and rng.random() < OWN else self.pool)
         kind = "hear said" if "hear said" in about else "hear"
