@@ -81,7 +81,12 @@ BEFORE = (
     r'"?(?:content|prompt|text|input)"?[:=] ?|--prompt |omni-actors say |question = |default=|submit\(|stream\(|\[|`'
 )
 WRITTEN = re.compile(rf"""(?:{BEFORE})["`]?([A-Z][^"{{}}$\\`\n|=<>]*[?.!])["`]""")
-NOT_ASKED = {"Say: ...", "What is said?", "I am only a toy. I can repeat, count, spell, and do small sums."}
+NOT_ASKED = {
+    "Say: ...",
+    "Repeat: ...",
+    "What is said?",
+    "I am only a toy. I can repeat, count, spell, and do small sums.",
+}
 
 
 @pytest.fixture(scope="module")
