@@ -580,15 +580,15 @@ class AsyncOmniClient:
             try:
                 await self.describe(ANSWER_SECONDS if self._is_local else SILENT_SECONDS)
             except OmniError as error:
-                if self._last_heard > asked or (self._is_local and self._is_replaced(asked)):
+                if self._last_heard > asked or (self._is_local and self._is_replaced()):
                     continue
                 for request_id in list(self._requests):
                     self._end(request_id, error)
 
-    def _is_replaced(self, asked: float) -> bool:
-        """Whether the launcher of this host replaces a silent coordinator: it has ended, or it stands still."""
-        silent = time.monotonic() - self._last_heard
-        return self._connection_changed > asked or (self._handshake.connected and silent < STANDING_SECONDS)
+    def _is_replaced(self) -> bool:
+        """Whether the launcher of this host may still replace a coordinator that has ended or stands still."""
+        silent = time.monotonic() - max(self._last_heard, self._connection_changed)
+        return (self._handshake.connected or self._handshake.disconnected) and silent < STANDING_SECONDS
 
 
 def _checked_traceparent(traceparent: str | None) -> str | None:
