@@ -254,10 +254,8 @@ async def kill(
                 known = [now[item.stage, item.replica] for item in before]
                 new = all(item.pid not in pids for item in again) and all(item.pid for item in known)
                 if new and all(item.state == "ready" for item in known):
-                    old = {item.pid for item in before}
-                    return time.monotonic() - began, max(
-                        (item.start for item in known if item.pid not in old), default=0.0
-                    )
+                    fresh = [item.start for item in known if item.pid not in {former.pid for former in before}]
+                    return time.monotonic() - began, max(fresh, default=0.0)
             await asyncio.sleep(0.02)
 
 

@@ -48,7 +48,7 @@ class Budget:
         self.used -= self._held.pop(holder, 0)
 
 
-RESERVED_OF = 16  # one slot in 16 is kept for clients that hold none;
+RESERVED_OF = 16  # of this number of slots, one is kept for clients that hold none;
 LEAST_SLOTS = 4  # with fewer slots, none is
 
 Stages = tuple[str, ...]

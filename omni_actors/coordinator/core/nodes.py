@@ -295,10 +295,10 @@ class Launch:
 
     def reports(self, now: float) -> list[ShowProgress]:
         """What to show of the progress now, if anything; counts as shown."""
-        missing = self._missing()
-        is_line = now >= self._next_line and (missing != self._told or now >= self._next_line + STILL_SECONDS)
+        late = now - self._next_line
+        is_line = late >= 0 and (late >= STILL_SECONDS or self._missing() != self._told)
         if is_line:
-            self._told = missing
+            self._told = self._missing()
             self._line_seconds *= 2
             self._next_line = now + self._line_seconds
         elif now < self._next_redraw:
