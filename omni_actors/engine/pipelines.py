@@ -29,14 +29,15 @@ from omni_actors.config.checkpoint import model_of
 from omni_actors.config.checks import check_parameters, with_defaults
 from omni_actors.config.loading import explain
 from omni_actors.config.schema import PipelineConfig, StageConfig
+from omni_actors.engine.models.pictures import Given, layered_pictures, on_white
 from omni_actors.engine.rows import to_host
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, ModelOutputInvalid, OmniError, StartupError
 from omni_actors.logs import get_logger
 from omni_actors.media.decoders import DecoderThreads, MediaDecoder
-from omni_actors.media.limits import LAYERED_FILE, Item, MediaLimits
-from omni_actors.protocol.fields import DType, HostTensor
+from omni_actors.media.limits import MediaLimits
+from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.messages import FinishReason
-from omni_actors.protocol.payloads import Media, MediaEncoding, Parameter, StageParams
+from omni_actors.protocol.payloads import Parameter, StageParams
 from omni_actors.stage.engine_interface import (
     AudioEvent,
     EngineEvent,
@@ -225,7 +226,7 @@ class DiffusersEngine(StageEngine):
         parts = [part for message in prompt.messages for part in message.content]
         text = "\n".join(part.text for part in parts if part.text)
         order = [part.media for part in parts if part.media is not None]
-        media = [(prompt.media[index], inputs.media[index]) for index in order]
+        media = [(prompt.media[index], inputs.media[index], f"media {index} (image)") for index in order]
         if len(media) > (most := self._media["image"]):
             raise InvalidRequest(f"This pipeline takes {most} pictures; got {len(media)}.", field="prompt")
         if not media and self._needs("image"):
@@ -420,32 +421,9 @@ def _sample_rate(pipeline: Any) -> int:
     raise ConfigError(f"{type(pipeline).__name__} does not say at which rate it makes sound: is its output a picture?")
 
 
-def _decoded(media: Sequence[tuple[Media, HostTensor]], decoder: MediaDecoder) -> list[Image.Image]:
-    """The pictures of a prompt as RGB; files are decoded by `decoder`. Raises `OmniError`."""
-    files = [(one, tensor) for one, tensor in media if one.encoding is MediaEncoding.FILE]
-    items = [
-        (Item(LAYERED_FILE, f"picture {number + 1}", memoryview(tensor.data).nbytes), tensor.data)
-        for number, (_, tensor) in enumerate(files)
-    ]
-    pixels = iter(decoder.decode(items, MediaLimits()) if items else ())
-    return [
-        _on_white(next(pixels)) if one.encoding is MediaEncoding.FILE else Image.fromarray(_array(tensor), "RGB")
-        for one, tensor in media
-    ]
-
-
-def _on_white(pixels: np.ndarray[Any, Any]) -> Image.Image:
-    """A picture u8 [height, width, 4] without its alpha channel."""
-    layered = Image.fromarray(pixels, "RGBA")
-    white = Image.new("RGB", layered.size, (255, 255, 255))
-    white.paste(layered, mask=layered.getchannel("A"))
-    return white
-
-
-def _array(tensor: HostTensor) -> np.ndarray[Any, Any]:
-    if tensor.dtype is not DType.U8 or len(tensor.shape) != 3 or tensor.shape[2] != 3:
-        raise InvalidRequest(f"A picture needs u8 [height, width, 3]; got {tensor.dtype} {list(tensor.shape)}.")
-    return np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape)
+def _decoded(media: Sequence[Given], decoder: MediaDecoder) -> list[Image.Image]:
+    """The pictures of a prompt as RGB. Raises `OmniError`."""
+    return [on_white(picture) for picture in layered_pictures(media, decoder, MediaLimits())]
 
 
 def _pixels(picture: Image.Image) -> np.ndarray[Any, Any]:

@@ -17,6 +17,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoded_requests import RequestWriter
 from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.pictures import layered_pictures, on_white
 from omni_actors.engine.models.qwen_image import text_encoder_stage
 from omni_actors.engine.models.qwen_image.layout import (
     MAX_REFERENCES,
@@ -34,9 +35,9 @@ from omni_actors.engine.prompt import NO_PARAMS, TextPromptProcessor
 from omni_actors.engine.rows import to_host
 from omni_actors.errors import InvalidRequest
 from omni_actors.media.decoders import MediaDecoder
-from omni_actors.media.limits import LAYERED_FILE, Item, MediaLimits
-from omni_actors.protocol.fields import DType, HostTensor
-from omni_actors.protocol.payloads import Media, MediaEncoding, Parameter, Prompt, StageParams
+from omni_actors.media.limits import MediaLimits
+from omni_actors.protocol.fields import HostTensor
+from omni_actors.protocol.payloads import Parameter, Prompt, StageParams
 from omni_actors.stage.engine_interface import StageInputs
 
 LARGEST_SIZE = 2048
@@ -120,23 +121,13 @@ class QwenImagePrompts(TextPromptProcessor):
         """The pictures in the order of the message, with an alpha channel."""
         order = [part.media for message in prompt.messages for part in message.content if part.media is not None]
         given = [(prompt.media[index], tensors[index], f"media {index} (image)") for index in order]
-        files = [
-            (Item(LAYERED_FILE, name, _size(tensor)), tensor.data) for media, tensor, name in given if _is_file(media)
-        ]
-        used = sum(_size(tensor) for media, tensor, _ in given if not _is_file(media))
-        decoded = iter(decoder.decode(files, self.limits, used) if files else ())
-        return [
-            Image.fromarray(next(decoded), "RGBA") if _is_file(media) else _array(tensor) for media, tensor, _ in given
-        ]
+        return layered_pictures(given, decoder, self.limits)
 
     def _encoded(
         self, request_id: str, token_ids: list[int], pictures: Sequence[Image.Image]
     ) -> tuple[list[int], dict[str, HostTensor], list[int]]:
         """The ids with a placeholder for each of a picture's tokens, the encoded request, and the pictures' tokens."""
-        given: Any = {
-            "prompt_token_ids": token_ids,
-            "multi_modal_data": {"image": [_on_white(one) for one in pictures]},
-        }
+        given: Any = {"prompt_token_ids": token_ids, "multi_modal_data": {"image": [on_white(one) for one in pictures]}}
         with self._one_at_a_time:
             (engine_input,) = self._input_processor.renderer.render_cmpl([given])
             self._check_length(len(engine_input["prompt_token_ids"]))
@@ -152,31 +143,8 @@ class QwenImagePrompts(TextPromptProcessor):
         return [token for each in token_ids for token in [each] * (next(rest) if each == self._picture_token else 1)]
 
 
-def _size(tensor: HostTensor) -> int:
-    return memoryview(tensor.data).nbytes
-
-
-def _is_file(media: Media) -> bool:
-    return media.encoding is MediaEncoding.FILE
-
-
-def _array(tensor: HostTensor) -> Image.Image:
-    """A picture u8 [height, width, 3], which is opaque."""
-    if tensor.dtype is not DType.U8:
-        raise InvalidRequest(f"A picture needs u8; got {tensor.dtype}.")
-    pixels = np.frombuffer(tensor.data, dtype=np.uint8).reshape(tensor.shape)
-    return Image.fromarray(pixels, "RGB").convert("RGBA")
-
-
 def _scaled(image: Image.Image, size: int) -> Image.Image:
     return image.resize(scaled_size(*image.size, size), Image.Resampling.LANCZOS)
-
-
-def _on_white(image: Image.Image) -> Image.Image:
-    """An opaque picture, as the text encoder sees them."""
-    white = Image.new("RGB", image.size, (255, 255, 255))
-    white.paste(image, mask=image.getchannel("A"))
-    return white
 
 
 SPEC = ModelSpec(
