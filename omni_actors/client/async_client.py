@@ -26,6 +26,7 @@ from omni_actors.protocol.codec import BadBody, BadHeader, BufferList, Decoder, 
 from omni_actors.protocol.delivery import Delivery
 from omni_actors.protocol.fields import TRACEPARENT, Body, Header, Limits
 from omni_actors.protocol.messages import (
+    MAX_TEXT_IN_PARTS,
     Abort,
     CoordinatorToClient,
     Credit,
@@ -33,6 +34,7 @@ from omni_actors.protocol.messages import (
     Description,
     Done,
     Failed,
+    MoreText,
     Observation,
     Observe,
     Operate,
@@ -44,7 +46,7 @@ from omni_actors.protocol.messages import (
     Subject,
     Submit,
 )
-from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.payloads import StageParams, text_prompt
 from omni_actors.transport.curve import load_keys
 from omni_actors.transport.link import wire_size
 from omni_actors.transport.sockets import SocketReader, Sockets, try_send
@@ -258,6 +260,7 @@ class AsyncOmniClient:
         traceparent: str | None = None,
         additional_information: Mapping[str, Any] | None = None,
         tenant: str = "",
+        more_text: bool = False,
     ) -> RequestStream:
         """Send a request and return the stream of its answer.
 
@@ -281,12 +284,18 @@ class AsyncOmniClient:
             additional_information: values by name for the stages that want them: numbers, texts, lists of these, and
                 arrays. A name that no stage of the request wants is refused.
             tenant: the user behind this request, in up to 64 characters. Tenants share its slots fairly.
+            more_text: the prompt, a text, perhaps an empty one, is still being written: `RequestStream.append_text` and
+                `end_text` bring the rest. For pipelines whose `describe().speech.text_in_parts` is true.
 
         Raises:
             InvalidRequest, InvalidPayload, MalformedMedia: the request is wrong; nothing was sent.
             RequestTimeout: the coordinator does not answer.
         """
         buffers = BufferList()
+        if more_text and not isinstance(prompt, str):
+            raise InvalidRequest("Only a text can be sent in parts.", hint="Leave more_text out.", field="more_text")
+        if more_text:
+            prompt = [{"role": "user", "content": prompt}]  # it may be empty as yet
         try:
             message, information = to_prompt(prompt, audios, images, videos, additional_information, buffers)
         except (TypeError, ValueError, AttributeError) as error:
@@ -302,12 +311,14 @@ class AsyncOmniClient:
             sent=time.time(),
             information=information,
             tenant=tenant,
+            more_text=True if more_text else None,
         )
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._requests:
             raise InvalidRequest(f"The request id {request_id!r} is in use.")
         deadline = STEADY() + timeout if timeout is not None else 0.0
-        request = _Request(RequestStream(request_id, self.abort), body, buffers, deadline)
+        stream = RequestStream(request_id, self.abort, self._add_text)
+        request = _Request(stream, body, buffers, deadline)
         self._requests[request_id] = request
         try:
             self._submit(request)
@@ -350,6 +361,21 @@ class AsyncOmniClient:
         if request is not None:
             request.aborted = True
             self._send(request_id, Abort())
+
+    def _add_text(self, request_id: str, text: str, final: bool) -> None:
+        """Send more of a request's text, and keep it for a coordinator that may have to be told all of it."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return  # it has ended, and its stream says how
+        had = request.body.prompt.only_text or ""
+        if not request.body.more_text:
+            raise InvalidRequest("The text of this request is complete.", field="more_text")
+        if len(had) + len(text) > MAX_TEXT_IN_PARTS:
+            raise InvalidRequest(
+                f"The text has more than {MAX_TEXT_IN_PARTS} characters.", hint="Go on in another request."
+            )
+        request.body = msgspec.structs.replace(request.body, prompt=text_prompt(had + text), more_text=not final)
+        self._send(request_id, MoreText(text=text, start=len(had), final=final))
 
     async def describe(self, timeout: float = ANSWER_SECONDS) -> Description:
         """Return what the pipeline offers and the state of its stages. Raises `RequestTimeout` if no answer comes."""

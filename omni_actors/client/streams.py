@@ -80,8 +80,11 @@ class RequestStream:
     Iteration raises the `OmniError` with which the request failed.
     """
 
-    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+    def __init__(
+        self, request_id: str, abort: Callable[[str], None], add_text: Callable[[str, str, bool], None]
+    ) -> None:
         self.request_id = request_id
+        self._add_text = add_text
         self.usage: dict[str, StageUsage] = {}
         self._abort = abort
         self._items: asyncio.Queue[StreamItem | Done | OmniError] = asyncio.Queue()
@@ -112,6 +115,20 @@ class RequestStream:
         """End the request in all stages. Idempotent. Iteration then raises `Aborted`, unless it was over already."""
         if not self._ended:
             self._abort(self.request_id)
+
+    async def append_text(self, text: str) -> None:
+        """Send what follows in the text of a request with `more_text`. Does nothing once the answer has ended.
+
+        Raises:
+            InvalidRequest: the text is complete, or gets longer than 100,000 characters.
+        """
+        if not self._ended:
+            self._add_text(self.request_id, text, False)
+
+    async def end_text(self) -> None:
+        """Say that the text of a request with `more_text` is complete. Raises `InvalidRequest` if it was before."""
+        if not self._ended:
+            self._add_text(self.request_id, "", True)
 
     async def result(self) -> OmniRequestOutput:
         """Wait for the answer, or for what was not read of it before. Raises the `OmniError` with which it failed."""

@@ -124,6 +124,14 @@ class SyncRequestStream:
         while (item := self._client.run(lambda _: _next(self._stream))) is not None:
             yield item
 
+    def append_text(self, text: str) -> None:
+        """See `RequestStream.append_text`."""
+        self._client.run(lambda _: self._stream.append_text(text))
+
+    def end_text(self) -> None:
+        """See `RequestStream.end_text`."""
+        self._client.run(lambda _: self._stream.end_text())
+
     def abort(self) -> None:
         """See `RequestStream.abort`."""
         self._client.run(lambda _: self._stream.abort())

@@ -302,7 +302,10 @@ def resolve_class(name: str, registry: Mapping[str, type], base: type, where: st
 
 
 TEXT_PROCESSOR = "text2prompt"
-WITH_PROMPTS = (StageKind.PROMPT, StageKind.DIFFUSERS, StageKind.ECHO, StageKind.CUSTOM)
+TEXT_TAKERS = {  # kinds of stages that can take text by a processor
+    TEXT_PROCESSOR: (StageKind.PROMPT, StageKind.DIFFUSERS, StageKind.ECHO, StageKind.CUSTOM),
+    "text2speech": (StageKind.AUTOREGRESSIVE, StageKind.ECHO, StageKind.CUSTOM),
+}
 
 
 # -- text edges: a stage whose text becomes the prompt of another -----------------------------------------------------
@@ -310,7 +313,7 @@ WITH_PROMPTS = (StageKind.PROMPT, StageKind.DIFFUSERS, StageKind.ECHO, StageKind
 
 def takes_text(stage: StageConfig) -> bool:
     """Whether a stage takes the text of the stage before it as its prompt."""
-    return stage.inputs is not None and stage.inputs.processor == TEXT_PROCESSOR
+    return stage.inputs is not None and stage.inputs.processor in TEXT_TAKERS
 
 
 def sends_text(pipeline: PipelineConfig, name: str) -> bool:
@@ -329,19 +332,19 @@ def check_text_edges(pipeline: PipelineConfig) -> None:
                 f"{where}.inputs.processor must be {TEXT_PROCESSOR!r} for a prompt stage after another stage; it is "
                 f"{stage.inputs.processor!r}."
             )
-        if takes_text(stage):
-            _check_taker(pipeline, stage, where)
+        if stage.inputs is not None and takes_text(stage):
+            _check_taker(pipeline, stage, stage.inputs.processor, where)
 
 
-def _check_taker(pipeline: PipelineConfig, stage: StageConfig, where: str) -> None:
-    if stage.kind not in WITH_PROMPTS:
+def _check_taker(pipeline: PipelineConfig, stage: StageConfig, processor: str, where: str) -> None:
+    if stage.kind not in TEXT_TAKERS[processor]:
+        between = "Put a stage of kind prompt in between." if processor == TEXT_PROCESSOR else ""
         raise ConfigError(
-            f"{where}.inputs.processor: {TEXT_PROCESSOR!r} makes prompts, and a stage of kind {stage.kind} does not "
-            "take any.",
-            hint="Put a stage of kind prompt in between.",
+            f"{where}.inputs.processor: {processor!r} brings a text, and a stage of kind {stage.kind} takes none.",
+            hint=between or "It is for stages that speak a text; 'text2prompt' makes prompts.",
         )
     if len(stage.source_names) > 1:
-        raise ConfigError(f"{where}.inputs.from: {TEXT_PROCESSOR!r} takes one stage; here: {list(stage.source_names)}.")
+        raise ConfigError(f"{where}.inputs.from: {processor!r} takes one stage; here: {list(stage.source_names)}.")
     (source,) = stage.source_names
     others = [name for name in pipeline.downstream(source) if not takes_text(pipeline.stage(name))]
     if others:
@@ -350,7 +353,7 @@ def _check_taker(pipeline: PipelineConfig, stage: StageConfig, where: str) -> No
             f"{others}.",
             hint="Run the model in a second stage for the one or the other.",
         )
-    if pipeline.tool_call_parser is not None:
+    if pipeline.tool_call_parser is not None and processor == TEXT_PROCESSOR:  # calls are not spoken
         raise ConfigError(
             f"tool_call_parser: the calls would be those of the stage before {stage.name!r}, whose text is a prompt.",
             hint="Leave it out; a cascade calls no tools.",

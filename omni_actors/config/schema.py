@@ -41,7 +41,9 @@ Host = Annotated[
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
 BUILT_IN_IMPORT_PREFIXES = ("omni_actors.",)
 # Defined in stage/processors.py.
-BUILT_IN_PROCESSORS = ("passthrough", "pictures", "thinker2talker", "talker2code2wav", "latents2image", "text2prompt")
+BUILT_IN_PROCESSORS = (
+    *("passthrough", "pictures", "thinker2talker", "talker2code2wav", "latents2image", "text2prompt", "text2speech"),
+)
 
 
 class StageKind(enum.StrEnum):
@@ -178,8 +180,8 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sour
     Args:
         sources: the stage, or the list of stages, whose output this one takes.
         processor: turns that output into this stage's input: `passthrough`, `pictures`, `thinker2talker`,
-            `talker2code2wav`, `latents2image`, `text2prompt` or, from an allowed prefix, the dotted path of a
-            `StreamProcessor`.
+            `talker2code2wav`, `latents2image`, `text2prompt`, `text2speech` or, from an allowed prefix, the dotted path
+            of a `StreamProcessor`.
         start_after: steps of the source to wait for before this stage starts; 0 waits for its whole output.
     """
 

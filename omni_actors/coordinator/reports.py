@@ -75,7 +75,7 @@ class Reports:
             parameters=parameters,
             max_media=requests.gate.max_media,
             adapters=tuple(self.pipeline.adapters),
-            speech=next((one.facts.speech for one in loaded.values() if one and one.facts.speech), None),
+            speech=entry.facts.speech if (entry := loaded.get(self.pipeline.entry.name)) else None,
         )
 
     def _counts(self) -> dict[str, int]:

@@ -62,6 +62,7 @@ from omni_actors.protocol.messages import (
     Describe,
     Failed,
     FromStage,
+    MoreText,
     NodeBeat,
     NodeHello,
     NodeLeaving,
@@ -313,6 +314,8 @@ class Coordinator:
         match body:
             case Submit():
                 self._do(self._requests.submit(client, header, body, envelope.buffers, now, key))
+            case MoreText():
+                self._do(self._requests.more_text(client, header.request_id, body, now))
             case Abort():
                 self._do(self._requests.abort(client, header.request_id, now))
             case Credit():

@@ -119,6 +119,10 @@ class AutoregressiveAdapter(ABC):
         """Check n streamed tokens; return what the worker takes, on the CPU: [n, ...]. Raises `InvalidPayload`."""
         raise InvalidPayload("This model takes no streamed tokens.")
 
+    def read_text(self, text: str) -> torch.Tensor:
+        """Tokenize more of a text that is spoken; return what the worker takes, as `read_tokens`."""
+        raise InvalidPayload("This model takes no text in parts.")
+
     @abstractmethod
     def warm_up_inputs(self, length: int) -> StageInputs:
         """Valid input of about `length` positions, from which more than one row or token can follow."""

@@ -168,6 +168,12 @@ class AutoregressiveEngine(VllmEngine[_Running]):
             self.abort(request_id)  # without these rows it could never end
             raise
 
+    def extend_text(self, request_id: str, text: str, *, complete: bool) -> None:
+        """See `StageEngine.extend_text`."""
+        if request_id in self._requests:
+            rows = self.adapter.read_text(text) if text else None
+            self._scheduler.push_rows(request_id, rows, complete=complete)
+
     def over_budget(self) -> bool:
         """Whether requests, those that wait included, hold more rows than the budget admits."""
         return not self._scheduler.budget.rows.fits()

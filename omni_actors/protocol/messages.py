@@ -69,6 +69,22 @@ class Credit(Body, tag="credit", frozen=True):
     mapped: bool = False
 
 
+MAX_TEXT_IN_PARTS = 100_000  # characters of a request
+
+
+class MoreText(Body, tag="more_text", frozen=True):
+    """Client -> coordinator -> entry stage: the text of a prompt goes on.
+
+    Attributes:
+        start: characters before `text`. A receiver drops what it already has.
+        final: nothing follows.
+    """
+
+    text: Annotated[str, Meta(max_length=MAX_TEXT_IN_PARTS)] = ""
+    start: Count = 0
+    final: bool = False
+
+
 class Abort(Body, tag="abort", frozen=True):
     """Client -> coordinator, coordinator -> stage: end the request named in the header. Idempotent."""
 
@@ -273,7 +289,8 @@ MAX_HELD = 4096
 class OpenRequest(Body, tag="open_request", frozen=True):
     """Coordinator -> every stage of the route: a request will come.
 
-    The entry stage receives its `prompt` here, and every stage the `information` that it wants.
+    The entry stage receives its `prompt` here, and every stage the `information` that it wants. `more_text` is that of
+    `Submit`.
     """
 
     route: Annotated[tuple[ReplicaId, ...], Meta(min_length=1, max_length=64)]
@@ -283,6 +300,7 @@ class OpenRequest(Body, tag="open_request", frozen=True):
     priority: int = 0
     prompt: Prompt | None = None
     information: AdditionalInformationPayload | None = None
+    more_text: bool | None = None
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""
@@ -360,7 +378,7 @@ class Ended(Body, tag="ended", frozen=True):
 
 
 # A failing stage does not tell the stages after it: the coordinator aborts them, so that there is one way to end.
-IntoStage = OpenRequest | Chunk | Abort | Credit | Resend | Ended
+IntoStage = OpenRequest | MoreText | Chunk | Abort | Credit | Resend | Ended
 
 
 CHANNELS = (3, 4)  # of a picture: RGB or RGBA
@@ -698,6 +716,7 @@ class Submit(Body, tag="submit", frozen=True):
         information: for the stages that want it, by name. Its tensors are in the buffers after those of the prompt.
         tenant: the part of the client's share of slots that the request counts for.
         delivered: what the client has got from a coordinator before this one; `None` at first.
+        more_text: whether `MoreText` follows for a text that comes in parts; `None` for a prompt that is whole.
     """
 
     prompt: Prompt
@@ -711,8 +730,11 @@ class Submit(Body, tag="submit", frozen=True):
     information: AdditionalInformationPayload | None = None
     tenant: Annotated[str, Meta(max_length=64)] = ""
     delivered: Delivered | None = None
+    more_text: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.more_text is not None and self.prompt.only_text is None:
+            raise InvalidPayload("Only a prompt that is one text can come in parts.")
         of_prompt = len(self.prompt.tensor_refs())
         information = self.information.tensor_refs() if self.information is not None else ()
         if any(ref.buffer < of_prompt for ref in information):
@@ -892,7 +914,7 @@ class Observation(Body, tag="observation", frozen=True):
     timelines: tuple[RequestTimeline, ...] = ()
 
 
-ClientToCoordinator = Submit | Abort | Describe | Credit | Operate | Observe | Snapshot
+ClientToCoordinator = Submit | MoreText | Abort | Describe | Credit | Operate | Observe | Snapshot
 CoordinatorToClient = (
     TextDelta | AudioChunk | ImageChunk | LatentsChunk | StepsDone | Done | Failed | Description | Report | Observation
 )

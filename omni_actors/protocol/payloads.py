@@ -412,6 +412,11 @@ class ChatMessage(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     tool_call_id: CallId = ""
 
 
+def text_prompt(text: str) -> Prompt:
+    """The prompt that is one text of the user."""
+    return Prompt(messages=(ChatMessage(role="user", content=(ContentPart(text=text),)),))
+
+
 class Prompt(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Chat `messages`, to which the chat template is applied, or `token_ids` (int32 bytes), used as they are.
 
@@ -475,6 +480,14 @@ class Prompt(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
     def uses_tools(self) -> bool:
         """Whether it defines tools, or speaks of calls."""
         return self.tools is not None or any(message.tool_calls or message.tool_call_id for message in self.messages)
+
+    @property
+    def only_text(self) -> str | None:
+        """The text of a prompt that is one text of the user and nothing else; `None` for any other prompt."""
+        if len(self.messages) != 1 or self.media or self.tools is not None:
+            return None
+        (message,) = self.messages
+        return message.content[0].text if message.role == "user" and len(message.content) == 1 else None
 
     @property
     def length(self) -> int:
@@ -590,6 +603,7 @@ class SpeechAbility(Struct, frozen=True, forbid_unknown_fields=True):
         clip: whether a request must bring a recording of the voice to speak with.
         min_clip_seconds: the shortest recording that shows a voice.
         max_clip_seconds: the longest recording.
+        text_in_parts: whether it begins to speak while its text is still being written (`MoreText`).
     """
 
     languages: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
@@ -597,3 +611,4 @@ class SpeechAbility(Struct, frozen=True, forbid_unknown_fields=True):
     clip: Literal["none", "required"] = "none"
     min_clip_seconds: Seconds = 0.5
     max_clip_seconds: Seconds = 30.0
+    text_in_parts: bool = False

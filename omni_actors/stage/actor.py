@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ from omni_actors.protocol.messages import (
     HeldRequest,
     ImageChunk,
     IntoStage,
+    MoreText,
     OpenRequest,
     Resend,
     StageDone,
@@ -56,7 +58,17 @@ from omni_actors.stage.engine_interface import (
 )
 from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outbound import Outgoing, chunk_of, divide, result_of
-from omni_actors.stage.processors import Action, Extend, InputPiece, Skip, Start, StreamProcessor, start_of
+from omni_actors.stage.processors import (
+    Action,
+    Extend,
+    ExtendText,
+    InputPiece,
+    Skip,
+    Start,
+    StreamProcessor,
+    Text2Speech,
+    start_of,
+)
 from omni_actors.stage.resend_buffer import Receiver, ResendBuffer, stage_of
 from omni_actors.transitions import advance
 from omni_actors.transport.link import wire_size
@@ -93,6 +105,9 @@ ATTEMPT_TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
 }
 
 
+CLIENT = ""  # the source of a text that comes in parts
+
+
 class InputOrder:
     """Checks that the chunks of each source stage come in order and that none follows the final one."""
 
@@ -114,7 +129,11 @@ class InputOrder:
             raise ProtocolError(f"Stage {source!r} sent another chunk after its final one.")
         self._next_seq[source] = expected + 1
         if final:
-            self._open.discard(source)
+            self.end(source)
+
+    def end(self, source: str) -> None:
+        """Note that nothing more comes from a source. Idempotent."""
+        self._open.discard(source)
 
 
 @dataclass
@@ -254,10 +273,12 @@ class StageActor:
         """Handle a checked message from the coordinator or a source stage."""
         header = envelope.header
         match envelope.body:
-            case OpenRequest() | Abort() | Resend() | Ended() if header.stage:
+            case OpenRequest() | MoreText() | Abort() | Resend() | Ended() if header.stage:
                 self.dropped["not_the_coordinator"] += 1
             case OpenRequest() as request:
                 return self._open(header, request, envelope)
+            case MoreText() as more:
+                return self._take_text(header, more)
             case Chunk() as chunk:
                 return self._take_chunk(header, chunk, envelope)
             case Resend() as body:
@@ -402,14 +423,16 @@ class StageActor:
         self._attempts[request_id] = self._by_engine_id[attempt.request.request_id] = attempt
         self._in_state[attempt.state] += 1
         logger.debug("request opened", extra={"request_id": request_id})
-        if (prompt := request.prompt) is not None:
+        if (prompt := request.prompt) is not None and request.more_text is not None:
+            return self._take_text(header, MoreText(prompt.only_text or "", final=not request.more_text))
+        if prompt is not None:
             return self._apply(attempt, lambda: [start_of(prompt, envelope, self._engine.facts)])
         return [message for early in self._early.take(request_id) for message in self.receive(early)]
 
     def _attempt(self, header: Header, request: OpenRequest, envelope: Envelope[IntoStage], now: float) -> Attempt:
         receivers = [replica_id for replica_id in request.route if replica_id.stage in self._downstream]
         information = request.information.values(envelope.tensor) if request.information is not None else {}
-        processor = None
+        processor: StreamProcessor | None = Text2Speech(0, (CLIENT,)) if request.more_text is not None else None
         if self._processor_class is not None and self._stage.inputs is not None:
             processor = self._processor_class(self._stage.inputs.start_after, self._stage.source_names)
             processor.information = information
@@ -428,12 +451,24 @@ class StageActor:
             header.attempt,
             header.deadline or now + self._bounds.default_timeout,
             now,
-            InputOrder(self._stage.source_names),
+            InputOrder(self._stage.source_names if request.more_text is None else (CLIENT,)),
             processor,
             self._meter.opened(header.attempt, has_input=request.prompt is not None),
             ResendBuffer(self._retained, receivers, header.attempt),
             ResendBuffer(self._retained, [None], header.attempt),
         )
+
+    def _take_text(self, header: Header, more: MoreText) -> list[Outgoing]:
+        """The client's text goes on."""
+        attempt = self._live(header.request_id)
+        if attempt is None or header.attempt != attempt.number or not isinstance(attempt.processor, Text2Speech):
+            self.dropped["late"] += 1
+            return []
+        if attempt.input_order.complete:  # another coordinator sends all of it once more
+            return []
+        if more.final:
+            attempt.input_order.end(CLIENT)
+        return self._apply(attempt, functools.partial(attempt.processor.add, more.text, more.start, more.final))
 
     def _take_chunk(self, header: Header, chunk: Chunk, envelope: Envelope[IntoStage]) -> list[Outgoing]:
         attempt = self._live(header.request_id)
@@ -467,6 +502,8 @@ class StageActor:
                         self._meter.started(attempt.timings)
                     case Extend(rows=rows, token_ids=token_ids, complete=complete):
                         self._engine.extend(attempt.request.request_id, rows, token_ids=token_ids, complete=complete)
+                    case ExtendText(text=text, complete=complete):
+                        self._engine.extend_text(attempt.request.request_id, text, complete=complete)
                     case Skip():
                         nothing = FinishedEvent(attempt.request.request_id, FinishReason.STOP, 0, 0)
                         return self._finish(attempt, nothing)

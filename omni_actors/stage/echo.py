@@ -203,13 +203,16 @@ class _Echo:
     request: StageRequest
     tokens: list[int]
     sent: int = 0
+    complete: bool = True  # no more text comes
     drawing: Drawing | None = None
     pictures: deque[tuple[HostTensor, bool]] | None = None  # with whether they are previews
 
     @property
     def waits(self) -> bool:
-        """Whether it needs more latents."""
-        return self.pictures is not None and not self.pictures
+        """Whether it needs more latents, or more text: the last character is the one that ends it."""
+        if self.pictures is not None:
+            return not self.pictures
+        return not self.complete and self.sent + 1 >= len(self.tokens)
 
 
 class EchoEngine(StageEngine):
@@ -278,7 +281,13 @@ class EchoEngine(StageEngine):
         drawing = None
         if self._draws:
             drawing = Drawing(self._name, request, tokens, inputs.media, self._draws)
-        self._active[request.request_id] = _Echo(request, tokens, drawing=drawing)
+        self._active[request.request_id] = _Echo(request, tokens, complete=inputs.complete, drawing=drawing)
+
+    def extend_text(self, request_id: str, text: str, *, complete: bool) -> None:
+        """Take more of a text that is spoken."""
+        if (echo := self._active.get(request_id)) is not None:
+            echo.tokens += text.encode()
+            echo.complete = complete
 
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
@@ -294,11 +303,11 @@ class EchoEngine(StageEngine):
         self._active.pop(request_id, None)
 
     def runnable(self) -> bool:
-        """Whether a request is left that need not wait for latents."""
+        """Whether a request is left that need not wait for input."""
         return not all(echo.waits for echo in self._active.values())
 
     def waits_for_input(self, request_id: str) -> bool:
-        """Whether a picture needs more latents."""
+        """Whether a request needs more latents or text."""
         return request_id in self._active and self._active[request_id].waits
 
     def step(self) -> Sequence[EngineEvent]:
@@ -337,7 +346,7 @@ class EchoEngine(StageEngine):
             picture, preview = echo.pictures.popleft()
             shown: list[EngineEvent] = [ImageEvent(request_id, picture, preview)]
             return shown if preview else shown + self._drawn(echo, picture.shape[0] * picture.shape[1] // SCALE**2)
-        final = echo.sent + 1 == len(echo.tokens)
+        final = echo.complete and echo.sent + 1 == len(echo.tokens)
         events: list[EngineEvent] = []
         if "text" in self._outputs:
             events.append(TextEvent(request_id, chr(token) if token < 0xD800 else "?", [token]))

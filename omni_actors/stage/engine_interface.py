@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from omni_actors.config import StageConfig
-from omni_actors.errors import EngineError, OmniError
+from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.protocol.fields import HostTensor, Scalar
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import (
@@ -60,7 +60,8 @@ class StageInputs:
     `prompt` is set for the entry stage, whose `tensors` hold the prompt's embeddings, if it has any (`PROMPT_EMBEDS`),
     and for a stage whose prompt is another's text. Other stages get `token_ids`, `tensors`, `scalars` and `lists` from
     their input processor.
-    `complete` says that no `extend` will follow.
+    `complete` says that no `extend` will follow. `in_parts`: the prompt is the beginning of a text whose rest
+    `extend_text` brings, or could have brought.
     """
 
     token_ids: Sequence[int] = ()
@@ -69,6 +70,7 @@ class StageInputs:
     prompt: Prompt | None = None
     media: Sequence[HostTensor] = ()  # one per prompt.media, in order
     complete: bool = True
+    in_parts: bool = False
     lists: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
 
 
@@ -286,6 +288,13 @@ class StageEngine(ABC):
         Rows are a tensor [n, width], or the next one of those that the stage before streams, such as latents.
         `complete` says that no more follows. Raises `OmniError`, also for rows where it takes tokens and vice versa.
         """
+
+    def extend_text(self, request_id: str, text: str, *, complete: bool) -> None:
+        """Append text to the prompt of a started request, of an engine whose facts say `text_in_parts`.
+
+        Raises `OmniError`.
+        """
+        raise InvalidRequest("This stage takes no text in parts.")
 
     @abstractmethod
     def abort(self, request_id: str) -> None:

@@ -1,11 +1,12 @@
 """Input processors: turn the output of the stages before into this stage's engine input. Pure Python, one per request.
 
-A processor takes pieces in order and returns actions: `Start` once, then `Extend` for rows or tokens that are streamed
-into a running request; or `Skip` if there is nothing to compute.
+A processor takes pieces in order and returns actions: `Start` once, then `Extend` or `ExtendText` for rows, tokens or
+text that are streamed into a running request; or `Skip` if there is nothing to compute.
 """
 
 from __future__ import annotations
 
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from omni_actors.errors import InvalidPayload, InvalidRequest
 from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.fields import HostTensor, Scalar, unpack_token_ids
 from omni_actors.protocol.messages import LATENTS, PICTURE, ROWS, TEXT, UNHEARD, Chunk
-from omni_actors.protocol.payloads import PROMPT_EMBEDS, ChatMessage, ContentPart, InformationValue, Prompt
+from omni_actors.protocol.payloads import PROMPT_EMBEDS, InformationValue, Prompt, text_prompt
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs
 
 
@@ -74,11 +75,19 @@ class Extend:
 
 
 @dataclass(frozen=True, slots=True)
+class ExtendText:
+    """Append text to the prompt of the started request; `complete` says that no more follows."""
+
+    text: str
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Skip:
     """End the request without output: its source had nothing for this stage."""
 
 
-Action = Start | Extend | Skip
+Action = Start | Extend | ExtendText | Skip
 
 
 def start_of(prompt: Prompt, envelope: Envelope[Any], facts: EngineFacts) -> Start:
@@ -311,8 +320,56 @@ class Text2Prompt(StreamProcessor):
         whole = "".join(self._pieces).strip()
         if not whole:
             raise InvalidRequest(f"The stage {source!r} wrote no text, so that there is nothing to go on with.")
-        message = ChatMessage(role="user", content=(ContentPart(text=whole),))
-        return [Start(StageInputs(prompt=Prompt(messages=(message,))))]
+        return [Start(StageInputs(prompt=text_prompt(whole)))]
+
+
+def settled(text: str) -> int:
+    """Length of the beginning of a text whose tokens do not depend on what follows: it ends with a whole word.
+
+    Tokenizers of the GPT family cut a text before what follows a letter or a digit and is neither; a mark may still
+    become one character with the letter.
+    """
+    for place in range(len(text) - 1, 0, -1):
+        after = text[place]
+        if text[place - 1].isalnum() and not after.isalnum() and not unicodedata.category(after).startswith("M"):
+            return place
+    return 0
+
+
+class Text2Speech(StreamProcessor):
+    """Passes on the words of a text as they are written, by the stage before or by a client, to a stage that speaks.
+
+    White space around the text is left out.
+    """
+
+    def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
+        super().__init__(start_after, sources)
+        self._waiting = ""
+        self._received = 0
+        self._started = False
+
+    def feed(self, source: str, piece: InputPiece) -> list[Action]:
+        """Take the text of the stage before."""
+        text = piece.scalars.get(TEXT, "")
+        if not isinstance(text, str):
+            raise InvalidPayload(f"{TEXT} must be a text.")
+        return self.add(text, piece.start, piece.final)
+
+    def add(self, text: str, start: int, final: bool) -> list[Action]:
+        """Take text from character `start` on. Raises `InvalidPayload` for a gap."""
+        if start > self._received:
+            raise InvalidPayload(f"{TEXT} from character {start} came where text from {self._received} was due.")
+        fresh = text[self._received - start :]
+        self._received += len(fresh)
+        waiting = self._waiting + fresh if self._started else (self._waiting + fresh).lstrip()
+        cut = len(waiting.rstrip()) if final else settled(waiting)
+        words, self._waiting = waiting[:cut], waiting[cut:]
+        if self._started:
+            return [ExtendText(words, final)] if words or final else []
+        if not words:
+            return [Skip()] if final else []
+        self._started = True
+        return [Start(StageInputs(prompt=text_prompt(words), complete=final, in_parts=True))]
 
 
 PROCESSORS: dict[str, type[StreamProcessor]] = {
@@ -322,6 +379,7 @@ PROCESSORS: dict[str, type[StreamProcessor]] = {
     "talker2code2wav": Talker2Code2Wav,
     "latents2image": Latents2Image,
     "text2prompt": Text2Prompt,
+    "text2speech": Text2Speech,
 }
 
 

@@ -17,6 +17,7 @@ from omni_actors.errors import InvalidRequest
 from tests.support.answers import llama_answer
 from tests.support.paths import EXAMPLE_MODULES, REPOSITORY
 from tests.support.pipelines import RunningPipeline
+from tests.support.qwen3_tts_reference import Qwen3TtsReference
 from tests.support.reference import Reference, one_thread
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.nightly]
@@ -55,6 +56,34 @@ def test_each_model_of_the_cascade_goes_on_with_what_the_one_before_it_wrote(tin
     said = reference.generate(inputs, thinker_max_tokens=32, talker_max_tokens=64, seed=3)
     assert output.usage["reader"].input_tokens == inputs["input_ids"].shape[1]
     assert len(output.audio) == said.waveform.numel() > 0
+
+
+def test_a_chat_model_is_spoken_while_it_writes(tiny_llama, tiny_qwen3_tts, tmp_path):
+    """The stages as they are shipped: the words reach the talker one by one, and sound as if all had been there."""
+    shipped = yaml.safe_load((REPOSITORY / "stage_configs" / "spoken_chat.yaml").read_text()) | {
+        "model": str(tiny_llama)
+    }
+    for stage in shipped["stages"]:
+        stage |= {"stall_timeout": 60, "devices": None}
+        if stage["kind"] == "autoregressive":
+            stage |= {"engine": ENGINE, "sampling": {"max_tokens": 48, "temperature": 0.0}}
+        if "model" in stage:
+            stage["model"] = str(tiny_qwen3_tts)
+    (tmp_path / "spoken_chat.yaml").write_text(yaml.safe_dump(shipped, sort_keys=False))
+    with RunningPipeline(tmp_path / "spoken_chat.yaml") as chat, OmniClient(chat.endpoint) as client:
+        assert client.describe().speech is None, "it answers"
+        first = {"role": "user", "content": SENTENCE}
+        answer = {"role": "assistant", "content": "It was blue."}
+        params = {"thinker": {"max_tokens": 24}, "talker": {"max_tokens": 15}}
+        for messages in ([first], [first, answer, first]):
+            given = {"modalities": ["text", "audio"], "voice": "vivian", "params": params, "seed": 3, "timeout": 120}
+            output = client.generate({"messages": messages}, **given)
+            said = Qwen3TtsReference(tiny_qwen3_tts).speak(
+                output.text.strip(), frames=14, speaker="vivian", non_streaming_mode=False
+            )
+            assert output.usage["thinker"].output_tokens == 24
+            assert np.abs(output.audio - said.waveform.numpy().clip(-1, 1)).max() < 1e-3
+        chat.assert_idle()
 
 
 # -- the worked example of docs/extending.md --------------------------------------------------------------------------

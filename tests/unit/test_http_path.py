@@ -54,7 +54,7 @@ def answer_of(stream: RequestStream) -> Answer:
 
 async def test_nothing_that_is_ready_waits_for_the_next_item() -> None:
     """Texts are not sent by routes that answer in sound alone, and must not keep the sound before them back."""
-    stream = RequestStream("r", lambda request_id: None)
+    stream = RequestStream("r", lambda request_id: None, lambda *_: None)
     answer = answer_of(stream)
 
     async def sound_only() -> AsyncIterator[bytes]:
@@ -109,7 +109,7 @@ async def test_a_codec_does_not_hold_up_the_loop(name: str) -> None:
 
 async def test_sound_of_many_answers_is_taken_one_at_a_time_with_turns_for_others_between() -> None:
     turns = asyncio.Lock()
-    streams = [RequestStream(str(index), lambda request_id: None) for index in range(4)]
+    streams = [RequestStream(str(index), lambda request_id: None, lambda *_: None) for index in range(4)]
     rounds = 0
     seen: list[tuple[int, str]] = []
 

@@ -177,7 +177,7 @@ def test_a_replay_without_the_picture_that_was_delivered_fails() -> None:
 
 
 async def test_the_result_has_pictures_and_latents_and_no_previews() -> None:
-    stream = RequestStream("r1", lambda request_id: None)
+    stream = RequestStream("r1", lambda request_id: None, lambda *_: None)
     pixels, latents = TensorRef(DType.U8, (1, 2, 3), 0), TensorRef(DType.F32, (4, 2), 0)
     sent: list[tuple[messages.Output, HostTensor]] = [
         (messages.StepsDone(step=1, steps=2, stage="dit"), NOISE),

@@ -84,7 +84,7 @@ def test_what_later_models_would_not_see_is_refused(prompt: Prompt) -> None:
         (
             CHAT,
             {"inputs": {"from": "again", "processor": "text2prompt"}},
-            r"stages\.chat\..*of kind autoregressive does",
+            r"stages\.chat\..*of kind autoregressive takes none",
         ),
         (PROMPT, {"inputs": {"from": ["listener", "prompt"], "processor": "text2prompt"}}, "takes one stage; here"),
         (CHAT, {"inputs": {"from": ["again", "listener"]}}, r"cannot send rows or tokens to \['chat'\]"),

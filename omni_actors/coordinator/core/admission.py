@@ -198,6 +198,8 @@ class Gate:
             self.max_media,
             parameters,
         )
+        if submit.more_text is not None:
+            self._check_text_in_parts()
         size = size_of(submit, buffers)
         for stage in stages:
             waits = self._planner.may_wait_for(stage) and self._retained.fits(size)
@@ -218,7 +220,16 @@ class Gate:
             retained=Retained(submit.prompt, buffers, size, submit.information),
             parts=self._planner.router.parts(submit.prompt, buffers, params),
             information=frozenset(submit.information.entries) if submit.information is not None else frozenset(),
+            more_text=submit.more_text,
+            text_length=len(submit.prompt.only_text or "") if submit.more_text is not None else 0,
         )
+
+    def _check_text_in_parts(self) -> None:
+        entry = self._replicas.loaded(self._pipeline.entry.name)
+        if entry is None or entry.facts.speech is None or not entry.facts.speech.text_in_parts:
+            raise InvalidRequest(
+                "This pipeline takes no text in parts.", hint="Send whole sentences, a request each.", field="more_text"
+            )
 
     def enter(self, request: ActiveRequest, tenant: str, key: bytes) -> list[str]:
         """Have a request wait for a slot. Returns the ids of others that the queue has no place for any more.

@@ -13,7 +13,13 @@ from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.delivery import Delivery
 from omni_actors.protocol.fields import ATTEMPTS, ReplicaId
 from omni_actors.protocol.messages import RequestStatus, StageUsage
-from omni_actors.protocol.payloads import AdditionalInformationEntry, AdditionalInformationPayload, Prompt, StageParams
+from omni_actors.protocol.payloads import (
+    AdditionalInformationEntry,
+    AdditionalInformationPayload,
+    Prompt,
+    StageParams,
+    text_prompt,
+)
 from omni_actors.sharing import Ticket
 from omni_actors.transitions import advance
 
@@ -53,6 +59,11 @@ class Retained:
         of_information = len(self.information.tensor_refs()) if self.information is not None else 0
         return self.buffers[: len(self.buffers) - of_information]
 
+    def with_text(self, text: str) -> Retained:
+        """The same with more text, of a prompt that is a text."""
+        prompt = text_prompt((self.prompt.only_text or "") + text)
+        return dataclasses.replace(self, prompt=prompt, size=self.size + len(text))
+
     def select_information(
         self, names: Collection[str], first: int
     ) -> tuple[AdditionalInformationPayload | None, list[Frame]]:
@@ -90,6 +101,8 @@ class ActiveRequest:
     retained: Retained | None = None
     parts: tuple[bytes, ...] = ()  # hashes by which its conversation is recognized
     information: frozenset[str] = frozenset()  # names of what the client sent, also when it is no longer kept
+    more_text: bool | None = None  # that of `Submit`; false once the text is complete
+    text_length: int = 0  # characters of a text that comes in parts
     state: RequestState = RequestState.QUEUED
     bound: dict[str, ReplicaId] = field(default_factory=dict)  # by stage; not all of them while it waits
     attempt: int = 0

@@ -44,6 +44,7 @@ from omni_actors.protocol.messages import (
     Ended,
     Failed,
     HeldRequest,
+    MoreText,
     OpenRequest,
     Output,
     RequestStatus,
@@ -203,6 +204,7 @@ class RequestMachine:
             priority=request.priority,
             prompt=prompt,
             information=information,
+            more_text=request.more_text if prompt is not None else None,
         )
         return self._to_stage(request, stage, body, buffers)
 
@@ -256,6 +258,9 @@ class RequestMachine:
                 instructions.append(
                     self._to_stage(request, stage, Resend(delivered=delivered, first_seq=self._first_seq))
                 )
+                if stage == self._entry and request.more_text is not None and request.retained is not None:
+                    whole = request.retained.prompt.only_text or ""  # the stage may not have all of it
+                    instructions.append(self._to_stage(request, stage, MoreText(whole, final=not request.more_text)))
             else:
                 instructions.append(_abort_held(replica.replica_id, one))
         return instructions
@@ -300,6 +305,23 @@ class RequestMachine:
             self.dropped["abort_of_unknown_request"] += 1
             return []
         return self._filled(self._fail(request, Aborted("The client aborted the request."), now), now)
+
+    def more_text(self, client: bytes, request_id: str, more: MoreText, now: float) -> list[Instruction]:
+        """The text of a request goes on: keep it with the rest, and pass it on to its stage if that has the rest."""
+        request = self.active.get(request_id)
+        if request is None or request.client != client:
+            self.dropped["text_of_unknown_request"] += 1
+            return []
+        if not request.more_text or more.start != request.text_length:
+            error = ProtocolError(f"Text from character {more.start} came where {request.text_length} have come.")
+            return self._filled(self._fail(request, error, now), now)
+        request.text_length += len(more.text)
+        request.more_text = not more.final
+        if request.retained is not None:
+            request.retained = request.retained.with_text(more.text)
+            if request.ticket is not None:
+                self.retained.take(request_id, len(more.text))
+        return [self._to_stage(request, self._entry, more)] if self._entry in request.bound else []
 
     def reject(self, client: bytes, header: Header, error: OmniError, now: float) -> list[Instruction]:
         """A client's message did not decode: answer it, and end the request if it exists."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import re
 import shutil
@@ -20,7 +21,9 @@ from omni_actors.engine.models.qwen3_tts.clip_encoder import ClipEncoder, Encode
 from omni_actors.engine.models.qwen3_tts.talker import SPEC
 from omni_actors.errors import InvalidRequest, PromptTooLong, UnknownVoice
 from omni_actors.protocol.messages import FinishReason
-from omni_actors.stage.engine_interface import FinishedEvent, StageInputs
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.stage.engine_interface import FinishedEvent, StageInputs, StageRequest
+from omni_actors.stage.processors import ExtendText, Start, Text2Speech
 from tests.support.code2wav import sound_of
 from tests.support.nightly import nightly
 from tests.support.penalties import draw_parameters, recorded_sampling
@@ -80,11 +83,11 @@ class Kind:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder, self.cases = name, folder, CASES[name]
-        self._reference = Qwen3TtsReference(folder)
+        self.reference = Qwen3TtsReference(folder)
 
     @functools.cache  # noqa: B019 - as long as the fixture lives
     def answer(self, case: str, text: int) -> TtsResult:
-        return self._reference.speak(TEXTS[text], frames=FRAMES, **self.cases[case].asked)
+        return self.reference.speak(TEXTS[text], frames=FRAMES, **self.cases[case].asked)
 
 
 @pytest.fixture(scope="module", params=["custom_voice", *map(nightly, ("voice_design", "base"))])
@@ -122,6 +125,44 @@ def test_requests_that_join_and_leave_get_the_codes_of_the_reference(kind, talke
         assert len(answer.unique()) > 60
         assert frames_of(talker, f"r{number}").equal(answer[: FRAMES - number % 3]), (case, text)
         assert talker.finished(f"r{number}").reason is FinishReason.LENGTH
+
+
+IN_PARTS = {"custom_voice": ("language", "instructions"), "voice_design": ("described",), "base": ("voice",)}
+WRITTEN = "Hello there: you're the one, they have 35 of it.  \n And caf\u00e9, 你好，世界。"
+
+
+def part(talker: Driver, name: str, parts: Text2Speech, given: tuple[str, int, bool], **start: Any) -> None:
+    """Give a request more of its text, as a stage does."""
+    for action in parts.add(*given):
+        match action:
+            case Start(inputs=inputs):
+                talker.engine.start(StageRequest(name, **start), inputs)
+            case ExtendText(text=text, complete=complete):
+                talker.engine.extend_text(name, text, complete=complete)
+
+
+def test_a_text_that_comes_in_parts_is_spoken_as_the_reference_speaks_it_whenever_they_come(kind, talker):
+    """The reference has all of the text, and reads it while it speaks. The end comes last of all."""
+    generator = random.Random(3)
+    given: list[tuple[str, Text2Speech, dict[str, Any], list[tuple[str, int, bool]]]] = []
+    for case in IN_PARTS[kind.name]:
+        chosen = kind.cases[case]
+        params = StageParams(max_tokens=FRAMES + 1, temperature=0.0)
+        start = {"params": params, "seed": 0, "voice": chosen.voice, "information": chosen.information}
+        cuts = sorted(generator.sample(range(len(WRITTEN)), 12))
+        parts = [(WRITTEN[a:b], a, False) for a, b in itertools.pairwise([0, *cuts, len(WRITTEN)])]
+        given.append((case, Text2Speech(0, ("",)), start, [*parts, ("", len(WRITTEN), True)]))
+    while any(parts for *_, parts in given):
+        case, processor, start, parts = generator.choice([one for one in given if one[3]])
+        part(talker, case, processor, parts.pop(0), **start)
+        for _ in range(generator.randrange(6)):
+            if talker.engine.runnable():
+                talker.step()
+    talker.run()
+    for case, *_ in given:
+        asked = {**kind.cases[case].asked, "non_streaming_mode": False}
+        answer = kind.reference.speak(WRITTEN, frames=FRAMES, **asked).codes
+        assert frames_of(talker, case).equal(answer), case
 
 
 @pytest.mark.nightly

@@ -11,7 +11,7 @@ then, where the text is known at the start (voices of the checkpoint, voices tha
     t + 1           text and tts_eos + codec_pad
     1               tts_pad + codec_bos                         frame k: tts_pad
 
-where it is read while it is spoken (the voice of a clip):
+where it is read while it is spoken (the voice of a clip; a text that comes in parts):
 
     1               text 0 + codec_bos                          frame k: text k + 1, then tts_eos, then tts_pad
 
@@ -142,7 +142,7 @@ class PromptLayout:
         texts: the text id of each position.
         codes: the code of each of the last positions; `NO_CODE` where something stands in for one.
         voice_at: position of a clip's voice, if it has one; `clip_at`: of the clip's first frame.
-        following: text ids of frame 0, 1 and so on; later ones get tts_pad.
+        following: text ids of frame 0, 1 and so on, and `ending` those after the last one; later ones get tts_pad.
     """
 
     texts: list[int]
@@ -150,6 +150,7 @@ class PromptLayout:
     voice_at: int
     clip_at: int
     following: list[int]
+    ending: tuple[int, ...] = ()
 
 
 def lay_out(
@@ -162,6 +163,7 @@ def lay_out(
     voice: int | None = None,
     clip_text: Sequence[int] = (),
     clip_frames: int = 0,
+    in_parts: bool = False,
 ) -> PromptLayout:
     """Lay out the prompt of one request.
 
@@ -170,6 +172,7 @@ def lay_out(
         language: its code; `None` for the model to find out.
         voice: its code; `NO_CODE` for that of a clip, `None` for none.
         clip_frames: of the clip that is continued, whose text is `clip_text`; 0 to start afresh.
+        in_parts: `text` is the beginning of it.
     """
     think, nothink, think_bos, think_eos = config.codec_think
     heard = [nothink, think_bos, think_eos] if language is None else [think, think_bos, language, think_eos]
@@ -185,10 +188,10 @@ def lay_out(
         texts += [*spoken[:length], *[pad] * (length - len(spoken))]
         codes += [config.codec_bos, *[NO_CODE] * clip_frames]
         following = spoken[length:]
-    elif voice == NO_CODE:
+    elif voice == NO_CODE or in_parts:
         texts.append(text[0])
         codes.append(config.codec_bos)
-        following = [*text[1:], eos]
+        return PromptLayout(texts, codes, voice_at, clip_at, list(text[1:]), (eos,))
     else:
         texts += [*text, eos, pad]
         codes += [*[config.codec_pad] * (len(text) + 1), config.codec_bos]

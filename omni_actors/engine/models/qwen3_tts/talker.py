@@ -89,6 +89,7 @@ class TextTalkerState(FrameTalkerState):
         return rows
 
 
+TURN = "<|im_start|>assistant\n"
 OPENING, CLOSING = 3, 5  # tokens around a text in the form that the model was trained with
 CLIP_CLOSING = 2
 SMALL = "0b6"  # the size that follows no instructions
@@ -134,6 +135,7 @@ class TextTalkerAdapter(AutoregressiveAdapter):
                 clip="required" if self._clips is not None else "none",
                 min_clip_seconds=MIN_CLIP,
                 max_clip_seconds=MAX_CLIP,
+                text_in_parts=True,
             ),
         )
 
@@ -144,20 +146,27 @@ class TextTalkerAdapter(AutoregressiveAdapter):
             raise InvalidRequest(
                 f"The talker takes no information named {foreign}; it takes {list(SPEECH_INFORMATION)}."
             )
-        ids = self._spoken(inputs)
+        opening, text = self._spoken(inputs)
         clip, rate, clip_text, frames = self._clip(given) if inputs.prompt is not None else NO_CLIP
+        if frames and inputs.in_parts:
+            raise InvalidRequest(
+                "The voice of a recording with a transcript speaks whole texts only.",
+                hint="Send the whole text, or a voice without a transcript.",
+                field="voice",
+            )
         voice = self._voice(request.voice)
         layout = lay_out(
             self._config,
-            opening=ids[:OPENING],
-            text=ids[OPENING:-CLOSING],
+            opening=opening,
+            text=text,
             instructions=self._instructed(given) if inputs.prompt is not None else (),
             language=self._language(given, voice),
             voice=self._voices[voice] if voice is not None else NO_CODE if clip is not None else None,
             clip_text=clip_text,
             clip_frames=frames,
+            in_parts=inputs.in_parts,
         )
-        payload = TextTalkerPayload(layout.following, True, (), layout)
+        payload = TextTalkerPayload(layout.following, inputs.complete, layout.ending, layout)
         self.check_length(payload.length)
         outputs = FrameOutputs(request.request_id)
 
@@ -182,9 +191,13 @@ class TextTalkerAdapter(AutoregressiveAdapter):
         pads = [self._config.codec_pad] * payload.length
         core_request = make_request(request.request_id, pads, sampling, priority=request.priority)
         held_bytes = payload.length * self._config.hidden_size * self.model_dtype.itemsize
-        text_tokens = len(ids) - OPENING - CLOSING - len(payload.text)  # most kinds have all of them in the prompt
-        stream = RowStream(len(payload.text), True, held_bytes, text_tokens)
+        text_tokens = len(text) - len(payload.text)  # most kinds have all of them in the prompt
+        stream = RowStream(len(payload.text), inputs.complete, held_bytes, text_tokens)
         return Admission(core_request, outputs, stream, work=encode if clip is not None else None)
+
+    def read_text(self, text: str) -> torch.Tensor:
+        """Text ids i32 [n, 1]."""
+        return torch.tensor(self._part_ids(text), dtype=torch.int32).unsqueeze(1)
 
     def warm_up_inputs(self, length: int) -> StageInputs:
         """A text of `length` tokens, without voice or instructions."""
@@ -192,10 +205,10 @@ class TextTalkerAdapter(AutoregressiveAdapter):
 
     # -- checks
 
-    def _spoken(self, inputs: StageInputs) -> list[int]:
-        """The ids of the text to speak, in the form that the model was trained with."""
+    def _spoken(self, inputs: StageInputs) -> tuple[list[int], list[int]]:
+        """The ids that open the turn, and those of the text to speak, in the form that the model was trained with."""
         if inputs.prompt is None:  # the warm-up
-            return list(inputs.token_ids)
+            return list(inputs.token_ids[:OPENING]), list(inputs.token_ids[OPENING:-CLOSING])
         messages = inputs.prompt.messages
         parts = [part.text for message in messages for part in message.content]
         if len(messages) != 1 or messages[0].role != "user" or len(parts) != 1 or parts[0] is None:
@@ -206,8 +219,15 @@ class TextTalkerAdapter(AutoregressiveAdapter):
             )
         if not parts[0].strip():
             raise InvalidRequest("The text to speak is empty.", hint="Send some text.", field="input")
-        text = f"<|im_start|>assistant\n{parts[0]}<|im_end|>\n<|im_start|>assistant\n"
-        return self._tokens(text, "input", OPENING + CLOSING)
+        if inputs.in_parts:
+            return self._tokenizer(TURN)["input_ids"], self._part_ids(parts[0])
+        ids = self._tokens(f"{TURN}{parts[0]}<|im_end|>\n{TURN}", "input", OPENING + CLOSING)
+        return ids[:OPENING], ids[OPENING:-CLOSING]
+
+    def _part_ids(self, text: str) -> list[int]:
+        """The ids of a part of a text, in which nothing is a special token."""
+        ids: list[int] = self._tokenizer(text, split_special_tokens=True)["input_ids"]
+        return ids
 
     def _tokens(self, text: str, field: str, around: int) -> list[int]:
         """Token ids; all but `around` are the client's text."""
@@ -288,7 +308,7 @@ class TextTalkerAdapter(AutoregressiveAdapter):
         transcript = _text_of(given, TRANSCRIPT)
         if transcript is None:
             return Clip(samples, rate, [], 0)
-        text = f"<|im_start|>assistant\n{transcript}<|im_end|>\n"
+        text = f"{TURN}{transcript}<|im_end|>\n"
         ids = self._tokens(text, "transcript", OPENING + CLIP_CLOSING)[OPENING:-CLIP_CLOSING]
         return Clip(samples, rate, ids, clip_frames(len(samples), rate, self._clips.samples_per_frame))
 

@@ -1,0 +1,84 @@
+"""Speech from a text that is still being written, while the processes that make it die."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy
+import psutil
+import pytest
+
+from omni_actors.client import AsyncOmniClient, Audio
+from omni_actors.client.streams import RequestStream
+from omni_actors.errors import InvalidRequest
+from tests.support.builders import chain
+from tests.support.load import replicas, until_healthy
+from tests.support.processes import processes_of
+
+TEXT = "Those who speak while they think are heard sooner, and 4 words are enough to begin. "
+
+
+def speaking_chain() -> dict[str, Any]:
+    """One stage, which speaks: a sample for each character."""
+    made = chain()
+    speech = {"text_in_parts": True}
+    engine = {"samples_per_token": 1, "speech": speech, "voices": []}
+    made["stages"] = [{"name": "talker", "kind": "echo", "outputs": ["audio"], "engine": engine}]
+    made["coordinator"] = {"heartbeat_interval": 0.05, "default_timeout": 120}
+    return made
+
+
+def said(samples: list[numpy.ndarray]) -> str:
+    return bytes((numpy.concatenate(samples) * 256).round().astype(numpy.uint8)).decode()
+
+
+async def heard_at_least(stream: RequestStream, samples: list[numpy.ndarray], count: int) -> None:
+    while sum(map(len, samples)) < count:
+        item = await anext(stream)
+        assert isinstance(item, Audio)
+        samples.append(item.samples)
+
+
+async def test_speech_follows_its_text_and_outlives_its_stage_and_the_coordinator(launch, short_path) -> None:
+    launcher = launch(speaking_chain()).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as watcher:
+        stream = await client.submit("", more_text=True, modalities=["audio"])
+        samples: list[numpy.ndarray] = []
+        written = ""
+
+        async def write() -> None:
+            """Send the text once, in two parts, and hear all of it but the last word."""
+            nonlocal written
+            await stream.append_text(TEXT[:31])
+            await stream.append_text(TEXT[31:])
+            written += TEXT
+            await heard_at_least(stream, samples, len(written) - len("begin. "))
+
+        await write()
+        (pid,) = [status.pid for status in (await replicas(watcher)).values()]
+        psutil.Process(pid).kill()
+        await write()
+        (former,) = [pid for pid, title in processes_of(short_path).items() if title == "omni:coordinator"]
+        psutil.Process(former).kill()
+        await stream.append_text(TEXT)  # nobody is there to take it
+        written += TEXT
+        await until_healthy(watcher)
+        await write()
+        await stream.end_text()
+        async for item in stream:
+            samples.append(item.samples)
+        assert said(samples) == (TEXT * 4).strip()
+        assert stream.usage["talker"].output_tokens == len(TEXT * 4) - 1
+        with pytest.raises(InvalidRequest, match="text in parts|more_text"):
+            await client.submit([{"role": "user", "content": "Hello."}], more_text=True)
+        nothing = await client.submit(" ", more_text=True, modalities=["audio"])
+        await nothing.end_text()
+        with pytest.raises(InvalidRequest, match="complete"):
+            await nothing.append_text("x")
+        assert (await nothing.result()).audio is None
+        left = await client.submit("Wait ", more_text=True, modalities=["audio"])
+        await asyncio.wait_for(anext(left), 60)
+        await left.abort()
+    launcher.wait_idle()
+    assert launcher.end() == 0
