@@ -1,11 +1,15 @@
-"""Has a running pipeline speak a text: `omni-actors say TEXT --save WAV [ENDPOINT]`.
+"""Has a running pipeline speak a text: `omni-actors say TEXT --save WAV [ENDPOINT]`; `-` is the standard input.
 
-A speech model speaks the text that it is given. An omni model is asked to repeat it, which it nearly always does.
+A speech model speaks the text that it is given, and that of the standard input while it comes. An omni model is asked
+to repeat it, which it nearly always does.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +20,12 @@ from omni_actors import flags
 from omni_actors.cli.connection import add_connection, connection, run
 from omni_actors.client import Audio, OmniClient, spoken
 from omni_actors.client.prompts import read_aloud, speech_ability
-from omni_actors.errors import InvalidRequest
+from omni_actors.client.sync_client import SyncRequestStream
+from omni_actors.errors import InvalidRequest, OmniError
 from omni_actors.launcher.one_request import save
 from omni_actors.protocol.messages import Description
+
+STDIN = "-"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         prog="omni-actors say", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_connection(parser)
-    parser.add_argument("text", type=flags.text, help="what to speak")
+    parser.add_argument("text", type=flags.text, help="what to speak; - for the standard input")
     parser.add_argument("--save", type=flags.path, metavar="WAV", required=True, help="write the sound here")
     parser.add_argument("--voice", type=flags.line, help="one of the model's voices")
     parser.add_argument("--language", type=flags.line, help="of the text (default: the model finds it out)")
@@ -50,15 +57,34 @@ def say_text(options: argparse.Namespace) -> None:
     pieces: list[NDArray[numpy.float32]] = []
     rate = 0
     with OmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
-        prompt, modalities = _prompt(options, client.describe())
+        description = client.describe()
+        in_parts = options.text == STDIN and description.speech is not None and description.speech.text_in_parts
+        if options.text == STDIN:
+            options.text = "" if in_parts else sys.stdin.read()
+        prompt, modalities = _prompt(options, description)
         stream = client.submit(
-            prompt, modalities=modalities, voice=options.voice, seed=options.seed, timeout=options.timeout
+            prompt,
+            modalities=modalities,
+            voice=options.voice,
+            seed=options.seed,
+            timeout=options.timeout,
+            more_text=in_parts,
         )
+        if in_parts:
+            threading.Thread(target=_read_on, args=(stream,), daemon=True).start()
         for item in stream:
             if isinstance(item, Audio):
                 pieces.append(item.samples)
                 rate = item.sample_rate
     save(options.save.expanduser(), pieces, rate)
+
+
+def _read_on(stream: SyncRequestStream) -> None:
+    """Send the standard input as it comes."""
+    with contextlib.suppress(OmniError):  # the answer ends with it, too
+        while text := sys.stdin.readline():
+            stream.append_text(text)
+        stream.end_text()
 
 
 def _prompt(options: argparse.Namespace, description: Description) -> tuple[dict[str, Any] | str, list[str]]:

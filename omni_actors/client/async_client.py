@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from omni_actors.client.prompts import AudioInput, ImageInput, Prompting, VideoInput, to_params, to_prompt
+from omni_actors.client.prompts import AudioInput, ImageInput, Prompting, VideoInput, spoken, to_params, to_prompt
 from omni_actors.client.streams import OmniRequestOutput, RequestStream, StreamItem, item_of
 from omni_actors.errors import Aborted, InvalidRequest, OmniError, ProtocolError, RequestTimeout, StageLost
 from omni_actors.host.addresses import is_tcp
@@ -284,18 +284,17 @@ class AsyncOmniClient:
             additional_information: values by name for the stages that want them: numbers, texts, lists of these, and
                 arrays. A name that no stage of the request wants is refused.
             tenant: the user behind this request, in up to 64 characters. Tenants share its slots fairly.
-            more_text: the prompt, a text, perhaps an empty one, is still being written: `RequestStream.append_text` and
-                `end_text` bring the rest. For pipelines whose `describe().speech.text_in_parts` is true.
+            more_text: the prompt, a text or `spoken(text, ...)`, perhaps an empty one, is still being written:
+                `RequestStream.append_text` and `end_text` bring the rest. For pipelines that speak, and whose
+                `describe().speech.text_in_parts` is true.
 
         Raises:
             InvalidRequest, InvalidPayload, MalformedMedia: the request is wrong; nothing was sent.
             RequestTimeout: the coordinator does not answer.
         """
         buffers = BufferList()
-        if more_text and not isinstance(prompt, str):
-            raise InvalidRequest("Only a text can be sent in parts.", hint="Leave more_text out.", field="more_text")
-        if more_text:
-            prompt = [{"role": "user", "content": prompt}]  # it may be empty as yet
+        if more_text and isinstance(prompt, str):
+            prompt = spoken(prompt)  # it may be empty as yet
         try:
             message, information = to_prompt(prompt, audios, images, videos, additional_information, buffers)
         except (TypeError, ValueError, AttributeError) as error:

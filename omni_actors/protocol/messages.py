@@ -734,7 +734,7 @@ class Submit(Body, tag="submit", frozen=True):
 
     def __post_init__(self) -> None:
         if self.more_text is not None and self.prompt.only_text is None:
-            raise InvalidPayload("Only a prompt that is one text can come in parts.")
+            raise InvalidPayload("Only a prompt that is one text can come in parts.", field="more_text")
         of_prompt = len(self.prompt.tensor_refs())
         information = self.information.tensor_refs() if self.information is not None else ()
         if any(ref.buffer < of_prompt for ref in information):

@@ -60,9 +60,8 @@ def test_each_model_of_the_cascade_goes_on_with_what_the_one_before_it_wrote(tin
 
 def test_a_chat_model_is_spoken_while_it_writes(tiny_llama, tiny_qwen3_tts, tmp_path):
     """The stages as they are shipped: the words reach the talker one by one, and sound as if all had been there."""
-    shipped = yaml.safe_load((REPOSITORY / "stage_configs" / "spoken_chat.yaml").read_text()) | {
-        "model": str(tiny_llama)
-    }
+    shipped = yaml.safe_load((REPOSITORY / "stage_configs" / "spoken_chat.yaml").read_text())
+    shipped["model"] = str(tiny_llama)
     for stage in shipped["stages"]:
         stage |= {"stall_timeout": 60, "devices": None}
         if stage["kind"] == "autoregressive":

@@ -45,7 +45,7 @@ TOLD = "clip=48000@0.30 clip_rate=24000 "  # of RECORDING, at the pipeline's rat
 
 @pytest.fixture(scope="session")
 def preset_pipeline() -> Iterator[HttpPipeline]:
-    speech = {"languages": ["English", "German"], "instructions": "none", "clip": "none"}
+    speech = {"languages": ["English", "German"], "instructions": "none", "clip": "none", "text_in_parts": True}
     overrides = {
         **ONE_SAMPLE,
         "stages.talker.engine.speech": json.dumps(speech),
@@ -309,9 +309,17 @@ def test_the_documented_client_speaks(cloning: HttpPipeline, tmp_path: Path) -> 
     assert soundfile.info(tmp_path / "tide.wav").frames > len(TEXT)
 
 
-def run(folder: Path, *command: object, code: int = 0) -> str:
+def test_the_documented_client_speaks_while_the_text_is_written(preset: HttpPipeline, tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
+    (block,) = [block for block in blocks if "more_text" in block]
+    run(tmp_path, sys.executable, "-c", block.replace("ipc:///tmp/omni-x/client", preset.endpoint))
+    heard = soundfile.read(tmp_path / "tide.wav", dtype="int16")[0].astype("<i2").tobytes()
+    assert said(heard) == "voice=ryan The tide is full, and I am holding on."
+
+
+def run(folder: Path, *command: object, code: int = 0, given: str = "") -> str:
     arguments = [str(part) for part in command]
-    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=240, env=None)
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=240, input=given)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -320,23 +328,25 @@ def test_the_command_line_speaks(
     cloning: HttpPipeline, preset: HttpPipeline, echo: HttpPipeline, tmp_path: Path
 ) -> None:
     (tmp_path / "mara.wav").write_bytes(RECORDING)
-    say = (sys.executable, "-m", "omni_actors.cli.main", "say", TEXT, "--save", "tide.wav")
+    say = (sys.executable, "-m", "omni_actors.cli.main", "say", "--save", "tide.wav")
     told = "clip=32000@0.30 clip_rate=16000 instructions=Low. language=German transcript=One. "
     more = ("--instructions", "Low.", "--language", "German", "--transcript", "One.")
-    for pipeline, given, wanted in (
-        (cloning, ("--clip", "mara.wav", *more), told),
-        (preset, ("--voice", "ryan"), "voice=ryan "),
+    for pipeline, given, wanted, text in (
+        (cloning, (TEXT, "--clip", "mara.wav", *more), told, ""),
+        (cloning, ("-", "--clip", "mara.wav", *more), told, TEXT),  # as a whole
+        (preset, (TEXT, "--voice", "ryan"), "voice=ryan ", ""),
+        (preset, ("-", "--voice", "ryan"), "voice=ryan ", f"{TEXT}\n"),  # as it comes
     ):
-        run(tmp_path, *say, *given, pipeline.endpoint)
+        run(tmp_path, *say, *given, pipeline.endpoint, given=text)
         assert (
             said(soundfile.read(tmp_path / "tide.wav", dtype="int16")[0].astype("<i2").tobytes()) == f"{wanted}{TEXT}"
         )
-    assert "unknown_voice" in run(tmp_path, *say, "--voice", "alice", preset.endpoint, code=1)
-    run(tmp_path, *say, echo.endpoint)  # a model that answers is asked to repeat the text
+    assert "unknown_voice" in run(tmp_path, *say, TEXT, "--voice", "alice", preset.endpoint, code=1)
+    run(tmp_path, *say, TEXT, echo.endpoint)  # a model that answers is asked to repeat the text
     with OmniClient(echo.endpoint) as client:
         asked = client.submit(read_aloud(TEXT)).result().audio
     assert numpy.abs(soundfile.read(tmp_path / "tide.wav")[0] - asked).max() < 1e-4
-    assert "--clip is for speech models" in run(tmp_path, *say, "--clip", "mara.wav", echo.endpoint, code=1)
+    assert "--clip is for speech models" in run(tmp_path, *say, TEXT, "--clip", "mara.wav", echo.endpoint, code=1)
 
 
 def test_the_example_makes_a_voice_and_speaks_with_it(cloning: HttpPipeline, tmp_path: Path) -> None:

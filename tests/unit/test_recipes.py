@@ -81,7 +81,11 @@ def test_the_shares_of_a_recipe_fit_its_gpus(section: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "section", ["Slurm", "Kubernetes", "Open WebUI", "Many prompts from a file", "A cascade of models"]
+    "section",
+    [
+        *("Slurm", "Kubernetes", "Open WebUI", "Many prompts from a file", "A cascade of models"),
+        "A chat model that is spoken while it writes",
+    ],
 )
 def test_the_commands_of_a_recipe_parse_and_name_what_is_there(section: str) -> None:
     for words in commands(section):
