@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import json
 import secrets
@@ -15,6 +16,7 @@ import workload
 from workload import Sample
 
 from omni_actors.client import AsyncOmniClient, Audio, Text
+from omni_actors.client.streams import RequestStream
 
 SAMPLE_RATE = 24_000
 SAMPLE_BYTES = 2  # of pcm16
@@ -106,6 +108,37 @@ class ClientAsker(Asker):
         sample.stages = {stage: (usage.first_output, usage.finished) for stage, usage in stream.usage.items()}
         sample.prompt_tokens = stream.usage["thinker"].input_tokens if "thinker" in stream.usage else 0
         return sample
+
+
+class WordsAsker(ClientAsker):
+    """Has texts spoken while they are written, a word each `--word-seconds`; times count from the third word."""
+
+    async def __call__(self, index: int) -> Sample:
+        sample = Sample()
+        words = self.prompt().split()
+        stream = await self._client.submit(
+            "",
+            more_text=True,
+            modalities=["audio"],
+            params={"talker": self._params["talker"]},
+            seed=index,
+            timeout=self._options.timeout,
+        )
+        began = time.perf_counter() + 2 * self._options.word_seconds
+        writing = asyncio.create_task(self._write(stream, words))
+        async for item in stream:
+            if isinstance(item, Audio):
+                sample.playback.add(time.perf_counter() - began, len(item.samples) / item.sample_rate)
+        await writing
+        sample.total = time.perf_counter() - began
+        sample.stages = {stage: (usage.first_output, usage.finished) for stage, usage in stream.usage.items()}
+        return sample
+
+    async def _write(self, stream: RequestStream, words: list[str]) -> None:
+        for word in words:
+            await stream.append_text(f"{word} ")
+            await asyncio.sleep(self._options.word_seconds)
+        await stream.end_text()
 
 
 class HttpAsker(Asker):

@@ -6,6 +6,7 @@
 
 With `--http` every load is measured twice, through our client and over HTTP; with `--only-http`, too, only over HTTP.
 With `--speech` requests go over HTTP to /v1/audio/speech, of a pipeline that speaks the text that it is given, too.
+With `--word-seconds` such a pipeline speaks texts while they are written, and times count from the third word.
 
 All requests have the same lengths (`--text-tokens`, `--codec-tokens`, no earlier end). workload.py defines the columns
 and their units. A warm-up round precedes each load. `--json FILE` writes the results with versions and flags.
@@ -28,7 +29,7 @@ from typing import Any
 import command_line
 import msgspec
 import workload
-from askers import Asker, ClientAsker, HttpAsker, SpeechAsker, http_client
+from askers import Asker, ClientAsker, HttpAsker, SpeechAsker, WordsAsker, http_client
 from workload import Sample
 
 from omni_actors import config
@@ -83,7 +84,8 @@ async def measure(
         description = await client.describe()
         stages = ", ".join(f"{stage.stage}/{stage.replica}" for stage in description.stages)
         print(f"{description.pipeline} ({description.model}): {stages}", file=sys.stderr)
-        askers: dict[str, Asker] = {} if only_http else {"": ClientAsker(client, options)}
+        way_in = WordsAsker if options.word_seconds else ClientAsker
+        askers: dict[str, Asker] = {} if only_http else {"": way_in(client, options)}
         if url:
             asker = SpeechAsker if options.speech else HttpAsker
             askers[" over HTTP"] = asker(http, description.pipeline, options)
@@ -126,6 +128,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-repeats", type=int, default=1, help="longer prompts (see prompt_tokens in the table)")
     parser.add_argument("--text-tokens", type=int, default=64)
     parser.add_argument("--codec-tokens", type=int, default=512, help="0 for text only")
+    parser.add_argument("--word-seconds", type=float, default=0.0, help="from word to word; 0: the text is there")
     parser.add_argument("--timeout", type=float, default=300.0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
 
