@@ -326,13 +326,18 @@ class ReplicaProcesses:
         return "\n".join(lines[-TAIL_LINES:])
 
     async def stop(self, timeout: float) -> None:
-        """Send SIGTERM to all, and SIGKILL to those that remain after `timeout` seconds. Returns when none is left."""
+        """Send SIGTERM to all, and SIGKILL to those that remain after `timeout` seconds. Returns when none is left.
+
+        The fork server ends last: one that is stopped neither ends by itself nor says that its stages have ended.
+        """
         for process in self._processes.values():
             process.terminate()
         await at_most(timeout, self._none_left.wait())
         for identity, process in self._processes.items():
             logger.warning("%s did not stop; killing it", identity.name)
             process.kill()
+        await at_most(KILL_SECONDS, self._none_left.wait())
+        self.refuse_starts(interrupt=True)
         await at_most(KILL_SECONDS, self._none_left.wait())
         if self._looking is not None and self._ledger is not None:
             self._looking.cancel()

@@ -89,3 +89,11 @@ async def test_a_spare_that_dies_costs_nothing_and_comes_back(launch):
     assert losses.recovered == 4
     assert description.counts["replays"] == 0
     assert launcher.output.count(" again\n") == 4
+
+
+def test_a_pipeline_ends_in_order_beside_a_fork_server_that_stands_still(launch):
+    launcher = launch(disturbed_chain(0.0)).wait_ready()
+    server = helper(launcher, "forkserver")
+    server.suspend()
+    assert launcher.end() == 0
+    server.wait(10)  # until it is gone
