@@ -6,7 +6,7 @@ import asyncio
 import io
 import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy
@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from omni_actors.client import Audio, ChoiceItem, ChoiceStreams, StreamItem, Text
+from omni_actors.client import Audio, ChoiceItem, StreamItem, Text
 from omni_actors.errors import Aborted, OmniError
 from omni_actors.http_server.bodies import Submission, base64_string, reserve
 from omni_actors.http_server.errors import HttpError, bad_field
@@ -77,6 +77,32 @@ class _Sink(io.BytesIO):
             fresh = bytes(view[self._taken :])
         self._taken += len(fresh)
         return fresh
+
+
+class Encoder(Protocol):
+    """Makes a stream of sound in one format."""
+
+    def feed(self, samples: Samples) -> bytes:
+        """Bytes that are complete after samples f32 [n]; may be none."""
+
+    def finish(self) -> bytes:
+        """The last bytes."""
+
+
+class PcmEncoder:
+    """PCM of 16 bits, as it is or as a WAV file of unknown length."""
+
+    def __init__(self, name: str, rate: int) -> None:
+        self._head = wav_header(rate, None) if name == "wav" else b""
+
+    def feed(self, samples: Samples) -> bytes:
+        """The same samples; before the first ones the head."""
+        return self.finish() + pcm16(samples)
+
+    def finish(self) -> bytes:
+        """The head, if there was no sound."""
+        head, self._head = self._head, b""
+        return head
 
 
 class FileEncoder:
@@ -144,18 +170,25 @@ def _no_format(message: str) -> HttpError:
     return HttpError(400, message, param="response_format", code="unsupported_value")
 
 
+def encoder_of(name: str, rate: int) -> Encoder:
+    """What makes a stream in one of `MEDIA_TYPES`. Raises `HttpError` 400 for the rate."""
+    if name in ("pcm", "wav"):
+        return PcmEncoder(name, rate)
+    return AacEncoder(rate) if name == "aac" else FileEncoder(name, rate)
+
+
+async def fed(encoder: Encoder, samples: Samples) -> bytes:
+    """Feed an encoder; a codec takes up to a tenth of a second, in a thread, so that other answers go on."""
+    if isinstance(encoder, PcmEncoder):
+        return encoder.feed(samples)
+    return await asyncio.to_thread(encoder.feed, samples)
+
+
 async def encoded_pieces(pieces: AsyncIterator[Samples], name: str, rate: int) -> AsyncIterator[bytes]:
     """A stream in one of `MEDIA_TYPES`; pieces are f32 [samples] in [-1, 1]. Raises `HttpError` 400 for the rate."""
-    if name in ("pcm", "wav"):
-        if name == "wav":
-            yield wav_header(rate, None)
-        async for samples in pieces:
-            yield pcm16(samples)
-        return
-    encoder = AacEncoder(rate) if name == "aac" else FileEncoder(name, rate)
+    encoder = encoder_of(name, rate)
     async for samples in pieces:
-        # A codec takes up to a tenth of a second; it works in a thread, so that other answers go on.
-        if data := await asyncio.to_thread(encoder.feed, samples):
+        if data := await fed(encoder, samples):
             yield data
     if data := encoder.finish():
         yield data
@@ -189,6 +222,23 @@ LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have;
 JOINED_BYTES = 65_536  # of ready pieces that wait for one write
 
 
+class AnswerStreams(Protocol):
+    """What an `Answer` reads, such as `ChoiceStreams`."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next step of the iteration need not wait."""
+
+    @property
+    def usages(self) -> list[dict[str, StageUsage]]:
+        """The usage of each request by stage; complete once the iteration has ended."""
+
+    async def __anext__(self) -> ChoiceItem: ...
+
+    async def abort(self) -> None:
+        """End all requests that have not ended. Idempotent."""
+
+
 class Answer:
     """Iterates over the `Text` and `Audio` of an answer, or with `choices` over those of several answers to one prompt.
 
@@ -199,7 +249,7 @@ class Answer:
     """
 
     def __init__(
-        self, streams: ChoiceStreams, request: Request, fields: Mapping[str, str], turns: asyncio.Lock
+        self, streams: AnswerStreams, request: Request, fields: Mapping[str, str], turns: asyncio.Lock
     ) -> None:
         self._streams = streams
         self._fields = fields
@@ -242,6 +292,13 @@ class Answer:
             )
         except OmniError as error:
             raise HttpError.of(error, fields) from error
+        return await cls.of(streams, request, state, fields)
+
+    @classmethod
+    async def of(
+        cls, streams: AnswerStreams, request: Request, state: ServerState, fields: Mapping[str, str]
+    ) -> Answer:
+        """Wait for the first item of what was asked for. Raises `HttpError`."""
         answer = cls(streams, request, fields, state.turns)
         try:
             async for item in answer.choices():
@@ -299,7 +356,7 @@ class Answer:
     async def _abort_when_gone(self, request: Request) -> None:
         while (await request.receive())["type"] != "http.disconnect":
             continue
-        logger.info("the client went away", extra={"request_id": self._streams.streams[0].request_id})
+        logger.info("the client went away", extra={"request_id": request.state.request_id})
         await self._streams.abort()
 
 
@@ -428,8 +485,8 @@ def event(data: Any) -> bytes:
 DONE_EVENT = b"data: [DONE]\n\n"
 
 
-def usage_of(usages: Sequence[Mapping[str, StageUsage]], description: Description) -> dict[str, Any]:
-    """OpenAI's usage of one or several answers to a prompt, whose tokens count once.
+def usage_of(usages: Sequence[Mapping[str, StageUsage]], description: Description, prompts: int = 1) -> dict[str, Any]:
+    """OpenAI's usage of one or several answers to a prompt, whose tokens count once, or to as many `prompts`.
 
     Prompt tokens are those that the text stage read; completion tokens are those that it wrote plus the audio tokens.
     `stages` is an extension: what each did for all answers, and seconds, those of the first and of the last of them,
@@ -439,7 +496,7 @@ def usage_of(usages: Sequence[Mapping[str, StageUsage]], description: Descriptio
     order = list(dict.fromkeys(status.stage for status in description.stages))
     speaker = _speaker(order, text_stage, description.outputs.get("audio", ""))
     by_stage = {stage: [usage[stage] for usage in usages if stage in usage] for stage in (*order, text_stage, "")}
-    prompt_tokens = by_stage[text_stage][0].input_tokens if by_stage[text_stage] else 0
+    prompt_tokens = sum(part.input_tokens for part in by_stage[text_stage][:prompts])
     text_tokens, audio_tokens = (sum(part.output_tokens for part in by_stage[stage]) for stage in (text_stage, speaker))
     return {
         "prompt_tokens": prompt_tokens,

@@ -33,13 +33,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from omni_actors import __version__
 from omni_actors.config.checkpoint import read_json_object
 from omni_actors.errors import ConfigError, ErrorCode, InvalidRequest, OmniError
-from omni_actors.http_server import chat, images, responses, speech, state
+from omni_actors.http_server import chat, images, responses, state, transcriptions
 from omni_actors.http_server.bodies import BODIES, REFERENCE, FormBody, JsonBody, decode
 from omni_actors.http_server.errors import STOPPING, HttpError, bad_field
 from omni_actors.http_server.media import Fetcher
 from omni_actors.http_server.realtime import calls, client_secrets
 from omni_actors.http_server.realtime import connection as realtime
 from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.speech import texts, voices
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.fields import TRACEPARENT
@@ -364,13 +365,13 @@ ENDPOINTS = (
     Endpoint("GET", "/v1/responses/{response_id}", responses.retrieve, query=responses.RetrieveQuery),
     Endpoint("DELETE", "/v1/responses/{response_id}", responses.delete),
     Endpoint("POST", "/v1/completions", chat.completions, chat.COMPLETION_BODY),
-    Endpoint("POST", "/v1/audio/speech", speech.speech, speech.BODY),
-    Endpoint("GET", "/v1/audio/voices", speech.voices),
-    Endpoint("POST", "/v1/audio/voices", speech.create, speech.VOICE_BODY),
-    Endpoint("GET", "/v1/audio/voices/{name}", speech.voice),
-    Endpoint("DELETE", "/v1/audio/voices/{name}", speech.delete),
-    Endpoint("POST", "/v1/audio/transcriptions", speech.transcriptions, speech.TRANSCRIPTION),
-    Endpoint("POST", "/v1/audio/translations", speech.translations, speech.TRANSLATION),
+    Endpoint("POST", "/v1/audio/speech", texts.speech, texts.BODY),
+    Endpoint("GET", "/v1/audio/voices", voices.voices),
+    Endpoint("POST", "/v1/audio/voices", voices.create, voices.VOICE_BODY),
+    Endpoint("GET", "/v1/audio/voices/{name}", voices.voice),
+    Endpoint("DELETE", "/v1/audio/voices/{name}", voices.delete),
+    Endpoint("POST", "/v1/audio/transcriptions", transcriptions.transcriptions, transcriptions.TRANSCRIPTION),
+    Endpoint("POST", "/v1/audio/translations", transcriptions.translations, transcriptions.TRANSLATION),
     Endpoint("POST", "/v1/images/generations", images.generations, images.GENERATION),
     Endpoint("POST", "/v1/images/edits", images.edits, images.EDIT),
     Endpoint("POST", "/v1/realtime/client_secrets", realtime.create_secret, client_secrets.BODY),

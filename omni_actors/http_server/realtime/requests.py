@@ -17,8 +17,8 @@ from omni_actors.http_server.realtime.config import Event, SessionConfig
 from omni_actors.http_server.realtime.conversation import TurnTranscripts
 from omni_actors.http_server.realtime.resuming import SessionKeeper
 from omni_actors.http_server.realtime.session import Ask, Transcribe
-from omni_actors.http_server.speech import token_usage
 from omni_actors.http_server.state import ServerState
+from omni_actors.http_server.transcriptions import token_usage
 from omni_actors.logs import get_logger
 from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import StageParams

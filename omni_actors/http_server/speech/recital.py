@@ -1,0 +1,280 @@
+"""Requests for the pieces of a text, one after the other: what comes of them is one stream of sound."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Literal, NamedTuple
+
+from msgspec import Meta
+from starlette.requests import HTTPConnection
+
+from omni_actors.client import Audio, ChoiceItem, RequestStream
+from omni_actors.client.async_client import SEEDS
+from omni_actors.client.prompts import read_aloud, speech_ability
+from omni_actors.errors import Aborted, ErrorCode, OmniError, suggest
+from omni_actors.http_server.bodies import StagedSubmission
+from omni_actors.http_server.errors import bad_field
+from omni_actors.http_server.generation import VoiceId
+from omni_actors.http_server.speech.voices import recording_of
+from omni_actors.http_server.state import ServerState
+from omni_actors.protocol.messages import Description, StageUsage
+from omni_actors.protocol.payloads import AUTO, CLIP, CLIP_RATE, INSTRUCTIONS, LANGUAGE, TRANSCRIPT, SpeechAbility
+
+MAX_INSTRUCTIONS = 4096
+LEAST_SECONDS = 0.001  # of a request whose time is over: the pipeline then says so
+FIELDS: dict[str, str] = {
+    ErrorCode.UNKNOWN_VOICE: "voice",
+    ErrorCode.UNKNOWN_MODALITY: "model",
+    ErrorCode.PROMPT_TOO_LONG: "input",
+    # The clip and what is said in it belong to the voice that the request names.
+    **dict.fromkeys((CLIP, CLIP_RATE, TRANSCRIPT), "voice"),
+}
+
+
+class Manner(StagedSubmission, frozen=True, kw_only=True):
+    """How a client wants texts spoken."""
+
+    voice: str | VoiceId | None = None
+    response_format: Literal["mp3", "opus", "flac", "wav", "pcm", "aac"] = "mp3"
+    speed: Annotated[float, Meta(ge=0.25, le=4)] | None = None  # OpenAI's range; only 1 is possible
+    instructions: Annotated[str, Meta(max_length=MAX_INSTRUCTIONS)] | None = None
+    language: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+
+
+class Speaker:
+    """Asks the pipeline to speak texts, all in one manner and with one seed. Make it with `of`."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        description: Description,
+        prompt: Callable[[str], str],
+        options: dict[str, Any],
+        limits: tuple[float, float],
+        ids: Iterator[str],
+    ) -> None:
+        self.description = description
+        self.answers = speech_ability(description) is None  # so what it says may not be what it was given
+        self._state = state
+        self._prompt = prompt
+        self._options = options
+        self._limits = limits
+        self._ids = ids
+
+    @classmethod
+    async def of(
+        cls,
+        connection: HTTPConnection,
+        state: ServerState,
+        manner: Manner,
+        ids: Iterator[str],
+        expires: float = math.inf,
+    ) -> Speaker:
+        """Check a manner against the pipeline.
+
+        Args:
+            connection: of the client whose share of the slots the requests use.
+            ids: names of the requests to come.
+            expires: when all of them must be complete (monotonic clock); each has the time of one request besides.
+
+        Raises:
+            HttpError: 400 for what this model does not take, or takes and does not get; 404 for another model.
+        """
+        if manner.speed not in (None, 1):
+            message = "speed must be 1: the voice has one speed. Its manner can be asked for in instructions."
+            raise bad_field("speed", message, "unsupported_value")
+        description, _ = await state.model(manner.model)
+        ability = speech_ability(description)
+        if ability is not None:
+            prompt, options = str, await _spoken(manner, state, description, ability)
+        else:
+            prompt, options = _reading(manner.instructions), _read_aloud(manner, state, description)
+        options |= {
+            "params": state.stage_params(manner.model, manner.params_by_stage(), description, {}),
+            "seed": secrets.randbelow(SEEDS) if manner.seed is None else manner.seed,
+            "priority": manner.priority or 0,
+            "traceparent": connection.state.traceparent,
+            "tenant": state.tenant(connection),
+        }
+        limit = state.settings.request_timeout if manner.timeout is None else manner.timeout
+        return cls(state, description, prompt, options, (limit, expires), ids)
+
+    async def ask(self, text: str) -> RequestStream:
+        """Send the request for a text. Raises `OmniError`."""
+        limit, expires = self._limits
+        timeout = max(min(limit, expires - time.monotonic()), LEAST_SECONDS)
+        return await self._state.client.submit(
+            self._prompt(text), request_id=next(self._ids), timeout=timeout, **self._options
+        )
+
+
+def request_ids(first: str) -> Iterator[str]:
+    """Names for the requests of one HTTP request, whose own name the first one has."""
+    return itertools.chain([first], (f"{first}-{number}" for number in itertools.count(1)))
+
+
+def _reading(instructions: str | None) -> Callable[[str], str]:
+    return lambda text: read_aloud(text, instructions)
+
+
+def _read_aloud(manner: Manner, state: ServerState, description: Description) -> dict[str, Any]:
+    """Options for a model that answers."""
+    if manner.language is not None:
+        message = "This model finds the language of a text out by itself: leave language out."
+        raise bad_field("language", message, "unsupported_parameter")
+    return {"modalities": ["text", "audio"], "voice": state.voice(manner.voice, description, "voice")}
+
+
+async def _spoken(
+    manner: Manner, state: ServerState, description: Description, ability: SpeechAbility
+) -> dict[str, Any]:
+    """Options for a model that speaks the text that it is given."""
+    information: dict[str, Any] = {}
+    if manner.language is not None:
+        languages = {name.casefold(): name for name in (*ability.languages, AUTO)}
+        if manner.language.casefold() not in languages:
+            nearest = suggest(manner.language, list(languages.values()))
+            raise bad_field("language", f"language must be one of {', '.join(languages.values())}.{nearest}")
+        information[LANGUAGE] = languages[manner.language.casefold()]
+    if manner.instructions and ability.instructions == "none":
+        message = "This model takes no instructions: it speaks in the manner of its voice."
+        raise bad_field("instructions", message, "unsupported_parameter")
+    if manner.instructions:
+        information[INSTRUCTIONS] = manner.instructions
+    elif ability.instructions == "required":
+        message = "instructions: this model makes up a voice: describe it, and how it speaks."
+        raise bad_field("instructions", message, "missing_required_parameter")
+    if ability.clip == "none":
+        voice = state.voice(manner.voice, description, "voice")
+        known = {name.casefold(): name for name in description.voices}
+        voice = known.get(voice.casefold(), voice) if voice is not None else None
+        return {"modalities": ["audio"], "voice": voice, "additional_information": information}
+    recorded, samples = await recording_of(manner.voice, state)
+    information |= {CLIP: samples, CLIP_RATE: recorded.rate}
+    if recorded.transcript is not None:
+        information[TRANSCRIPT] = recorded.transcript
+    return {"modalities": ["audio"], "additional_information": information}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pieces
+
+
+class Utterance:
+    """A text with a beginning and an end, which one speaker speaks."""
+
+    def __init__(self, speaker: Speaker) -> None:
+        self.speaker = speaker
+        self.usages: list[dict[str, StageUsage]] = []  # of its pieces
+        self.status: Literal["completed", "cancelled", "failed"] = "completed"  # unless more is known
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more of it is spoken."""
+        return self.status != "completed"
+
+
+class Piece(NamedTuple):
+    """A piece of an utterance; one without text is not spoken."""
+
+    utterance: Utterance
+    text: str
+    last: bool = False
+
+
+class Recital:
+    """Speaks pieces one after the other: iterate for `(0, item)`s, with `None` at the end of each; `piece` is whose.
+
+    The next piece is asked for once the first sound of the one before it is there: then it is in time, and it does not
+    take from the first one what that needs to begin.
+
+    Args:
+        grows: whether more pieces will come, until `end`.
+    """
+
+    def __init__(self, pieces: Iterable[Piece] = (), *, grows: bool = False) -> None:
+        self.usages: list[dict[str, StageUsage]] = []
+        self.piece: Piece | None = None
+        self.waiting = 0  # characters
+        self._pieces = deque(pieces)
+        self._asked: deque[tuple[Piece, RequestStream | OmniError | None]] = deque()
+        self._grows = grows
+        self._changed = asyncio.Event()
+
+    def add(self, piece: Piece) -> None:
+        """Append a piece."""
+        self.waiting += len(piece.text)
+        self._pieces.append(piece)
+        self._changed.set()
+
+    def end(self) -> None:
+        """Take no more pieces: the iteration ends with those that wait."""
+        self._grows = False
+        self._changed.set()
+
+    async def stop(self, utterance: Utterance, status: Literal["cancelled", "failed"]) -> None:
+        """Speak nothing more of an utterance. Its pieces still come, at once and without sound."""
+        utterance.status = status
+        for piece, stream in self._asked:
+            if piece.utterance is utterance and isinstance(stream, RequestStream):
+                await stream.abort()
+
+    async def abort(self) -> None:
+        """End all requests. Idempotent."""
+        self._pieces.clear()
+        self.end()
+        for _, stream in self._asked:
+            if isinstance(stream, RequestStream):
+                await stream.abort()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next step of the iteration need not wait."""
+        stream = self._asked[0][1] if self._asked else None
+        return isinstance(stream, RequestStream) and stream.unread > 0
+
+    async def __anext__(self) -> ChoiceItem:
+        while not self._asked:
+            if self._pieces:
+                await self._ask()
+            elif self._grows:
+                self._changed.clear()
+                await self._changed.wait()
+            else:
+                raise StopAsyncIteration
+        self.piece, stream = self._asked[0]
+        if stream is not None and not self.piece.utterance.over:
+            if isinstance(stream, OmniError):
+                raise stream
+            try:
+                item = await anext(stream)
+            except StopAsyncIteration:
+                self.usages.append(stream.usage)
+                self.piece.utterance.usages.append(stream.usage)
+            except Aborted:
+                if not self.piece.utterance.over:
+                    raise
+            else:
+                if isinstance(item, Audio) and self._pieces and len(self._asked) == 1:
+                    await self._ask()
+                return ChoiceItem(0, item)
+        self._asked.popleft()
+        return ChoiceItem(0, None)
+
+    async def _ask(self) -> None:
+        """Send the request of the next piece. That it fails is known when its turn comes."""
+        piece = self._pieces.popleft()
+        self.waiting -= len(piece.text)
+        stream: RequestStream | OmniError | None = None
+        if piece.text and not piece.utterance.over:
+            try:
+                stream = await piece.utterance.speaker.ask(piece.text)
+            except OmniError as error:
+                stream = error
+        self._asked.append((piece, stream))
