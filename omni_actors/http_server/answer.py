@@ -184,16 +184,6 @@ async def fed(encoder: Encoder, samples: Samples) -> bytes:
     return await asyncio.to_thread(encoder.feed, samples)
 
 
-async def encoded_pieces(pieces: AsyncIterator[Samples], name: str, rate: int) -> AsyncIterator[bytes]:
-    """A stream in one of `MEDIA_TYPES`; pieces are f32 [samples] in [-1, 1]. Raises `HttpError` 400 for the rate."""
-    encoder = encoder_of(name, rate)
-    async for samples in pieces:
-        if data := await fed(encoder, samples):
-            yield data
-    if data := encoder.finish():
-        yield data
-
-
 async def encoded(samples: Samples, name: str, rate: int) -> bytes:
     """The same as `encode`, with codecs in a thread."""
     return await asyncio.to_thread(encode, samples, name, rate)

@@ -40,7 +40,7 @@ from omni_actors.http_server.media import Fetcher
 from omni_actors.http_server.realtime import calls, client_secrets
 from omni_actors.http_server.realtime import connection as realtime
 from omni_actors.http_server.settings import ServerSettings
-from omni_actors.http_server.speech import texts, voices
+from omni_actors.http_server.speech import elevenlabs, stream, texts, voices
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.fields import TRACEPARENT
@@ -391,6 +391,13 @@ ENDPOINTS = (
     Endpoint("GET", "/v1/requests/{request_id}/timeline", timeline),
 )
 
+SOCKETS = {
+    REALTIME: realtime.realtime,
+    stream.PATH: stream.stream,
+    elevenlabs.SINGLE: elevenlabs.single,
+    elevenlabs.MULTI: elevenlabs.multi,
+}
+
 
 def create_app(settings: ServerSettings, *, fetcher: Fetcher | None = None, bodies: Budget | None = None) -> ASGIApp:
     """Make the whole server as an ASGI application.
@@ -436,10 +443,10 @@ def create_routes(settings: ServerSettings, bodies: Budget, fetcher: Fetcher | N
         by_path[operation.path][operation.method] = operation
     routes = [_route(path, operations) for path, operations in by_path.items()]
     routes += [Route(path, page) for path in PAGE_FILES]
-    routes += [Route("/openapi.json", _openapi), Route(REALTIME, _no_websocket)]
+    routes += [Route("/openapi.json", _openapi), *(Route(path, _no_websocket) for path in SOCKETS)]
     answer: Any = _answer  # which takes requests and WebSockets
     app = Starlette(
-        routes=[*routes, WebSocketRoute(REALTIME, realtime.realtime)],
+        routes=[*routes, *(WebSocketRoute(path, endpoint) for path, endpoint in SOCKETS.items())],
         lifespan=lifespan,
         exception_handlers=dict.fromkeys((HttpError, OmniError, HTTPException, Exception), answer),
     )
@@ -456,7 +463,9 @@ def _route(path: str, operations: dict[str, Endpoint]) -> Route:
 
 
 async def _no_websocket(request: Request) -> Response:
-    message = f"{REALTIME} is a WebSocket: connect with ws:// or wss://, and let proxies on the way pass upgrades on."
+    message = (
+        f"{request.url.path[:200]} is a WebSocket: connect with ws:// or wss://, and let proxies pass upgrades on."
+    )
     error = HttpError(426, message, code="upgrade_required")
     error.headers.update({"upgrade": "websocket", "connection": "upgrade"})
     raise error
@@ -467,7 +476,7 @@ async def _no_route(scope: Scope, receive: Receive, send: Send) -> None:
     path: str = scope["path"]
     if scope["type"] == "websocket":
         raise HttpError(404, f"There is no WebSocket at {path[:200]!r}.", code="not_found")
-    listed = sorted({REALTIME, *(operation.path for operation in ENDPOINTS)})
+    listed = sorted({*SOCKETS, *(operation.path for operation in ENDPOINTS)})
     wanted = f"{PREFIX}{path}" if not path.startswith(PREFIX) else path
     nearest = difflib.get_close_matches(wanted[:200], listed, n=1, cutoff=0.8)
     hint = f" Did you mean {nearest[0]}?" if nearest else ""

@@ -176,7 +176,7 @@ async def test_the_server_finds_the_turns_of_the_user(echo: HttpPipeline, wire: 
     audio = {"input": {"turn_detection": vad, "format": msgspec.to_builtins(wire)}}
     async with openai_session(echo.url, instructions="hi", audio=audio) as connection:
         silence = numpy.zeros(24_000, numpy.int16)
-        sound = SoundEncoder(wire).encode(numpy.concatenate([silence, speech(1.0), silence]).tobytes())
+        sound = SoundEncoder(wire.law, wire.hertz).encode(numpy.concatenate([silence, speech(1.0), silence]).tobytes())
         for start in range(0, len(sound), 4800):
             await connection.input_audio_buffer.append(audio=base64.b64encode(sound[start : start + 4800]).decode())
         events = {event.type: event for event in await until_event(connection, "response.done")}

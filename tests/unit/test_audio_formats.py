@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import numpy
 import pytest
 
-from omni_actors.http_server.answer import Samples, encode, encoded_pieces
+from omni_actors.http_server.answer import encode, encoder_of, fed
 from omni_actors.http_server.errors import HttpError
 from omni_actors.media.limits import AUDIO_FILE, AUDIO_RATE, MediaLimits
 from omni_actors.media.readers import decode
@@ -15,11 +13,6 @@ from omni_actors.sharing import Budget
 
 RATE = 24_000
 TONE = (0.5 * numpy.sin(2 * numpy.pi * 440 * numpy.arange(RATE) / RATE)).astype(numpy.float32)
-
-
-async def split(samples: Samples, pieces: int) -> AsyncIterator[Samples]:
-    for piece in numpy.array_split(samples, pieces):
-        yield piece
 
 
 def test_aac_holds_the_sound() -> None:
@@ -32,13 +25,14 @@ def test_aac_holds_the_sound() -> None:
 
 @pytest.mark.parametrize("pieces", [1, 7, 100])
 async def test_aac_is_streamed_in_frames_that_make_the_same_file(pieces: int) -> None:
-    parts = [part async for part in encoded_pieces(split(TONE, pieces), "aac", RATE)]
-    assert pieces == 1 or len(parts) > 1, "sound is sent before the end"
-    assert b"".join(parts) == encode(TONE, "aac", RATE)
+    encoder = encoder_of("aac", RATE)
+    parts = [await fed(encoder, piece) for piece in numpy.array_split(TONE, pieces)]
+    assert pieces == 1 or any(parts[:-1]), "sound is sent before the end"
+    assert b"".join([*parts, encoder.finish()]) == encode(TONE, "aac", RATE)
 
 
-async def test_aac_of_nothing_and_of_a_strange_rate() -> None:
+def test_aac_of_nothing_and_of_a_strange_rate() -> None:
     assert encode(numpy.zeros(0, numpy.float32), "aac", RATE) == b""
     assert encode(numpy.full(RATE, 9.0, numpy.float32), "aac", RATE), "samples are clipped"
     with pytest.raises(HttpError, match="23456 Hz"):
-        await anext(encoded_pieces(split(TONE, 1), "aac", 23_456))
+        encoder_of("aac", 23_456)

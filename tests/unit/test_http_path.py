@@ -18,7 +18,7 @@ from starlette.types import Message
 from omni_actors.client import Audio, ChoiceStreams, RequestStream, Text
 from omni_actors.errors import InvalidRequest, RequestTimeout
 from omni_actors.http_server import state as server_state
-from omni_actors.http_server.answer import Answer, AnswerResponse, Samples, encoded, encoded_pieces, event, pcm16
+from omni_actors.http_server.answer import Answer, AnswerResponse, encoded, encoder_of, event, fed, pcm16
 from omni_actors.http_server.app import create_routes
 from omni_actors.http_server.bodies import Submission
 from omni_actors.http_server.errors import HttpError
@@ -92,19 +92,11 @@ async def turns_of_the_loop(task: asyncio.Task[Any]) -> int:
     return count
 
 
-async def one_piece(samples: Samples) -> AsyncIterator[Samples]:
-    yield samples
-
-
 @pytest.mark.parametrize("name", ["opus", "mp3", "aac"])
 async def test_a_codec_does_not_hold_up_the_loop(name: str) -> None:
     samples = speech(2.0).samples
-
-    async def read_all() -> bytes:
-        return b"".join([data async for data in encoded_pieces(one_piece(samples), name, RATE)])
-
     assert await turns_of_the_loop(asyncio.create_task(encoded(samples, name, RATE))) > 10
-    assert await turns_of_the_loop(asyncio.create_task(read_all())) > 10
+    assert await turns_of_the_loop(asyncio.create_task(fed(encoder_of(name, RATE), samples))) > 10
 
 
 async def test_sound_of_many_answers_is_taken_one_at_a_time_with_turns_for_others_between() -> None:

@@ -48,7 +48,7 @@ def test_g711_is_that_of_pythons_audioop(law: str) -> None:
 def test_a_tone_passes_both_ways_in_pieces_of_any_size(wire: WireFormat) -> None:
     """The noise of a seam would be far louder than that of 8 bits."""
     given = tone(RATE)
-    encoder, decoder = SoundEncoder(wire), SoundDecoder(wire)
+    encoder, decoder = SoundEncoder(wire.law, wire.hertz), SoundDecoder(wire)
     sizes = [1, 7, 240, 480, 999, 5000, 24_000]
     borders = [0, *numpy.cumsum(sizes)]
     sent = b"".join(encoder.encode(given[start:end].tobytes()) for start, end in pairwise(borders))

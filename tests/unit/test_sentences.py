@@ -51,7 +51,7 @@ def test_a_sentence_is_whole_once_the_space_behind_its_mark_is_there() -> None:
     cutter = SentenceCutter()
     assert cutter.append("The tide is full.") == []
     assert cutter.append(" It") == ["The tide is full. "]
-    assert cutter.waiting == len("It")
+    assert cutter.rest == "It"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from omni_actors.http_server.errors import bad_field
 
 PREFIX = "ek_"
 KEY_SUBPROTOCOL = "openai-insecure-api-key."  # as OpenAI's pages send it
+ELEVENLABS_KEY = "xi-api-key"  # the header of ElevenLabs' clients
 MAX_SESSION = 8 << 10  # bytes of a session in a secret, which is sent in a header
 MEANING = b"omni_actors: client secrets of /v1/realtime"
 
@@ -78,5 +79,7 @@ def key_of(headers: Headers) -> str:
     scheme, _, given = headers.get("authorization", "").partition(" ")
     if given:
         return given.strip() if scheme.lower() == "bearer" else ""
+    if given := headers.get(ELEVENLABS_KEY):
+        return given
     names = (name.strip() for name in headers.get("sec-websocket-protocol", "").split(","))
     return next((name.removeprefix(KEY_SUBPROTOCOL) for name in names if name.startswith(KEY_SUBPROTOCOL)), "")

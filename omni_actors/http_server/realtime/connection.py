@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
@@ -51,6 +51,7 @@ from omni_actors.http_server.realtime.session import (
     Transcribe,
 )
 from omni_actors.http_server.realtime.turns import SpeechWindow, VoiceActivity
+from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.messages import Description
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from omni_actors.http_server.realtime.webrtc import Call, Loudspeaker
 
 logger = get_logger(__name__)
+T = TypeVar("T")
 
 EVENT_BYTES = 4 << 20  # that may wait before no more events of the client are taken
 GOING_AWAY = 1001  # code that closes a WebSocket
@@ -101,6 +103,37 @@ class WebSocketLine:
     async def close(self, code: str) -> None:
         """Close the WebSocket."""
         await self._websocket.close(GOING_AWAY, code)
+
+
+async def read_events(
+    receive: Callable[[], Awaitable[T]],
+    take: Callable[[T], Awaitable[None]],
+    busy: Callable[[], bool],
+    settings: ServerSettings,
+    idle: float,
+    expires: float,
+) -> HttpError:
+    """Pass a client's events on, at the pace that it may have, until the session is over; returns why.
+
+    Args:
+        busy: whether the session does something, so that a client without an event is not idle.
+        idle: seconds without an event.
+        expires: when the session is over (monotonic clock).
+    """
+    pace = EventRate(settings.realtime_events_per_second, time.monotonic())
+    while True:
+        try:
+            async with asyncio.timeout(min(idle, expires - time.monotonic())):
+                given = await receive()
+        except TimeoutError:
+            if time.monotonic() >= expires:
+                message = f"A session lasts {settings.realtime_session_seconds:g} s."
+                return HttpError(408, message, code="session_expired")
+            if busy():
+                continue
+            return HttpError(408, f"No event for {idle:g} s.", code="session_idle")
+        await take(given)
+        await asyncio.sleep(pace.wait(time.monotonic()))
 
 
 class SessionConnection:
@@ -159,31 +192,16 @@ class SessionConnection:
 
     async def _keep(self, keeper: SessionKeeper) -> None:
         await keeper.run()
-        await self._close("The session goes on over another connection.", "session_resumed")
+        await self._close(HttpError(408, "The session goes on over another connection.", code="session_resumed"))
 
     # -- events of the client -----------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
         BODIES.set((self._bodies, self))  # for what is fetched
-        settings = self._state.settings
-        expires = time.monotonic() + self._session.expires - time.time()
-        pace = EventRate(settings.realtime_events_per_second, time.monotonic())
-        while True:
-            now = time.monotonic()
-            try:
-                async with asyncio.timeout(min(settings.realtime_idle_seconds, expires - now)):
-                    given = await self._line.receive()
-            except TimeoutError:
-                if time.monotonic() >= expires:
-                    await self._close(f"A session lasts {settings.realtime_session_seconds:g} s.", "session_expired")
-                    return
-                if self._session.answering:
-                    continue
-                await self._close(f"No event for {settings.realtime_idle_seconds:g} s.", "session_idle")
-                return
-            await self._take(given)
-            await self._outbox.room(EVENT_BYTES)
-            await asyncio.sleep(pace.wait(time.monotonic()))
+        settings, session = self._state.settings, self._session
+        idle, expires = settings.realtime_idle_seconds, time.monotonic() + session.expires - time.time()
+        receive, busy = self._line.receive, lambda: session.answering
+        await self._close(await read_events(receive, self._take, busy, settings, idle, expires))
 
     async def _take(self, given: bytes | config.AppendAudio) -> None:
         """Let the session take an event, if it can be decoded and there is room for it."""
@@ -206,6 +224,7 @@ class SessionConnection:
         finally:
             self._bodies.release(self)
             self._account()
+        await self._outbox.room(EVENT_BYTES)
 
     def _account(self) -> None:
         played = self._line.speaker.size if self._line.speaker is not None else 0
@@ -243,11 +262,11 @@ class SessionConnection:
         self._account()
         self._state.realtime.meters.histogram(REALTIME_LAG).observe(late)
 
-    async def _close(self, message: str, code: str) -> None:
+    async def _close(self, why: HttpError) -> None:
         """Say why, and end the session."""
-        self._outbox.put(error_event(HttpError(408, message, code=code)))
+        self._outbox.put(error_event(why))
         await self._outbox.room(0)
-        await self._line.close(code)
+        await self._line.close(why.code or "")
 
     # -- instructions -------------------------------------------------------------------------------------------------
 

@@ -30,18 +30,20 @@ class SoundDecoder:
 
 
 class SoundEncoder:
-    """Sound of one answer as it is made. Where the rate changes, the last 25 ms come with the next piece."""
+    """Sound of one answer as it is made. Where the rate changes, the last 25 ms come with the next piece.
 
-    def __init__(self, wire: WireFormat) -> None:
-        self._wire = wire
-        self._resampler = _resampler(RATE, wire.hertz)
+    Args:
+        law: of G.711, such as `audio/pcmu`; `None` for PCM.
+    """
+
+    def __init__(self, law: str | None, hertz: int, source: int = RATE) -> None:
+        self._law = law
+        self._resampler = _resampler(source, hertz)
 
     def encode(self, pcm: bytes, last: bool = False) -> bytes:
         """The next piece."""
         samples = _resampled(self._resampler, numpy.frombuffer(pcm, "<i2"), last)
-        if self._wire.law is None:
-            return samples.tobytes()
-        return g711_codes(self._wire.law, samples).tobytes()
+        return samples.tobytes() if self._law is None else g711_codes(self._law, samples).tobytes()
 
 
 def _resampler(source: int, target: int) -> Any:

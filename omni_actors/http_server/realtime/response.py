@@ -42,7 +42,7 @@ class RunningResponse:
         self._conversation_id = conversation_id if conversation is not None else None
         self._metadata = metadata
         self._part = ItemPart("output_text")  # of the item
-        self._encoder = SoundEncoder(config.output_format)
+        self._encoder = SoundEncoder(config.output_format.law, config.output_format.hertz)
         self._requests = 0
         self._output: list[MessageItem | CallItem] = []
         self._previous: dict[str, str | None] = {}  # the items before those that the conversation has, too

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import math
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 from starlette.requests import HTTPConnection
@@ -18,9 +19,11 @@ from omni_actors.client import Audio, ChoiceItem, RequestStream
 from omni_actors.client.async_client import SEEDS
 from omni_actors.client.prompts import read_aloud, speech_ability
 from omni_actors.errors import Aborted, ErrorCode, OmniError, suggest
+from omni_actors.http_server.answer import Encoder, token_counts, usage_of
 from omni_actors.http_server.bodies import StagedSubmission
 from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.generation import VoiceId
+from omni_actors.http_server.speech.sentences import SentenceCutter
 from omni_actors.http_server.speech.voices import recording_of
 from omni_actors.http_server.state import ServerState
 from omni_actors.protocol.messages import Description, StageUsage
@@ -60,7 +63,9 @@ class Speaker:
         ids: Iterator[str],
     ) -> None:
         self.description = description
-        self.answers = speech_ability(description) is None  # so what it says may not be what it was given
+        ability = speech_ability(description)
+        self.answers = ability is None  # so what it says may not be what it was given
+        self.in_parts = ability is not None and ability.text_in_parts
         self._state = state
         self._prompt = prompt
         self._options = options
@@ -92,9 +97,11 @@ class Speaker:
         description, _ = await state.model(manner.model)
         ability = speech_ability(description)
         if ability is not None:
-            prompt, options = str, await _spoken(manner, state, description, ability)
+            prompt: Callable[[str], str] = str
+            options = await _spoken(manner, state, description, ability)
         else:
-            prompt, options = _reading(manner.instructions), _read_aloud(manner, state, description)
+            prompt = functools.partial(read_aloud, instructions=manner.instructions)
+            options = _read_aloud(manner, state, description)
         options |= {
             "params": state.stage_params(manner.model, manner.params_by_stage(), description, {}),
             "seed": secrets.randbelow(SEEDS) if manner.seed is None else manner.seed,
@@ -105,22 +112,18 @@ class Speaker:
         limit = state.settings.request_timeout if manner.timeout is None else manner.timeout
         return cls(state, description, prompt, options, (limit, expires), ids)
 
-    async def ask(self, text: str) -> RequestStream:
-        """Send the request for a text. Raises `OmniError`."""
+    async def ask(self, text: str, more_text: bool = False) -> RequestStream:
+        """Send the request for a text, or with `more_text` for its beginning. Raises `OmniError`."""
         limit, expires = self._limits
         timeout = max(min(limit, expires - time.monotonic()), LEAST_SECONDS)
         return await self._state.client.submit(
-            self._prompt(text), request_id=next(self._ids), timeout=timeout, **self._options
+            self._prompt(text), request_id=next(self._ids), timeout=timeout, more_text=more_text, **self._options
         )
 
 
 def request_ids(first: str) -> Iterator[str]:
     """Names for the requests of one HTTP request, whose own name the first one has."""
     return itertools.chain([first], (f"{first}-{number}" for number in itertools.count(1)))
-
-
-def _reading(instructions: str | None) -> Callable[[str], str]:
-    return lambda text: read_aloud(text, instructions)
 
 
 def _read_aloud(manner: Manner, state: ServerState, description: Description) -> dict[str, Any]:
@@ -165,31 +168,54 @@ async def _spoken(
 # ---------------------------------------------------------------------------------------------------------------------
 # Pieces
 
+Status = Literal["completed", "cancelled", "failed"]
+
 
 class Utterance:
-    """A text with a beginning and an end, which one speaker speaks."""
+    """A text with a beginning and an end, which one speaker speaks and one encoder writes down.
 
-    def __init__(self, speaker: Speaker) -> None:
+    Args:
+        name: what its client calls it.
+    """
+
+    def __init__(self, speaker: Speaker, encoder: Encoder, name: str | None = None) -> None:
         self.speaker = speaker
+        self.encoder = encoder
+        self.name = name
+        self.cutter = SentenceCutter()
+        self.growing: Piece | None = None  # that of the sentence which is still being written
         self.usages: list[dict[str, StageUsage]] = []  # of its pieces
-        self.status: Literal["completed", "cancelled", "failed"] = "completed"  # unless more is known
+        self.texts: list[str] = []  # what was said in each piece
+        self.status: Status = "completed"  # unless something else is known
 
     @property
     def over(self) -> bool:
         """Whether nothing more of it is spoken."""
         return self.status != "completed"
 
+    def usage(self) -> dict[str, int]:
+        """The tokens of all its pieces, as OpenAI names them."""
+        return token_counts(usage_of(self.usages, self.speaker.description, len(self.usages)))
 
-class Piece(NamedTuple):
-    """A piece of an utterance; one without text is not spoken."""
 
-    utterance: Utterance
-    text: str
-    last: bool = False
+class Piece:
+    """A piece of an utterance. One without text is not spoken; one that is not `whole` grows."""
+
+    def __init__(self, utterance: Utterance, text: str, *, whole: bool = True, last: bool = False) -> None:
+        self.utterance = utterance
+        self.text = text
+        self.whole = whole
+        self.last = last
+        self.stream: RequestStream | OmniError | None = None  # `None` until it is asked for, too
+
+    async def abort(self) -> None:
+        """End its request, if it has one. Idempotent."""
+        if isinstance(self.stream, RequestStream):
+            await self.stream.abort()
 
 
 class Recital:
-    """Speaks pieces one after the other: iterate for `(0, item)`s, with `None` at the end of each; `piece` is whose.
+    """Speaks pieces one after the other: iterate for their items, with `None` at the end of each; `piece` is whose.
 
     The next piece is asked for once the first sound of the one before it is there: then it is in time, and it does not
     take from the first one what that needs to begin.
@@ -198,12 +224,12 @@ class Recital:
         grows: whether more pieces will come, until `end`.
     """
 
+    piece: Piece
+
     def __init__(self, pieces: Iterable[Piece] = (), *, grows: bool = False) -> None:
-        self.usages: list[dict[str, StageUsage]] = []
-        self.piece: Piece | None = None
-        self.waiting = 0  # characters
+        self.waiting = 0  # characters of the pieces that were added and not asked for
         self._pieces = deque(pieces)
-        self._asked: deque[tuple[Piece, RequestStream | OmniError | None]] = deque()
+        self._asked: deque[Piece] = deque()
         self._grows = grows
         self._changed = asyncio.Event()
 
@@ -213,31 +239,52 @@ class Recital:
         self._pieces.append(piece)
         self._changed.set()
 
+    async def grow(self, piece: Piece, text: str, whole: bool) -> None:
+        """Make `text` the text of a piece, which began with what it had before."""
+        more = text[len(piece.text) :]
+        piece.text, piece.whole = text, whole
+        if isinstance(piece.stream, RequestStream):
+            await piece.stream.append_text(more)
+            if whole:
+                await piece.stream.end_text()
+        elif piece not in self._asked:
+            self.waiting += len(more)
+
     def end(self) -> None:
         """Take no more pieces: the iteration ends with those that wait."""
         self._grows = False
         self._changed.set()
 
-    async def stop(self, utterance: Utterance, status: Literal["cancelled", "failed"]) -> None:
+    async def stop(self, utterance: Utterance, status: Status) -> None:
         """Speak nothing more of an utterance. Its pieces still come, at once and without sound."""
-        utterance.status = status
-        for piece, stream in self._asked:
-            if piece.utterance is utterance and isinstance(stream, RequestStream):
-                await stream.abort()
+        if not utterance.over:
+            utterance.status = status
+        for piece in self._asked:
+            if piece.utterance is utterance:
+                await piece.abort()
 
     async def abort(self) -> None:
         """End all requests. Idempotent."""
         self._pieces.clear()
         self.end()
-        for _, stream in self._asked:
-            if isinstance(stream, RequestStream):
-                await stream.abort()
+        for piece in self._asked:
+            await piece.abort()
+
+    @property
+    def usages(self) -> list[dict[str, StageUsage]]:
+        """The usage by stage of each piece of the utterance that is heard."""
+        return self.piece.utterance.usages
 
     @property
     def ready(self) -> bool:
         """Whether the next step of the iteration need not wait."""
-        stream = self._asked[0][1] if self._asked else None
+        stream = self._asked[0].stream if self._asked else None
         return isinstance(stream, RequestStream) and stream.unread > 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to say that does not wait for more of its text."""
+        return any(piece.whole for piece in (*self._asked, *self._pieces))
 
     async def __anext__(self) -> ChoiceItem:
         while not self._asked:
@@ -248,17 +295,16 @@ class Recital:
                 await self._changed.wait()
             else:
                 raise StopAsyncIteration
-        self.piece, stream = self._asked[0]
-        if stream is not None and not self.piece.utterance.over:
-            if isinstance(stream, OmniError):
-                raise stream
+        self.piece = piece = self._asked[0]
+        if isinstance(piece.stream, OmniError) and not piece.utterance.over:
+            raise piece.stream
+        if isinstance(piece.stream, RequestStream) and not piece.utterance.over:
             try:
-                item = await anext(stream)
+                item = await anext(piece.stream)
             except StopAsyncIteration:
-                self.usages.append(stream.usage)
-                self.piece.utterance.usages.append(stream.usage)
+                piece.utterance.usages.append(piece.stream.usage)
             except Aborted:
-                if not self.piece.utterance.over:
+                if not piece.utterance.over:
                     raise
             else:
                 if isinstance(item, Audio) and self._pieces and len(self._asked) == 1:
@@ -268,13 +314,12 @@ class Recital:
         return ChoiceItem(0, None)
 
     async def _ask(self) -> None:
-        """Send the request of the next piece. That it fails is known when its turn comes."""
+        """Send the request of the next piece. That this fails is known when its turn comes."""
         piece = self._pieces.popleft()
         self.waiting -= len(piece.text)
-        stream: RequestStream | OmniError | None = None
         if piece.text and not piece.utterance.over:
             try:
-                stream = await piece.utterance.speaker.ask(piece.text)
+                piece.stream = await piece.utterance.speaker.ask(piece.text, more_text=not piece.whole)
             except OmniError as error:
-                stream = error
-        self._asked.append((piece, stream))
+                piece.stream = error
+        self._asked.append(piece)

@@ -31,25 +31,21 @@ class SentenceCutter:
 
     def __init__(self, longest: int = LONGEST) -> None:
         self._longest = longest
-        self._rest = ""
-
-    @property
-    def waiting(self) -> int:
-        """Characters of the sentence that has not ended."""
-        return len(self._rest)
+        self.rest = ""
+        """The sentence that has not ended."""
 
     def append(self, text: str) -> list[str]:
         """Add text; returns the sentences that have ended."""
-        text, begin, found = self._rest + text, 0, []
+        text, begin, found = self.rest + text, 0, []
         while end := self._end(text, begin):
             found.append(text[begin:end])
             begin = end
-        self._rest = text[begin:]
+        self.rest = text[begin:]
         return found
 
     def flush(self) -> list[str]:
         """End the sentence that has not ended, if there is one."""
-        rest, self._rest = self._rest, ""
+        rest, self.rest = self.rest, ""
         return [rest] if rest else []
 
     def _end(self, text: str, begin: int) -> int:
@@ -80,3 +76,8 @@ def pieces_of(text: str) -> list[str]:
             pieces.append("")
         pieces[-1] += sentence
     return pieces
+
+
+def speakable(text: str) -> str:
+    """What a model is given of a piece of a text: nothing, if there is nothing in it to say."""
+    return text.strip() if any(map(str.isalnum, text)) else ""

@@ -1,0 +1,279 @@
+"""ElevenLabs' dialect: the routes /v1/text-to-speech/VOICE/stream-input and multi-stream-input."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy
+from msgspec import Meta
+from starlette.websockets import WebSocket
+
+from omni_actors.client.prompts import speech_ability
+from omni_actors.http_server.answer import FileEncoder, Samples, pcm16
+from omni_actors.http_server.bodies import Nothing, Strict, decode
+from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.realtime.config import Event
+from omni_actors.http_server.realtime.formats import SoundEncoder
+from omni_actors.http_server.speech.narrator import Narrator, SpeechSession
+from omni_actors.http_server.speech.recital import Manner, Piece, Speaker, Utterance, request_ids
+from omni_actors.http_server.speech.texts import MAX_TEXT
+from omni_actors.http_server.state import ServerState
+from omni_actors.protocol.fields import Seed
+
+PATH = "/v1/text-to-speech/{voice_id}"
+SINGLE, MULTI = f"{PATH}/stream-input", f"{PATH}/multi-stream-input"
+MAX_CONTEXTS = 5  # ElevenLabs' limit
+MODEL = re.compile(r"eleven_\w+")
+VOICE = re.compile(r"[A-Za-z0-9]{20}")  # an id of ElevenLabs'
+# Names of Qwen3-TTS's languages by their codes.
+LANGUAGES = {
+    **{"de": "German", "en": "English", "es": "Spanish", "fr": "French", "it": "Italian", "ja": "Japanese"},
+    **{"ko": "Korean", "pt": "Portuguese", "ru": "Russian", "zh": "Chinese"},
+}
+FORMAT = re.compile(
+    r"pcm_(8000|16000|22050|24000|32000|44100|48000)|[ua]law_8000|mp3_(22050|24000|44100)(_\d{2,3})?|opus_48000(_\d{2,3})?"
+)
+LAWS = {"ulaw": "audio/pcmu", "alaw": "audio/pcma"}
+
+
+class Query(Strict, frozen=True, kw_only=True):
+    """The parameters of the query. Those of the last lines have no effect."""
+
+    model_id: str | None = None
+    language_code: Annotated[str, Meta(max_length=35)] | None = None
+    output_format: Annotated[str, Meta(max_length=32)] = "mp3_44100_128"
+    inactivity_timeout: Annotated[float, Meta(gt=0)] = 20.0
+    seed: Seed | None = None
+    enable_ssml_parsing: bool = False
+    apply_text_normalization: Any = None
+    apply_language_text_normalization: Any = None
+    auto_mode: Any = None
+    enable_logging: Any = None
+    optimize_streaming_latency: Any = None
+    sync_alignment: Any = None
+
+
+class VoiceSettings(Strict, frozen=True, kw_only=True):
+    """How ElevenLabs' voices are tuned: `speed` may be 1, the others have no effect."""
+
+    speed: float | None = None
+    similarity_boost: Any = None
+    stability: Any = None
+    style: Any = None
+    use_speaker_boost: Any = None
+
+
+class Message(Strict, frozen=True, kw_only=True):
+    """What a client sends. The fields of the last lines have no effect: the key comes with the request."""
+
+    text: Annotated[str, Meta(max_length=MAX_TEXT)] | None = None
+    context_id: Annotated[str, Meta(max_length=128)] | None = None
+    flush: bool = False
+    close_context: bool = False
+    close_socket: bool = False
+    voice_settings: VoiceSettings | None = None
+    pronunciation_dictionary_locators: Nothing = None
+    authorization: Any = None
+    generation_config: Any = None
+    try_trigger_generation: Any = None
+    xi_api_key: Any = None
+
+
+class WireSound:
+    """Makes sound of one of ElevenLabs' output formats: an `Encoder`. The bit rate of a codec is its own.
+
+    Args:
+        name: such as `pcm_16000`, `ulaw_8000` or `mp3_44100_128`.
+        source: samples a second of what it is fed.
+
+    Raises:
+        HttpError: 400 for another format, and for a rate that takes what is not installed.
+    """
+
+    def __init__(self, name: str, source: int) -> None:
+        if FORMAT.fullmatch(name) is None:
+            message = f"output_format: there are pcm, mp3, opus, ulaw and alaw at ElevenLabs' rates, not {name!r}."
+            raise bad_field("output_format", message, "unsupported_value")
+        codec, rate = name.split("_")[0], int(name.split("_")[1])
+        if rate != source and importlib.util.find_spec("soxr") is None:
+            message = f"output_format: this server has sound at {source} Hz only: install omni_actors[realtime]."
+            raise bad_field("output_format", message, "unsupported_value")
+        self._pcm = SoundEncoder(LAWS.get(codec), rate, source)
+        self._file = FileEncoder(codec, rate) if codec in ("mp3", "opus") else None
+
+    def feed(self, samples: Samples) -> bytes:
+        """See `Encoder.feed`."""
+        return self._written(self._pcm.encode(pcm16(samples)))
+
+    def finish(self) -> bytes:
+        """See `Encoder.finish`."""
+        rest = self._written(self._pcm.encode(b"", last=True))
+        return rest if self._file is None else rest + self._file.finish()
+
+    def _written(self, pcm: bytes) -> bytes:
+        if self._file is None:
+            return pcm
+        return self._file.feed(numpy.frombuffer(pcm, "<i2").astype(numpy.float32) / 32768)
+
+
+async def single(websocket: WebSocket) -> None:
+    """Speak one text while it is written. A refusal is a plain HTTP response."""
+    await _run(websocket, multi=False)
+
+
+async def multi(websocket: WebSocket) -> None:
+    """Speak texts while they are written, each in a context of its own. A refusal is a plain HTTP response."""
+    await _run(websocket, multi=True)
+
+
+async def _run(websocket: WebSocket, multi: bool) -> None:
+    state: ServerState = websocket.app.state.server
+    query = decode(dict(websocket.query_params), Query)
+    if query.enable_ssml_parsing:
+        message = "enable_ssml_parsing is not supported: tags would be read out. Send plain text."
+        raise bad_field("enable_ssml_parsing", message, "unsupported_parameter")
+    speaker = await _speaker(websocket, state, query)
+    WireSound(query.output_format, speaker.description.sample_rate)  # which may refuse the format
+    await SpeechSession(websocket, state, Contexts(speaker, query, state.settings.realtime_idle_seconds, multi)).run()
+
+
+async def _speaker(websocket: WebSocket, state: ServerState, query: Query) -> Speaker:
+    """The speaker of all texts. A model of ElevenLabs' is the one that is served, and so is the voice of an id."""
+    description = await state.facts()
+    ability = speech_ability(description)
+    voice: str | None = websocket.path_params["voice_id"]
+    known = {*map(str.casefold, (*description.voices, *state.voice_aliases(description.voices)))}
+    if (ability is None or ability.clip == "none") and voice.casefold() not in known and VOICE.fullmatch(voice):
+        voice = None
+    model = None if query.model_id is None or MODEL.fullmatch(query.model_id) else query.model_id
+    code = query.language_code
+    language = LANGUAGES.get(code.lower().partition("-")[0], code) if code is not None else None
+    manner = Manner(model=model, voice=voice, language=language, seed=query.seed)
+    return await Speaker.of(websocket, state, manner, request_ids(websocket.state.request_id))
+
+
+@dataclass
+class Context:
+    """A text that is being written, as its client sees it.
+
+    Args:
+        pending: whether some of it came after the last flush.
+        closed: whether nothing more of it may come.
+    """
+
+    utterance: Utterance
+    narrator: Narrator
+    pending: bool = False
+    closed: bool = False
+
+
+class Contexts:
+    """The messages of the routes: a `Dialect`. A socket without contexts has one without a name."""
+
+    def __init__(self, speaker: Speaker, query: Query, idle: float, multi: bool) -> None:
+        self.idle = min(query.inactivity_timeout, idle)
+        self._speaker = speaker
+        self._format = query.output_format
+        self._multi = multi
+        self._contexts: dict[str, Context] = {}
+        self._asking = ""  # the context of the message that is handled
+        self._closing = False
+
+    async def take(self, data: bytes, session: SpeechSession) -> None:
+        """See `Dialect.take`."""
+        self._asking = ""
+        message = decode(data, Message)
+        self._asking = name = (message.context_id or "") if self._multi else ""
+        if message.voice_settings is not None and message.voice_settings.speed not in (None, 1):
+            raise bad_field("voice_settings.speed", "speed must be 1: the voice has one speed.", "unsupported_value")
+        if message.close_socket:
+            for context in list(self._contexts.values()):
+                await self._close(context)
+            self._finish(session)
+        elif message.close_context:
+            if name in self._contexts:
+                await self._close(self._contexts[name])
+        elif message.text == "" and not self._multi:
+            context = self._context(name, session)
+            await context.narrator.flush(context.utterance, last=False)
+            context.pending = False
+            await self._close(context)
+            self._finish(session)
+        elif message.text or message.flush:
+            context = self._context(name, session)
+            text = message.text or ""
+            context.pending |= bool(text.strip())
+            await context.narrator.append(context.utterance, text)
+            if message.flush:
+                await context.narrator.flush(context.utterance, last=False)
+                context.pending = False
+
+    def _finish(self, session: SpeechSession) -> None:
+        self._closing = True
+        session.finish()
+
+    def _context(self, name: str, session: SpeechSession) -> Context:
+        context = self._contexts.get(name)
+        if self._closing or (context is not None and context.closed):
+            raise bad_field("context_id", "This context is closed: send the text in another one.")
+        if context is None:
+            if len(self._contexts) >= MAX_CONTEXTS:
+                raise bad_field("context_id", f"There may be {MAX_CONTEXTS} contexts at a time: close one.")
+            encoder = WireSound(self._format, self._speaker.description.sample_rate)
+            context = Context(Utterance(self._speaker, encoder, name), session.narrator())
+            self._contexts[name] = context
+        return context
+
+    async def _close(self, context: Context) -> None:
+        """Say what was flushed to its end; what was not is interrupted, and so is what is closed once more."""
+        recital, utterance = context.narrator.recital, context.utterance
+        if context.pending or context.closed:
+            await recital.stop(utterance, "cancelled")
+        self._end(context)
+
+    def _end(self, context: Context) -> None:
+        if not context.closed:
+            context.closed = True
+            context.narrator.recital.add(Piece(context.utterance, "", last=True))
+            context.narrator.recital.end()
+
+    # -- messages of the server ---------------------------------------------------------------------------------------
+
+    def sound(self, utterance: Utterance, data: bytes) -> Event:
+        """See `Dialect.sound`."""
+        return _message(utterance.name, audio=data)
+
+    def spoken(self, utterance: Utterance, text: str, seconds: float) -> Event:
+        """See `Dialect.spoken`: the times of its characters, as if all took the same, from the piece's beginning."""
+        characters = [*text, " "]
+        places = [round(1000 * seconds * place / len(characters)) for place in range(len(characters) + 1)]
+        lengths = [end - begin for begin, end in itertools.pairwise(places)]
+        times = {"chars": characters, "charStartTimesMs": places[:-1], "charDurationsMs": lengths}
+        return _message(utterance.name, alignment=times, normalizedAlignment=times)
+
+    def ended(self, utterance: Utterance) -> Event:
+        """See `Dialect.ended`."""
+        self._contexts.pop(utterance.name or "")
+        return _message(utterance.name, isFinal=True)
+
+    def failed(self, utterance: Utterance, error: HttpError) -> Event:
+        """See `Dialect.failed`."""
+        self._end(self._contexts[utterance.name or ""])
+        return _error(utterance.name, error)
+
+    def error(self, error: HttpError, data: bytes) -> Event:
+        """See `Dialect.error`."""
+        return _error(self._asking, error)
+
+
+def _message(name: str | None, **fields: Any) -> Event:
+    nothing: dict[str, Any] = {"audio": None, "isFinal": False, "alignment": None, "normalizedAlignment": None}
+    return {**nothing, **fields, "contextId": name or None}
+
+
+def _error(name: str | None, error: HttpError) -> Event:
+    return {"error": error.message, "code": error.code, "param": error.param, "contextId": name or None}

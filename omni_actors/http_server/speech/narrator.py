@@ -1,0 +1,217 @@
+"""A WebSocket that takes texts while they are written and gives their sound, in any dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from omni_actors.client import Audio, StreamItem, Text
+from omni_actors.errors import OmniError
+from omni_actors.http_server.answer import fed
+from omni_actors.http_server.bodies import MAX_VALUES, check_bounds, take_bytes
+from omni_actors.http_server.errors import HttpError, too_large
+from omni_actors.http_server.realtime.config import Event
+from omni_actors.http_server.realtime.connection import EVENT_BYTES, SUBPROTOCOL, WebSocketLine, read_events
+from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Outbox
+from omni_actors.http_server.speech.recital import FIELDS, Piece, Recital, Utterance
+from omni_actors.http_server.speech.sentences import speakable
+from omni_actors.http_server.speech.texts import MAX_TEXT
+from omni_actors.http_server.state import ServerState
+from omni_actors.logs import get_logger
+
+logger = get_logger(__name__)
+
+MAX_EVENT_BYTES = 1 << 20
+CHARACTER_BYTES = 4  # at most, of a text in memory
+TOO_LONG = f"At most {MAX_TEXT} characters may wait to be spoken: send more when sound has come."
+
+
+class Dialect(Protocol):
+    """What a client and the server call what they send."""
+
+    idle: float
+    """Seconds without an event and without sound that end the session."""
+
+    async def take(self, data: bytes, session: SpeechSession) -> None:
+        """Do what an event of the client asks for. Raises `HttpError`."""
+
+    def sound(self, utterance: Utterance, data: bytes) -> Event:
+        """Some sound of an utterance."""
+
+    def spoken(self, utterance: Utterance, text: str, seconds: float) -> Event | None:
+        """The sound of a piece is complete."""
+
+    def ended(self, utterance: Utterance) -> Event:
+        """Nothing more of an utterance comes."""
+
+    def error(self, error: HttpError, data: bytes) -> Event:
+        """An event of the client is refused."""
+
+    def failed(self, utterance: Utterance, error: HttpError) -> Event:
+        """The rest of an utterance cannot be spoken."""
+
+
+class Narrator:
+    """Speaks the utterances of a client, one after the other, and sends what comes of them."""
+
+    def __init__(self, outbox: Outbox, dialect: Dialect) -> None:
+        self.recital = Recital(grows=True)
+        self._outbox = outbox
+        self._dialect = dialect
+        self._seconds = 0.0  # of the piece that is heard
+        self._said = ""
+
+    async def append(self, utterance: Utterance, text: str) -> None:
+        """Add to the text of an utterance. Raises `HttpError` 413 if too much of it would wait."""
+        cutter = utterance.cutter
+        if self.recital.waiting + len(cutter.rest) + len(text) > MAX_TEXT:
+            raise too_large(TOO_LONG, "text", "body_too_large")
+        for sentence in cutter.append(text):
+            await self._say(utterance, sentence, whole=True)
+        if utterance.speaker.in_parts:
+            await self._say(utterance, cutter.rest, whole=False)
+
+    async def flush(self, utterance: Utterance, last: bool) -> None:
+        """End the sentence that is being written, and with `last` the utterance."""
+        for rest in utterance.cutter.flush():
+            await self._say(utterance, rest, whole=True)
+        if last:
+            self.recital.add(Piece(utterance, "", last=True))
+
+    async def _say(self, utterance: Utterance, text: str, whole: bool) -> None:
+        text = speakable(text)
+        if utterance.growing is not None:
+            await self.recital.grow(utterance.growing, text, whole)
+        elif text and not utterance.over:
+            utterance.growing = Piece(utterance, text, whole=whole)
+            self.recital.add(utterance.growing)
+        if whole or utterance.over:
+            utterance.growing = None
+
+    async def run(self) -> None:
+        """Send sound until the recital ends. When this is cancelled, its requests end in all stages."""
+        try:
+            while True:
+                try:
+                    item = (await anext(self.recital)).item
+                    await self._pass_on(self.recital.piece, item)
+                except StopAsyncIteration:
+                    return
+                except (HttpError, OmniError) as error:
+                    utterance = self.recital.piece.utterance
+                    await self.recital.stop(utterance, "failed")
+                    self._outbox.put(self._dialect.failed(utterance, HttpError.of(error, FIELDS)))
+        finally:
+            await self.recital.abort()
+
+    async def _pass_on(self, piece: Piece, item: StreamItem | None) -> None:
+        utterance = piece.utterance
+        if isinstance(item, Text):
+            self._said += item.text
+        elif isinstance(item, Audio) and not utterance.over:
+            self._seconds += len(item.samples) / item.sample_rate
+            self._send(utterance, await fed(utterance.encoder, item.samples))
+        elif item is None:
+            self._end(piece)
+        await self._outbox.room(ANSWER_BYTES)
+
+    def _end(self, piece: Piece) -> None:
+        utterance = piece.utterance
+        if piece.text and not utterance.over:
+            utterance.texts.append(self._said if utterance.speaker.answers else piece.text)
+            if (event := self._dialect.spoken(utterance, piece.text, self._seconds)) is not None:
+                self._outbox.put(event)
+        self._seconds, self._said = 0.0, ""
+        if piece.last:
+            if not utterance.over:
+                self._send(utterance, utterance.encoder.finish())
+            self._outbox.put(self._dialect.ended(utterance))
+
+    def _send(self, utterance: Utterance, data: bytes) -> None:
+        if data:
+            self._outbox.put(self._dialect.sound(utterance, data))
+
+
+class SpeechSession:
+    """Runs one session until the client leaves, a limit is reached, or all is spoken after `finish`."""
+
+    def __init__(self, websocket: WebSocket, state: ServerState, dialect: Dialect) -> None:
+        self.websocket = websocket
+        self.state = state
+        self._dialect = dialect
+        self._line = WebSocketLine(websocket)
+        self.outbox = Outbox(self._line.send, state.settings.write_timeout, None)
+        self._tasks = asyncio.TaskGroup()
+        self._narrators: set[Narrator] = set()
+        self._finishes = False
+        self._finished = asyncio.Event()
+
+    async def run(self) -> None:
+        """Take a place and run. Raises `HttpError` 429 if there is none; at the end none of its requests is left."""
+        websocket, about = self.websocket, {"request_id": self.websocket.state.request_id}
+        with self.state.realtime.session(self.state.tenant(websocket), self._line):
+            await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
+            try:
+                async with self._tasks as tasks:
+                    for work in (self._read(), self.outbox.write(), self._close()):
+                        tasks.create_task(work, name="speech session")
+            except* TimeoutError:
+                logger.warning("the client of a session of speech does not read; the session ends", extra=about)
+            except* (WebSocketDisconnect, OSError):
+                logger.debug("a session of speech has ended", extra=about)
+
+    def narrator(self) -> Narrator:
+        """One more that speaks at the same time as the others."""
+        narrator = Narrator(self.outbox, self._dialect)
+        self._narrators.add(narrator)
+        self._tasks.create_task(self._narrate(narrator), name="narrator")
+        return narrator
+
+    def finish(self) -> None:
+        """Close the WebSocket once all narrators have ended."""
+        self._finishes = True
+        if not self._narrators:
+            self._finished.set()
+
+    async def _narrate(self, narrator: Narrator) -> None:
+        await narrator.run()
+        self._narrators.discard(narrator)
+        if self._finishes:
+            self.finish()
+
+    async def _close(self) -> None:
+        await self._finished.wait()
+        await self.outbox.room(0)
+        await self.websocket.close()
+        raise WebSocketDisconnect
+
+    async def _read(self) -> None:
+        settings = self.state.settings
+        expires = time.monotonic() + settings.realtime_session_seconds
+        why = await read_events(self._line.receive, self._take, self._busy, settings, self._dialect.idle, expires)
+        self.outbox.put(self._dialect.error(why, b""))
+        await self.outbox.room(0)
+        await self._line.close(why.code or "")
+        raise WebSocketDisconnect
+
+    def _busy(self) -> bool:
+        return any(narrator.recital.busy for narrator in self._narrators)
+
+    async def _take(self, data: bytes) -> None:
+        bodies = self.state.realtime.bodies
+        try:
+            take_bytes(bodies, self, len(data))
+            if len(data) > MAX_EVENT_BYTES:
+                raise too_large(f"An event is limited to {MAX_EVENT_BYTES} bytes.", code="body_too_large")
+            check_bounds(data, MAX_VALUES)
+            await self._dialect.take(data, self)
+        except (HttpError, OmniError) as error:
+            self.outbox.put(self._dialect.error(HttpError.of(error, FIELDS), data))
+        finally:
+            bodies.release(self)
+            bodies.release(self._line)
+            bodies.take(self._line, CHARACTER_BYTES * sum(narrator.recital.waiting for narrator in self._narrators))
+        await self.outbox.room(EVENT_BYTES)

@@ -1,0 +1,136 @@
+"""The route /v1/audio/speech/stream, with events named as those of OpenAI's realtime sessions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, assert_never
+
+import msgspec
+from msgspec import Meta
+from starlette.websockets import WebSocket
+
+from omni_actors.http_server.answer import encoder_of
+from omni_actors.http_server.bodies import decode
+from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.realtime.config import ClientEvent, Event, UpdateSession, error_event, event, event_id_of
+from omni_actors.http_server.speech.narrator import Narrator, SpeechSession
+from omni_actors.http_server.speech.recital import Manner, Speaker, Utterance, request_ids
+from omni_actors.http_server.speech.texts import MAX_TEXT
+from omni_actors.http_server.state import ServerState
+
+PATH = "/v1/audio/speech/stream"
+
+
+class AppendText(ClientEvent, frozen=True, kw_only=True, tag="input_text.append"):
+    """Add to the text."""
+
+    text: Annotated[str, Meta(max_length=MAX_TEXT)]
+
+
+class FlushText(ClientEvent, frozen=True, kw_only=True, tag="input_text.flush"):
+    """Say that the text is complete. What follows is another one."""
+
+
+class EndText(ClientEvent, frozen=True, kw_only=True, tag="input_text.end"):
+    """The same, and end the session once all is spoken."""
+
+
+class CancelText(ClientEvent, frozen=True, kw_only=True, tag="input_text.cancel"):
+    """Speak nothing more of any text."""
+
+
+AnyEvent = UpdateSession | AppendText | FlushText | EndText | CancelText
+
+
+async def stream(websocket: WebSocket) -> None:
+    """Speak a text while it is written. A refusal is a plain HTTP response."""
+    for name in websocket.query_params:
+        raise bad_field(name[:64], f"{PATH} has no parameters: send session.update.", "unknown_parameter")
+    state: ServerState = websocket.app.state.server
+    await SpeechSession(websocket, state, StreamEvents(websocket, state)).run()
+
+
+class StreamEvents:
+    """The events of the route: a `Dialect`."""
+
+    def __init__(self, websocket: WebSocket, state: ServerState) -> None:
+        self.idle = state.settings.realtime_idle_seconds
+        self._websocket = websocket
+        self._state = state
+        self._ids = request_ids(websocket.state.request_id)
+        self._given: dict[str, Any] = {"response_format": "pcm"}
+        self._speaker: Speaker | None = None  # until it is needed
+        self._narrator: Narrator | None = None
+        self._utterance: Utterance | None = None  # that is being written
+        self._spoken: list[Utterance] = []  # that have not ended
+        self._complete = False
+
+    async def take(self, data: bytes, session: SpeechSession) -> None:
+        """See `Dialect.take`."""
+        found: AnyEvent = decode(data, AnyEvent)  # type: ignore[arg-type]  # a union is not a class
+        if self._complete and not isinstance(found, CancelText):
+            raise HttpError(400, "The text of this session has ended.", param="type", code="invalid_value")
+        narrator = self._narrator = self._narrator or session.narrator()
+        match found:
+            case UpdateSession(session=fields):
+                given = {**self._given, **fields}
+                self._speaker = await self._speaker_of(given)
+                self._given = given
+                session.outbox.put(event("session.updated", session=given))
+            case AppendText(text=text):
+                await narrator.append(await self._written(), text)
+            case FlushText() | EndText():
+                await self._flush(narrator)
+            case CancelText():
+                if self._utterance is None and not self._complete:
+                    await self._written()
+                for utterance in self._spoken:
+                    await narrator.recital.stop(utterance, "cancelled")
+                if not self._complete:
+                    await self._flush(narrator)
+            case _:
+                assert_never(found)
+        if isinstance(found, EndText):
+            self._complete = True
+            narrator.recital.end()
+            session.finish()
+
+    async def _speaker_of(self, given: dict[str, Any]) -> Speaker:
+        manner = decode(msgspec.json.encode(given), Manner, "session")
+        speaker = await Speaker.of(self._websocket, self._state, manner, self._ids)
+        encoder_of(manner.response_format, speaker.description.sample_rate)  # which may refuse the rate
+        return speaker
+
+    async def _written(self) -> Utterance:
+        if self._utterance is None:
+            speaker = self._speaker = self._speaker or await self._speaker_of(self._given)
+            encoder = encoder_of(self._given["response_format"], speaker.description.sample_rate)
+            self._utterance = Utterance(speaker, encoder)
+            self._spoken.append(self._utterance)
+        return self._utterance
+
+    async def _flush(self, narrator: Narrator) -> None:
+        await narrator.flush(await self._written(), last=True)
+        self._utterance = None
+
+    # -- events of the server -----------------------------------------------------------------------------------------
+
+    def sound(self, utterance: Utterance, data: bytes) -> Event:
+        """See `Dialect.sound`."""
+        return event("speech.audio.delta", audio=data)
+
+    def spoken(self, utterance: Utterance, text: str, seconds: float) -> None:
+        """See `Dialect.spoken`."""
+
+    def ended(self, utterance: Utterance) -> Event:
+        """See `Dialect.ended`."""
+        self._spoken.remove(utterance)
+        transcript, usage = " ".join(filter(None, utterance.texts)), utterance.usage()
+        return event("speech.audio.done", status=utterance.status, transcript=transcript, usage=usage)
+
+    def failed(self, utterance: Utterance, error: HttpError) -> Event:
+        """See `Dialect.failed`."""
+        return error_event(error)
+
+    def error(self, error: HttpError, data: bytes) -> Event:
+        """See `Dialect.error`."""
+        return error_event(error, event_id_of(data))

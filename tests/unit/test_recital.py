@@ -1,0 +1,151 @@
+"""Pieces of a text as one stream of sound: when each is asked for, and how a recital ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import numpy
+import pytest
+
+from omni_actors.client import Audio, RequestStream
+from omni_actors.errors import Aborted, Overloaded
+from omni_actors.http_server.answer import PcmEncoder
+from omni_actors.http_server.speech.recital import Piece, Recital, Speaker, Utterance
+from omni_actors.protocol.messages import Done
+
+SOUND = Audio(numpy.zeros(8, numpy.float32), 24_000)
+END = Done(usage={})
+
+
+class Pipeline:
+    """What is asked of a pipeline: the streams by text, and what became of them."""
+
+    in_parts = True
+
+    def __init__(self) -> None:
+        self.streams: dict[str, RequestStream] = {}
+        self.added: list[tuple[str, bool]] = []
+        self.aborted: list[str] = []
+
+    async def ask(self, text: str, more_text: bool = False) -> RequestStream:
+        if text == "refused":
+            raise Overloaded("Too many.")
+        stream = self.streams[text] = RequestStream(text, self._abort, lambda _, more, last: self._add(more, last))
+        return stream
+
+    def _add(self, text: str, last: bool) -> None:
+        self.added.append((text, last))
+
+    def _abort(self, text: str) -> None:
+        self.aborted.append(text)
+        self.streams[text].deliver(Aborted("As it was asked to."))
+
+    def utterance(self) -> Utterance:
+        return Utterance(cast(Speaker, self), PcmEncoder("pcm", 24_000))
+
+
+async def item_of(recital: Recital) -> Any:
+    async with asyncio.timeout(20):
+        return (await anext(recital)).item
+
+
+async def test_the_next_piece_is_asked_for_with_the_first_sound_of_the_one_before_it() -> None:
+    pipeline = Pipeline()
+    utterance = pipeline.utterance()
+    recital = Recital(Piece(utterance, text) for text in ("one", "", "two", "three"))
+    reading = asyncio.create_task(item_of(recital))
+    await asyncio.sleep(0)
+    assert list(pipeline.streams) == ["one"]
+    pipeline.streams["one"].deliver(SOUND)
+    assert await reading is SOUND
+    assert not recital.ready
+    for item in (SOUND, END):
+        pipeline.streams["one"].deliver(item)
+    assert recital.ready
+    assert [await item_of(recital) for _ in range(3)] == [SOUND, None, None]
+    reading = asyncio.create_task(item_of(recital))
+    await asyncio.sleep(0)
+    assert list(pipeline.streams) == ["one", "two"]
+    pipeline.streams["two"].deliver(SOUND)
+    assert await reading is SOUND
+    assert list(pipeline.streams) == ["one", "two", "three"]
+    pipeline.streams["two"].deliver(END)
+    pipeline.streams["three"].deliver(END)
+    assert [await item_of(recital) for _ in range(2)] == [None, None]
+    assert len(utterance.usages) == 3
+    with pytest.raises(StopAsyncIteration):
+        await item_of(recital)
+
+
+async def test_who_leaves_ends_what_was_asked_for_and_has_nothing_more_asked() -> None:
+    pipeline = Pipeline()
+    recital = Recital(Piece(pipeline.utterance(), text) for text in ("one", "two", "three"))
+    reading = asyncio.create_task(item_of(recital))
+    await asyncio.sleep(0)
+    pipeline.streams["one"].deliver(SOUND)
+    await reading
+    await recital.abort()
+    assert pipeline.aborted == ["one", "two"]
+    with pytest.raises(Aborted):
+        await item_of(recital)
+    assert list(pipeline.streams) == ["one", "two"]
+
+
+async def test_a_piece_that_cannot_be_asked_for_fails_when_its_turn_comes() -> None:
+    pipeline = Pipeline()
+    recital = Recital(Piece(pipeline.utterance(), text) for text in ("one", "refused"))
+    reading = asyncio.create_task(item_of(recital))
+    await asyncio.sleep(0)
+    for item in (SOUND, SOUND, END):
+        pipeline.streams["one"].deliver(item)
+    assert [await reading, await item_of(recital), await item_of(recital)] == [SOUND, SOUND, None]
+    with pytest.raises(Overloaded):
+        await item_of(recital)
+
+
+async def test_the_pieces_of_a_stopped_utterance_come_without_sound_and_those_of_the_next_are_spoken() -> None:
+    pipeline = Pipeline()
+    first, second = pipeline.utterance(), pipeline.utterance()
+    recital = Recital(grows=True)
+    for utterance, text in ((first, "one"), (first, "two"), (first, "three"), (second, "four")):
+        recital.add(Piece(utterance, text))
+    reading = asyncio.create_task(item_of(recital))
+    await asyncio.sleep(0)
+    assert recital.waiting == len("twothreefour")
+    pipeline.streams["one"].deliver(SOUND)
+    await reading
+    reading = asyncio.create_task(item_of(recital))
+    await asyncio.sleep(0)
+    await recital.stop(first, "cancelled")
+    assert [await reading, await item_of(recital), await item_of(recital)] == [None] * 3
+    assert pipeline.aborted == ["one", "two"]
+    reading = asyncio.create_task(item_of(recital))
+    await asyncio.sleep(0)
+    assert list(pipeline.streams) == ["one", "two", "four"]
+    assert recital.waiting == 0
+    pipeline.streams["four"].deliver(SOUND)
+    assert await reading is SOUND
+    assert recital.piece.utterance is second
+
+
+async def test_a_piece_grows_before_and_after_it_is_asked_for_and_then_keeps_nobody_busy() -> None:
+    pipeline = Pipeline()
+    recital = Recital(grows=True)
+    piece = Piece(pipeline.utterance(), "The", whole=False)
+    recital.add(piece)
+    await recital.grow(piece, "The tide", whole=False)
+    assert recital.waiting == len("The tide")
+    reading = asyncio.create_task(item_of(recital))
+    await asyncio.sleep(0)
+    assert list(pipeline.streams) == ["The tide"]
+    assert not recital.busy
+    await recital.grow(piece, "The tide is", whole=False)
+    await recital.grow(piece, "The tide is full.", whole=True)
+    assert pipeline.added == [(" is", False), (" full.", False), ("", True)]
+    assert recital.busy
+    recital.end()
+    pipeline.streams["The tide"].deliver(END)
+    assert await reading is None
+    with pytest.raises(StopAsyncIteration):
+        await item_of(recital)
