@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ from playwright.sync_api import Browser, Page
 from tests.support.browser import chromium, watched_page
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, close_clients
+
+ONE_SAMPLE = {"stages.code2wav.engine.samples_per_token": 1}
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -72,6 +75,44 @@ def cloning(cloning_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
     cloning_pipeline.assert_idle()
     for name in httpx.get(f"{cloning_pipeline.url}/v1/audio/voices").json()["voices"]:
         assert httpx.delete(f"{cloning_pipeline.url}/v1/audio/voices/{name}").status_code == 200
+
+
+@pytest.fixture(scope="session")
+def preset_pipeline() -> Iterator[HttpPipeline]:
+    speech = {"languages": ["English", "German"], "instructions": "none", "clip": "none"}
+    overrides = {
+        **ONE_SAMPLE,
+        "stages.talker.engine.speech": json.dumps(speech),
+        "stages.talker.engine.voices": json.dumps(["vivian", "ryan"]),
+    }
+    with HttpPipeline(REPOSITORY / "stage_configs" / "echo_speech.yaml", overrides) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+def preset(preset_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
+    """A pipeline with voices of its own; idle again after each test."""
+    yield preset_pipeline
+    preset_pipeline.assert_idle()
+
+
+@pytest.fixture(scope="session")
+def writing_pipeline() -> Iterator[HttpPipeline]:
+    overrides = {
+        **ONE_SAMPLE,
+        "stages.talker.engine.speech": json.dumps({"languages": ["English"], "text_in_parts": True}),
+        "stages.talker.engine.voices": json.dumps(["vivian"]),
+        "stages.talker.engine.step_seconds": 0.002,
+    }
+    with HttpPipeline(REPOSITORY / "stage_configs" / "echo_speech.yaml", overrides) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+def writing(writing_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
+    """A pipeline that speaks a text while it is written, up to 500 characters a second; idle again after each test."""
+    yield writing_pipeline
+    writing_pipeline.assert_idle()
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,12 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -33,38 +33,14 @@ from tests.support.browser import ask, chromium, data, needs_chromium, open_page
 from tests.support.paths import REPOSITORY
 from tests.support.processes import processes_titled
 from tests.support.servers import HttpPipeline, free_port, serving, sound, tone, wait_healthy
+from tests.support.spoken import said
 from tests.support.waiting import until
 
-ONE_SAMPLE = {"stages.code2wav.engine.samples_per_token": 1}
 TEXT = "The tide is full."
 RECORDING = sound(2.0)
 QUIET = io.BytesIO()
 soundfile.write(QUIET, 0.001 * tone(2.0), 16_000, format="WAV")
 TOLD = "clip=48000@0.30 clip_rate=24000 "  # of RECORDING, at the pipeline's rate
-
-
-@pytest.fixture(scope="session")
-def preset_pipeline() -> Iterator[HttpPipeline]:
-    speech = {"languages": ["English", "German"], "instructions": "none", "clip": "none", "text_in_parts": True}
-    overrides = {
-        **ONE_SAMPLE,
-        "stages.talker.engine.speech": json.dumps(speech),
-        "stages.talker.engine.voices": json.dumps(["vivian", "ryan"]),
-    }
-    with HttpPipeline(REPOSITORY / "stage_configs" / "echo_speech.yaml", overrides) as pipeline:
-        yield pipeline
-
-
-@pytest.fixture
-def preset(preset_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
-    """A pipeline with voices of its own; idle again after each test."""
-    yield preset_pipeline
-    preset_pipeline.assert_idle()
-
-
-def said(pcm: bytes) -> str:
-    """What the echo stages said, from its samples."""
-    return bytes((numpy.frombuffer(pcm, "<i2") / 32767 * 256).round().astype(numpy.uint8)).decode()
 
 
 def voices(url: str) -> dict:
@@ -112,9 +88,68 @@ def test_events_have_the_sound_and_the_text(preset: HttpPipeline) -> None:
     assert events[-1]["usage"]["output_tokens"] == len(TEXT)
 
 
+def long_text(characters: int) -> str:
+    """Sentences of different lengths, the last one without its end."""
+    words = (f"Wave {number} comes{' slowly' * (number % 7)}. " for number in itertools.count())
+    text = ""
+    while len(text) < characters:
+        text += next(words)
+    return text[:characters]
+
+
+def test_a_long_text_is_spoken_in_pieces_that_follow_one_another(preset: HttpPipeline) -> None:
+    """Each with the voice, and with whole sentences; echo stages say the voice before each piece."""
+    text = long_text(30_000)
+    body = {"input": text, "voice": "ryan", "response_format": "pcm"}
+    pieces = said(httpx.post(f"{preset.url}/v1/audio/speech", json=body).content).split("voice=ryan ")[1:]
+    assert " ".join(pieces) == text.strip()
+    assert len(pieces) < 100
+    assert all(len(piece) <= 400 and piece.endswith(".") for piece in pieces[:-1])
+
+
+def test_events_of_a_long_text_have_it_and_the_usage_of_all_pieces(preset: HttpPipeline) -> None:
+    text = long_text(10_000)
+    body = {"input": text, "response_format": "pcm", "stream_format": "sse"}
+    lines = httpx.post(f"{preset.url}/v1/audio/speech", json=body).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    heard = said(b"".join(base64.b64decode(event["audio"]) for event in events[:-1]))
+    assert heard.replace(" ", "") == text.replace(" ", "")
+    assert events[-1]["transcript"] == text
+    assert events[-1]["usage"]["output_tokens"] == len(heard)
+
+
+def test_a_model_that_answers_reads_a_long_text_piece_by_piece(echo: HttpPipeline) -> None:
+    text = long_text(5000)
+    body = {"input": text, "response_format": "pcm", "stream_format": "sse"}
+    lines = httpx.post(f"{echo.url}/v1/audio/speech", json=body).text.splitlines()
+    done = json.loads(lines[-2].removeprefix("data: "))
+    asked = re.findall(r"<<<\n(.*?)\n>>>", done["transcript"], re.S)  # echo stages repeat all that they are asked
+    assert " ".join(asked) == text.strip()
+    assert done["usage"]["input_tokens"] == len(done["transcript"]) - (len(asked) - 1)
+
+
+def test_a_client_that_leaves_stops_a_long_text(preset: HttpPipeline, writing: HttpPipeline) -> None:
+    body = {"input": long_text(100_000), "response_format": "pcm"}
+    for pipeline in (preset, writing):  # `writing` would speak it for minutes
+        with httpx.stream("POST", f"{pipeline.url}/v1/audio/speech", json=body) as response:
+            assert len(next(response.iter_raw())) > 0
+        pipeline.assert_idle()
+
+
+def test_a_failure_in_a_long_text_ends_its_stream(writing: HttpPipeline) -> None:
+    """Here its time is over, which holds for all of it."""
+    body = {"input": long_text(5000), "response_format": "pcm", "stream_format": "sse", "timeout": 2.0}
+    lines = httpx.post(f"{writing.url}/v1/audio/speech", json=body).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    assert events[-1]["error"]["code"] == "deadline_exceeded"
+    assert {event["type"] for event in events[:-1]} == {"speech.audio.delta"}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
+        ({"input": "a" * 100_001}, "input", "invalid_value"),
+        ({"input": "a" * 4097, "response_format": "flac"}, "response_format", "unsupported_value"),
         ({"voice": "alice"}, "voice", "unknown_voice"),
         ({"language": "Klingon"}, "language", "invalid_value"),
         ({"instructions": "Slowly."}, "instructions", "unsupported_parameter"),

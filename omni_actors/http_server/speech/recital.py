@@ -65,7 +65,9 @@ class Speaker:
         self.description = description
         ability = speech_ability(description)
         self.answers = ability is None  # so what it says may not be what it was given
-        self.in_parts = ability is not None and ability.text_in_parts
+        # With the voice of a recording that goes on from its transcript, a model speaks whole texts only.
+        follows = TRANSCRIPT in options.get("additional_information", ())
+        self.in_parts = ability is not None and ability.text_in_parts and not follows
         self._state = state
         self._prompt = prompt
         self._options = options

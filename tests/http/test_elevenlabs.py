@@ -1,0 +1,258 @@
+"""ElevenLabs' WebSockets: services of pipecat-ai and livekit-agents, unchanged, and the messages themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy
+import pytest
+import soundfile
+from pipecat.frames.frames import (
+    ErrorFrame,
+    Frame,
+    InterruptionFrame,
+    LLMFullResponseEndFrame,
+    LLMFullResponseStartFrame,
+    LLMTextFrame,
+    TTSAudioRawFrame,
+    TTSStoppedFrame,
+    TTSTextFrame,
+)
+from pipecat.pipeline.pipeline import Pipeline
+from pipecat.pipeline.worker import PipelineParams, PipelineWorker
+from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
+from pipecat.services.elevenlabs.tts import ElevenLabsTTSService
+from pipecat.services.tts_service import TextAggregationMode
+from pipecat.workers.runner import WorkerRunner
+from websockets.exceptions import ConnectionClosedOK, InvalidStatus
+
+from omni_actors.http_server.realtime.formats import g711_levels
+from tests.support.servers import HttpPipeline
+from tests.support.spoken import SENTENCES, SPOKEN, WRITTEN, TextSocket, said, text_socket, tokens
+from tests.support.waiting import eventually
+
+RATE = 24_000
+VOICED = "".join(f"voice=vivian {sentence.strip()}" for sentence in SENTENCES)
+
+
+# -- pipecat ----------------------------------------------------------------------------------------------------------
+
+
+class Listener(FrameProcessor):
+    """Notes sound and words by context, and which contexts have stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pcm: defaultdict[str, bytes] = defaultdict(bytes)
+        self.words: defaultdict[str, list[str]] = defaultdict(list)
+        self.stopped: list[str] = []
+        self.interrupted = 0
+
+    async def process_frame(self, frame: Frame, direction: FrameDirection) -> None:
+        await super().process_frame(frame, direction)
+        match frame:
+            case TTSAudioRawFrame():
+                assert frame.sample_rate == RATE
+                self.pcm[str(frame.context_id)] += frame.audio
+            case TTSTextFrame():
+                self.words[str(frame.context_id)].append(frame.text)
+            case TTSStoppedFrame():
+                self.stopped.append(str(frame.context_id))
+            case InterruptionFrame():
+                self.interrupted += 1
+        await self.push_frame(frame, direction)
+
+
+@asynccontextmanager
+async def pipecat(url: str, mode: TextAggregationMode) -> AsyncIterator[tuple[PipelineWorker, Listener]]:
+    service = ElevenLabsTTSService(
+        api_key="none",
+        url=url.replace("http", "ws", 1),
+        text_aggregation_mode=mode,
+        settings=ElevenLabsTTSService.Settings(voice="vivian"),
+    )
+    listener = Listener()
+    parameters = PipelineParams(audio_out_sample_rate=RATE)
+    worker = PipelineWorker(Pipeline([service, listener]), params=parameters, enable_rtvi=False)
+    errors: list[ErrorFrame] = []
+
+    @worker.event_handler("on_pipeline_error")
+    async def failed(_: PipelineWorker, frame: ErrorFrame) -> None:
+        errors.append(frame)
+
+    runner = WorkerRunner(handle_sigint=False)
+    await runner.add_workers(worker)
+    running = asyncio.create_task(runner.run())
+    try:
+        yield worker, listener
+        assert not errors, [frame.error for frame in errors]
+    finally:
+        await runner.cancel()
+        await running
+
+
+async def write(worker: PipelineWorker, texts: Sequence[str]) -> None:
+    """Queue an answer of a model."""
+    await worker.queue_frames([LLMFullResponseStartFrame(), *map(LLMTextFrame, texts), LLMFullResponseEndFrame()])
+
+
+@pytest.mark.parametrize("mode", list(TextAggregationMode))
+async def test_pipecat_speaks_sentences_as_they_are_written(preset: HttpPipeline, mode: TextAggregationMode) -> None:
+    async with pipecat(preset.url, mode) as (worker, listener):
+        for count in (1, 2):
+            await write(worker, tokens(WRITTEN))
+            await eventually(lambda wanted=count: len(listener.stopped) == wanted, 20, lambda: f"{listener.words}")
+        assert [said(pcm) for pcm in listener.pcm.values()] == [VOICED] * 2
+        assert [" ".join(words) for words in listener.words.values()] == [WRITTEN.strip()] * 2
+
+
+async def test_pipecat_interrupts_what_is_spoken(writing: HttpPipeline) -> None:
+    async with pipecat(writing.url, TextAggregationMode.TOKEN) as (worker, listener):
+        for count, whole in enumerate((True, False), 1):  # the model may have written all, or still write
+            texts = [LLMTextFrame("The tide is full. ") for _ in range(500)]
+            await worker.queue_frames([LLMFullResponseStartFrame(), *texts])
+            if whole:
+                await worker.queue_frame(LLMFullResponseEndFrame())
+            await eventually(lambda wanted=count: len(listener.pcm) == wanted, 20, "the beginning of the sound")
+            await worker.queue_frame(InterruptionFrame())
+            await eventually(lambda wanted=count: listener.interrupted == wanted, 20, "the interruption")
+            await asyncio.to_thread(writing.assert_idle)
+        await write(worker, tokens("It is low."))
+        await eventually(lambda: len(listener.stopped) == 1, 20, "the answer after the interruptions")
+        assert said(listener.pcm[listener.stopped[0]]) == "voice=vivian It is low."
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def multi(url: str, query: str = "output_format=pcm_24000", voice: str = "vivian") -> Any:
+    return text_socket(url, f"/v1/text-to-speech/{voice}/multi-stream-input?{query}")
+
+
+async def heard(client: TextSocket, context: str | None = None) -> tuple[bytes, list[dict[str, Any]]]:
+    """The sound of a context up to its end, and its times."""
+    data, times = b"", []
+    while not (message := await client.message())["isFinal"]:
+        assert message["contextId"] == context
+        data += base64.b64decode(message["audio"] or "")
+        times += [message["alignment"]] if message["alignment"] else []
+        assert message["normalizedAlignment"] == message["alignment"]
+    assert message["contextId"] == context
+    return data, times
+
+
+async def test_one_text_ends_with_an_empty_one(preset: HttpPipeline) -> None:
+    path = "/v1/text-to-speech/vivian/stream-input?output_format=pcm_24000&model_id=eleven_flash_v2_5&auto_mode=true"
+    async with text_socket(preset.url, path) as client:
+        await client.send({"text": " ", "voice_settings": {"stability": 0.5, "speed": 1}, "xi_api_key": "none"})
+        await client.send(*({"text": text, "try_trigger_generation": True} for text in tokens(WRITTEN)), {"text": ""})
+        pcm, times = await heard(client)
+        assert said(pcm) == VOICED
+        with pytest.raises(ConnectionClosedOK):
+            await client.connection.recv()
+    for sentence, alignment in zip(SENTENCES, times, strict=True):
+        assert "".join(alignment["chars"]) == f"{sentence.strip()} "
+        starts, lengths = alignment["charStartTimesMs"], alignment["charDurationsMs"]
+        assert starts[0] == 0
+        assert [end - begin for begin, end in itertools.pairwise(starts)] == lengths[:-1]
+        seconds = len(f"voice=vivian {sentence.strip()}") / RATE
+        assert starts[-1] + lengths[-1] == round(1000 * seconds)
+
+
+async def test_contexts_are_spoken_at_the_same_time_and_interrupted_each_for_itself(writing: HttpPipeline) -> None:
+    async with multi(writing.url) as client:
+        for name in ("a", "b", "c"):
+            await client.send(
+                {"text": " ", "context_id": name}, {"text": "The tide is full. " * 100, "context_id": name}
+            )
+        began: set[str] = set()
+        while len(began) < 3:
+            began.add((await client.message())["contextId"])
+        await client.send({"context_id": "a", "close_context": True})  # not flushed, so this interrupts it
+        await client.send({"context_id": "b", "flush": True}, {"context_id": "b", "close_context": True})
+        await client.send({"context_id": "b", "close_context": True})  # flushed, but closed twice
+        ended: list[str] = []
+        while len(ended) < 2:
+            message = await client.message()
+            ended += [message["contextId"]] if message["isFinal"] else []
+        assert ended == ["a", "b"]
+        for _ in range(5):
+            assert (await client.message())["contextId"] == "c"
+        await client.send({"text": "", "context_id": "a"}, {"text": ""}, {"context_id": "a", "close_context": True})
+        await client.send({"close_socket": True})
+        while not (message := await client.message())["isFinal"]:
+            assert message["contextId"] == "c"
+        with pytest.raises(ConnectionClosedOK):
+            await client.connection.recv()
+
+
+async def test_what_was_flushed_is_spoken_before_its_context_and_the_socket_close(preset: HttpPipeline) -> None:
+    async with multi(preset.url, voice="hpp4J3VqNfWAUOO0d1Us") as client:  # an id of ElevenLabs': the default voice
+        await client.send({"text": WRITTEN}, {"flush": True}, {"close_socket": True}, {"text": "Too late."})
+        messages = [json.loads(message) async for message in client.connection]  # until it is closed in order
+        assert [message["code"] for message in messages if "error" in message] == ["invalid_value"]
+        sound = b"".join(base64.b64decode(message.get("audio") or "") for message in messages)
+        assert said(sound) == SPOKEN
+        assert messages[-1]["isFinal"]
+
+
+@pytest.mark.parametrize("form", ["pcm_16000", "pcm_44100", "ulaw_8000", "alaw_8000", "mp3_22050_32", "opus_48000_64"])
+async def test_sound_comes_in_the_format_that_is_asked_for(writing: HttpPipeline, form: str) -> None:
+    codec, rate = form.split("_")[0], int(form.split("_")[1])
+    text = "The tide is full. " * 40
+    async with multi(writing.url, f"output_format={form}") as client:
+        await client.send({"text": text, "flush": True}, {"close_context": True})
+        data, _ = await heard(client)
+    match codec:
+        case "pcm":
+            samples = numpy.frombuffer(data, "<i2") / 32768
+        case "ulaw" | "alaw":
+            samples = g711_levels(f"audio/pcm{codec[0]}")[numpy.frombuffer(data, numpy.uint8)] / 32768
+        case _:
+            samples, found = soundfile.read(io.BytesIO(data))
+            assert found == rate
+    count = sum(len(f"voice=vivian {sentence}") for sentence in ["The tide is full."] * 40)
+    assert len(samples) / rate == pytest.approx(count / RATE, abs=0.08)
+    assert samples.mean() == pytest.approx(numpy.mean([*b"voice=vivian The tide is full."]) / 256, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("output_format=pcm_11025", "output_format"),
+        ("enable_ssml_parsing=true", "enable_ssml_parsing"),
+        ("voice=a", "voice"),
+        ("language_code=tlh", "language"),
+        ("model_id=another", "model"),
+        ("inactivity_timeout=soon", "inactivity_timeout"),
+    ],
+)
+async def test_a_query_that_cannot_be_had_is_refused(preset: HttpPipeline, query: str, param: str) -> None:
+    with pytest.raises(InvalidStatus) as refused:
+        await multi(preset.url, query).__aenter__()
+    assert refused.value.response.status_code == (404 if param == "model" else 400)
+    assert f'"param":"{param}"' in refused.value.response.body.decode()
+
+
+async def test_a_failure_ends_its_context_and_a_wrong_message_ends_nothing(preset: HttpPipeline) -> None:
+    async with multi(preset.url, "output_format=pcm_24000&language_code=de", voice="alice") as client:
+        for message, code in (
+            ({"text": "a", "context_id": "a", "voice_settings": {"speed": 1.2}}, "unsupported_value"),
+            ({"texts": "a"}, "unknown_parameter"),
+        ):
+            await client.send(message)
+            assert (await client.message())["code"] == code
+        await client.send({"text": "It turns. And", "context_id": "a"})
+        error = await client.message()
+        assert (error["code"], error["contextId"]) == ("unknown_voice", "a")
+        assert (await client.message())["isFinal"]
+        await client.send(*({"text": "One", "context_id": name} for name in "bcdefg"))
+        assert (await client.message())["error"].startswith("There may be 5 contexts")
