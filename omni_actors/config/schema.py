@@ -132,8 +132,8 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
             the pipeline's, and each of their voices is one of its voices, always the same. Also `--openai-names`.
         voices: how many voices clients may make of recordings, if the model takes those.
         voices_dir: folder for them, which several servers may share; by default one in the run directory.
-        realtime_sessions: sessions of /v1/realtime at a time, of each process; with four or more, the last sixteenth
-            is kept for addresses that have none.
+        realtime_sessions: sessions of /v1/realtime and of texts that are still being written at a time, of each
+            process; with four or more, the last sixteenth is kept for addresses that have none.
         realtime_session_seconds: longest session.
         realtime_idle_seconds: seconds without an event of the client, and without an answer, that end a session.
         realtime_events_per_second: events that are read of a client in the long run; it is slowed down to this. More

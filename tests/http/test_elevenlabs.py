@@ -12,9 +12,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import numpy
 import pytest
 import soundfile
+from livekit.agents.types import USERDATA_TIMED_TRANSCRIPT
+from livekit.plugins import elevenlabs
 from pipecat.frames.frames import (
     ErrorFrame,
     Frame,
@@ -37,7 +40,7 @@ from websockets.exceptions import ConnectionClosedOK, InvalidStatus
 from omni_actors.http_server.realtime.formats import g711_levels
 from tests.support.servers import HttpPipeline
 from tests.support.spoken import SENTENCES, SPOKEN, WRITTEN, TextSocket, said, text_socket, tokens
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE, eventually
 
 RATE = 24_000
 VOICED = "".join(f"voice=vivian {sentence.strip()}" for sentence in SENTENCES)
@@ -128,6 +131,49 @@ async def test_pipecat_interrupts_what_is_spoken(writing: HttpPipeline) -> None:
         await write(worker, tokens("It is low."))
         await eventually(lambda: len(listener.stopped) == 1, 20, "the answer after the interruptions")
         assert said(listener.pcm[listener.stopped[0]]) == "voice=vivian It is low."
+
+
+# -- livekit ----------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def livekit(url: str, **options: Any) -> AsyncIterator[elevenlabs.TTS]:
+    async with aiohttp.ClientSession() as session:
+        service = elevenlabs.TTS(base_url=f"{url}/v1", api_key="none", http_session=session, **options)
+        try:
+            yield service
+        finally:
+            await service.aclose()
+
+
+async def spoken_by(service: elevenlabs.TTS, texts: Sequence[str]) -> tuple[bytes, str]:
+    """What a stream of a service says, and the words that it has times of."""
+    pcm, words = b"", ""
+    async with service.stream() as stream, asyncio.timeout(20 * PATIENCE):
+        for text in texts:
+            stream.push_text(text)
+        stream.end_input()
+        async for event in stream:
+            pcm += bytes(event.frame.data)
+            words += "".join(event.frame.userdata.get(USERDATA_TIMED_TRANSCRIPT, ()))
+    return pcm, words
+
+
+async def test_livekit_speaks_sentences_as_they_are_written(preset: HttpPipeline) -> None:
+    async with livekit(preset.url, voice_id="vivian", encoding="pcm_24000") as service:
+        for _ in range(2):
+            pcm, words = await spoken_by(service, tokens(WRITTEN))
+            assert said(pcm) == VOICED
+            assert words.split() == WRITTEN.split()
+
+
+async def test_livekit_speaks_with_all_its_defaults(writing: HttpPipeline) -> None:
+    """With a voice and a model of ElevenLabs', and MP3 at 22,050 Hz."""
+    async with livekit(writing.url) as service:
+        pcm, _ = await spoken_by(service, tokens(WRITTEN))
+    samples = numpy.frombuffer(pcm, "<i2")
+    assert len(samples) / 22_050 == pytest.approx(len(SPOKEN) / RATE, abs=0.15)
+    assert numpy.abs(samples).max() > 5000
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------

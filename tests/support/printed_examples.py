@@ -40,6 +40,7 @@ class Example(NamedTuple):
         begins = self.language == "python" and "client." in self.code and "OpenAI(" not in self.code
         code = (CLIENT if begins else "") + self.code
         code = code.replace("http://127.0.0.1:8000", pipeline.url).replace("tiny-speaker", model)
+        code = code.replace("ws://127.0.0.1:8000", pipeline.url.replace("http", "ws", 1))
         if self.language == "bash":
             run("bash", "-euo", "pipefail", "-c", code.replace("curl ", "curl --fail-with-body "))
         elif "\nclient = OpenAI(" in code:
