@@ -293,7 +293,7 @@ VLLM_QUERIES = _counter(
 VLLM_HITS = _counter("omni_vllm_prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", _REPLICA)
 
 # Counted by the processes of the HTTP server, and added up.
-REALTIME_SESSIONS = _gauge("omni_realtime_sessions", "Open sessions of /v1/realtime and of texts that are still being written.")
+REALTIME_SESSIONS = _gauge("omni_realtime_sessions", "Open sessions of /v1/realtime and of texts being written.")
 REALTIME_RESPONSES = _counter(
     "omni_realtime_responses_total",
     "Answers in sessions that ended: completed, cancelled, incomplete or failed.",

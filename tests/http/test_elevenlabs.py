@@ -291,7 +291,7 @@ async def test_a_query_that_cannot_be_had_is_refused(preset: HttpPipeline, query
 async def test_a_failure_ends_its_context_and_a_wrong_message_ends_nothing(preset: HttpPipeline) -> None:
     async with multi(preset.url, "output_format=pcm_24000&language_code=de", voice="alice") as client:
         for message, code in (
-            ({"text": "a", "context_id": "a", "voice_settings": {"speed": 1.2}}, "unsupported_value"),
+            ({"text": "a", "context_id": "a", "voice_settings": {"speed": 1.2}}, "invalid_value"),
             ({"texts": "a"}, "unknown_parameter"),
         ):
             await client.send(message)

@@ -6,15 +6,16 @@ import importlib.util
 import itertools
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy
 from msgspec import Meta
 from starlette.websockets import WebSocket
 
 from omni_actors.client.prompts import speech_ability
 from omni_actors.http_server.answer import FileEncoder, Samples, pcm16
-from omni_actors.http_server.bodies import Nothing, Strict, decode
+from omni_actors.http_server.bodies import ANY, Nothing, Strict, decode, ignoring
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.config import Event
 from omni_actors.http_server.realtime.formats import SoundEncoder
@@ -40,47 +41,44 @@ FORMAT = re.compile(
 LAWS = {"ulaw": "audio/pcmu", "alaw": "audio/pcma"}
 
 
-class Query(Strict, frozen=True, kw_only=True):
-    """The parameters of the query. Those of the last lines have no effect."""
+class QueryFields(Strict, frozen=True, kw_only=True):
+    """The parameters of the query that have an effect."""
 
     model_id: str | None = None
     language_code: Annotated[str, Meta(max_length=35)] | None = None
     output_format: Annotated[str, Meta(max_length=32)] = "mp3_44100_128"
     inactivity_timeout: Annotated[float, Meta(gt=0)] = 20.0
     seed: Seed | None = None
-    enable_ssml_parsing: bool = False
-    apply_text_normalization: Any = None
-    apply_language_text_normalization: Any = None
-    auto_mode: Any = None
-    enable_logging: Any = None
-    optimize_streaming_latency: Any = None
-    sync_alignment: Any = None
+    enable_ssml_parsing: Literal["false"] = "false"  # tags would be read out
 
 
-class VoiceSettings(Strict, frozen=True, kw_only=True):
-    """How ElevenLabs' voices are tuned: `speed` may be 1, the others have no effect."""
+class VoiceSettingFields(Strict, frozen=True, kw_only=True):
+    """How a voice speaks, as far as that can be asked for."""
 
-    speed: float | None = None
-    similarity_boost: Any = None
-    stability: Any = None
-    style: Any = None
-    use_speaker_boost: Any = None
+    speed: Annotated[float, Meta(ge=1, le=1)] | None = None  # a voice has one speed
 
 
-class Message(Strict, frozen=True, kw_only=True):
-    """What a client sends. The fields of the last lines have no effect: the key comes with the request."""
+IGNORED_SETTINGS = dict.fromkeys(("similarity_boost", "stability", "style", "use_speaker_boost"), ANY)
+VoiceSettings = ignoring(VoiceSettingFields, IGNORED_SETTINGS)
+
+
+class MessageFields(Strict, frozen=True, kw_only=True):
+    """What a client sends, as far as it has an effect."""
 
     text: Annotated[str, Meta(max_length=MAX_TEXT)] | None = None
     context_id: Annotated[str, Meta(max_length=128)] | None = None
     flush: bool = False
     close_context: bool = False
     close_socket: bool = False
-    voice_settings: VoiceSettings | None = None
+    voice_settings: VoiceSettings | None = None  # type: ignore[valid-type]  # which is made at run time
     pronunciation_dictionary_locators: Nothing = None
-    authorization: Any = None
-    generation_config: Any = None
-    try_trigger_generation: Any = None
-    xi_api_key: Any = None
+
+
+IGNORED_PARAMETERS = "apply_text_normalization apply_language_text_normalization auto_mode enable_logging"
+IGNORED_PARAMETERS += " optimize_streaming_latency sync_alignment"
+IGNORED_FIELDS = "authorization generation_config try_trigger_generation xi_api_key"  # the key comes with the request
+Query = ignoring(QueryFields, dict.fromkeys(IGNORED_PARAMETERS.split(), ANY))
+Message = ignoring(MessageFields, dict.fromkeys(IGNORED_FIELDS.split(), ANY))
 
 
 class WireSound:
@@ -95,12 +93,11 @@ class WireSound:
     """
 
     def __init__(self, name: str, source: int) -> None:
-        if FORMAT.fullmatch(name) is None:
+        found = FORMAT.fullmatch(name)
+        codec, rate = name.split("_")[0], int(name.split("_")[1]) if found else 0
+        if found is None or (rate != source and importlib.util.find_spec("soxr") is None):
             message = f"output_format: there are pcm, mp3, opus, ulaw and alaw at ElevenLabs' rates, not {name!r}."
-            raise bad_field("output_format", message, "unsupported_value")
-        codec, rate = name.split("_")[0], int(name.split("_")[1])
-        if rate != source and importlib.util.find_spec("soxr") is None:
-            message = f"output_format: this server has sound at {source} Hz only: install omni_actors[realtime]."
+            message += f" Without omni_actors[realtime] the rate must be {source}."
             raise bad_field("output_format", message, "unsupported_value")
         self._pcm = SoundEncoder(LAWS.get(codec), rate, source)
         self._file = FileEncoder(codec, rate) if codec in ("mp3", "opus") else None
@@ -132,16 +129,13 @@ async def multi(websocket: WebSocket) -> None:
 
 async def _run(websocket: WebSocket, multi: bool) -> None:
     state: ServerState = websocket.app.state.server
-    query = decode(dict(websocket.query_params), Query)
-    if query.enable_ssml_parsing:
-        message = "enable_ssml_parsing is not supported: tags would be read out. Send plain text."
-        raise bad_field("enable_ssml_parsing", message, "unsupported_parameter")
+    query = decode(msgspec.json.encode(dict(websocket.query_params)), Query)
     speaker = await _speaker(websocket, state, query)
     WireSound(query.output_format, speaker.description.sample_rate)  # which may refuse the format
     await SpeechSession(websocket, state, Contexts(speaker, query, state.settings.realtime_idle_seconds, multi)).run()
 
 
-async def _speaker(websocket: WebSocket, state: ServerState, query: Query) -> Speaker:
+async def _speaker(websocket: WebSocket, state: ServerState, query: QueryFields) -> Speaker:
     """The speaker of all texts. A model of ElevenLabs' is the one that is served, and so is the voice of an id."""
     description = await state.facts()
     ability = speech_ability(description)
@@ -174,7 +168,7 @@ class Context:
 class Contexts:
     """The messages of the routes: a `Dialect`. A socket without contexts has one without a name."""
 
-    def __init__(self, speaker: Speaker, query: Query, idle: float, multi: bool) -> None:
+    def __init__(self, speaker: Speaker, query: QueryFields, idle: float, multi: bool) -> None:
         self.idle = min(query.inactivity_timeout, idle)
         self._speaker = speaker
         self._format = query.output_format
@@ -188,33 +182,21 @@ class Contexts:
         self._asking = ""
         message = decode(data, Message)
         self._asking = name = (message.context_id or "") if self._multi else ""
-        if message.voice_settings is not None and message.voice_settings.speed not in (None, 1):
-            raise bad_field("voice_settings.speed", "speed must be 1: the voice has one speed.", "unsupported_value")
-        if message.close_socket:
-            for context in list(self._contexts.values()):
-                await self._close(context)
-            self._finish(session)
-        elif message.close_context:
-            if name in self._contexts:
-                await self._close(self._contexts[name])
-        elif message.text == "" and not self._multi:
-            context = self._context(name, session)
-            await context.narrator.flush(context.utterance, last=False)
-            context.pending = False
-            await self._close(context)
-            self._finish(session)
-        elif message.text or message.flush:
+        ends = message.close_socket or (message.text == "" and not self._multi)
+        if message.text or message.flush or (ends and not message.close_socket):
             context = self._context(name, session)
             text = message.text or ""
-            context.pending |= bool(text.strip())
             await context.narrator.append(context.utterance, text)
-            if message.flush:
+            context.pending |= bool(text.strip())
+            if message.flush or not text:
                 await context.narrator.flush(context.utterance, last=False)
                 context.pending = False
-
-    def _finish(self, session: SpeechSession) -> None:
-        self._closing = True
-        session.finish()
+        closes = [name] if message.close_context else list(self._contexts) if ends else []
+        for context in filter(None, map(self._contexts.get, closes)):
+            await self._close(context)
+        if ends:
+            self._closing = True
+            session.finish()
 
     def _context(self, name: str, session: SpeechSession) -> Context:
         context = self._contexts.get(name)

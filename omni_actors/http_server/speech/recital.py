@@ -9,7 +9,8 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -50,29 +51,26 @@ class Manner(StagedSubmission, frozen=True, kw_only=True):
     language: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
 
 
+@dataclass(frozen=True)
 class Speaker:
-    """Asks the pipeline to speak texts, all in one manner and with one seed. Make it with `of`."""
+    """Asks the pipeline to speak texts, all in one manner and with one seed. Make it with `of`.
 
-    def __init__(
-        self,
-        state: ServerState,
-        description: Description,
-        prompt: Callable[[str], str],
-        options: dict[str, Any],
-        limits: tuple[float, float],
-        ids: Iterator[str],
-    ) -> None:
-        self.description = description
-        ability = speech_ability(description)
-        self.answers = ability is None  # so what it says may not be what it was given
-        # With the voice of a recording that goes on from its transcript, a model speaks whole texts only.
-        follows = TRANSCRIPT in options.get("additional_information", ())
-        self.in_parts = ability is not None and ability.text_in_parts and not follows
-        self._state = state
-        self._prompt = prompt
-        self._options = options
-        self._limits = limits
-        self._ids = ids
+    Args:
+        answers: whether the model answers, so that what it says may not be what it was given.
+        in_parts: whether it can begin with a text that is still being written.
+        limit: seconds for each request.
+        expires: when all of them must be complete (monotonic clock).
+    """
+
+    state: ServerState
+    description: Description
+    answers: bool
+    in_parts: bool
+    prompt: Callable[[str], str]
+    options: Mapping[str, Any]
+    limit: float
+    expires: float
+    ids: Iterator[str]
 
     @classmethod
     async def of(
@@ -104,6 +102,9 @@ class Speaker:
         else:
             prompt = functools.partial(read_aloud, instructions=manner.instructions)
             options = _read_aloud(manner, state, description)
+        # With the voice of a recording that goes on from its transcript, a model speaks whole texts only.
+        follows = TRANSCRIPT in options.get("additional_information", ())
+        in_parts = ability is not None and ability.text_in_parts and not follows
         options |= {
             "params": state.stage_params(manner.model, manner.params_by_stage(), description, {}),
             "seed": secrets.randbelow(SEEDS) if manner.seed is None else manner.seed,
@@ -112,15 +113,13 @@ class Speaker:
             "tenant": state.tenant(connection),
         }
         limit = state.settings.request_timeout if manner.timeout is None else manner.timeout
-        return cls(state, description, prompt, options, (limit, expires), ids)
+        return cls(state, description, ability is None, in_parts, prompt, options, limit, expires, ids)
 
     async def ask(self, text: str, more_text: bool = False) -> RequestStream:
         """Send the request for a text, or with `more_text` for its beginning. Raises `OmniError`."""
-        limit, expires = self._limits
-        timeout = max(min(limit, expires - time.monotonic()), LEAST_SECONDS)
-        return await self._state.client.submit(
-            self._prompt(text), request_id=next(self._ids), timeout=timeout, more_text=more_text, **self._options
-        )
+        timeout = max(min(self.limit, self.expires - time.monotonic()), LEAST_SECONDS)
+        named = {"request_id": next(self.ids), "timeout": timeout, "more_text": more_text}
+        return await self.state.client.submit(self.prompt(text), **named, **self.options)
 
 
 def request_ids(first: str) -> Iterator[str]:
@@ -200,15 +199,20 @@ class Utterance:
         return token_counts(usage_of(self.usages, self.speaker.description, len(self.usages)))
 
 
+@dataclass(eq=False)
 class Piece:
-    """A piece of an utterance. One without text is not spoken; one that is not `whole` grows."""
+    """A piece of an utterance. One without text is not spoken; one that is not `whole` grows.
 
-    def __init__(self, utterance: Utterance, text: str, *, whole: bool = True, last: bool = False) -> None:
-        self.utterance = utterance
-        self.text = text
-        self.whole = whole
-        self.last = last
-        self.stream: RequestStream | OmniError | None = None  # `None` until it is asked for, too
+    Args:
+        last: whether nothing of the utterance follows.
+        stream: its request, or why there is none; `None` until it is asked for.
+    """
+
+    utterance: Utterance
+    text: str
+    whole: bool = True
+    last: bool = False
+    stream: RequestStream | OmniError | None = None
 
     async def abort(self) -> None:
         """End its request, if it has one. Idempotent."""
