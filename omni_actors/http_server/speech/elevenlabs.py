@@ -42,13 +42,14 @@ LAWS = {"ulaw": "audio/pcmu", "alaw": "audio/pcma"}
 
 
 class QueryFields(Strict, frozen=True, kw_only=True):
-    """The parameters of the query that have an effect."""
+    """The parameters of the query that have an effect. With `auto_mode`, each message is a whole sentence or phrase."""
 
     model_id: str | None = None
     language_code: Annotated[str, Meta(max_length=35)] | None = None
     output_format: Annotated[str, Meta(max_length=32)] = "mp3_44100_128"
     inactivity_timeout: Annotated[float, Meta(gt=0)] = 20.0
     seed: Seed | None = None
+    auto_mode: bool = False
     enable_ssml_parsing: Literal["false"] = "false"  # tags would be read out
 
 
@@ -74,7 +75,7 @@ class MessageFields(Strict, frozen=True, kw_only=True):
     pronunciation_dictionary_locators: Nothing = None
 
 
-IGNORED_PARAMETERS = "apply_text_normalization apply_language_text_normalization auto_mode enable_logging"
+IGNORED_PARAMETERS = "apply_text_normalization apply_language_text_normalization enable_logging"
 IGNORED_PARAMETERS += " optimize_streaming_latency sync_alignment"
 IGNORED_FIELDS = "authorization generation_config try_trigger_generation xi_api_key"  # the key comes with the request
 Query = ignoring(QueryFields, dict.fromkeys(IGNORED_PARAMETERS.split(), ANY))
@@ -172,6 +173,7 @@ class Contexts:
         self.idle = min(query.inactivity_timeout, idle)
         self._speaker = speaker
         self._format = query.output_format
+        self._whole = query.auto_mode
         self._multi = multi
         self._contexts: dict[str, Context] = {}
         self._asking = ""  # the context of the message that is handled
@@ -187,10 +189,10 @@ class Contexts:
             context = self._context(name, session)
             text = message.text or ""
             await context.narrator.append(context.utterance, text)
-            context.pending |= bool(text.strip())
-            if message.flush or not text:
+            flushes = message.flush or not text
+            context.pending = not flushes and (context.pending or bool(text.strip()))
+            if flushes or self._whole:
                 await context.narrator.flush(context.utterance, last=False)
-                context.pending = False
         closes = [name] if message.close_context else list(self._contexts) if ends else []
         for context in filter(None, map(self._contexts.get, closes)):
             await self._close(context)
