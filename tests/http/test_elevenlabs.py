@@ -160,7 +160,7 @@ async def test_livekit_speaks_sentences_as_they_are_written(preset: HttpPipeline
     async with livekit(preset.url, voice_id="vivian", encoding="pcm_24000") as service:
         for _ in range(2):
             pcm, words = await spoken_by(service, tokens(WRITTEN))
-            assert said(pcm) == VOICED
+            assert said(pcm).rstrip("\0") == VOICED  # the plugin may add some silence
             assert words.split() == WRITTEN.split()
 
 
