@@ -79,7 +79,7 @@ def cloning(cloning_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
 
 @pytest.fixture(scope="session")
 def preset_pipeline() -> Iterator[HttpPipeline]:
-    speech = {"languages": ["English", "German"], "instructions": "none", "clip": "none"}
+    speech = {"languages": ["English", "German"], "instructions": "none", "clip": "none", "text_in_parts": True}
     overrides = {
         **ONE_SAMPLE,
         "stages.talker.engine.speech": json.dumps(speech),
@@ -91,16 +91,16 @@ def preset_pipeline() -> Iterator[HttpPipeline]:
 
 @pytest.fixture
 def preset(preset_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
-    """A pipeline with voices of its own; idle again after each test."""
+    """A pipeline with voices of its own, which speaks a text while it is written; idle again after each test."""
     yield preset_pipeline
     preset_pipeline.assert_idle()
 
 
 @pytest.fixture(scope="session")
-def writing_pipeline() -> Iterator[HttpPipeline]:
+def slow_speech_pipeline() -> Iterator[HttpPipeline]:
     overrides = {
         **ONE_SAMPLE,
-        "stages.talker.engine.speech": json.dumps({"languages": ["English"], "text_in_parts": True}),
+        "stages.talker.engine.speech": json.dumps({"languages": ["English"]}),
         "stages.talker.engine.voices": json.dumps(["vivian"]),
         "stages.talker.engine.step_seconds": 0.002,
     }
@@ -109,10 +109,10 @@ def writing_pipeline() -> Iterator[HttpPipeline]:
 
 
 @pytest.fixture
-def writing(writing_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
-    """A pipeline that speaks a text while it is written, up to 500 characters a second; idle again after each test."""
-    yield writing_pipeline
-    writing_pipeline.assert_idle()
+def slow_speech(slow_speech_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
+    """A pipeline that speaks whole texts only, up to 500 characters a second; idle again after each test."""
+    yield slow_speech_pipeline
+    slow_speech_pipeline.assert_idle()
 
 
 @pytest.fixture(scope="session")

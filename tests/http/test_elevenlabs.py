@@ -114,8 +114,8 @@ async def test_pipecat_speaks_sentences_as_they_are_written(preset: HttpPipeline
         assert [" ".join(words) for words in listener.words.values()] == [WRITTEN.strip()] * 2
 
 
-async def test_pipecat_interrupts_what_is_spoken(writing: HttpPipeline) -> None:
-    async with pipecat(writing.url, TextAggregationMode.TOKEN) as (worker, listener):
+async def test_pipecat_interrupts_what_is_spoken(slow_speech: HttpPipeline) -> None:
+    async with pipecat(slow_speech.url, TextAggregationMode.TOKEN) as (worker, listener):
         for count, whole in enumerate((True, False), 1):  # the model may have written all, or still write
             texts = [LLMTextFrame("The tide is full. ") for _ in range(500)]
             await worker.queue_frames([LLMFullResponseStartFrame(), *texts])
@@ -124,7 +124,7 @@ async def test_pipecat_interrupts_what_is_spoken(writing: HttpPipeline) -> None:
             await eventually(lambda wanted=count: len(listener.pcm) == wanted, 20, "the beginning of the sound")
             await worker.queue_frame(InterruptionFrame())
             await eventually(lambda wanted=count: listener.interrupted == wanted, 20, "the interruption")
-            await asyncio.to_thread(writing.assert_idle)
+            await asyncio.to_thread(slow_speech.assert_idle)
         await write(worker, tokens("It is low."))
         await eventually(lambda: len(listener.stopped) == 1, 20, "the answer after the interruptions")
         assert said(listener.pcm[listener.stopped[0]]) == "voice=vivian It is low."
@@ -164,9 +164,9 @@ async def test_livekit_speaks_sentences_as_they_are_written(preset: HttpPipeline
             assert words.split() == WRITTEN.split()
 
 
-async def test_livekit_speaks_with_all_its_defaults(writing: HttpPipeline) -> None:
+async def test_livekit_speaks_with_all_its_defaults(slow_speech: HttpPipeline) -> None:
     """With a voice and a model of ElevenLabs', and MP3 at 22,050 Hz."""
-    async with livekit(writing.url) as service:
+    async with livekit(slow_speech.url) as service:
         pcm, _ = await spoken_by(service, tokens(WRITTEN))
     samples = numpy.frombuffer(pcm, "<i2")
     assert len(samples) / 22_050 == pytest.approx(len(SPOKEN) / RATE, abs=0.15)
@@ -210,8 +210,8 @@ async def test_one_text_ends_with_an_empty_one(preset: HttpPipeline) -> None:
         assert starts[-1] + lengths[-1] == round(1000 * seconds)
 
 
-async def test_contexts_are_spoken_at_the_same_time_and_interrupted_each_for_itself(writing: HttpPipeline) -> None:
-    async with multi(writing.url) as client:
+async def test_contexts_are_spoken_at_the_same_time_and_interrupted_each_for_itself(slow_speech: HttpPipeline) -> None:
+    async with multi(slow_speech.url) as client:
         for name in ("a", "b", "c"):
             await client.send(
                 {"text": " ", "context_id": name}, {"text": "The tide is full. " * 100, "context_id": name}

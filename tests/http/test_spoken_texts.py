@@ -128,18 +128,18 @@ def test_a_model_that_answers_reads_a_long_text_piece_by_piece(echo: HttpPipelin
     assert done["usage"]["input_tokens"] == len(done["transcript"]) - (len(asked) - 1)
 
 
-def test_a_client_that_leaves_stops_a_long_text(preset: HttpPipeline, writing: HttpPipeline) -> None:
+def test_a_client_that_leaves_stops_a_long_text(preset: HttpPipeline, slow_speech: HttpPipeline) -> None:
     body = {"input": long_text(100_000), "response_format": "pcm"}
-    for pipeline in (preset, writing):  # `writing` would speak it for minutes
+    for pipeline in (preset, slow_speech):  # `slow_speech` would speak it for minutes
         with httpx.stream("POST", f"{pipeline.url}/v1/audio/speech", json=body) as response:
             assert len(next(response.iter_raw())) > 0
         pipeline.assert_idle()
 
 
-def test_a_failure_in_a_long_text_ends_its_stream(writing: HttpPipeline) -> None:
+def test_a_failure_in_a_long_text_ends_its_stream(slow_speech: HttpPipeline) -> None:
     """Here its time is over, which holds for all of it."""
     body = {"input": long_text(5000), "response_format": "pcm", "stream_format": "sse", "timeout": 2.0}
-    lines = httpx.post(f"{writing.url}/v1/audio/speech", json=body).text.splitlines()
+    lines = httpx.post(f"{slow_speech.url}/v1/audio/speech", json=body).text.splitlines()
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
     assert events[-1]["error"]["code"] == "deadline_exceeded"
     assert {event["type"] for event in events[:-1]} == {"speech.audio.delta"}

@@ -19,7 +19,7 @@ from tests.support.spoken import SPOKEN, WRITTEN, said, text_socket, tokens
 FLUSH, END, CANCEL = ({"type": f"input_text.{kind}"} for kind in ("flush", "end", "cancel"))
 
 
-@pytest.fixture(params=["preset", "writing"])
+@pytest.fixture(params=["preset", "slow_speech"])
 def speaking(request: pytest.FixtureRequest) -> HttpPipeline:
     """A pipeline that speaks sentences, and one that speaks a sentence while it is written."""
     pipeline: HttpPipeline = request.getfixturevalue(request.param)
@@ -44,7 +44,7 @@ async def test_a_text_that_comes_token_by_token_is_spoken_once(speaking: HttpPip
 
 @pytest.mark.parametrize(
     ("pipeline", "written", "wanted"),
-    [("preset", "The tide is full. I", "The tide is full."), ("writing", "The tide is", "The tid")],
+    [("slow_speech", "The tide is full. I", "The tide is full."), ("preset", "The tide is", "The tid")],
 )
 async def test_speech_begins_while_the_text_is_written(
     request: pytest.FixtureRequest, pipeline: str, written: str, wanted: str
@@ -147,8 +147,8 @@ async def test_a_failure_ends_its_text_and_not_the_session(preset: HttpPipeline)
         assert (await client.heard())[0] == "voice=ryan It is low."
 
 
-async def test_only_so_much_text_may_wait(writing: HttpPipeline) -> None:
-    async with text_socket(writing.url) as client:
+async def test_only_so_much_text_may_wait(slow_speech: HttpPipeline) -> None:
+    async with text_socket(slow_speech.url) as client:
         await client.append(["The tide is full. " * 5000] * 2)
         _, event = await client.heard("error")
         assert (event["error"]["param"], event["error"]["code"]) == ("text", "body_too_large")

@@ -23,7 +23,15 @@ PIPELINES = {
     "Qwen2.5-Omni": ("tiny_pipeline", "tiny_http"),
     ECHO: (
         *("echo", "echo_pipeline", "slow", "slow_pipeline", "pictures", "picture_pipeline"),
-        *("cloning", "cloning_pipeline", "preset", "preset_pipeline", "writing", "writing_pipeline", "shared_launcher"),
+        *(
+            "cloning",
+            "cloning_pipeline",
+            "preset",
+            "preset_pipeline",
+            "slow_speech",
+            "slow_speech_pipeline",
+            "shared_launcher",
+        ),
     ),
 }
 FOLDERS = {ECHO: ("http", "process")}  # of the files that share a pipeline; else MODELS

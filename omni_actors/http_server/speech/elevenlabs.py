@@ -251,7 +251,7 @@ class Contexts:
 
     def error(self, error: HttpError, data: bytes) -> Event:
         """See `Dialect.error`."""
-        return _error(self._asking, error)
+        return _error(self._asking if data else None, error)
 
 
 def _message(name: str | None, **fields: Any) -> Event:
