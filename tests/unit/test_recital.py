@@ -8,12 +8,13 @@ from typing import Any, cast
 import numpy
 import pytest
 
-from omni_actors.client import Audio, RequestStream
+from omni_actors.client import Audio, RequestStream, Text
 from omni_actors.errors import Aborted, Overloaded
 from omni_actors.http_server.answer import PcmEncoder
 from omni_actors.http_server.speech.recital import Piece, Recital, Speaker, Utterance
 from omni_actors.protocol.messages import Done
 
+TEXT = Text("said", [1])
 SOUND = Audio(numpy.zeros(8, numpy.float32), 24_000)
 END = Done(usage={})
 
@@ -53,26 +54,24 @@ async def item_of(recital: Recital) -> Any:
 async def test_the_next_piece_is_asked_for_with_the_first_sound_of_the_one_before_it() -> None:
     pipeline = Pipeline()
     utterance = pipeline.utterance()
-    recital = Recital(Piece(utterance, text) for text in ("one", "", "two", "three"))
+    recital = Recital(Piece(utterance, text) for text in ("one", "two", "three", ""))
     reading = asyncio.create_task(item_of(recital))
     await asyncio.sleep(0)
+    pipeline.streams["one"].deliver(TEXT)
+    assert await reading is TEXT
     assert list(pipeline.streams) == ["one"]
-    pipeline.streams["one"].deliver(SOUND)
-    assert await reading is SOUND
     assert not recital.ready
-    for item in (SOUND, END):
+    for item in (SOUND, SOUND, END):
         pipeline.streams["one"].deliver(item)
     assert recital.ready
-    assert [await item_of(recital) for _ in range(3)] == [SOUND, None, None]
-    reading = asyncio.create_task(item_of(recital))
-    await asyncio.sleep(0)
+    assert [await item_of(recital) for _ in range(3)] == [SOUND, SOUND, None]
     assert list(pipeline.streams) == ["one", "two"]
-    pipeline.streams["two"].deliver(SOUND)
-    assert await reading is SOUND
+    for item in (SOUND, END):
+        pipeline.streams["two"].deliver(item)
+    assert [await item_of(recital) for _ in range(2)] == [SOUND, None]
     assert list(pipeline.streams) == ["one", "two", "three"]
-    pipeline.streams["two"].deliver(END)
     pipeline.streams["three"].deliver(END)
-    assert [await item_of(recital) for _ in range(2)] == [None, None]
+    assert [await item_of(recital) for _ in range(2)] == [None, None], "a piece without text is not spoken"
     assert len(utterance.usages) == 3
     with pytest.raises(StopAsyncIteration):
         await item_of(recital)
@@ -90,6 +89,15 @@ async def test_who_leaves_ends_what_was_asked_for_and_has_nothing_more_asked() -
     with pytest.raises(Aborted):
         await item_of(recital)
     assert list(pipeline.streams) == ["one", "two"]
+    recital = Recital(Piece(pipeline.utterance(), text) for text in ("four", "five"))
+    reading = asyncio.create_task(item_of(recital))
+    await asyncio.sleep(0)
+    pipeline.streams["four"].deliver(END)  # just before its client left
+    await recital.abort()
+    assert await reading is None
+    with pytest.raises(StopAsyncIteration):
+        await item_of(recital)
+    assert "five" not in pipeline.streams
 
 
 async def test_a_piece_that_cannot_be_asked_for_fails_when_its_turn_comes() -> None:
@@ -124,9 +132,13 @@ async def test_the_pieces_of_a_stopped_utterance_come_without_sound_and_those_of
     await asyncio.sleep(0)
     assert list(pipeline.streams) == ["one", "two", "four"]
     assert recital.waiting == 0
+    recital.add(Piece(pipeline.utterance(), "five"))
     pipeline.streams["four"].deliver(SOUND)
     assert await reading is SOUND
     assert recital.piece.utterance is second
+    await recital.stop(second, "cancelled")
+    assert pipeline.aborted == ["one", "two", "four"]
+    assert "five" in pipeline.streams
 
 
 async def test_a_piece_grows_before_and_after_it_is_asked_for_and_then_keeps_nobody_busy() -> None:

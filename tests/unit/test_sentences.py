@@ -58,6 +58,8 @@ def test_a_sentence_is_whole_once_the_space_behind_its_mark_is_there() -> None:
     ("text", "wanted"),
     [
         ("One two, three four five six", ["One two, ", "three four ", "five six"]),
+        ("A, two three four", ["A, two ", "three four"]),
+        ("Onetwothree. Four", ["Onetwothree.", " Four"]),
         ("Onetwothreefourfive", ["Onetwothreef", "ourfive"]),
         ("潮が満ちて、月が出て、夜が来る", ["潮が満ちて、月が出て、", "夜が来る"]),
     ],
