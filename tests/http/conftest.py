@@ -116,6 +116,23 @@ def slow_speech(slow_speech_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
 
 
 @pytest.fixture(scope="session")
+def writing_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpPipeline]:
+    engine = {"samples_per_token": 1, "voices": [], "speech": {"text_in_parts": True}}
+    stage = {"name": "talker", "kind": "echo", "outputs": ["audio"], "engine": engine}
+    config = tmp_path_factory.mktemp("writing") / "one_stage.yaml"
+    config.write_text(json.dumps({"name": "echo-speech", "model": "echo", "stages": [stage]}))
+    with HttpPipeline(config) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+def writing(writing_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
+    """A single stage, whose sound begins with the first words; echo stages after others wait for all of a sentence."""
+    yield writing_pipeline
+    writing_pipeline.assert_idle()
+
+
+@pytest.fixture(scope="session")
 def slow_pipeline() -> Iterator[HttpPipeline]:
     overrides = {f"stages.{stage}.engine.step_seconds": 0.05 for stage in ("thinker", "code2wav")}
     overrides |= {"coordinator.max_in_flight": 2, "coordinator.max_queued": 0}

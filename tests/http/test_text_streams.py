@@ -44,7 +44,7 @@ async def test_a_text_that_comes_token_by_token_is_spoken_once(speaking: HttpPip
 
 @pytest.mark.parametrize(
     ("pipeline", "written", "wanted"),
-    [("slow_speech", "The tide is full. I", "The tide is full."), ("preset", "The tide is", "The tid")],
+    [("slow_speech", "The tide is full. I", "The tide is full."), ("writing", "The tide is", "The tid")],
 )
 async def test_speech_begins_while_the_text_is_written(
     request: pytest.FixtureRequest, pipeline: str, written: str, wanted: str

@@ -28,7 +28,16 @@ from omni_actors.http_server.speech.sentences import SentenceCutter
 from omni_actors.http_server.speech.voices import recording_of
 from omni_actors.http_server.state import ServerState
 from omni_actors.protocol.messages import Description, StageUsage
-from omni_actors.protocol.payloads import AUTO, CLIP, CLIP_RATE, INSTRUCTIONS, LANGUAGE, TRANSCRIPT, SpeechAbility
+from omni_actors.protocol.payloads import (
+    ADDITIONAL_INFORMATION,
+    AUTO,
+    CLIP,
+    CLIP_RATE,
+    INSTRUCTIONS,
+    LANGUAGE,
+    TRANSCRIPT,
+    SpeechAbility,
+)
 
 MAX_INSTRUCTIONS = 4096
 LEAST_SECONDS = 0.001  # of a request whose time is over: the pipeline then says so
@@ -66,7 +75,7 @@ class Speaker:
     description: Description
     answers: bool
     in_parts: bool
-    prompt: Callable[[str], str]
+    prompt: Callable[[str], Any]
     options: Mapping[str, Any]
     limit: float
     expires: float
@@ -97,14 +106,14 @@ class Speaker:
         description, _ = await state.model(manner.model)
         ability = speech_ability(description)
         if ability is not None:
-            prompt: Callable[[str], str] = str
             options = await _spoken(manner, state, description, ability)
+            information = options.pop(ADDITIONAL_INFORMATION)
+            prompt: Callable[[str], Any] = functools.partial(_told, information)
         else:
+            options, information = _read_aloud(manner, state, description), {}
             prompt = functools.partial(read_aloud, instructions=manner.instructions)
-            options = _read_aloud(manner, state, description)
         # With the voice of a recording that goes on from its transcript, a model speaks whole texts only.
-        follows = TRANSCRIPT in options.get("additional_information", ())
-        in_parts = ability is not None and ability.text_in_parts and not follows
+        in_parts = ability is not None and ability.text_in_parts and TRANSCRIPT not in information
         options |= {
             "params": state.stage_params(manner.model, manner.params_by_stage(), description, {}),
             "seed": secrets.randbelow(SEEDS) if manner.seed is None else manner.seed,
@@ -125,6 +134,11 @@ class Speaker:
 def request_ids(first: str) -> Iterator[str]:
     """Names for the requests of one HTTP request, whose own name the first one has."""
     return itertools.chain([first], (f"{first}-{number}" for number in itertools.count(1)))
+
+
+def _told(information: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """The prompt of a model that speaks the text that it is given."""
+    return {"messages": [{"role": "user", "content": text}], ADDITIONAL_INFORMATION: information}
 
 
 def _read_aloud(manner: Manner, state: ServerState, description: Description) -> dict[str, Any]:
@@ -158,12 +172,12 @@ async def _spoken(
         voice = state.voice(manner.voice, description, "voice")
         known = {name.casefold(): name for name in description.voices}
         voice = known.get(voice.casefold(), voice) if voice is not None else None
-        return {"modalities": ["audio"], "voice": voice, "additional_information": information}
+        return {"modalities": ["audio"], "voice": voice, ADDITIONAL_INFORMATION: information}
     recorded, samples = await recording_of(manner.voice, state)
     information |= {CLIP: samples, CLIP_RATE: recorded.rate}
     if recorded.transcript is not None:
         information[TRANSCRIPT] = recorded.transcript
-    return {"modalities": ["audio"], "additional_information": information}
+    return {"modalities": ["audio"], ADDITIONAL_INFORMATION: information}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
