@@ -79,7 +79,7 @@ def key_of(headers: Headers) -> str:
     scheme, _, given = headers.get("authorization", "").partition(" ")
     if given:
         return given.strip() if scheme.lower() == "bearer" else ""
-    if given := headers.get(ELEVENLABS_KEY):
-        return given
+    if ELEVENLABS_KEY in headers:
+        return headers[ELEVENLABS_KEY]
     names = (name.strip() for name in headers.get("sec-websocket-protocol", "").split(","))
     return next((name.removeprefix(KEY_SUBPROTOCOL) for name in names if name.startswith(KEY_SUBPROTOCOL)), "")

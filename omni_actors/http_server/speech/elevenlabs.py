@@ -115,7 +115,7 @@ class WireSound:
     def _written(self, pcm: bytes) -> bytes:
         if self._file is None:
             return pcm
-        return self._file.feed(numpy.frombuffer(pcm, "<i2").astype(numpy.float32) / 32768)
+        return self._file.feed((numpy.frombuffer(pcm, "<i2") / 32768).astype(numpy.float32))
 
 
 async def single(websocket: WebSocket) -> None:
@@ -140,10 +140,10 @@ async def _speaker(websocket: WebSocket, state: ServerState, query: QueryFields)
     """The speaker of all texts. A model of ElevenLabs' is the one that is served, and so is the voice of an id."""
     description = await state.facts()
     ability = speech_ability(description)
-    voice: str | None = websocket.path_params["voice_id"]
+    given: str = websocket.path_params["voice_id"]
     known = {*map(str.casefold, (*description.voices, *state.voice_aliases(description.voices)))}
-    if (ability is None or ability.clip == "none") and voice.casefold() not in known and VOICE.fullmatch(voice):
-        voice = None
+    presets = ability is None or ability.clip == "none"
+    voice = None if presets and given.casefold() not in known and VOICE.fullmatch(given) else given
     model = None if query.model_id is None or MODEL.fullmatch(query.model_id) else query.model_id
     code = query.language_code
     language = LANGUAGES.get(code.lower().partition("-")[0], code) if code is not None else None

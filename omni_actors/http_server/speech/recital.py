@@ -127,7 +127,7 @@ class Speaker:
     async def ask(self, text: str, more_text: bool = False) -> RequestStream:
         """Send the request for a text, or with `more_text` for its beginning. Raises `OmniError`."""
         timeout = max(min(self.limit, self.expires - time.monotonic()), LEAST_SECONDS)
-        named = {"request_id": next(self.ids), "timeout": timeout, "more_text": more_text}
+        named: dict[str, Any] = {"request_id": next(self.ids), "timeout": timeout, "more_text": more_text}
         return await self.state.client.submit(self.prompt(text), **named, **self.options)
 
 
