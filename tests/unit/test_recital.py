@@ -11,7 +11,7 @@ import pytest
 from omni_actors.client import Audio, RequestStream, Text
 from omni_actors.errors import Aborted, Overloaded
 from omni_actors.http_server.answer import PcmEncoder
-from omni_actors.http_server.speech.recital import Piece, Recital, Speaker, Utterance
+from omni_actors.http_server.speech.recital import Recital, TextPiece, TextSpeaker, Utterance
 from omni_actors.protocol.messages import Done
 
 TEXT = Text("said", [1])
@@ -43,7 +43,7 @@ class Pipeline:
         self.streams[text].deliver(Aborted("As it was asked to."))
 
     def utterance(self) -> Utterance:
-        return Utterance(cast(Speaker, self), PcmEncoder("pcm", 24_000))
+        return Utterance(cast(TextSpeaker, self), PcmEncoder("pcm", 24_000))
 
 
 async def item_of(recital: Recital) -> Any:
@@ -54,7 +54,7 @@ async def item_of(recital: Recital) -> Any:
 async def test_the_next_piece_is_asked_for_with_the_first_sound_of_the_one_before_it() -> None:
     pipeline = Pipeline()
     utterance = pipeline.utterance()
-    recital = Recital(Piece(utterance, text) for text in ("one", "two", "three", ""))
+    recital = Recital(TextPiece(utterance, text) for text in ("one", "two", "three", ""))
     reading = asyncio.create_task(item_of(recital))
     await asyncio.sleep(0)
     pipeline.streams["one"].deliver(TEXT)
@@ -79,7 +79,7 @@ async def test_the_next_piece_is_asked_for_with_the_first_sound_of_the_one_befor
 
 async def test_who_leaves_ends_what_was_asked_for_and_has_nothing_more_asked() -> None:
     pipeline = Pipeline()
-    recital = Recital(Piece(pipeline.utterance(), text) for text in ("one", "two", "three"))
+    recital = Recital(TextPiece(pipeline.utterance(), text) for text in ("one", "two", "three"))
     reading = asyncio.create_task(item_of(recital))
     await asyncio.sleep(0)
     pipeline.streams["one"].deliver(SOUND)
@@ -89,7 +89,7 @@ async def test_who_leaves_ends_what_was_asked_for_and_has_nothing_more_asked() -
     with pytest.raises(Aborted):
         await item_of(recital)
     assert list(pipeline.streams) == ["one", "two"]
-    recital = Recital(Piece(pipeline.utterance(), text) for text in ("four", "five"))
+    recital = Recital(TextPiece(pipeline.utterance(), text) for text in ("four", "five"))
     reading = asyncio.create_task(item_of(recital))
     await asyncio.sleep(0)
     pipeline.streams["four"].deliver(END)  # just before its client left
@@ -102,7 +102,7 @@ async def test_who_leaves_ends_what_was_asked_for_and_has_nothing_more_asked() -
 
 async def test_a_piece_that_cannot_be_asked_for_fails_when_its_turn_comes() -> None:
     pipeline = Pipeline()
-    recital = Recital(Piece(pipeline.utterance(), text) for text in ("one", "refused"))
+    recital = Recital(TextPiece(pipeline.utterance(), text) for text in ("one", "refused"))
     reading = asyncio.create_task(item_of(recital))
     await asyncio.sleep(0)
     for item in (SOUND, SOUND, END):
@@ -117,7 +117,7 @@ async def test_the_pieces_of_a_stopped_utterance_come_without_sound_and_those_of
     first, second = pipeline.utterance(), pipeline.utterance()
     recital = Recital(grows=True)
     for utterance, text in ((first, "one"), (first, "two"), (first, "three"), (second, "four")):
-        recital.add(Piece(utterance, text))
+        recital.add(TextPiece(utterance, text))
     reading = asyncio.create_task(item_of(recital))
     await asyncio.sleep(0)
     assert recital.waiting == len("twothreefour")
@@ -132,7 +132,7 @@ async def test_the_pieces_of_a_stopped_utterance_come_without_sound_and_those_of
     await asyncio.sleep(0)
     assert list(pipeline.streams) == ["one", "two", "four"]
     assert recital.waiting == 0
-    recital.add(Piece(pipeline.utterance(), "five"))
+    recital.add(TextPiece(pipeline.utterance(), "five"))
     pipeline.streams["four"].deliver(SOUND)
     assert await reading is SOUND
     assert recital.piece.utterance is second
@@ -144,7 +144,7 @@ async def test_the_pieces_of_a_stopped_utterance_come_without_sound_and_those_of
 async def test_a_piece_grows_before_and_after_it_is_asked_for_and_then_keeps_nobody_busy() -> None:
     pipeline = Pipeline()
     recital = Recital(grows=True)
-    piece = Piece(pipeline.utterance(), "The", whole=False)
+    piece = TextPiece(pipeline.utterance(), "The", whole=False)
     recital.add(piece)
     await recital.grow(piece, "The tide", whole=False)
     assert recital.waiting == len("The tide")

@@ -20,7 +20,7 @@ from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.config import Event
 from omni_actors.http_server.realtime.formats import SoundEncoder
 from omni_actors.http_server.speech.narrator import Narrator, SpeechSession
-from omni_actors.http_server.speech.recital import Manner, Piece, Speaker, Utterance, request_ids
+from omni_actors.http_server.speech.recital import Manner, TextPiece, TextSpeaker, Utterance, request_ids
 from omni_actors.http_server.speech.texts import MAX_TEXT
 from omni_actors.http_server.state import ServerState
 from omni_actors.protocol.fields import Seed
@@ -136,7 +136,7 @@ async def _run(websocket: WebSocket, multi: bool) -> None:
     await SpeechSession(websocket, state, Contexts(speaker, query, state.settings.realtime_idle_seconds, multi)).run()
 
 
-async def _speaker(websocket: WebSocket, state: ServerState, query: QueryFields) -> Speaker:
+async def _speaker(websocket: WebSocket, state: ServerState, query: QueryFields) -> TextSpeaker:
     """The speaker of all texts. A model of ElevenLabs' is the one that is served, and so is the voice of an id."""
     description = await state.facts()
     ability = speech_ability(description)
@@ -148,11 +148,11 @@ async def _speaker(websocket: WebSocket, state: ServerState, query: QueryFields)
     code = query.language_code
     language = LANGUAGES.get(code.lower().partition("-")[0], code) if code is not None else None
     manner = Manner(model=model, voice=voice, language=language, seed=query.seed)
-    return await Speaker.of(websocket, state, manner, request_ids(websocket.state.request_id))
+    return await TextSpeaker.of(websocket, state, manner, request_ids(websocket.state.request_id))
 
 
 @dataclass
-class Context:
+class SpokenContext:
     """A text that is being written, as its client sees it.
 
     Args:
@@ -169,13 +169,13 @@ class Context:
 class Contexts:
     """The messages of the routes: a `Dialect`. A socket without contexts has one without a name."""
 
-    def __init__(self, speaker: Speaker, query: QueryFields, idle: float, multi: bool) -> None:
+    def __init__(self, speaker: TextSpeaker, query: QueryFields, idle: float, multi: bool) -> None:
         self.idle = min(query.inactivity_timeout, idle)
         self._speaker = speaker
         self._format = query.output_format
         self._whole = query.auto_mode
         self._multi = multi
-        self._contexts: dict[str, Context] = {}
+        self._contexts: dict[str, SpokenContext] = {}
         self._asking = ""  # the context of the message that is handled
         self._closing = False
 
@@ -200,7 +200,7 @@ class Contexts:
             self._closing = True
             session.finish()
 
-    def _context(self, name: str, session: SpeechSession) -> Context:
+    def _context(self, name: str, session: SpeechSession) -> SpokenContext:
         context = self._contexts.get(name)
         if self._closing or (context is not None and context.closed):
             raise bad_field("context_id", "This context is closed: send the text in another one.")
@@ -208,21 +208,21 @@ class Contexts:
             if len(self._contexts) >= MAX_CONTEXTS:
                 raise bad_field("context_id", f"There may be {MAX_CONTEXTS} contexts at a time: close one.")
             encoder = WireSound(self._format, self._speaker.description.sample_rate)
-            context = Context(Utterance(self._speaker, encoder, name), session.narrator())
+            context = SpokenContext(Utterance(self._speaker, encoder, name), session.narrator())
             self._contexts[name] = context
         return context
 
-    async def _close(self, context: Context) -> None:
+    async def _close(self, context: SpokenContext) -> None:
         """Say what was flushed to its end; what was not is interrupted, and so is what is closed once more."""
         recital, utterance = context.narrator.recital, context.utterance
         if context.pending or context.closed:
             await recital.stop(utterance, "cancelled")
         self._end(context)
 
-    def _end(self, context: Context) -> None:
+    def _end(self, context: SpokenContext) -> None:
         if not context.closed:
             context.closed = True
-            context.narrator.recital.add(Piece(context.utterance, "", last=True))
+            context.narrator.recital.add(TextPiece(context.utterance, "", last=True))
             context.narrator.recital.end()
 
     # -- messages of the server ---------------------------------------------------------------------------------------

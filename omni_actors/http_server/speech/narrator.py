@@ -16,7 +16,7 @@ from omni_actors.http_server.errors import HttpError, too_large
 from omni_actors.http_server.realtime.config import Event
 from omni_actors.http_server.realtime.connection import EVENT_BYTES, SUBPROTOCOL, WebSocketLine, read_events
 from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Outbox
-from omni_actors.http_server.speech.recital import FIELDS, Piece, Recital, Utterance
+from omni_actors.http_server.speech.recital import FIELDS, Recital, TextPiece, Utterance
 from omni_actors.http_server.speech.sentences import speakable
 from omni_actors.http_server.speech.texts import MAX_TEXT
 from omni_actors.http_server.state import ServerState
@@ -79,14 +79,14 @@ class Narrator:
         for rest in utterance.cutter.flush():
             await self._say(utterance, rest, whole=True)
         if last:
-            self.recital.add(Piece(utterance, "", last=True))
+            self.recital.add(TextPiece(utterance, "", last=True))
 
     async def _say(self, utterance: Utterance, text: str, whole: bool) -> None:
         text = speakable(text)
         if utterance.growing is not None:
             await self.recital.grow(utterance.growing, text, whole)
         elif text and not utterance.over:
-            utterance.growing = Piece(utterance, text, whole=whole)
+            utterance.growing = TextPiece(utterance, text, whole=whole)
             self.recital.add(utterance.growing)
         if whole or utterance.over:
             utterance.growing = None
@@ -107,7 +107,7 @@ class Narrator:
         finally:
             await self.recital.abort()
 
-    async def _pass_on(self, piece: Piece, item: StreamItem | None) -> None:
+    async def _pass_on(self, piece: TextPiece, item: StreamItem | None) -> None:
         utterance = piece.utterance
         if isinstance(item, Text):
             self._said += item.text
@@ -118,7 +118,7 @@ class Narrator:
             self._end(piece)
         await self._outbox.room(ANSWER_BYTES)
 
-    def _end(self, piece: Piece) -> None:
+    def _end(self, piece: TextPiece) -> None:
         utterance = piece.utterance
         if piece.text and not utterance.over:
             utterance.texts.append(self._said if utterance.speaker.answers else piece.text)

@@ -61,7 +61,7 @@ class Manner(StagedSubmission, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Speaker:
+class TextSpeaker:
     """Asks the pipeline to speak texts, all in one manner and with one seed. Make it with `of`.
 
     Args:
@@ -89,7 +89,7 @@ class Speaker:
         manner: Manner,
         ids: Iterator[str],
         expires: float = math.inf,
-    ) -> Speaker:
+    ) -> TextSpeaker:
         """Check a manner against the pipeline.
 
         Args:
@@ -193,12 +193,12 @@ class Utterance:
         name: what its client calls it.
     """
 
-    def __init__(self, speaker: Speaker, encoder: Encoder, name: str | None = None) -> None:
+    def __init__(self, speaker: TextSpeaker, encoder: Encoder, name: str | None = None) -> None:
         self.speaker = speaker
         self.encoder = encoder
         self.name = name
         self.cutter = SentenceCutter()
-        self.growing: Piece | None = None  # that of the sentence which is still being written
+        self.growing: TextPiece | None = None  # that of the sentence which is still being written
         self.usages: list[dict[str, StageUsage]] = []  # of its pieces
         self.texts: list[str] = []  # what was said in each piece
         self.status: Status = "completed"  # unless something else is known
@@ -214,7 +214,7 @@ class Utterance:
 
 
 @dataclass(eq=False)
-class Piece:
+class TextPiece:
     """A piece of an utterance. One without text is not spoken; one that is not `whole` grows.
 
     Args:
@@ -244,22 +244,22 @@ class Recital:
         grows: whether more pieces will come, until `end`.
     """
 
-    piece: Piece
+    piece: TextPiece
 
-    def __init__(self, pieces: Iterable[Piece] = (), *, grows: bool = False) -> None:
+    def __init__(self, pieces: Iterable[TextPiece] = (), *, grows: bool = False) -> None:
         self.waiting = 0  # characters of the pieces that were added and not asked for
         self._pieces = deque(pieces)
-        self._asked: deque[Piece] = deque()
+        self._asked: deque[TextPiece] = deque()
         self._grows = grows
         self._changed = asyncio.Event()
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TextPiece) -> None:
         """Append a piece."""
         self.waiting += len(piece.text)
         self._pieces.append(piece)
         self._changed.set()
 
-    async def grow(self, piece: Piece, text: str, whole: bool) -> None:
+    async def grow(self, piece: TextPiece, text: str, whole: bool) -> None:
         """Make `text` the text of a piece, which began with what it had before."""
         more = text[len(piece.text) :]
         piece.text, piece.whole = text, whole

@@ -13,7 +13,7 @@ from omni_actors.http_server.bodies import decode
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.config import ClientEvent, Event, UpdateSession, error_event, event, event_id_of
 from omni_actors.http_server.speech.narrator import Narrator, SpeechSession
-from omni_actors.http_server.speech.recital import Manner, Speaker, Utterance, request_ids
+from omni_actors.http_server.speech.recital import Manner, TextSpeaker, Utterance, request_ids
 from omni_actors.http_server.speech.texts import MAX_TEXT
 from omni_actors.http_server.state import ServerState
 
@@ -58,7 +58,7 @@ class StreamEvents:
         self._state = state
         self._ids = request_ids(websocket.state.request_id)
         self._given: dict[str, Any] = {"response_format": "pcm"}
-        self._speaker: Speaker | None = None  # until it is needed
+        self._speaker: TextSpeaker | None = None  # until it is needed
         self._narrator: Narrator | None = None
         self._utterance: Utterance | None = None  # that is being written
         self._spoken: list[Utterance] = []  # that have not ended
@@ -94,9 +94,9 @@ class StreamEvents:
             narrator.recital.end()
             session.finish()
 
-    async def _speaker_of(self, given: dict[str, Any]) -> Speaker:
+    async def _speaker_of(self, given: dict[str, Any]) -> TextSpeaker:
         manner = decode(msgspec.json.encode(given), Manner, "session")
-        speaker = await Speaker.of(self._websocket, self._state, manner, self._ids)
+        speaker = await TextSpeaker.of(self._websocket, self._state, manner, self._ids)
         encoder_of(manner.response_format, speaker.description.sample_rate)  # which may refuse the rate
         return speaker
 

@@ -30,7 +30,15 @@ from omni_actors.http_server.answer import (
 )
 from omni_actors.http_server.bodies import JsonBody
 from omni_actors.http_server.errors import bad_field
-from omni_actors.http_server.speech.recital import FIELDS, Manner, Piece, Recital, Speaker, Utterance, request_ids
+from omni_actors.http_server.speech.recital import (
+    FIELDS,
+    Manner,
+    Recital,
+    TextPiece,
+    TextSpeaker,
+    Utterance,
+    request_ids,
+)
 from omni_actors.http_server.speech.sentences import pieces_of, speakable
 from omni_actors.http_server.state import ServerState
 
@@ -55,11 +63,11 @@ async def speech(request: Request, state: ServerState, body: SpeechRequest) -> R
         message = f'A text of more than {IN_ONE_GO} characters is streamed, as FLAC with stream_format: "audio".'
         raise bad_field("response_format", message, "unsupported_value")
     expires = math.inf if body.timeout is None else time.monotonic() + body.timeout
-    speaker = await Speaker.of(request, state, body, request_ids(request.state.request_id), expires)
+    speaker = await TextSpeaker.of(request, state, body, request_ids(request.state.request_id), expires)
     description, timeout = speaker.description, state.settings.write_timeout
     utterance = Utterance(speaker, encoder_of(body.response_format, description.sample_rate))
     texts = [body.input] if len(body.input) <= IN_ONE_GO else map(speakable, pieces_of(body.input))
-    answer = await Answer.of(Recital(Piece(utterance, text) for text in texts), request, state, FIELDS)
+    answer = await Answer.of(Recital(TextPiece(utterance, text) for text in texts), request, state, FIELDS)
     if body.stream_format == "sse":
         return AnswerResponse(answer, _events(answer, utterance, body.input), EVENTS, timeout)
     if whole:
