@@ -228,9 +228,9 @@ async def test_contexts_are_spoken_at_the_same_time_and_interrupted_each_for_its
             ended += [message["contextId"]] if message["isFinal"] else []
             if len(ended) == 2:
                 break
-        assert ended == ["a", "b"]
+        assert sorted(ended) == ["a", "b"]
         for _ in range(5):
-            assert (await client.message())["contextId"] == "c"
+            assert (await client.message())["contextId"] == "c", "nothing more of the others comes"
         await client.send({"text": "", "context_id": "a"}, {"text": ""}, {"context_id": "a", "close_context": True})
         await client.send({"close_socket": True})
         while not (message := await client.message())["isFinal"]:
