@@ -10,8 +10,8 @@ from scripts import lines_per_package
 from tests.support.paths import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-CODE_LINES = 32_050
-FILES = 217
+CODE_LINES = 32_850
+FILES = 225
 
 
 @cache  # it reads the whole package
