@@ -108,6 +108,11 @@ def stage_devices(stage: StageConfig, devices: int) -> list[int]:
     return list(range(gpus_of_replica(stage))) if devices and needs_device else []
 
 
+def on_cpu(pipeline: PipelineConfig, devices: int) -> bool:
+    """Whether stages that would take a GPU compute without one. `devices` is the number of GPUs of all hosts."""
+    return not devices and any(stage_devices(stage, 1) for stage in pipeline.stages)
+
+
 def shared_devices(pipeline: PipelineConfig, rank: int, devices: int) -> dict[int, list[tuple[str, int]]]:
     """Map each GPU of a node on which several replicas compute to these replicas, (stage, index), in pipeline order.
 

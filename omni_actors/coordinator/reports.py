@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omni_actors.config import PipelineConfig, StageKind
+from omni_actors.config.placement import on_cpu
 from omni_actors.coordinator.core.fleet import Fleet
 from omni_actors.coordinator.core.replicas import Replica
 from omni_actors.coordinator.core.requests import RequestMachine
@@ -75,6 +76,7 @@ class Reports:
             parameters=parameters,
             max_media=requests.gate.max_media,
             adapters=tuple(self.pipeline.adapters),
+            on_cpu=on_cpu(self.pipeline, sum(node.devices for node in self.fleet.nodes.values())),
             speech=entry.facts.speech if (entry := loaded.get(self.pipeline.entry.name)) else None,
         )
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
+import math
 import struct
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Protocol
 
 import msgspec
@@ -132,10 +135,7 @@ class AacEncoder:
     """AAC in ADTS, whose frames stand alone, by FFmpeg."""
 
     def __init__(self, rate: int) -> None:
-        try:
-            import av  # takes as long to import as the rest of the server
-        except ImportError:
-            raise _no_format("AAC needs PyAV, which the server lacks: its operator must install it.") from None
+        av = _pyav("AAC", "response_format")
         if rate not in AAC_RATES:
             raise _no_format(f"AAC does not support {rate} Hz.")
         self._frame = av.AudioFrame
@@ -166,15 +166,98 @@ class AacEncoder:
         return self.sink.take()
 
 
+class Tempo:
+    """Has the sound of an answer heard `speed` times as fast, at the same pitch, by FFmpeg's `atempo`."""
+
+    def __init__(self, speed: float) -> None:
+        self._av = _pyav("speed", "speed")
+        # `atempo` blends windows of sound from 0.5 to 2, beyond which two of them do half the work each.
+        self._steps = [speed] if 0.5 <= speed <= 2 else 2 * [math.sqrt(speed)]
+        self._graph: Any = None  # made with the first sound, which says its rate
+        self._rate = self._given = 0  # Hz, and samples
+
+    async def follow(self, item: StreamItem | None) -> list[StreamItem | None]:
+        """What the next item of an answer becomes; `None` is its end."""
+        if isinstance(item, Audio):
+            return [*await asyncio.to_thread(self.feed, item.samples, item.sample_rate)]
+        return [*self.rest(), None] if item is None else [item]
+
+    async def over(self, items: AsyncIterable[StreamItem]) -> AsyncIterator[StreamItem]:
+        """What all items of an answer become."""
+        async for item in items:
+            for heard in [one for one in await self.follow(item) if one is not None]:
+                yield heard
+        for heard in [one for one in await self.follow(None) if one is not None]:
+            yield heard
+
+    def rest(self) -> list[Audio]:
+        """What is left at the end."""
+        if self._graph is None:
+            return []
+        self._graph.push(None)
+        return self._ready()
+
+    def feed(self, samples: Samples, rate: int) -> list[Audio]:
+        """The next sound."""
+        if self._graph is None:
+            self._rate, self._graph = rate, self._av.filter.Graph()
+            source = self._graph.add_abuffer(sample_rate=rate, format="flt", layout="mono", time_base=Fraction(1, rate))
+            steps = [self._graph.add("atempo", str(step)) for step in self._steps]
+            self._graph.link_nodes(source, *steps, self._graph.add("abuffersink")).configure()
+        frame = self._av.AudioFrame.from_ndarray(numpy.ascontiguousarray(samples)[None, :], "flt", "mono")
+        frame.sample_rate, frame.pts = rate, self._given
+        self._given += len(samples)
+        self._graph.push(frame)
+        return self._ready()
+
+    def _ready(self) -> list[Audio]:
+        pieces: list[Samples] = []
+        with contextlib.suppress(BlockingIOError, EOFError):  # it has no more until it is given more, or at all
+            while True:
+                pieces.append(self._graph.pull().to_ndarray()[0])
+        return [Audio(numpy.concatenate(pieces), self._rate)] if pieces else []
+
+
+class PacedEncoder:
+    """Has another encoder write sound down that is heard at a speed."""
+
+    def __init__(self, encoder: Encoder, tempo: Tempo, rate: int) -> None:
+        self._encoder, self._tempo, self._rate = encoder, tempo, rate
+
+    def feed(self, samples: Samples) -> bytes:
+        """Bytes that are complete after samples f32 [n]; may be none."""
+        return self._written(self._tempo.feed(samples, self._rate))
+
+    def finish(self) -> bytes:
+        """The last bytes."""
+        return self._written(self._tempo.rest()) + self._encoder.finish()
+
+    def _written(self, heard: list[Audio]) -> bytes:
+        return b"".join(self._encoder.feed(one.samples) for one in heard)
+
+
+def _pyav(what: str, param: str) -> Any:
+    """PyAV, whose import takes as long as that of the rest of the server. Raises `HttpError` 400 if there is none."""
+    try:
+        import av.filter
+    except ImportError:
+        message = f"{what} needs PyAV, which the server lacks: its operator must install it."
+        raise HttpError(400, message, param=param, code="unsupported_value") from None
+    return av
+
+
 def _no_format(message: str) -> HttpError:
     return HttpError(400, message, param="response_format", code="unsupported_value")
 
 
-def encoder_of(name: str, rate: int) -> Encoder:
-    """What makes a stream in one of `MEDIA_TYPES`. Raises `HttpError` 400 for the rate."""
+def encoder_of(name: str, rate: int, speed: float | None = None) -> Encoder:
+    """What makes a stream in one of `MEDIA_TYPES`, heard at a speed. Raises `HttpError` 400 for the rate."""
+    encoder: Encoder
     if name in ("pcm", "wav"):
-        return PcmEncoder(name, rate)
-    return AacEncoder(rate) if name == "aac" else FileEncoder(name, rate)
+        encoder = PcmEncoder(name, rate)
+    else:
+        encoder = AacEncoder(rate) if name == "aac" else FileEncoder(name, rate)
+    return encoder if speed in (None, 1) else PacedEncoder(encoder, Tempo(speed), rate)
 
 
 async def fed(encoder: Encoder, samples: Samples) -> bytes:
@@ -239,12 +322,18 @@ class Answer:
     """
 
     def __init__(
-        self, streams: AnswerStreams, request: Request, fields: Mapping[str, str], turns: asyncio.Lock
+        self,
+        streams: AnswerStreams,
+        request: Request,
+        fields: Mapping[str, str],
+        turns: asyncio.Lock,
+        tempos: Sequence[Tempo] = (),
     ) -> None:
         self._streams = streams
+        self._tempos = tempos  # of the choices; none if their sound stays as it is
         self._fields = fields
         self._turns = turns
-        self._first: list[ChoiceItem] = []
+        self._held: list[ChoiceItem] = []  # that come next
         self.before_waiting: Callable[[], Awaitable[None]] = _nothing
         """Is awaited before the iteration waits for an item that has not arrived."""
         self._watch = asyncio.create_task(self._abort_when_gone(request), name="watch for disconnect")
@@ -257,6 +346,9 @@ class Answer:
         body: Submission,
         prompt: Any,
         fields: Mapping[str, str],
+        *,
+        n: int = 1,
+        speed: float = 1,
         **options: Any,
     ) -> Answer:
         """Submit a request and wait for its first item. Raises `HttpError`.
@@ -266,12 +358,15 @@ class Answer:
         Args:
             body: seed, timeout and priority.
             fields: the field of the HTTP request that is at fault, by error code or by name in the pipeline.
+            n: how many answers.
+            speed: at which sound is heard, as a multiple of that at which it is made.
             options: for `AsyncOmniClient.submit_choices`.
         """
+        tempos = [await asyncio.to_thread(Tempo, speed) for _ in range(n)] if speed != 1 else []
         try:
             streams = await state.client.submit_choices(
                 prompt,
-                options.pop("n", 1),
+                n,
                 seed=body.seed,
                 timeout=state.settings.request_timeout if body.timeout is None else body.timeout,
                 priority=body.priority or 0,
@@ -282,17 +377,22 @@ class Answer:
             )
         except OmniError as error:
             raise HttpError.of(error, fields) from error
-        return await cls.of(streams, request, state, fields)
+        return await cls.of(streams, request, state, fields, tempos)
 
     @classmethod
     async def of(
-        cls, streams: AnswerStreams, request: Request, state: ServerState, fields: Mapping[str, str]
+        cls,
+        streams: AnswerStreams,
+        request: Request,
+        state: ServerState,
+        fields: Mapping[str, str],
+        tempos: Sequence[Tempo] = (),
     ) -> Answer:
         """Wait for the first item of what was asked for. Raises `HttpError`."""
-        answer = cls(streams, request, fields, state.turns)
+        answer = cls(streams, request, fields, state.turns, tempos)
         try:
             async for item in answer.choices():
-                answer._first.append(item)
+                answer._held.insert(0, item)
                 break
         except BaseException:  # a cancelled task's, too: a client that goes away early must not leave its request
             await answer.close()
@@ -313,9 +413,9 @@ class Answer:
     async def choices(self) -> AsyncIterator[ChoiceItem]:
         """Yield the items of all answers, sound when it has its turn. Raises `HttpError` if one of them fails."""
         try:
-            while self._first:
-                yield self._first.pop()
             while True:
+                while self._held:
+                    yield self._held.pop(0)
                 if not self._streams.ready:
                     await self.before_waiting()
                 try:
@@ -327,7 +427,8 @@ class Answer:
                     # would hold up every text that arrives meanwhile.
                     async with self._turns:
                         await asyncio.sleep(0)
-                yield found
+                heard = await self._tempos[found.choice].follow(found.item) if self._tempos else [found.item]
+                self._held += [ChoiceItem(found.choice, item) for item in heard]
         except OmniError as error:
             raise HttpError.of(error, self._fields) from error
 

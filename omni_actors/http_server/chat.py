@@ -259,6 +259,7 @@ async def chat_completions(request: Request, state: ServerState, body: ChatReque
         voice=state.voice(body.audio.voice, description, "audio.voice") if spoken and body.audio else None,
         params=params,
         n=body.answers(description.max_in_flight),
+        speed=(body.audio and body.audio.speed) or 1,
     )
     rate = description.sample_rate or 24_000
     ids = [f"audio_{request.state.request_id}{f'-{index}' if index else ''}" for index in range(len(answer.usages))]

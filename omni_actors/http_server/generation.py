@@ -208,6 +208,7 @@ AnyMessage = UserMessage | SystemMessage | DeveloperMessage | AssistantMessage |
 
 AudioFormat = Literal["wav", "pcm16", "flac", "mp3", "opus", "aac"]
 STREAM_FORMAT = "pcm16"
+Speed = Annotated[float, Meta(ge=0.25, le=4)]  # OpenAI's range for speech
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Likeliest = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
@@ -219,10 +220,11 @@ class VoiceId(Strict, frozen=True):
 
 
 class AudioParameters(Strict, frozen=True):
-    """Voice and format of a spoken answer."""
+    """Voice, format and speed of a spoken answer."""
 
     voice: str | VoiceId | None = None
     format: AudioFormat | None = None
+    speed: Speed | None = None  # not OpenAI's
 
 
 def voice_name(

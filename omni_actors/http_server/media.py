@@ -43,6 +43,7 @@ from omni_actors.media.decoders import DecoderThreads, MediaDecoder, Reply
 from omni_actors.media.limits import (
     AUDIO_FILE,
     DEFAULT_VIDEO_RATE,
+    DOCUMENT_FILE,
     IMAGE_FILE,
     UNKNOWN_FILE,
     VIDEO_FILE,
@@ -51,7 +52,6 @@ from omni_actors.media.limits import (
     MediaTooLarge,
     check_counts,
 )
-from omni_actors.protocol.payloads import MEDIA_MODALITIES
 
 FETCH_SECONDS = 20.0
 HTTPS_PORT = 443
@@ -216,11 +216,12 @@ MediaPart = AudioPart | ImageUrlPart | AudioUrlPart | VideoUrlPart | FilePart
 
 
 class _Medium(NamedTuple):
-    """A medium of a request: its bytes, and the field that they came in."""
+    """A medium of a request: its bytes, the field that they came in, and the name of a file."""
 
     modality: str
     data: bytes
     param: str
+    name: str = ""
 
 
 class _Unread(NamedTuple):
@@ -394,21 +395,26 @@ class MediaReader:
         if part.file.is_inline:
             param = f"{where}.file_data"
             text = await asyncio.to_thread(_string_of, part.file.file_data, param)
-            return await self._url(text, modality_of(text, param), param)
-        param = f"{where}.file_id"
-        data = await asyncio.to_thread(self._files.data, part.file.file_id or "")
-        if not data:
-            message = f"There is no file {part.file.file_id!r}, or no longer: upload it again."
-            raise bad_field(param, message, "file_not_found")
-        reserve(len(data))  # it is sent to the pipeline as if it were in the body
+            data, name = (await self._url(text, "", param)).data, part.file.filename
+        else:
+            param, file_id = f"{where}.file_id", part.file.file_id or ""
+            found = await asyncio.to_thread(self._files.find, file_id)
+            data = await asyncio.to_thread(self._files.data, file_id)
+            if found is None or not data:
+                message = f"There is no file {file_id[:100]!r}, or no longer: upload it again."
+                raise bad_field(param, message, "file_not_found")
+            reserve(len(data))  # it is sent to the pipeline as if it were in the body
+            name = part.file.filename or found.name
         measured = await self._measured(UNKNOWN_FILE, "The file", data, param)
-        return _Medium(measured.modality, data, param)
+        return _Medium(measured.modality, data, param, name or "")
 
     async def _url(self, url: memoryview, modality: str, param: str) -> _Medium:
+        """What is at a URL; raises `HttpError` if a data: URI declares another modality, unless that is empty."""
         start = bytes(url[:MAX_URL])
         if start[:5].lower() != b"data:":
             if len(start) >= MIN_BASE64 and BASE64.fullmatch(start):
-                message = f"This is base64 without its type: put data:{modality}/TYPE;base64, in front of it. A URL is "
+                kind = f"{modality}/TYPE" if modality else "TYPE"
+                message = f"This is base64 without its type: put data:{kind};base64, in front of it. A URL is "
                 message += "https://, on a host that the operator allows with --media-host."
                 raise bad_field(param, message, "invalid_url")
             if len(url) > MAX_URL:
@@ -419,7 +425,7 @@ class MediaReader:
         kind = head[5:].decode(errors="replace").lower()
         if not comma or not kind.endswith(";base64"):
             raise bad_field(param, "A data: URI must have the form data:TYPE;base64,DATA.", "invalid_url")
-        if not kind.startswith(f"{modality}/") and not kind.startswith("application/octet-stream"):
+        if modality and not kind.startswith((f"{modality}/", "application/octet-stream")):
             raise bad_field(param, f"The type {kind.partition(';')[0]!r} is not {modality}.", "invalid_url")
         return await self._base64(url[len(head) + 1 :], modality, param)
 
@@ -438,20 +444,25 @@ class MediaReader:
             raise too_large(f"Each image, audio or video is limited to {limit} bytes.", param)
 
     async def _checked(self, found: Sequence[_Medium], sound_in_video: bool = False) -> list[Any]:
-        """Check audio and images by their headers and decode video; what the client library takes.
+        """Check audio and images by their headers and decode video and documents; what the client library takes.
 
         The stage that decodes audio and images checks them again, and more.
         """
         values: list[Any] = []
         used = 0
-        for modality, data, param in found:
+        for modality, data, param, name in found:
             if not data:
                 raise bad_field(param, "The data is empty.")
+            if modality == "text":
+                (text,) = await self._decoded(DOCUMENT_FILE, "The file", data, param, used)
+                used += text.nbytes
+                values.append(f"{name}:\n\n{text.tobytes().decode(errors='replace')}".removeprefix(":\n\n"))
+                continue
             if modality != "video":
                 used += (await self._measured(KINDS[modality], f"The {modality}", data, param, used)).size
                 values.append(data)
                 continue
-            frames = await self._film(data, param, used)
+            (frames,) = await self._decoded(VIDEO_FILE, "The video", data, param, used)
             used += frames.nbytes
             if sound_in_video:
                 track = "The sound track that use_audio_in_video asks for"
@@ -459,10 +470,9 @@ class MediaReader:
             values.append((frames, DEFAULT_VIDEO_RATE, data) if sound_in_video else (frames, DEFAULT_VIDEO_RATE))
         return values
 
-    async def _film(self, data: bytes, param: str, used: int) -> numpy.ndarray:
-        items = _items(VIDEO_FILE, "The video", data)
-        (frames,) = await self._on_decoder(lambda decoder: decoder.decode(items, self._limits, used), param)
-        return frames
+    async def _decoded(self, kind: str, what: str, data: bytes, param: str, used: int) -> list[numpy.ndarray]:
+        items = _items(kind, what, data)
+        return await self._on_decoder(lambda decoder: decoder.decode(items, self._limits, used), param)
 
     async def _measured(self, kind: str, what: str, data: bytes, param: str, used: int = 0) -> Reply:
         items = _items(kind, what, data)
@@ -521,12 +531,3 @@ def check_calls(messages: Sequence[AnyMessage], calls: Collection[str]) -> None:
         elif isinstance(message, ToolMessage) and message.tool_call_id not in known:
             where = f"messages[{index}].tool_call_id"
             raise bad_field(where, f"{where}: no assistant's message before it has a tool call with this id.")
-
-
-def modality_of(url: memoryview, param: str) -> str:
-    """The modality that a data: URI declares: "audio", "image" or "video"."""
-    scheme, _, kind = bytes(url[:MAX_URL]).partition(b"/")[0].decode(errors="replace").lower().partition(":")
-    kind = kind if scheme == "data" else ""
-    if kind not in MEDIA_MODALITIES:
-        raise bad_field(param, "This must be a data: URI of an audio, image or video type.")
-    return kind

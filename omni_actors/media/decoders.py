@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from omni_actors.errors import Aborted, EngineError, InvalidRequest, MalformedMedia, OmniError
 from omni_actors.host.processes import describe_exit, die_with_parent, give_back_memory
 from omni_actors.media.limits import (
+    DOCUMENT_FILE,
     IMAGE_FILE,
     IMAGE_MODES,
     SOUNDS,
@@ -92,7 +93,7 @@ class Reply(Struct, frozen=True):
         size: bytes of all items after decoding, as their headers say.
         seconds: length of all sounds, 0 if one does not say its own.
         modality: of an unknown file.
-        shape: of an item; its data follow, f32 for one dimension and u8 for more.
+        shape: of an item; its data follow, f32 of a sound and else u8.
         error: name of the class.
     """
 
@@ -286,11 +287,11 @@ class MediaDecoder:
 def _room_for(shape: tuple[int, ...], item: Item, limits: MediaLimits, pixels: int) -> Array:
     """Return an array for what a decoder announces. Raises `ValueError` for what it must not send."""
     sound = item.kind in SOUNDS
-    dimensions = 1 if sound else 3 if item.kind in IMAGE_MODES else 4
+    dimensions = 1 if sound or item.kind == DOCUMENT_FILE else 3 if item.kind in IMAGE_MODES else 4
     channels = len(IMAGE_MODES.get(item.kind, IMAGE_MODES[IMAGE_FILE]))
     size = math.prod(shape)
     most = int((limits.audio_seconds + 1) * limits.audio_rate) if sound else pixels
-    if len(shape) != dimensions or not 0 < size <= most or (not sound and shape[-1] != channels) or min(shape) < 1:
+    if len(shape) != dimensions or not 0 < size <= most or (dimensions > 1 and shape[-1] != channels) or min(shape) < 1:
         raise ValueError(f"it answered the shape {shape}")
     return np.empty(shape, np.float32 if sound else np.uint8)
 

@@ -25,6 +25,7 @@ AUDIO_FILE: Final = "audio file"
 IMAGE_FILE: Final = "image file"
 LAYERED_FILE: Final = "image file with alpha"
 VIDEO_FILE: Final = "video file"
+DOCUMENT_FILE: Final = "document"  # PDF, or text in UTF-8
 UNKNOWN_FILE: Final = "unknown file"
 SOUNDS: Final = (AUDIO_ARRAY, AUDIO_FILE)
 IMAGE_MODES: Final = {IMAGE_FILE: "RGB", LAYERED_FILE: "RGBA"}  # of what images become
@@ -64,6 +65,8 @@ class MediaLimits:
         film_pixels: width * height of one frame of a video file, before it is scaled down.
         film_frames: frames of one video file; most are not kept.
         min_side: smallest width or height of an image or a frame.
+        document_pages: of one PDF.
+        document_characters: of the text of one document.
         channels: audio channels in a file, which are averaged.
         rate: highest sample rate in Hz.
         audio_rate: what decoded audio is resampled to, in Hz.
@@ -78,6 +81,8 @@ class MediaLimits:
     film_pixels: int = 4096 * 2304
     film_frames: int = 60 * 240
     min_side: int = 4
+    document_pages: int = 500
+    document_characters: int = 1_000_000
     channels: int = 16
     rate: int = 768_000
     audio_rate: int = AUDIO_RATE

@@ -5,6 +5,7 @@ A header is checked before anything is decoded, and not trusted afterwards: what
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import importlib.util
 import io
@@ -21,6 +22,7 @@ from omni_actors.media.limits import (
     AUDIO_ARRAY,
     AUDIO_FILE,
     DEFAULT_VIDEO_RATE,
+    DOCUMENT_FILE,
     IMAGE_MODES,
     PIXEL_BYTES,
     SAMPLE_BYTES,
@@ -115,12 +117,18 @@ try:
     from PIL import Image, ImageOps, UnidentifiedImageError, features
 except ImportError:  # not where nothing but sound is sent
     Image = None  # type: ignore[assignment]
+try:
+    import pypdf
+except ImportError:  # not where only an engine runs, to which documents come as text
+    pypdf = None  # type: ignore[assignment]
 
 IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 JPEG_FORMATS: Final = ("JPEG", "MPO")  # as Pillow calls them; the second one has more pictures, as some cameras make it
 JPEG_SCALES: Final = (1, 2, 4, 8)  # at which a JPEG can be decoded without decoding all of it
 UNKNOWN_FORMAT: Final = 1  # libsndfile's code of the error
 BLOCK_BYTES: Final = 1 << 20  # of samples that are decoded at a time
+PDF_START: Final = 1024  # bytes within which a PDF says that it is one
+PDF_CODECS: Final = ("cp932", "cp950", "gb18030", "gb2312", "gbk", "utf-16-be")  # that pypdf asks Python for
 UNKNOWN_FRAMES: Final = 1 << 62  # libsndfile's length of a stream whose header does not say it is larger
 
 Decoded = Samples | Pixels
@@ -152,8 +160,8 @@ def measure(kind: str, data: bytes, limits: MediaLimits, what: str) -> Announced
 def decode(kind: str, data: bytes, rate: int, limits: MediaLimits, budget: Budget, what: str) -> Decoded:
     """Decode a medium.
 
-    Sound becomes f32 [samples] at `limits.audio_rate`, a picture u8 [height, width, 3 or 4] and a video u8 [frames,
-    height, width, 3].
+    Sound becomes f32 [samples] at `limits.audio_rate`, a picture u8 [height, width, 3 or 4], a video u8 [frames,
+    height, width, 3], and a document u8 [bytes] of UTF-8.
 
     Args:
         rate: of an array of samples, in Hz.
@@ -170,6 +178,8 @@ def decode(kind: str, data: bytes, rate: int, limits: MediaLimits, budget: Budge
             return resampled(blocks, rate, limits.audio_rate, what)
         if kind == AUDIO_FILE:
             return _decode_audio(data, limits, what, budget)
+        if kind == DOCUMENT_FILE:
+            return _decode_document(data, limits, what, budget)
         if kind not in IMAGE_MODES:
             return decode_video(data, limits, what, budget)
         mode = IMAGE_MODES[kind]
@@ -183,14 +193,18 @@ def preload() -> None:
     if Image is not None:
         Image.init()
         features.check("webp")
-    if importlib.util.find_spec("av") is not None:
-        for module in pkgutil.walk_packages(importlib.import_module("av").__path__, "av."):
-            if not module.name.endswith("__main__"):
+    for codec in PDF_CODECS:
+        codecs.lookup(codec)
+    for library in filter(importlib.util.find_spec, ("av", "pypdf")):
+        for module in pkgutil.walk_packages(importlib.import_module(library).__path__, f"{library}."):
+            if not module.name.endswith(("__main__", "._pycryptodome")):  # the second asks for a library of its own
                 importlib.import_module(module.name)
 
 
 def sniff(data: bytes) -> str:
-    """The modality of a file, by its content: "image" or "audio", and "video" if it is neither."""
+    """The modality of a file, by its content: "text", "image" or "audio", and "video" if it is none of these."""
+    if _is_pdf(data) or _plain(data) is not None:
+        return "text"
     if Image is not None:
         try:
             with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS):
@@ -377,3 +391,54 @@ def _scale_down(image: Image.Image, pixels: int) -> None:
             break
     if scale > 1:
         image.draft(None, (width // scale, height // scale))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Documents
+
+
+def _is_pdf(data: bytes) -> bool:
+    return b"%PDF-" in data[:PDF_START]
+
+
+def _plain(data: bytes) -> str | None:
+    """The text of a file that is text in UTF-8; `None` for any other."""
+    try:
+        text = data.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError:
+        return None
+    return text if "\0" not in text else None
+
+
+def _decode_document(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Pixels:
+    """UTF-8 of the text of a PDF, or of a file that is text."""
+    parts = _pages(data, limits, what) if _is_pdf(data) else [_plain(data)]
+    texts: list[str] = []
+    for part in parts:
+        if part is None:
+            raise MalformedMedia(f"{what} is neither a PDF nor text in UTF-8.")
+        texts.append(part)
+        if sum(map(len, texts)) > limits.document_characters:
+            message = f"{what} has more than {limits.document_characters} characters."
+            raise MediaTooLarge(message, hint="Send a part of it.")
+    text = "\n\n".join(texts).strip()
+    if not text:
+        raise MalformedMedia(f"{what} has no text in it, as scans have none: send its pages as pictures.")
+    encoded = text.encode(errors="replace")
+    take_decoded(budget, len(encoded), what)
+    return np.frombuffer(encoded, np.uint8)
+
+
+def _pages(data: bytes, limits: MediaLimits, what: str) -> Iterator[str]:
+    """The text of each page of a PDF."""
+    if pypdf is None:
+        hint = "Its operator must install pypdf (pip install 'omni_actors[http]')."
+        raise InvalidRequest("The server cannot read PDF.", hint=hint)
+    reader = pypdf.PdfReader(io.BytesIO(data))
+    if reader.is_encrypted and not reader.decrypt(""):
+        raise MalformedMedia(f"{what} is an encrypted PDF: remove its password.")
+    if len(reader.pages) > limits.document_pages:
+        message = f"{what} has {len(reader.pages)} pages; at most {limits.document_pages} are allowed."
+        raise MediaTooLarge(message, hint="Send a part of it.")
+    for page in reader.pages:
+        yield page.extract_text()

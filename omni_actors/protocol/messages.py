@@ -793,6 +793,7 @@ class Description(Body, tag="description", frozen=True):
         max_media: how many media a prompt may have, by modality; no limit for those that are missing.
         parameters: those that a stage's model declares, by stage; stages whose model declares none are missing.
         speech: what the pipeline can do if it speaks the text that it is given; `None` if it answers.
+        on_cpu: whether no host has a GPU, and a stage would take one.
     """
 
     pipeline: str
@@ -814,6 +815,7 @@ class Description(Body, tag="description", frozen=True):
     parameters: dict[str, tuple[Parameter, ...]] = {}
     speech: SpeechAbility | None = None
     coordinator: str = ""
+    on_cpu: bool = False
 
 
 class Operation(enum.StrEnum):

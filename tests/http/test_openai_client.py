@@ -236,3 +236,4 @@ def test_models_and_voices(echo: HttpPipeline) -> None:
     }
     status = httpx.get(f"{echo.url}/v1/status").json()
     assert [stage["stage"] for stage in status["stages"]] == ["prompt", "thinker", "talker", "code2wav"]
+    assert status["on_cpu"] is False, "echo stages compute nothing"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import io
 from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
+import soundfile
 
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings
@@ -142,12 +144,49 @@ async def test_a_session_has_openais_names_too(openais: str) -> None:
 # -- fields -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_one_speed_of_speech_is_accepted_and_named(echo: HttpPipeline) -> None:
-    client = echo.openai()
-    assert client.audio.speech.create(model="echo", input="x", voice="Ethan", speed=1.0).content
-    with pytest.raises(openai.BadRequestError, match="speed must be 1") as caught:
-        client.audio.speech.create(model="echo", input="x", voice="Ethan", speed=1.5)
+@pytest.mark.parametrize("form", ["pcm", "flac"])
+def test_speech_is_as_fast_as_it_is_asked_for(echo: HttpPipeline, form: str) -> None:
+    speech = {"model": "echo", "input": "x", "voice": "Ethan", "response_format": form}
+    lengths = {}
+    for speed in (1, 2, 0.5):
+        data = echo.openai().audio.speech.create(**speech, speed=speed).content
+        lengths[speed] = len(data) / 2 if form == "pcm" else soundfile.info(io.BytesIO(data)).frames
+    assert lengths[2] == pytest.approx(lengths[1] / 2, rel=0.02)
+    assert lengths[0.5] == pytest.approx(lengths[1] * 2, rel=0.02)
+    with pytest.raises(openai.BadRequestError, match="speed: must be a number of at most 4") as caught:
+        echo.openai().audio.speech.create(**speech, speed=4.5)
     assert caught.value.param == "speed"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_spoken_answers_have_a_speed(echo: HttpPipeline, n: int) -> None:
+    chat = {"model": "echo", "messages": [{"role": "user", "content": "sea " * 10}], **SPOKEN, "n": n}
+    fast = {**chat, "audio": {"voice": "Ethan", "format": "pcm16", "speed": 2}}
+    slow = {**chat, "audio": {"voice": "Ethan", "format": "pcm16"}}
+    client = echo.openai()
+    lengths = [
+        [len(base64.b64decode(choice.message.audio.data)) for choice in client.chat.completions.create(**body).choices]
+        for body in (slow, fast)
+    ]
+    assert lengths[1] == pytest.approx([length / 2 for length in lengths[0]], rel=0.05)
+    sounds = [0] * n
+    for chunk in client.chat.completions.create(**fast, stream=True):
+        for choice in chunk.choices:
+            if choice.delta.audio is not None:
+                sounds[choice.index] += len(base64.b64decode(choice.delta.audio.data or ""))
+    assert sounds == lengths[1]
+    short = {**fast, "messages": [{"role": "user", "content": "s"}], "modalities": ["audio"]}
+    (*_, end) = client.chat.completions.create(**short, stream=True)
+    assert end.choices[0].finish_reason == "stop", "sound that comes with the end does not replace it"
+
+
+def test_a_spoken_response_has_a_speed(echo: HttpPipeline) -> None:
+    body = {"input": "sea " * 10, "modalities": ["text", "audio"]}
+    lengths = []
+    for speed in (1, 2):
+        answer = httpx.post(f"{echo.url}/v1/responses", json={**body, "audio": {"format": "pcm16", "speed": speed}})
+        lengths.append(len(base64.b64decode(answer.json()["output"][0]["audio"]["data"])))
+    assert lengths[1] == pytest.approx(lengths[0] / 2, rel=0.05)
 
 
 # -- wrong routes, and media that are none ----------------------------------------------------------------------------

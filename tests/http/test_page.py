@@ -6,7 +6,7 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.support.browser import ask, data, in_flight, needs_chromium, open_page, sent_messages, until
+from tests.support.browser import ask, axe_violations, data, in_flight, needs_chromium, open_page, sent_messages, until
 from tests.support.servers import HttpPipeline
 
 pytestmark = [needs_chromium, pytest.mark.nightly]
@@ -68,11 +68,11 @@ def test_everything_works_by_keyboard(echo: HttpPipeline, page: Page) -> None:
     """Tab reaches every control in visual order, and the focus is visible."""
     open_page(page, echo)
     reached = []
-    for _ in range(12):
+    for _ in range(13):
         page.keyboard.press("Tab")
         reached.append(page.locator(":focus").get_attribute("id"))
     assert reached == [
-        *("attach", "record", "converse", "send", "speak", "voice", "sample"),
+        *("attach", "record", "converse", "send", "speak", "voice", "sample", "speed"),
         *("system", "temperature", "tokens", "seed", "key"),
     ]
     page.locator("#toggle-details-panel").focus()
@@ -88,13 +88,22 @@ def test_page_with_an_api_key(page: Page) -> None:
         page.goto(pipeline.url)
         expect(page.locator("#health")).to_have_text("unavailable")
         expect(page.locator("#pipeline")).to_contain_text("API key")
+        expect(page.locator("#asked-key")).to_be_focused()
+        expect(page.locator("#key-wanted")).to_have_text("The server asks for an API key.")
+        for width in (1280, 390):
+            page.set_viewport_size({"width": width, "height": 800})
+            assert axe_violations(page) == []
         page.locator("#converse").click()
         expect(page.locator("#error")).to_contain_text("API key")
         expect(page.locator("#composer")).to_be_visible()
-        page.locator("#toggle-settings-panel").click()
-        page.locator("#key").fill("sesame")
-        page.locator("#key").press("Tab")
+        page.locator("#asked-key").fill("open")
+        page.locator("#asked-key").press("Enter")
+        expect(page.locator("#key-wanted")).to_have_text("The server does not take this API key.")
+        page.locator("#asked-key").fill("sesame")
+        page.locator("#asked-key").press("Enter")
         expect(page.locator("#health")).to_have_text("ready")
+        expect(page.locator("#ask-key:visible, #error:visible")).to_have_count(0)
+        expect(page.locator("#text")).to_be_focused()
         ask(page, "open")
         expect(page.locator("li.assistant .say")).to_have_text("open")
         page.locator("#converse").click()

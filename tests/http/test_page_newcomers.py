@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
 
 from omni_actors.http_server.app import introduction
-from tests.support.browser import answered, ask, axe_violations, needs_chromium, plays
+from tests.support.browser import answered, ask, axe_violations, needs_chromium, plays, until
 from tests.support.paths import REPOSITORY
-from tests.support.servers import HttpPipeline
+from tests.support.servers import HttpPipeline, pdf
 
 pytestmark = needs_chromium
 SIZES = [(1280, 800), (390, 844)]
@@ -62,8 +63,9 @@ def test_a_conversation_survives_a_reload(echo: HttpPipeline, page: Page, size: 
             page.locator("#toggle-conversations-panel").click()
 
     visit(page, echo, size)
-    page.locator("#file").set_input_files([{"name": "sea.md", "mimeType": "text/markdown", "buffer": b"salt"}])
-    expect(page.locator("#attachments li")).to_have_count(1)
+    files = [("sea.md", "text/markdown", b"salt"), ("rain.pdf", "application/pdf", pdf("rain"))]
+    page.locator("#file").set_input_files([{"name": n, "mimeType": kind, "buffer": data} for n, kind, data in files])
+    expect(page.locator("#attachments li")).to_have_text(["sea.md1 kB", "rain.pdf1 kB"])
     ask(page, "**hello** sea")
     answered(page)
     expect(page.locator("li.assistant .latency")).to_contain_text("first sound")
@@ -78,8 +80,8 @@ def test_a_conversation_survives_a_reload(echo: HttpPipeline, page: Page, size: 
     expect(page.locator("#empty")).to_be_attached()
     show_list()
     page.locator("#conversations .open").click()
-    expect(page.locator("li.user .card")).to_have_text("sea.md")
-    expect(page.locator("li.assistant .say")).to_contain_text("salthello sea")
+    expect(page.locator("li.user .card .name")).to_have_text(["sea.md", "rain.pdf"])
+    expect(page.locator("li.assistant .say")).to_contain_text("rainhello sea")
     expect(page.locator(".variants")).to_contain_text("1/2")
     page.get_by_label("Rename").click()
     page.get_by_label("Title").fill("The sea")
@@ -90,6 +92,7 @@ def test_a_conversation_survives_a_reload(echo: HttpPipeline, page: Page, size: 
     assert download.value.suggested_filename == "The-sea.md"
     written = download.value.path().read_text()
     assert written.startswith("# The sea\n\n## You\n\n[sea.md](data:")
+    assert "[rain.pdf](data:application/pdf;base64," in written
     assert '<audio controls src="data:audio/wav;base64,' in written
     if size[0] < 900:
         page.keyboard.press("Escape")
@@ -100,6 +103,36 @@ def test_a_conversation_survives_a_reload(echo: HttpPipeline, page: Page, size: 
         page.get_by_label("Delete The sea").click()
     expect(page.locator("#conversations li")).to_have_count(0)
     expect(page.locator("#empty")).to_be_attached()
+
+
+@pytest.mark.nightly
+@sizes
+def test_a_model_on_a_cpu_says_so_once(echo: HttpPipeline, page: Page, size: tuple[int, int]) -> None:
+    page.route("**/v1/status", lambda route: route.fulfill(json={**route.fetch().json(), "on_cpu": True}))
+    visit(page, echo, size)
+    expect(page.locator("#pace")).to_have_text("This model computes on a CPU; answers can take a while.")
+    for count in (1, 2):
+        ask(page, "hello, sea")
+        answered(page, count)
+    pace = re.compile(r"^This model computes on a CPU: \d+\.\d s of sound per second so far\.$")
+    expect(page.get_by_text(re.compile("CPU"))).to_have_text([pace])
+    is_good(page)
+    page.unroute_all(behavior="wait")
+
+
+@pytest.mark.nightly
+def test_each_sound_becomes_a_file_once(echo: HttpPipeline, page: Page) -> None:
+    page.add_init_script(
+        """window.files = 0;
+        window.Blob = class extends Blob {
+            constructor(parts, options) { super(parts, options); files += options?.type === "audio/wav"; }
+        };"""
+    )
+    visit(page, echo, SIZES[0])
+    for count in (1, 2, 3):
+        ask(page, "hello, sea")
+        answered(page, count)
+        until(page, lambda made=count: page.evaluate("files") == made, f"{count} files")
 
 
 @pytest.mark.nightly

@@ -135,6 +135,13 @@ def test_several_turns_are_spoken_and_written_down(echo: HttpPipeline, page: Pag
     assert messages[1]["content"].startswith(ECHOED)
     assert messages[2]["content"] == "sea"
     assert messages[-1]["content"] == "and now in writing"
+    page.locator("#voice").select_option("Ethan")
+    page.locator("#speed").select_option("2×")
+    page.locator("#converse").click()
+    until(page, lambda: len(line.of_kind("session.update")) == 2, "another session", 15)
+    spoken = [event["session"]["audio"]["output"] for event in line.of_kind("session.update")]
+    assert spoken == [{"voice": None, "speed": 1}, {"voice": "Ethan", "speed": 2}]
+    page.locator("#end-spoken").click()
 
 
 def until_playing(page: Page) -> None:

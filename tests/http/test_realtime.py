@@ -24,7 +24,7 @@ from websockets.uri import parse_uri
 
 from omni_actors.http_server.connections import bounded_protocol
 from omni_actors.http_server.realtime import turns
-from omni_actors.http_server.realtime.config import WireFormat
+from omni_actors.http_server.realtime.config import RATE, WireFormat
 from omni_actors.http_server.realtime.formats import SoundEncoder
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.realtime import (
@@ -130,6 +130,29 @@ async def test_a_conversation_of_several_turns(echo: HttpPipeline) -> None:
         events = await until_event(connection, "response.done")
         (done,) = [event for event in events if event.type == "response.output_text.done"]
         assert done.text == "seaseasa", "the echo of all turns, to the limit"
+
+
+async def test_the_speed_of_answers_changes_between_turns(echo: HttpPipeline) -> None:
+    async with openai_session(echo.url) as connection:
+        for speed in (1.5, 0.5):
+            await connection.session.update(session={"type": "realtime", "audio": {"output": {"speed": speed}}})
+            await say(connection, "sea " * 10)
+            await connection.response.create()
+            events = await until_event(connection, "response.done")
+            assert [event.session.audio.output.speed for event in events if event.type == "session.updated"][
+                -1
+            ] == speed
+            said = "".join(event.delta for event in events if event.type == "response.output_audio_transcript.delta")
+            deltas = [event for event in events if event.type == "response.output_audio.delta"]
+            samples = sum(len(base64.b64decode(event.delta)) for event in deltas) // 2
+            assert samples == pytest.approx(len(said) * SAMPLES_PER_TOKEN / speed, rel=0.05)
+        end = samples * 1000 // RATE
+        item_id = deltas[0].item_id
+        await connection.conversation.item.truncate(item_id=item_id, content_index=0, audio_end_ms=end // 2)
+        await until_event(connection, "conversation.item.truncated")
+        await connection.conversation.item.retrieve(item_id=item_id)
+        left = (await until_event(connection, "conversation.item.retrieved"))[-1].item.content[0].transcript
+        assert len(left) == pytest.approx(len(said) / 2, abs=5), "what was heard is counted in sound as it was heard"
 
 
 async def test_sound_reaches_the_pipeline_and_an_error_leaves_the_session(echo: HttpPipeline) -> None:
@@ -242,7 +265,7 @@ async def test_a_session_that_only_transcribes(slow: HttpPipeline) -> None:
         sound = numpy.concatenate([speech(1.0), numpy.zeros(24_000, "<i2")]).tobytes()
         await connection.input_audio_buffer.append(audio=base64.b64encode(sound).decode())
         await until_event(connection, "conversation.item.input_audio_transcription.delta")
-        assert in_flight(slow.url) == 1, "the transcript is not complete"
+        await eventually(lambda: in_flight(slow.url) == 1, what="the status with a transcript that is not complete")
         events = await until_event(connection, "conversation.item.input_audio_transcription.completed")
         assert len(events) > 20
         assert events[-1].transcript.startswith("Write down what is said")

@@ -13,7 +13,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.support.servers import HttpPipeline, picture, sound
+from tests.support.servers import HttpPipeline, data_uri, pdf, picture, sound
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}}
@@ -47,6 +47,7 @@ def test_instructions_and_parts_are_messages(echo: HttpPipeline) -> None:
         {"type": "input_image", "image_url": url, "detail": "low"},
         {"type": "input_audio", "input_audio": {"data": wav, "format": "wav"}},
         {"type": "input_file", "file_data": url, "filename": "a.png"},
+        {"type": "input_file", "file_data": data_uri("application/pdf", pdf("salt")), "filename": "b.pdf"},
     ]
     items = [
         {"role": "user", "content": parts},
@@ -55,7 +56,7 @@ def test_instructions_and_parts_are_messages(echo: HttpPipeline) -> None:
         {"role": "user", "content": "e"},
     ]
     answer = echo.openai().responses.create(model="echo", input=items, instructions="a")
-    assert answer.output_text == "abcde"
+    assert answer.output_text == "abb.pdf:\n\nsaltcde"
 
 
 def test_a_response_continues_an_earlier_one(echo: HttpPipeline) -> None:

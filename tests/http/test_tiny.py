@@ -21,6 +21,7 @@ import pytest
 from openai.types.completion_choice import Logprobs
 
 from omni_actors.client import OmniClient
+from omni_actors.config import host_devices
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.sharing import Budget
@@ -38,6 +39,10 @@ STAGES = {"thinker": {"max_tokens": 12}, "talker": {"max_tokens": 20}}
 def tiny(tiny_http: HttpPipeline) -> Iterator[HttpPipeline]:
     yield tiny_http
     tiny_http.assert_idle()
+
+
+def test_the_status_says_that_the_model_computes_on_a_cpu(tiny: HttpPipeline) -> None:
+    assert httpx.get(f"{tiny.url}/v1/status").json()["on_cpu"] is (host_devices() == 0)
 
 
 @pytest.mark.nightly

@@ -137,6 +137,31 @@ def picture(width: int = 64, height: int = 64, format: str = "PNG") -> bytes:
     return sink.getvalue()
 
 
+def pdf(*pages: str, password: str = "", owner: str = "") -> bytes:
+    """A PDF with a line of text on each page; with passwords to read it, and to do more."""
+    from pypdf import PdfWriter
+
+    numbers = range(4, 4 + 2 * len(pages), 2)
+    kids = " ".join(f"{number} 0 R" for number in numbers)
+    objects = {
+        1: "<</Type/Catalog/Pages 2 0 R>>",
+        2: f"<</Type/Pages/Count {len(pages)}/Kids[{kids}]/MediaBox[0 0 200 200]/Resources<</Font<</F 3 0 R>>>>>>",
+        3: "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    }
+    for number, line in zip(numbers, pages, strict=True):
+        content = f"BT /F 12 Tf 20 100 Td ({line}) Tj ET"
+        objects[number] = f"<</Type/Page/Parent 2 0 R/Contents {number + 1} 0 R>>"
+        objects[number + 1] = f"<</Length {len(content)}>>stream\n{content}\nendstream"
+    plain = "%PDF-1.4\n" + "".join(f"{number} 0 obj{each}endobj\n" for number, each in objects.items())
+    data = f"{plain}trailer<</Size {len(objects) + 1}/Root 1 0 R>>\nstartxref\n0\n%%EOF".encode()
+    if not password and not owner:
+        return data
+    writer, sink = PdfWriter(clone_from=io.BytesIO(data)), io.BytesIO()
+    writer.encrypt(password, owner or None, algorithm="AES-256")
+    writer.write(sink)
+    return sink.getvalue()
+
+
 def film(seconds: float = 1.0, side: int = 64, *, with_sound: bool = False) -> bytes:
     """A video file (MPEG-4), 10 frames a second; its sound is AAC at 16 kHz."""
     import av

@@ -1,11 +1,14 @@
-"""Sound in AAC, whole and streamed: what comes out is read again."""
+"""Sound in AAC, whole and streamed: what comes out is read again. Sound at another speed."""
 
 from __future__ import annotations
+
+from collections.abc import AsyncIterator
 
 import numpy
 import pytest
 
-from omni_actors.http_server.answer import encode, encoder_of, fed
+from omni_actors.client import Audio, StreamItem, Text
+from omni_actors.http_server.answer import Samples, Tempo, encode, encoder_of, fed
 from omni_actors.http_server.errors import HttpError
 from omni_actors.media.limits import AUDIO_FILE, AUDIO_RATE, MediaLimits
 from omni_actors.media.readers import decode
@@ -36,3 +39,30 @@ def test_aac_of_nothing_and_of_a_strange_rate() -> None:
     assert encode(numpy.full(RATE, 9.0, numpy.float32), "aac", RATE), "samples are clipped"
     with pytest.raises(HttpError, match="23456 Hz"):
         encoder_of("aac", 23_456)
+
+
+async def items(samples: Samples, pieces: int) -> AsyncIterator[StreamItem]:
+    for piece in numpy.array_split(samples, pieces):
+        yield Text("la", ())
+        yield Audio(piece, RATE)
+
+
+@pytest.mark.parametrize("speed", [0.25, 0.5, 0.8, 1.5, 2, 4])
+async def test_sound_at_another_speed_has_its_pitch_however_it_is_cut(speed: float) -> None:
+    heard = []
+    for pieces in (1, 50):
+        followed = [item async for item in Tempo(speed).over(items(TONE, pieces))]
+        assert followed.count(Text("la", ())) == pieces, "texts pass"
+        sounds = [item.samples for item in followed if isinstance(item, Audio)]
+        heard.append(numpy.concatenate(sounds))
+    assert len(sounds) > 10, "sound comes before the end"
+    assert numpy.array_equal(*heard)
+    assert abs(len(heard[0]) * speed / RATE - 1) < 0.03
+    assert abs(int(numpy.abs(numpy.fft.rfft(heard[0])).argmax()) * RATE / len(heard[0]) - 440) < 5
+    assert abs(float(heard[0].std()) - 0.5 / numpy.sqrt(2)) < 0.03
+
+
+async def test_less_sound_than_a_window_ends() -> None:
+    first, *rest = [item async for item in Tempo(2).over(items(TONE[:9], 1))]
+    assert first == Text("la", ())
+    assert sum(len(item.samples) for item in rest if isinstance(item, Audio)) <= 9

@@ -19,7 +19,7 @@ from omni_actors.http_server.media import Fetcher, MediaReader
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.store import Store, UploadedFile
 from omni_actors.media.decoders import DecoderThreads
-from tests.support.servers import film, picture, sound
+from tests.support.servers import data_uri, film, pdf, picture, sound
 from tests.support.waiting import PATIENCE
 
 
@@ -69,6 +69,38 @@ async def test_uploaded_files_are_counted_as_what_they_are(reader: MediaReader, 
     upload = {"type": "file", "file": {"file_id": "file-1"}}
     with pytest.raises(HttpError, match=r"2 media of the kind image; at most 1"):
         await reader.messages(messages(upload, part("image", picture(8, 8))), {"image": 1})
+
+
+@pytest.mark.parametrize(
+    ("data", "text"), [(pdf("Salt is 35.", "So is the sea."), "Salt is 35.\n\nSo is the sea."), (b"salt\n", "salt")]
+)
+async def test_documents_become_text_under_their_names(
+    reader: MediaReader, files: Store[UploadedFile], data: bytes, text: str
+) -> None:
+    files.add("file-1", UploadedFile("file-1", "b", "user_data", len(data), 0, 0), len(data), data)
+    given = [
+        {"file_data": data_uri("application/pdf", data), "filename": "a"},
+        {"file_data": data_uri("text/plain", data)},
+        {"file_id": "file-1"},
+        {"file_id": "file-1", "filename": "c"},
+    ]
+    parts = [{"type": "file", "file": file} for file in given]
+    (message,) = await reader.messages(messages(*parts), {"audio": 0, "image": 0, "video": 0})
+    found = [part["text"] for part in message["content"] if part["type"] == "text"]
+    assert found == [f"a:\n\n{text}", text, f"b:\n\n{text}", f"c:\n\n{text}"]
+
+
+async def test_a_document_that_cannot_be_read_is_named(reader: MediaReader) -> None:
+    for file, status, code in (
+        (data_uri("application/pdf", pdf("x", password="sesame")), 400, "malformed_media"),
+        (data_uri("text/plain", b"x" * 1_000_001), 413, "media_too_large"),
+        ("text/plain,x", 400, "url_not_allowed"),
+        (base64.b64encode(pdf("x")).decode(), 400, "invalid_url"),
+    ):
+        with pytest.raises(HttpError) as refused:
+            await reader.messages(messages({"type": "file", "file": {"file_data": file}}), {})
+        assert (refused.value.status, refused.value.code) == (status, code)
+        assert refused.value.param == "messages[0].content[0].file.file_data"
 
 
 async def test_media_become_what_the_client_library_takes(reader: MediaReader) -> None:

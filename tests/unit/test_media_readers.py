@@ -17,6 +17,7 @@ from omni_actors.media.limits import (
     AUDIO_ARRAY,
     AUDIO_FILE,
     AUDIO_RATE,
+    DOCUMENT_FILE,
     IMAGE_FILE,
     VIDEO_FILE,
     MediaLimits,
@@ -24,6 +25,7 @@ from omni_actors.media.limits import (
 )
 from omni_actors.media.readers import BLOCK_BYTES, Decoded, decode, measure, sniff
 from omni_actors.sharing import Budget
+from tests.support.servers import pdf
 
 RANDOM = np.random.default_rng(0)
 
@@ -280,3 +282,46 @@ def test_a_video_that_names_other_files_is_not_followed(
 
 def test_files_are_told_apart_by_their_content() -> None:
     assert [sniff(data) for data in (picture(8, 8), sound((99, 1), 16_000), film(2, 64))] == ["image", "audio", "video"]
+    assert [sniff(data) for data in (pdf("Salt"), "Ä".encode(), "Ä".encode("latin-1"))] == ["text", "text", "video"]
+
+
+# -- documents --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (pdf("Salt is 35.", "So is the sea."), "Salt is 35.\n\nSo is the sea."),
+        (pdf("Read, but do not write.", owner="secret"), "Read, but do not write."),
+        ("\ufeffsälzig\n".encode(), "sälzig"),
+    ],
+)
+def test_documents_become_their_text(data: bytes, text: str) -> None:
+    assert read(DOCUMENT_FILE, data).tobytes().decode() == text
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (pdf("secret", password="sesame"), "it is an encrypted PDF: remove its password"),
+        (pdf("", ""), "it has no text in it, as scans have none"),
+        (b" \n", "it has no text in it"),
+        (b"%PDF-1.7 and nothing else", "it cannot be read"),
+        (b"\0text", "neither a PDF nor text in UTF-8"),
+        ("Ä".encode("latin-1"), "neither a PDF nor text in UTF-8"),
+    ],
+)
+def test_a_document_that_cannot_be_read_says_why(data: bytes, words: str) -> None:
+    with pytest.raises(MalformedMedia, match=words):
+        read(DOCUMENT_FILE, data)
+
+
+def test_documents_have_limits() -> None:
+    limits = {"document_pages": 2, "document_characters": 10, "decoded_bytes": 12}
+    with pytest.raises(MediaTooLarge, match="it has 3 pages; at most 2"):
+        read(DOCUMENT_FILE, pdf("a", "b", "c"), **limits)
+    for document in (pdf("12345", "678901"), b"12345678901"):
+        with pytest.raises(MediaTooLarge, match="more than 10 characters"):
+            read(DOCUMENT_FILE, document, **limits)
+    with pytest.raises(MediaTooLarge, match="exceed 12 bytes when decoded"):
+        read(DOCUMENT_FILE, "äöüäöüä".encode(), **limits)

@@ -59,7 +59,7 @@ def listening(**fields: Any) -> dict[str, Any]:
     [
         ({"instruction": ""}, "session.instruction", "unknown_parameter"),
         ({"audio": {"output": {"voice": "alloy"}}}, "session.audio.output.voice", "unknown_voice"),
-        ({"audio": {"output": {"speed": 1.2}}}, "session.audio.output.speed", "invalid_value"),
+        ({"audio": {"output": {"speed": 4.2}}}, "session.audio.output.speed", "invalid_value"),
         ({"output_modalities": ["text", "audio"]}, "session.output_modalities", "invalid_value"),
         ({"max_output_tokens": 0}, "session.max_output_tokens", "invalid_value"),
         ({"tool_choice": "required"}, "session.tool_choice", "invalid_value"),
@@ -100,7 +100,7 @@ def test_a_refused_field_leaves_the_others(session: dict[str, Any], param: str, 
 
 def test_each_refused_field_is_named() -> None:
     refused = {"model": "other", "reasoning": {"effort": "low"}, "temperature": 0.8}
-    updated, *errors = update(Talk(), instructions="Yes.", **refused, audio={"output": {"voice": "Ethan", "speed": 2}})
+    updated, *errors = update(Talk(), instructions="Yes.", **refused, audio={"output": {"voice": "Ethan", "speed": 5}})
     assert {event["error"]["param"].rpartition(".")[2] for event in errors} == {*refused, "speed"}
     assert updated["session"]["instructions"] == "Yes."
     assert updated["session"]["audio"]["output"]["voice"] == "Ethan"

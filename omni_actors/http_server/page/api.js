@@ -23,7 +23,7 @@ const WORDS = {  // by the code of an error; the server's own message is for pro
   session_idle: "The server ended a session in which it heard nothing. The conversation goes on in a new one.",
 };
 const WORDS_BY_STATUS = {
-  401: "The server asks for an API key: enter it in the settings.",
+  401: "The server asks for an API key.",
   413: "The message is too large for this server. Send fewer or smaller files.",
   429: WORDS.overloaded,
 };

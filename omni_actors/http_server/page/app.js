@@ -50,7 +50,7 @@ function onEscape() {
 }
 
 setUpPanels();
-settings.setUp({ onKey: status.refresh, show: () => showPanel("settings-panel") });
+settings.setUp({ onKey: () => { chat.showError(null); status.refresh(); }, show: () => showPanel("settings-panel") });
 messages.setUp();
 composer.setUp();
 welcome.setUp(composer.ask);

@@ -10,6 +10,7 @@ const SERVER_READS = {
   image: /^image\/(png|jpeg|webp)$/,
   audio: /^audio\/(x-)?(wav|wave|mpeg|mp3|flac|ogg)$/,
   video: /^video\//,
+  pdf: /^/,
 };
 const TEXTS = /\.(txt|md|csv|tsv|json|ya?ml|toml|ini|log|py|js|ts|c|h|cpp|rs|go|java|sh|sql|html|css|xml)$/i;
 const MOST_TEXT = 200_000;        // bytes
@@ -25,6 +26,7 @@ class Attachment {
   /** As a part of a message. */
   get part() {
     if (this.kind === "text") return { type: "text", text: `${this.name}:\n\n${this.url}` };
+    if (this.kind === "pdf") return { type: "file", file: { filename: this.name, file_data: this.url } };
     return { type: `${this.kind}_url`, [`${this.kind}_url`]: { url: this.url } };
   }
 
@@ -33,8 +35,8 @@ class Attachment {
 
 /** Reads a file. Raises `PageError` for one that neither the server nor the browser can read. */
 export async function attachmentOf(blob, name) {
-  const kind = TEXTS.test(name) ? "text" : blob.type.split("/")[0];
-  if (kind !== "text" && !SERVER_READS[kind]) throw new PageError(`${name}: only pictures, sounds, videos and texts can be attached.`);
+  const kind = TEXTS.test(name) ? "text" : blob.type === "application/pdf" ? "pdf" : blob.type.split("/")[0];
+  if (kind !== "text" && !SERVER_READS[kind]) throw new PageError(`${name}: only pictures, sounds, videos, PDF and texts can be attached.`);
   if (!blob.size) throw new PageError(`${name} is empty.`);
   if (kind === "text" && blob.size > MOST_TEXT) throw new PageError(`${name} is longer than ${MOST_TEXT / 1000} kB. Attach a part of it.`);
   try {
@@ -81,10 +83,10 @@ export function card(attachment, remove = null) {
   const item = make("li", { className: `card ${attachment.kind}`, title: attachment.name });
   if (attachment.kind === "image") item.append(make("img", { src: attachment.preview, alt: attachment.name }));
   else {
-    if (attachment.kind !== "text") item.append(attachment.kind === "video"
-      ? make("video", { src: attachment.preview, muted: true, preload: "metadata", ariaLabel: attachment.name })
-      : listenButton(attachment));
+    if (attachment.kind === "video") item.append(make("video", { src: attachment.preview, muted: true, preload: "metadata", ariaLabel: attachment.name }));
+    if (attachment.kind === "audio") item.append(listenButton(attachment));
     item.append(make("span", { className: "name" }, attachment.name));
+    if (["text", "pdf"].includes(attachment.kind)) item.append(make("small", {}, sizeOf(attachment.blob)));
   }
   if (remove) {
     const button = make("button", { type: "button", className: "remove", ariaLabel: `Remove ${attachment.name}`, onclick: remove });
@@ -93,6 +95,8 @@ export function card(attachment, remove = null) {
   }
   return item;
 }
+
+const sizeOf = ({ size }) => size < 1e6 ? `${Math.ceil(size / 1000)} kB` : `${(size / 1e6).toFixed(1)} MB`;
 
 function listenButton(attachment) {
   const button = action("play", `Listen to ${attachment.name}`, async () => {

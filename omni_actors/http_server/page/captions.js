@@ -3,6 +3,7 @@
 
 import { $, make } from "./common.js";
 import { player } from "./player.js";
+import { speed } from "./settings.js";
 
 const LETTERS_PER_SECOND = 15;  // of usual speech, while nobody knows how long an answer's sound will be
 
@@ -23,7 +24,7 @@ export function split(text, heard, seconds) {
 /** Shows the text of an answer, and where its sound is. */
 export function follow(text, clip) {
   const plays = clip !== null && player.clip === clip && clip.pieces.length > 0;
-  const seconds = clip?.complete && !clip.live ? clip.seconds : Math.max(clip?.seconds ?? 0, text.length / LETTERS_PER_SECOND);
+  const seconds = clip?.complete && !clip.live ? clip.seconds : Math.max(clip?.seconds ?? 0, text.length / LETTERS_PER_SECOND / speed());
   const [before, word, after] = plays ? split(text, player.heard, seconds) : clip?.pieces.length === 0 ? ["", "", text] : [text, "", ""];
   if (`${before}|${word}|${after}` === shown) return;
   shown = `${before}|${word}|${after}`;

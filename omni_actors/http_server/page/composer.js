@@ -134,7 +134,7 @@ async function hearVoice() {
   $("progress").textContent = "preparing the sound …";
   player.play(clip);
   try {
-    const fields = { model: settings.model(), input: SAMPLE, ...(voice && voice !== "default" ? { voice } : {}) };
+    const fields = { model: settings.model(), input: SAMPLE, speed: settings.speed(), ...(voice && voice !== "default" ? { voice } : {}) };
     for await (const { sound } of speak(fields)) if (sound) player.add(clip, samplesOf(sound));
   } catch (error) {
     chat.showError(error);

@@ -5,6 +5,8 @@ import { card } from "./attachments.js";
 import { $, action, announce, make, seconds } from "./common.js";
 import { render } from "./markdown.js";
 import { player } from "./player.js";
+import { speed } from "./settings.js";
+import { noteSound } from "./status.js";
 
 const NEAR = 48;  // pixels from the end within which the list follows what is added
 let following = true;
@@ -194,13 +196,11 @@ export class AnswerView {
   /** Shows which of the answers this is; `choose` is called with the index of another one. */
   showVariants(index, count, choose) { showVariants(this.actions, index, count, choose); }
 
-  /** Shows how fast it came; `times` are milliseconds. Sound that is made slower than it is heard says so. */
+  /** Shows how fast it came; `times` are milliseconds. */
   measure(times) {
-    const slowness = this.clip?.seconds ? times.total / 1000 / this.clip.seconds : 0;
     const words = [times.text && `first word ${seconds(times.text / 1000)}`, times.audio && `first sound ${seconds(times.audio / 1000)}`];
-    if (slowness > 1) words.push(`slow: a second of sound takes ${seconds(slowness)}`);
-    const title = "From the end of your message. A pipeline without a GPU can be slower than its sound is heard.";
-    this.actions.append(make("span", { className: "latency", title }, words.filter(Boolean).join(" · ")));
+    if (this.clip?.seconds && !this.clip.live) noteSound(this.clip.seconds * speed(), times.total / 1000);
+    this.actions.append(make("span", { className: "latency", title: "From the end of your message" }, words.filter(Boolean).join(" · ")));
   }
 
   #download() {

@@ -12,6 +12,8 @@ export class Clip {
   pieces = [];
   seconds = 0;
   complete = false;
+  #wav = null;     // of the first `#inWav` pieces
+  #inWav = 0;
 
   /** `live` for sound that comes in time, in the stream that the player follows. */
   constructor(rate, live = false) {
@@ -19,7 +21,11 @@ export class Clip {
     this.live = live;
   }
 
-  toWav() { return wavOf(this.pieces, this.rate); }
+  /** What there is of it as a file, which is made once. */
+  toWav() {
+    if (this.#inWav < this.pieces.length) [this.#wav, this.#inWav] = [wavOf(this.pieces, this.rate), this.pieces.length];
+    return this.#wav;
+  }
 }
 
 /** Plays one clip at a time, its pieces queued one behind the other on the audio clock. "change" when that begins or ends, "over" at its end. */

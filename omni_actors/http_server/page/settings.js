@@ -3,7 +3,7 @@
 
 import { $ } from "./common.js";
 
-const KEPT = ["speak", "voice", "system", "temperature", "tokens", "seed", "width", "height", "steps", "guidance", "negative", "previews"];
+const KEPT = ["speak", "voice", "speed", "system", "temperature", "tokens", "seed", "width", "height", "steps", "guidance", "negative", "previews"];
 const PARAMETERS = {  // by the fields for them
   width: "width", height: "height", steps: "num_steps", guidance: "guidance_scale", negative: "negative_prompt", previews: "previews",
 };
@@ -35,6 +35,20 @@ export function setUp({ onKey, show }) {
   $("voice").dataset.wanted = kept.voice ?? "";
   $("key").value = sessionStorage.getItem("key") ?? "";
   $("key").onchange = () => { sessionStorage.setItem("key", $("key").value.trim()); onKey(); };
+  $("ask-key").onsubmit = (event) => {
+    event.preventDefault();
+    $("key").value = $("asked-key").value;
+    $("key").onchange();
+  };
+}
+
+/** Asks for the API key, or for another one, where nobody has to look for it; or no more. */
+export function askKey(wanted) {
+  const asked = !$("ask-key").hidden;
+  $("ask-key").hidden = !wanted;
+  $("key-wanted").textContent = $("key").value ? "The server does not take this API key." : "The server asks for an API key.";
+  if (wanted && !asked) $("asked-key").focus();
+  if (!wanted && asked) $("text").focus();
 }
 
 function setValue(field, value) {
@@ -64,8 +78,8 @@ export function offer(status) {
   $("manner").hidden = ability?.instructions === "none";
   $("system-label").textContent = ability ? "How to speak" : "System prompt";
   $("text").placeholder = drawing ? "Describe a picture" : ability ? "A text to speak" : "Message";
-  $("file").accept = drawing ? "image/*" : "image/*,audio/*,video/*,text/*,.md,.json,.csv,.yaml,.py";
-  $("attach").title = drawing ? "Attach pictures to change" : "Attach pictures, sounds, videos or texts";
+  $("file").accept = drawing ? "image/*" : "image/*,audio/*,video/*,text/*,.pdf,.md,.json,.csv,.yaml,.py";
+  $("attach").title = drawing ? "Attach pictures to change" : "Attach pictures, sounds, videos, PDF or texts";
   declared = Object.fromEntries(Object.values(status.parameters).flat().map((parameter) => [parameter.name, parameter]));
   $("presets").hidden = !declared.width || !declared.height;
   if (drawing) for (const [id, name] of Object.entries(PARAMETERS)) fit($(id), declared[name]);
@@ -102,8 +116,12 @@ export function speech() {
     ...($("voice").value ? { voice: $("voice").value } : {}),
     ...(instructions && ability.instructions !== "none" ? { instructions } : {}),
     ...($("seed").value ? { seed: Number($("seed").value) } : {}),
+    speed: speed(),
   };
 }
+
+/** How fast sound is heard; 1 is as the model speaks. */
+export const speed = () => Number($("speed").value);
 
 /** How many pictures are made of a message. */
 export const pictures = () => Number($("count").value);
@@ -147,7 +165,7 @@ export function valid() {
 /** The fields of a request that follow from the settings. */
 export function parameters() {
   const fields = speaks()
-    ? { modalities: ["text", "audio"], audio: { voice: $("voice").value || "default", format: "pcm16" } }
+    ? { modalities: ["text", "audio"], audio: { voice: $("voice").value || "default", format: "pcm16", speed: speed() } }
     : { modalities: ["text"] };
   if ($("temperature").value) fields.temperature = Number($("temperature").value);
   if ($("tokens").value) fields.max_completion_tokens = Number($("tokens").value);
@@ -162,7 +180,7 @@ export function session(textStage) {
     type: "realtime",
     instructions: $("system").value.trim(),
     output_modalities: [speaks() ? "audio" : "text"],
-    audio: { input: { transcription: {} }, ...(speaks() ? { output: { voice: voice && voice !== "default" ? voice : null } } : {}) },
+    audio: { input: { transcription: {} }, ...(speaks() ? { output: { voice: voice && voice !== "default" ? voice : null, speed: speed() } } : {}) },
     max_output_tokens: $("tokens").value ? Number($("tokens").value) : "inf",
     seed: $("seed").value ? Number($("seed").value) : null,
     stage_params: $("temperature").value ? { [textStage]: { temperature: Number($("temperature").value) } } : {},

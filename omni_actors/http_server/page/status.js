@@ -46,6 +46,23 @@ export async function refresh() {
   timer = setTimeout(refresh, document.hidden ? HIDDEN : changing ? CLOSE : USUAL);
 }
 
+const made = { seconds: 0, in: 0 };  // sound of this page's answers, and the seconds that it took
+
+/** Notes how long an answer's sound took to be made, in seconds. */
+export function noteSound(seconds, took) {
+  made.seconds += seconds;
+  made.in += took;
+  showPace();
+}
+
+/** Says that the pipeline computes on a CPU, or is too slow for another reason, and how fast it is. */
+function showPace() {
+  const pace = made.in ? made.seconds / made.in : Infinity;
+  const about = current?.on_cpu ? "This model computes on a CPU" : pace < 1 ? "Sound is made more slowly than it is heard" : "";
+  $("pace").hidden = !about;
+  $("pace").textContent = made.in ? `${about}: ${pace.toFixed(1)} s of sound per second so far.` : `${about}; answers can take a while.`;
+}
+
 function showHealth(words, className, about) {
   $("health").textContent = words;
   $("health").className = `badge ${className}`;
@@ -63,6 +80,8 @@ function show(status) {
     return stageItem(several ? `${stage.stage}/${stage.replica}` : stage.stage, working ? "busy" : stage.state,
                      working ? `${stage.in_flight} working` : idle);
   }));
+  showPace();
+  settings.askKey(false);
   settings.offer(status);
   welcome.offer(status);
 }
@@ -75,6 +94,7 @@ function stageItem(name, className, about) {
 /** Nothing is known of the stages while the server or its coordinator is away. */
 function showAway(error) {
   showHealth(error.details ? "unavailable" : "unreachable", "bad", error.message);
+  settings.askKey(error.status === 401);
   $("inflight").textContent = "";
   $("stages").replaceChildren(...[...$("stages").querySelectorAll(".name")].map((name) => stageItem(name.textContent, "unknown", "unknown")));
 }

@@ -120,10 +120,6 @@ const answering = () => Boolean(answer?.running);
 // ---------------------------------------------------------------------------------------------------------------------
 // The session
 
-function configure() {
-  session.send("session.update", { session: settings.session(status.current?.outputs.text ?? "") });
-}
-
 /** Begins a session, also the one after a lost connection: the model is given the conversation in words. */
 function created(about) {
   if (!about.audio.input.turn_detection) {
@@ -131,7 +127,7 @@ function created(about) {
     return;
   }
   silence = about.audio.input.turn_detection.silence_duration_ms ?? 0;
-  configure();
+  session.send("session.update", { session: settings.session(status.current?.outputs.text ?? "") });
   for (const { role, text } of chat.inWords()) {
     const content = [{ type: role === "user" ? "input_text" : "output_text", text }];
     session.send("conversation.item.create", { item: { type: "message", role, content } });
@@ -375,5 +371,4 @@ export function setUp() {
   $("typing").addEventListener("submit", say);
   $("mute").onclick = toggleMute;
   $("interrupt").onclick = () => { interrupt(); $("mute").focus(); };
-  $("settings").addEventListener("change", () => { if (session?.open && settings.valid()) configure(); });
 }

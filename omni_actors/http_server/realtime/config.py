@@ -38,6 +38,7 @@ from omni_actors.http_server.generation import (
     Language,
     OutputText,
     Part,
+    Speed,
     ToolMode,
     TranscriptionPrompt,
     VoiceId,
@@ -213,7 +214,7 @@ class OutputAudioFields(Fields, frozen=True):
 
     format: OrNull[AnyFormat | UnsetType] = UNSET
     voice: OrNull[str | VoiceId | UnsetType] = UNSET
-    speed: OrNull[Annotated[float, Meta(ge=1, le=1)] | UnsetType] = UNSET  # the vocoder has one speed
+    speed: OrNull[Speed | UnsetType] = UNSET
 
 
 class AudioFields(Fields, frozen=True):
@@ -282,6 +283,7 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
     kind: SessionKind = "realtime"
     output: Modality
     voice: str | None = None
+    speed: float = 1.0
     instructions: str = ""
     max_output_tokens: int | str = "inf"
     turn_detection: ServerVad | None = None
@@ -320,6 +322,7 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
         given = {name: value for name in ANSWER_FIELDS if (value := getattr(fields, name)) is not UNSET}
         asked = audio.format if not pipeline.called else UNSET
         wire = wire_format(asked, self.output_format, f"{where}.audio.output.format")
+        given["speed"] = _given(audio.speed, self.speed)
         return msgspec.structs.replace(self, **given, output=output, voice=voice, output_format=wire)
 
     def updated(
@@ -385,7 +388,10 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
             "tools": [{"type": "function", **tool.definition()} for tool in self.tools],
             **dict.fromkeys(("tracing", "prompt")),
             "stage_params": {stage: params.given() for stage, params in self.stage_params.items()},
-            "audio": {"input": heard, "output": {"format": self.output_format, "voice": self.voice, "speed": 1.0}},
+            "audio": {
+                "input": heard,
+                "output": {"format": self.output_format, "voice": self.voice, "speed": self.speed},
+            },
         }
 
 

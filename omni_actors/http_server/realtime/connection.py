@@ -15,7 +15,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from omni_actors.client import Audio, Text
 from omni_actors.errors import OmniError
-from omni_actors.http_server.answer import finish_reason, pcm16, token_counts, usage_of
+from omni_actors.http_server.answer import Tempo, finish_reason, pcm16, token_counts, usage_of
 from omni_actors.http_server.bodies import BODIES, SHORT, take_bytes
 from omni_actors.http_server.connections import EventRate
 from omni_actors.http_server.errors import HttpError, bad_field
@@ -324,8 +324,9 @@ class SessionConnection:
     async def _relay(self, ask: Ask, playback: Playback) -> bool:
         description = await self._state.facts()
         stream = await self._asker.answer(ask, description)
+        speed = ask.config.speed
         try:
-            async for item in stream:
+            async for item in stream if speed == 1 else (await asyncio.to_thread(Tempo, speed)).over(stream):
                 if isinstance(item, Text):
                     self._carry_out(self._session.text(ask.response_id, item.text, item.tool_calls))
                 elif isinstance(item, Audio):

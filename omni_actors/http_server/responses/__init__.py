@@ -92,6 +92,7 @@ async def _begun(
         modalities=text_or_sound(body.modalities, body.audio),
         voice=state.voice(body.audio.voice, description, "audio.voice") if spoken and body.audio else None,
         params=state.stage_params(body.model, body.params_by_stage(), description, body.stage_fields()),
+        speed=(body.audio and body.audio.speed) or 1,
     )
     reply = ResponseReply(sent, model, form if spoken else None, body, description)
 

@@ -23,7 +23,7 @@ from omni_actors.errors import Aborted, ErrorCode, OmniError, suggest
 from omni_actors.http_server.answer import Encoder, token_counts, usage_of
 from omni_actors.http_server.bodies import StagedSubmission
 from omni_actors.http_server.errors import bad_field
-from omni_actors.http_server.generation import VoiceId
+from omni_actors.http_server.generation import Speed, VoiceId
 from omni_actors.http_server.speech.sentences import SentenceCutter
 from omni_actors.http_server.speech.voices import recording_of
 from omni_actors.http_server.state import ServerState
@@ -55,7 +55,7 @@ class Manner(StagedSubmission, frozen=True, kw_only=True):
 
     voice: str | VoiceId | None = None
     response_format: Literal["mp3", "opus", "flac", "wav", "pcm", "aac"] = "mp3"
-    speed: Annotated[float, Meta(ge=0.25, le=4)] | None = None  # OpenAI's range; only 1 is possible
+    speed: Speed | None = None
     instructions: Annotated[str, Meta(max_length=MAX_INSTRUCTIONS)] | None = None
     language: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
 
@@ -100,9 +100,6 @@ class TextSpeaker:
         Raises:
             HttpError: 400 for what this model does not take, or takes and does not get; 404 for another model.
         """
-        if manner.speed not in (None, 1):
-            message = "speed must be 1: the voice has one speed. Its manner can be asked for in instructions."
-            raise bad_field("speed", message, "unsupported_value")
         description, _ = await state.model(manner.model)
         ability = speech_ability(description)
         if ability is not None:

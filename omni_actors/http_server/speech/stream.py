@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, assert_never
 
 import msgspec
 from msgspec import Meta
 from starlette.websockets import WebSocket
 
-from omni_actors.http_server.answer import encoder_of
+from omni_actors.http_server.answer import Encoder, encoder_of
 from omni_actors.http_server.bodies import decode
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.config import ClientEvent, Event, UpdateSession, error_event, event, event_id_of
@@ -97,14 +98,17 @@ class StreamEvents:
     async def _speaker_of(self, given: dict[str, Any]) -> TextSpeaker:
         manner = decode(msgspec.json.encode(given), Manner, "session")
         speaker = await TextSpeaker.of(self._websocket, self._state, manner, self._ids)
-        encoder_of(manner.response_format, speaker.description.sample_rate)  # which may refuse the rate
+        await self._encoder_of(speaker, given)  # which may refuse the rate
         return speaker
+
+    async def _encoder_of(self, speaker: TextSpeaker, given: dict[str, Any]) -> Encoder:
+        rate = speaker.description.sample_rate
+        return await asyncio.to_thread(encoder_of, given["response_format"], rate, given.get("speed"))
 
     async def _written(self) -> Utterance:
         if self._utterance is None:
             speaker = self._speaker = self._speaker or await self._speaker_of(self._given)
-            encoder = encoder_of(self._given["response_format"], speaker.description.sample_rate)
-            self._utterance = Utterance(speaker, encoder)
+            self._utterance = Utterance(speaker, await self._encoder_of(speaker, self._given))
             self._spoken.append(self._utterance)
         return self._utterance
 

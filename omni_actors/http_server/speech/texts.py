@@ -7,6 +7,7 @@ that: its model is asked to repeat the text and speaks its own answer, which is 
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
@@ -22,6 +23,7 @@ from omni_actors.http_server.answer import (
     MEDIA_TYPES,
     Answer,
     AnswerResponse,
+    Tempo,
     WholeAnswer,
     encoded,
     encoder_of,
@@ -65,9 +67,13 @@ async def speech(request: Request, state: ServerState, body: SpeechRequest) -> R
     expires = math.inf if body.timeout is None else time.monotonic() + body.timeout
     speaker = await TextSpeaker.of(request, state, body, request_ids(request.state.request_id), expires)
     description, timeout = speaker.description, state.settings.write_timeout
-    utterance = Utterance(speaker, encoder_of(body.response_format, description.sample_rate))
+    encoder = await asyncio.to_thread(encoder_of, body.response_format, description.sample_rate, body.speed)
+    utterance = Utterance(speaker, encoder)
     texts = [body.input] if len(body.input) <= IN_ONE_GO else map(speakable, pieces_of(body.input))
-    answer = await Answer.of(Recital(TextPiece(utterance, text) for text in texts), request, state, FIELDS)
+    recital = Recital(TextPiece(utterance, text) for text in texts)
+    # What is not encoded piece by piece gets its speed before.
+    tempos = [await asyncio.to_thread(Tempo, body.speed)] if whole and body.speed not in (None, 1) else []
+    answer = await Answer.of(recital, request, state, FIELDS, tempos)
     if body.stream_format == "sse":
         return AnswerResponse(answer, _events(answer, utterance, body.input), EVENTS, timeout)
     if whole:
