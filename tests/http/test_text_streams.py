@@ -85,6 +85,9 @@ async def test_what_is_cancelled_is_not_spoken_and_what_follows_is(speaking: Htt
             await client.connection.recv()
 
 
+LONG_SENTENCE = "na" * 1500  # in pieces of 400 characters
+
+
 async def test_the_manner_can_be_changed_between_texts(preset: HttpPipeline) -> None:
     async with text_socket(preset.url) as client:
         fields = {"voice": "Ryan", "language": "german", "response_format": "wav"}
@@ -101,6 +104,12 @@ async def test_the_manner_can_be_changed_between_texts(preset: HttpPipeline) -> 
         await client.append(["Again."])
         await client.send(FLUSH)
         assert (await client.heard())[0] == "language=German voice=vivian Again."
+        await client.send({"type": "session.update", "session": {"speed": 2}})
+        assert (await client.message())["session"]["speed"] == 2
+        await client.append([LONG_SENTENCE])
+        await client.send(FLUSH)
+        heard, _ = await client.heard()
+        assert len(heard) < 0.6 * len(LONG_SENTENCE)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +119,7 @@ async def test_the_manner_can_be_changed_between_texts(preset: HttpPipeline) -> 
         ({"type": "input_text.append"}, "text", "missing_required_parameter"),
         ({"type": "input_text.append", "text": "a", "voice": "ryan"}, "voice", "unknown_parameter"),
         ({"type": "input_text.append", "text": "a" * 100_001}, "text", "invalid_value"),
-        ({"type": "session.update", "session": {"speed": 2}}, "speed", "unsupported_value"),
+        ({"type": "session.update", "session": {"speed": 9}}, "session.speed", "invalid_value"),
         ({"type": "session.update", "session": {"input": "a"}}, "session.input", "unknown_parameter"),
         ({"type": "session.update", "session": {"language": "Klingon"}}, "language", "invalid_value"),
         ({"type": "session.update", "session": {"model": "another"}}, "model", "model_not_found"),
