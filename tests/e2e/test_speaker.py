@@ -85,6 +85,7 @@ NOT_ASKED = {
     "Say: ...",
     "Repeat: ...",
     "What is said?",
+    "Dr.",  # after which no sentence ends
     "I am only a toy. I can repeat, count, spell, and do small sums.",
 }
 
