@@ -40,10 +40,10 @@ async def pids(client: AsyncOmniClient) -> dict[str, int]:
 
 async def test_a_killed_coordinator_comes_back_and_its_requests_go_on(launch, short_path):
     """With 50 requests in flight, twice in a row: nothing is lost, nothing comes twice, no stage computes again."""
-    launcher = launch(disturbed_chain(0.005)).wait_ready()
+    launcher = launch(disturbed_chain(0.015)).wait_ready()  # longer than two coordinators take to start
     async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as watcher:
         before = await pids(client)
-        texts = [text_of(number) * 40 for number in range(50)]
+        texts = [text_of(number) * 10 for number in range(50)]
         asked = [asyncio.create_task(ask_and_check(client, text)) for text in texts]
         await until_in_flight(watcher, 50)
         for _ in range(2):

@@ -9,7 +9,7 @@ import numpy
 import psutil
 import pytest
 
-from omni_actors.client import AsyncOmniClient, Audio
+from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.client.streams import RequestStream
 from omni_actors.errors import InvalidPayload, InvalidRequest
 from tests.support.builders import chain
@@ -27,6 +27,24 @@ def speaking_chain() -> dict[str, Any]:
     made["stages"] = [{"name": "talker", "kind": "echo", "outputs": ["audio"], "engine": engine}]
     made["coordinator"] = {"heartbeat_interval": 0.05, "default_timeout": 120}
     return made
+
+
+async def test_what_a_stage_writes_is_spoken_while_it_writes(launch) -> None:
+    made = speaking_chain()
+    (talker,) = made["stages"]
+    talker["inputs"] = {"from": "chat", "processor": "text2speech"}
+    writer = {"name": "chat", "kind": "echo", "outputs": ["text"], "engine": {"step_seconds": 0.01}}
+    made["stages"] = [writer, talker]
+    launcher = launch(made).wait_ready()
+    async with AsyncOmniClient(launcher.endpoint) as client:
+        assert (await client.describe()).speech is None, "it answers"
+        items = [item async for item in await client.submit(TEXT, modalities=["text", "audio"])]
+        sounds = [index for index, item in enumerate(items) if isinstance(item, Audio)]
+        texts = [index for index, item in enumerate(items) if isinstance(item, Text)]
+        assert sounds[0] < texts[len(texts) // 2]
+        assert "".join(items[index].text for index in texts) == TEXT
+        assert said([items[index].samples for index in sounds]) == TEXT.strip()
+    launcher.wait_idle()
 
 
 def said(samples: list[numpy.ndarray]) -> str:
