@@ -36,7 +36,7 @@ from omni_actors.protocol.messages import (
     StartReplica,
 )
 from omni_actors.transport.curve import load_keys
-from omni_actors.transport.sockets import SocketReader, Sockets, try_send
+from omni_actors.transport.sockets import SocketReader, Sockets, drop_queued, try_send
 
 logger = logs.get_logger(__name__)
 
@@ -148,6 +148,7 @@ class NodeAgent:
             return
         logger.warning("reconnecting to the coordinator: %s", why)
         self._next_report = time.monotonic() + REPORT_SECONDS
+        drop_queued(self._socket)  # it would connect once more to send that, with the same identity as the next one
         self._disconnect()
         self._connect()
 

@@ -37,7 +37,7 @@ from omni_actors.protocol.messages import (
 from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.guard import HandshakeMonitor
 from omni_actors.transport.link import Link, wire_size
-from omni_actors.transport.sockets import Socket, Sockets, Wakeup, descriptor, drain
+from omni_actors.transport.sockets import Socket, Sockets, Wakeup, descriptor, drain, drop_queued
 
 logger = get_logger(__name__)
 
@@ -322,7 +322,8 @@ class Inbound(threading.Thread):
     def _serve_connection(self, hello: Hello, launcher: int) -> bool:
         """Say hello over a new connection to the coordinator and serve it. True when the next coordinator is due.
 
-        A new one each time: what is still queued in the old one must not follow.
+        A new one each time: what is still queued in the old one must not follow. Nor may it connect once more to send
+        that: it has the same identity, so what is for the new one would go there.
         """
         control, handshake = self._sockets.dealer(self._control_endpoint, identity_of(self._identity))
         epoll = self._inbox.epoll
@@ -332,7 +333,10 @@ class Inbound(threading.Thread):
                 epoll.register(number, select.EPOLLIN)
             link = Link(control, time.monotonic)
             self._send(link, hello)
-            return self._loop(link, handshake, launcher, {launcher, self._wakeup.fileno(), *watched})
+            is_lost = self._loop(link, handshake, launcher, {launcher, self._wakeup.fileno(), *watched})
+            if is_lost:
+                drop_queued(control)
+            return is_lost
         finally:
             for number in watched:
                 epoll.unregister(number)

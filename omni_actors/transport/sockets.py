@@ -77,6 +77,13 @@ DESCRIPTOR = "__fd"  # property of a message in which libzmq gives the descripto
 ZERO_COPY_BYTES = 64 << 10  # below this a copy is cheaper than tracking the buffer
 
 Socket = zmq.Socket[bytes]
+
+
+def drop_queued(socket: Socket) -> None:
+    """Have a socket send nothing more of what it holds once it is closed."""
+    socket.setsockopt(zmq.LINGER, 0)
+
+
 READABLE = int(zmq.POLLIN)
 # Plain integers: pyzmq's own loop combines enumeration members for each frame, which takes longer than sending it.
 _NO_WAIT = int(zmq.NOBLOCK)
