@@ -252,12 +252,19 @@ def _no_format(message: str) -> HttpError:
 
 def encoder_of(name: str, rate: int, speed: float | None = None) -> Encoder:
     """What makes a stream in one of `MEDIA_TYPES`, heard at a speed. Raises `HttpError` 400 for the rate."""
-    encoder: Encoder
-    if name in ("pcm", "wav"):
-        encoder = PcmEncoder(name, rate)
-    else:
-        encoder = AacEncoder(rate) if name == "aac" else FileEncoder(name, rate)
+    encoder: Encoder = PcmEncoder(name, rate) if name in ("pcm", "wav") else _codec(name, rate)
     return encoder if speed in (None, 1) else PacedEncoder(encoder, Tempo(speed), rate)
+
+
+async def made_encoder(name: str, rate: int, speed: float | None) -> Encoder:
+    """The same as `encoder_of`; what a speed takes is imported in a thread, so that other answers go on."""
+    if speed in (None, 1):
+        return encoder_of(name, rate)
+    return await asyncio.to_thread(encoder_of, name, rate, speed)
+
+
+def _codec(name: str, rate: int) -> AacEncoder | FileEncoder:
+    return AacEncoder(rate) if name == "aac" else FileEncoder(name, rate)
 
 
 async def fed(encoder: Encoder, samples: Samples) -> bytes:
@@ -282,7 +289,7 @@ def encode(samples: Samples, name: str, rate: int) -> bytes:
     if name in ("wav", "pcm", "pcm16"):
         data = pcm16(samples)
         return wav_header(rate, len(data)) + data if name == "wav" else data
-    encoder = AacEncoder(rate) if name == "aac" else FileEncoder(name, rate)
+    encoder = _codec(name, rate)
     if len(samples):
         encoder.feed(samples)
     encoder.finish()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, assert_never
 
 import msgspec
 from msgspec import Meta
 from starlette.websockets import WebSocket
 
-from omni_actors.http_server.answer import Encoder, encoder_of
+from omni_actors.http_server.answer import Encoder, made_encoder
 from omni_actors.http_server.bodies import decode
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.config import ClientEvent, Event, UpdateSession, error_event, event, event_id_of
@@ -103,7 +102,7 @@ class StreamEvents:
 
     async def _encoder_of(self, speaker: TextSpeaker, given: dict[str, Any]) -> Encoder:
         rate = speaker.description.sample_rate
-        return await asyncio.to_thread(encoder_of, given["response_format"], rate, given.get("speed"))
+        return await made_encoder(given["response_format"], rate, given.get("speed"))
 
     async def _written(self) -> Utterance:
         if self._utterance is None:

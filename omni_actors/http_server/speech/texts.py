@@ -26,9 +26,9 @@ from omni_actors.http_server.answer import (
     Tempo,
     WholeAnswer,
     encoded,
-    encoder_of,
     event,
     fed,
+    made_encoder,
 )
 from omni_actors.http_server.bodies import JsonBody
 from omni_actors.http_server.errors import bad_field
@@ -67,7 +67,7 @@ async def speech(request: Request, state: ServerState, body: SpeechRequest) -> R
     expires = math.inf if body.timeout is None else time.monotonic() + body.timeout
     speaker = await TextSpeaker.of(request, state, body, request_ids(request.state.request_id), expires)
     description, timeout = speaker.description, state.settings.write_timeout
-    encoder = await asyncio.to_thread(encoder_of, body.response_format, description.sample_rate, body.speed)
+    encoder = await made_encoder(body.response_format, description.sample_rate, body.speed)
     utterance = Utterance(speaker, encoder)
     texts = [body.input] if len(body.input) <= IN_ONE_GO else map(speakable, pieces_of(body.input))
     recital = Recital(TextPiece(utterance, text) for text in texts)
