@@ -279,5 +279,10 @@ async def test_a_failure_ends_its_context_and_a_wrong_message_ends_nothing(prese
         error = await client.message()
         assert (error["code"], error["contextId"]) == ("unknown_voice", "a")
         assert (await client.message())["isFinal"]
-        await client.send(*({"text": "One", "context_id": name} for name in "bcdefg"))
-        assert (await client.message())["error"].startswith("There may be 5 contexts")
+
+
+async def test_a_sixth_context_is_refused_while_five_wait_for_their_text(preset: HttpPipeline) -> None:
+    async with multi(preset.url, "output_format=pcm_24000", voice="ryan") as client:
+        await client.send(*({"text": "One", "context_id": name} for name in "abcdef"))
+        refused = await client.message()
+        assert (refused["error"][:22], refused["contextId"]) == ("There may be 5 context", "f")
