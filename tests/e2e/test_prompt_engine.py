@@ -20,6 +20,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
+from omni_actors.engine.encoded_requests import RequestReader
 from omni_actors.engine.models.qwen2_5_omni.thinker import MIN_AUDIO_SAMPLES
 from omni_actors.engine.prompt import PromptEngine, seconds_per_patch
 from omni_actors.engine.rows import FRAME_PREFIX
@@ -509,3 +510,20 @@ def test_media_wait_for_a_thread_by_priority_and_are_not_decoded_if_they_are_too
     with pytest.raises(InvalidRequest, match="3 media of the kind audio; at most 2"):
         start_with_sound(media_engine, "many", count=3)
     media_engine.abort("hanging")
+
+
+def test_a_picture_that_comes_again_has_its_features_again(tiny_qwen_image):
+    """As after a loss: the stage that had them may be another process by now."""
+    model = OmniModelConfig(str(tiny_qwen_image), "text_encoder")
+    given = {"max_model_len": 2048, "dtype": "float32"}
+    engine = PromptEngine(OmniEngineArgs(model, "prompt", engine=given), LIMITS)
+    media = [file("image", png(PICTURE))]
+    try:
+        first, again = (process(engine, *chat("A blue ship", 0, media=media)) for _ in range(2))
+    finally:
+        engine.shutdown()
+    for stream in (first, again):
+        frames = {name: tensor for name, tensor in stream.tensors.items() if name.startswith(FRAME_PREFIX)}
+        token_ids, (feature,) = RequestReader(2, lambda _: -1).read(frames, list(stream.token_ids))
+        assert token_ids == list(first.token_ids)
+        assert feature.mm_position.length > 1

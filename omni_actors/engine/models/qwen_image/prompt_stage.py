@@ -129,7 +129,8 @@ class QwenImagePrompts(TextPromptProcessor):
         """The ids with a placeholder for each of a picture's tokens, the encoded request, and the pictures' tokens."""
         given: Any = {"prompt_token_ids": token_ids, "multi_modal_data": {"image": [on_white(one) for one in pictures]}}
         with self._one_at_a_time:
-            (engine_input,) = self._input_processor.renderer.render_cmpl([given])
+            # The cache that this leaves out would leave out the pictures of a request that is made again.
+            (engine_input,) = self._input_processor.renderer.render_cmpl([given], skip_mm_cache=True)
             self._check_length(len(engine_input["prompt_token_ids"]))
             request = self._input_processor.process_inputs(
                 request_id, engine_input, SamplingParams(), supported_tasks=("generate",)
