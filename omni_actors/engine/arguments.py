@@ -19,7 +19,6 @@ from vllm.config import VllmConfig
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from omni_actors.config import Executor, PipelineConfig, StageConfig, StageKind, unknown_adapter
 from omni_actors.config.checkpoint import model_of
@@ -47,18 +46,10 @@ def executor_backend(workers: int, executor: Executor = Executor.HOST) -> str:
         os.environ["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "1"
         return "ray"
     if workers == 1:
-        return "omni_actors.engine.arguments.OmniUniProcExecutor"
+        return "omni_actors.engine.core.OmniUniProcExecutor"
     # A stage process has threads and sockets, which must not be forked.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     return "mp"
-
-
-class OmniUniProcExecutor(UniProcExecutor):
-    """vLLM's in-process executor under another name.
-
-    The CPU platform rewrites the literal backend "uni" to "mp" (one more process and one more transfer per step); a
-    class path is left alone on every platform.
-    """
 
 
 # In this order: several of vLLM's classes have fields of the same name, and the first ones are those that are used.

@@ -14,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
@@ -27,7 +28,6 @@ from omni_actors.stage.engine_interface import EngineLost, EngineStatistics, Err
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
     from vllm.v1.worker.worker_base import WorkerBase
 
     class CoreScheduler(Scheduler, OmniSchedulerInterface):
@@ -35,6 +35,14 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+
+class OmniUniProcExecutor(UniProcExecutor):
+    """vLLM's in-process executor under another name.
+
+    The CPU platform rewrites the literal backend "uni" to "mp" (one more process and one more transfer per step); a
+    class path is left alone on every platform.
+    """
 
 
 KEPT_SCHEDULED = 4096  # entries kept until `take_scheduled`; later ones are dropped

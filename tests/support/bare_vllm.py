@@ -47,7 +47,7 @@ class BareVllm:
             str(checkpoint),
             generation_config="vllm",
             worker_cls="tests.support.bare_vllm.BareWorker",
-            distributed_executor_backend="omni_actors.engine.arguments.OmniUniProcExecutor",
+            distributed_executor_backend="omni_actors.engine.core.OmniUniProcExecutor",
             skip_mm_profiling=True,
             **SMALL,
         ).create_engine_config()

@@ -210,7 +210,7 @@ OURS = (
     "omni_actors.engine.scheduler:OmniAsyncScheduler",
     "omni_actors.engine.scheduler:DiffusionScheduler",
     "omni_actors.engine.scheduler:DiffusionAsyncScheduler",
-    "omni_actors.engine.arguments:OmniUniProcExecutor",
+    "omni_actors.engine.core:OmniUniProcExecutor",
     "omni_actors.engine.workers.gpu:OmniGPUWorker",
     "omni_actors.engine.workers.gpu:OmniGPURunner",
     "omni_actors.engine.workers.cpu:OmniCPUWorker",
