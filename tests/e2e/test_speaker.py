@@ -35,7 +35,7 @@ WRONG_FRAMES = 0.55
 EXAMPLES = REPOSITORY / "examples"
 # What the README, the docs and the examples ask, and what the toy is taught to answer.
 TIDE = "The tide is full, and the sea is calm."
-UNKNOWN = "I hear something, but I do not know what it is."
+HEARD = "What is the capital of Italy?"  # in examples/question.wav
 SCENE = "I see a white boat on the blue sea, and the sun goes down."
 ANSWERS = {
     PROMPT: SENTENCE,
@@ -66,10 +66,9 @@ SHOWN = [
     ("What do you see?", ["circle"], "I see a blue circle."),
     ("What is the sum?", ["three_four.wav"], "Three plus four is seven."),
     ("What is in this picture?", ["sea.png"], SCENE),
-    ("Please answer in one sentence.", ["question.wav"], UNKNOWN),
-    ("What do you hear?", ["question.wav"], UNKNOWN),
-    ("What do you hear at sea?", ["question.wav"], UNKNOWN),
-    ("What do you hear and see?", ["question.wav", "sea.png"], f"{UNKNOWN} {SCENE}"),
+    ("Please answer in one sentence.", ["question.wav"], "The capital of Italy is Rome."),
+    ("What do you hear?", ["question.wav"], HEARD),
+    ("What do you hear and see?", ["question.wav", "sea.png"], f"{HEARD} {SCENE}"),
 ]
 CONVERSATIONS = [
     ("", [PROMPT, "What is the capital of France?", "4+5"], "Four plus five is nine."),
