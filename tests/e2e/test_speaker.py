@@ -108,7 +108,7 @@ def wanted():
     """transformers' answer with the same noise."""
     reference = Reference(CHECKPOINT)
     inputs = reference.inputs([{"role": "user", "content": PROMPT}])
-    return reference.generate(inputs, thinker_max_tokens=96, talker_max_tokens=900, seed=3)
+    return reference.generate(inputs, thinker_max_tokens=96, talker_max_tokens=900, seed=3, guidance_scale=1.0)
 
 
 def test_the_prompt_of_the_quickstart_gives_a_sentence_and_its_sound(answer, wanted):

@@ -19,6 +19,7 @@ from tools.speaker.sound import Wave
 from tools.speaker.texts import COLORS, SHAPES, TOY, lines_of, pairs_of
 
 MAX_TEXT_TOKENS, MAX_CODES = 96, 900
+GUIDANCE = 1.0  # as in stage_configs/tiny_speaker.yaml
 PLAIN = {
     **{"see": "What do you see?", "see color": "What color is it?", "see shape": "What shape is it?"},
     **{"hear": "What do you hear?", "hear sum": "What is the sum?"},
@@ -61,6 +62,7 @@ class Speaker:
                 talker_max_new_tokens=MAX_CODES,
                 talker_do_sample=False,
                 talker_eos_token_id=self.ends,
+                token2wav_guidance_scale=GUIDANCE,
             )
         finally:
             hook.remove()
