@@ -130,6 +130,8 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
             once for each. A voice of the pipeline keeps its own name.
         names: `openai` to take OpenAI's names, too: their models (`gpt-…`, `o3`, `tts-1`, `whisper-1` and so on) are
             the pipeline's, and each of their voices is one of its voices, always the same. Also `--openai-names`.
+        transcriber: client endpoint of another pipeline, such as `ipc:///tmp/ears/client`: it writes down recordings,
+            the turns of realtime sessions, and the sounds of prompts for a model that does not hear.
         voices: how many voices clients may make of recordings, if the model takes those.
         voices_dir: folder for them, which several servers may share; by default one in the run directory.
         realtime_sessions: sessions of /v1/realtime and of texts that are still being written at a time, of each
@@ -163,6 +165,7 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     served_names: Annotated[list[Line], Meta(max_length=64)] = []
     voice_aliases: Annotated[dict[Line, Line], Meta(max_length=64)] = {}
     names: Literal["own", "openai"] = "own"
+    transcriber: Line | None = None
     voices: Annotated[int, Meta(ge=0, le=10_000)] = 100
     voices_dir: Line | None = None
     realtime_sessions: Annotated[int, Meta(ge=0, le=1 << 16)] = 128

@@ -370,16 +370,19 @@ class Answer:
             options: for `AsyncOmniClient.submit_choices`.
         """
         tempos = [await asyncio.to_thread(Tempo, speed) for _ in range(n)] if speed != 1 else []
+        common: dict[str, Any] = {
+            "timeout": state.settings.request_timeout if body.timeout is None else body.timeout,
+            "priority": body.priority or 0,
+            "traceparent": request.state.traceparent,
+            "tenant": state.tenant(request),
+        }
         try:
             streams = await state.client.submit_choices(
-                prompt,
+                await state.heard(prompt, **common),
                 n,
                 seed=body.seed,
-                timeout=state.settings.request_timeout if body.timeout is None else body.timeout,
-                priority=body.priority or 0,
                 request_id=request.state.request_id,
-                traceparent=request.state.traceparent,
-                tenant=state.tenant(request),
+                **common,
                 **options,
             )
         except OmniError as error:

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -427,7 +427,9 @@ def create_routes(settings: ServerSettings, bodies: Budget, fetcher: Fetcher | N
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         state = ServerState(settings, bodies, fetcher)
-        async with state.client:
+        async with AsyncExitStack() as connections:
+            for client in (state.client, *([state.ears.client] if state.ears is not None else [])):
+                await connections.enter_async_context(client)
             app.state.server = state
             tasks = [
                 asyncio.create_task(state.report(), name="metrics"),

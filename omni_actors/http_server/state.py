@@ -32,6 +32,7 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ConfigError, OmniError, RequestTimeout
 from omni_actors.host.run_directory import check_own_folder, expanded
 from omni_actors.http_server.bodies import Form, FormBody, Strict
+from omni_actors.http_server.ears import Ears, hearing, is_deaf
 from omni_actors.http_server.errors import HttpError, bad_field, too_large
 from omni_actors.http_server.generation import VoiceId, voice_name
 from omni_actors.http_server.media import Fetcher, MediaReader
@@ -247,6 +248,8 @@ class ServerState:
         self.realtime = Realtime(settings, bodies)
         self.calls: dict[str, asyncio.Task[None]] = {}  # over WebRTC, by id
         self.client = AsyncOmniClient(settings.endpoint, keys=settings.keys)
+        self.ears = Ears(settings.transcriber, settings.keys) if settings.transcriber is not None else None
+        self.deaf = False  # the model does not hear: sounds of prompts go to the ears
         folder = settings.shared_dir
         self.files = Store(folder, "files", UploadedFile, MAX_FILES, settings.files_bytes, settings.file_seconds)
         self.transcripts = Store(folder, "transcripts", str, MAX_TRANSCRIPTS, MAX_BYTES, KEPT_SECONDS)
@@ -303,9 +306,15 @@ class ServerState:
         return self._asking
 
     async def _ask(self) -> Description:
-        self._description = await self.client.describe(DESCRIBE_SECONDS)
+        description = await self.client.describe(DESCRIBE_SECONDS)
+        self.deaf = is_deaf(description)
+        self._description = hearing(description) if self.deaf and self.ears is not None else description
         self._described = time.monotonic()
         return self._description
+
+    async def heard(self, prompt: Any, **options: Any) -> Any:
+        """A prompt as the model takes it: see `Ears.heard`. Raises `OmniError`."""
+        return prompt if self.ears is None or not self.deaf else await self.ears.heard(prompt, **options)
 
     async def report(self) -> NoReturn:
         """Keep the coordinator informed of this process's metrics."""
@@ -333,6 +342,8 @@ class ServerState:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
         self._report()
+        if self.ears is not None:
+            await self.ears.close()
         await self.client.close()
         await self.realtime.close()
         await asyncio.to_thread(self._decoders.close)

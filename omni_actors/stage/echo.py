@@ -179,6 +179,7 @@ class EchoOptions(Struct, frozen=True, forbid_unknown_fields=True):
     voices: Annotated[tuple[Name, ...], Meta(max_length=1024)] = ("Chelsie", "Ethan")
     latents: bool = False  # make those of a picture, for the stages after it
     speech: SpeechAbility | None = None  # that it declares
+    max_media: dict[Name, Annotated[int, Meta(ge=0)]] = {}  # likewise
     sound: bool = False  # make audio although the stage does not output it; it then goes to the stages after it
     fail_start: Text = ""  # with which loading fails
     fail_start_if: Text = ""  # a file: while it exists loading fails
@@ -248,6 +249,7 @@ class EchoEngine(StageEngine):
             sample_rate=SAMPLE_RATE if self._sounds else 0,
             max_input_tokens=self._options.max_input_tokens,
             parameters=PARAMETERS if self._draws else None,
+            max_media=self._options.max_media,
             wants_information=SPEECH_INFORMATION if self._options.speech else (),
             speech=self._options.speech,
         )

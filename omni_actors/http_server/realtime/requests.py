@@ -1,4 +1,4 @@
-"""A session's requests to the pipeline: answers, transcripts of turns, and prompts computed before a turn ends."""
+"""A session's requests to the pipeline: answers, and transcripts of turns."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ class Asker:
 
     def __init__(self, state: ServerState, tenant: str, traceparent: str | None) -> None:
         self.state = state
-        self._common: dict[str, Any] = {"tenant": tenant, "traceparent": traceparent}
-        self._common["timeout"] = state.settings.request_timeout
+        self.common: dict[str, Any] = {"tenant": tenant, "traceparent": traceparent}
+        self.common["timeout"] = state.settings.request_timeout
 
     async def submit(self, prompt: Any, **options: Any) -> RequestStream:
         """Send a request. Raises `OmniError` or `HttpError`."""
-        return await self.state.client.submit(prompt, **self._common, **options)
+        return await self.state.client.submit(await self.state.heard(prompt, **self.common), **self.common, **options)
 
     async def answer(self, ask: Ask, description: Description) -> RequestStream:
         """Send the request of a response. Raises `OmniError` or `HttpError`."""
@@ -140,15 +140,21 @@ class Transcriber:
         messages = self._transcripts.messages(turn.item_id, turn.question)
         if not messages:
             return
-        state = self._asker.state
+        state, common = self._asker.state, {**self._asker.common, "priority": TRANSCRIPT_PRIORITY}
         description = await state.facts()
-        stream = await self._asker.submit(
-            messages,
-            modalities=["text"],
-            params={state.text_stage(description): StageParams(temperature=0.0)},
-            priority=TRANSCRIPT_PRIORITY,
-            request_id=turn.item_id,
-        )
+        if state.ears is None:
+            params = {state.text_stage(description): StageParams(temperature=0.0)}
+            stream = await state.client.submit(
+                messages, modalities=["text"], params=params, request_id=turn.item_id, **common
+            )
+        elif state.deaf:  # the answer to the turn waits for the same text
+            text = await state.ears.text(messages[0]["content"][0], **self._asker.common)
+            self._send(self._transcripts.delta(turn.item_id, text))
+            self._send(self._transcripts.completed(turn.item_id, text, token_usage([], description)))
+            return
+        else:
+            description = await state.ears.describe()
+            stream = await state.ears.listen(messages, request_id=turn.item_id, **common)
         texts: list[str] = []
         try:
             async for item in stream:

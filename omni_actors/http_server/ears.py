@@ -1,0 +1,109 @@
+"""A pipeline that hears, beside one that does not hear or hears less well: it writes down what is said.
+
+With the key `http.transcriber` recordings and the turns of realtime sessions are written down by that pipeline. Where
+the model itself does not hear, each sound of a prompt is replaced by its text: any chat model can be spoken to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy
+
+from omni_actors.client import AsyncOmniClient, RequestStream
+from omni_actors.host.addresses import is_tcp
+from omni_actors.http_server.generation import transcription_question
+from omni_actors.protocol.messages import Description
+from omni_actors.protocol.payloads import StageParams
+
+ASK_SECONDS = 1.0  # for its description, the first time
+KEPT = 1024  # texts of sounds: those of earlier turns come again with each question
+NOTHING = "(nothing that could be understood)"
+
+
+class Ears:
+    """The connection to that pipeline, which lasts from when `client` is entered until `close`.
+
+    Args:
+        endpoint: its client endpoint.
+        keys: folder of CURVE keys, for an endpoint with tcp://.
+    """
+
+    def __init__(self, endpoint: str, keys: str | None) -> None:
+        self.client = AsyncOmniClient(endpoint, keys=keys if is_tcp(endpoint) else None)
+        self._description: Description | None = None
+        self._texts: OrderedDict[bytes, asyncio.Task[str]] = OrderedDict()
+
+    async def close(self) -> None:
+        """End what is being written down, and the connection."""
+        for task in self._texts.values():
+            task.cancel()
+        await asyncio.gather(*self._texts.values(), return_exceptions=True)
+        await self.client.close()
+
+    async def describe(self) -> Description:
+        """What the pipeline is, as it was when it first answered. Raises `RequestTimeout`."""
+        if self._description is None:
+            self._description = await self.client.describe(ASK_SECONDS)
+        return self._description
+
+    async def listen(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RequestStream:
+        """Have a sound written down. `options` are those of `AsyncOmniClient.submit`. Raises `OmniError`."""
+        stage = (await self.describe()).outputs.get("text", "")
+        params = {stage: StageParams(temperature=0.0)}
+        return await self.client.submit(messages, modalities=["text"], params=params, **options)
+
+    async def heard(self, prompt: Any, **options: Any) -> Any:
+        """The prompt with texts instead of sounds, each of which is written down once. Raises `OmniError`."""
+        messages = prompt["messages"] if isinstance(prompt, Mapping) else prompt
+        if isinstance(messages, str):
+            return prompt
+        written = await asyncio.gather(*(self._message(message, options) for message in messages))
+        return {**prompt, "messages": written} if isinstance(prompt, Mapping) else written
+
+    async def _message(self, message: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            return message
+        return {**message, "content": await asyncio.gather(*(self._part(part, options) for part in content))}
+
+    async def _part(self, part: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"type": "text", "text": await self.text(part, **options)} if part["type"] == "audio" else part
+
+    async def text(self, sound: Mapping[str, Any], **options: Any) -> str:
+        """What is said in the part of a message that is a sound. Raises `OmniError`."""
+        digest = _digest(sound["audio"])
+        task = self._texts.get(digest)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._texts[digest] = asyncio.create_task(self._write_down(sound, options), name="transcript")
+        self._texts.move_to_end(digest)
+        while len(self._texts) > KEPT and self._texts[next(iter(self._texts))].done():
+            self._texts.popitem(last=False)
+        return await asyncio.shield(task)  # another request may wait for the same text
+
+    async def _write_down(self, sound: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+        content = [sound, {"type": "text", "text": transcription_question(None, "")}]
+        stream = await self.listen([{"role": "user", "content": content}], **options)
+        return (await stream.result()).text.strip() or NOTHING
+
+
+def is_deaf(description: Description) -> bool:
+    """Whether the model of a pipeline does not hear."""
+    return description.max_media.get("audio") == 0
+
+
+def hearing(description: Description) -> Description:
+    """The description of such a pipeline with another one that hears for it."""
+    most = {modality: count for modality, count in description.max_media.items() if modality != "audio"}
+    return msgspec.structs.replace(description, max_media=most)
+
+
+def _digest(sound: bytes | tuple[numpy.ndarray, int]) -> bytes:
+    """A name for a file, or for samples with their rate."""
+    data, rate = (sound, 0) if isinstance(sound, bytes) else (sound[0].tobytes(), sound[1])
+    return hashlib.blake2b(data, digest_size=16, salt=rate.to_bytes(4, "little")).digest()
