@@ -412,6 +412,7 @@ def test_the_web_page_has_what_is_written_spoken_with_a_voice_of_a_recording(clo
             "input": "The tide is low.",
             "voice": "Mara",
             "instructions": "Slowly.",
+            "speed": 1,
             "response_format": "pcm",
             "stream_format": "sse",
         }
