@@ -135,6 +135,16 @@ def tiny_qwen3_tts(tiny_qwen3_tts_kinds: dict[str, Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_qwen3_asr(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Qwen3-ASR checkpoint, built for this run."""
+    from tools.checkpoints.asr import write_tiny
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny_qwen3_asr"
+    write_tiny(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_z_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Z-Image checkpoint, built for this run."""
     from tools.checkpoints.pictures import Z_IMAGE

@@ -78,6 +78,7 @@ class Reports:
             adapters=tuple(self.pipeline.adapters),
             on_cpu=on_cpu(self.pipeline, sum(node.devices for node in self.fleet.nodes.values())),
             speech=entry.facts.speech if (entry := loaded.get(self.pipeline.entry.name)) else None,
+            hearing=entry.facts.hearing if entry is not None else None,
         )
 
     def _counts(self) -> dict[str, int]:

@@ -46,11 +46,13 @@ class RequestOutputs(ABC):
         stopped: set by `convert` to end the request although the model would go on.
         stop_reason: set by `convert` with what ended a text, if not the model's own end.
         writes: whether the tokens are an answer.
+        language: set by `convert` to what the model calls the language of what it heard.
     """
 
     stopped: bool = False
     stop_reason: int | str | None = None
     writes: bool = True
+    language: str = ""
 
     @abstractmethod
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:

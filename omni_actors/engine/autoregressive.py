@@ -272,6 +272,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         if output.finish_reason is None:
             self.core.abort([request_id])
         reason = FinishReason.STOP if output.finish_reason is None or stopped else _REASONS[output.finish_reason]
-        ended_by = running.outputs.stop_reason
-        events.append(self._finished(request_id, reason, running.input_tokens, running.output_tokens, ended_by))
+        ended_by, language = running.outputs.stop_reason, running.outputs.language
+        tokens = running.input_tokens, running.output_tokens
+        events.append(self._finished(request_id, reason, *tokens, ended_by, language=language))
         return events

@@ -344,10 +344,11 @@ class VllmEngine(StageEngine, Generic[RunningT]):
         output_tokens: int,
         stop_reason: int | str | None = None,
         picture_tokens: int = 0,
+        language: str = "",
     ) -> FinishedEvent:
         """End a request that the core has finished."""
         del self._requests[request_id]
-        return FinishedEvent(request_id, reason, input_tokens, output_tokens, stop_reason, picture_tokens)
+        return FinishedEvent(request_id, reason, input_tokens, output_tokens, stop_reason, picture_tokens, language)
 
     def _failed(self, request_id: str, error: OmniError) -> ErrorEvent:
         """End a request that the core may still compute."""

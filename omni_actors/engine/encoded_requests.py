@@ -144,6 +144,14 @@ def count_embeddings(
     return patches // merge_size**2
 
 
+def embeddings_of_seconds(frames: int) -> int:
+    """Embeddings that an encoder by seconds makes of frames: 13 of 100, what three convolutions leave of the rest."""
+    rest = frames % 100
+    for _ in range(3):
+        rest = (rest - 1) // 2 + 1
+    return frames // 100 * 13 + rest
+
+
 FEATURES, LENGTHS, MASK = "input_audio_features", "audio_feature_lengths", "feature_attention_mask"
 
 

@@ -55,17 +55,18 @@ from omni_actors.media.limits import (
 from omni_actors.protocol.fields import DType, HostTensor, unpack_token_ids
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import (
+    LANGUAGE,
     MEDIA_MODALITIES,
     PROMPT_EMBEDS,
     TOOLS,
     USE_AUDIO_IN_VIDEO,
     ChatMessage,
     ContentPart,
+    HearingAbility,
     Media,
     MediaEncoding,
     Parameter,
     Prompt,
-    StageParams,
     ToolCall,
     function_of,
 )
@@ -198,9 +199,6 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-NO_PARAMS = StageParams()
-
-
 class Template(Protocol):
     """Writes the text of a prompt."""
 
@@ -213,6 +211,7 @@ class TextPromptProcessor:
 
     Attributes:
         parameters: what requests may set for the stage; None for the parameters of its kind.
+        hearing: what it can do if its model writes down what it hears.
 
     Args:
         config: of the stage that takes the result.
@@ -221,6 +220,7 @@ class TextPromptProcessor:
     """
 
     parameters: tuple[Parameter, ...] | None = None
+    hearing: HearingAbility | None = None
 
     def __init__(
         self, config: VllmConfig, tokenizer: Any, template: Template, limits: MediaLimits, max_media: Mapping[str, int]
@@ -294,18 +294,12 @@ class TextPromptProcessor:
     # -- processing
 
     def process(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        tensors: Sequence[HostTensor],
-        decoder: MediaDecoder | None = None,
-        params: StageParams = NO_PARAMS,
+        self, request: StageRequest, prompt: Prompt, tensors: Sequence[HostTensor], decoder: MediaDecoder | None = None
     ) -> tuple[list[int], dict[str, HostTensor]]:
         """Return the token ids of a checked prompt, and its embeddings if it came as such.
 
         Args:
             decoder: for prompts with media.
-            params: of the stage, for models that declare any.
 
         Raises:
             OmniError: the request is at fault.
@@ -361,7 +355,7 @@ class PromptProcessor(TextPromptProcessor):
         media: what the model says of its media.
 
     Raises:
-        ConfigError: the model has no processor for audio, images and video.
+        ConfigError: the model has no processor for media.
     """
 
     def __init__(self, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits, media: PromptMedia) -> None:
@@ -373,20 +367,26 @@ class PromptProcessor(TextPromptProcessor):
         self.processor = self._info.get_hf_processor()
         model = arguments.model_config
         template = ChatTemplate(self.processor, model.tool_call_parser, model.tool_chat_template)
-        seconds = min(limits.audio_seconds, float(self.processor.feature_extractor.chunk_length))
-        limits = dataclasses.replace(limits, audio_seconds=seconds)
-        super().__init__(config, self.processor.tokenizer, template, limits, dict(self._info.allowed_mm_limits))
+        limits = dataclasses.replace(limits, audio_seconds=self._longest_sound(limits, config))
+        allowed = self._info.allowed_mm_limits
+        most = {modality: allowed.get(modality, 0) for modality in MEDIA_MODALITIES}
+        super().__init__(config, self.processor.tokenizer, template, limits, most)
         self.placeholders: dict[str, int] = {
             modality: self._tokenizer.convert_tokens_to_ids(getattr(self.processor, f"{modality}_token"))
-            for modality in MEDIA_MODALITIES
+            for modality in allowed
         }
-        self._positions_per_second = media.positions_per_second(config.model_config.hf_config)
+        rate = media.positions_per_second
+        self._positions_per_second = rate(config.model_config.hf_config) if rate is not None else 0
         self._min_audio_samples = media.min_audio_samples
         self._audio_window = media.audio_window(config.model_config.hf_config)
         self._audio_embeddings = media.audio_embeddings
         self._longest_audio: int = self.processor.feature_extractor.n_samples
         self._writer = RequestWriter()
         self._one_at_a_time = threading.Lock()
+
+    def _longest_sound(self, limits: MediaLimits, config: VllmConfig) -> float:
+        """The longest sound in seconds: what the model's feature extractor takes, within the limits."""
+        return min(limits.audio_seconds, float(self.processor.feature_extractor.chunk_length))
 
     def shutdown(self) -> None:
         """End the renderer's threads."""
@@ -419,24 +419,18 @@ class PromptProcessor(TextPromptProcessor):
                 )
 
     def process(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        tensors: Sequence[HostTensor],
-        decoder: MediaDecoder | None = None,
-        params: StageParams = NO_PARAMS,
+        self, request: StageRequest, prompt: Prompt, tensors: Sequence[HostTensor], decoder: MediaDecoder | None = None
     ) -> tuple[list[int], dict[str, HostTensor]]:
         """Return the token ids of a checked prompt, and its media or embeddings as tensors.
 
         Args:
             decoder: for prompts with media.
-            params: of the stage; this one has none.
         """
         if not prompt.media or decoder is None:
-            return super().process(request_id, prompt, tensors)
+            return super().process(request, prompt, tensors)
         decoded = self._decode(prompt.media, tensors, decoder)
         with self._one_at_a_time:
-            return self._with_media(request_id, prompt, decoded)
+            return self._with_media(request.request_id, prompt, decoded)
 
     def _decode(self, media: Sequence[Media], tensors: Sequence[HostTensor], by: MediaDecoder) -> list[DecodedMedia]:
         """Decode media, files and other sample rates in the decoder's process; nothing shares memory with `tensors`."""
@@ -493,7 +487,8 @@ class PromptProcessor(TextPromptProcessor):
         request = self._input_processor.process_inputs(
             request_id, engine_input, SamplingParams(), supported_tasks=("generate",)
         )
-        self._set_video_rates(request, [item for item in media if item.modality == "video"])
+        if videos := [item for item in media if item.modality == "video"]:
+            self._set_video_rates(request, videos)
         request.mm_features = in_pieces(request.mm_features or (), self._audio_window, self._audio_embeddings)
         return list(request.prompt_token_ids or ()), self._writer.write(request)
 
@@ -622,8 +617,10 @@ class PromptEngine(StageEngine):
         return EngineFacts(
             max_input_tokens=self.prompts.max_tokens,
             embeds_width=self.prompts.embeds_width,
+            wants_information=(LANGUAGE,) if self.prompts.hearing is not None else (),
             max_media=self.prompts.max_media,
             parameters=self.prompts.parameters,
+            hearing=self.prompts.hearing,
         )
 
     @property
@@ -740,8 +737,7 @@ class PromptEngine(StageEngine):
         return self._threads.submit(lambda decoder: self._process(waiting, decoder))
 
     def _process(self, waiting: _Waiting, decoder: MediaDecoder | None = None) -> Processed:
-        request = waiting.request
-        return self.prompts.process(request.request_id, waiting.prompt, waiting.tensors, decoder, request.params)
+        return self.prompts.process(waiting.request, waiting.prompt, waiting.tensors, decoder)
 
     def _reporter(self, waiting: _Waiting) -> Callable[[Future[Processed]], None]:
         def report(future: Future[Processed]) -> None:  # runs on a thread

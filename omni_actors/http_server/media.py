@@ -207,6 +207,7 @@ class Fetcher:
 
 T = TypeVar("T")
 
+UNLIMITED = 1 << 62  # bytes
 MAX_URL = 2048  # bytes of a URL, or of a data: URI before its data
 MIN_BASE64 = 16  # characters; a shorter one may be anything
 BASE64 = re.compile(rb"[A-Za-z0-9+/_-]+={0,2}\s*")
@@ -297,14 +298,14 @@ class MediaReader:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)
 
-    async def recording(self, data: bytes, param: str) -> tuple[dict[str, Any], float]:
-        """The part of a message with an uploaded sound, and its length in seconds, 0 if it does not say that.
+    async def seconds(self, data: bytes, param: str) -> float:
+        """The length of an uploaded sound in seconds, 0 if it does not say that.
 
         Raises:
             HttpError: 400 or 413, as for the media of messages.
         """
         self._check_file(data, param)
-        return {"type": "audio", "audio": data}, (await self._measured(AUDIO_FILE, "The file", data, param)).seconds
+        return (await self._measured(AUDIO_FILE, "The file", data, param)).seconds
 
     async def samples(self, data: bytes, param: str, rate: int, most_seconds: float) -> numpy.ndarray:
         """Decode an uploaded sound: f32 [samples], mono, at `rate` Hz.
@@ -313,7 +314,8 @@ class MediaReader:
             HttpError: 400 or 413, as for the media of messages.
         """
         self._check_file(data, param)
-        limits = dataclasses.replace(self._limits, audio_seconds=most_seconds, audio_rate=rate)
+        # Its seconds bound what a decoder holds: sound is averaged and resampled as it is read.
+        limits = dataclasses.replace(self._limits, audio_seconds=most_seconds, audio_rate=rate, decoded_bytes=UNLIMITED)
         items = _items(AUDIO_FILE, "The recording", data)
         (samples,) = await self._on_decoder(lambda decoder: decoder.decode(items, limits), param)
         return samples

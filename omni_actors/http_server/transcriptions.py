@@ -1,31 +1,37 @@
 """The routes that write down what is said in a recording.
 
-The model is asked for the text, as a user would ask it. It gives no times, so what has times, such as subtitles, is one
-piece from the beginning of the recording to its end.
+An omni model is asked for the text, as a user would ask it; a model of hearing (`Description.hearing`) writes nothing
+else. Neither gives times, so what has times, such as subtitles, is a piece for each part of the recording that was
+heard as a whole.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import unicodedata
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from omni_actors.client import Text
-from omni_actors.errors import ErrorCode
+from omni_actors.errors import ErrorCode, OmniError
 from omni_actors.http_server.answer import DONE_EVENT, EVENTS, Answer, AnswerResponse, event, token_counts, usage_of
 from omni_actors.http_server.bodies import OF_TRANSCRIPTIONS, Form, FormBody, Submission, Temperature
-from omni_actors.http_server.errors import bad_field
+from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.generation import (
     Language,
     TranscriptionPrompt,
     transcription_question,
     translation_question,
 )
+from omni_actors.http_server.recordings import PartStreams, parts_of
+from omni_actors.http_server.speech.recital import request_ids
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.protocol.messages import Description, StageUsage
+from omni_actors.protocol.payloads import LANGUAGE
 
 TRANSCRIPTION_FIELDS: dict[str, str] = {
     ErrorCode.PROMPT_TOO_LONG: "file",
@@ -83,43 +89,92 @@ async def _respond(
     if "text" not in description.outputs or description.max_media.get("audio") == 0:
         message = "This model writes nothing down: it does not hear, or does not answer in text."
         raise bad_field("model", message, "unknown_modality")
-    part, seconds = await state.media.recording(file, "file")
+    hearing = description.hearing
+    if hearing is not None and task == "translate":
+        message = "This model writes down what it hears in the language that is spoken; it does not translate."
+        raise bad_field("model", message, "unsupported_value")
+    parts = await parts_of(file, state, hearing)
+    seconds = parts[-1].end
     if fields.response_format in TIMED and not seconds:
         message = f"The file does not say its length, which {fields.response_format!r} needs: ask for 'json' or 'text'."
         raise bad_field("response_format", message, "unsupported_value")
-    answer = await Answer.begin(
-        request,
-        state,
-        fields,
-        [{"role": "user", "content": [part, {"type": "text", "text": question}]}],
-        TRANSCRIPTION_FIELDS,
-        modalities=["text"],
-        params=state.stage_params(fields.model, {}, description, {"temperature": fields.temperature}),
-    )
+    streams = PartStreams()
+    spoken = fields.language if isinstance(fields, TranscriptionForm) else None
+    try:
+        await streams.ask(
+            state,
+            [_messages(part.data, question if hearing is None else None, fields.prompt) for part in parts],
+            list(itertools.islice(request_ids(request.state.request_id), len(parts))),
+            modalities=["text"],
+            additional_information={LANGUAGE: spoken} if hearing is not None and spoken else None,
+            params=state.stage_params(fields.model, {}, description, {"temperature": fields.temperature}),
+            seed=fields.seed,
+            timeout=state.settings.request_timeout if fields.timeout is None else fields.timeout,
+            priority=fields.priority or 0,
+            traceparent=request.state.traceparent,
+            tenant=state.tenant(request),
+        )
+    except OmniError as error:
+        raise HttpError.of(error, TRANSCRIPTION_FIELDS) from error
+    answer = await Answer.of(streams, request, state, TRANSCRIPTION_FIELDS)
     if stream:
         return AnswerResponse(answer, _transcript_events(answer, description), EVENTS, state.settings.write_timeout)
+    texts = [""] * len(parts)
     async with answer:
-        text = "".join([item.text async for item in answer if isinstance(item, Text)]).strip()
-    return _whole(fields, task, text, seconds, token_usage(answer.usages, description))
+        async for part, item in answer.choices():
+            texts[part] += item.text if isinstance(item, Text) else ""
+    told = [usage[description.outputs["text"]].language for usage in answer.usages]
+    language = "en" if task == "translate" else ",".join(dict.fromkeys(filter(None, told))).lower() or spoken
+    segments = [Said(part.start, part.end, text.strip()) for part, text in zip(parts, texts, strict=True)]
+    return _whole(fields, task, segments, language or "unknown", token_usage(answer.usages, description))
 
 
-def _whole(fields: TranslationForm, task: Task, text: str, seconds: float, usage: dict[str, Any]) -> Response:
+def _messages(recording: bytes, question: str | None, prompt: str) -> list[dict[str, Any]]:
+    """What the model is asked, or what it hears if it needs no question: the prompt is then what that may be about."""
+    sound = {"type": "audio", "audio": recording}
+    if question is not None:
+        return [{"role": "user", "content": [sound, {"type": "text", "text": question}]}]
+    about = [{"role": "system", "content": prompt}] if prompt.strip() else []
+    return [*about, {"role": "user", "content": [sound]}]
+
+
+class Said(NamedTuple):
+    """What is said from `start` to `end`, in seconds."""
+
+    start: float
+    end: float
+    text: str
+
+
+def gap(before: str, after: str) -> str:
+    """What stands between two texts: a space, unless the first ends with one or in a script that has none."""
+    ends = not before or not after or before[-1].isspace() or unicodedata.east_asian_width(before[-1]) in "FW"
+    return "" if ends else " "
+
+
+def _whole(
+    fields: TranslationForm, task: Task, segments: Sequence[Said], language: str, usage: dict[str, Any]
+) -> Response:
+    text, said, seconds = "", [segment for segment in segments if segment.text], segments[-1].end
+    for segment in said:
+        text += gap(text, segment.text) + segment.text
     match fields.response_format:
         case "text":
             return PlainTextResponse(f"{text}\n")
         case "srt":
-            return PlainTextResponse(f"1\n{_cue(text, seconds, ',')}", media_type="application/x-subrip")
+            cues = [f"{number}\n{_cue(segment, ',')}" for number, segment in enumerate(said or segments, 1)]
+            return PlainTextResponse("\n".join(cues), media_type="application/x-subrip")
         case "vtt":
-            return PlainTextResponse(f"WEBVTT\n\n{_cue(text, seconds, '.')}", media_type="text/vtt")
+            cues = [_cue(segment, ".") for segment in said or segments]
+            return PlainTextResponse("\n".join(["WEBVTT\n", *cues]), media_type="text/vtt")
         case "verbose_json":
-            spoken = fields.language if isinstance(fields, TranscriptionForm) else None
             return json_response(
                 {
                     "task": task,
-                    "language": "en" if task == "translate" else spoken or "unknown",
+                    "language": language,
                     "duration": round(seconds, 3),
                     "text": text,
-                    "segments": [_segment(text, seconds, fields.temperature)] if text else [],
+                    "segments": [_segment(number, each, fields.temperature) for number, each in enumerate(said)],
                     # Whole seconds, rounded up: LiteLLM refuses a fraction.
                     "usage": {"type": "duration", "seconds": math.ceil(seconds)},
                 }
@@ -128,31 +183,34 @@ def _whole(fields: TranslationForm, task: Task, text: str, seconds: float, usage
             return json_response({"text": text, "usage": usage})
 
 
-def _cue(text: str, seconds: float, point: str) -> str:
-    """A subtitle for the whole recording; an empty line or an arrow in its text would end it."""
+def _cue(segment: Said, point: str) -> str:
+    """A subtitle; an empty line or an arrow in its text would end it."""
+    line = " ".join(segment.text.split()).replace("-->", "→")
+    return f"{_clock(segment.start, point)} --> {_clock(segment.end, point)}\n{line}\n"
+
+
+def _clock(seconds: float, point: str) -> str:
     milliseconds = round(seconds * 1000)
-    end = f"{milliseconds // 3_600_000:02}:{milliseconds // 60_000 % 60:02}:{milliseconds // 1000 % 60:02}"
-    line = " ".join(text.split()).replace("-->", "→")
-    return f"00:00:00{point}000 --> {end}{point}{milliseconds % 1000:03}\n{line}\n"
+    clock = f"{milliseconds // 3_600_000:02}:{milliseconds // 60_000 % 60:02}:{milliseconds // 1000 % 60:02}"
+    return f"{clock}{point}{milliseconds % 1000:03}"
 
 
-def _segment(text: str, seconds: float, temperature: float) -> dict[str, Any]:
-    """The recording as a segment of OpenAI's; what only Whisper knows is 0."""
+def _segment(number: int, segment: Said, temperature: float) -> dict[str, Any]:
+    """A segment of OpenAI's; what only Whisper knows is 0."""
     unknown: dict[str, Any] = {"avg_logprob": 0.0, "compression_ratio": 0.0, "no_speech_prob": 0.0, "tokens": []}
-    place = {"id": 0, "seek": 0, "start": 0.0, "end": round(seconds, 3)}
-    return {**place, "text": text, "temperature": temperature, **unknown}
+    place = {"id": number, "seek": 0, "start": round(segment.start, 3), "end": round(segment.end, 3)}
+    return {**place, "text": segment.text, "temperature": temperature, **unknown}
 
 
 async def _transcript_events(answer: Answer, description: Description) -> AsyncIterator[bytes]:
     """Stream OpenAI's transcript.text.delta and transcript.text.done events."""
-    texts: list[str] = []
-    async for item in answer:
+    text, heard = "", 0
+    async for part, item in answer.choices():
         if isinstance(item, Text) and item.text:
-            texts.append(item.text)
-            yield event({"type": "transcript.text.delta", "delta": item.text})
-    yield event(
-        {"type": "transcript.text.done", "text": "".join(texts), "usage": token_usage(answer.usages, description)}
-    )
+            delta = item.text if part == heard else gap(text, item.text) + item.text
+            text, heard = text + delta, part
+            yield event({"type": "transcript.text.delta", "delta": delta})
+    yield event({"type": "transcript.text.done", "text": text, "usage": token_usage(answer.usages, description)})
     yield DONE_EVENT
 
 

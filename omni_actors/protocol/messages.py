@@ -42,6 +42,7 @@ from omni_actors.protocol.payloads import (
     MAX_CALLS,
     MAX_PARAMETERS,
     AdditionalInformationPayload,
+    HearingAbility,
     Parameter,
     PositionLogprobs,
     Prompt,
@@ -494,7 +495,8 @@ class StageUsage(Struct, frozen=True, omit_defaults=True):
     """What a stage did for one request. `first_output` and `finished` are seconds since `OpenRequest` arrived.
 
     `stop_reason` is the stop string or stop token that ended a text, `None` if the model did. `picture_tokens` says how
-    many of an encoder's input tokens stand for pictures.
+    many of an encoder's input tokens stand for pictures, `language` what a model that writes down what it hears calls
+    the language of it.
     """
 
     finish_reason: FinishReason
@@ -504,6 +506,7 @@ class StageUsage(Struct, frozen=True, omit_defaults=True):
     finished: float = 0.0
     stop_reason: TokenId | Annotated[str, Meta(max_length=4096)] | None = None
     picture_tokens: Count = 0
+    language: Annotated[str, Meta(max_length=256)] = ""
 
 
 class StageDone(Body, tag="stage_done", frozen=True):
@@ -582,7 +585,8 @@ class Ready(Body, tag="ready", frozen=True):
     `held` are the former coordinator's requests whose results it still has, to be fetched by `Resend`. The rest
     are facts about the model, empty or 0 where they do not apply: voices, `sample_rate` in Hz, the longest input in
     tokens, the names of the additional information that this stage wants, how many media a prompt may have, by
-    modality, the parameters that the model declares, and what a stage that speaks a given text can do.
+    modality, the parameters that the model declares, and what a stage that speaks a given text, or a pipeline that
+    writes down what it hears, can do.
     """
 
     seconds: float
@@ -593,6 +597,7 @@ class Ready(Body, tag="ready", frozen=True):
     max_media: dict[Name, Count] = {}
     parameters: Annotated[tuple[Parameter, ...], Meta(max_length=MAX_PARAMETERS)] | None = None
     speech: SpeechAbility | None = None
+    hearing: HearingAbility | None = None
     held: Annotated[tuple[HeldRequest, ...], Meta(max_length=MAX_HELD)] = ()
 
 
@@ -793,6 +798,7 @@ class Description(Body, tag="description", frozen=True):
         max_media: how many media a prompt may have, by modality; no limit for those that are missing.
         parameters: those that a stage's model declares, by stage; stages whose model declares none are missing.
         speech: what the pipeline can do if it speaks the text that it is given; `None` if it answers.
+        hearing: what it can do if it writes down what it hears; `None` likewise.
         on_cpu: whether no host has a GPU, and a stage would take one.
     """
 
@@ -814,6 +820,7 @@ class Description(Body, tag="description", frozen=True):
     adapters: tuple[str, ...] = ()
     parameters: dict[str, tuple[Parameter, ...]] = {}
     speech: SpeechAbility | None = None
+    hearing: HearingAbility | None = None
     coordinator: str = ""
     on_cpu: bool = False
 

@@ -583,7 +583,7 @@ class Parameter(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=T
 
 
 # Names of the additional information (`EngineFacts.wants_information`) of such a stage.
-LANGUAGE = "language"  # text: one of `SpeechAbility.languages`, in any case, or `AUTO`
+LANGUAGE = "language"  # text: one of the languages that the stage knows, in any case, or `AUTO`
 INSTRUCTIONS = "instructions"  # text: how to speak, or which voice to make up
 CLIP = "clip"  # f32 [samples], mono, within -1..1: the voice to speak with
 CLIP_RATE = "clip_rate"  # Hz
@@ -612,3 +612,17 @@ class SpeechAbility(Struct, frozen=True, forbid_unknown_fields=True):
     min_clip_seconds: Seconds = 0.5
     max_clip_seconds: Seconds = 30.0
     text_in_parts: bool = False
+
+
+class HearingAbility(Struct, frozen=True, forbid_unknown_fields=True):
+    """The abilities of a pipeline that writes down the one recording it is given.
+
+    A system message holds what the recording may be about: names and terms, or what was said before.
+
+    Args:
+        languages: those that can be asked for (`LANGUAGE`); the model finds the language out by itself otherwise.
+        max_seconds: the longest recording of a request.
+    """
+
+    languages: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
+    max_seconds: Seconds = 1200.0

@@ -579,6 +579,7 @@ class StageActor:
             finished=max(0.0, self._clock() - attempt.opened),
             stop_reason=event.stop_reason,
             picture_tokens=event.picture_tokens,
+            language=event.language,
         )
         self._meter.done(attempt.timings, event.input_tokens, event.output_tokens)
         messages += self._result(attempt, StageDone(usage=usage, timeline=attempt.timings))

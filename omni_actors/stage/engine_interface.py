@@ -14,6 +14,7 @@ from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.protocol.fields import HostTensor, Scalar
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import (
+    HearingAbility,
     InformationValue,
     Parameter,
     PositionLogprobs,
@@ -162,6 +163,7 @@ class FinishedEvent:
     Args:
         stop_reason: the stop string, or the stop token other than the model's own end, that ended a text.
         picture_tokens: of the input tokens, those that stand for pictures, as far as the engine tells them apart.
+        language: of what was heard, as the model names it; "" if it does not.
     """
 
     request_id: str
@@ -170,6 +172,7 @@ class FinishedEvent:
     output_tokens: int
     stop_reason: int | str | None = None
     picture_tokens: int = 0
+    language: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +233,7 @@ class EngineFacts:
         max_media: how many media a prompt may have, by modality; no limit for those that are missing.
         parameters: what requests may set for this stage besides `seed`; `None` for the parameters of its kind.
         speech: what it can do if it is an entry stage that speaks the text it is given.
+        hearing: what the pipeline can do if this is its entry stage and it writes down what it hears.
     """
 
     voices: tuple[str, ...] = ()
@@ -240,6 +244,7 @@ class EngineFacts:
     max_media: Mapping[str, int] = field(default_factory=dict)
     parameters: tuple[Parameter, ...] | None = None
     speech: SpeechAbility | None = None
+    hearing: HearingAbility | None = None
 
 
 class EngineLost(EngineError):

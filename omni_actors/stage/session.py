@@ -380,6 +380,7 @@ class Session:
             max_media=dict(facts.max_media),
             parameters=with_defaults(facts.parameters, self._stage.sampling),
             speech=facts.speech,
+            hearing=facts.hearing,
         )
         self._inbound.serving = True
         self.tell(ready)

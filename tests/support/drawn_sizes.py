@@ -107,6 +107,23 @@ def qwen3_tts_sizes(generator: Random) -> Sizes:
     )
 
 
+def qwen3_asr_sizes(generator: Random) -> Sizes:
+    choice = generator.choice
+    heads, kv_heads = _heads(generator)
+    return dict(
+        vocabulary=generator.randrange(480, 800),
+        audio_layers=choice((1, 2, 3)),
+        audio_heads=choice((2, 4)),
+        audio_width=choice((32, 64, 96)),
+        audio_window=choice((100, 200, 400)),
+        head_width=choice((32, 64)),
+        width=choice((64, 96, 128)),
+        heads=heads,
+        kv_heads=kv_heads,
+        layers=choice((2, 3, 4)),
+    )
+
+
 def z_image_sizes(generator: Random) -> Sizes:
     choice = generator.choice
     heads, kv_heads = _heads(generator)

@@ -2,6 +2,8 @@
 
     python -m tools.checkpoints tiny|tiny-qwen3|tiny-z-image|tiny-qwen-image OUT_DIR [--seed N]
     python -m tools.checkpoints full|full-qwen3|full-z-image|full-qwen-image OUT_DIR
+    python -m tools.checkpoints tiny-qwen3-asr OUT_DIR [--seed N]
+    python -m tools.checkpoints full-qwen3-asr OUT_DIR [--size 1b7|0b6]
     python -m tools.checkpoints tiny-qwen3-tts|full-qwen3-tts OUT_DIR [--kind KIND] [--size 1b7|0b6]
 
 `tiny` has the real architecture at toy size and random weights, scaled so that the outputs are useful in tests: greedy
@@ -10,11 +12,12 @@ tokens vary with the prompt and do not fall into a cycle, the waveform has ampli
 
 `full` has the published sizes of Qwen2.5-Omni-7B and no weights; vLLM fills it with `load_format: dummy`.
 
-The others are the same for Qwen3-Omni, for the three kinds of Qwen3-TTS, for Z-Image and for Qwen-Image-2.1; those of
-pictures need the extra `image`. All use the layout of the published checkpoint, so the same code loads either.
+The others are the same for Qwen3-Omni, for the three kinds of Qwen3-TTS, for Qwen3-ASR, for Z-Image and for
+Qwen-Image-2.1; those of pictures need the extra `image`. All use the layout of the published checkpoint, so the same
+code loads either.
 
 A family is a table in `data/`: its tokens, its configuration, and two values, published and tiny, for each size that
-differs (`families.py`). `omni.py`, `tts.py` and `pictures.py` write the files.
+differs (`families.py`). `omni.py`, `tts.py`, `asr.py` and `pictures.py` write the files.
 """
 
 from __future__ import annotations

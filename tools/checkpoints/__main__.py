@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tools.checkpoints import CheckpointError, FolderError, omni, tts
+from tools.checkpoints import CheckpointError, FolderError, asr, omni, tts
 from tools.checkpoints.measure import print_answers, quiet_transformers
 from tools.checkpoints.pictures import QWEN_IMAGE, Z_IMAGE
 
@@ -25,6 +25,7 @@ WRITERS: dict[str, tuple[str, Callable[..., Any]]] = {
         partial(omni.write_tiny, family=omni.QWEN3_OMNI),
     ),
     "tiny-qwen3-tts": ("Qwen3-TTS at toy size, random weights, runnable", tts.write_tiny),
+    "tiny-qwen3-asr": ("Qwen3-ASR at toy size, random weights, runnable", asr.write_tiny),
     "tiny-z-image": ("Z-Image at toy size, random weights, runnable", Z_IMAGE.write_tiny),
     "tiny-qwen-image": ("Qwen-Image-2.1 at toy size, random weights, runnable", QWEN_IMAGE.write_tiny),
     "full": ("published sizes of Qwen2.5-Omni-7B, no weights (vLLM: load_format dummy)", omni.write_full),
@@ -33,6 +34,7 @@ WRITERS: dict[str, tuple[str, Callable[..., Any]]] = {
         partial(omni.write_full, family=omni.QWEN3_OMNI),
     ),
     "full-qwen3-tts": ("published sizes of Qwen3-TTS, no weights", tts.write_full),
+    "full-qwen3-asr": ("published sizes of Qwen3-ASR, no weights", asr.write_full),
     "full-z-image": ("published sizes of Z-Image, no weights", Z_IMAGE.write_full),
     "full-qwen-image": ("published sizes of Qwen-Image-2.1, no weights", QWEN_IMAGE.write_full),
 }
@@ -42,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.checkpoints",
-        description="Writes checkpoints of Qwen2.5-Omni, Qwen3-Omni, Qwen3-TTS, Z-Image and Qwen-Image offline.",
+        description="Writes checkpoints of Qwen-Omni, Qwen3-TTS, Qwen3-ASR, Z-Image and Qwen-Image offline.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (text, _) in WRITERS.items():
@@ -52,6 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
             command.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes (default: 0)")
         if name.endswith("tts"):
             command.add_argument("--kind", choices=tts.KINDS, default=tts.KINDS[0], help="of the checkpoint")
+        if name.endswith("tts") or name == "full-qwen3-asr":
             command.add_argument("--size", choices=tts.SIZES, default=tts.SIZES[0], help="1.7B (default) or 0.6B")
     return parser
 

@@ -64,8 +64,9 @@ class Family:
             fixed=sizes.get("fixed", {}),
             special=tuple(tokens["special"]),
             speech=tuple(tokens["speech"]),
+            written=tuple(tokens.get("written", ())),
             named=tokens["named"],
-            template=chat_template(tokens["named"], tokens["system"]),
+            template="".join(tokens.get("template", ())) or chat_template(tokens["named"], tokens["system"]),
         )
 
     def fill(self, part: str, sizes: Sizes, roles: Mapping[str, int] | None = None) -> dict[str, Any]:

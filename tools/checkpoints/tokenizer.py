@@ -69,8 +69,9 @@ class TokenLayout:
 
     `vocab_size` is the number of rows of the embedding; `first_special` the id of the first of `special`, the others
     follow it; `first_speech` that of the first of `speech`; `voices` maps a voice to the id of its token; `fixed` holds
-    words with a given id. Every other id gets a made-up word, so that each of them decodes to some text. `named` are
-    the attributes of the tokenizer that its processor and its chat template rely on.
+    words with a given id. Every other id gets a made-up word, so that each of them decodes to some text. `written` are
+    those of `special` and `speech` that stay in decoded texts. `named` are the attributes of the tokenizer that its
+    processor and its chat template rely on.
     """
 
     vocab_size: int
@@ -80,6 +81,7 @@ class TokenLayout:
     fixed: Mapping[str, int]
     special: tuple[str, ...]
     speech: tuple[str, ...]
+    written: tuple[str, ...]
     named: Mapping[str, str]
     template: str
 
@@ -137,7 +139,10 @@ def make_tokenizer(layout: TokenLayout) -> Any:
         chat_template=layout.template,
         model_max_length=32768,
     )
-    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in special], special_tokens=True)
+    for is_special in (True, False):
+        names = [name for name in special if (name not in layout.written) is is_special]
+        added = [AddedToken(name, special=is_special, normalized=False) for name in names]
+        tokenizer.add_tokens(added, special_tokens=is_special)
     for name, index in special.items():
         if (found := tokenizer.convert_tokens_to_ids(name)) != index:
             raise CheckpointError(f"token {name} got id {found}, not {index}")

@@ -28,13 +28,14 @@ class PromptMedia:
     """What the prompt stage must know of a model's media.
 
     Args:
-        positions_per_second: of the checkpoint's configuration, how many time positions a second of video has.
+        positions_per_second: of the checkpoint's configuration, how many time positions a second of video has; `None`
+            for a model that sees nothing.
         min_audio_samples: at 16 kHz; with fewer, the audio encoder has no frame to encode.
         audio_window: of the checkpoint's configuration, how many frames of audio the encoder encodes together.
         audio_embeddings: number of embeddings that the encoder makes of n frames.
     """
 
-    positions_per_second: Callable[[PretrainedConfig], int]
+    positions_per_second: Callable[[PretrainedConfig], int] | None
     min_audio_samples: int
     audio_window: Callable[[PretrainedConfig], int]
     audio_embeddings: Callable[[int], int]
@@ -99,6 +100,7 @@ _FAMILIES = {  # architecture -> folder, which has a module for each stage, and 
     "Qwen2_5OmniForConditionalGeneration": ("qwen2_5_omni", _OMNI),  # as transformers saves it
     "Qwen3OmniMoeForConditionalGeneration": ("qwen3_omni", _OMNI),
     "Qwen3TTSForConditionalGeneration": ("qwen3_tts", _SPEECH),
+    "Qwen3ASRForConditionalGeneration": ("qwen3_asr", ("thinker",)),
 }
 MODULES: dict[tuple[str, str], str] = {
     (architecture, stage): f"omni_actors.engine.models.{family}.{stage}"

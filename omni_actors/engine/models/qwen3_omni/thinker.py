@@ -25,6 +25,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.engine import EngineCoreOutput
 
+from omni_actors.engine.encoded_requests import embeddings_of_seconds
 from omni_actors.engine.models import ModelSpec, PromptMedia
 from omni_actors.engine.models.thinker_adapter import ThinkerAdapter, ThinkerOutputs
 from omni_actors.engine.models.thinker_state import ThinkerState
@@ -146,7 +147,7 @@ class Qwen3OmniThinker(Qwen3OmniMoeThinkerForConditionalGeneration):
         for offset, modality, data in super().iter_mm_features(mm_features):
             if held is not None and held[1] == modality == "audio":
                 frames = held[2]["audio_feature_length"]
-                if held[0] + audio_embeddings(frames) == offset:
+                if held[0] + embeddings_of_seconds(frames) == offset:
                     held = held[0], modality, {"audio_feature_length": frames + data["audio_feature_length"]}
                     continue
             if held is not None:
@@ -214,14 +215,6 @@ class TokenOutputs(ThinkerOutputs):
         self._mrope_positions = emitted.get("mrope_positions", self._mrope_positions)
 
 
-def audio_embeddings(frames: int) -> int:
-    """Embeddings of this many frames of audio: 13 of every 100, and what three convolutions leave of the rest."""
-    rest = frames % 100
-    for _ in range(3):
-        rest = (rest - 1) // 2 + 1
-    return frames // 100 * 13 + rest
-
-
 def audio_window(config: PretrainedConfig) -> int:
     """Frames between which the encoder of audio attends: 8 s."""
     frames: int = config.thinker_config.audio_config.n_window_infer
@@ -256,7 +249,7 @@ class Qwen3OmniThinkerAdapter(ThinkerAdapter):
                 hint="Set engine.tensor_parallel_size instead.",
             )
 
-    audio_embeddings = staticmethod(audio_embeddings)
+    audio_embeddings = staticmethod(embeddings_of_seconds)
 
     def reads_prefix_cache(self, request: StageRequest, features: Sequence[MultiModalFeatureSpec]) -> bool:
         """Unless the talker needs rows of the prompt's media."""
@@ -278,5 +271,5 @@ SPEC = ModelSpec(
     # The defaults of transformers' Qwen3OmniMoeForConditionalGeneration.generate.
     params=StageParams(max_tokens=1024, temperature=0.0),
     adapter="omni_actors.engine.models.qwen3_omni.thinker.Qwen3OmniThinkerAdapter",
-    media=PromptMedia(positions_per_second, MIN_AUDIO_SAMPLES, audio_window, audio_embeddings),
+    media=PromptMedia(positions_per_second, MIN_AUDIO_SAMPLES, audio_window, embeddings_of_seconds),
 )

@@ -31,14 +31,14 @@ from omni_actors.engine.models.qwen_image.layout import (
     text_of,
     written,
 )
-from omni_actors.engine.prompt import NO_PARAMS, TextPromptProcessor
+from omni_actors.engine.prompt import TextPromptProcessor
 from omni_actors.engine.rows import to_host
 from omni_actors.errors import InvalidRequest
 from omni_actors.media.decoders import MediaDecoder
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.fields import HostTensor
-from omni_actors.protocol.payloads import Parameter, Prompt, StageParams
-from omni_actors.stage.engine_interface import StageInputs
+from omni_actors.protocol.payloads import Parameter, Prompt
+from omni_actors.stage.engine_interface import StageInputs, StageRequest
 
 LARGEST_SIZE = 2048
 MAX_CHARACTERS = 65_536
@@ -81,15 +81,10 @@ class QwenImagePrompts(TextPromptProcessor):
         return tensors
 
     def process(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        tensors: Sequence[HostTensor],
-        decoder: MediaDecoder | None = None,
-        params: StageParams = NO_PARAMS,
+        self, request: StageRequest, prompt: Prompt, tensors: Sequence[HostTensor], decoder: MediaDecoder | None = None
     ) -> tuple[list[int], dict[str, HostTensor]]:
         """The token ids of a checked prompt; as tensors those of its negative prompt, and what its pictures become."""
-        token_ids = self._counted(self._tokenize(prompt), len(prompt.media))
+        token_ids, params = self._counted(self._tokenize(prompt), len(prompt.media)), request.params
         negative = None
         if params.negative_prompt is not None:
             text = written(params.negative_prompt, len(prompt.media))
@@ -99,7 +94,7 @@ class QwenImagePrompts(TextPromptProcessor):
         if prompt.media and decoder is not None:
             size = int((params.extra_args or {}).get("reference_size", REFERENCE_SIZE))
             pictures = [_scaled(each, size) for each in self._decode(prompt, tensors, decoder)]
-            token_ids, found, lengths = self._encoded(request_id, token_ids, pictures)
+            token_ids, found, lengths = self._encoded(request.request_id, token_ids, pictures)
             negative = self._filled(negative, lengths) if negative is not None else None
             for index, each in enumerate(pictures):
                 found[picture(index)] = to_host(torch.from_numpy(np.array(each)))

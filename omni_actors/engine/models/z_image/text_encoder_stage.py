@@ -85,9 +85,7 @@ class ZImageTextAdapter(EncoderAdapter):
         self._prompts.check(prompt, inputs)
         negative = Prompt(messages=(ChatMessage("user", (ContentPart(request.params.negative_prompt or ""),)),))
         both = {STATES: prompt, NEGATIVE_STATES: negative}
-        return {
-            name: EncoderSequence(self._prompts.process(request.request_id, each, ())[0]) for name, each in both.items()
-        }
+        return {name: EncoderSequence(self._prompts.process(request, each, ())[0]) for name, each in both.items()}
 
 
 SPEC = ModelSpec(

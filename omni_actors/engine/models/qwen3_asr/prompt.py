@@ -1,0 +1,107 @@
+"""Qwen3-ASR's prompts: a recording, what it may be about, and its language where that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from transformers import PretrainedConfig
+from transformers.models.qwen3_asr.processing_qwen3_asr import LANGUAGE_CODE_TO_NAME
+from vllm.config import VllmConfig
+
+from omni_actors.engine.arguments import OmniEngineArgs
+from omni_actors.engine.encoded_requests import embeddings_of_seconds
+from omni_actors.engine.models.registry import PromptMedia
+from omni_actors.engine.prompt import PromptProcessor, Template
+from omni_actors.errors import InvalidRequest, suggest
+from omni_actors.media.decoders import MediaDecoder
+from omni_actors.media.limits import MediaLimits
+from omni_actors.protocol.fields import HostTensor
+from omni_actors.protocol.payloads import AUTO, LANGUAGE, ChatMessage, ContentPart, HearingAbility, Prompt
+from omni_actors.stage.engine_interface import StageInputs, StageRequest
+
+TEXT_TAG = "<asr_text>"  # the model writes "language English<asr_text>" and then the text
+LANGUAGE_WORD = "language "
+MIN_SAMPLES = 320  # two frames of features; vLLM cannot encode the mask of a single one
+LONGEST_SECONDS = 1205.0  # Qwen's package cuts longer recordings at a quiet place 5 s before or after 1200 s
+TOKENS_PER_SECOND = 20  # 13 of the sound, and more than anyone says
+
+
+def audio_window(config: PretrainedConfig) -> int:
+    """Frames between which the encoder of audio attends: 8 s."""
+    frames: int = config.thinker_config.audio_config.n_window_infer
+    return frames
+
+
+MEDIA = PromptMedia(None, MIN_SAMPLES, audio_window, embeddings_of_seconds)
+
+
+class AsrTemplate:
+    """The checkpoint's chat template, and after it how the answer begins: what is said by the assistant."""
+
+    def __init__(self, chat: Template) -> None:
+        self._chat = chat
+
+    def render(self, prompt: Prompt) -> str:
+        """The prompt as text, with one placeholder for the recording."""
+        said = [part.text or "" for one in prompt.messages if one.role == "assistant" for part in one.content]
+        rest = tuple(message for message in prompt.messages if message.role != "assistant")
+        return self._chat.render(msgspec.structs.replace(prompt, messages=rest)) + "".join(said)
+
+
+class AsrPrompts(PromptProcessor):
+    """Turns a recording into token ids and encoded features, with texts of the system as what it may be about."""
+
+    def __init__(self, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> None:
+        super().__init__(arguments, config, limits, MEDIA)
+        self._template = AsrTemplate(self._template)
+        known = tuple(config.model_config.hf_config.support_languages or LANGUAGE_CODE_TO_NAME.values())
+        self.hearing: HearingAbility = HearingAbility(known, self.limits.audio_seconds)
+
+    @classmethod
+    def of(cls, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> AsrPrompts:
+        """The processor of a checkpoint."""
+        return cls(arguments, config, limits)
+
+    def _longest_sound(self, limits: MediaLimits, config: VllmConfig) -> float:
+        """The longest recording in seconds: the extractor has no limit, but the context has to hold the text, too."""
+        return min(LONGEST_SECONDS, config.model_config.max_model_len / TOKENS_PER_SECOND)
+
+    def check(self, prompt: Prompt, inputs: StageInputs) -> list[HostTensor]:
+        """See `TextPromptProcessor.check`; a prompt is one recording of the user, perhaps after texts of the system."""
+        tensors = super().check(prompt, inputs)
+        for message in prompt.messages:
+            texts = [part for part in message.content if part.media is None]
+            if message.role not in ("system", "user") or (message.role == "user" and texts):
+                raise InvalidRequest(
+                    "messages: this model writes down what it hears, and reads nothing besides.",
+                    hint="Send a recording as the user's message, and names and terms in it as the system's.",
+                    field="messages",
+                )
+        if not prompt.media:
+            raise InvalidRequest("The prompt has no recording to write down.", hint="Send one.", field="prompt")
+        return tensors
+
+    def process(
+        self, request: StageRequest, prompt: Prompt, tensors: Sequence[HostTensor], decoder: MediaDecoder | None = None
+    ) -> tuple[list[int], dict[str, HostTensor]]:
+        """Return token ids and features; with a language the answer begins with it, so that it is the text alone."""
+        named = request.information.get(LANGUAGE, AUTO)
+        if named != AUTO and prompt.messages:
+            begun = ContentPart(text=f"{LANGUAGE_WORD}{self._language(named)}{TEXT_TAG}")
+            messages = (*prompt.messages, ChatMessage("assistant", (begun,)))
+            prompt = msgspec.structs.replace(prompt, messages=messages)
+        return super().process(request, prompt, tensors, decoder)
+
+    def _language(self, given: object) -> str:
+        """The model's name of a language that is given by name or by code, in any case."""
+        known = {name.casefold(): name for name in self.hearing.languages}
+        codes = {code: name for code, name in LANGUAGE_CODE_TO_NAME.items() if name in self.hearing.languages}
+        if (name := (codes | known).get(str(given).casefold())) is None:
+            names = ", ".join(self.hearing.languages)
+            raise InvalidRequest(
+                f"{LANGUAGE} must be one of {names}, or its code.{suggest(str(given)[:64], self.hearing.languages)}",
+                hint="Leave it out, and the model finds it out by itself.",
+                field=LANGUAGE,
+            )
+        return name
