@@ -52,7 +52,7 @@ from omni_actors.telemetry.timeline import as_json
 logger = get_logger(__name__)
 
 PIPELINE_FIELDS = (
-    *("pipeline", "modalities", "max_media", "parameters", "speech", "outputs", "sample_rate", "on_cpu"),
+    *("pipeline", "modalities", "max_media", "parameters", "speech", "hearing", "outputs", "sample_rate", "on_cpu"),
     *("healthy", "in_flight"),
 )
 STAGE_FIELDS = ("stage", "replica", "state", "spare", "joining", "leaving", "in_flight", "counts")

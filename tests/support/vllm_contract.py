@@ -224,6 +224,7 @@ OURS = (
     "omni_actors.engine.models.qwen2_5_omni.talker:Qwen2_5OmniTalker",
     "omni_actors.engine.models.qwen2_5_omni.talker:CodeTalkerDecoder",
     "omni_actors.engine.models.qwen2_5_omni.talker:TalkerModelState",
+    "omni_actors.engine.models.qwen3_asr.thinker:Qwen3Asr",
 )
 
 

@@ -95,9 +95,9 @@ class AsrPrompts(PromptProcessor):
 
     def _language(self, given: object) -> str:
         """The model's name of a language that is given by name or by code, in any case."""
-        known = {name.casefold(): name for name in self.hearing.languages}
-        codes = {code: name for code, name in LANGUAGE_CODE_TO_NAME.items() if name in self.hearing.languages}
-        if (name := (codes | known).get(str(given).casefold())) is None:
+        known: dict[str, str] = {name.casefold(): name for name in self.hearing.languages}
+        known |= {code: name for code, name in LANGUAGE_CODE_TO_NAME.items() if name in self.hearing.languages}
+        if (name := known.get(str(given).casefold())) is None:
             names = ", ".join(self.hearing.languages)
             raise InvalidRequest(
                 f"{LANGUAGE} must be one of {names}, or its code.{suggest(str(given)[:64], self.hearing.languages)}",

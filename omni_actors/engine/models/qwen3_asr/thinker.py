@@ -38,7 +38,8 @@ class Qwen3Asr(Qwen3ASRForConditionalGeneration):
         silence = {"audio_feature_lengths": lengths.new_full((1,), SECOND), "feature_attention_mask": mask[:1]}
         kwargs |= {name: torch.cat([kwargs[name], more]) for name, more in silence.items()}
         kwargs["input_audio_features"] = torch.cat([features, features.new_zeros(len(features), SECOND)], dim=1)
-        return super().embed_multimodal(**kwargs)[:-1]
+        embeddings: Any = super().embed_multimodal(**kwargs)
+        return embeddings[:-1]
 
 
 class AsrOutputs(TextOutputs):
@@ -58,12 +59,12 @@ class AsrOutputs(TextOutputs):
             before, tag, after = self._head.partition(TEXT_TAG)
             if tag:
                 name = before.strip().removeprefix(LANGUAGE_WORD).strip()
-                self.language = name if name != "None" else ""
-                self._head, text = None, after
-            elif finished or not may_be_head(self._head):
-                self._head, text = None, self._head
+                self.language, text = name if name != "None" else "", after
+            elif not finished and may_be_head(self._head):
+                return TextEvent(self._request_id, "", token_ids)
             else:
-                text = ""
+                text = self._head
+            self._head = None
         return TextEvent(self._request_id, text, token_ids)
 
 
