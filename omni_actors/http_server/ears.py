@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import numpy
 
-from omni_actors.client import AsyncOmniClient, RequestStream
+from omni_actors.client import AsyncOmniClient
 from omni_actors.host.addresses import is_tcp
 from omni_actors.http_server.generation import transcription_question
 from omni_actors.protocol.messages import Description
-from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.payloads import LANGUAGE, StageParams
 
 ASK_SECONDS = 1.0  # for its description, the first time
 KEPT = 1024  # texts of sounds: those of earlier turns come again with each question
@@ -52,12 +52,6 @@ class Ears:
             self._description = await self.client.describe(ASK_SECONDS)
         return self._description
 
-    async def listen(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RequestStream:
-        """Have a sound written down. `options` are those of `AsyncOmniClient.submit`. Raises `OmniError`."""
-        stage = (await self.describe()).outputs.get("text", "")
-        params = {stage: StageParams(temperature=0.0)}
-        return await self.client.submit(messages, modalities=["text"], params=params, **options)
-
     async def heard(self, prompt: Any, **options: Any) -> Any:
         """The prompt with texts instead of sounds, each of which is written down once. Raises `OmniError`."""
         messages = prompt["messages"] if isinstance(prompt, Mapping) else prompt
@@ -87,9 +81,29 @@ class Ears:
         return await asyncio.shield(task)  # another request may wait for the same text
 
     async def _write_down(self, sound: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-        content = [sound, {"type": "text", "text": transcription_question(None, "")}]
-        stream = await self.listen([{"role": "user", "content": content}], **options)
-        return (await stream.result()).text.strip() or NOTHING
+        answer = await self.client.generate(**to_write_down(sound, await self.describe()), **options)
+        return answer.text.strip() or NOTHING
+
+
+def to_write_down(
+    sound: Mapping[str, Any], description: Description, language: str | None = None, prompt: str = ""
+) -> dict[str, Any]:
+    """What `AsyncOmniClient.submit` takes to have a sound, a part of a message, written down by a pipeline.
+
+    Args:
+        language: of the sound, if it is known.
+        prompt: what was said before, or how names are spelt.
+    """
+    request: dict[str, Any] = {
+        "modalities": ["text"],
+        "params": {description.outputs.get("text", ""): StageParams(temperature=0.0)},
+    }
+    if description.hearing is None:  # a model that has to be asked
+        question = {"type": "text", "text": transcription_question(language, prompt)}
+        return {**request, "prompt": [{"role": "user", "content": [sound, question]}]}
+    about = [{"role": "system", "content": prompt}] if prompt.strip() else []
+    told = {"additional_information": {LANGUAGE: language}} if language else {}
+    return {**request, **told, "prompt": [*about, {"role": "user", "content": [sound]}]}
 
 
 def is_deaf(description: Description) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from omni_actors.client import ChoiceItem, RequestStream
+from omni_actors.client import AsyncOmniClient, ChoiceItem, RequestStream
 from omni_actors.errors import OmniError
 from omni_actors.http_server.answer import Samples, encode
 from omni_actors.http_server.bodies import reserve
@@ -82,11 +82,11 @@ class PartStreams:
         self.usages: list[dict[str, StageUsage]] = []
         self._streams: list[RequestStream] = []
 
-    async def ask(self, state: ServerState, prompts: Sequence[Any], names: Sequence[str], **options: Any) -> None:
+    async def ask(self, client: AsyncOmniClient, prompts: Sequence[Any], names: Sequence[str], **options: Any) -> None:
         """Send a request for each prompt. Raises `OmniError`; then none is left."""
         try:
             for prompt, name in zip(prompts, names, strict=True):
-                self._streams.append(await state.client.submit(prompt, request_id=name, **options))
+                self._streams.append(await client.submit(prompt, request_id=name, **options))
         except OmniError:
             await self.abort()
             raise

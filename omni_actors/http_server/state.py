@@ -312,6 +312,12 @@ class ServerState:
         self._described = time.monotonic()
         return self._description
 
+    async def transcriber(self) -> tuple[AsyncOmniClient, Description]:
+        """The pipeline that writes down what is said. Raises `RequestTimeout`."""
+        if self.ears is not None:
+            return self.ears.client, await self.ears.describe()
+        return self.client, await self.facts()
+
     async def heard(self, prompt: Any, **options: Any) -> Any:
         """A prompt as the model takes it: see `Ears.heard`. Raises `OmniError`."""
         return prompt if self.ears is None or not self.deaf else await self.ears.heard(prompt, **options)

@@ -84,8 +84,8 @@ async def _respond(
     stream = isinstance(fields, TranscriptionForm) and fields.stream
     if stream and fields.response_format != "json":
         raise bad_field("stream", "Events are JSON: with stream, response_format must be 'json'.", "unsupported_value")
-    description = await state.describe()
-    state.model_name(fields.model, description)
+    state.model_name(fields.model, await state.facts())
+    client, description = await state.transcriber()
     if "text" not in description.outputs or description.max_media.get("audio") == 0:
         message = "This model writes nothing down: it does not hear, or does not answer in text."
         raise bad_field("model", message, "unknown_modality")
@@ -102,7 +102,7 @@ async def _respond(
     spoken = fields.language if isinstance(fields, TranscriptionForm) else None
     try:
         await streams.ask(
-            state,
+            client,
             [_messages(part.data, question if hearing is None else None, fields.prompt) for part in parts],
             list(itertools.islice(request_ids(request.state.request_id), len(parts))),
             modalities=["text"],

@@ -31,10 +31,8 @@ def spoken_turn(**transcription: Any) -> tuple[Talk, Transcribe]:
 
 def test_a_turn_is_written_down_and_keeps_its_transcript() -> None:
     talk, turn = spoken_turn(language="en", prompt="Dr Zhivago")
-    (message,) = talk.session.transcripts.messages(turn.item_id, turn.question)
-    assert [part["type"] for part in message["content"]] == ["audio", "text"]
-    assert "in the language that is spoken (en)." in message["content"][1]["text"]
-    assert "Dr Zhivago" in message["content"][1]["text"]
+    assert talk.session.transcripts.sound(turn.item_id)["type"] == "audio"
+    assert (turn.transcription.language, turn.transcription.prompt) == ("en", "Dr Zhivago")
     events = sent(talk, talk.session.transcripts.delta(turn.item_id, "Sea"))
     events += sent(talk, talk.session.transcripts.completed(turn.item_id, "Sea salt.", USAGE))
     assert kinds(events) == [DELTA, COMPLETED]
@@ -72,7 +70,7 @@ def test_a_session_may_only_transcribe() -> None:
     talk.hear(0.9, windows=60)
     talk.hear(0.0, windows=4)
     (turn,) = talk.transcribed
-    assert "(en)" in turn.question
+    assert turn.transcription.language == "en"
     assert talk.asked == []
     assert error_of(talk.send("response.create"))["code"] == "unsupported_value"
     (updated,) = talk.send("session.update", session={"audio": {"input": {"transcription": None}}})
@@ -93,7 +91,7 @@ def test_a_turn_that_is_gone_is_not_written_down() -> None:
     talk, turn = spoken_turn()
     talk.send("conversation.item.delete", item_id=turn.item_id)
     transcripts = talk.session.transcripts
-    assert not transcripts.messages(turn.item_id, turn.question)
+    assert transcripts.sound(turn.item_id) is None
     assert not transcripts.delta(turn.item_id, "Sea")
     assert not transcripts.completed(turn.item_id, "Sea", USAGE)
     assert not transcripts.failed(turn.item_id, HttpError(500, "No."))

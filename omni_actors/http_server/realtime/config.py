@@ -43,7 +43,6 @@ from omni_actors.http_server.generation import (
     TranscriptionPrompt,
     VoiceId,
     tool_options,
-    transcription_question,
     voice_name,
 )
 from omni_actors.protocol.fields import Seed
@@ -194,10 +193,6 @@ class Transcription(Strict, frozen=True, omit_defaults=True):
     delay: None = None
     keywords: Nothing = None
     languages: Nothing = None
-
-    def question(self) -> str:
-        """What the pipeline is asked about the sound of a turn."""
-        return transcription_question(self.language, self.prompt or "")
 
 
 class InputAudioFields(Fields, frozen=True):

@@ -396,12 +396,10 @@ class TurnTranscripts:
     def __init__(self, conversation: RealtimeConversation) -> None:
         self._conversation = conversation
 
-    def messages(self, item_id: str, question: str) -> Sequence[Mapping[str, Any]]:
-        """The prompt that asks about a turn, empty if it is gone."""
+    def sound(self, item_id: str) -> Mapping[str, Any] | None:
+        """The sound of a turn, as a part of a message; `None` if it is gone."""
         item = self._turn(item_id)
-        if item is None:
-            return ()
-        return [{"role": "user", "content": [item.parts[0].prompt(), {"type": "text", "text": question}]}]
+        return None if item is None else item.parts[0].prompt()
 
     def delta(self, item_id: str, text: str) -> Sequence[Event]:
         """The next text."""

@@ -11,6 +11,7 @@ import msgspec
 
 from omni_actors.client import RequestStream, Text
 from omni_actors.errors import OmniError
+from omni_actors.http_server.ears import to_write_down
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import tool_options
 from omni_actors.http_server.realtime.config import Event, SessionConfig
@@ -21,7 +22,6 @@ from omni_actors.http_server.state import ServerState
 from omni_actors.http_server.transcriptions import token_usage
 from omni_actors.logs import get_logger
 from omni_actors.protocol.messages import Description
-from omni_actors.protocol.payloads import StageParams
 
 logger = get_logger(__name__)
 
@@ -137,24 +137,22 @@ class Transcriber:
                 self._send(self._transcripts.failed(turn.item_id, HttpError.of(error)))
 
     async def _write_down(self, turn: Transcribe) -> None:
-        messages = self._transcripts.messages(turn.item_id, turn.question)
-        if not messages:
+        sound, about = self._transcripts.sound(turn.item_id), turn.transcription
+        if sound is None:
             return
-        state, common = self._asker.state, {**self._asker.common, "priority": TRANSCRIPT_PRIORITY}
-        description = await state.facts()
-        if state.ears is None:
-            params = {state.text_stage(description): StageParams(temperature=0.0)}
-            stream = await state.client.submit(
-                messages, modalities=["text"], params=params, request_id=turn.item_id, **common
-            )
-        elif state.deaf:  # the answer to the turn waits for the same text
-            text = await state.ears.text(messages[0]["content"][0], **self._asker.common)
+        state, common = self._asker.state, self._asker.common
+        client, description = await state.transcriber()
+        if state.ears is not None and state.deaf:  # the answer to the turn waits for the same text
+            text = await state.ears.text(sound, **common)
             self._send(self._transcripts.delta(turn.item_id, text))
             self._send(self._transcripts.completed(turn.item_id, text, token_usage([], description)))
             return
-        else:
-            description = await state.ears.describe()
-            stream = await state.ears.listen(messages, request_id=turn.item_id, **common)
+        stream = await client.submit(
+            **to_write_down(sound, description, about.language, about.prompt or ""),
+            **common,
+            priority=TRANSCRIPT_PRIORITY,
+            request_id=turn.item_id,
+        )
         texts: list[str] = []
         try:
             async for item in stream:

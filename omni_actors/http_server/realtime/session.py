@@ -14,7 +14,16 @@ from msgspec import Struct
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime import config
-from omni_actors.http_server.realtime.config import RATE, Event, Pipeline, SessionConfig, error_event, event, new_id
+from omni_actors.http_server.realtime.config import (
+    RATE,
+    Event,
+    Pipeline,
+    SessionConfig,
+    Transcription,
+    error_event,
+    event,
+    new_id,
+)
 from omni_actors.http_server.realtime.conversation import (
     AnyItem,
     CallItem,
@@ -70,10 +79,10 @@ class Cancel(NamedTuple):
 
 
 class Transcribe(NamedTuple):
-    """Write down a turn of the user: ask the pipeline `question` about its sound."""
+    """Write down a turn of the user."""
 
     item_id: str
-    question: str
+    transcription: Transcription
 
 
 class Silence(NamedTuple):
@@ -376,7 +385,7 @@ class RealtimeSession:
     def _transcribe(self, item_id: str) -> Instructions:
         """Comes after the answer has been asked for, which is more urgent."""
         transcription = self._config.transcription
-        return [Transcribe(item_id, transcription.question())] if transcription is not None else []
+        return [Transcribe(item_id, transcription)] if transcription is not None else []
 
     def _forget_turn(self) -> None:
         if self._detector is not None:
