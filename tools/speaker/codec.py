@@ -6,7 +6,6 @@ phones and where they end must be known. The numbers are a part of the trained w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,27 +121,3 @@ def _pitch_levels(pitch: npt.NDArray[np.float64], middles: Codes, voice: Voice) 
     mean = np.where(voiced, around, 0).sum(1) / np.maximum(count, 1)
     semitones = 12 * np.log2(np.where(count >= 2, mean, voice.mean_hz) / voice.mean_hz)
     return np.where(count >= 2, 1 + np.searchsorted(voice.edges, semitones), 0)
-
-
-def phones_of(codes: Iterable[int]) -> list[str]:
-    """Returns the phones that codes stand for; silence and what is no sound are left out."""
-    phones: list[str] = []
-    previous = Sound(-1, 0, False, 0)
-    for code in codes:
-        if not 0 < code < CODES:
-            continue
-        sound = SOUNDS[code - 1]
-        if sound.phone != previous.phone or sound.third < previous.third:
-            phones.append(PHONES[sound.phone])
-        previous = sound
-    return [phone for phone in phones if phone != "pau"]
-
-
-def edit_distance(wanted: Sequence[str], found: Sequence[str]) -> int:
-    """Returns how many insertions, deletions and substitutions turn one list into the other."""
-    row = list(range(len(found) + 1))
-    for index, word in enumerate(wanted, 1):
-        diagonal, row[0] = row[0], index
-        for place, other in enumerate(found, 1):
-            diagonal, row[place] = row[place], min(row[place] + 1, row[place - 1] + 1, diagonal + (word != other))
-    return row[-1]

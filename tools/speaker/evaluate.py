@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from tools.checkpoints.measure import generate_arguments, load_reference_model
-from tools.speaker.codec import VOICES, edit_distance, phones_of
+from tools.speaker.codec import VOICES
 from tools.speaker.conversations import Conversation, Question, about_shape, draw, inputs_of, spoken_lists
-from tools.speaker.judge import Judge, held_out_speech
+from tools.speaker.judge import Judge, edit_distance, held_out_speech, phones_of
 from tools.speaker.recogniser import Recogniser, word_errors
 from tools.speaker.sound import Wave
 from tools.speaker.texts import COLORS, SHAPES, TOY, lines_of, pairs_of

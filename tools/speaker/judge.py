@@ -9,7 +9,7 @@ tells speech from what is broken, not good from better.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tools.speaker.codec import SOUNDS
+from tools.speaker.codec import CODES, PHONES, SOUNDS, Sound
 from tools.speaker.sound import FRAMES_PER_CODE, Wave, log_mel
 
 DATA = Path(__file__).parent / "data" / "judge.npz"
@@ -64,3 +64,27 @@ class Judge:
             raise ValueError(f"the wave has {len(heard)} frames, its codes {len(wanted)}")
         spoken = wanted != SILENCE
         return float((heard[spoken] != wanted[spoken]).mean())
+
+
+def phones_of(codes: Iterable[int]) -> list[str]:
+    """Returns the phones that codes stand for; silence and what is no sound are left out."""
+    phones: list[str] = []
+    previous = Sound(-1, 0, False, 0)
+    for code in codes:
+        if not 0 < code < CODES:
+            continue
+        sound = SOUNDS[code - 1]
+        if sound.phone != previous.phone or sound.third < previous.third:
+            phones.append(PHONES[sound.phone])
+        previous = sound
+    return [phone for phone in phones if phone != "pau"]
+
+
+def edit_distance(wanted: Sequence[str], found: Sequence[str]) -> int:
+    """Returns how many insertions, deletions and substitutions turn one list into the other."""
+    row = list(range(len(found) + 1))
+    for index, word in enumerate(wanted, 1):
+        diagonal, row[0] = row[0], index
+        for place, other in enumerate(found, 1):
+            diagonal, row[place] = row[place], min(row[place] + 1, row[place - 1] + 1, diagonal + (word != other))
+    return row[-1]

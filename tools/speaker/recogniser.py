@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tools.speaker import SpeakerError
-from tools.speaker.codec import edit_distance
+from tools.speaker.judge import edit_distance
 from tools.speaker.sound import SAMPLE_RATE, TEACHER_RATE, Wave, resample
 from tools.speaker.texts import in_words
 

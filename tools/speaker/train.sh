@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Trains a checkpoint that speaks, from texts to weights: thinker, vocoder and DiT side by side for half of the time, then
+# the talker, which reads the thinker, while the DiT goes on. OUT is a copy of examples/speaker to train on, or is made
+# with new weights. Needs the teacher (tools/speaker/flite/build.sh), wordnet-base, a GPU and some 14 cores.
+#
+#   tools/speaker/train.sh OUT [SECONDS] [OPTIONS OF python -m tools.speaker train]      default: 1800 seconds
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+out=${1:?train.sh needs a folder for the checkpoint} seconds=${2:-1800}
+shift $(($# < 2 ? $# : 2))
+[[ -e $out/model.safetensors ]] || python -m tools.speaker new "$out"
+part() { python -m tools.speaker train "$1" "$out" --device cuda --steps 1000000 --seconds $((seconds / 2)) "${@:2}" & jobs+=($!); }
+end() { for job in "${jobs[@]}"; do wait "$job"; done; jobs=(); }
+
+jobs=()
+part thinker --batch 192 --workers 7 --rate 1e-3 "$@"
+part vocoder --batch 32 --workers 2 --rate 5e-4 "$@"
+part dit --batch 32 --workers 3 --rate 1e-3 "$@"
+end
+part talker --batch 40 --workers 10 --rate 8e-4 "$@"
+part dit --batch 32 --workers 3 --rate 6e-4 "$@"
+end
