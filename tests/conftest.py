@@ -145,6 +145,16 @@ def tiny_qwen3_asr(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_qwen3_aligner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint of Qwen3-ASR's forced aligner, built for this run."""
+    from tools.checkpoints.asr import write_tiny
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny_qwen3_aligner"
+    write_tiny(folder, aligner=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_z_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Z-Image checkpoint, built for this run."""
     from tools.checkpoints.pictures import Z_IMAGE

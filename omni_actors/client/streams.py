@@ -22,8 +22,16 @@ from omni_actors.protocol.messages import (
     StageUsage,
     StepsDone,
     TextDelta,
+    WordsChunk,
 )
-from omni_actors.protocol.payloads import CollectedCalls, PositionLogprobs, PromptPosition, ToolCall, ToolCallPiece
+from omni_actors.protocol.payloads import (
+    CollectedCalls,
+    PositionLogprobs,
+    PromptPosition,
+    ToolCall,
+    ToolCallPiece,
+    WordTime,
+)
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -63,6 +71,12 @@ class Latents(msgspec.Struct, frozen=True):
     tensor: HostTensor
 
 
+class WordTimes(msgspec.Struct, frozen=True):
+    """All words of what is said, in order, and when they are."""
+
+    words: tuple[WordTime, ...]
+
+
 class Progress(msgspec.Struct, frozen=True):
     """`step` of `steps` are done in a stage. Within a stage the steps of a request rise."""
 
@@ -71,7 +85,7 @@ class Progress(msgspec.Struct, frozen=True):
     steps: int
 
 
-StreamItem = Text | Audio | Image | Latents | Progress
+StreamItem = Text | Audio | Image | Latents | WordTimes | Progress
 
 
 class RequestStream:
@@ -151,6 +165,8 @@ class RequestStream:
                     output.images.append(item.pixels)
                 case Latents():
                     output.latents.append(item.tensor)
+                case WordTimes():
+                    output.words = item.words
                 case Image() | Progress():
                     pass
         output.text = "".join(texts)
@@ -183,6 +199,8 @@ def item_of(body: Output, tensor: Callable[[TensorRef], HostTensor]) -> StreamIt
         case LatentsChunk():
             latents = tensor(body.latents)
             return Latents(latents._replace(data=bytes(latents.data)))
+        case WordsChunk():
+            return WordTimes(body.words)
         case StepsDone():
             return Progress(body.stage, body.step, body.steps)
 
@@ -223,6 +241,7 @@ class OmniRequestOutput:
         audio: f32 [samples] in [-1, 1] at `sample_rate` Hz; `None` if there is none.
         images: pictures, each u8 [height, width, 3 or 4], without previews.
         latents: those of the pictures.
+        words: those of what is said, with their times.
         finish_reasons: stage name -> "stop" or "length".
         usage: stage name -> counts and times.
         tensors: tensors that a single stage streamed, by name, joined along the first dimension.
@@ -246,3 +265,4 @@ class OmniRequestOutput:
     error: OmniError | None = None
     images: list[NDArray[numpy.uint8]] = field(default_factory=list)
     latents: list[HostTensor] = field(default_factory=list)
+    words: tuple[WordTime, ...] = ()

@@ -74,7 +74,7 @@ MODEL_KINDS = (*VLLM_KINDS, StageKind.DIFFUSERS)
 def model_of(pipeline: PipelineConfig, stage: StageConfig) -> str:
     """The checkpoint of a stage. A prompt stage without one has that of the stage that it prepares prompts for."""
     if stage.model is None and stage.kind is StageKind.PROMPT:
-        for name in pipeline.downstream(stage.name):
+        for name in pipeline.prompted(stage.name):
             return pipeline.stage(name).model or pipeline.model
     return stage.model or pipeline.model
 
@@ -96,7 +96,7 @@ def check_models(pipeline: PipelineConfig) -> None:
         if stage.kind is not StageKind.PROMPT:
             continue
         own = model_of(pipeline, stage)
-        takers = [pipeline.stage(name) for name in pipeline.downstream(stage.name)]
+        takers = [pipeline.stage(name) for name in pipeline.prompted(stage.name)]
         for taker in takers:
             if taker.kind in MODEL_KINDS and (other := model_of(pipeline, taker)) != own:
                 raise ConfigError(

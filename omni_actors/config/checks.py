@@ -15,6 +15,7 @@ from omni_actors.config.placement import gpus_of_replica, memory_plan, stage_dev
 from omni_actors.config.schema import (
     BUILT_IN_IMPORT_PREFIXES,
     BUILT_IN_PROCESSORS,
+    SOUND_PROCESSOR,
     ClusterConfig,
     CoordinatorConfig,
     DecodeConfig,
@@ -305,6 +306,7 @@ TEXT_PROCESSOR = "text2prompt"
 TEXT_TAKERS = {  # kinds of stages that can take text by a processor
     TEXT_PROCESSOR: (StageKind.PROMPT, StageKind.DIFFUSERS, StageKind.ECHO, StageKind.CUSTOM),
     "text2speech": (StageKind.AUTOREGRESSIVE, StageKind.ECHO, StageKind.CUSTOM),
+    SOUND_PROCESSOR: (StageKind.ENCODER, StageKind.ECHO, StageKind.CUSTOM),
 }
 
 
@@ -343,16 +345,17 @@ def _check_taker(pipeline: PipelineConfig, stage: StageConfig, processor: str, w
             f"{where}.inputs.processor: {processor!r} brings a text, and a stage of kind {stage.kind} takes none.",
             hint=between or "It is for stages that speak a text; 'text2prompt' makes prompts.",
         )
-    if len(stage.source_names) > 1:
+    sources = [name for name in stage.source_names if pipeline.stage(name).kind is not StageKind.PROMPT]  # of text
+    if len(sources) > 1 or (processor != SOUND_PROCESSOR and len(stage.source_names) > 1):
         raise ConfigError(f"{where}.inputs.from: {processor!r} takes one stage; here: {list(stage.source_names)}.")
-    (source,) = stage.source_names
-    others = [name for name in pipeline.downstream(source) if not takes_text(pipeline.stage(name))]
-    if others:
-        raise ConfigError(
-            f"{where}.inputs.from: {source!r} sends its text to this stage, so it cannot send rows or tokens to "
-            f"{others}.",
-            hint="Run the model in a second stage for the one or the other.",
-        )
+    for source in sources:
+        others = [name for name in pipeline.downstream(source) if not takes_text(pipeline.stage(name))]
+        if others:
+            raise ConfigError(
+                f"{where}.inputs.from: {source!r} sends its text to this stage, so it cannot send rows or tokens to "
+                f"{others}.",
+                hint="Run the model in a second stage for the one or the other.",
+            )
     if pipeline.tool_call_parser is not None and processor == TEXT_PROCESSOR:  # calls are not spoken
         raise ConfigError(
             f"tool_call_parser: the calls would be those of the stage before {stage.name!r}, whose text is a prompt.",

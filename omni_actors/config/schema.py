@@ -40,9 +40,19 @@ Host = Annotated[
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
 BUILT_IN_IMPORT_PREFIXES = ("omni_actors.",)
+SOUND_PROCESSOR = "sound2words"  # takes the sound of a prompt stage, and a text of another one
 # Defined in stage/processors.py.
 BUILT_IN_PROCESSORS = (
-    *("passthrough", "pictures", "thinker2talker", "talker2code2wav", "latents2image", "text2prompt", "text2speech"),
+    *(
+        "passthrough",
+        "pictures",
+        "thinker2talker",
+        "talker2code2wav",
+        "latents2image",
+        "text2prompt",
+        "text2speech",
+        "sound2words",
+    ),
 )
 
 
@@ -76,6 +86,7 @@ class Modality(enum.StrEnum):
     AUDIO = "audio"
     IMAGE = "image"
     LATENTS = "latents"
+    WORDS = "words"  # of what is said, with times
 
 
 class OtlpProtocol(enum.StrEnum):
@@ -183,8 +194,8 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sour
     Args:
         sources: the stage, or the list of stages, whose output this one takes.
         processor: turns that output into this stage's input: `passthrough`, `pictures`, `thinker2talker`,
-            `talker2code2wav`, `latents2image`, `text2prompt`, `text2speech` or, from an allowed prefix, the dotted path
-            of a `StreamProcessor`.
+            `talker2code2wav`, `latents2image`, `text2prompt`, `text2speech`, `sound2words` or, from an allowed prefix,
+            the dotted path of a `StreamProcessor`.
         start_after: steps of the source to wait for before this stage starts; 0 waits for its whole output.
     """
 
@@ -508,6 +519,11 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         if self.flow.client_bytes is not None:
             return self.flow.client_bytes
         return 1 << 30 if {Modality.IMAGE, Modality.LATENTS} & set(self.modalities) else 64 << 20
+
+    def prompted(self, name: str) -> tuple[str, ...]:
+        """Return the stages that take the prompts of a prompt stage, and not its sound alone."""
+        followers = {follower: self.stage(follower).inputs for follower in self.downstream(name)}
+        return tuple(one for one, inputs in followers.items() if inputs and inputs.processor != SOUND_PROCESSOR)
 
     def downstream(self, name: str) -> tuple[str, ...]:
         """Return the stages that take input from `name`."""

@@ -53,6 +53,8 @@ class Reports:
         loaded = {stage.name: replicas.loaded(stage.name) for stage in self.pipeline.stages}
         declared = {name: replica.facts.parameters for name, replica in loaded.items() if replica is not None}
         parameters = {name: those for name, those in declared.items() if those is not None}
+        outputs: dict[str, str] = {modality: stage.name for stage in self.pipeline.stages for modality in stage.outputs}
+        aligner = loaded.get(outputs.get("words", ""))
         return Description(
             coordinator=self.coordinator,
             pipeline=self.pipeline.name,
@@ -67,7 +69,7 @@ class Reports:
             stages=tuple(replica.status() for replica in replicas),
             requests=requests.requests_of(client),
             counts=self._counts(),
-            outputs={modality: stage.name for stage in self.pipeline.stages for modality in stage.outputs},
+            outputs=outputs,
             sampling_stages=tuple(
                 stage.name
                 for stage in self.pipeline.stages
@@ -79,6 +81,7 @@ class Reports:
             on_cpu=on_cpu(self.pipeline, sum(node.devices for node in self.fleet.nodes.values())),
             speech=entry.facts.speech if (entry := loaded.get(self.pipeline.entry.name)) else None,
             hearing=entry.facts.hearing if entry is not None else None,
+            aligning=aligner.facts.hearing if aligner is not None else None,
         )
 
     def _counts(self) -> dict[str, int]:

@@ -449,7 +449,7 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
     """Engine arguments of a stage. The prompt stage also has those of the stage that it prepares prompts for."""
     engine = dict(stage.engine)
     if stage.kind is StageKind.PROMPT:
-        for name in pipeline.downstream(stage.name):
+        for name in pipeline.prompted(stage.name):
             engine = {**pipeline.stage(name).engine, **engine}
     model = OmniModelConfig(
         model=model_of(pipeline, stage),

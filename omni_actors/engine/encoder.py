@@ -76,6 +76,13 @@ class EncoderAdapter(ABC):
     def facts(self) -> EngineFacts:
         """What the coordinator learns when the stage is ready."""
 
+    def events(
+        self, request_id: str, sequences: Mapping[str, EncoderSequence], tensors: Mapping[str, torch.Tensor]
+    ) -> list[EngineEvent]:
+        """What a request gives with the states of its sequences: they go to the next stage."""
+        hosted = {name: to_host(states) for name, states in tensors.items()}
+        return [StreamEvent(request_id, tensors=hosted, final=True)]
+
     @abstractmethod
     def sequences(self, request: StageRequest, inputs: StageInputs) -> Mapping[str, EncoderSequence]:
         """What to encode, by the name that its states get. Raises `OmniError`; keeps no state."""
@@ -203,10 +210,11 @@ class EncoderEngine(VllmEngine[_Encoding]):
         if not all(torch.isfinite(states).all() for states in tensors.values()):
             raise ModelOutputInvalid("The encoder's hidden states hold NaN or infinite values.")
         request_id = running.request.request_id
-        hosted = {name: to_host(states) for name, states in tensors.items()}
-        shown = sum(each.mm_position.length for one in running.sequences.values() for each in one.features)
+        events = self.adapter.events(request_id, running.sequences, tensors)
+        media = [feature for one in running.sequences.values() for feature in one.features]
+        shown = sum(feature.mm_position.length for feature in media if feature.modality == "image")
         done: FinishedEvent = self._finished(request_id, FinishReason.STOP, running.tokens, 0, picture_tokens=shown)
-        return [StreamEvent(request_id, tensors=hosted, final=True), done]
+        return [*events, done]
 
     def take_scheduled(self) -> Sequence[tuple[str, float]]:
         """Requests whose first sequence was scheduled since the last call, and when (monotonic clock, seconds)."""

@@ -45,6 +45,7 @@ from omni_actors.stage.engine_interface import (
     StageRequest,
     StreamEvent,
     TextEvent,
+    WordsEvent,
 )
 
 StagePrompt = StageInputs | OmniTokensPrompt
@@ -293,6 +294,8 @@ class _Answer:
                 self._output.images.append(pixels.reshape(event.pixels.shape))
             case LatentsEvent(preview=False):
                 self._output.latents.append(event.latents)
+            case WordsEvent():
+                self._output.words = event.words
             case StreamEvent():
                 self._output.token_ids.extend(event.token_ids)
                 for name, tensor in event.tensors.items():

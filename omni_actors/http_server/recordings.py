@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -50,19 +51,23 @@ def quiet_cuts(samples: Samples, rate: int, seconds: float) -> list[int]:
     return cuts
 
 
-async def parts_of(file: bytes, state: ServerState, hearing: HearingAbility | None) -> list[Stretch]:
-    """The parts of an uploaded recording: itself if the model hears it as a whole; its end is 0 if it does not say it.
+async def parts_of(file: bytes, state: ServerState, abilities: Sequence[HearingAbility]) -> list[Stretch]:
+    """The parts of an uploaded recording: itself if the models hear it as a whole; its end is 0 if it does not say it.
+
+    Args:
+        abilities: those of the models; none of one whose limit is that of all media.
 
     Raises:
         HttpError: 400 or 413, as for the media of messages.
     """
     seconds = await state.media.seconds(file, "file")
-    if hearing is None or 0 < seconds <= hearing.max_seconds - SEARCH_SECONDS:
+    most = min((ability.max_seconds for ability in abilities), default=math.inf) - SEARCH_SECONDS
+    if 0 < seconds <= most or not abilities:
         return [Stretch(file, 0.0, seconds)]
     longest = state.settings.audio_seconds
     reserve(round((seconds or longest) * AUDIO_RATE) * numpy.dtype(numpy.float32).itemsize)
     samples = await state.media.samples(file, "file", AUDIO_RATE, longest)
-    return await asyncio.to_thread(_cut, samples, hearing.max_seconds - SEARCH_SECONDS)
+    return await asyncio.to_thread(_cut, samples, most)
 
 
 def _cut(samples: Samples, seconds: float) -> list[Stretch]:

@@ -1,8 +1,8 @@
 """The routes that write down what is said in a recording.
 
 An omni model is asked for the text, as a user would ask it; a model of hearing (`Description.hearing`) writes nothing
-else. Neither gives times, so what has times, such as subtitles, is a piece for each part of the recording that was
-heard as a whole.
+else. Where another stage gives words their times (`Description.aligning`), what has times, such as subtitles, is cut at
+sentences; elsewhere it is a piece for each part of the recording that was heard as a whole.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 import unicodedata
+from bisect import bisect
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from omni_actors.client import Text
+from omni_actors.client import AsyncOmniClient, Text, WordTimes
 from omni_actors.errors import ErrorCode, OmniError
 from omni_actors.http_server.answer import DONE_EVENT, EVENTS, Answer, AnswerResponse, event, token_counts, usage_of
 from omni_actors.http_server.bodies import OF_TRANSCRIPTIONS, Form, FormBody, Submission, Temperature
@@ -27,11 +28,12 @@ from omni_actors.http_server.generation import (
     transcription_question,
     translation_question,
 )
-from omni_actors.http_server.recordings import PartStreams, parts_of
+from omni_actors.http_server.recordings import PartStreams, Stretch, parts_of
 from omni_actors.http_server.speech.recital import request_ids
+from omni_actors.http_server.speech.sentences import SentenceCutter
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.protocol.messages import Description, StageUsage
-from omni_actors.protocol.payloads import LANGUAGE
+from omni_actors.protocol.payloads import LANGUAGE, WordTime
 
 TRANSCRIPTION_FIELDS: dict[str, str] = {
     ErrorCode.PROMPT_TOO_LONG: "file",
@@ -40,6 +42,7 @@ TRANSCRIPTION_FIELDS: dict[str, str] = {
 }
 
 TextFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
+LONGEST_SEGMENT = 7.0  # seconds
 TIMED = frozenset({"srt", "verbose_json", "vtt"})
 Task = Literal["transcribe", "translate"]
 
@@ -57,7 +60,7 @@ class TranscriptionForm(TranslationForm, frozen=True, kw_only=True):
 
     language: Language | None = None
     stream: bool = False
-    timestamp_granularities: list[Literal["segment"]] | None = None  # there is one segment: the recording
+    timestamp_granularities: list[Literal["segment", "word"]] | None = None
     chunking_strategy: Literal["auto"] | None = None  # the recording is heard as a whole
 
 
@@ -93,20 +96,46 @@ async def _respond(
     if hearing is not None and task == "translate":
         message = "This model writes down what it hears in the language that is spoken; it does not translate."
         raise bad_field("model", message, "unsupported_value")
-    parts = await parts_of(file, state, hearing)
-    seconds = parts[-1].end
-    if fields.response_format in TIMED and not seconds:
+    timed = isinstance(fields, TranscriptionForm) and "word" in (fields.timestamp_granularities or ())
+    if timed and description.aligning is None:
+        message = "This pipeline does not know when words are said: ask for segments."
+        raise bad_field("timestamp_granularities", message, "unsupported_value")
+    if timed and fields.response_format != "verbose_json":
+        message = "Times of words are in verbose_json alone."
+        raise bad_field("timestamp_granularities", message, "unsupported_value")
+    aligning = description.aligning if fields.response_format in TIMED and task == "transcribe" else None
+    parts = await parts_of(file, state, [ability for ability in (hearing, aligning) if ability is not None])
+    if fields.response_format in TIMED and not parts[-1].end:
         message = f"The file does not say its length, which {fields.response_format!r} needs: ask for 'json' or 'text'."
         raise bad_field("response_format", message, "unsupported_value")
+    modalities = ["text"] if aligning is None else ["text", "words"]
+    prompts = [_messages(part.data, None if hearing else question, fields.prompt) for part in parts]
+    answer = await _asked(client, description, prompts, modalities, fields, request, state)
+    if stream:
+        return AnswerResponse(answer, _transcript_events(answer, description), EVENTS, state.settings.write_timeout)
+    async with answer:
+        return _whole(fields, task, await _heard(answer, parts, description), timed)
+
+
+async def _asked(
+    client: AsyncOmniClient,
+    description: Description,
+    prompts: Sequence[Any],
+    modalities: Sequence[str],
+    fields: TranslationForm,
+    request: Request,
+    state: ServerState,
+) -> Answer:
+    """Ask for the text of each part of a recording. Raises `HttpError`."""
     streams = PartStreams()
     spoken = fields.language if isinstance(fields, TranscriptionForm) else None
     try:
         await streams.ask(
             client,
-            [_messages(part.data, question if hearing is None else None, fields.prompt) for part in parts],
-            list(itertools.islice(request_ids(request.state.request_id), len(parts))),
-            modalities=["text"],
-            additional_information={LANGUAGE: spoken} if hearing is not None and spoken else None,
+            prompts,
+            list(itertools.islice(request_ids(request.state.request_id), len(prompts))),
+            modalities=modalities,
+            additional_information={LANGUAGE: spoken} if description.hearing is not None and spoken else None,
             params=state.stage_params(fields.model, {}, description, {"temperature": fields.temperature}),
             seed=fields.seed,
             timeout=state.settings.request_timeout if fields.timeout is None else fields.timeout,
@@ -116,17 +145,7 @@ async def _respond(
         )
     except OmniError as error:
         raise HttpError.of(error, TRANSCRIPTION_FIELDS) from error
-    answer = await Answer.of(streams, request, state, TRANSCRIPTION_FIELDS)
-    if stream:
-        return AnswerResponse(answer, _transcript_events(answer, description), EVENTS, state.settings.write_timeout)
-    texts = [""] * len(parts)
-    async with answer:
-        async for part, item in answer.choices():
-            texts[part] += item.text if isinstance(item, Text) else ""
-    told = [usage[description.outputs["text"]].language for usage in answer.usages]
-    language = "en" if task == "translate" else ",".join(dict.fromkeys(filter(None, told))).lower() or spoken
-    segments = [Said(part.start, part.end, text.strip()) for part, text in zip(parts, texts, strict=True)]
-    return _whole(fields, task, segments, language or "unknown", token_usage(answer.usages, description))
+    return await Answer.of(streams, request, state, TRANSCRIPTION_FIELDS)
 
 
 def _messages(recording: bytes, question: str | None, prompt: str) -> list[dict[str, Any]]:
@@ -146,41 +165,101 @@ class Said(NamedTuple):
     text: str
 
 
+class Transcript(NamedTuple):
+    """What is said in a recording of `seconds`, in segments, and word by word if the pipeline knows that.
+
+    Args:
+        language: as the model names it; "" if it does not.
+    """
+
+    text: str
+    segments: list[Said]
+    words: list[Said]
+    seconds: float
+    language: str
+    usage: dict[str, Any]
+
+
+async def _heard(answer: Answer, parts: Sequence[Stretch], description: Description) -> Transcript:
+    """What is said in the parts of a recording. Raises `HttpError` if the answer fails."""
+    texts = [""] * len(parts)
+    times: list[tuple[WordTime, ...]] = [()] * len(parts)
+    async for part, item in answer.choices():
+        texts[part] += item.text if isinstance(item, Text) else ""
+        times[part] = item.words if isinstance(item, WordTimes) else times[part]
+    text = ""
+    for said in map(str.strip, texts):
+        text += gap(text, said) + said
+    languages = [usage[description.outputs["text"]].language for usage in answer.usages]
+    found = list(zip(parts, texts, times, strict=True))
+    return Transcript(
+        text,
+        [one for part, said, words in found for one in cut_at_sentences(part, said, words)],
+        [Said(part.start + one.start, part.start + one.end, one.word) for part, _, words in found for one in words],
+        parts[-1].end,
+        ",".join(dict.fromkeys(filter(None, languages))).lower(),
+        token_usage(answer.usages, description),
+    )
+
+
+def cut_at_sentences(part: Stretch, text: str, words: Sequence[WordTime]) -> list[Said]:
+    """What is said in a part, by sentences, and by `LONGEST_SEGMENT` in long ones; as a whole without times of words.
+
+    Args:
+        words: those of the text, with times from the beginning of the part.
+    """
+    if not words:
+        return [Said(part.start, part.end, text.strip())]
+    cutter = SentenceCutter()
+    ends = list(itertools.accumulate(map(len, (*cutter.append(text), *cutter.flush()))))
+    segments: list[Said] = []
+    first = 0
+    for index, word in enumerate(words, 1):
+        following = words[index] if index < len(words) else None
+        if following is not None:
+            same_sentence = bisect(ends, word.place) == bisect(ends, following.place)
+            if same_sentence and following.end - words[first].start <= LONGEST_SEGMENT:
+                continue
+        begin, end = words[first].place if first else 0, following.place if following is not None else len(text)
+        segments.append(Said(part.start + words[first].start, part.start + word.end, text[begin:end].strip()))
+        first = index
+    return segments
+
+
 def gap(before: str, after: str) -> str:
     """What stands between two texts: a space, unless the first ends with one or in a script that has none."""
     ends = not before or not after or before[-1].isspace() or unicodedata.east_asian_width(before[-1]) in "FW"
     return "" if ends else " "
 
 
-def _whole(
-    fields: TranslationForm, task: Task, segments: Sequence[Said], language: str, usage: dict[str, Any]
-) -> Response:
-    text, said, seconds = "", [segment for segment in segments if segment.text], segments[-1].end
-    for segment in said:
-        text += gap(text, segment.text) + segment.text
+def _whole(fields: TranslationForm, task: Task, transcript: Transcript, timed: bool) -> Response:
+    text, segments = transcript.text, [segment for segment in transcript.segments if segment.text]
+    spoken = fields.language if isinstance(fields, TranscriptionForm) else None
     match fields.response_format:
         case "text":
             return PlainTextResponse(f"{text}\n")
         case "srt":
-            cues = [f"{number}\n{_cue(segment, ',')}" for number, segment in enumerate(said or segments, 1)]
+            shown = enumerate(segments or transcript.segments, 1)
+            cues = [f"{number}\n{_cue(segment, ',')}" for number, segment in shown]
             return PlainTextResponse("\n".join(cues), media_type="application/x-subrip")
         case "vtt":
-            cues = [_cue(segment, ".") for segment in said or segments]
-            return PlainTextResponse("\n".join(["WEBVTT\n", *cues]), media_type="text/vtt")
+            lines = ["WEBVTT\n", *(_cue(segment, ".") for segment in segments or transcript.segments)]
+            return PlainTextResponse("\n".join(lines), media_type="text/vtt")
         case "verbose_json":
             return json_response(
                 {
                     "task": task,
-                    "language": language,
-                    "duration": round(seconds, 3),
+                    "language": "en" if task == "translate" else transcript.language or spoken or "unknown",
+                    "duration": round(transcript.seconds, 3),
                     "text": text,
-                    "segments": [_segment(number, each, fields.temperature) for number, each in enumerate(said)],
+                    "segments": [_segment(number, each, fields.temperature) for number, each in enumerate(segments)],
+                    **({"words": [_word(each) for each in transcript.words]} if timed else {}),
                     # Whole seconds, rounded up: LiteLLM refuses a fraction.
-                    "usage": {"type": "duration", "seconds": math.ceil(seconds)},
+                    "usage": {"type": "duration", "seconds": math.ceil(transcript.seconds)},
                 }
             )
         case "json":
-            return json_response({"text": text, "usage": usage})
+            return json_response({"text": text, "usage": transcript.usage})
 
 
 def _cue(segment: Said, point: str) -> str:
@@ -200,6 +279,10 @@ def _segment(number: int, segment: Said, temperature: float) -> dict[str, Any]:
     unknown: dict[str, Any] = {"avg_logprob": 0.0, "compression_ratio": 0.0, "no_speech_prob": 0.0, "tokens": []}
     place = {"id": number, "seek": 0, "start": round(segment.start, 3), "end": round(segment.end, 3)}
     return {**place, "text": segment.text, "temperature": temperature, **unknown}
+
+
+def _word(said: Said) -> dict[str, Any]:
+    return {"word": said.text, "start": round(said.start, 3), "end": round(said.end, 3)}
 
 
 async def _transcript_events(answer: Answer, description: Description) -> AsyncIterator[bytes]:

@@ -14,7 +14,16 @@ from collections.abc import Collection, Sequence
 from omni_actors.errors import StageLost
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.fields import TOKEN_BYTES, TensorRef
-from omni_actors.protocol.messages import AudioChunk, Delivered, ImageChunk, LatentsChunk, Output, StepsDone, TextDelta
+from omni_actors.protocol.messages import (
+    AudioChunk,
+    Delivered,
+    ImageChunk,
+    LatentsChunk,
+    Output,
+    StepsDone,
+    TextDelta,
+    WordsChunk,
+)
 from omni_actors.protocol.payloads import ToolCallPiece
 
 Fresh = tuple[Output, Sequence[Frame]]
@@ -31,8 +40,10 @@ COUNTED = {
     "image": "image",
     "preview": "image",
     "latents": "latents",
+    "words": "words",
 }
-ESSENTIAL = ("tokens", "characters", "samples", "image", "latents")  # previews and log probabilities may differ
+# Previews and log probabilities may differ.
+ESSENTIAL = ("tokens", "characters", "samples", "image", "latents", "words")
 
 
 class Delivery:
@@ -82,6 +93,8 @@ class Delivery:
                 return None if self._known("preview" if body.preview else "image", 1) else (body, buffers)
             case LatentsChunk():
                 return None if self._known("latents", 1) else (body, buffers)
+            case WordsChunk():
+                return None if self._known("words", 1) else (body, buffers)
             case StepsDone():
                 if body.step <= self._steps.get(body.stage, 0):  # after a replay, until it has caught up
                     return None

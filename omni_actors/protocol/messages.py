@@ -51,6 +51,7 @@ from omni_actors.protocol.payloads import (
     SpeechAbility,
     StageParams,
     ToolCallPiece,
+    WordTime,
 )
 
 MAX_MESSAGE, MAX_HINT, MAX_FIELD = 8192, 2048, 256  # characters
@@ -466,6 +467,15 @@ class LatentsChunk(Body, tag="latents", frozen=True):
         return (self.latents,)
 
 
+class WordsChunk(Body, tag="words", frozen=True):
+    """Stage -> coordinator -> client: all words of what is said, in order, and when."""
+
+    modality: ClassVar[str] = "words"
+
+    words: Annotated[tuple[WordTime, ...], Meta(max_length=65536)]
+    sent: Moment = 0.0
+
+
 class StepsDone(Body, tag="progress", frozen=True):
     """Stage -> coordinator -> client: `step` of `steps` are done. The coordinator fills in the `stage` that sent it."""
 
@@ -481,7 +491,7 @@ class StepsDone(Body, tag="progress", frozen=True):
             raise InvalidPayload(f"Progress cannot be {self.step} of {self.steps} steps.")
 
 
-Output = TextDelta | AudioChunk | ImageChunk | LatentsChunk | StepsDone  # what goes on to the client
+Output = TextDelta | AudioChunk | ImageChunk | LatentsChunk | WordsChunk | StepsDone  # what goes on to the client
 
 
 class FinishReason(enum.StrEnum):
@@ -523,7 +533,7 @@ class Unreachable(Body, tag="unreachable", frozen=True):
     attempt: Attempt
 
 
-FromStage = TextDelta | AudioChunk | ImageChunk | LatentsChunk | StepsDone | StageDone | Failed | Unreachable | Credit
+FromStage = Output | StageDone | Failed | Unreachable | Credit
 
 
 class ArenaAddress(Struct, frozen=True, array_like=True):
@@ -799,6 +809,7 @@ class Description(Body, tag="description", frozen=True):
         parameters: those that a stage's model declares, by stage; stages whose model declares none are missing.
         speech: what the pipeline can do if it speaks the text that it is given; `None` if it answers.
         hearing: what it can do if it writes down what it hears; `None` likewise.
+        aligning: the recordings for whose words it knows the times; `None` for none.
         on_cpu: whether no host has a GPU, and a stage would take one.
     """
 
@@ -821,6 +832,7 @@ class Description(Body, tag="description", frozen=True):
     parameters: dict[str, tuple[Parameter, ...]] = {}
     speech: SpeechAbility | None = None
     hearing: HearingAbility | None = None
+    aligning: HearingAbility | None = None
     coordinator: str = ""
     on_cpu: bool = False
 
@@ -924,6 +936,4 @@ class Observation(Body, tag="observation", frozen=True):
 
 
 ClientToCoordinator = Submit | MoreText | Abort | Describe | Credit | Operate | Observe | Snapshot
-CoordinatorToClient = (
-    TextDelta | AudioChunk | ImageChunk | LatentsChunk | StepsDone | Done | Failed | Description | Report | Observation
-)
+CoordinatorToClient = Output | Done | Failed | Description | Report | Observation

@@ -587,7 +587,7 @@ LANGUAGE = "language"  # text: one of the languages that the stage knows, in any
 INSTRUCTIONS = "instructions"  # text: how to speak, or which voice to make up
 CLIP = "clip"  # f32 [samples], mono, within -1..1: the voice to speak with
 CLIP_RATE = "clip_rate"  # Hz
-TRANSCRIPT = "transcript"  # text: what is said in the clip
+TRANSCRIPT = "transcript"  # text: what is said in the clip, or in the recording whose words are to get times
 AUTO = "auto"  # the model finds the language out by itself
 SPEECH_INFORMATION = (LANGUAGE, INSTRUCTIONS, CLIP, CLIP_RATE, TRANSCRIPT)
 
@@ -612,6 +612,20 @@ class SpeechAbility(Struct, frozen=True, forbid_unknown_fields=True):
     min_clip_seconds: Seconds = 0.5
     max_clip_seconds: Seconds = 30.0
     text_in_parts: bool = False
+
+
+class WordTime(Struct, frozen=True, array_like=True):
+    """A word of a text, when it is said, and the place of its first character in the text.
+
+    Args:
+        word: as it is said, without the marks around it.
+        start: in seconds from the beginning of the recording, as is `end`.
+    """
+
+    word: Annotated[str, Meta(max_length=4096)]
+    start: Seconds
+    end: Seconds
+    place: Annotated[int, Meta(ge=0, le=2**31)]
 
 
 class HearingAbility(Struct, frozen=True, forbid_unknown_fields=True):

@@ -23,6 +23,7 @@ from omni_actors.protocol.payloads import (
     SpeechAbility,
     StageParams,
     ToolCallPiece,
+    WordTime,
 )
 
 
@@ -130,6 +131,14 @@ class LatentsEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class WordsEvent:
+    """All words of what is said, in order, with their times, for the client."""
+
+    request_id: str
+    words: tuple[WordTime, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ProgressEvent:
     """`step` of `steps` are done, for the client. A request's steps rise."""
 
@@ -183,7 +192,7 @@ class ErrorEvent:
     error: OmniError
 
 
-OutputEvent = TextEvent | AudioEvent | ImageEvent | LatentsEvent | ProgressEvent | StreamEvent
+OutputEvent = TextEvent | AudioEvent | ImageEvent | LatentsEvent | WordsEvent | ProgressEvent | StreamEvent
 EngineEvent = OutputEvent | FinishedEvent | ErrorEvent
 
 
@@ -233,7 +242,8 @@ class EngineFacts:
         max_media: how many media a prompt may have, by modality; no limit for those that are missing.
         parameters: what requests may set for this stage besides `seed`; `None` for the parameters of its kind.
         speech: what it can do if it is an entry stage that speaks the text it is given.
-        hearing: what the pipeline can do if this is its entry stage and it writes down what it hears.
+        hearing: what the pipeline can do if this is its entry stage and it writes down what it hears; of a stage that
+            gives words their times, for which recordings.
     """
 
     voices: tuple[str, ...] = ()

@@ -38,6 +38,7 @@ from omni_actors.protocol.messages import (
     Peers,
     StepsDone,
     TextDelta,
+    WordsChunk,
 )
 from omni_actors.protocol.payloads import AdditionalInformationPayload, PromptEmbedsPayload
 from omni_actors.stage.engine_interface import (
@@ -48,6 +49,7 @@ from omni_actors.stage.engine_interface import (
     ProgressEvent,
     StreamEvent,
     TextEvent,
+    WordsEvent,
 )
 from omni_actors.stage.inbound import Event, Lost, Rejected, Stop, Undelivered
 from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader
@@ -56,7 +58,7 @@ from omni_actors.transport.sockets import Sockets, Wakeup
 
 logger = get_logger(__name__)
 
-ForClient = TextEvent | AudioEvent | ImageEvent | LatentsEvent | ProgressEvent
+ForClient = TextEvent | AudioEvent | ImageEvent | LatentsEvent | WordsEvent | ProgressEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def divide(
                 event.request_id, tensors={LATENTS: event.latents}, start=sent, final=not event.preview
             )
             return (event if "latents" in outputs and not event.preview else None), latents, 1
-        case TextEvent() | AudioEvent() | ProgressEvent():
+        case TextEvent() | AudioEvent() | WordsEvent() | ProgressEvent():
             return event, None, 0
 
 
@@ -120,6 +122,8 @@ def result_of(event: ForClient, sent: float) -> tuple[Body, Sequence[Frame]]:
             body = ImageChunk(pixels=buffers.add(event.pixels), preview=event.preview, sent=sent)
         case LatentsEvent():
             body = LatentsChunk(latents=buffers.add(event.latents), sent=sent)
+        case WordsEvent():
+            body = WordsChunk(words=event.words, sent=sent)
         case ProgressEvent():
             body = StepsDone(step=event.step, steps=event.steps, sent=sent)
     return body, buffers.buffers

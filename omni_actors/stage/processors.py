@@ -16,7 +16,7 @@ from omni_actors.errors import InvalidPayload, InvalidRequest
 from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.fields import HostTensor, Scalar, unpack_token_ids
 from omni_actors.protocol.messages import LATENTS, PICTURE, ROWS, TEXT, UNHEARD, Chunk
-from omni_actors.protocol.payloads import PROMPT_EMBEDS, InformationValue, Prompt, text_prompt
+from omni_actors.protocol.payloads import PROMPT_EMBEDS, TRANSCRIPT, InformationValue, Prompt, text_prompt
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs
 
 
@@ -372,6 +372,29 @@ class Text2Speech(StreamProcessor):
         return [Start(StageInputs(prompt=text_prompt(words), complete=final, in_parts=True))]
 
 
+class Sound2Words(Passthrough):
+    """Brings the sound of a prompt stage together with the text of another stage, or with one that the client sent."""
+
+    wants_information = (TRANSCRIPT,)
+
+    def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
+        super().__init__(start_after, sources)
+        self._text = ""
+
+    def feed(self, source: str, piece: InputPiece) -> list[Action]:
+        """Collect a piece; start with the whole, or skip if nothing is said."""
+        text = piece.scalars.get(TEXT, "")
+        if not isinstance(text, str) or (text and piece.start != len(self._text)):
+            raise InvalidPayload(f"{TEXT} from {piece.start} came where text from {len(self._text)} was due.")
+        self._text += text
+        if not super().feed(source, piece):
+            return []
+        said = self.information.get(TRANSCRIPT, self._text)
+        if not isinstance(said, str):
+            raise InvalidRequest(f"{TRANSCRIPT} must be a text.", field=TRANSCRIPT)
+        return [Start(StageInputs(tensors=self._tensors, scalars={TEXT: said}))] if said.strip() else [Skip()]
+
+
 PROCESSORS: dict[str, type[StreamProcessor]] = {
     "passthrough": Passthrough,
     "pictures": PicturesOnly,
@@ -380,6 +403,7 @@ PROCESSORS: dict[str, type[StreamProcessor]] = {
     "latents2image": Latents2Image,
     "text2prompt": Text2Prompt,
     "text2speech": Text2Speech,
+    "sound2words": Sound2Words,
 }
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from omni_actors.client import OmniClient
 from omni_actors.http_server.recordings import SEARCH_SECONDS, quiet_cuts
 from tests.support.servers import HttpPipeline
 
@@ -37,10 +38,11 @@ SHORT = file_of(noise(1.5))
 
 
 @pytest.fixture(scope="module")
-def pipeline(tiny_qwen3_asr: Path) -> Iterator[HttpPipeline]:
-    """Its parts are 15.5 s long, as its context is short."""
+def pipeline(tiny_qwen3_asr: Path, tiny_qwen3_aligner: Path) -> Iterator[HttpPipeline]:
+    """Its parts are about 20 s long, as its context is short, and those whose words get times are about 6 s long."""
     overrides = {
         "model": tiny_qwen3_asr,
+        "stages.aligner.model": tiny_qwen3_aligner,
         "stages.thinker.engine.max_model_len": 512,
         "stages.thinker.sampling.max_tokens": 60,
         "stages.thinker.sampling.structured_outputs": json.dumps({"regex": FORM}),
@@ -57,12 +59,18 @@ def test_each_format_has_the_text_alone_and_the_language_that_was_heard(pipeline
     assert text.endswith(".")
     assert "<" not in text
     assert client.create(**ask, response_format="text") == f"{text}\n"
-    assert client.create(**ask, response_format="srt") == f"1\n00:00:00,000 --> 00:00:01,500\n{text}\n"
-    assert client.create(**ask, response_format="vtt") == f"WEBVTT\n\n00:00:00.000 --> 00:00:01.500\n{text}\n"
     told = client.create(**ask, response_format="verbose_json")
     assert told.language in ("english", "german")
-    assert (told.text, told.duration) == (text, 1.5)
-    assert [(segment.start, segment.end, segment.text) for segment in told.segments] == [(0.0, 1.5, text)]
+    assert (told.text, told.duration, told.words) == (text, 1.5, None)
+    (segment,) = told.segments
+    assert segment.text == text
+    cue = f"{clock(segment.start)} --> {clock(segment.end)}\n{text}\n"
+    assert client.create(**ask, response_format="srt") == f"1\n{cue}".replace(".", ",", 2)
+    assert client.create(**ask, response_format="vtt") == f"WEBVTT\n\n{cue}"
+
+
+def clock(seconds: float) -> str:
+    return f"00:00:{seconds:06.3f}"
 
 
 def post(pipeline: HttpPipeline, file: bytes = SHORT, route: str = "transcriptions", **fields: str) -> httpx.Response:
@@ -75,25 +83,18 @@ def test_a_long_recording_is_cut_where_it_is_quiet_and_its_parts_are_heard_as_ea
     samples = noise(50)
     for start in (18, 37):  # parts of at most 20.6 s, so that none is cut when it is sent alone
         samples[start * RATE : start * RATE + RATE // 2] *= 1e-3
-    told = post(pipeline, file_of(samples), response_format="verbose_json").json()
-    starts, ends = ([segment[name] for segment in told["segments"]] for name in ("start", "end"))
-    assert starts == [0, *ends[:-1]]
-    assert [18 < ends[0] < 18.5, 37 < ends[1] < 37.5, ends[2:]] == [True, True, [50]]
-    assert told["duration"] == 50
-    texts = [segment["text"] for segment in told["segments"]]
-    assert told["text"] == " ".join(texts)
+    told = post(pipeline, file_of(samples)).json()
     samples, _ = soundfile.read(io.BytesIO(file_of(samples)), dtype="float32")  # as the server has them, in 16 bits
-    places = [0, *quiet_cuts(samples, RATE, 512 / 20 - SEARCH_SECONDS), len(samples)]
-    assert [round(place / RATE, 3) for place in places] == [0, *ends]
-    for text, (first, last) in zip(texts, itertools.pairwise(places), strict=True):
-        assert post(pipeline, file_of(samples[first:last])).json()["text"] == text
-
-    subtitles = post(pipeline, file_of(samples), response_format="srt").text.split("\n\n")
-    assert [cue.splitlines()[2] for cue in subtitles] == texts
+    cuts = quiet_cuts(samples, RATE, 512 / 20 - SEARCH_SECONDS)
+    assert [18 < cuts[0] / RATE < 18.5, 37 < cuts[1] / RATE < 37.5, cuts[2:]] == [True, True, []]
+    parts = [file_of(samples[first:last]) for first, last in itertools.pairwise([0, *cuts, len(samples)])]
+    texts = [post(pipeline, part).json() for part in parts]
+    assert told["text"] == " ".join(text["text"] for text in texts)
+    assert told["usage"]["output_tokens"] == sum(text["usage"]["output_tokens"] for text in texts)
     client = pipeline.openai().audio.transcriptions
     *deltas, done = client.create(model="tiny-qwen3-asr", file=("a.flac", file_of(samples)), stream=True)
     assert "".join(event.delta for event in deltas) == done.text == told["text"]
-    assert len(deltas) > 3 * len(texts)
+    assert len(deltas) > 3 * len(texts), "it comes as it is written"
 
 
 def test_a_file_that_does_not_say_its_length_is_measured(pipeline: HttpPipeline) -> None:
@@ -126,3 +127,40 @@ def test_what_it_does_not_do_is_refused(
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert words in answer.json()["error"]["message"]
+
+
+def test_words_have_times_and_subtitles_are_cut_at_sentences(pipeline: HttpPipeline) -> None:
+    """The aligner's classes reach for 16 s, so that parts are of 11 s."""
+    recording = file_of(noise(14))
+    told = post(
+        pipeline, recording, response_format="verbose_json", **{"timestamp_granularities[]": ["word", "segment"]}
+    ).json()
+    words, segments = told["words"], told["segments"]
+    assert [word["word"] for word in words] == told["text"].replace(".", "").split()
+    assert len(words) == 6
+    assert all(word["start"] <= word["end"] for word in words)
+    second = words[3:]
+    assert min(word["start"] for word in second) > 5, "they are those of the second part"
+    for segment in segments:
+        inside = [word for word in words if segment["start"] <= word["start"] and word["end"] <= segment["end"]]
+        assert segment["text"].replace(".", "").split()[0] in [word["word"] for word in inside]
+    assert " ".join(segment["text"] for segment in segments) == told["text"]
+    assert all(segment["end"] - segment["start"] <= 16 for segment in segments)
+    subtitles = post(pipeline, recording, response_format="srt").text.strip().split("\n\n")
+    assert [cue.splitlines()[2] for cue in subtitles] == [segment["text"] for segment in segments]
+
+
+def test_times_of_words_are_in_verbose_json_alone(pipeline: HttpPipeline) -> None:
+    error = post(pipeline, response_format="srt", **{"timestamp_granularities[]": "word"}).json()["error"]
+    assert (error["param"], error["code"]) == ("timestamp_granularities", "unsupported_value")
+
+
+def test_the_words_of_a_given_text_get_times(pipeline: HttpPipeline) -> None:
+    with OmniClient(pipeline.endpoint) as client:
+        output = client.generate(
+            [{"role": "user", "content": [{"type": "audio", "audio": (noise(2), RATE)}]}],
+            modalities=["words"],
+            additional_information={"transcript": "The tide -- is full."},
+        )
+    assert [(word.word, word.place) for word in output.words] == [("The", 0), ("tide", 4), ("is", 12), ("full", 15)]
+    assert not output.text

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tests.support.reference import one_thread
-from tools.checkpoints.asr import name_in_transformers, transformers_config
+from tools.checkpoints.asr import transformers_config, transformers_names
 from tools.checkpoints.measure import quiet_transformers
 
 
@@ -20,13 +20,21 @@ class Qwen3AsrReference:
     def __init__(self, folder: Path) -> None:
         quiet_transformers()
         from safetensors.torch import load_file
-        from transformers import AutoTokenizer, Qwen3ASRFeatureExtractor, Qwen3ASRForConditionalGeneration
+        from transformers import (
+            AutoTokenizer,
+            Qwen3ASRFeatureExtractor,
+            Qwen3ASRForConditionalGeneration,
+            Qwen3ASRForTokenClassification,
+        )
         from transformers.models.qwen3_asr import Qwen3ASRProcessor
 
-        config = transformers_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        self.model = Qwen3ASRForConditionalGeneration(config).eval()
+        self.config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        aligner = "timestamp_token_id" in self.config
+        model_class = Qwen3ASRForTokenClassification if aligner else Qwen3ASRForConditionalGeneration
+        self.model = model_class(transformers_config(self.config)).eval()
         weights = load_file(folder / "model.safetensors")
-        self.model.load_state_dict({name_in_transformers(name): value for name, value in weights.items()})
+        names = transformers_names(weights, aligner)
+        self.model.load_state_dict({names[name]: value for name, value in weights.items()})
         tokenizer = AutoTokenizer.from_pretrained(folder)
         self.processor = Qwen3ASRProcessor(Qwen3ASRFeatureExtractor(), tokenizer, tokenizer.chat_template)
 
@@ -47,3 +55,16 @@ class Qwen3AsrReference:
         with one_thread(), torch.no_grad():
             written = self.model.generate(**given, max_new_tokens=tokens, do_sample=False, eos_token_id=-1)
         return ids, written[0, len(ids) :].tolist()
+
+    def align(self, sound: np.ndarray, text: str) -> list[dict[str, Any]]:
+        """Returns the words of a text with their times in seconds, if the checkpoint is an aligner's."""
+        mark = "<timestamp><timestamp>"
+        words = self.processor.split_words_for_alignment(text)
+        said = "".join(f"{word}{mark}" for word in words)
+        given: Any = self.processor(text=[f"<|audio_start|><|audio_pad|><|audio_end|>{said}"], audio=[sound])
+        with one_thread(), torch.no_grad():
+            logits = self.model(**given).logits
+        (found,) = self.processor.decode_forced_alignment(
+            logits, given["input_ids"], [words], self.config["timestamp_token_id"]
+        )
+        return list(found)

@@ -26,6 +26,7 @@ WRITERS: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "tiny-qwen3-tts": ("Qwen3-TTS at toy size, random weights, runnable", tts.write_tiny),
     "tiny-qwen3-asr": ("Qwen3-ASR at toy size, random weights, runnable", asr.write_tiny),
+    "tiny-qwen3-aligner": ("Qwen3-ForcedAligner, likewise", partial(asr.write_tiny, aligner=True)),
     "tiny-z-image": ("Z-Image at toy size, random weights, runnable", Z_IMAGE.write_tiny),
     "tiny-qwen-image": ("Qwen-Image-2.1 at toy size, random weights, runnable", QWEN_IMAGE.write_tiny),
     "full": ("published sizes of Qwen2.5-Omni-7B, no weights (vLLM: load_format dummy)", omni.write_full),
@@ -35,6 +36,7 @@ WRITERS: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "full-qwen3-tts": ("published sizes of Qwen3-TTS, no weights", tts.write_full),
     "full-qwen3-asr": ("published sizes of Qwen3-ASR, no weights", asr.write_full),
+    "full-qwen3-aligner": ("published sizes of its aligner, no weights", partial(asr.write_full, aligner=True)),
     "full-z-image": ("published sizes of Z-Image, no weights", Z_IMAGE.write_full),
     "full-qwen-image": ("published sizes of Qwen-Image-2.1, no weights", QWEN_IMAGE.write_full),
 }

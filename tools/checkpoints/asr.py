@@ -1,4 +1,4 @@
-"""Checkpoints of Qwen3-ASR.
+"""Checkpoints of Qwen3-ASR and of Qwen3-ForcedAligner.
 
 They have the layout of the published ones. Names are those of Qwen's package `qwen-asr` and of transformers' script
 that converts the published checkpoints; sizes and ids are from models that others have described.
@@ -6,6 +6,7 @@ that converts the published checkpoints; sizes and ids are from models that othe
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,49 +59,57 @@ def transformers_config(config: dict[str, Any]) -> Any:
         for part in ("audio_config", "text_config")
     }
     tied = parts["text_config"]["tie_word_embeddings"]
-    return Qwen3ASRConfig(**parts, audio_token_id=thinker["audio_token_id"], tie_word_embeddings=tied)
+    labels = {"num_labels": thinker["classify_num"]} if "classify_num" in thinker else {}
+    return Qwen3ASRConfig(**parts, audio_token_id=thinker["audio_token_id"], tie_word_embeddings=tied, **labels)
 
 
-def name_in_transformers(name: str) -> str:
-    """Returns transformers' name of a published parameter."""
-    prefix = next(prefix for prefix in NAMES if name.startswith(prefix))
-    return NAMES[prefix] + name.removeprefix(prefix)
+def transformers_names(names: Iterable[str], aligner: bool) -> dict[str, str]:
+    """Returns transformers' names of published parameters."""
+    known = {**NAMES, "thinker.lm_head.": "score."} if aligner else NAMES
+    prefixes = {name: next(prefix for prefix in known if name.startswith(prefix)) for name in names}
+    return {name: known[prefix] + name.removeprefix(prefix) for name, prefix in prefixes.items()}
 
 
 def published_name(name: str) -> str:
     """Returns the published name of a parameter of transformers."""
-    prefix = next(prefix for prefix, other in NAMES.items() if name.startswith(other))
-    return prefix + name.removeprefix(NAMES[prefix])
+    known = {**NAMES, "thinker.lm_head": "score"}
+    prefix = next(prefix for prefix, other in known.items() if name.startswith(other))
+    return prefix + name.removeprefix(known[prefix])
 
 
-def write_tiny(folder: Path, seed: int = 0, *, sizes: Sizes | None = None) -> None:
-    """Writes a tiny checkpoint. Raises FolderError."""
-    from transformers import Qwen3ASRForConditionalGeneration
+def write_tiny(folder: Path, seed: int = 0, *, sizes: Sizes | None = None, aligner: bool = False) -> None:
+    """Writes a tiny checkpoint, of the forced aligner or of the model that writes. Raises FolderError."""
+    from transformers import Qwen3ASRForConditionalGeneration, Qwen3ASRForTokenClassification
 
-    claim_folder(folder, {"kind": "tiny-qwen3-asr", "seed": seed})
-    config, tokenizer = _write_rest(folder, FAMILY.tiny_sizes(sizes))
+    claim_folder(folder, {"kind": f"tiny-qwen3-{'aligner' if aligner else 'asr'}", "seed": seed})
+    config, tokenizer = _write_rest(folder, FAMILY.tiny_sizes(sizes), aligner)
+    model_class = Qwen3ASRForTokenClassification if aligner else Qwen3ASRForConditionalGeneration
     with torch.device("meta"):
-        model = Qwen3ASRForConditionalGeneration(transformers_config(config))
+        model = model_class(transformers_config(config))
     spoken, weights = spoken_token_ids(tokenizer), {}
     for theirs, parameter in model.named_parameters():
         name = published_name(theirs)
         weights[name] = draw_parameter(name, parameter.shape, seed)
-        restrict_output(name, weights[name], spoken, 0)
+        if not aligner:
+            restrict_output(name, weights[name], spoken, 0)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_full(folder: Path, size: str = "1b7") -> None:
+def write_full(folder: Path, size: str = "1b7", *, aligner: bool = False) -> None:
     """Writes a checkpoint with the published sizes, without weights. Raises FolderError."""
-    claim_folder(folder, {"kind": "full-qwen3-asr", "size": size})
-    _write_rest(folder, {**FAMILY.published, **WIDTHS[size]})
+    claim_folder(folder, {"kind": f"full-qwen3-{'aligner' if aligner else 'asr'}", "size": size})
+    _write_rest(folder, {**FAMILY.published, **WIDTHS["0b6" if aligner else size]}, aligner)
 
 
-def _write_rest(folder: Path, sizes: Sizes) -> tuple[dict[str, Any], Any]:
+def _write_rest(folder: Path, sizes: Sizes, aligner: bool) -> tuple[dict[str, Any], Any]:
     """Writes all but weights; returns the configuration and the tokenizer."""
     from transformers import WhisperFeatureExtractor
 
     layout = FAMILY.layout(sizes)
     config, tokenizer = FAMILY.fill("configuration", {**sizes, "languages": LANGUAGES}), make_tokenizer(layout)
+    if aligner:
+        config |= FAMILY.fill("aligner", sizes)
+        config["thinker_config"]["classify_num"] = sizes["classes"]
     write_json(folder / "config.json", config)
     make_generation_config(layout).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -54,6 +54,10 @@ class EncoderState(DefaultModelState, EmittingState):
         """Sequences that are being encoded."""
         return {"encoding": len(self._encoding)}
 
+    def tapped(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What goes to the next stage of states [tokens, width] that the next replay of a graph will overwrite."""
+        return hidden.clone()
+
     def emit(self, step: Step) -> Emission | None:
         """The states of the positions that the step has computed."""
         names = list(step.batch.req_ids)
@@ -67,4 +71,4 @@ class EncoderState(DefaultModelState, EmittingState):
                 for index, name in enumerate(names)
             ]
 
-        return Emission({ENCODED: step.hidden[: step.batch.num_tokens].clone()}, split)
+        return Emission({ENCODED: self.tapped(step.hidden[: step.batch.num_tokens])}, split)

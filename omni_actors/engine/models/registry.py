@@ -100,7 +100,7 @@ _FAMILIES = {  # architecture -> folder, which has a module for each stage, and 
     "Qwen2_5OmniForConditionalGeneration": ("qwen2_5_omni", _OMNI),  # as transformers saves it
     "Qwen3OmniMoeForConditionalGeneration": ("qwen3_omni", _OMNI),
     "Qwen3TTSForConditionalGeneration": ("qwen3_tts", _SPEECH),
-    "Qwen3ASRForConditionalGeneration": ("qwen3_asr", ("thinker",)),
+    "Qwen3ASRForConditionalGeneration": ("qwen3_asr", ("thinker", "aligner")),
 }
 MODULES: dict[tuple[str, str], str] = {
     (architecture, stage): f"omni_actors.engine.models.{family}.{stage}"

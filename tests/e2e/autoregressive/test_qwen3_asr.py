@@ -10,41 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
-from omni_actors.engine.prompt import PromptEngine
 from omni_actors.errors import InvalidPayload, InvalidRequest, OmniError
-from omni_actors.protocol.fields import DType, HostTensor, TensorRef
-from omni_actors.protocol.payloads import (
-    ChatMessage,
-    ContentPart,
-    Media,
-    MediaEncoding,
-    Prompt,
-    StageParams,
-    StructuredOutputs,
-)
-from omni_actors.stage.engine_interface import (
-    EngineFacts,
-    ErrorEvent,
-    StageInputs,
-    StageRequest,
-    StreamEvent,
-    TextEvent,
-)
+from omni_actors.protocol.payloads import ChatMessage, ContentPart, Prompt, StructuredOutputs
+from omni_actors.stage.engine_interface import StageInputs, TextEvent
 from tests.support import drawn_sizes
 from tests.support.drawn_sizes import DRAWS
 from tests.support.qwen3_asr_reference import Qwen3AsrReference
+from tests.support.recordings import RANDOM, RecordingPrompts, noise, recording_prompt
 from tests.support.stage_driver import Driver, encode_media_prompt, make_engine
 from tools.checkpoints import asr
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-RATE, REPLY, SIZES = 16_000, 20, {"max_model_len": 1024, "max_num_batched_tokens": 64}
-RANDOM = np.random.default_rng(0)
-
-
-def noise(seconds: float) -> np.ndarray:
-    return (RANDOM.standard_normal(round(seconds * RATE)) * 0.1).astype(np.float32)
+REPLY, SIZES = 20, {"max_model_len": 1024, "max_num_batched_tokens": 64}
 
 
 # A recording, what it may be about, its language as it is asked for and as the model names it. One has several windows
@@ -57,44 +35,9 @@ CASES: dict[str, tuple[np.ndarray, str, str | None, str | None]] = {
 }
 
 
-class Prompts:
-    """The prompt stage of a checkpoint."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.engine = PromptEngine(OmniEngineArgs(OmniModelConfig(str(checkpoint), "thinker"), "prompt", SIZES))
-
-    @property
-    def facts(self) -> EngineFacts:
-        return self.engine.facts
-
-    def made(self, prompt: Prompt, sounds: list[np.ndarray], **information: Any) -> StageInputs:
-        """What it makes of a prompt for the stage after it. Raises its error."""
-        media = [HostTensor(DType.F32, sound.shape, sound.tobytes()) for sound in sounds]
-        request = StageRequest("prompt", StageParams(), 0, information=information)
-        self.engine.start(request, StageInputs(prompt=prompt, media=media))
-        events = []
-        while self.engine.runnable() or self.engine.busy():
-            events += self.engine.step()
-        if isinstance(events[0], ErrorEvent):
-            raise events[0].error
-        assert isinstance(events[0], StreamEvent)
-        return StageInputs(token_ids=events[0].token_ids, tensors=events[0].tensors)
-
-    def of(self, sound: np.ndarray, about: str = "", language: str | None = None) -> StageInputs:
-        """What it makes of a recording."""
-        return self.made(chat(sound, about), [sound], **({"language": language} if language else {}))
-
-
-def chat(sound: np.ndarray, about: str = "", *more: ChatMessage) -> Prompt:
-    system = (ChatMessage("system", (ContentPart(text=about),)),) if about else ()
-    messages = (*system, ChatMessage("user", (ContentPart(media=0),)), *more)
-    ref = TensorRef(0, DType.F32, sound.shape)
-    return Prompt(messages=messages, media=(Media("audio", MediaEncoding.ARRAY, ref, sample_rate=RATE),))
-
-
 @pytest.fixture(scope="module")
-def prompts(tiny_qwen3_asr: Path) -> Iterator[Prompts]:
-    made = Prompts(tiny_qwen3_asr)
+def prompts(tiny_qwen3_asr: Path) -> Iterator[RecordingPrompts]:
+    made = RecordingPrompts(tiny_qwen3_asr, SIZES)
     yield made
     made.engine.shutdown()
 
@@ -105,7 +48,7 @@ def thinker(driver: Any, tiny_qwen3_asr: Path) -> Driver:
     return made
 
 
-def check(driver: Driver, prompts: Prompts, reference: Qwen3AsrReference) -> None:
+def check(driver: Driver, prompts: RecordingPrompts, reference: Qwen3AsrReference) -> None:
     """Each case, as others join and leave and then alone, has the prompt and the answer of transformers."""
     made = {name: prompts.of(sound, about, language) for name, (sound, about, language, _) in CASES.items()}
     names = list(CASES)
@@ -127,7 +70,7 @@ def check(driver: Driver, prompts: Prompts, reference: Qwen3AsrReference) -> Non
 
 
 def test_recordings_in_one_batch_and_alone_equal_transformers(
-    thinker: Driver, prompts: Prompts, tiny_qwen3_asr: Path
+    thinker: Driver, prompts: RecordingPrompts, tiny_qwen3_asr: Path
 ) -> None:
     check(thinker, prompts, Qwen3AsrReference(tiny_qwen3_asr))
 
@@ -138,7 +81,7 @@ def test_drawn_models_equal_transformers(draw: str, tmp_path: Path) -> None:
     sizes, seed = drawn_sizes.qwen3_asr_sizes(generator), generator.randrange(1 << 31)
     print(f"seed {seed}, {sizes}")
     asr.write_tiny(tmp_path, seed, sizes=sizes)
-    prompts = Prompts(tmp_path)
+    prompts = RecordingPrompts(tmp_path, SIZES)
     driver = Driver(make_engine(tmp_path, "thinker", **SIZES))
     try:
         check(driver, prompts, Qwen3AsrReference(tmp_path))
@@ -158,7 +101,7 @@ def test_drawn_models_equal_transformers(draw: str, tmp_path: Path) -> None:
     ],
 )
 def test_the_language_of_an_answer_is_told_apart_from_its_text(
-    thinker: Driver, prompts: Prompts, form: str, language: str, start: str
+    thinker: Driver, prompts: RecordingPrompts, form: str, language: str, start: str
 ) -> None:
     inputs = prompts.of(CASES["odd"][0])
     thinker.start("a", inputs, max_tokens=100, structured_outputs=StructuredOutputs(regex=form))
@@ -172,7 +115,9 @@ def test_the_language_of_an_answer_is_told_apart_from_its_text(
     assert len([delta for delta in deltas if delta]) > 1 or form.endswith("\\."), "it comes as it is written"
 
 
-def test_what_follows_a_language_that_was_asked_for_is_text_as_it_stands(thinker: Driver, prompts: Prompts) -> None:
+def test_what_follows_a_language_that_was_asked_for_is_text_as_it_stands(
+    thinker: Driver, prompts: RecordingPrompts
+) -> None:
     inputs = prompts.of(CASES["odd"][0], language="en")
     form = "language None<asr_text>[a-z ]{4,9}"
     thinker.start("a", inputs, max_tokens=100, structured_outputs=StructuredOutputs(regex=form))
@@ -180,8 +125,8 @@ def test_what_follows_a_language_that_was_asked_for_is_text_as_it_stands(thinker
     assert thinker.text("a").startswith("language None<asr_text>")
 
 
-def test_the_stage_says_what_it_hears(prompts: Prompts) -> None:
-    facts = prompts.facts
+def test_the_stage_says_what_it_hears(prompts: RecordingPrompts) -> None:
+    facts = prompts.engine.facts
     assert facts.hearing is not None
     assert facts.hearing.languages == ("Chinese", "English", "German", "Japanese")
     assert facts.hearing.max_seconds == SIZES["max_model_len"] / 20, "and the text fits, too"
@@ -190,22 +135,34 @@ def test_the_stage_says_what_it_hears(prompts: Prompts) -> None:
 
 SOUND = CASES["odd"][0]
 USER = ChatMessage("user", (ContentPart(text="What is this?"),))
+ANSWER = ChatMessage("assistant", USER.content)
 UNHEARD = Prompt(messages=(ChatMessage("system", (ContentPart(text="the sea"),)),))
 
 
 @pytest.mark.parametrize(
     ("prompt", "sounds", "information", "field", "words"),
     [
-        (chat(SOUND, "", USER), [SOUND], {}, "messages", "reads nothing besides"),
-        (chat(SOUND, "", ChatMessage("assistant", USER.content)), [SOUND], {}, "messages", "reads nothing besides"),
+        (recording_prompt(SOUND, "", USER), [SOUND], {}, "messages", "reads nothing besides"),
+        (
+            recording_prompt(SOUND, "", ChatMessage("assistant", USER.content)),
+            [SOUND],
+            {},
+            "messages",
+            "reads nothing besides",
+        ),
         (UNHEARD, [], {}, "prompt", "no recording"),
-        (chat(SOUND), [SOUND], {"language": "Englsh"}, "language", "Did you mean 'English'"),
-        (chat(SOUND), [SOUND], {"language": "fr"}, "language", "must be one of Chinese"),
-        (chat(noise(52)), [noise(52)], {}, None, "at most 51.2 s"),
+        (recording_prompt(SOUND), [SOUND], {"language": "Englsh"}, "language", "Did you mean 'English'"),
+        (recording_prompt(SOUND), [SOUND], {"language": "fr"}, "language", "must be one of Chinese"),
+        (recording_prompt(noise(52)), [noise(52)], {}, None, "at most 51.2 s"),
     ],
 )
 def test_what_it_cannot_write_down_is_refused(
-    prompts: Prompts, prompt: Prompt, sounds: list[np.ndarray], information: dict[str, str], field: str, words: str
+    prompts: RecordingPrompts,
+    prompt: Prompt,
+    sounds: list[np.ndarray],
+    information: dict[str, str],
+    field: str,
+    words: str,
 ) -> None:
     with pytest.raises(InvalidRequest, match=words) as refused:
         prompts.made(prompt, sounds, **information)
