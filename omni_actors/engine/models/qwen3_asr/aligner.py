@@ -42,7 +42,8 @@ class Qwen3AlignerState(EncoderState):
 
     def tapped(self, hidden: torch.Tensor) -> torch.Tensor:
         """The likeliest class i64 [tokens]."""
-        return cast("Qwen3Aligner", self.model).classifier(hidden).argmax(dim=-1)
+        classes: torch.Tensor = cast("Qwen3Aligner", self.model).classifier(hidden).argmax(dim=-1)
+        return classes
 
 
 class Qwen3Aligner(Qwen3Asr):
