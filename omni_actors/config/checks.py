@@ -347,7 +347,10 @@ def _check_taker(pipeline: PipelineConfig, stage: StageConfig, processor: str, w
         )
     sources = [name for name in stage.source_names if pipeline.stage(name).kind is not StageKind.PROMPT]  # of text
     if len(sources) > 1 or (processor != SOUND_PROCESSOR and len(stage.source_names) > 1):
-        raise ConfigError(f"{where}.inputs.from: {processor!r} takes one stage; here: {list(stage.source_names)}.")
+        besides = " besides a prompt stage" if processor == SOUND_PROCESSOR else ""
+        raise ConfigError(
+            f"{where}.inputs.from: {processor!r} takes one stage{besides}; here: {list(stage.source_names)}."
+        )
     for source in sources:
         others = [name for name in pipeline.downstream(source) if not takes_text(pipeline.stage(name))]
         if others:

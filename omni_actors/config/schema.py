@@ -43,16 +43,8 @@ BUILT_IN_IMPORT_PREFIXES = ("omni_actors.",)
 SOUND_PROCESSOR = "sound2words"  # takes the sound of a prompt stage, and a text of another one
 # Defined in stage/processors.py.
 BUILT_IN_PROCESSORS = (
-    *(
-        "passthrough",
-        "pictures",
-        "thinker2talker",
-        "talker2code2wav",
-        "latents2image",
-        "text2prompt",
-        "text2speech",
-        "sound2words",
-    ),
+    *("passthrough", "pictures", "thinker2talker", "talker2code2wav", "latents2image", "text2prompt", "text2speech"),
+    SOUND_PROCESSOR,
 )
 
 

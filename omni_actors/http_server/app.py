@@ -53,7 +53,7 @@ logger = get_logger(__name__)
 
 PIPELINE_FIELDS = (
     *("pipeline", "modalities", "max_media", "parameters", "speech", "hearing", "outputs", "sample_rate", "on_cpu"),
-    *("healthy", "in_flight"),
+    *("aligning", "healthy", "in_flight"),
 )
 STAGE_FIELDS = ("stage", "replica", "state", "spare", "joining", "leaving", "in_flight", "counts")
 

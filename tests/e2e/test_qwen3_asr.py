@@ -150,6 +150,11 @@ def test_words_have_times_and_subtitles_are_cut_at_sentences(pipeline: HttpPipel
     assert [cue.splitlines()[2] for cue in subtitles] == [segment["text"] for segment in segments]
 
 
+def test_the_status_says_what_the_pipeline_hears(pipeline: HttpPipeline) -> None:
+    status = httpx.get(f"{pipeline.url}/v1/status").json()["pipeline"]
+    assert (status["hearing"]["max_seconds"], status["aligning"]["max_seconds"]) == (25.6, 16)
+
+
 def test_times_of_words_are_in_verbose_json_alone(pipeline: HttpPipeline) -> None:
     error = post(pipeline, response_format="srt", **{"timestamp_granularities[]": "word"}).json()["error"]
     assert (error["param"], error["code"]) == ("timestamp_granularities", "unsupported_value")

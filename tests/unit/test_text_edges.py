@@ -9,11 +9,11 @@ import pytest
 
 from omni_actors.engine.prompt import instructed
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
-from omni_actors.protocol.fields import DType, TensorRef, pack_token_ids
+from omni_actors.protocol.fields import DType, HostTensor, TensorRef, pack_token_ids
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt
-from omni_actors.stage.engine_interface import StreamEvent, TextEvent
+from omni_actors.stage.engine_interface import StageInputs, StreamEvent, TextEvent
 from omni_actors.stage.outbound import divide
-from omni_actors.stage.processors import InputPiece, Text2Prompt
+from omni_actors.stage.processors import InputPiece, Skip, Sound2Words, Start, Text2Prompt
 from tests.support.builders import load
 
 LISTENER, PROMPT, CHAT = 1, 2, 3
@@ -44,6 +44,81 @@ def test_missing_text_is_an_error() -> None:
     processor.feed("listener", InputPiece(scalars={"text": " \n"}))
     with pytest.raises(InvalidRequest, match="'listener' wrote no text"):
         processor.feed("listener", InputPiece(start=2, final=True))
+
+
+SOUND = HostTensor(DType.U8, (2,), b"ab")
+PIECES = [
+    ("thinker", InputPiece(scalars={"text": " The "})),
+    ("prompt", InputPiece(token_ids=[1, 2], tensors={"vllm.0": SOUND}, final=True)),
+    ("thinker", InputPiece(scalars={"text": "tide."}, start=5)),
+    ("thinker", InputPiece(start=10, final=True)),
+]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "information", "text"),
+    [
+        (PIECES, {}, " The tide."),
+        (PIECES, {"transcript": "A sea."}, "A sea."),
+        ([PIECES[1], ("thinker", InputPiece(final=True))], {"transcript": "A sea."}, "A sea."),
+        ([PIECES[1], ("thinker", InputPiece(final=True))], {}, None),  # nothing is said
+        (PIECES, {"transcript": " "}, None),
+    ],
+)
+def test_a_sound_and_its_text_come_together(
+    pieces: list[tuple[str, InputPiece]], information: dict[str, str], text: str | None
+) -> None:
+    processor = Sound2Words(2, ("prompt", "thinker"))
+    processor.information = information
+    *early, last = [processor.feed(source, piece) for source, piece in pieces]
+    assert not any(early)
+    if text is None:
+        assert last == [Skip()]
+    else:
+        assert last == [Start(StageInputs(tensors={"vllm.0": SOUND}, scalars={"text": text}))]
+
+
+def test_a_gap_in_a_text_is_an_error_beside_a_sound_too() -> None:
+    processor = Sound2Words(2, ("prompt", "thinker"))
+    with pytest.raises(InvalidPayload, match="text from 7 came where text from 0 was due"):
+        processor.feed("thinker", InputPiece(scalars={"text": "day"}, start=7))
+    processor.information = {"transcript": 3}
+    processor.feed("prompt", InputPiece(final=True))
+    with pytest.raises(InvalidRequest, match="must be a text"):
+        processor.feed("thinker", InputPiece(final=True))
+
+
+def heard(source: str | list[str], **more: Any) -> dict[str, Any]:
+    aligner = {"name": "aligner", "kind": "encoder", "model": "someone/two", "outputs": ["words"]}
+    aligner |= {"inputs": {"from": source, "processor": "sound2words"}}
+    stages = [
+        {"name": "prompt", "kind": "prompt"},
+        {"name": "thinker", "kind": "autoregressive", "inputs": {"from": "prompt"}, "outputs": ["text"]},
+        {"name": "talker", "kind": "autoregressive", "inputs": {"from": "thinker"}, "outputs": ["audio"]},
+    ]
+    return {"name": "ears", "model": "someone/one", "stages": [*stages[: more.pop("stages", 2)], aligner | more]}
+
+
+def test_an_aligner_has_a_checkpoint_of_its_own_and_takes_no_part_in_prompts(tmp_path: Path) -> None:
+    for sources in (["prompt", "thinker"], "prompt"):
+        pipeline = load(tmp_path, heard(sources)).pipeline
+        assert pipeline.prompted("prompt") == ("thinker",)
+        assert pipeline.route(["words"]) == ("prompt", *(["thinker"] if len(sources) == 2 else []), "aligner")
+        assert pipeline.route(["text"]) == ("prompt", "thinker")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (heard(["prompt", "thinker"], kind="diffusion"), "a stage of kind diffusion takes none"),
+        (heard(["prompt", "thinker", "talker"], stages=3), "'sound2words' takes one stage"),
+        (heard(["prompt", "thinker"], stages=3), "it cannot send rows or tokens to ['talker']"),
+    ],
+)
+def test_what_cannot_be_aligned_is_a_wrong_configuration(tmp_path: Path, data: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path, data)
+    assert words in refused.value.message
 
 
 def test_text_goes_to_the_client_and_to_the_next_stage_as_each_wants_it() -> None:
