@@ -298,5 +298,5 @@ async def _transcript_events(answer: Answer, description: Description) -> AsyncI
 
 
 def token_usage(usages: Sequence[Mapping[str, StageUsage]], description: Description) -> dict[str, Any]:
-    """The usage of a transcription, as OpenAI names it."""
-    return {"type": "tokens", **token_counts(usage_of(usages, description))}
+    """The usage of a transcription, whose parts are a request each, as OpenAI names it."""
+    return {"type": "tokens", **token_counts(usage_of(usages, description, len(usages)))}

@@ -147,6 +147,7 @@ CONTAINS: dict[str, set[str] | list[str]] = {
         "self.kv_cache_config",
         "self.kv_cache_manager",
     },
+    "vllm.v1.engine.input_processor:InputProcessor.__init__": {"self.mm_encoder_cache_size = "},
     "vllm.v1.request:Request.__init__": {
         "self.next_decode_eligible_step",
         "self.num_computed_tokens",

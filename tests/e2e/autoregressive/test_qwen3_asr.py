@@ -31,6 +31,7 @@ CASES: dict[str, tuple[np.ndarray, str, str | None, str | None]] = {
     "short": (noise(0.5), "", None, None),
     "odd": (noise(1.2507), "", "en", "English"),
     "long": (noise(8.513), "Dr Zhivago and the sea", None, None),
+    "longer than the encoder holds": (noise(31), "", None, None),
     "named": (noise(2.0), "the tide", "gERMAN", "German"),
 }
 
@@ -168,6 +169,15 @@ def test_what_it_cannot_write_down_is_refused(
         prompts.made(prompt, sounds, **information)
     assert refused.value.field == field
     assert prompts.engine.counts() == {"requests": 0}
+
+
+def test_a_recording_has_no_more_windows_than_a_message(tiny_qwen3_asr: Path) -> None:
+    """They are of 2 s here, and of 8 s in the published models."""
+    prompts = RecordingPrompts(tiny_qwen3_asr, {**SIZES, "max_model_len": 32_768})
+    hearing = prompts.engine.facts.hearing
+    prompts.engine.shutdown()
+    assert hearing is not None
+    assert hearing.max_seconds == 508
 
 
 def test_features_of_a_picture_are_refused_before_they_reach_the_model(

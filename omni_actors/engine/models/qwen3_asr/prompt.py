@@ -10,7 +10,7 @@ from transformers.models.qwen3_asr.processing_qwen3_asr import LANGUAGE_CODE_TO_
 from vllm.config import VllmConfig
 
 from omni_actors.engine.arguments import OmniEngineArgs
-from omni_actors.engine.encoded_requests import embeddings_of_seconds
+from omni_actors.engine.encoded_requests import MAX_SENT_FRAMES, embeddings_of_seconds
 from omni_actors.engine.models.registry import PromptMedia
 from omni_actors.engine.prompt import PromptProcessor, Template
 from omni_actors.errors import InvalidRequest, suggest
@@ -24,6 +24,7 @@ TEXT_TAG = "<asr_text>"  # the model writes "language English<asr_text>" and the
 LANGUAGE_WORD = "language "
 MIN_SAMPLES = 320  # two frames of features; vLLM cannot encode the mask of a single one
 LONGEST_SECONDS = 1205.0  # Qwen's package cuts longer recordings at a quiet place 5 s before or after 1200 s
+FRAMES_PER_SECOND = 100
 TOKENS_PER_SECOND = 20  # 13 of the sound, and more than anyone says
 
 
@@ -33,6 +34,7 @@ def audio_window(config: PretrainedConfig) -> int:
     return frames
 
 
+NO_PICTURE = 1 << 31  # patches along an edge of an embedding, which no picture has
 MEDIA = PromptMedia(None, MIN_SAMPLES, audio_window, embeddings_of_seconds)
 
 
@@ -55,6 +57,8 @@ class AsrPrompts(PromptProcessor):
     def __init__(self, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> None:
         super().__init__(arguments, config, limits, MEDIA)
         self._template = AsrTemplate(self._template)
+        # vLLM takes no sound that is longer than what its encoder holds at a time; here it goes on in windows.
+        self._input_processor.mm_encoder_cache_size = config.model_config.max_model_len
         known = tuple(config.model_config.hf_config.support_languages or LANGUAGE_CODE_TO_NAME.values())
         self.hearing: HearingAbility = HearingAbility(known, self.limits.audio_seconds)
 
@@ -64,8 +68,9 @@ class AsrPrompts(PromptProcessor):
         return cls(arguments, config, limits)
 
     def _longest_sound(self, limits: MediaLimits, config: VllmConfig) -> float:
-        """The longest recording in seconds: the extractor has no limit, but the context has to hold the text, too."""
-        return min(LONGEST_SECONDS, config.model_config.max_model_len / TOKENS_PER_SECOND)
+        """The longest recording in seconds, whose windows fit into a message, and whose text into the context, too."""
+        windows = (MAX_SENT_FRAMES - 2) * audio_window(config.model_config.hf_config) / FRAMES_PER_SECOND
+        return min(LONGEST_SECONDS, windows, config.model_config.max_model_len / TOKENS_PER_SECOND)
 
     def check(self, prompt: Prompt, inputs: StageInputs) -> list[HostTensor]:
         """See `TextPromptProcessor.check`; a prompt is one recording of the user, perhaps after texts of the system."""

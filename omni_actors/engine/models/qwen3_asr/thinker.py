@@ -13,8 +13,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from omni_actors.engine.adapter import Admission, TextAdapter, TextDecoder, TextOutputs
 from omni_actors.engine.encoded_requests import RequestReader
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.qwen3_asr.prompt import LANGUAGE_WORD, MEDIA, TEXT_TAG
-from omni_actors.errors import InvalidPayload
+from omni_actors.engine.models.qwen3_asr.prompt import LANGUAGE_WORD, MEDIA, NO_PICTURE, TEXT_TAG
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest, TextEvent
 
@@ -79,7 +78,7 @@ class AsrAdapter(TextAdapter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._requests = RequestReader(1, MEDIA.audio_embeddings)
+        self._requests = RequestReader(NO_PICTURE, MEDIA.audio_embeddings)
         self._tag: int = self._tokenizer.convert_tokens_to_ids(TEXT_TAG)
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
@@ -88,8 +87,6 @@ class AsrAdapter(TextAdapter):
         features: Sequence[MultiModalFeatureSpec] = ()
         if inputs.tensors:
             token_ids, features = self._requests.read(inputs.tensors, token_ids)
-        if unheard := {feature.modality for feature in features} - {"audio"}:
-            raise InvalidPayload(f"This model takes sounds; it got media of the kinds {sorted(unheard)}.")
         self.check_tokens(token_ids)
         core_request = self.make_request(request, token_ids, None, mm_features=list(features) or None)
         decoder = TextDecoder(self._tokenizer, core_request)
