@@ -302,19 +302,17 @@ def resolve_class(name: str, registry: Mapping[str, type], base: type, where: st
     return found
 
 
-TEXT_PROCESSOR = "text2prompt"
 TEXT_TAKERS = {  # kinds of stages that can take text by a processor
-    TEXT_PROCESSOR: (StageKind.PROMPT, StageKind.DIFFUSERS, StageKind.ECHO, StageKind.CUSTOM),
     "text2speech": (StageKind.AUTOREGRESSIVE, StageKind.ECHO, StageKind.CUSTOM),
     SOUND_PROCESSOR: (StageKind.ENCODER, StageKind.ECHO, StageKind.CUSTOM),
 }
 
 
-# -- text edges: a stage whose text becomes the prompt of another -----------------------------------------------------
+# -- text edges: a stage takes the text of another --------------------------------------------------------------------
 
 
 def takes_text(stage: StageConfig) -> bool:
-    """Whether a stage takes the text of the stage before it as its prompt."""
+    """Whether a stage takes the text of the stage before it."""
     return stage.inputs is not None and stage.inputs.processor in TEXT_TAKERS
 
 
@@ -324,26 +322,20 @@ def sends_text(pipeline: PipelineConfig, name: str) -> bool:
 
 
 def check_text_edges(pipeline: PipelineConfig) -> None:
-    """Raise `ConfigError` where text cannot become a prompt, and for instructions where there are no prompts."""
+    """Raise `ConfigError` where text cannot be taken, and for a prompt stage that is not the first."""
     for stage in pipeline.stages:
         where = f"stages.{stage.name}"
-        if stage.instruction is not None and stage.kind is not StageKind.PROMPT:
-            raise ConfigError(f"{where}.instruction is for stages of kind prompt; this one is of kind {stage.kind}.")
-        if stage.kind is StageKind.PROMPT and stage.inputs is not None and not takes_text(stage):
-            raise ConfigError(
-                f"{where}.inputs.processor must be {TEXT_PROCESSOR!r} for a prompt stage after another stage; it is "
-                f"{stage.inputs.processor!r}."
-            )
+        if stage.kind is StageKind.PROMPT and stage.inputs is not None:
+            raise ConfigError(f"{where}.inputs: a stage of kind prompt takes what clients send: it is the first.")
         if stage.inputs is not None and takes_text(stage):
             _check_taker(pipeline, stage, stage.inputs.processor, where)
 
 
 def _check_taker(pipeline: PipelineConfig, stage: StageConfig, processor: str, where: str) -> None:
     if stage.kind not in TEXT_TAKERS[processor]:
-        between = "Put a stage of kind prompt in between." if processor == TEXT_PROCESSOR else ""
         raise ConfigError(
             f"{where}.inputs.processor: {processor!r} brings a text, and a stage of kind {stage.kind} takes none.",
-            hint=between or "It is for stages that speak a text; 'text2prompt' makes prompts.",
+            hint="text2speech is for stages that speak a text, sound2words for stages that align one.",
         )
     sources = [name for name in stage.source_names if pipeline.stage(name).kind is not StageKind.PROMPT]  # of text
     if len(sources) > 1 or (processor != SOUND_PROCESSOR and len(stage.source_names) > 1):
@@ -359,11 +351,6 @@ def _check_taker(pipeline: PipelineConfig, stage: StageConfig, processor: str, w
                 f"{others}.",
                 hint="Run the model in a second stage for the one or the other.",
             )
-    if pipeline.tool_call_parser is not None and processor == TEXT_PROCESSOR:  # calls are not spoken
-        raise ConfigError(
-            f"tool_call_parser: the calls would be those of the stage before {stage.name!r}, whose text is a prompt.",
-            hint="Leave it out; a cascade calls no tools.",
-        )
 
 
 # -- LoRA adapters ----------------------------------------------------------------------------------------------------

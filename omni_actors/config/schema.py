@@ -43,7 +43,7 @@ BUILT_IN_IMPORT_PREFIXES = ("omni_actors.",)
 SOUND_PROCESSOR = "sound2words"  # takes the sound of a prompt stage, and a text of another one
 # Defined in stage/processors.py.
 BUILT_IN_PROCESSORS = (
-    *("passthrough", "pictures", "thinker2talker", "talker2code2wav", "latents2image", "text2prompt", "text2speech"),
+    *("passthrough", "pictures", "thinker2talker", "talker2code2wav", "latents2image", "text2speech"),
     SOUND_PROCESSOR,
 )
 
@@ -186,7 +186,7 @@ class InputConfig(Struct, frozen=True, forbid_unknown_fields=True, rename={"sour
     Args:
         sources: the stage, or the list of stages, whose output this one takes.
         processor: turns that output into this stage's input: `passthrough`, `pictures`, `thinker2talker`,
-            `talker2code2wav`, `latents2image`, `text2prompt`, `text2speech`, `sound2words` or, from an allowed prefix,
+            `talker2code2wav`, `latents2image`, `text2speech`, `sound2words` or, from an allowed prefix,
             the dotted path of a `StreamProcessor`.
         start_after: steps of the source to wait for before this stage starts; 0 waits for its whole output.
     """
@@ -236,7 +236,6 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
         model: checkpoint folder or hub name, if it is another than the pipeline's. A prompt stage takes that of the
             stage that it prepares prompts for.
         model_stage: which part of the checkpoint it runs; default: the stage's name.
-        instruction: text that a prompt stage puts before what it gets; it then takes a single message of the user.
         inputs: source of its input; exactly one stage has none and takes the prompt.
         outputs: modalities of its output that go to the client. Audio not listed here goes to the stages after it.
         engine: vLLM's engine arguments by name; for the kinds `diffusers`, `echo` and `custom`, the
@@ -283,7 +282,6 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     kind: StageKind
     model: Line | None = None
     model_stage: Line | None = None
-    instruction: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     inputs: InputConfig | None = None
     outputs: Annotated[list[Modality], Meta(max_length=len(Modality))] = []
     engine: dict[str, Any] = {}

@@ -223,7 +223,6 @@ class OmniModelConfig:
         steps_per_schedule: decode steps of an autoregressive stage for one scheduling; None is the model's own number.
         decode: how a diffusion stage decodes: the fields of `config.DecodeConfig` by name.
         adapters: folders of LoRA adapters by name.
-        instruction: what a prompt stage puts before what it gets.
         tool_call_parser: vLLM's name of the parser that finds tool calls in answers.
         tool_chat_template: file with the chat template of prompts with tools; default: the model's own.
     """
@@ -235,7 +234,6 @@ class OmniModelConfig:
     steps_per_schedule: int | None = None
     decode: dict[str, Any] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)
-    instruction: str = ""
     tool_call_parser: str | None = None
     tool_chat_template: str | None = None
 
@@ -459,7 +457,6 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
         steps_per_schedule=stage.steps_per_schedule,
         decode=msgspec.to_builtins(stage.decode) if stage.decode is not None else {},
         adapters=dict(pipeline.adapters) if stage.name in adapted_stages(pipeline) else {},
-        instruction=stage.instruction or "",
         tool_call_parser=pipeline.tool_call_parser,
         tool_chat_template=pipeline.tool_chat_template,
     )

@@ -61,7 +61,6 @@ from omni_actors.protocol.payloads import (
     TOOLS,
     USE_AUDIO_IN_VIDEO,
     ChatMessage,
-    ContentPart,
     HearingAbility,
     Media,
     MediaEncoding,
@@ -83,31 +82,6 @@ from omni_actors.stage.engine_interface import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-def instructed(prompt: Prompt, instruction: str) -> Prompt:
-    """The prompt with `instruction` before the content of its only message; itself if the instruction is empty.
-
-    Raises:
-        InvalidRequest: it is not one message of the user. Models further on get only what this one writes, so that
-            earlier messages and those of the system would be lost on them.
-    """
-    if not instruction:
-        return prompt
-    if len(prompt.messages) != 1 or prompt.messages[0].role != "user":
-        raise InvalidRequest(
-            "messages: this pipeline takes one message of the user at a time, without earlier ones and without a "
-            "system message.",
-            hint="Its operator has set an instruction in the YAML. Send the last message alone.",
-            field="messages",
-        )
-    (message,) = prompt.messages
-    first, *rest = message.content
-    if first.text is None:
-        content = (ContentPart(text=instruction), *message.content)
-    else:
-        content = (ContentPart(text=instruction + first.text), *rest)
-    return msgspec.structs.replace(prompt, messages=(msgspec.structs.replace(message, content=content),))
 
 
 TOOLS_WORD = re.compile(r"\btools\b")
@@ -601,7 +575,6 @@ class PromptEngine(StageEngine):
     def __init__(self, arguments: OmniEngineArgs, limits: MediaLimits | None = None) -> None:
         config = arguments.create_engine_config()
         self.prompts = _processor(arguments, config, limits or MediaLimits())
-        self._instruction = arguments.model_config.instruction
         self._texts: dict[str, _Waiting] = {}  # by request, in order of arrival; so are the two below
         self._media: dict[str, _Waiting] = {}
         self._running: dict[str, tuple[_Waiting, MediaDecoder]] = {}
@@ -643,8 +616,7 @@ class PromptEngine(StageEngine):
         if any(request.request_id in held for held in (self._texts, self._media, self._running)):
             raise InvalidRequest(f"Request {request.request_id!r} is already running.")
         check_parameters("prompt", self.prompts.parameters, request.params)
-        tensors = self.prompts.check(prompt, inputs)  # of what came: an instruction alone is an empty prompt, too
-        prompt = instructed(prompt, self._instruction)
+        tensors = self.prompts.check(prompt, inputs)
         waiting = _Waiting(request, prompt, tensors)
         (self._media if prompt.media else self._texts)[request.request_id] = waiting
         self._fill_threads()

@@ -179,7 +179,7 @@ class EchoOptions(Struct, frozen=True, forbid_unknown_fields=True):
     voices: Annotated[tuple[Name, ...], Meta(max_length=1024)] = ("Chelsie", "Ethan")
     latents: bool = False  # make those of a picture, for the stages after it
     speech: SpeechAbility | None = None  # that it declares
-    max_media: dict[Name, Annotated[int, Meta(ge=0)]] = {}  # likewise
+    max_media: dict[Name, Annotated[int, Meta(ge=0, le=1_000)]] = {}  # likewise
     sound: bool = False  # make audio although the stage does not output it; it then goes to the stages after it
     fail_start: Text = ""  # with which loading fails
     fail_start_if: Text = ""  # a file: while it exists loading fails

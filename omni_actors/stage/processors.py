@@ -300,29 +300,6 @@ class Latents2Image(StreamProcessor):
         return [Start(inputs)]
 
 
-class Text2Prompt(StreamProcessor):
-    """Collects the text that a stage writes, which becomes the user's message in the prompt of this one."""
-
-    def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
-        super().__init__(start_after, sources)
-        self._pieces: list[str] = []
-        self._received = 0
-
-    def feed(self, source: str, piece: InputPiece) -> list[Action]:
-        """Collect a piece; start with the whole text. Raises `InvalidRequest` if there is none."""
-        text = piece.scalars.get(TEXT, "")
-        if not isinstance(text, str) or piece.start != self._received:
-            raise InvalidPayload(f"{TEXT} from character {piece.start} came where text from {self._received} was due.")
-        self._pieces.append(text)
-        self._received += len(text)
-        if not piece.final:
-            return []
-        whole = "".join(self._pieces).strip()
-        if not whole:
-            raise InvalidRequest(f"The stage {source!r} wrote no text, so that there is nothing to go on with.")
-        return [Start(StageInputs(prompt=text_prompt(whole)))]
-
-
 def settled(text: str) -> int:
     """Length of the beginning of a text whose tokens do not depend on what follows: it ends with a whole word.
 
@@ -401,7 +378,6 @@ PROCESSORS: dict[str, type[StreamProcessor]] = {
     "thinker2talker": Thinker2Talker,
     "talker2code2wav": Talker2Code2Wav,
     "latents2image": Latents2Image,
-    "text2prompt": Text2Prompt,
     "text2speech": Text2Speech,
     "sound2words": Sound2Words,
 }

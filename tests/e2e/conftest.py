@@ -6,10 +6,12 @@ import contextlib
 import gc
 
 import pytest
+import yaml
 from transformers import PreTrainedConfig
 from triton.runtime.interpreter import GridExecutor
 
 from tests.support.nightly import nightly
+from tests.support.paths import REPOSITORY
 from tests.support.qwen3_reference import Qwen3Reference
 from tests.support.reference import Reference
 from tests.support.servers import HttpPipeline, close_clients
@@ -141,3 +143,20 @@ def qwen3_tts_http(tiny_qwen3_tts):
 def clients_are_closed():
     yield
     close_clients()
+
+
+@pytest.fixture(scope="session")
+def tiny_spoken_chat(tiny_llama, tiny_qwen3_tts, tmp_path_factory):
+    """The stages of spoken_chat.yaml as they are shipped, with checkpoints and engines for a CPU."""
+    shipped = yaml.safe_load((REPOSITORY / "stage_configs" / "spoken_chat.yaml").read_text())
+    shipped["model"] = str(tiny_llama)
+    engine = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "kv_cache_memory_bytes": 33554432}
+    for stage in shipped["stages"]:
+        stage |= {"stall_timeout": 60, "devices": None}
+        if stage["kind"] == "autoregressive":
+            stage |= {"engine": engine, "sampling": {"max_tokens": 48, "temperature": 0.0}}
+        if "model" in stage:
+            stage["model"] = str(tiny_qwen3_tts)
+    config = tmp_path_factory.mktemp("chat") / "spoken_chat.yaml"
+    config.write_text(yaml.safe_dump(shipped, sort_keys=False))
+    return config

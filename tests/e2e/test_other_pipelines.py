@@ -1,4 +1,4 @@
-"""Pipelines that the night runs: the cascade, a picture model of a plugin, a checkpoint that breaks while served."""
+"""Pipelines that the night runs: a spoken chat, a picture model of a plugin, a checkpoint that breaks while served."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from omni_actors.client import AsyncOmniClient, Image, OmniClient, Progress
 from omni_actors.errors import InvalidRequest
-from tests.support.answers import llama_answer
 from tests.support.paths import EXAMPLE_MODULES, REPOSITORY
 from tests.support.pipelines import RunningPipeline
 from tests.support.qwen3_tts_reference import Qwen3TtsReference
-from tests.support.reference import Reference, one_thread
+from tests.support.reference import one_thread
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.nightly]
 
@@ -28,48 +26,9 @@ ENGINE = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "kv_c
 TOKENS = {"listener": 32, "chat": 8, "reader": 32, "talker": 64}
 
 
-def test_each_model_of_the_cascade_goes_on_with_what_the_one_before_it_wrote(tiny_llama, tmp_path):
-    """The stages as they are shipped, with checkpoints and engines for a CPU."""
-    shipped = yaml.safe_load((REPOSITORY / "stage_configs" / "cascade.yaml").read_text()) | {"model": str(SPEAKER)}
-    for stage in shipped["stages"]:
-        stage |= {"stall_timeout": 60, "devices": None}
-        if stage["kind"] == "autoregressive":
-            media = {"limit_mm_per_prompt": {"image": 0, "audio": 1, "video": 0}} if stage["name"] == "listener" else {}
-            stage["engine"] = {**ENGINE, **media}
-            stage["sampling"] = {"max_tokens": TOKENS[stage["name"]], "temperature": 0.0}
-        if "instruction" in stage:
-            stage["instruction"] = "Say: "
-        if stage["name"] == "chat":
-            stage["model"] = str(tiny_llama)
-    (tmp_path / "cascade.yaml").write_text(yaml.safe_dump(shipped, sort_keys=False))
-    tokens, text, _ = llama_answer(tiny_llama, SENTENCE, 8)
-    with RunningPipeline(tmp_path / "cascade.yaml") as cascade, OmniClient(cascade.endpoint) as client:
-        output = client.generate(SENTENCE, modalities=["text", "audio"], seed=3, timeout=120)
-        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SENTENCE}]
-        with pytest.raises(InvalidRequest, match="one message of the user"):  # what the others would not see
-            client.generate({"messages": messages}, modalities=["text"], timeout=60)
-        cascade.assert_idle()
-    assert output.token_ids == tokens
-    assert output.text == text
-    reference = Reference(SPEAKER)
-    inputs = reference.inputs([{"role": "user", "content": f"Say: {text.strip()}"}])
-    said = reference.generate(inputs, thinker_max_tokens=32, talker_max_tokens=64, seed=3)
-    assert output.usage["reader"].input_tokens == inputs["input_ids"].shape[1]
-    assert len(output.audio) == said.waveform.numel() > 0
-
-
-def test_a_chat_model_is_spoken_while_it_writes(tiny_llama, tiny_qwen3_tts, tmp_path):
-    """The stages as they are shipped: the words reach the talker one by one, and sound as if all had been there."""
-    shipped = yaml.safe_load((REPOSITORY / "stage_configs" / "spoken_chat.yaml").read_text())
-    shipped["model"] = str(tiny_llama)
-    for stage in shipped["stages"]:
-        stage |= {"stall_timeout": 60, "devices": None}
-        if stage["kind"] == "autoregressive":
-            stage |= {"engine": ENGINE, "sampling": {"max_tokens": 48, "temperature": 0.0}}
-        if "model" in stage:
-            stage["model"] = str(tiny_qwen3_tts)
-    (tmp_path / "spoken_chat.yaml").write_text(yaml.safe_dump(shipped, sort_keys=False))
-    with RunningPipeline(tmp_path / "spoken_chat.yaml") as chat, OmniClient(chat.endpoint) as client:
+def test_a_chat_model_is_spoken_while_it_writes(tiny_spoken_chat, tiny_qwen3_tts):
+    """The words reach the talker one by one, and sound as if all had been there."""
+    with RunningPipeline(tiny_spoken_chat) as chat, OmniClient(chat.endpoint) as client:
         assert client.describe().speech is None, "it answers"
         first = {"role": "user", "content": SENTENCE}
         answer = {"role": "assistant", "content": "It was blue."}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import itertools
 import json
@@ -152,7 +153,7 @@ def test_words_have_times_and_subtitles_are_cut_at_sentences(pipeline: HttpPipel
 
 
 def test_the_status_says_what_the_pipeline_hears(pipeline: HttpPipeline) -> None:
-    status = httpx.get(f"{pipeline.url}/v1/status").json()["pipeline"]
+    status = httpx.get(f"{pipeline.url}/v1/status").json()
     assert (status["hearing"]["max_seconds"], status["aligning"]["max_seconds"]) == (25.6, 16)
 
 
@@ -170,3 +171,35 @@ def test_the_words_of_a_given_text_get_times(pipeline: HttpPipeline) -> None:
         )
     assert [(word.word, word.place) for word in output.words] == [("The", 0), ("tide", 4), ("is", 12), ("full", 15)]
     assert not output.text
+
+
+def test_a_chat_model_is_spoken_to_and_spoken(pipeline: HttpPipeline, tiny_spoken_chat: Path) -> None:
+    """The cascade: all turns are written down, and the answer is that to their texts, in text and in sound."""
+    files = [file_of(noise(seconds)) for seconds in (1.5, 2.0)]
+    texts = [post(pipeline, file).json()["text"] for file in files]
+    assert texts[0] != texts[1]
+    sounds = [{"data": base64.b64encode(file).decode(), "format": "flac"} for file in files]
+    with HttpPipeline(tiny_spoken_chat, arguments=["--http-transcriber", pipeline.endpoint]) as chat:
+        answers = []
+        for first, second in (
+            [[{"type": "input_audio", "input_audio": sound}] for sound in sounds],
+            [[{"type": "text", "text": text}] for text in texts],
+        ):
+            answer = chat.openai().chat.completions.create(
+                model="spoken-chat",
+                modalities=["text", "audio"],
+                audio={"voice": "vivian", "format": "pcm16"},
+                messages=[
+                    {"role": "user", "content": first},
+                    {"role": "assistant", "content": "It was blue."},
+                    {"role": "user", "content": second},
+                ],
+                seed=3,
+                max_tokens=12,
+                timeout=120,
+            )
+            answers.append((answer.choices[0].message.audio.transcript, answer.choices[0].message.audio.data))
+            assert answer.usage.completion_tokens > 0
+        chat.assert_idle()
+    assert answers[0] == answers[1]
+    assert len(answers[0][1]) > 1000

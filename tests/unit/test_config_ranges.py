@@ -105,7 +105,8 @@ def test_environments_that_no_process_can_have(tmp_path: Path, name: str, text: 
         ("  replica: 1", "pipeline.yaml, line 5: stages.a.replica: unknown key. Did you mean 'replicas'?"),
         (
             "  outputs: [text, smell]",
-            "pipeline.yaml, line 5: stages.a.outputs.1: there is no 'smell' here. Known: audio, image, latents, text.",
+            "pipeline.yaml, line 5: stages.a.outputs.1: there is no 'smell' here. "
+            "Known: audio, image, latents, text, words.",
         ),
         ("  sampling: {top_p: 2}", "pipeline.yaml, line 5: stages.a.sampling.top_p: Expected `float` <= 1.0."),
     ],
