@@ -12,8 +12,9 @@ from av import CodecContext, Packet
 
 from omni_actors.http_server.realtime import webrtc
 from omni_actors.http_server.realtime.config import RATE, Event, ServerVad, event
+from omni_actors.http_server.realtime.playing import AHEAD_SECONDS, Loudspeaker
 from omni_actors.http_server.realtime.session import Silence
-from omni_actors.http_server.realtime.webrtc import AHEAD_SECONDS, OPUS_CLOCK, Loudspeaker
+from omni_actors.http_server.realtime.webrtc import OPUS_CLOCK, OpusTrack
 from tests.support.realtime import PIPELINE, Talk, conforms, error_of, kinds
 from tests.support.servers import tone
 
@@ -111,32 +112,37 @@ async def speaker(told: Told) -> Loudspeaker:
     return made
 
 
-async def played(speaker: Loudspeaker, count: int) -> list[Packet]:
-    return [await speaker.recv() for _ in range(count)]
+@pytest.fixture
+async def track(speaker: Loudspeaker) -> OpusTrack:
+    return OpusTrack(speaker)
 
 
-async def test_answers_are_played_one_after_the_other(speaker: Loudspeaker, told: Told) -> None:
+async def played(track: OpusTrack, count: int) -> list[Packet]:
+    return [await track.recv() for _ in range(count)]
+
+
+async def test_answers_are_played_one_after_the_other(speaker: Loudspeaker, track: OpusTrack, told: Told) -> None:
     sound = (tone(0.05, RATE) * 32767).astype("<i2").tobytes()
     assert speaker.take(delta("a", sound))
     assert not speaker.take(done("a"))
     assert speaker.take(delta("b", sound[:1000]))
-    packets = await played(speaker, 4)
+    packets = await played(track, 4)
     assert told == [("started", "a"), ("stopped", "a"), ("started", "b")]  # of b, 40 bytes wait for more
     assert [packet.pts - packets[0].pts for packet in packets] == [0, 960, 1920, 2880]
     decoder = CodecContext.create("libopus", "r")
     heard = numpy.concatenate([frame.to_ndarray()[0] for packet in packets for frame in decoder.decode(packet)])
     assert numpy.abs(heard[960:2400]).max() > 0.2
     speaker.take(done("b"))
-    await played(speaker, 1)
+    await played(track, 1)
     speaker.take(delta("c", sound))
-    await played(speaker, 1)
+    await played(track, 1)
     assert told[3:] == [("stopped", "b"), ("started", "c")]
 
 
-async def test_packets_are_due_one_after_the_other(speaker: Loudspeaker) -> None:
+async def test_packets_are_due_one_after_the_other(speaker: Loudspeaker, track: OpusTrack) -> None:
     speaker.take(delta("a", bytes(11 * 960)))
     began = time.monotonic()
-    await played(speaker, 11)
+    await played(track, 11)
     assert time.monotonic() - began > 0.17  # ten intervals, of which the first one may be shorter
 
 
@@ -156,42 +162,44 @@ def webrtc_time(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-async def test_after_a_pause_the_time_of_packets_goes_on(speaker: Loudspeaker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_a_pause_the_time_of_packets_goes_on(
+    speaker: Loudspeaker, track: OpusTrack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     speaker.take(delta("a", bytes(960)))
-    (first,) = await played(speaker, 1)
+    (first,) = await played(track, 1)
     now = webrtc_time(monkeypatch)
     now.seconds += 2.0
     speaker.take(delta("a", bytes(960)))
-    (second,) = await played(speaker, 1)
+    (second,) = await played(track, 1)
     assert second.pts - first.pts == pytest.approx(2 * OPUS_CLOCK, abs=0.1 * OPUS_CLOCK)
 
 
-async def test_what_was_not_played_is_dropped_and_said(speaker: Loudspeaker, told: Told) -> None:
+async def test_what_was_not_played_is_dropped_and_said(speaker: Loudspeaker, track: OpusTrack, told: Told) -> None:
     speaker.take(delta("a", bytes(480)))
     speaker.take(done("a"))
     speaker.take(delta("b", bytes(48_000)))
     speaker.take(delta("c", bytes(48_000)))
-    await played(speaker, 3)
+    await played(track, 3)
     assert speaker.silence() == [("b", "item of b", 40), ("c", "item of c", 0)]
     assert speaker.size == 0
     assert speaker.silence() == []
 
 
-async def test_an_answer_that_was_cut_short_was_not_heard_to_its_end(speaker: Loudspeaker) -> None:
+async def test_an_answer_that_was_cut_short_was_not_heard_to_its_end(speaker: Loudspeaker, track: OpusTrack) -> None:
     """Its text goes on where its sound ends."""
     for response, status in (("a", "completed"), ("b", "cancelled")):
         speaker.take(delta(response, bytes(960)))
         speaker.take(done(response, status))
-    await played(speaker, 2)
+    await played(track, 2)
     assert speaker.silence() == [("b", "item of b", 20)]
 
 
-async def test_no_more_of_an_answer_is_taken_than_can_wait(speaker: Loudspeaker) -> None:
+async def test_no_more_of_an_answer_is_taken_than_can_wait(speaker: Loudspeaker, track: OpusTrack) -> None:
     speaker.take(delta("a", bytes(round(AHEAD_SECONDS * 2 * RATE))))
     await speaker.room()
     speaker.take(delta("a", bytes(960)))
     room = asyncio.create_task(speaker.room())
     await asyncio.sleep(0)
     assert not room.done()
-    await played(speaker, 1)
+    await played(track, 1)
     await room

@@ -39,6 +39,7 @@ from omni_actors.http_server.realtime.config import (
     error_event,
     new_id,
 )
+from omni_actors.http_server.realtime.playing import Loudspeaker
 from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Asker, Outbox, Transcriber
 from omni_actors.http_server.realtime.resuming import SessionKeeper, find, owner_of
 from omni_actors.http_server.realtime.session import (
@@ -65,7 +66,7 @@ from omni_actors.telemetry.metrics import (
 from omni_actors.telemetry.request_log import Playback
 
 if TYPE_CHECKING:
-    from omni_actors.http_server.realtime.webrtc import Call, Loudspeaker
+    from omni_actors.http_server.realtime.webrtc import Call
 
 logger = get_logger(__name__)
 T = TypeVar("T")

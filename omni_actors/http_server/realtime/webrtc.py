@@ -7,9 +7,6 @@ import contextlib
 import fractions
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -25,15 +22,8 @@ from av import AudioFormat, AudioFrame, AudioLayout, AudioResampler, CodecContex
 from omni_actors.host.processes import at_most
 from omni_actors.http_server.connections import EventRate
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.realtime.config import (
-    BYTES_PER_SECOND,
-    RATE,
-    AppendAudio,
-    Event,
-    error_event,
-    event,
-    new_id,
-)
+from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, RATE, AppendAudio, error_event, new_id
+from omni_actors.http_server.realtime.playing import Loudspeaker
 from omni_actors.http_server.realtime.turns import SAMPLE_BYTES
 
 logging.getLogger("aiortc").setLevel(logging.ERROR)  # it warns of each packet that cannot be decoded
@@ -48,7 +38,6 @@ PACKET_BYTES = round(PACKET_SECONDS * BYTES_PER_SECOND)
 PIECE_SAMPLES = RATE // 25  # of the microphone that a session takes at a time: 40 ms
 
 PAUSE_SECONDS = 0.1  # after the last packet, from which the next one begins anew
-AHEAD_SECONDS = 30.0  # of an answer that wait to be played before no more of it is taken
 CONNECT_SECONDS = 15.0  # in which a client that has the answer to its offer must be connected
 CLOSE_SECONDS = 2.0  # for a client to agree to the end of its channel
 UNREAD_BYTES = 256 << 10  # that may wait for the session before what comes is dropped, as a network does
@@ -58,33 +47,14 @@ MOST_PIECES, MOST_STREAMS = 256, 16  # of events that are not complete, and the 
 MOST_ADDRESSES = 32  # from which a client may try to connect
 
 
-@dataclass(eq=False)
-class Unplayed:
-    """The sound of an item that waits to be played.
-
-    Args:
-        status: that of its response, once it has ended.
-        played: bytes.
-    """
-
-    response_id: str
-    item_id: str
-    pcm: bytearray = field(default_factory=bytearray)
-    status: str = ""
-    played: int = 0
-
-
-class Loudspeaker(MediaStreamTrack):
-    """Plays answers one after the other, in real time, as packets of Opus. Between them nothing is sent."""
+class OpusTrack(MediaStreamTrack):
+    """Plays answers in real time, as packets of Opus. Between them nothing is sent."""
 
     kind = "audio"
 
-    def __init__(self) -> None:
+    def __init__(self, speaker: Loudspeaker) -> None:
         super().__init__()
-        self.tell: Callable[[Event], None] = lambda _: None  # sends an event to the client
-        self._clips: deque[Unplayed] = deque()
-        self._filled = asyncio.Event()
-        self._drained = asyncio.Event()
+        self._speaker = speaker
         self._due = 0.0  # when the next packet is to be sent (monotonic clock)
         self._timestamp = 0
         self._encoder = CodecContext.create("libopus", "w")
@@ -92,43 +62,11 @@ class Loudspeaker(MediaStreamTrack):
         self._encoder.sample_rate, self._encoder.bit_rate = RATE, OPUS_BITS_PER_SECOND
         self._encoder.options = {"application": "voip"}
 
-    @property
-    def size(self) -> int:
-        """Bytes that wait to be played."""
-        return sum(len(clip.pcm) for clip in self._clips)
-
-    def take(self, event: Event) -> bool:
-        """Take the sound of an event, which is then not to be sent; says whether it had any."""
-        if event["type"] == "response.output_audio.delta":
-            if not self._clips or self._clips[-1].response_id != event["response_id"]:
-                self._clips.append(Unplayed(event["response_id"], event["item_id"]))
-            self._clips[-1].pcm += event["delta"]
-        elif event["type"] == "response.done":
-            for clip in self._clips:
-                if clip.response_id == event["response"]["id"]:
-                    clip.status = event["response"]["status"]
-        self._filled.set()
-        return bool(event["type"] == "response.output_audio.delta")
-
-    def silence(self) -> list[tuple[str, str, int]]:
-        """Drop what was not played. Returns response, item and milliseconds played of what was cut."""
-        cut = [clip for clip in self._clips if clip.pcm or clip.status != "completed"]
-        self._clips = deque(clip for clip in self._clips if clip not in cut)
-        self._drained.set()
-        return [(clip.response_id, clip.item_id, 1000 * clip.played // BYTES_PER_SECOND) for clip in cut]
-
-    async def room(self) -> None:
-        """Wait until not too much waits to be played."""
-        while self.size > AHEAD_SECONDS * BYTES_PER_SECOND:
-            self._drained.clear()
-            await self._drained.wait()
-
     async def recv(self) -> Packet[Any]:
         """The next packet, when it is due. Called by aiortc, which sends it."""
         await asyncio.sleep(self._due - time.monotonic())
-        while (pcm := self._next()) is None:
-            self._filled.clear()
-            await self._filled.wait()
+        while (found := self._speaker.next(PACKET_BYTES, PACKET_BYTES)) is None:
+            await self._speaker.more()
         if self.readyState != "live":
             raise MediaStreamError
         paused = time.monotonic() - self._due
@@ -137,28 +75,10 @@ class Loudspeaker(MediaStreamTrack):
         self._timestamp += packets * PACKET_TICKS
         frame = AudioFrame("s16", "mono", PACKET_BYTES // SAMPLE_BYTES)
         frame.sample_rate = RATE
-        frame.planes[0].update(pcm)
+        frame.planes[0].update(found[1].ljust(PACKET_BYTES, b"\0"))
         (packet,) = self._encoder.encode(frame)
         packet.pts, packet.time_base = self._timestamp, fractions.Fraction(1, OPUS_CLOCK)
         return packet
-
-    def _next(self) -> bytes | None:
-        """The sound of the next packet; `None` until there is some. Tells where playing begins and ends."""
-        while self._clips:
-            clip = self._clips[0]
-            if clip.pcm and (clip.status or len(clip.pcm) >= PACKET_BYTES):
-                if not clip.played:
-                    self.tell(event("output_audio_buffer.started", response_id=clip.response_id))
-                pcm = bytes(clip.pcm[:PACKET_BYTES])
-                del clip.pcm[:PACKET_BYTES]
-                clip.played += len(pcm)
-                self._drained.set()
-                return pcm.ljust(PACKET_BYTES, b"\0")
-            if not clip.status:
-                break
-            self._clips.popleft()
-            self.tell(event("output_audio_buffer.stopped", response_id=clip.response_id))
-        return None
 
 
 class Call:
@@ -196,7 +116,7 @@ class Call:
         """
         lines = [line for line in offer.splitlines() if not line.startswith(("a=candidate:", "a=end-of-candidates"))]
         offer = "\r\n".join([*lines, ""])
-        sent = self._peer.addTransceiver(self.speaker)
+        sent = self._peer.addTransceiver(OpusTrack(self.speaker))
         codecs = RTCRtpSender.getCapabilities("audio").codecs
         sent.setCodecPreferences([codec for codec in codecs if codec.mimeType.lower() == OPUS])
         try:
