@@ -79,6 +79,7 @@ class Reports:
             max_media=requests.gate.max_media,
             adapters=tuple(self.pipeline.adapters),
             on_cpu=on_cpu(self.pipeline, sum(node.devices for node in self.fleet.nodes.values())),
+            calls_tools=self.pipeline.tool_call_parser is not None,
             speech=entry.facts.speech if (entry := loaded.get(self.pipeline.entry.name)) else None,
             hearing=entry.facts.hearing if entry is not None else None,
             aligning=aligner.facts.hearing if aligner is not None else None,

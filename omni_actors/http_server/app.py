@@ -37,7 +37,7 @@ from omni_actors.http_server import chat, images, responses, state, transcriptio
 from omni_actors.http_server.bodies import BODIES, REFERENCE, FormBody, JsonBody, decode
 from omni_actors.http_server.errors import STOPPING, HttpError, bad_field
 from omni_actors.http_server.media import Fetcher
-from omni_actors.http_server.realtime import calls, client_secrets
+from omni_actors.http_server.realtime import calls, client_secrets, live
 from omni_actors.http_server.realtime import connection as realtime
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.speech import elevenlabs, stream, texts, voices
@@ -394,6 +394,7 @@ ENDPOINTS = (
 
 SOCKETS = {
     REALTIME: realtime.realtime,
+    live.PATH: live.live,
     stream.PATH: stream.stream,
     elevenlabs.SINGLE: elevenlabs.single,
     elevenlabs.MULTI: elevenlabs.multi,

@@ -236,7 +236,8 @@ KNOWN_SECONDS = 2.0  # the same for what does not change while a pipeline runs
 REMEMBERED_SECONDS = 30.0  # the same while the coordinator is too busy to answer
 OPENAI_MODEL = re.compile(r"(chatgpt|dall-e|gpt|o\d|tts|whisper)(-[\w.:-]{1,100})?")
 # A new one goes to the end: the others keep their voices.
-OPENAI_VOICES = "alloy ash ballad coral echo fable nova onyx sage shimmer verse marin cedar"
+OPENAI_VOICES = "alloy ash ballad coral echo fable nova onyx sage shimmer verse marin cedar "
+OPENAI_VOICES += "beacon bossa cinder delta gleam meridian quartz ripple shida stone tempo vesper willow"
 IPV6_NETWORK = 64  # bits; who has one of its addresses usually has them all
 
 

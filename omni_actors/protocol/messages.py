@@ -811,6 +811,7 @@ class Description(Body, tag="description", frozen=True):
         hearing: what it can do if it writes down what it hears; `None` likewise.
         aligning: the recordings for whose words it knows the times; `None` for none.
         on_cpu: whether no host has a GPU, and a stage would take one.
+        calls_tools: whether a prompt may have tools.
     """
 
     pipeline: str
@@ -835,6 +836,7 @@ class Description(Body, tag="description", frozen=True):
     aligning: HearingAbility | None = None
     coordinator: str = ""
     on_cpu: bool = False
+    calls_tools: bool = False
 
 
 class Operation(enum.StrEnum):

@@ -39,6 +39,7 @@ from omni_actors.http_server.realtime.config import (
     error_event,
     new_id,
 )
+from omni_actors.http_server.realtime.live_events import LiveEvent
 from omni_actors.http_server.realtime.playing import Loudspeaker
 from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Asker, Outbox, Transcriber
 from omni_actors.http_server.realtime.resuming import SessionKeeper, find, owner_of
@@ -66,26 +67,39 @@ from omni_actors.telemetry.metrics import (
 from omni_actors.telemetry.request_log import Playback
 
 if TYPE_CHECKING:
+    from omni_actors.http_server.realtime.live import LiveSession
     from omni_actors.http_server.realtime.webrtc import Call
 
 logger = get_logger(__name__)
 T = TypeVar("T")
 
 EVENT_BYTES = 4 << 20  # that may wait before no more events of the client are taken
-GOING_AWAY = 1001  # code that closes a WebSocket
+NORMAL, GOING_AWAY = 1000, 1001  # codes that close a WebSocket
 LEFT = (1000, 1005)  # codes of clients that have closed it: without an error, or without a code
 ABNORMAL = 1006
 INTERNAL = "Internal error: see the server's log."
 INTERRUPTIONS = ("turn_detected", "client_cancelled")
 
 
+class SessionOver(Exception):
+    """The client has ended a session; `why` as it is told."""
+
+    def __init__(self, why: HttpError) -> None:
+        super().__init__(why.message)
+        self.why = why
+
+
 class WebSocketLine:
     """A WebSocket as what carries a session: events alone. Raises `WebSocketDisconnect` when its client has left."""
 
-    speaker: Loudspeaker | None = None
-
     def __init__(self, websocket: WebSocket) -> None:
         self._websocket = websocket
+        self.live: LiveSession | None = None
+
+    @property
+    def speaker(self) -> Loudspeaker | None:
+        """What plays answers in time, if anything does."""
+        return self.live.speaker if self.live is not None else None
 
     async def receive(self) -> bytes:
         """The next event."""
@@ -103,7 +117,7 @@ class WebSocketLine:
 
     async def close(self, code: str) -> None:
         """Close the WebSocket."""
-        await self._websocket.close(GOING_AWAY, code)
+        await self._websocket.close(GOING_AWAY if self.live is None else NORMAL, code)
 
 
 async def read_events(
@@ -157,7 +171,9 @@ class SessionConnection:
         self._keeper: SessionKeeper | None = None
         if line.speaker is None:  # a call cannot go on over a WebSocket
             self._keeper = SessionKeeper(session, owner_of(request, state), state.sessions)
-        self._outbox = Outbox(line.send, state.settings.write_timeout, self._keeper)
+        self._live = line.live
+        told = self._live.told if self._live is not None else None
+        self._outbox = Outbox(line.send, state.settings.write_timeout, self._keeper, told)
         if line.speaker is not None:
             line.speaker.tell = self._outbox.put
         self._transcriber = Transcriber(session.transcripts, self._outbox, self._asker)
@@ -167,6 +183,8 @@ class SessionConnection:
 
     async def run(self) -> None:
         """Run the session to its end; at the end none of its requests is left."""
+        if self._live is not None:
+            self._live.begin(self._outbox, lambda event: self._carry_out(self._session.receive(event)))
         self._carry_out(self._session.opened())
         self._account()
         reader = _task(self._read(), "realtime reader")
@@ -175,6 +193,8 @@ class SessionConnection:
         tasks = [reader, writer, transcriber]
         if self._keeper is not None:
             tasks.append(_task(self._keep(self._keeper), "realtime keeper"))
+        if self._live is not None:
+            tasks.append(_task(self._live.play(), "realtime player"))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -202,30 +222,41 @@ class SessionConnection:
         settings, session = self._state.settings, self._session
         idle, expires = settings.realtime_idle_seconds, time.monotonic() + session.expires - time.time()
         receive, busy = self._line.receive, lambda: session.answering
-        await self._close(await read_events(receive, self._take, busy, settings, idle, expires))
+        try:
+            why = await read_events(receive, self._take, busy, settings, idle, expires)
+        except SessionOver as over:
+            why = over.why
+        await self._close(why)
 
     async def _take(self, given: bytes | config.AppendAudio) -> None:
         """Let the session take an event, if it can be decoded and there is room for it."""
         data = given.audio if isinstance(given, config.AppendAudio) else given
         try:
             take_bytes(self._bodies, self, len(data))
-            if isinstance(given, config.AppendAudio):
-                event: config.AnyEvent = given
-            else:
-                event = config.parse(data) if len(data) <= SHORT else await asyncio.to_thread(config.parse, data)
-            pictures = await self._read_pictures(config.pictures_of(event))
-            if self._activity is not None and not isinstance(event, config.AppendAudio):
-                await self._activity.caught_up.wait()  # what came before the event counts before it
-            before = self._session.position
-            self._carry_out(self._session.receive(event, pictures))
-            if isinstance(event, config.AppendAudio) and self._session.position > before:
-                await self._listen(self._session.sound_from(before), before)
+            event: Any = given
+            if not isinstance(given, config.AppendAudio):
+                kind = config.AnyEvent if self._live is None else LiveEvent
+                short = len(data) <= SHORT
+                event = config.parse(data, kind) if short else await asyncio.to_thread(config.parse, data, kind)
+            if self._live is not None:
+                event = self._live.meant(event)
+            if event is not None:
+                await self._receive(event)
         except (HttpError, OmniError) as error:
             self._outbox.put(error_event(HttpError.of(error), config.event_id_of(data)))
         finally:
             self._bodies.release(self)
             self._account()
         await self._outbox.room(EVENT_BYTES)
+
+    async def _receive(self, event: config.AnyEvent) -> None:
+        pictures = await self._read_pictures(config.pictures_of(event))
+        if self._activity is not None and not isinstance(event, config.AppendAudio):
+            await self._activity.caught_up.wait()  # what came before the event counts before it
+        before = self._session.position
+        self._carry_out(self._session.receive(event, pictures))
+        if isinstance(event, config.AppendAudio) and self._session.position > before:
+            await self._listen(self._session.sound_from(before), before)
 
     def _account(self) -> None:
         played = self._line.speaker.size if self._line.speaker is not None else 0

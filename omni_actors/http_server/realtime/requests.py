@@ -36,23 +36,33 @@ class Outbox:
         send: sends a text to the client, and waits while it does not read.
         write_timeout: seconds for which a client may leave an event unread.
         keeper: writes down what events have changed before they are sent.
+        told: takes events in place of the client, and appends those that the client is to get.
     """
 
     def __init__(
-        self, send: Callable[[str], Awaitable[None]], write_timeout: float, keeper: SessionKeeper | None
+        self,
+        send: Callable[[str], Awaitable[None]],
+        write_timeout: float,
+        keeper: SessionKeeper | None,
+        told: Callable[[Event], None] | None = None,
     ) -> None:
         self._send = send
         self._write_timeout = write_timeout
         self._keeper = keeper
+        self._told = told or self.append
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
         self._filled = asyncio.Event()
         self._drained = asyncio.Event()
 
     def put(self, event: Event) -> None:
-        """Append an event."""
+        """Take an event of the session."""
         if self._keeper is not None:
             self._keeper.note(event)
+        self._told(event)
+
+    def append(self, event: Event) -> None:
+        """Append an event as it is."""
         data = msgspec.json.encode(event)
         self._waiting.append(data)
         self._bytes += len(data)

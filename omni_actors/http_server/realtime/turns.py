@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib.util
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -86,8 +87,10 @@ class AudioBuffer:
             self._decoder = SoundDecoder(wire)
 
     def make_room(self, size: int) -> None:
-        """Forget the oldest sound if there is no room for `size` more bytes."""
-        excess = len(self._data) + size - int(self._limit_seconds * BYTES_PER_SECOND)
+        """Forget the oldest sound if there is no room for what `size` more bytes become."""
+        wire = self._decoder.wire
+        more = math.ceil(size * BYTES_PER_SECOND / (wire.hertz * wire.sample_bytes))
+        excess = len(self._data) + more - int(self._limit_seconds * BYTES_PER_SECOND)
         if excess > 0:
             self.take(end=self.start + -(-excess // SAMPLE_BYTES))
 

@@ -87,6 +87,7 @@ class Call:
     def __init__(self) -> None:
         self.id = new_id("rtc")
         self.speaker = Loudspeaker()
+        self.live = None
         # No STUN server: aiortc would ask one of Google's for the addresses of this host.
         configuration = RTCConfiguration(iceServers=[], bundlePolicy=RTCBundlePolicy.MAX_BUNDLE)
         self._peer = RTCPeerConnection(configuration)

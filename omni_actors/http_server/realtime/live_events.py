@@ -1,0 +1,183 @@
+"""What clients of the Live API send: each of their events, and the configuration of a session."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from omni_actors.http_server.bodies import BodyText, Nothing, Strict
+from omni_actors.http_server.generation import FlatChoice, FlatTools, InputText, OutputText, ToolMode, VoiceId
+from omni_actors.http_server.realtime.config import ClientEvent, GivenItem, GivenMessage, Instructions, WireFormat
+from omni_actors.protocol.fields import PositiveInt
+
+MAX_HISTORY = 128  # messages before a session, as OpenAI allows
+MAX_APPENDED = 8192  # characters of a context that is appended; OpenAI allows 500 tokens
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The configuration
+
+
+class HistoryText(Strict, frozen=True):
+    """The text of an earlier message."""
+
+    text: BodyText
+    type: Literal["input_text", "output_text", "text"] | None = None
+
+
+class HistoryMessage(Strict, frozen=True):
+    """A message of an earlier conversation; `id` and `status` are without effect."""
+
+    role: Literal["developer", "user", "assistant"]
+    content: Annotated[list[HistoryText], Meta(min_length=1, max_length=1)]
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: str | None = None
+
+    def item(self) -> GivenMessage:
+        """The message as an item of a realtime session."""
+        part = (OutputText if self.role == "assistant" else InputText)(self.content[0].text)
+        return GivenMessage(role="system" if self.role == "developer" else self.role, content=[part])
+
+
+class Backend(Strict, frozen=True, kw_only=True):
+    """The model, the tools and the instructions of delegated work; what an update leaves out stays."""
+
+    model: str | None = None
+    instructions: Instructions | None = None
+    tools: FlatTools | None = None
+    tool_choice: ToolMode | FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: PositiveInt | None = None
+    reasoning: Any = None  # without effect, as are the next two
+    text: Any = None
+    service_tier: Any = None
+
+
+class Delegation(Strict, frozen=True, kw_only=True, tag_field="type"):
+    """Who does what the model delegates; the delay is without effect, as the server makes no acknowledgements."""
+
+    acknowledgement_delay_ms: Annotated[int, Meta(ge=0)] | None = None
+
+
+class ToClient(Delegation, frozen=True, kw_only=True, tag="client"):
+    """The client does."""
+
+
+class ToResponses(Delegation, frozen=True, kw_only=True, tag="responses"):
+    """The server does, with the client's tools."""
+
+    responses: Backend
+
+
+class LiveOutput(Strict, frozen=True):
+    """The voice."""
+
+    voice: str | VoiceId | None = None
+
+
+class LiveAudio(Strict, frozen=True):
+    """The voice, and how sound travels in both directions."""
+
+    format: WireFormat | None = None
+    output: LiveOutput | None = None
+
+
+class LiveFields(Strict, frozen=True, kw_only=True):
+    """The `session` of `session.start`."""
+
+    model: str
+    audio: LiveAudio | None = None
+    delegation: ToClient | ToResponses | None = None
+    input: Annotated[list[HistoryMessage], Meta(max_length=MAX_HISTORY)] | None = None
+    instructions: Instructions | None = None
+    store: Literal[False] | None = None
+    safety_identifier: str | None = None  # without effect
+    client: None = None
+    triggers: Nothing = None
+
+
+class LiveUpdate(Strict, frozen=True, kw_only=True):
+    """The `session` of `session.update`."""
+
+    delegation: ToClient | ToResponses | None = None
+    triggers: Nothing = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Events
+
+
+class StartLive(ClientEvent, frozen=True, kw_only=True, tag="session.start"):
+    """Begin the session: the first event, and no other one."""
+
+    session: LiveFields
+
+
+class UpdateLive(ClientEvent, frozen=True, kw_only=True, tag="session.update"):
+    """Change how work is delegated."""
+
+    session: LiveUpdate
+
+
+class AppendInput(ClientEvent, frozen=True, kw_only=True, tag="session.input_audio.append"):
+    """The next sound of the user."""
+
+    audio: bytes
+
+
+class MuteInput(ClientEvent, frozen=True, kw_only=True, tag="session.input_audio.mute"):
+    """Take silence for the sound of the user from now on."""
+
+
+class UnmuteInput(ClientEvent, frozen=True, kw_only=True, tag="session.input_audio.unmute"):
+    """Hear the user again."""
+
+
+class AppendContext(ClientEvent, frozen=True, kw_only=True):
+    """Tell the model something, perhaps the result of a delegation."""
+
+    delegation_id: str | None
+    content: Annotated[str, Meta(min_length=1, max_length=MAX_APPENDED)]
+
+
+class AppendInstructions(AppendContext, frozen=True, kw_only=True, tag="session.instructions.append"):
+    """What to do from now on."""
+
+
+class AppendThinking(AppendContext, frozen=True, kw_only=True, tag="session.thinking.append"):
+    """What to know, and not to say now."""
+
+
+class AppendCommentary(AppendContext, frozen=True, kw_only=True, tag="session.commentary.append"):
+    """What to say now."""
+
+
+class CreateBackendItem(ClientEvent, frozen=True, kw_only=True, tag="response.item.create"):
+    """The result of a call, or a message, for the model that does delegated work."""
+
+    item: GivenItem
+
+
+class ContinueWork(ClientEvent, frozen=True, kw_only=True, tag="response.create"):
+    """Go on with delegated work."""
+
+
+class CloseLive(ClientEvent, frozen=True, kw_only=True, tag="session.close"):
+    """End the session."""
+
+
+LiveEvent = (
+    StartLive
+    | UpdateLive
+    | AppendInput
+    | MuteInput
+    | UnmuteInput
+    | AppendInstructions
+    | AppendThinking
+    | AppendCommentary
+    | CreateBackendItem
+    | ContinueWork
+    | CloseLive
+)
