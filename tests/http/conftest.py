@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from playwright.sync_api import Browser, Page
 
 from tests.support.browser import chromium, watched_page
 from tests.support.paths import REPOSITORY
+from tests.support.scripted import scripted_pipeline
 from tests.support.servers import HttpPipeline, close_clients
 
 ONE_SAMPLE = {"stages.code2wav.engine.samples_per_token": 1}
@@ -145,6 +148,24 @@ def slow(slow_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
     """20 tokens a second, two requests at a time; idle again after each test."""
     yield slow_pipeline
     slow_pipeline.assert_idle()
+
+
+@pytest.fixture(scope="session")
+def scripted_http(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpPipeline]:
+    config = tmp_path_factory.mktemp("scripted") / "scripted.yaml"
+    config.write_bytes(msgspec.yaml.encode(scripted_pipeline(tiny_checkpoint)))
+    template = REPOSITORY / "stage_configs" / "qwen2_5_omni_tools.jinja"
+    environment = {"OMNI_ACTORS_ALLOW_IMPORTS": "tests.support"}
+    arguments = ["--openai-names", f"--tool-chat-template={template}"]
+    with HttpPipeline(config, arguments=arguments, environment=environment) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+def scripted(scripted_http: HttpPipeline) -> Iterator[HttpPipeline]:
+    """A model that says what it is asked to, and calls tools; idle again after each test."""
+    yield scripted_http
+    scripted_http.assert_idle()
 
 
 @pytest.fixture(scope="session")

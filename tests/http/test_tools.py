@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import openai
 import pytest
 from openai import AsyncOpenAI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 
-from tests.support.paths import REPOSITORY
-from tests.support.scripted import SAY, SHOW, scripted_pipeline
+from tests.support.scripted import SAY, SHOW, called
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import PATIENCE
 
@@ -37,7 +33,7 @@ SAMPLES_PER_TOKEN = 480
 
 
 def call(name: str, city: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'city': city}})}\n</tool_call>"
+    return called(name, city=city)
 
 
 TWO_CALLS = f"{call('weather', 'Kiel')}\n{call('time', 'Kiel')}"
@@ -45,22 +41,6 @@ TWO_CALLS = f"{call('weather', 'Kiel')}\n{call('time', 'Kiel')}"
 
 def asked(answer: str) -> list[dict]:
     return [{"role": "user", "content": SAY + answer}]
-
-
-@pytest.fixture(scope="module")
-def scripted_http(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpPipeline]:
-    config = tmp_path_factory.mktemp("scripted") / "scripted.yaml"
-    config.write_bytes(msgspec.yaml.encode(scripted_pipeline(tiny_checkpoint)))
-    template = REPOSITORY / "stage_configs" / "qwen2_5_omni_tools.jinja"
-    environment = {"OMNI_ACTORS_ALLOW_IMPORTS": "tests.support"}
-    with HttpPipeline(config, arguments=[f"--tool-chat-template={template}"], environment=environment) as pipeline:
-        yield pipeline
-
-
-@pytest.fixture
-def scripted(scripted_http: HttpPipeline) -> Iterator[HttpPipeline]:
-    yield scripted_http
-    scripted_http.assert_idle()
 
 
 def test_a_call_is_an_answer_of_its_own_kind(scripted: HttpPipeline) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,12 @@ from omni_actors.stage.engine_interface import (
 
 SAY = "Say: "  # a message of this beginning is answered with its rest; SHOW with the prompt as the model gets it
 SHOW = "Show the prompt."
+NEXT = "|"  # between the answers to spoken turns, in the instructions
+
+
+def called(name: str, **arguments: str) -> str:
+    """A call, as the model says it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 @dataclass
@@ -57,6 +64,9 @@ class ScriptedStage(StageEngine):
             raise InvalidRequest("A scripted stage needs messages.")
         rendered = self._template.render(prompt)
         asked = "".join(part.text or "" for part in prompt.messages[-1].content)
+        if not asked:  # the user has spoken
+            turns = sum(message.role == "user" for message in prompt.messages)
+            asked = "".join(part.text or "" for part in prompt.messages[0].content).split(NEXT)[turns - 1]
         answer = asked.removeprefix(SAY) if asked != SHOW else rendered
         token_ids = self._tokenizer(answer)["input_ids"]
         texts = [self._tokenizer.decode(token_ids[:end]) for end in range(len(token_ids) + 1)]

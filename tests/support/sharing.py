@@ -21,6 +21,7 @@ PIPELINES = {
     "Qwen3-TTS": ("qwen3_tts_http",),
     "Qwen3-Omni": ("qwen3_http",),
     "Qwen2.5-Omni": ("tiny_pipeline", "tiny_http"),
+    "scripted": ("scripted", "scripted_http"),
     ECHO: (
         *("echo", "echo_pipeline", "slow", "slow_pipeline", "pictures", "picture_pipeline"),
         *(

@@ -63,6 +63,7 @@ PATH = "/v1/live/sessions"
 PIECE_SECONDS = 0.1  # of sound that is sent at a time
 LEAD_SECONDS = 0.1  # by which sound is sent before it is due, so that a late packet is no gap
 MOST_LATE = 1.0  # seconds of silence that are sent later, if nothing could be sent for a while
+MOST_WAITING = 128  # items, while the model answers
 PACE = 15.0  # characters a second, as people speak: of an answer of which not all is made
 DELEGATE = FlatTool(
     type="function",
@@ -126,7 +127,8 @@ class LiveSession:
         self._speaking = False
         # Answers
         self._answering = False
-        self._wanted = False  # another one, after the one that runs
+        self._wanted = False  # another one, once it is possible
+        self._waiting: list[config.CreateItem] = []
         self._appending: dict[str, AppendInstructions | AppendThinking | AppendCommentary] = {}  # by item
         self._playing: Unplayed | None = None
         self._said = 0  # characters of its transcript
@@ -175,14 +177,14 @@ class LiveSession:
                 self._check_backend()
                 if isinstance(item, config.FunctionCallOutput):
                     self._open.discard(item.call_id)
-                return config.CreateItem(event_id=event.event_id, item=item)
+                return self._add(config.CreateItem(event_id=event.event_id, item=item))
             case ContinueWork():
                 self._check_backend()
                 if self._open:
                     message = f"The backend waits for the results of {', '.join(self._open)}: send them first."
                     raise HttpError(400, message, code="function_call_outputs_required")
-                self._continues = True
-                self._answer()
+                self._continues = self._wanted = True
+                self._go_on()
                 return None
             case CloseLive():
                 self._closing = event
@@ -227,13 +229,22 @@ class LiveSession:
         if call_id is not None:
             item = config.FunctionCallOutput(id=item_id, call_id=call_id, output=event.content)
         self._appending[item_id] = event
-        return config.CreateItem(event_id=event.event_id, item=item)
+        return self._add(config.CreateItem(event_id=event.event_id, item=item))
 
-    def _answer(self) -> None:
-        """Have the model answer: now, after the answer that runs, or with the turn in which the user speaks."""
-        if self._answering:
-            self._wanted = True
-        elif not self._speaking:
+    def _add(self, event: config.CreateItem) -> AnyEvent | None:
+        """Add an item: behind the answer that runs, which does not know it. Raises `HttpError`."""
+        if config.pictures_of(event):
+            raise bad_field("item.content", "A Live session takes no pictures.", "unsupported_value")
+        if not self._answering:
+            return event
+        if len(self._waiting) == MOST_WAITING:
+            raise HttpError(429, f"{MOST_WAITING} items wait for the end of an answer.", code="overloaded")
+        self._waiting.append(event)
+        return None
+
+    def _go_on(self) -> None:
+        """Have the model answer what it was told, but not while the user speaks: that turn is answered anyway."""
+        if self._wanted and not self._answering and not self._speaking:
             self._act(config.CreateResponse())
 
     # -- events of the realtime session -------------------------------------------------------------------------------
@@ -324,16 +335,18 @@ class LiveSession:
         now = self._now()
         self._send(f"{given.__struct_config__.tag}ed", given, start_ms=now, end_ms=now)
         if isinstance(given, AppendCommentary):
-            self._answer()
+            self._wanted = True
+            self._go_on()
 
     def _done(self, response: Mapping[str, Any]) -> None:
-        self._answering = False
         if response["id"] in self._backend:
             self._end_work(response)
         self._send("session.usage.updated", usage=self._usage())
-        if self._wanted:
-            self._wanted = False
-            self._answer()
+        waiting, self._waiting = self._waiting, []
+        for item in waiting:
+            self._act(item)
+        self._answering = False
+        self._go_on()
 
     # -- delegated work -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,97 @@
+"""A client of the Live API on a bare socket: what it hears, and every event held against the `openai` package."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy
+from openai.types.live import ServerEvent
+from pydantic import TypeAdapter
+from websockets.asyncio.client import ClientConnection, connect
+
+from omni_actors.http_server.realtime.config import RATE
+from omni_actors.http_server.realtime.live import PATH
+from tests.support.realtime import extra_fields
+from tests.support.waiting import eventually
+
+OPENAI = TypeAdapter(ServerEvent)
+EXTRA = {"capabilities"}  # which clients know nothing of
+PIECE = RATE // 10  # samples that are said at a time
+PAUSE = numpy.zeros(RATE * 7 // 10, "<i2")  # ends a turn
+
+
+class LiveClient:
+    """One session, and what came of it: the events, and apart from them the sound."""
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self.socket = socket
+        self.events: list[dict[str, Any]] = []
+        self.pcm = b""
+        self.began = time.monotonic()
+
+    async def listen(self) -> None:
+        async for text in self.socket:
+            event = json.loads(text)
+            extra = set(extra_fields(OPENAI.validate_python(event)))
+            assert extra <= EXTRA, f"{event['type']} has {extra - EXTRA}"
+            if event["type"] == "session.output_audio.delta":
+                self.pcm += base64.b64decode(event["delta"])
+            else:
+                self.events.append(event)
+
+    async def send(self, kind: str, **fields: Any) -> None:
+        await self.socket.send(json.dumps({"type": kind, **fields}))
+
+    async def append(self, sound: bytes) -> None:
+        await self.send("session.input_audio.append", audio=base64.b64encode(sound).decode())
+
+    async def say(self, *sounds: numpy.ndarray) -> None:
+        """Speak i16 at `RATE`, all of it at once."""
+        samples = numpy.concatenate(sounds)
+        for start in range(0, len(samples), PIECE):
+            await self.append(samples[start : start + PIECE].tobytes())
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["type"] == kind]
+
+    def work(self, kind: str) -> list[dict[str, Any]]:
+        """Events of the backend."""
+        inner = [event["event"] for event in self.of_kind("response.event")]
+        return [event for event in inner if event["type"] == kind]
+
+    @property
+    def said(self) -> str:
+        """The transcript of all answers, as far as they were heard."""
+        return "".join(event["delta"] for event in self.of_kind("session.output_transcript.delta"))
+
+    async def until(self, kind: str, count: int = 1) -> dict[str, Any]:
+        """Wait for an event; returns the last one of its kind."""
+        await eventually(lambda: len(self.of_kind(kind)) >= count, 15, lambda: f"{kind}: {self.events}")
+        return self.of_kind(kind)[-1]
+
+    async def until_said(self, text: str) -> None:
+        await eventually(lambda: text in self.said, 15, lambda: f"{text!r} in {self.said!r}: {self.events}")
+
+
+@asynccontextmanager
+async def live_session(url: str, **session: Any) -> AsyncIterator[LiveClient]:
+    """A session that has begun; closed at the end."""
+    async with connect(f"{url.replace('http', 'ws', 1)}{PATH}", proxy=None) as socket:
+        client = LiveClient(socket)
+        ear = asyncio.create_task(client.listen())
+        try:
+            await client.send("session.start", event_id="the start", session={"model": "gpt-live-1", **session})
+            await client.until("session.started")
+            yield client
+            await client.send("session.close")
+            await ear
+            assert client.events[-1]["type"] == "session.closed"
+            assert socket.close_code == 1000
+        finally:
+            ear.cancel()
