@@ -1,19 +1,22 @@
-"""An agent of livekit-agents, unchanged, with its plugin for OpenAI's realtime API."""
+"""An agent of livekit-agents, unchanged, with its plugin for OpenAI's realtime API and for the Live API."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import numpy
 from livekit import rtc
-from livekit.agents import Agent, AgentSession, ConversationItemAddedEvent, ErrorEvent
+from livekit.agents import Agent, AgentSession, ConversationItemAddedEvent, ErrorEvent, function_tool
+from livekit.agents.llm import DuplexModel, RealtimeModel
 from livekit.agents.voice import io
 from livekit.plugins import openai
 
 from omni_actors.http_server.realtime.config import RATE
+from tests.support.live import CONVERSATION, check_live_conversation
 from tests.support.realtime import INSTRUCTIONS, SILENCE, check_conversation, interruptions, speech
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import eventually
@@ -25,9 +28,16 @@ class Microphone(io.AudioInput):
     def __init__(self) -> None:
         super().__init__(label="microphone")
         self._frames: asyncio.Queue[rtc.AudioFrame] = asyncio.Queue()
+        self.always_open = False
 
     async def __anext__(self) -> rtc.AudioFrame:
-        return await self._frames.get()
+        if not self.always_open:
+            return await self._frames.get()
+        try:
+            async with asyncio.timeout(PIECE / RATE):
+                return await self._frames.get()
+        except TimeoutError:
+            return rtc.AudioFrame(bytes(2 * PIECE), RATE, 1, PIECE)
 
     def hear(self, *sounds: numpy.ndarray) -> None:
         samples = numpy.concatenate(sounds)
@@ -103,13 +113,11 @@ class Conversation:
 
 
 @asynccontextmanager
-async def conversation(url: str) -> AsyncIterator[Conversation]:
-    """With every default of the plugin."""
-    model = openai.realtime.RealtimeModel(base_url=f"{url}/v1", api_key="none")
+async def conversation(model: RealtimeModel | DuplexModel, agent: Agent) -> AsyncIterator[Conversation]:
     session = AgentSession(llm=model, aec_warmup_duration=None)  # else it hears nothing for 3 s: here is no echo
     talk = Conversation(session)
     try:
-        await session.start(Agent(instructions=INSTRUCTIONS))
+        await session.start(agent)
         yield talk
         assert not talk.errors, talk.errors
     finally:
@@ -119,7 +127,8 @@ async def conversation(url: str) -> AsyncIterator[Conversation]:
 
 async def test_livekit_holds_a_conversation_and_interrupts_it(talkative: HttpPipeline) -> None:
     before = interruptions(talkative.url)
-    async with conversation(talkative.url) as talk:
+    model = openai.realtime.RealtimeModel(base_url=f"{talkative.url}/v1", api_key="none")  # with all its defaults
+    async with conversation(model, Agent(instructions=INSTRUCTIONS)) as talk:
         talk.microphone.hear(SILENCE, speech(1.0), SILENCE)
         await talk.has(1, 1)
         talk.microphone.hear(speech(1.0), SILENCE)
@@ -130,3 +139,41 @@ async def test_livekit_holds_a_conversation_and_interrupts_it(talkative: HttpPip
         await talk.has(3, 3)
         check_conversation(talk.texts["assistant"], talk.texts["user"])
     assert interruptions(talkative.url) == before + 1
+
+
+class Forecaster(Agent):
+    def __init__(self, instructions: str) -> None:
+        super().__init__(instructions=instructions)
+        self.asked: list[str] = []
+
+    @function_tool
+    async def weather(self, city: str) -> str:
+        """Say how the weather is in a city."""
+        self.asked.append(city)
+        return "14 degrees."
+
+
+async def test_livekit_holds_a_live_conversation_and_does_what_is_delegated(scripted: HttpPipeline) -> None:
+    agent = Forecaster(CONVERSATION)
+    model = openai.realtime.GPTLiveModel(base_url=f"{scripted.url}/v1", api_key="none")
+    async with conversation(model, agent) as talk:
+        talk.microphone.always_open = True
+
+        async def said(pattern: str) -> None:
+            """Wait until the answers, as LiveKit knows them, are like this."""
+            texts = talk.texts["assistant"]
+            await eventually(lambda: re.fullmatch(pattern, "".join(texts)), 20, lambda: f"{pattern}: {talk.texts}")
+
+        talk.microphone.hear(speech(1.0), SILENCE)
+        await said("Hello.")
+        talk.microphone.hear(speech(1.0), SILENCE)
+        await eventually(lambda: talk.loudspeaker.played > 0.4, 20, "the second answer")
+        talk.microphone.hear(speech(1.0), SILENCE)
+        await said("Hello.one .*Let me look.14 degrees.")
+        talk.microphone.hear(speech(1.0), SILENCE)
+        await eventually(lambda: talk.loudspeaker.played > 0.4, 20, "the fourth answer")
+        talk.microphone.hear(speech(1.0), SILENCE)
+        await said("Hello.one .*Let me look.14 degrees.one .*Bye.")
+        check_live_conversation("".join(talk.texts["assistant"]))
+        await eventually(lambda: len(talk.texts["user"]) == 5, 20, lambda: str(talk.texts["user"]))
+        assert agent.asked == ["Kiel"]

@@ -1,10 +1,11 @@
-"""A program of pipecat-ai, unchanged, with its service for OpenAI's realtime API."""
+"""A program of pipecat-ai, unchanged, with its services for OpenAI's realtime API and for the Live API."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy
 import pytest
@@ -23,6 +24,8 @@ from pipecat.pipeline.worker import PipelineWorker
 from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat.processors.aggregators.llm_response_universal import LLMContextAggregatorPair, LLMUserAggregatorParams
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
+from pipecat.services.llm_service import FunctionCallParams, LLMService
+from pipecat.services.openai.live.llm import OpenAILiveLLMService
 from pipecat.services.openai.realtime.events import (
     AudioConfiguration,
     AudioInput,
@@ -31,15 +34,16 @@ from pipecat.services.openai.realtime.events import (
     SessionProperties,
 )
 from pipecat.services.openai.realtime.llm import OpenAIRealtimeLLMService
+from pipecat.services.openai.responses.llm import OpenAIResponsesLLMService
 from pipecat.turns.user_turn_strategies import ExternalUserTurnStrategies
 from pipecat.workers.runner import WorkerRunner
 
 from omni_actors.http_server.realtime.config import RATE
+from omni_actors.http_server.realtime.live import PATH
+from tests.support.live import CONVERSATION, check_live_conversation
 from tests.support.realtime import INSTRUCTIONS, SILENCE, interruptions, speech
 from tests.support.servers import HttpPipeline
-from tests.support.waiting import eventually
-
-pytestmark = pytest.mark.nightly
+from tests.support.waiting import PATIENCE, eventually
 
 PIECE = 2400  # samples of one frame, 100 ms
 
@@ -71,17 +75,8 @@ class Loudspeaker(FrameProcessor):
 class Voice:
     """A conversation that a program of pipecat's holds with a server."""
 
-    def __init__(self, url: str) -> None:
-        heard = AudioInput(transcription=InputAudioTranscription(), turn_detection=SemanticTurnDetection())
-        service = OpenAIRealtimeLLMService(
-            api_key="none",
-            base_url=f"{url.replace('http', 'ws', 1)}/v1/realtime",
-            settings=OpenAIRealtimeLLMService.Settings(
-                system_instruction=INSTRUCTIONS,
-                session_properties=SessionProperties(audio=AudioConfiguration(input=heard)),
-            ),
-        )
-        self.context = LLMContext()
+    def __init__(self, service: LLMService[Any], tools: Sequence[Any] = ()) -> None:
+        self.context = LLMContext(tools=list(tools))
         # Those that the service recommends when it is connected; until then there would be a detector of pipecat's.
         by_server = LLMUserAggregatorParams(user_turn_strategies=ExternalUserTurnStrategies())
         user, assistant = LLMContextAggregatorPair(self.context, user_params=by_server)
@@ -113,9 +108,19 @@ class Voice:
         return [str(message["content"]) for message in self.context.messages if message["role"] == "user"]
 
 
+def realtime(url: str) -> OpenAIRealtimeLLMService:
+    heard = AudioInput(transcription=InputAudioTranscription(), turn_detection=SemanticTurnDetection())
+    return OpenAIRealtimeLLMService(
+        api_key="none",
+        base_url=f"{url.replace('http', 'ws', 1)}/v1/realtime",
+        settings=OpenAIRealtimeLLMService.Settings(
+            system_instruction=INSTRUCTIONS, session_properties=SessionProperties(audio=AudioConfiguration(input=heard))
+        ),
+    )
+
+
 @asynccontextmanager
-async def conversation(url: str) -> AsyncIterator[Voice]:
-    voice = Voice(url)
+async def conversation(voice: Voice) -> AsyncIterator[Voice]:
     runner = WorkerRunner(handle_sigint=False)
     await runner.add_workers(voice.worker)
     running = asyncio.create_task(runner.run())
@@ -127,9 +132,10 @@ async def conversation(url: str) -> AsyncIterator[Voice]:
         await running
 
 
+@pytest.mark.nightly
 async def test_pipecat_holds_a_conversation_and_interrupts_it(talkative: HttpPipeline) -> None:
     before = interruptions(talkative.url)
-    async with conversation(talkative.url) as voice:
+    async with conversation(Voice(realtime(talkative.url))) as voice:
         await voice.worker.queue_frame(LLMRunFrame())  # has the agent speak first, as such programs do
         await voice.answers(ended=1)
         await voice.speak(SILENCE, speech(1.0), SILENCE)
@@ -149,3 +155,45 @@ async def test_pipecat_holds_a_conversation_and_interrupts_it(talkative: HttpPip
         assert all(text.startswith(INSTRUCTIONS) for text in texts)
         assert all(text.startswith("Write down what is said") for text in voice.said())
     assert interruptions(talkative.url) == before + 1
+
+
+async def weather(params: FunctionCallParams, city: str) -> None:
+    """Say how the weather is in a city.
+
+    Args:
+        city: where.
+    """
+    assert city == "Kiel"
+    await params.result_callback("14 degrees.")
+
+
+async def test_pipecat_holds_a_live_conversation_and_does_what_is_delegated(scripted: HttpPipeline) -> None:
+    backend = OpenAIResponsesLLMService.Settings(model="gpt-5.4-mini")
+    service = OpenAILiveLLMService(
+        api_key="none",
+        base_url=f"{scripted.url.replace('http', 'ws', 1)}{PATH}",
+        settings=OpenAILiveLLMService.Settings(system_instruction=CONVERSATION),
+        delegation=OpenAILiveLLMService.ResponsesDelegation(settings=backend),
+    )
+    started = asyncio.Event()
+
+    @service.event_handler("on_session_started")
+    async def begun(*_: object) -> None:
+        started.set()
+
+    async with conversation(Voice(service, [weather])) as voice:
+
+        async def said(ending: str) -> None:
+            heard = voice.heard
+            await eventually(lambda: "".join(heard.texts).endswith(ending), 20, lambda: f"{ending}: {heard.texts}")
+
+        await voice.worker.queue_frame(LLMRunFrame())
+        async with asyncio.timeout(20 * PATIENCE):
+            await started.wait()
+        for ending in ("Hello.", "three", '14 degrees."', "three", "Bye."):
+            await voice.speak(speech(1.0), SILENCE)
+            await said(ending)
+        check_live_conversation("".join(voice.heard.texts).replace('"', ""))
+        # What is said within 0.8 s is one turn for pipecat.
+        turns = "Write down what is said"
+        await eventually(lambda: "".join(voice.said()).count(turns) == 5, 20, lambda: f"transcripts: {voice.said()}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from omni_actors.http_server.realtime.config import RATE
 from omni_actors.http_server.realtime.live import PATH
 from tests.support.realtime import extra_fields
+from tests.support.scripted import NEXT, called
 from tests.support.waiting import eventually
 
 OPENAI = TypeAdapter(ServerEvent)
@@ -95,3 +97,18 @@ async def live_session(url: str, **session: Any) -> AsyncIterator[LiveClient]:
             assert socket.close_code == 1000
         finally:
             ear.cancel()
+
+
+# A conversation of five turns; the third and the fifth interrupt an answer, and the third one delegates.
+LONG = "one two three four five six seven eight nine ten " * 4  # 4 s
+LOOKS = f"Let me look.{called('weather', city='Kiel')}"
+CONVERSATION = NEXT.join(("Hello.", LONG, LOOKS, LONG, "Bye."))
+
+
+def check_live_conversation(answers: str) -> None:
+    """Fails unless these are the answers of such a conversation, as far as they were heard."""
+    found = re.fullmatch(r"Hello\.(one .*)Let me look\.14 degrees\.(one .*)Bye\.", answers)
+    assert found, answers
+    for heard in found.groups():
+        assert LONG.startswith(heard)
+        assert len(heard) < len(LONG)

@@ -216,7 +216,7 @@ class LiveSession:
         self._updating = event
         return config.UpdateSession(event_id=event.event_id, session=fields)
 
-    def _context(self, event: AppendInstructions | AppendThinking | AppendCommentary) -> AnyEvent:
+    def _context(self, event: AppendInstructions | AppendThinking | AppendCommentary) -> AnyEvent | None:
         """Add an item to the conversation: the first of a delegation is the result of its call."""
         item_id, call_id = new_id("item"), None
         if event.delegation_id is not None:
@@ -284,6 +284,8 @@ class LiveSession:
                 self._done(event["response"])
             case "output_audio_buffer.stopped":
                 self._say(self._now(), self._now(), last=True)
+            case _:  # clients of the Live API do not know it
+                pass
 
     def _resource(self, session: Mapping[str, Any]) -> Event:
         """The session as clients of the Live API see it, from what those of a realtime session see."""

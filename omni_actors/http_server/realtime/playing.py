@@ -63,6 +63,8 @@ class Loudspeaker:
                     if clip.response_id == event["response"]["id"]:
                         clip.status = event["response"]["status"]
                 self._filled.set()
+            case _:
+                pass
         return False
 
     def _clip(self, event: Event) -> Unplayed:
