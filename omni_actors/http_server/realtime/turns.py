@@ -36,9 +36,7 @@ HYSTERESIS = 0.15  # by which the probability must fall below the threshold to c
 
 MODEL_RATE = 16_000
 QUIET = 1e-3  # of full scale (-60 dB): quieter is not speech, such as a muted microphone
-SETTLED_WINDOWS = (
-    32  # of silence, a second, that the model hears: after ten it took later speech for noise, turn after turn
-)
+SETTLED_WINDOWS = 32  # of silence that the model hears; after ten it took later speech for noise
 MODEL_WINDOW, MODEL_CONTEXT = 512, 64  # samples at MODEL_RATE: of a window, and of those before it
 WINDOW = MODEL_WINDOW * RATE // MODEL_RATE
 
