@@ -23,7 +23,7 @@ from omni_actors.errors import OmniError
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.generation import FlatTool, InputText
 from omni_actors.http_server.realtime import config
-from omni_actors.http_server.realtime.config import AnyEvent, Event, Pipeline, SessionConfig, WireFormat, new_id
+from omni_actors.http_server.realtime.config import AnyEvent, Event, WireFormat, new_id
 from omni_actors.http_server.realtime.connection import (
     SUBPROTOCOL,
     SessionConnection,
@@ -32,20 +32,21 @@ from omni_actors.http_server.realtime.connection import (
     begun,
     new_session,
 )
-from omni_actors.http_server.realtime.conversation import MessageItem, heard
+from omni_actors.http_server.realtime.conversation import AnyItem, heard
 from omni_actors.http_server.realtime.formats import g711_codes
 from omni_actors.http_server.realtime.live_events import (
     AppendCommentary,
+    AppendContext,
     AppendInput,
     AppendInstructions,
     AppendThinking,
-    Backend,
     CloseLive,
     ContinueWork,
     CreateBackendItem,
     LiveAudio,
     LiveEvent,
     LiveFields,
+    LiveOutput,
     MuteInput,
     StartLive,
     ToClient,
@@ -57,7 +58,6 @@ from omni_actors.http_server.realtime.playing import Loudspeaker, Unplayed
 from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Outbox
 from omni_actors.http_server.realtime.session import KeptSession, RealtimeSession
 from omni_actors.http_server.state import ServerState
-from omni_actors.protocol.messages import Description
 
 PATH = "/v1/live/sessions"
 PIECE_SECONDS = 0.1  # of sound that is sent at a time
@@ -76,6 +76,10 @@ CLOSE_REQUESTED = "close_requested"
 ENDS = {CLOSE_REQUESTED: CLOSE_REQUESTED, "session_expired": "expired", "session_idle": "expired"}
 ANSWERED = {"failed": "failed", "incomplete": "incomplete"}  # else completed: what ends early was cut in its speech
 BACKEND = "session.delegation.responses"
+NO_DETAILS = {
+    "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+    "output_tokens_details": {"reasoning_tokens": 0},
+}
 
 
 def realtime_fields(fields: LiveFields, delegates: bool) -> dict[str, Any]:
@@ -104,8 +108,8 @@ class LiveSession:
 
     Args:
         start: the event that it began with.
+        wire: how sound travels in both directions.
         delegates: whether the model can call tools.
-        silence: a sample without sound, in the session's format.
     """
 
     def __init__(self, start: StartLive, wire: WireFormat, delegates: bool) -> None:
@@ -129,9 +133,8 @@ class LiveSession:
         self._answering = False
         self._wanted = False  # another one, once it is possible
         self._waiting: list[config.CreateItem] = []
-        self._appending: dict[str, AppendInstructions | AppendThinking | AppendCommentary] = {}  # by item
+        self._appending: dict[str, AppendContext] = {}  # by item
         self._playing: Unplayed | None = None
-        self._said = 0  # characters of its transcript
         # Delegations
         self._calls: dict[str, str | None] = {}  # of the client's delegations, until there is a result
         self._open: set[str] = set()  # calls of the backend
@@ -204,11 +207,8 @@ class LiveSession:
         if given is not None and type(given) is not type(own):
             raise bad_field("session.delegation.type", "Who does delegated work stays what it was at the start.")
         if isinstance(given, ToResponses) and isinstance(own, ToResponses):
-            changes = {
-                name: value
-                for name in Backend.__struct_fields__
-                if (value := getattr(given.responses, name)) is not None
-            }
+            named = msgspec.structs.asdict(given.responses).items()
+            changes = {name: value for name, value in named if value is not None}
             backend = msgspec.structs.replace(own.responses, **changes)
             delegation = msgspec.structs.replace(own, responses=backend)
             self._fields = msgspec.structs.replace(self._fields, delegation=delegation)
@@ -216,7 +216,7 @@ class LiveSession:
         self._updating = event
         return config.UpdateSession(event_id=event.event_id, session=fields)
 
-    def _context(self, event: AppendInstructions | AppendThinking | AppendCommentary) -> AnyEvent | None:
+    def _context(self, event: AppendContext) -> AnyEvent | None:
         """Add an item to the conversation: the first of a delegation is the result of its call."""
         item_id, call_id = new_id("item"), None
         if event.delegation_id is not None:
@@ -225,9 +225,11 @@ class LiveSession:
                 raise bad_field("delegation_id", message, "delegation_not_found")
             if not isinstance(event, AppendInstructions):
                 call_id, self._calls[event.delegation_id] = self._calls[event.delegation_id], None
-        item: config.GivenItem = config.GivenMessage(id=item_id, role="system", content=[InputText(event.content)])
+        item: config.GivenItem
         if call_id is not None:
             item = config.FunctionCallOutput(id=item_id, call_id=call_id, output=event.content)
+        else:
+            item = config.GivenMessage(id=item_id, role="system", content=[InputText(event.content)])
         self._appending[item_id] = event
         return self._add(config.CreateItem(event_id=event.event_id, item=item))
 
@@ -385,21 +387,18 @@ class LiveSession:
         self._work(response_id, "response.created", response=self._response(response_id, "in_progress"))
 
     def _end_work(self, response: Mapping[str, Any]) -> None:
-        status = ANSWERED.get(response["status"], "completed")
-        shown = self._response(response["id"], status)
+        response_id, status = response["id"], ANSWERED.get(response["status"], "completed")
         details, usage = response["status_details"] or {}, response["usage"]
+        shown = self._response(response_id, status)
         if status == "failed":
-            shown["error"] = {"code": details["error"]["code"], "message": "The answer failed: see the error before."}
+            shown["error"] = {**details["error"], "message": "The answer failed: see the error before."}
         elif status == "incomplete":
             shown["incomplete_details"] = {"reason": details["reason"]}
         if usage:
-            shown["usage"] = {
-                **{name: usage[name] for name in ("input_tokens", "output_tokens", "total_tokens")},
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens_details": {"reasoning_tokens": 0},
-            }
-        self._work(response["id"], f"response.{status}", response=shown)
-        del self._backend[response["id"]]
+            counts = {name: usage[name] for name in ("input_tokens", "output_tokens", "total_tokens")}
+            shown["usage"] = counts | NO_DETAILS
+        self._work(response_id, f"response.{status}", response=shown)
+        del self._backend[response_id]
 
     def _response(self, response_id: str, status: str) -> Event:
         about = {"object": "response", "created_at": int(time.time()), "model": self._shown["model"]}
@@ -427,8 +426,7 @@ class LiveSession:
                     due += missing / hertz
                 continue
             clip, pcm = found
-            if clip is not self._playing:
-                self._playing, self._said = clip, 0
+            self._playing = clip
             begin = max(due, self._now() / 1000)
             due = begin + len(pcm) / rate
             self._sound(pcm)
@@ -443,21 +441,17 @@ class LiveSession:
         if clip is None:
             return
         complete, seconds = clip.status in ("completed", "incomplete"), (clip.played + len(clip.pcm)) / rate
-        own = len(clip.text) / seconds
-        pace = own if complete else min(PACE, own)
-        whole = last and complete
-        text = clip.text if whole else heard(clip.text, clip.played / rate, seconds, pace, complete=complete)
-        if delta := text[self._said :]:
-            self._said = len(text)
+        pace = len(clip.text) / seconds if complete else min(PACE, len(clip.text) / seconds)
+        text = heard(clip.text, clip.played / rate, seconds, pace, complete=complete)
+        text = clip.text if last and complete else text
+        if delta := text[clip.told :]:
+            clip.told = len(text)
             self._send("session.output_transcript.delta", delta=delta, start_ms=begin, end_ms=end)
 
 
 def live_error(error: Mapping[str, Any]) -> Event:
     """The event of an error, from that of a realtime session."""
-    names = {"session.tool": f"{BACKEND}.tool", "session.max_output": f"{BACKEND}.max_output"}
-    param = error["param"]
-    for theirs, ours in names.items():
-        param = param and param.replace(theirs, ours)
+    param = (error["param"] or "").replace("session.tool", f"{BACKEND}.tool") or None
     known = {"client_event_id": error["event_id"]} if error["event_id"] is not None else {}
     shown = {"type": error["type"], "code": error["code"] or "error", "message": error["message"], "param": param}
     return config.event("error", error={**shown, **known}, **known)
@@ -482,7 +476,7 @@ async def live(websocket: WebSocket) -> None:
                 data = await line.receive()
             session = await _started(data, line, state)
         except (HttpError, OmniError, TimeoutError) as error:
-            idle = HttpError(408, f"No event for {state.settings.realtime_idle_seconds:g} s.", code="session_idle")
+            idle = HttpError(408, "No session.start came in time.", code="session_idle")
             refusal = idle if isinstance(error, TimeoutError) else HttpError.of(error)
             event = live_error(config.error_event(refusal, config.event_id_of(data))["error"])
             await line.send(msgspec.json.encode(event).decode())
@@ -496,34 +490,24 @@ async def _started(data: bytes, line: WebSocketLine, state: ServerState) -> Real
     start = config.parse(data, LiveEvent)
     if not isinstance(start, StartLive):
         raise bad_field("type", "The first event is session.start.", "session_not_started")
-    settings, pipeline, delegates = _settings(start.session, state, await state.describe())
-    session = new_session(settings, pipeline, state)
-    if start.session.input:
-        messages = enumerate(start.session.input)
-        items = [MessageItem.of(given.item(), f"session.input[{index}]", iter(())) for index, given in messages]
-        order = [item.id for item in items]
-        session.go_on(session.id, KeptSession("", session.expires, new_id("conv"), settings, order, [*items]))
-    line.live = LiveSession(start, settings.output_format, delegates)
-    return session
-
-
-def _settings(fields: LiveFields, state: ServerState, description: Description) -> tuple[SessionConfig, Pipeline, bool]:
-    """How a session begins, and whether its model delegates. Raises `HttpError` for the first thing it cannot have."""
+    fields, description = start.session, await state.describe()
     audio, delegation = fields.audio or LiveAudio(), fields.delegation
-    voice = audio.output.voice if audio.output is not None else None
     if isinstance(delegation, ToResponses):
         state.model_name(delegation.responses.model, description)
         if delegation.responses.tools and not description.calls_tools:
             message = "This pipeline calls no tools: its operator can set a tool_call_parser."
             raise bad_field(f"{BACKEND}.tools", message, "unsupported_value")
-    asked = {"model": fields.model, "audio": {"input": {"transcription": {}}, "output": {"voice": voice}}}
-    settings, pipeline = begun(
-        asked | realtime_fields(fields, description.calls_tools), state, description, called=True
-    )
-    if settings.turn_detection is None:
-        message = "This server cannot find turns, which Live sessions need: install omni_actors[realtime]."
-        raise HttpError(404, message, code="not_found")
-    if settings.output != "audio":
-        raise bad_field("session.model", "This pipeline answers in text only.", "unknown_modality")
+    spoken = {"input": {"transcription": {}}, "output": msgspec.to_builtins(audio.output or LiveOutput())}
+    asked = {"model": fields.model, "audio": spoken, **realtime_fields(fields, description.calls_tools)}
+    settings, pipeline = begun(asked, state, description, called=True)
+    if settings.turn_detection is None or settings.output != "audio":
+        message = "A Live session needs a pipeline that speaks, and omni_actors[realtime] to find turns."
+        raise bad_field("session.model", message, "unsupported_value")
     wire = config.wire_format(audio.format or UNSET, WireFormat(), "session.audio.format")
-    return msgspec.structs.replace(settings, input_format=wire, output_format=wire), pipeline, description.calls_tools
+    settings = msgspec.structs.replace(settings, input_format=wire, output_format=wire)
+    session = new_session(settings, pipeline, state)
+    items: list[AnyItem] = [given.item() for given in fields.input or ()]
+    order = [item.id for item in items]
+    session.go_on(session.id, KeptSession("", session.expires, new_id("conv"), settings, order, items))
+    line.live = LiveSession(start, wire, description.calls_tools)
+    return session

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from omni_actors.http_server.bodies import BodyText, Nothing, Strict
-from omni_actors.http_server.generation import FlatChoice, FlatTools, InputText, OutputText, ToolMode, VoiceId
-from omni_actors.http_server.realtime.config import ClientEvent, GivenItem, GivenMessage, Instructions, WireFormat
+from omni_actors.http_server.generation import FlatChoice, FlatTools, ToolMode, VoiceId
+from omni_actors.http_server.realtime.config import ClientEvent, GivenItem, Instructions, WireFormat, new_id
+from omni_actors.http_server.realtime.conversation import ItemPart, MessageItem
 from omni_actors.protocol.fields import PositiveInt
 
 MAX_HISTORY = 128  # messages before a session, as OpenAI allows
@@ -35,10 +36,10 @@ class HistoryMessage(Strict, frozen=True):
     id: str | None = None
     status: str | None = None
 
-    def item(self) -> GivenMessage:
+    def item(self) -> MessageItem:
         """The message as an item of a realtime session."""
-        part = (OutputText if self.role == "assistant" else InputText)(self.content[0].text)
-        return GivenMessage(role="system" if self.role == "developer" else self.role, content=[part])
+        part = ItemPart("output_text" if self.role == "assistant" else "input_text", self.content[0].text)
+        return MessageItem(new_id("item"), "system" if self.role == "developer" else self.role, [part])
 
 
 class Backend(Strict, frozen=True, kw_only=True):

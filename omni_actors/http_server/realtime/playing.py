@@ -20,6 +20,7 @@ class Unplayed:
         text: its transcript so far.
         status: that of its response, once it has ended.
         played: bytes.
+        told: characters of the transcript that the client has.
     """
 
     response_id: str
@@ -28,6 +29,7 @@ class Unplayed:
     text: str = ""
     status: str = ""
     played: int = 0
+    told: int = 0
 
 
 class Loudspeaker:
