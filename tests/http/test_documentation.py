@@ -1,4 +1,4 @@
-"""The examples of the first pages, of those about HTTP, of docs/realtime.md, docs/live.md and docs/migrating.md work as printed."""
+"""The examples of the first pages, and of those about HTTP, sessions and migrating, work as printed."""
 
 from __future__ import annotations
 
