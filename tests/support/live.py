@@ -35,7 +35,8 @@ class LiveClient:
         self.socket = socket
         self.events: list[dict[str, Any]] = []
         self.pcm = b""
-        self.began = time.monotonic()
+        self.ahead = 0.0  # seconds of sound that came before they were due, at most
+        self._began = time.monotonic()
 
     async def listen(self) -> None:
         async for text in self.socket:
@@ -44,6 +45,7 @@ class LiveClient:
             assert extra <= EXTRA, f"{event['type']} has {extra - EXTRA}"
             if event["type"] == "session.output_audio.delta":
                 self.pcm += base64.b64decode(event["delta"])
+                self.ahead = max(self.ahead, len(self.pcm) / 2 / RATE - (time.monotonic() - self._began))
             else:
                 self.events.append(event)
 

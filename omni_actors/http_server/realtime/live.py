@@ -40,6 +40,7 @@ from omni_actors.http_server.realtime.live_events import (
     AppendInput,
     AppendInstructions,
     AppendThinking,
+    ClientDelegation,
     CloseLive,
     ContinueWork,
     CreateBackendItem,
@@ -48,9 +49,8 @@ from omni_actors.http_server.realtime.live_events import (
     LiveFields,
     LiveOutput,
     MuteInput,
+    ResponsesDelegation,
     StartLive,
-    ToClient,
-    ToResponses,
     UnmuteInput,
     UpdateLive,
 )
@@ -84,7 +84,7 @@ NO_DETAILS = {
 
 def realtime_fields(fields: LiveFields, delegates: bool) -> dict[str, Any]:
     """The fields of a realtime session for what its model is told, and may call."""
-    backend = fields.delegation.responses if isinstance(fields.delegation, ToResponses) else None
+    backend = fields.delegation.responses if isinstance(fields.delegation, ResponsesDelegation) else None
     told = (fields.instructions, backend.instructions if backend is not None else None)
     found: dict[str, Any] = {"instructions": "\n\n".join(filter(None, told))}
     if backend is not None:
@@ -198,15 +198,15 @@ class LiveSession:
                 assert_never(event)
 
     def _check_backend(self) -> None:
-        if not isinstance(self._fields.delegation, ToResponses):
+        if not isinstance(self._fields.delegation, ResponsesDelegation):
             raise bad_field("type", "This session has no backend: its delegation is not 'responses'.")
 
     def _update(self, event: UpdateLive) -> AnyEvent:
-        own, given = self._fields.delegation or ToClient(), event.session.delegation
+        own, given = self._fields.delegation or ClientDelegation(), event.session.delegation
         fields: dict[str, Any] = {}
         if given is not None and type(given) is not type(own):
             raise bad_field("session.delegation.type", "Who does delegated work stays what it was at the start.")
-        if isinstance(given, ToResponses) and isinstance(own, ToResponses):
+        if isinstance(given, ResponsesDelegation) and isinstance(own, ResponsesDelegation):
             named = msgspec.structs.asdict(given.responses).items()
             changes = {name: value for name, value in named if value is not None}
             backend = msgspec.structs.replace(own.responses, **changes)
@@ -291,7 +291,7 @@ class LiveSession:
 
     def _resource(self, session: Mapping[str, Any]) -> Event:
         """The session as clients of the Live API see it, from what those of a realtime session see."""
-        fields, delegation = self._fields, msgspec.to_builtins(self._fields.delegation or ToClient())
+        fields, delegation = self._fields, msgspec.to_builtins(self._fields.delegation or ClientDelegation())
         if "responses" in delegation:
             shown = {name: session[name] for name in ("tools", "tool_choice", "parallel_tool_calls")}
             delegation["responses"] |= {**shown, "model": delegation["responses"]["model"] or session["model"]}
@@ -357,7 +357,7 @@ class LiveSession:
     def _item(self, response_id: str, index: int, item: Mapping[str, Any]) -> None:
         """Take a call, which delegates work, or what the model says when it does such work."""
         called = item["type"] == "function_call"
-        if called and not isinstance(self._fields.delegation, ToResponses):
+        if called and not isinstance(self._fields.delegation, ResponsesDelegation):
             self._calls[delegation_id := new_id("dlg")] = item["call_id"]
             created = self._delegated(delegation_id, "client")
             if self._turns:  # the client knows the task from what the user has said
@@ -492,7 +492,7 @@ async def _started(data: bytes, line: WebSocketLine, state: ServerState) -> Real
         raise bad_field("type", "The first event is session.start.", "session_not_started")
     fields, description = start.session, await state.describe()
     audio, delegation = fields.audio or LiveAudio(), fields.delegation
-    if isinstance(delegation, ToResponses):
+    if isinstance(delegation, ResponsesDelegation):
         state.model_name(delegation.responses.model, description)
         if delegation.responses.tools and not description.calls_tools:
             message = "This pipeline calls no tools: its operator can set a tool_call_parser."

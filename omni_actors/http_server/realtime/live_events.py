@@ -62,11 +62,11 @@ class Delegation(Strict, frozen=True, kw_only=True, tag_field="type"):
     acknowledgement_delay_ms: Annotated[int, Meta(ge=0)] | None = None
 
 
-class ToClient(Delegation, frozen=True, kw_only=True, tag="client"):
+class ClientDelegation(Delegation, frozen=True, kw_only=True, tag="client"):
     """The client does."""
 
 
-class ToResponses(Delegation, frozen=True, kw_only=True, tag="responses"):
+class ResponsesDelegation(Delegation, frozen=True, kw_only=True, tag="responses"):
     """The server does, with the client's tools."""
 
     responses: Backend
@@ -90,7 +90,7 @@ class LiveFields(Strict, frozen=True, kw_only=True):
 
     model: str
     audio: LiveAudio | None = None
-    delegation: ToClient | ToResponses | None = None
+    delegation: ClientDelegation | ResponsesDelegation | None = None
     input: Annotated[list[HistoryMessage], Meta(max_length=MAX_HISTORY)] | None = None
     instructions: Instructions | None = None
     store: Literal[False] | None = None
@@ -102,7 +102,7 @@ class LiveFields(Strict, frozen=True, kw_only=True):
 class LiveUpdate(Strict, frozen=True, kw_only=True):
     """The `session` of `session.update`."""
 
-    delegation: ToClient | ToResponses | None = None
+    delegation: ClientDelegation | ResponsesDelegation | None = None
     triggers: Nothing = None
 
 
