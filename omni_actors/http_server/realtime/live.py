@@ -95,6 +95,13 @@ def realtime_fields(fields: LiveFields, delegates: bool) -> dict[str, Any]:
     return msgspec.to_builtins(found)  # type: ignore[no-any-return]
 
 
+def check_tools(given: ResponsesDelegation, delegates: bool) -> None:
+    """Raise `HttpError` 400 for tools that the pipeline cannot call."""
+    if given.responses.tools and not delegates:
+        message = "This pipeline calls no tools: its operator can set a tool_call_parser."
+        raise bad_field(f"{BACKEND}.tools", message, "unsupported_value")
+
+
 class HeardTurn(Struct):
     """A turn of the user that is not written down yet, on the session's clock in ms, and what waits for that."""
 
@@ -207,6 +214,7 @@ class LiveSession:
         if given is not None and type(given) is not type(own):
             raise bad_field("session.delegation.type", "Who does delegated work stays what it was at the start.")
         if isinstance(given, ResponsesDelegation) and isinstance(own, ResponsesDelegation):
+            check_tools(given, self._capabilities["delegation"])
             named = msgspec.structs.asdict(given.responses).items()
             changes = {name: value for name, value in named if value is not None}
             backend = msgspec.structs.replace(own.responses, **changes)
@@ -494,9 +502,7 @@ async def _started(data: bytes, line: WebSocketLine, state: ServerState) -> Real
     audio, delegation = fields.audio or LiveAudio(), fields.delegation
     if isinstance(delegation, ResponsesDelegation):
         state.model_name(delegation.responses.model, description)
-        if delegation.responses.tools and not description.calls_tools:
-            message = "This pipeline calls no tools: its operator can set a tool_call_parser."
-            raise bad_field(f"{BACKEND}.tools", message, "unsupported_value")
+        check_tools(delegation, description.calls_tools)
     spoken = {"input": {"transcription": {}}, "output": msgspec.to_builtins(audio.output or LiveOutput())}
     asked = {"model": fields.model, "audio": spoken, **realtime_fields(fields, description.calls_tools)}
     settings, pipeline = begun(asked, state, description, called=True)
