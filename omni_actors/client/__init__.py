@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from omni_actors.client.async_client import MAX_CHOICES, AsyncOmniClient, ChoiceItem, ChoiceStreams
 from omni_actors.client.prompts import Prompting, spoken
-from omni_actors.client.streams import Audio, Image, Latents, Progress, RequestStream, StreamItem, Text, WordTimes
+from omni_actors.client.streams import (
+    Audio,
+    Image,
+    Latents,
+    Progress,
+    RequestStream,
+    StreamItem,
+    Text,
+    Video,
+    WordTimes,
+)
 from omni_actors.client.sync_client import OmniClient, SyncRequestStream
 
 __all__ = [
@@ -26,6 +36,7 @@ __all__ = [
     "StreamItem",
     "SyncRequestStream",
     "Text",
+    "Video",
     "WordTimes",
     "spoken",
 ]

@@ -22,6 +22,7 @@ from omni_actors.protocol.messages import (
     StageUsage,
     StepsDone,
     TextDelta,
+    VideoChunk,
     WordsChunk,
 )
 from omni_actors.protocol.payloads import (
@@ -65,6 +66,13 @@ class Image(msgspec.Struct, frozen=True):
     preview: bool = False
 
 
+class Video(msgspec.Struct, frozen=True):
+    """The next frames of a video: u8 [frames, height, width, 3]. The sound that goes with it has come before."""
+
+    frames: NDArray[numpy.uint8]
+    frames_per_second: float
+
+
 class Latents(msgspec.Struct, frozen=True):
     """The latents of a picture, as its model makes them."""
 
@@ -85,7 +93,7 @@ class Progress(msgspec.Struct, frozen=True):
     steps: int
 
 
-StreamItem = Text | Audio | Image | Latents | WordTimes | Progress
+StreamItem = Text | Audio | Image | Video | Latents | WordTimes | Progress
 
 
 class RequestStream:
@@ -149,6 +157,7 @@ class RequestStream:
         output = OmniRequestOutput(self.request_id)
         texts: list[str] = []
         pieces: list[NDArray[numpy.float32]] = []
+        frames: list[NDArray[numpy.uint8]] = []
         calls = CollectedCalls()
         async for item in self:
             match item:
@@ -163,6 +172,9 @@ class RequestStream:
                     output.sample_rate = item.sample_rate
                 case Image(preview=False):
                     output.images.append(item.pixels)
+                case Video():
+                    frames.append(item.frames)
+                    output.frames_per_second = item.frames_per_second
                 case Latents():
                     output.latents.append(item.tensor)
                 case WordTimes():
@@ -173,6 +185,8 @@ class RequestStream:
         output.tool_calls = calls.whole()
         if pieces:
             output.audio = numpy.concatenate(pieces)
+        if frames:
+            output.video = numpy.concatenate(frames)
         output.usage = self.usage
         output.finish_reasons = {stage: usage.finish_reason.value for stage, usage in self.usage.items()}
         return output
@@ -196,6 +210,9 @@ def item_of(body: Output, tensor: Callable[[TensorRef], HostTensor]) -> StreamIt
         case ImageChunk():
             pixels = numpy.frombuffer(tensor(body.pixels).data, numpy.uint8).reshape(body.pixels.shape)
             return Image(pixels.copy(), body.preview)
+        case VideoChunk():
+            frames = numpy.frombuffer(tensor(body.frames).data, numpy.uint8).reshape(body.frames.shape)
+            return Video(frames.copy(), body.frames_per_second)
         case LatentsChunk():
             latents = tensor(body.latents)
             return Latents(latents._replace(data=bytes(latents.data)))
@@ -241,6 +258,7 @@ class OmniRequestOutput:
         audio: f32 [samples] in [-1, 1] at `sample_rate` Hz; `None` if there is none.
         images: pictures, each u8 [height, width, 3 or 4], without previews.
         latents: those of the pictures.
+        video: u8 [frames, height, width, 3] at `frames_per_second`; `None` if there is none.
         words: those of what is said, with their times.
         finish_reasons: stage name -> "stop" or "length".
         usage: stage name -> counts and times.
@@ -265,4 +283,6 @@ class OmniRequestOutput:
     error: OmniError | None = None
     images: list[NDArray[numpy.uint8]] = field(default_factory=list)
     latents: list[HostTensor] = field(default_factory=list)
+    video: NDArray[numpy.uint8] | None = None
+    frames_per_second: float = 0.0
     words: tuple[WordTime, ...] = ()

@@ -77,6 +77,7 @@ class Modality(enum.StrEnum):
     TEXT = "text"
     AUDIO = "audio"
     IMAGE = "image"
+    VIDEO = "video"
     LATENTS = "latents"
     WORDS = "words"  # of what is said, with times
 
@@ -508,7 +509,7 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         """Bytes that may wait for a client: some sound, or the pictures of requests that end at the same time."""
         if self.flow.client_bytes is not None:
             return self.flow.client_bytes
-        return 1 << 30 if {Modality.IMAGE, Modality.LATENTS} & set(self.modalities) else 64 << 20
+        return 1 << 30 if {Modality.IMAGE, Modality.VIDEO, Modality.LATENTS} & set(self.modalities) else 64 << 20
 
     def prompted(self, name: str) -> tuple[str, ...]:
         """Return the stages that take the prompts of a prompt stage, and not its sound alone."""

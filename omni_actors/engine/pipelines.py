@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +24,12 @@ import msgspec
 import numpy as np
 import torch
 from msgspec import Meta, Struct
-from PIL import Image
+from PIL import Image, ImageOps
 
 from omni_actors.config.checkpoint import model_of
 from omni_actors.config.checks import check_parameters, with_defaults
 from omni_actors.config.loading import explain
-from omni_actors.config.schema import PipelineConfig, StageConfig
+from omni_actors.config.schema import Modality, PipelineConfig, StageConfig
 from omni_actors.engine.models.pictures import Given, layered_pictures, on_white
 from omni_actors.engine.rows import to_host
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, ModelOutputInvalid, OmniError, StartupError
@@ -37,7 +38,7 @@ from omni_actors.media.decoders import DecoderThreads, MediaDecoder
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.messages import FinishReason
-from omni_actors.protocol.payloads import Parameter, StageParams
+from omni_actors.protocol.payloads import FrameRate, Parameter, StageParams
 from omni_actors.stage.engine_interface import (
     AudioEvent,
     EngineEvent,
@@ -50,13 +51,21 @@ from omni_actors.stage.engine_interface import (
     StageEngine,
     StageInputs,
     StageRequest,
+    VideoEvent,
 )
 
 logger = get_logger(__name__)
 
 MAX_PICTURES = 16
 MOST_CHARACTERS = 65_536
+CHUNK_BYTES = 8 << 20  # of the frames in a message
+VIDEO_BYTES = 1 << 30  # of all frames of a video
 STEP_CALLBACK, OLD_CALLBACK = "callback_on_step_end", "callback"  # of newer and of older pipelines
+FRAMES = ("num_frames", "frames")  # arguments of pipelines that make video
+RATES = ("frame_rate", "fps")  # of some of them
+MASKS = ("mask_image", "mask")  # of pipelines that change a part of a picture
+SECONDS = Parameter("seconds", "float", 0, 120, about="length of the video")
+MASK = Parameter("mask", "bool", about="the last picture is a mask, transparent or white where the others change")
 # Argument of a pipeline's call, and the parameter that sets it.
 DECLARED: Mapping[str, Parameter] = {
     "width": Parameter("width", "int", 16, 8192, about="pixels"),
@@ -64,6 +73,8 @@ DECLARED: Mapping[str, Parameter] = {
     "num_inference_steps": Parameter("num_steps", "int", 1, 1000, about="denoising steps"),
     "guidance_scale": Parameter("guidance_scale", "float", 0, 100, about="how strongly the prompt is followed"),
     "negative_prompt": Parameter("negative_prompt", "text", most=MOST_CHARACTERS, about="what is not wanted"),
+    **dict.fromkeys(FRAMES, SECONDS),
+    **dict.fromkeys(MASKS, MASK),
 }
 Limits = Annotated[tuple[float, float], Meta(description="smallest and largest value")]
 Name = Annotated[str, Meta(pattern="^[a-z_][a-z0-9_]{0,63}$")]
@@ -76,6 +87,7 @@ class PipelineOptions(Struct, frozen=True, forbid_unknown_fields=True):
         pipeline: class of diffusers that loads the checkpoint; by default the one that its model_index.json names.
         dtype: of all components.
         max_num_seqs: requests that are under way at a time.
+        frames_per_second: of video, where the pipeline has no argument for it.
         arguments: further arguments of each call, by the names that the pipeline gives them.
         parameters: numbers that requests may set as parameters of the stage, by those names, each with its limits.
     """
@@ -83,6 +95,7 @@ class PipelineOptions(Struct, frozen=True, forbid_unknown_fields=True):
     pipeline: Annotated[str, Meta(pattern="^[A-Za-z0-9_]{1,128}$")] | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     max_num_seqs: Annotated[int, Meta(ge=1, le=1024)] = 4
+    frames_per_second: FrameRate = 16.0
     arguments: dict[Name, Any] = {}
     parameters: dict[Name, Limits] = {}
 
@@ -102,7 +115,9 @@ class PipelineOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 RESERVED = {
     *("prompt", "image", "generator", "output_type", "return_dict", STEP_CALLBACK, OLD_CALLBACK, "callback_steps"),
-    *("callback_on_step_end_tensor_inputs", "num_images_per_prompt", "num_waveforms_per_prompt"),
+    *("num_images_per_prompt", "num_waveforms_per_prompt", "num_videos_per_prompt"),
+    "callback_on_step_end_tensor_inputs",
+    *MASKS,
 }
 
 
@@ -159,6 +174,7 @@ class PipelineRequest:
         self.decoding: MediaDecoder | None = None
         self.pictures: list[Image.Image] = []
         self.call: SteppedCall | None = None
+        self.rate = 0.0  # frames per second
         self.steps = 0
         self.turn = 0  # number of its latest turn, among those of all requests
 
@@ -179,7 +195,7 @@ class DiffusersEngine(StageEngine):
     """The engine that this module describes.
 
     Raises:
-        ConfigError: wrong options, or a pipeline that takes no prompt, makes video or is not one of diffusers.
+        ConfigError: wrong options, or a pipeline that takes no prompt, makes other outputs or is not one of diffusers.
         StartupError: the checkpoint does not load.
     """
 
@@ -189,8 +205,11 @@ class DiffusersEngine(StageEngine):
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._pipeline = _load(model_of(pipeline, stage), self._options, f"stages.{stage.name}").to(self._device)
         self._pipeline.set_progress_bar_config(disable=True)
-        self._arguments = _arguments_of(self._pipeline, self._options, f"stages.{stage.name}")
-        declared = _declared(self._arguments)
+        self._arguments = _arguments_of(self._pipeline, self._options, stage)
+        self._frames, self._mask = (
+            next((name for name in names if name in self._arguments), "") for names in (FRAMES, MASKS)
+        )
+        declared = _declared(self._arguments, self._rate_of(self._options.arguments))
         self._steps = next((int(one.default or 1) for one in declared if one.name == "num_steps"), 1)
         declared += [Parameter(name, "float", *limits) for name, limits in self._options.parameters.items()]
         self._media = {"image": MAX_PICTURES if "image" in self._arguments else 0, "audio": 0, "video": 0}
@@ -229,14 +248,15 @@ class DiffusersEngine(StageEngine):
         media = [(prompt.media[index], inputs.media[index], f"media {index} (image)") for index in order]
         if len(media) > (most := self._media["image"]):
             raise InvalidRequest(f"This pipeline takes {most} pictures; got {len(media)}.", field="prompt")
-        if not media and self._needs("image"):
-            raise InvalidRequest("This pipeline changes pictures, and there is none in the prompt.", field="image")
         params = request.params.merged_over(self._stage.sampling)
+        masked = bool((params.extra_args or {}).get(MASK.name))
+        if len(media) <= masked and (masked or self._needs("image")):
+            raise InvalidRequest("This pipeline changes pictures, and there is none in the prompt.", field="image")
         running = PipelineRequest(request, text, params, self._arrivals)
         self._arrivals += 1
         self._requests[request.request_id] = running
         if media:
-            running.decoding = self._decoders.submit(functools.partial(_decoded, media))
+            running.decoding = self._decoders.submit(functools.partial(_decoded, media, masked))
             running.decoding.future.add_done_callback(lambda _: self._wake())
 
     def _needs(self, name: str) -> bool:
@@ -287,7 +307,7 @@ class DiffusersEngine(StageEngine):
                 return progress
             if (failure := running.call.result.exception()) is not None:
                 raise _typed(failure)
-            events = [*progress, *self._output(request_id, running.call.result.result())]
+            events = [*progress, *self._output(running, running.call.result.result())]
         except OmniError as error:
             if isinstance(error, EngineLost):
                 raise
@@ -324,6 +344,12 @@ class DiffusersEngine(StageEngine):
             if name in self._arguments and parameter.name in values:
                 given[name] = values[parameter.name]
         given |= {name: values[name] for name in self._options.parameters if name in values}
+        running.rate = self._rate_of(given)
+        if self._frames in given:
+            given[self._frames] = round(given[self._frames] * running.rate) + 1
+        self._check_size(given)
+        if given.pop(self._mask, False):
+            given[self._mask] = running.pictures.pop()
         if running.pictures:
             given["image"] = running.pictures if len(running.pictures) > 1 else running.pictures[0]
 
@@ -341,17 +367,40 @@ class DiffusersEngine(StageEngine):
 
         return SteppedCall(self._threads, run)
 
-    def _output(self, request_id: str, result: Any) -> list[EngineEvent]:
-        """The picture or the sound of a call. Raises `ModelOutputInvalid` if there is none."""
-        if (pictures := getattr(result, "images", None)) is not None:
-            return [ImageEvent(request_id, to_host(torch.from_numpy(_pixels(pictures[0]))))]
-        if (sounds := getattr(result, "audios", None)) is not None:
+    def _rate_of(self, given: Mapping[str, Any]) -> float:
+        """Frames per second of a video that is made with these arguments."""
+        rates = [given.get(name, self._arguments[name].default) for name in RATES if name in self._arguments]
+        return next((float(rate) for rate in rates if isinstance(rate, int | float)), self._options.frames_per_second)
+
+    def _check_size(self, given: Mapping[str, Any]) -> None:
+        """Raise `InvalidRequest` for a video of too many bytes, as far as its sizes are known."""
+        names = (self._frames, "width", "height") if self._frames else ()
+        sizes = [given.get(name, self._arguments[name].default) for name in names if name in self._arguments]
+        if (size := 3 * math.prod(one for one in sizes if isinstance(one, int))) > VIDEO_BYTES:
+            message = f"The frames of this video have {size} bytes; at most {VIDEO_BYTES} are possible."
+            raise InvalidRequest(message, hint="Ask for fewer seconds or pixels.", field=SECONDS.name)
+
+    def _output(self, running: PipelineRequest, result: Any) -> list[EngineEvent]:
+        """The picture, sound or video of a call. Raises `ModelOutputInvalid` if there is none."""
+        request_id = running.request.request_id
+        pictures, sounds, videos = (getattr(result, name, None) for name in ("images", "audios", "frames"))
+        sounds = getattr(result, "audio", sounds)
+        events: list[EngineEvent] = []
+        if sounds is not None and self._facts.sample_rate:
             samples = torch.as_tensor(sounds[0]).float().cpu()
             samples = samples.mean(0) if samples.ndim == 2 else samples  # [channels, samples]: one channel is sent
             if not torch.isfinite(samples).all():
                 raise ModelOutputInvalid("The model's waveform holds NaN or infinite samples.")
-            return [AudioEvent(request_id, to_host(samples.contiguous()), self._facts.sample_rate)]
-        raise ModelOutputInvalid(f"{type(self._pipeline).__name__} made neither a picture nor a sound.")
+            events.append(AudioEvent(request_id, to_host(samples.contiguous()), self._facts.sample_rate))
+        if videos is not None:
+            frames = torch.from_numpy(_frames(videos[0]))
+            chunks = frames.split(max(1, CHUNK_BYTES // frames[0].nbytes))
+            events += [VideoEvent(request_id, to_host(chunk), running.rate) for chunk in chunks]
+        elif pictures is not None:
+            events.append(ImageEvent(request_id, to_host(torch.from_numpy(_pixels(pictures[0])))))
+        if not events:
+            raise ModelOutputInvalid(f"{type(self._pipeline).__name__} made neither a picture nor sound nor video.")
+        return events
 
     def counts(self) -> dict[str, int]:
         """Requests that are held."""
@@ -387,43 +436,67 @@ def _load(model: str, options: PipelineOptions, where: str) -> Any:
         sparing = find_spec("accelerate") is not None  # else diffusers warns that it is missing
         return chosen.from_pretrained(model, dtype=getattr(torch, options.dtype), low_cpu_mem_usage=sparing)
     except (OSError, ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
-        raise StartupError(
-            f"diffusers cannot load {model!r} as {name}: {error}", hint="Compare it with the published checkpoint."
-        ) from error
+        hint = "Compare it with the published checkpoint."
+        hint = hint if sparing else f"Install accelerate, which some models need. {hint}"
+        raise StartupError(f"diffusers cannot load {model!r} as {name}: {error}", hint=hint) from error
 
 
-def _arguments_of(pipeline: Any, options: PipelineOptions, where: str) -> dict[str, inspect.Parameter]:
+def _arguments_of(pipeline: Any, options: PipelineOptions, stage: StageConfig) -> dict[str, inspect.Parameter]:
     """The arguments of a pipeline's call. Raises `ConfigError` for pipelines and options that do not go with this."""
     found = dict(inspect.signature(pipeline.__call__).parameters)
-    name = type(pipeline).__name__
-    if "prompt" not in found or "num_frames" in found:
-        what = "takes no prompt" if "prompt" not in found else "makes video"
-        raise ConfigError(f"{where}: {name} {what}; a diffusers stage makes pictures and sound from a prompt.")
+    name, where = type(pipeline).__name__, f"stages.{stage.name}"
+    if "prompt" not in found:
+        raise ConfigError(f"{where}: {name} takes no prompt; a diffusers stage takes one.")
+    if (is_video := any(argument in found for argument in FRAMES)) != (Modality.VIDEO in stage.outputs):
+        made, outputs = ("makes video", "[video]") if is_video else ("makes no video", "[image] or [audio]")
+        raise ConfigError(f"{where}.outputs: {name} {made}: the outputs are {outputs}.")
     for unknown in (options.arguments.keys() | options.parameters.keys()) - found.keys():
         raise ConfigError(f"{where}.engine: {name} has no argument {unknown!r}.")
     return found
 
 
-def _declared(arguments: Mapping[str, inspect.Parameter]) -> list[Parameter]:
-    """The parameters of requests that a pipeline takes, with its own defaults."""
+def _declared(arguments: Mapping[str, inspect.Parameter], rate: float) -> list[Parameter]:
+    """The parameters of requests that a pipeline takes, with its own defaults; `rate` is that of its frames."""
     own = {name: arguments[name].default for name in DECLARED if name in arguments}
-    return [
-        msgspec.structs.replace(DECLARED[name], default=default if isinstance(default, int | float) else None)
-        for name, default in own.items()
-    ]
+    defaults = {name: default if isinstance(default, int | float) else None for name, default in own.items()}
+    defaults |= {name: (count - 1) / rate for name in FRAMES if (count := defaults.get(name)) is not None}
+    return [msgspec.structs.replace(DECLARED[name], default=default) for name, default in defaults.items()]
 
 
 def _sample_rate(pipeline: Any) -> int:
     """The rate of a pipeline's sound, as its vocoder or its VAE says. Raises `ConfigError` if neither does."""
     for name in ("vocoder", "vae"):
-        if (rate := getattr(getattr(getattr(pipeline, name, None), "config", None), "sampling_rate", None)) is not None:
-            return int(rate)
+        for key in ("sampling_rate", "output_sampling_rate"):
+            if (rate := getattr(getattr(getattr(pipeline, name, None), "config", None), key, None)) is not None:
+                return int(rate)
     raise ConfigError(f"{type(pipeline).__name__} does not say at which rate it makes sound: is its output a picture?")
 
 
-def _decoded(media: Sequence[Given], decoder: MediaDecoder) -> list[Image.Image]:
-    """The pictures of a prompt as RGB. Raises `OmniError`."""
-    return [on_white(picture) for picture in layered_pictures(media, decoder, MediaLimits())]
+def _decoded(media: Sequence[Given], masked: bool, decoder: MediaDecoder) -> list[Image.Image]:
+    """The pictures of a prompt as RGB, the last one as a mask if it is `masked`. Raises `OmniError`."""
+    pictures = layered_pictures(media, decoder, MediaLimits())
+    masks = [pictures.pop()] if masked else []
+    return [*map(on_white, pictures), *map(_as_mask, masks)]
+
+
+def _as_mask(picture: Image.Image) -> Image.Image:
+    """A mask as diffusers has it: white where a picture is transparent, or the picture itself if it is nowhere."""
+    alpha = picture.getchannel("A")
+    return ImageOps.invert(alpha) if alpha.getextrema()[0] < 255 else picture.convert("L")
+
+
+def _frames(given: Any) -> np.ndarray[Any, Any]:
+    """The frames of a video, pictures or numbers from 0 to 1, as u8 [frames, height, width, 3].
+
+    Raises:
+        ModelOutputInvalid: they are something else.
+    """
+    frames = given if isinstance(given, np.ndarray) else np.stack([np.asarray(one) for one in given])
+    if frames.dtype.kind == "f" and np.isfinite(frames).all():
+        frames = (frames * 255).round().astype(np.uint8)  # as diffusers makes pictures of them
+    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
+        raise ModelOutputInvalid(f"The model's video is {frames.dtype} {list(frames.shape)}, not finite [n, h, w, 3].")
+    return frames
 
 
 def _pixels(picture: Image.Image) -> np.ndarray[Any, Any]:

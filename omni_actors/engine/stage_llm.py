@@ -45,6 +45,7 @@ from omni_actors.stage.engine_interface import (
     StageRequest,
     StreamEvent,
     TextEvent,
+    VideoEvent,
     WordsEvent,
 )
 
@@ -308,7 +309,9 @@ class _Answer:
                 self.ended = True
             case ErrorEvent():
                 self.fail(event.error)
-            case ImageEvent() | LatentsEvent() | ProgressEvent():  # previews, and no output
+            case (
+                ImageEvent() | VideoEvent() | LatentsEvent() | ProgressEvent()
+            ):  # previews, and what vLLM does not make
                 pass
 
     def result(self) -> OmniRequestOutput:

@@ -10,7 +10,7 @@ import numpy
 import soundfile
 from numpy.typing import NDArray
 
-from omni_actors.client import AsyncOmniClient, Audio, Image, Latents, Progress, Text, WordTimes
+from omni_actors.client import AsyncOmniClient, Audio, Image, Latents, Progress, Text, Video, WordTimes
 from omni_actors.errors import StartupError
 from omni_actors.host.processes import EXIT_OK
 from omni_actors.http_server.images import ImageFormat, encoded_image
@@ -45,7 +45,7 @@ async def answer(endpoint: str, keys: str | None, options: argparse.Namespace) -
                     pictures.append(event.pixels)
                 case Progress():
                     redraw(f"step {event.step} of {event.steps}")
-                case Image() | Latents() | WordTimes():
+                case Image() | Video() | Latents() | WordTimes():
                     pass
     redraw("")
     print(flush=True)

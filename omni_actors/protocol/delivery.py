@@ -2,7 +2,8 @@
 
 The coordinator counts for a stage that was lost and starts over, the client for a coordinator that was lost. What runs
 again is computed from the start, with the same seed. Tokens, characters and samples are counted, not messages: another
-attempt may cut them differently. A picture, or its latents, is one message.
+attempt may cut them differently. A picture, or its latents, is one message, and a video is always cut in the
+same way.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from omni_actors.protocol.messages import (
     Output,
     StepsDone,
     TextDelta,
+    VideoChunk,
     WordsChunk,
 )
 from omni_actors.protocol.payloads import ToolCallPiece
@@ -39,11 +41,12 @@ COUNTED = {
     "samples": "audio",
     "image": "image",
     "preview": "image",
+    "video": "video",
     "latents": "latents",
     "words": "words",
 }
 # Previews and log probabilities may differ.
-ESSENTIAL = ("tokens", "characters", "samples", "image", "latents", "words")
+ESSENTIAL = ("tokens", "characters", "samples", "image", "video", "latents", "words")
 
 
 class Delivery:
@@ -91,10 +94,8 @@ class Delivery:
                 return self._audio(body, buffers)
             case ImageChunk():
                 return None if self._known("preview" if body.preview else "image", 1) else (body, buffers)
-            case LatentsChunk():
-                return None if self._known("latents", 1) else (body, buffers)
-            case WordsChunk():
-                return None if self._known("words", 1) else (body, buffers)
+            case VideoChunk() | LatentsChunk() | WordsChunk():
+                return None if self._known(body.modality, 1) else (body, buffers)
             case StepsDone():
                 if body.step <= self._steps.get(body.stage, 0):  # after a replay, until it has caught up
                     return None

@@ -42,6 +42,7 @@ from omni_actors.protocol.payloads import (
     MAX_CALLS,
     MAX_PARAMETERS,
     AdditionalInformationPayload,
+    FrameRate,
     HearingAbility,
     Parameter,
     PositionLogprobs,
@@ -450,6 +451,28 @@ class ImageChunk(Body, tag="image", frozen=True):
         return (self.pixels,)
 
 
+class VideoChunk(Body, tag="video", frozen=True):
+    """Stage -> coordinator -> client: the next frames of a video, u8 [frames, height, width, 3].
+
+    A stage always cuts a video in the same way, so that chunks can be counted.
+    """
+
+    modality: ClassVar[str] = "video"
+
+    frames: TensorRef
+    frames_per_second: FrameRate
+    sent: Moment = 0.0
+
+    def __post_init__(self) -> None:
+        shape = self.frames.shape
+        fits = self.frames.dtype is DType.U8 and len(shape) == 4 and shape[3] == 3 and 0 not in shape
+        check_form(fits, self.frames, "A video must be u8 of shape [frames, height, width, 3]")
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """References to the tensors whose bytes travel as buffers of the message."""
+        return (self.frames,)
+
+
 class LatentsChunk(Body, tag="latents", frozen=True):
     """Stage -> coordinator -> client: the latents of a picture, floating-point numbers of any shape."""
 
@@ -491,7 +514,8 @@ class StepsDone(Body, tag="progress", frozen=True):
             raise InvalidPayload(f"Progress cannot be {self.step} of {self.steps} steps.")
 
 
-Output = TextDelta | AudioChunk | ImageChunk | LatentsChunk | WordsChunk | StepsDone  # what goes on to the client
+# What goes on to the client.
+Output = TextDelta | AudioChunk | ImageChunk | VideoChunk | LatentsChunk | WordsChunk | StepsDone
 
 
 class FinishReason(enum.StrEnum):

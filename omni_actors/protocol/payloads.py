@@ -378,6 +378,9 @@ MEDIA_MODALITIES = ("audio", "image", "video")
 USE_AUDIO_IN_VIDEO = "use_audio_in_video"
 
 
+FrameRate = Annotated[float, Meta(gt=0, le=1000)]  # frames per second
+
+
 class Media(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One audio, image or video that a prompt refers to by its index; a sound track only by that of its video."""
 
@@ -385,7 +388,7 @@ class Media(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     encoding: MediaEncoding
     tensor: TensorRef
     sample_rate: Annotated[int, Meta(ge=1000, le=768_000)] | None = None  # Hz, audio arrays only
-    frames_per_second: Annotated[float, Meta(gt=0, le=1000)] | None = None  # video arrays only
+    frames_per_second: FrameRate | None = None  # video arrays only
     sound: Annotated[int, Meta(ge=0, le=255)] | None = None  # of a video: index of the audio that is its sound track
 
 

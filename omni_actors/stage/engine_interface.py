@@ -118,6 +118,18 @@ class ImageEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class VideoEvent:
+    """The next frames of a video, for the client: u8 [frames, height, width, 3].
+
+    A video's sound comes before its frames, and the same video is always cut in the same way.
+    """
+
+    request_id: str
+    frames: HostTensor
+    frames_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
 class LatentsEvent:
     """Latents of the request's picture: finite floating-point numbers of any shape.
 
@@ -192,7 +204,7 @@ class ErrorEvent:
     error: OmniError
 
 
-OutputEvent = TextEvent | AudioEvent | ImageEvent | LatentsEvent | WordsEvent | ProgressEvent | StreamEvent
+OutputEvent = TextEvent | AudioEvent | ImageEvent | VideoEvent | LatentsEvent | WordsEvent | ProgressEvent | StreamEvent
 EngineEvent = OutputEvent | FinishedEvent | ErrorEvent
 
 

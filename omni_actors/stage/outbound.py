@@ -38,6 +38,7 @@ from omni_actors.protocol.messages import (
     Peers,
     StepsDone,
     TextDelta,
+    VideoChunk,
     WordsChunk,
 )
 from omni_actors.protocol.payloads import AdditionalInformationPayload, PromptEmbedsPayload
@@ -49,6 +50,7 @@ from omni_actors.stage.engine_interface import (
     ProgressEvent,
     StreamEvent,
     TextEvent,
+    VideoEvent,
     WordsEvent,
 )
 from omni_actors.stage.inbound import Event, Lost, Rejected, Stop, Undelivered
@@ -58,7 +60,7 @@ from omni_actors.transport.sockets import Sockets, Wakeup
 
 logger = get_logger(__name__)
 
-ForClient = TextEvent | AudioEvent | ImageEvent | LatentsEvent | WordsEvent | ProgressEvent
+ForClient = TextEvent | AudioEvent | ImageEvent | VideoEvent | LatentsEvent | WordsEvent | ProgressEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def divide(
                 event.request_id, tensors={LATENTS: event.latents}, start=sent, final=not event.preview
             )
             return (event if "latents" in outputs and not event.preview else None), latents, 1
-        case TextEvent() | AudioEvent() | WordsEvent() | ProgressEvent():
+        case TextEvent() | AudioEvent() | VideoEvent() | WordsEvent() | ProgressEvent():
             return event, None, 0
 
 
@@ -120,6 +122,8 @@ def result_of(event: ForClient, sent: float) -> tuple[Body, Sequence[Frame]]:
             body = AudioChunk(samples=buffers.add(event.samples), sample_rate=event.sample_rate, sent=sent)
         case ImageEvent():
             body = ImageChunk(pixels=buffers.add(event.pixels), preview=event.preview, sent=sent)
+        case VideoEvent():
+            body = VideoChunk(frames=buffers.add(event.frames), frames_per_second=event.frames_per_second, sent=sent)
         case LatentsEvent():
             body = LatentsChunk(latents=buffers.add(event.latents), sent=sent)
         case WordsEvent():

@@ -27,6 +27,7 @@ from omni_actors.protocol.messages import (
     Submit,
     TextDelta,
     TimelineEvent,
+    VideoChunk,
     WordsChunk,
     transfer_from,
 )
@@ -182,7 +183,7 @@ class RequestLog(Observer):
             case ImageChunk():
                 self._meters.count(table.PICTURES, by=int(not body.preview))
                 self._note_first(request, "first_image", self._first_picture)
-            case LatentsChunk() | WordsChunk() | StepsDone():
+            case VideoChunk() | LatentsChunk() | WordsChunk() | StepsDone():
                 pass
 
     def _note_first(self, request: ObservedRequest, name: str, seconds: Histogram) -> None:

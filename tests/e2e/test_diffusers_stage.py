@@ -7,6 +7,8 @@ import functools
 import io
 import re
 import threading
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from omni_actors import config
+from omni_actors.engine import pipelines
 from omni_actors.engine.pipelines import DiffusersEngine
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError
 from omni_actors.protocol.fields import DType, HostTensor, TensorRef
@@ -33,6 +36,7 @@ from omni_actors.stage.engine_interface import (
     ProgressEvent,
     StageInputs,
     StageRequest,
+    VideoEvent,
 )
 from tests.support.servers import HttpPipeline
 from tests.support.tiny_pipelines import BUILT, write
@@ -43,6 +47,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:Fut
 SIZE = {"width": 32, "height": 32}
 ON_CPU = {"stages.pictures.engine.dtype": "float32"}
 SEA = Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (64, 64, 3), numpy.uint8))
+NO_GUIDANCE = {
+    **{"guidance_scale": 1.0, "audio_guidance_scale": 1.0, "modality_scale": 1.0, "audio_modality_scale": 1.0},
+    **{"stg_scale": 0.0, "audio_stg_scale": 0.0, "spatio_temporal_guidance_blocks": None, "max_sequence_length": 16},
+}
 # What each family needs besides: options of the stage, and the arguments of a call of diffusers itself.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "z_image": ({}, SIZE),
@@ -50,6 +58,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "flux2_klein": ({}, SIZE),
     "stable_diffusion_3": ({}, SIZE),
     "sana": ({"arguments": {"use_resolution_binning": False}}, {**SIZE, "use_resolution_binning": False}),
+    "ltx2": ({"arguments": NO_GUIDANCE}, {**SIZE, **NO_GUIDANCE, "num_frames": 9}),
     "stable_audio": ({"parameters": {"audio_end_in_s": [0.001, 1.0]}}, {"audio_end_in_s": 0.01}),
 }
 
@@ -68,8 +77,11 @@ def folder_of(tmp_path_factory, tiny_z_image, tiny_qwen_image):
     return folder
 
 
-def made(folder: Path, tmp_path: Path, output: str = "image", **options: Any) -> DiffusersEngine:
-    stage = {"name": "it", "kind": "diffusers", "outputs": [output], "engine": {"dtype": "float32", **options}}
+OUTPUTS = {"stable_audio": ["audio"], "ltx2": ["video", "audio"]}
+
+
+def made(folder: Path, tmp_path: Path, outputs: Sequence[str] = ("image",), **options: Any) -> DiffusersEngine:
+    stage = {"name": "it", "kind": "diffusers", "outputs": list(outputs), "engine": {"dtype": "float32", **options}}
     file = tmp_path / "pipeline.yaml"
     file.write_text(yaml.safe_dump({"name": "it", "model": str(folder), "stages": [stage]}))
     pipeline = config.load(file, {}).pipeline
@@ -81,8 +93,8 @@ def engine_of(folder_of, tmp_path):
     engines = []
 
     def engine(name: str, **options: Any) -> DiffusersEngine:
-        output = "audio" if name == "stable_audio" else "image"
-        engines.append(made(folder_of(name), tmp_path, output, **{**FAMILIES[name][0], **options}))
+        outputs = OUTPUTS.get(name, ["image"])
+        engines.append(made(folder_of(name), tmp_path, outputs, **{**FAMILIES[name][0], **options}))
         return engines[-1]
 
     yield engine
@@ -112,24 +124,33 @@ def events_of(engine: DiffusersEngine) -> list[EngineEvent]:
     return events
 
 
-def outputs_of(events: list[EngineEvent]) -> dict[str, numpy.ndarray]:
-    found = {}
+def array_of(tensor: HostTensor) -> numpy.ndarray:
+    dtype = numpy.uint8 if tensor.dtype is DType.U8 else numpy.float32
+    return numpy.frombuffer(tensor.data, dtype).reshape(tensor.shape)
+
+
+def outputs_of(events: list[EngineEvent]) -> dict[str, list[numpy.ndarray]]:
+    found: dict[str, list[numpy.ndarray]] = defaultdict(list)
     for event in events:
         assert not isinstance(event, ErrorEvent), event
         if isinstance(event, ImageEvent):
-            found[event.request_id] = numpy.frombuffer(event.pixels.data, numpy.uint8).reshape(event.pixels.shape)
+            found[event.request_id].append(array_of(event.pixels))
+        elif isinstance(event, VideoEvent):
+            found[event.request_id].append(array_of(event.frames))
         elif isinstance(event, AudioEvent):
-            found[event.request_id] = numpy.frombuffer(event.samples.data, numpy.float32)
+            found[event.request_id].append(array_of(event.samples))
     return found
 
 
-def reference(folder: Path, text: str, seed: int, **arguments: Any) -> numpy.ndarray:
-    """What diffusers makes of the same."""
+def reference(folder: Path, text: str, seed: int, **arguments: Any) -> list[numpy.ndarray]:
+    """What diffusers makes of the same: a picture, a sound, or a sound and a video."""
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
     result = pipeline(prompt=text, generator=torch.Generator().manual_seed(seed), **arguments)
     if hasattr(result, "audios"):
-        return result.audios[0].mean(0).numpy()
-    return numpy.asarray(result.images[0])
+        return [result.audios[0].mean(0).numpy()]
+    if hasattr(result, "frames"):
+        return [result.audio[0].mean(0).numpy(), numpy.stack(result.frames[0])]
+    return [numpy.asarray(result.images[0])]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -138,6 +159,8 @@ def test_requests_that_take_turns_get_what_diffusers_gives(engine_of, folder_of,
     params: dict[str, Any] = SIZE
     if name == "stable_audio":
         params = {"extra_args": arguments}
+    if name == "ltx2":
+        params = {**SIZE, "extra_args": {"seconds": 8 / 24}}
     asked = {"first": ("A red fox.", 3, 3), "second": ("The blue sea.", 4, 5)}
     for request_id, (text, seed, steps) in asked.items():
         start(engine, request_id, text, seed, num_steps=steps, **params)
@@ -145,20 +168,38 @@ def test_requests_that_take_turns_get_what_diffusers_gives(engine_of, folder_of,
     found = outputs_of(events)
     for request_id, (text, seed, steps) in asked.items():
         wanted = reference(folder_of(name), text, seed, num_inference_steps=steps, **arguments)
-        assert numpy.array_equal(found[request_id], wanted), name
-        assert wanted.std() > 0
+        assert len(found[request_id]) == len(wanted) == len(OUTPUTS.get(name, "1"))
+        for one, other in zip(found[request_id], wanted, strict=True):
+            assert numpy.array_equal(one, other), name
+            assert other.std() > 0
     turns = [(event.request_id, event.step, event.steps) for event in events if isinstance(event, ProgressEvent)]
     assert turns[:4] == [("first", 1, 3), ("second", 1, 5), ("first", 2, 3), ("second", 2, 5)]
     assert [event.output_tokens for event in events if isinstance(event, FinishedEvent)] == [3, 5]
     assert engine.counts() == {"requests": 0}
 
 
+def test_a_video_follows_its_sound_in_chunks_of_whole_frames(engine_of, monkeypatch) -> None:
+    monkeypatch.setattr(pipelines, "CHUNK_BYTES", 4 * 32 * 32 * 3)
+    engine = engine_of("ltx2", arguments={**NO_GUIDANCE, "frame_rate": 12.0})
+    (seconds,) = [one for one in engine.facts.parameters if one.name == "seconds"]
+    assert (seconds.kind, seconds.least, seconds.most) == ("float", 0, 120)
+    start(engine, "video", num_steps=1, extra_args={"seconds": 2 / 3}, **SIZE)
+    sound, *chunks = [event for event in events_of(engine) if isinstance(event, AudioEvent | VideoEvent)]
+    assert (type(sound), sound.sample_rate) == (AudioEvent, 16_000)
+    assert [chunk.frames.shape for chunk in chunks] == [(4, 32, 32, 3), (4, 32, 32, 3), (1, 32, 32, 3)]
+    assert {chunk.frames_per_second for chunk in chunks} == {12.0}
+    start(engine, "large", width=4096, height=4096, extra_args={"seconds": 2.0})
+    (event,) = events_of(engine)
+    assert isinstance(event, ErrorEvent)
+    assert (event.error.code, event.error.field) == ("invalid_request", "seconds")
+
+
 def test_a_picture_is_changed(engine_of, folder_of) -> None:
     engine, file = engine_of("qwen_image"), io.BytesIO()
     SEA.save(file, "PNG")
     start(engine, "changed", "Make it red.", 5, num_steps=2, file=file.getvalue(), **SIZE)
-    (found,) = outputs_of(events_of(engine)).values()
-    wanted = reference(
+    ((found,),) = outputs_of(events_of(engine)).values()
+    (wanted,) = reference(
         folder_of("qwen_image"), "Make it red.", 5, image=SEA, num_inference_steps=2, **FAMILIES["qwen_image"][1]
     )
     assert numpy.array_equal(found, wanted)
@@ -212,6 +253,13 @@ def test_what_the_pipeline_does_not_take_is_refused(engine_of, params, field: st
     assert "divisible" in event.error.message
 
 
+def test_outputs_that_a_pipeline_does_not_make_are_refused(folder_of, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"makes video: the outputs are \[video\]"):
+        made(folder_of("ltx2"), tmp_path, ["image"])
+    with pytest.raises(ConfigError, match="makes no video"):
+        made(folder_of("z_image"), tmp_path, ["video"])
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -235,7 +283,8 @@ def test_a_pipeline_serves_it_over_http(tiny_z_image) -> None:
             model="diffusers", prompt=body["prompt"], size="32x32", extra_body={"num_inference_steps": 3, "seed": 3}
         )
         found = numpy.asarray(Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json))))
-        assert numpy.array_equal(found, reference(tiny_z_image, body["prompt"], 3, num_inference_steps=3, **SIZE))
+        (wanted,) = reference(tiny_z_image, body["prompt"], 3, num_inference_steps=3, **SIZE)
+        assert numpy.array_equal(found, wanted)
         events = httpx.post(
             f"{pipeline.url}/v1/images/generations", json={**body, "stream": True, "progress": True}, timeout=60
         )

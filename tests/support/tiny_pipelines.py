@@ -9,12 +9,15 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from diffusers.pipelines.stable_audio import StableAudioProjectionModel
 from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,
     Gemma2Config,
     Gemma2Model,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     PreTrainedTokenizerBase,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -115,11 +118,47 @@ def stable_audio(tokenizer: PreTrainedTokenizerBase) -> Any:
     )  # fmt: skip
 
 
+def ltx2(tokenizer: PreTrainedTokenizerBase) -> Any:
+    text = {**GEMMA, **SMALL, "layer_types": ["full_attention"]}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sides = ("video_connector", "audio_connector")
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "num_learnable_registers": None}
+    return diffusers.LTX2Pipeline(
+        tokenizer=padded(tokenizer, 16),
+        text_encoder=Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision)),
+        connectors=LTX2TextConnectors(
+            caption_channels=16, text_proj_in_factor=2, connector_rope_base_seq_len=16, rope_double_precision=False,
+            rope_type="split", **{f"{side}_{name}": size for side in sides for name, size in sizes.items()},
+        ),
+        transformer=diffusers.LTX2VideoTransformer3DModel(
+            in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16,
+            audio_in_channels=4, audio_out_channels=4, audio_num_attention_heads=2, audio_attention_head_dim=4,
+            audio_cross_attention_dim=8, num_layers=1, caption_channels=16, rope_type="split",
+            rope_double_precision=False,
+        ),
+        vae=diffusers.AutoencoderKLLTX2Video(
+            latent_channels=4, block_out_channels=(8,), decoder_block_out_channels=(8,), layers_per_block=(1,),
+            decoder_layers_per_block=(1, 1), spatio_temporal_scaling=(True,), decoder_spatio_temporal_scaling=(True,),
+            decoder_inject_noise=(False, False), downsample_type=("spatial",), upsample_type=("spatiotemporal",),
+            upsample_residual=(False,), upsample_factor=(1,), patch_size=1, decoder_causal=False,
+        ),
+        audio_vae=diffusers.AutoencoderKLLTX2Audio(
+            base_channels=4, ch_mult=(1,), num_res_blocks=1, resolution=32, latent_channels=2, mel_bins=8,
+        ),
+        vocoder=LTX2Vocoder(
+            in_channels=16, hidden_channels=8, upsample_kernel_sizes=[4, 4], upsample_factors=[2, 2],
+            resnet_kernel_sizes=[3], resnet_dilations=[[1, 3]], output_sampling_rate=16_000,
+        ),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )  # fmt: skip
+
+
 BUILT: dict[str, Callable[[PreTrainedTokenizerBase], Any]] = {
     "flux2_klein": flux2_klein,
     "stable_diffusion_3": stable_diffusion_3,
     "sana": sana,
     "stable_audio": stable_audio,
+    "ltx2": ltx2,
 }
 
 

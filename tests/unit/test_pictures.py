@@ -23,8 +23,9 @@ from omni_actors.protocol.messages import (
     ImageChunk,
     LatentsChunk,
     StageUsage,
+    VideoChunk,
 )
-from omni_actors.stage.engine_interface import FinishedEvent, ImageEvent, LatentsEvent, ProgressEvent
+from omni_actors.stage.engine_interface import FinishedEvent, ImageEvent, LatentsEvent, ProgressEvent, VideoEvent
 from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.processors import Extend, InputPiece, Latents2Image, Start
 from omni_actors.telemetry import metrics as table
@@ -33,6 +34,7 @@ from tests.support.requests import ALICE, NOW, again, ask, bring_back, failure, 
 from tests.support.stage import ROUTE, StageUnderTest, bodies
 
 RED = HostTensor(DType.U8, (1, 2, 3), bytes([255, 0, 0] * 2))
+FRAME = HostTensor(DType.U8, (1, 1, 2, 3), RED.data)
 NOISE = HostTensor(DType.F32, (4, 2), bytes(32))
 FINISHED = FinishedEvent("r1", FinishReason.STOP, 1, 8)
 
@@ -66,6 +68,15 @@ def test_a_picture_has_bytes_rows_and_three_or_four_channels(dtype: DType, shape
         ImageChunk(pixels=TensorRef(dtype, shape, 0))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(DType.F32, (1, 2, 2, 3)), (DType.U8, (2, 2, 3)), (DType.U8, (1, 2, 2, 4)), (DType.U8, (0, 2, 2, 3))],
+)
+def test_a_video_has_frames_rows_and_three_channels(dtype: DType, shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidPayload, match=r"A video must be u8 of shape \[frames, height, width, 3\]"):
+        VideoChunk(frames=TensorRef(dtype, shape, 0), frames_per_second=24.0)
+
+
 # -- stage ------------------------------------------------------------------------------------------------------------
 
 
@@ -94,6 +105,14 @@ def test_the_last_latents_end_the_stream_to_the_next_stage_and_those_of_previews
     assert to_next.body.final
     (done,) = stage.do(FINISHED)
     assert isinstance(done.body, messages.StageDone), "no second end"
+
+
+def test_a_video_goes_to_the_client_alone() -> None:
+    stage = stage_of(Modality.VIDEO)
+    (message,) = stage.do(VideoEvent("r1", FRAME, 24.0))
+    assert message.destination is None
+    assert (message.body.frames.shape, message.body.frames_per_second) == ((1, 1, 2, 3), 24.0)
+    assert bytes(message.buffers[0]) == FRAME.data
 
 
 def test_progress_goes_to_the_client_alone_and_is_no_output() -> None:
@@ -125,6 +144,7 @@ def test_latents_reach_the_decoder_one_by_one_and_the_last_is_the_picture() -> N
 
 PICTURE = ImageChunk(pixels=TensorRef(DType.U8, (1, 2, 3), 0))
 PREVIEW = ImageChunk(pixels=TensorRef(DType.U8, (1, 2, 3), 0), preview=True)
+SECOND_OF_VIDEO = VideoChunk(frames=TensorRef(DType.U8, (24, 1, 2, 3), 0), frames_per_second=24.0)
 SOME_LATENTS = LatentsChunk(latents=TensorRef(DType.F32, (4, 2), 0))
 
 
@@ -162,10 +182,20 @@ def test_after_a_replay_nothing_comes_twice() -> None:
         assert passed_on(state, body, seq, attempt=1), "this is new"
 
 
-def test_a_replay_without_the_picture_that_was_delivered_fails() -> None:
-    state = ready(outputs=["image"])
-    ask(state, "r1", ALICE, "image")
-    assert passed_on(state, PICTURE, 0)
+def test_after_a_replay_a_video_goes_on() -> None:
+    state = ready(outputs=["video"])
+    ask(state, "r1", ALICE, "video")
+    assert passed_on(state, SECOND_OF_VIDEO, 0)
+    lose(state, "code2wav")
+    bring_back(state, "code2wav")
+    assert [passed_on(state, SECOND_OF_VIDEO, seq, attempt=1) for seq in range(2)] == [False, True]
+
+
+@pytest.mark.parametrize("delivered", [PICTURE, SECOND_OF_VIDEO], ids=["picture", "video"])
+def test_a_replay_without_what_was_delivered_fails(delivered: ImageChunk | VideoChunk) -> None:
+    state = ready(outputs=[delivered.modality])
+    ask(state, "r1", ALICE, delivered.modality)
+    assert passed_on(state, delivered, 0)
     for stage in ("prompt", "thinker", "talker"):
         say(state, stage, done())
     lose(state, "code2wav")
@@ -176,7 +206,7 @@ def test_a_replay_without_the_picture_that_was_delivered_fails() -> None:
 # -- client -----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_result_has_pictures_and_latents_and_no_previews() -> None:
+async def test_the_result_has_pictures_video_and_latents_and_no_previews() -> None:
     stream = RequestStream("r1", lambda request_id: None, lambda *_: None)
     pixels, latents = TensorRef(DType.U8, (1, 2, 3), 0), TensorRef(DType.F32, (4, 2), 0)
     sent: list[tuple[messages.Output, HostTensor]] = [
@@ -184,6 +214,7 @@ async def test_the_result_has_pictures_and_latents_and_no_previews() -> None:
         (ImageChunk(pixels=pixels, preview=True), RED._replace(data=bytes(6))),
         (ImageChunk(pixels=pixels), RED),
         (LatentsChunk(latents=latents), NOISE),
+        *[(VideoChunk(frames=TensorRef(DType.U8, (1, 1, 2, 3), 0), frames_per_second=24.0), FRAME)] * 2,
     ]
     for body, tensor in sent:
         stream.deliver(item_of(body, lambda ref, tensor=tensor: tensor))
@@ -193,4 +224,7 @@ async def test_the_result_has_pictures_and_latents_and_no_previews() -> None:
     assert picture.dtype == numpy.uint8
     assert picture.tolist() == [[[255, 0, 0], [255, 0, 0]]]
     assert output.latents == [NOISE]
+    assert output.video is not None
+    assert output.video.tolist() == 2 * [[[[255, 0, 0], [255, 0, 0]]]]
+    assert output.frames_per_second == 24.0
     assert output.text == ""
