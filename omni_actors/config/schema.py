@@ -123,8 +123,8 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
         audio_seconds: longest audio.
         image_pixels: largest image, width times height.
         video_seconds: longest video.
-        files_bytes: all uploaded files together.
-        file_seconds: lifetime of an uploaded file.
+        files_bytes: all uploaded files together, and all videos that were made.
+        file_seconds: lifetime of an uploaded file, and of a video.
         request_timeout: seconds until an answer must be complete, for requests that set no `timeout`.
         read_timeout: seconds for a request's body to arrive.
         write_timeout: seconds that a client may leave its answer unread; then its connection ends.

@@ -132,17 +132,17 @@ class FileEncoder:
 
 
 class AacEncoder:
-    """AAC in ADTS, whose frames stand alone, by FFmpeg."""
+    """AAC by FFmpeg, in ADTS, whose frames stand alone, or as the sound of the file `into`."""
 
-    def __init__(self, rate: int) -> None:
-        av = _pyav("AAC", "response_format")
+    def __init__(self, rate: int, into: Any = None) -> None:
+        av = pyav("AAC", "response_format")
         if rate not in AAC_RATES:
             raise _no_format(f"AAC does not support {rate} Hz.")
         self._frame = av.AudioFrame
         self._rate = rate
         self._given = 0  # samples
         self.sink = _Sink()
-        self._file = av.open(self.sink, "w", format="adts")
+        self._file = into or av.open(self.sink, "w", format="adts")
         self._stream = self._file.add_stream("aac", rate=rate, layout="mono")
         self._stream.bit_rate = AAC_BITS
         self._pieces = av.AudioResampler("fltp", "mono", rate, frame_size=self._stream.codec_context.frame_size or 1024)
@@ -157,11 +157,15 @@ class AacEncoder:
             self._file.mux(self._stream.encode(piece))
         return self.sink.take()
 
-    def finish(self) -> bytes:
-        """The last frames."""
+    def end(self) -> None:
+        """Write the last frames."""
         for piece in self._pieces.resample(None) if self._given else ():
             self._file.mux(self._stream.encode(piece))
         self._file.mux(self._stream.encode())
+
+    def finish(self) -> bytes:
+        """The last frames; nothing follows."""
+        self.end()
         self._file.close()
         return self.sink.take()
 
@@ -170,7 +174,7 @@ class Tempo:
     """Has the sound of an answer heard `speed` times as fast, at the same pitch, by FFmpeg's `atempo`."""
 
     def __init__(self, speed: float) -> None:
-        self._av = _pyav("speed", "speed")
+        self._av = pyav("speed", "speed")
         # `atempo` blends windows of sound from 0.5 to 2, beyond which two of them do half the work each.
         self._steps = [speed] if 0.5 <= speed <= 2 else 2 * [math.sqrt(speed)]
         self._graph: Any = None  # made with the first sound, which says its rate
@@ -236,7 +240,7 @@ class PacedEncoder:
         return b"".join(self._encoder.feed(one.samples) for one in heard)
 
 
-def _pyav(what: str, param: str) -> Any:
+def pyav(what: str, param: str) -> Any:
     """PyAV, whose import takes as long as that of the rest of the server. Raises `HttpError` 400 if there is none."""
     try:
         import av.filter

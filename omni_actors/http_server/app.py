@@ -33,9 +33,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from omni_actors import __version__
 from omni_actors.config.checkpoint import read_json_object
 from omni_actors.errors import ConfigError, ErrorCode, InvalidRequest, OmniError
-from omni_actors.http_server import chat, images, responses, state, transcriptions
+from omni_actors.http_server import chat, images, responses, state, transcriptions, videos
 from omni_actors.http_server.bodies import BODIES, REFERENCE, FormBody, JsonBody, decode
-from omni_actors.http_server.errors import STOPPING, HttpError, bad_field
+from omni_actors.http_server.errors import STOPPING, HttpError, bad_field, internal_error
 from omni_actors.http_server.media import Fetcher
 from omni_actors.http_server.realtime import calls, client_secrets, live
 from omni_actors.http_server.realtime import connection as realtime
@@ -375,6 +375,11 @@ ENDPOINTS = (
     Endpoint("POST", "/v1/audio/translations", transcriptions.translations, transcriptions.TRANSLATION),
     Endpoint("POST", "/v1/images/generations", images.generations, images.GENERATION),
     Endpoint("POST", "/v1/images/edits", images.edits, images.EDIT),
+    Endpoint("POST", "/v1/videos", videos.create, videos.BODY),
+    Endpoint("GET", "/v1/videos", videos.listed, query=videos.ListQuery),
+    Endpoint("GET", "/v1/videos/{video_id}", videos.retrieve),
+    Endpoint("DELETE", "/v1/videos/{video_id}", videos.delete),
+    Endpoint("GET", "/v1/videos/{video_id}/content", videos.content, query=videos.ContentQuery),
     Endpoint("POST", "/v1/realtime/client_secrets", realtime.create_secret, client_secrets.BODY),
     Endpoint("POST", "/v1/files", state.upload, state.BODY),
     Endpoint("GET", "/v1/files", state.files),
@@ -501,7 +506,7 @@ async def _answer(connection: HTTPConnection, error: Exception) -> Response:
         case _:
             about = {"request_id": getattr(connection.state, "request_id", "")}
             logger.error("a request failed: %s", trace_of(error), extra=about)
-            found = HttpError(500, "Internal error: see the server's log.", code="internal_error")
+            found = internal_error()
     return found.response()
 
 

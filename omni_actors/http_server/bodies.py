@@ -504,14 +504,24 @@ class FormBody(Generic[StrictT]):
     Args:
         ignored: further fields that are accepted.
         file: name of the field that holds a file; with `[]` at its end, of each of several. `None` for fields alone.
-        max_files: how many there may be, and at least one.
+        max_files: how many there may be.
+        needs_file: whether there must be one.
     """
 
-    def __init__(self, kind: type[StrictT], ignored: Ignored, file: str | None = FILE, max_files: int = 1) -> None:
+    def __init__(
+        self,
+        kind: type[StrictT],
+        ignored: Ignored,
+        file: str | None = FILE,
+        max_files: int = 1,
+        *,
+        needs_file: bool = True,
+    ) -> None:
         self.kind = ignoring(kind, ignored)
         self._ignored = ignored
         self._file = file or ""
         self._max_files = max_files
+        self._needs_file = file is not None and needs_file
         self._names = (file,) if max_files == 1 else (file, f"{file}{LIST}")
 
     async def read(self, request: Request, settings: ServerSettings) -> Form[StrictT]:
@@ -554,7 +564,7 @@ class FormBody(Generic[StrictT]):
                     fields[name] = value
         finally:
             await form.close()
-        if self._file and not files:
+        if self._needs_file and not files:
             raise bad_field(self._file, f"{self._file}: the field is missing.", "missing_required_parameter")
         decoded = decode(msgspec.json.encode(fields), self.kind)
         refuse_effects(decoded, self._ignored)
@@ -571,7 +581,7 @@ class FormBody(Generic[StrictT]):
         schema = {
             "type": "object",
             "properties": {**files, **properties},
-            "required": [*files, *own.get("required", ())],
+            "required": [*(files if self._needs_file else ()), *own.get("required", ())],
             "additionalProperties": False,
         }
         return {"required": True, "content": {FORM: {"schema": schema}}}

@@ -97,6 +97,11 @@ class HttpError(Exception):
         return Response(content, self.status, headers, media_type="application/json")
 
 
+def internal_error() -> HttpError:
+    """Make the error 500 of what nobody has thought of, whose traceback the log has."""
+    return HttpError(500, "Internal error: see the server's log.", code="internal_error")
+
+
 def too_large(message: str, param: str | None = None, code: str = "media_too_large") -> HttpError:
     """Make an error 413."""
     return HttpError(413, message, param=param, code=code)

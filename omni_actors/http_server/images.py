@@ -88,33 +88,55 @@ FIELD_OF = {
     "num_steps": "num_inference_steps",
     "guidance_scale": "guidance_scale",
     "negative_prompt": "negative_prompt",
+    "seconds": "seconds",
     "previews": "partial_images",
     "background": "background",
 }
 
 
-class ImageFields(Submission, frozen=True, kw_only=True):
-    """The fields of both routes but pictures: first OpenAI's, then those of diffusion models and of this server."""
+class DrawingFields(Submission, frozen=True, kw_only=True):
+    """The fields of pictures and videos: first OpenAI's, then those of diffusion models."""
 
     prompt: Annotated[str, Meta(min_length=1, max_length=MAX_PROMPT)]
-    n: Annotated[int, Meta(ge=1, le=MAX_PICTURES)] | None = None
     size: Annotated[str, Meta(max_length=16, extra_json_schema={"pattern": SIZE.pattern})] | None = None
+
+    num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    guidance_scale: Annotated[float, Meta(ge=0, le=100)] | None = None
+    negative_prompt: Annotated[str, Meta(max_length=MAX_PROMPT)] | None = None
+
+    def check(self) -> None:
+        """Raise `HttpError` 400 for a field with an unsupported value."""
+        if self.size is not None and not SIZE.match(self.size):
+            raise bad_field("size", "size must be WIDTHxHEIGHT in pixels, such as 1024x1024, or auto.")
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of the pipeline that the fields set, by name."""
+        width, _, height = (self.size or "auto").partition("x")
+        given = {
+            "width": int(width) if height else None,
+            "height": int(height) if height else None,
+            "num_steps": self.num_inference_steps,
+            "guidance_scale": self.guidance_scale,
+            "negative_prompt": self.negative_prompt,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class ImageFields(DrawingFields, frozen=True, kw_only=True):
+    """The fields of both routes but pictures: first OpenAI's, then those of this server."""
+
+    n: Annotated[int, Meta(ge=1, le=MAX_PICTURES)] | None = None
     background: Literal["transparent", "opaque", "auto"] | None = None
     output_format: ImageFormat | None = None
     output_compression: Annotated[int, Meta(ge=0, le=100)] | None = None
     response_format: Literal["b64_json", "url"] | None = None
     stream: bool | None = None
     partial_images: Annotated[int, Meta(ge=0, le=MAX_PREVIEWS)] | None = None
-
-    num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
-    guidance_scale: Annotated[float, Meta(ge=0, le=100)] | None = None
-    negative_prompt: Annotated[str, Meta(max_length=MAX_PROMPT)] | None = None
     progress: bool | None = None
 
     def check(self) -> None:
         """Raise `HttpError` 400 for a field with an unsupported value, or fields that do not go together."""
-        if self.size is not None and not SIZE.match(self.size):
-            raise bad_field("size", "size must be WIDTHxHEIGHT in pixels, such as 1024x1024, or auto.")
+        super().check()
         if self.stream and (self.n or 1) > 1:
             raise bad_field("n", "n must be 1 with stream: the events do not say which picture they belong to.")
         if self.stream and self.response_format == "url":
@@ -129,17 +151,12 @@ class ImageFields(Submission, frozen=True, kw_only=True):
 
     def parameters(self) -> dict[str, Any]:
         """The parameters of the pipeline that the fields set, by name."""
-        width, _, height = (self.size or "auto").partition("x")
-        given = {
-            "width": int(width) if height else None,
-            "height": int(height) if height else None,
-            "num_steps": self.num_inference_steps,
-            "guidance_scale": self.guidance_scale,
-            "negative_prompt": self.negative_prompt,
-            "previews": self.partial_images or None,
-            "background": self.background if self.background != "auto" else None,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        given = super().parameters()
+        if self.partial_images:
+            given["previews"] = self.partial_images
+        if self.background not in (None, "auto"):
+            given["background"] = self.background
+        return given
 
 
 class ImageRequest(ImageFields, frozen=True, kw_only=True):
@@ -148,7 +165,7 @@ class ImageRequest(ImageFields, frozen=True, kw_only=True):
     stage_params: ParamsByStage = ABSENT
 
 
-def params_of(fields: ImageFields, declared: Mapping[str, Sequence[Parameter]]) -> dict[str, StageParams]:
+def params_of(fields: DrawingFields, declared: Mapping[str, Sequence[Parameter]]) -> dict[str, StageParams]:
     """The parameters of a request by stage: each field goes to all stages whose model declares its parameter.
 
     Raises:

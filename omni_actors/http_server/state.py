@@ -44,11 +44,13 @@ from omni_actors.http_server.store import (
     MAX_FILES,
     MAX_RESPONSES,
     MAX_TRANSCRIPTS,
+    MAX_VIDEOS,
     SWEEP_SECONDS,
     Journals,
     KeptResponse,
     Store,
     UploadedFile,
+    VideoJob,
     secret_of,
 )
 from omni_actors.logs import get_logger
@@ -253,6 +255,8 @@ class ServerState:
         self.deaf = False  # the model does not hear: sounds of prompts go to the ears
         folder = settings.shared_dir
         self.files = Store(folder, "files", UploadedFile, MAX_FILES, settings.files_bytes, settings.file_seconds)
+        self.videos = Store(folder, "videos", VideoJob, MAX_VIDEOS, settings.files_bytes, settings.file_seconds)
+        self.video_jobs: dict[str, asyncio.Task[None]] = {}  # of this process, by id
         self.transcripts = Store(folder, "transcripts", str, MAX_TRANSCRIPTS, MAX_BYTES, KEPT_SECONDS)
         self.responses = Store(folder, "responses", KeptResponse, MAX_RESPONSES, MAX_BYTES, KEPT_SECONDS)
         self.streams = Journals(folder, "streams")  # of responses
@@ -341,10 +345,10 @@ class ServerState:
             self.client.report(self.realtime.meters.snapshot())
 
     async def close(self) -> None:
-        """End calls, the connection to the pipeline, and the decoders."""
-        for call in self.calls.values():
-            call.cancel()
-        await asyncio.gather(*self.calls.values(), return_exceptions=True)
+        """End calls and jobs, the connection to the pipeline, and the decoders."""
+        for task in (tasks := [*self.calls.values(), *self.video_jobs.values()]):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
@@ -354,7 +358,7 @@ class ServerState:
         await self.client.close()
         await self.realtime.close()
         await asyncio.to_thread(self._decoders.close)
-        for store in (self.files, self.transcripts, self.responses, self.streams, self.sessions):
+        for store in (self.files, self.videos, self.transcripts, self.responses, self.streams, self.sessions):
             store.close()
 
     def tenant(self, connection: HTTPConnection) -> str:

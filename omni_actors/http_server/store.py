@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 import numpy
@@ -40,6 +40,7 @@ T = TypeVar("T")
 MAX_FILES = 1000
 MAX_TRANSCRIPTS = 10_000
 MAX_RESPONSES = 1000
+MAX_VIDEOS = 1000
 MAX_BYTES = 64 << 20  # of all transcripts, and of all responses; each response counts all turns before it
 KEPT_SECONDS = 3600.0  # the same
 
@@ -80,6 +81,24 @@ class UploadedFile(Struct, frozen=True):
     expires: int
 
 
+class VideoJob(Struct, frozen=True, omit_defaults=True):
+    """A job of `/v1/videos`, whose data is the file; `process` makes it. Times are Unix times."""
+
+    id: str
+    created: float
+    model: str
+    prompt: str
+    seconds: str
+    size: str
+    process: int
+    status: Literal["queued", "in_progress", "completed", "failed"] = "queued"
+    progress: int = 0
+    completed_at: int | None = None
+    expires_at: int | None = None
+    error: dict[str, str] | None = None
+    bytes: int = 0
+
+
 class KeptResponse(Struct, frozen=True):
     """The turns that a further response continues, with their bytes. The data is the response as JSON."""
 
@@ -114,10 +133,11 @@ class Store(Generic[T]):
         )
         self._database.executescript(TABLES)
 
-    def add(self, key: str, value: T, size: int, data: bytes = b"") -> int:
+    def add(self, key: str, value: T, size: int, data: bytes = b"", *, again: bool = False) -> int:
         """Keep a value and its data, which count `size` bytes, unless they alone are too large.
 
-        Returns the Unix time until which they are kept; 0 if they cannot be written: the log says why.
+        Returns the Unix time until which they are kept; 0 if they cannot be written: the log says why. With `again`
+        also if there is no value with this id, whose place they take.
         """
         if size <= self._most_bytes:
             now, run = time.monotonic(), self._database.execute
@@ -125,6 +145,8 @@ class Store(Generic[T]):
             try:
                 with self._lock, self._database:
                     run("BEGIN IMMEDIATE")
+                    if again and run(FIND, (key, now)).fetchone() is None:
+                        return 0
                     run("DELETE FROM kept WHERE until < ? OR key = ?", (now, key))
                     run("INSERT INTO kept (key, until, size, value, data) VALUES (?, ?, ?, ?, ?)", row)
                     while run(IS_FULL, (self._most, self._most_bytes)).fetchone():

@@ -2,6 +2,7 @@
 
 A stage with `image` among its outputs draws a picture from tokens, or decodes the latents of a stage before it; one
 with the option `latents` makes those. Latents are f32 [4, height / 8, width / 8], of colours and opacity from -1 to 1.
+With `video` the picture moves, to a tone if there is `audio`, too.
 
 It lets tests and benchmarks load sockets, coordinator and actors with thousands of requests in seconds. Its `outputs`
 decide what it makes: one character per token for `text`, `samples_per_token` samples per token for `audio`. It streams
@@ -49,6 +50,7 @@ from omni_actors.stage.engine_interface import (
     StageRequest,
     StreamEvent,
     TextEvent,
+    VideoEvent,
 )
 
 SCALE = 8  # pixels of a latent's side
@@ -64,6 +66,11 @@ PARAMETERS = (
     Parameter("previews", "int", least=0, most=16, default=0, about="pictures of the way there"),
     Parameter("background", "text", choices=("auto", "opaque", TRANSPARENT), default="auto", about="of the picture"),
 )
+VIDEO_PARAMETERS = (
+    *(one for one in PARAMETERS if one.name not in ("previews", "background")),
+    Parameter("seconds", "float", least=0, most=60, default=1.0, about="length of the video"),
+)
+VIDEO_RATE = 8  # frames per second
 
 Latents = NDArray[numpy.float32]
 
@@ -73,7 +80,7 @@ class Drawing:
 
     Args:
         media: reference pictures, which change the colours.
-        outputs: what to make of the latents: `image`, `latents` or both.
+        outputs: what to make of the latents: `image`, `latents` or both, or `video`, perhaps with `audio`.
 
     Raises:
         InvalidRequest: a parameter is not what an echo stage takes.
@@ -88,13 +95,15 @@ class Drawing:
         outputs: Collection[str],
     ) -> None:
         params = request.params
-        check_parameters(stage, PARAMETERS, params)
+        check_parameters(stage, VIDEO_PARAMETERS if "video" in outputs else PARAMETERS, params)
         self._request_id = request.request_id
         self._outputs = outputs
         self._steps = params.num_steps or STEPS
         self._step = 0
         self._preview_steps = preview_steps(self._steps, params.previews or 0)
-        self._opaque = (params.extra_args or {}).get("background") != TRANSPARENT
+        extra = params.extra_args or {}
+        self._opaque = extra.get("background") != TRANSPARENT
+        self._seconds = float(extra.get("seconds", 1))
         shape = (CHANNELS, (params.height or SIZE) // SCALE, (params.width or SIZE) // SCALE)
         self.size = shape[1] * shape[2]
         about = (params.guidance_scale, params.negative_prompt, request.effective_seed)
@@ -125,7 +134,25 @@ class Drawing:
                 events.append(ImageEvent(self._request_id, decoded(tensor), preview))
             if "latents" in self._outputs:
                 events.append(LatentsEvent(self._request_id, tensor, preview))
+            if "video" in self._outputs and not preview:
+                events += self._video(decoded(tensor))
         return events
+
+    def _video(self, picture: HostTensor) -> list[EngineEvent]:
+        """A picture that moves to the right, in two parts, after its tone."""
+        pixels = numpy.frombuffer(picture.data, numpy.uint8).reshape(picture.shape)
+        count = round(self._seconds * VIDEO_RATE) + 1
+        frames = numpy.stack([numpy.roll(pixels, index, axis=1) for index in range(count)])
+        parts = [part for part in numpy.array_split(frames, 2) if len(part)]
+        tone = numpy.sin(numpy.arange(SAMPLE_RATE * count // VIDEO_RATE, dtype=numpy.float32) / 8) / 4
+        sound = AudioEvent(self._request_id, HostTensor(DType.F32, tone.shape, tone.tobytes()), SAMPLE_RATE)
+        return [
+            *([sound] if "audio" in self._outputs else []),
+            *(
+                VideoEvent(self._request_id, HostTensor(DType.U8, one.shape, one.tobytes()), VIDEO_RATE)
+                for one in parts
+            ),
+        ]
 
 
 def _pattern(generator: numpy.random.Generator, shape: tuple[int, int, int]) -> Latents:
@@ -224,7 +251,7 @@ class EchoEngine(StageEngine):
         self._outputs = frozenset(stage.outputs)
         self._name = stage.name
         self._sounds = "audio" in self._outputs or self._options.sound
-        self._draws = {"image", "latents"} & {*self._outputs, *(["latents"] if self._options.latents else [])}
+        self._draws = {"image", "latents", "video"} & {*self._outputs, *(["latents"] if self._options.latents else [])}
         self._active: dict[str, _Echo] = {}
         if self._options.memory_bytes:
             limit = psutil.Process().memory_info().vms + self._options.memory_bytes
@@ -248,7 +275,7 @@ class EchoEngine(StageEngine):
             voices=tuple(self._options.voices) if self._sounds or self._options.speech else (),
             sample_rate=SAMPLE_RATE if self._sounds else 0,
             max_input_tokens=self._options.max_input_tokens,
-            parameters=PARAMETERS if self._draws else None,
+            parameters=(VIDEO_PARAMETERS if "video" in self._draws else PARAMETERS) if self._draws else None,
             max_media=self._options.max_media,
             wants_information=SPEECH_INFORMATION if self._options.speech else (),
             speech=self._options.speech,
@@ -282,7 +309,7 @@ class EchoEngine(StageEngine):
             tokens = tokens[: request.params.max_tokens]
         drawing = None
         if self._draws:
-            drawing = Drawing(self._name, request, tokens, inputs.media, self._draws)
+            drawing = Drawing(self._name, request, tokens, inputs.media, {*self._draws, *self._outputs})
         self._active[request.request_id] = _Echo(request, tokens, complete=inputs.complete, drawing=drawing)
 
     def extend_text(self, request_id: str, text: str, *, complete: bool) -> None:

@@ -65,6 +65,20 @@ def pictures(picture_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
 
 
 @pytest.fixture(scope="session")
+def video_pipeline() -> Iterator[HttpPipeline]:
+    overrides = {"stages.video.engine.step_seconds": 0.002}
+    with HttpPipeline(REPOSITORY / "stage_configs" / "echo_video.yaml", overrides) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+def videos(video_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
+    """An echo stage that makes videos with sound; idle again after each test."""
+    yield video_pipeline
+    video_pipeline.assert_idle()
+
+
+@pytest.fixture(scope="session")
 def cloning_pipeline() -> Iterator[HttpPipeline]:
     overrides = {"stages.code2wav.engine.samples_per_token": 1, "http.voices": 3, "http.voice_aliases.alloy": "Mara"}
     with HttpPipeline(REPOSITORY / "stage_configs" / "echo_speech.yaml", overrides) as pipeline:

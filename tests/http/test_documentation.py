@@ -17,6 +17,7 @@ from tests.support.servers import HttpPipeline
 NEED_NO_MODEL = [example for example in EXAMPLES if not example.needs_model]
 
 
+@pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 @pytest.mark.parametrize("example", NEED_NO_MODEL, ids=attrgetter("name"))
 def test_example(
     request: pytest.FixtureRequest,
@@ -27,7 +28,9 @@ def test_example(
 ) -> None:
     draws = "/v1/images/" in example.code or "images.generate" in example.code
     clones = "/v1/audio/voices" in example.code
-    pipeline: HttpPipeline = request.getfixturevalue("pictures" if draws else "cloning" if clones else "echo")
+    films = "/v1/videos" in example.code or "videos.create" in example.code
+    name = "videos" if films else "pictures" if draws else "cloning" if clones else "echo"
+    pipeline: HttpPipeline = request.getfixturevalue(name)
     monkeypatch.chdir(tmp_path)
     example.run(pipeline, "echo", tmp_path, capfd)
 

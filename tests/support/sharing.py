@@ -23,7 +23,7 @@ PIPELINES = {
     "Qwen2.5-Omni": ("tiny_pipeline", "tiny_http"),
     "scripted": ("scripted", "scripted_http"),
     ECHO: (
-        *("echo", "echo_pipeline", "slow", "slow_pipeline", "pictures", "picture_pipeline"),
+        *("echo", "echo_pipeline", "slow", "slow_pipeline", "pictures", "picture_pipeline", "videos", "video_pipeline"),
         *(
             "cloning",
             "cloning_pipeline",

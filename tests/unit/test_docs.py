@@ -19,8 +19,8 @@ from omni_actors.cli.main import SUBCOMMANDS
 from omni_actors.config import CoordinatorConfig, FlowConfig, HttpConfig, PipelineConfig, StageConfig
 from omni_actors.config.schema import ClusterConfig
 from omni_actors.errors import ERROR_CLASSES, ErrorCode
-from omni_actors.http_server import bodies, chat, generation
-from omni_actors.http_server.store import MAX_FILES
+from omni_actors.http_server import bodies, chat, generation, videos
+from omni_actors.http_server.store import MAX_FILES, MAX_VIDEOS
 from omni_actors.media import decoders
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.fields import Limits
@@ -191,6 +191,8 @@ def test_the_known_limits_are_those_of_the_code() -> None:
     message, media = Limits(), MediaLimits()
     assert found == {
         "uploaded files, the oldest of which make room": MAX_FILES,
+        "videos that were made, likewise": MAX_VIDEOS,
+        "jobs of videos under way, per HTTP process": videos.MAX_JOBS,
         "stages of a pipeline": most(PipelineConfig, "stages"),
         "nodes": most(ClusterConfig, "nnodes"),
         "JSON of an HTTP request without its media": bodies.MAX_TEXT_BYTES,
