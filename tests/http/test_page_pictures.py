@@ -1,10 +1,11 @@
-"""Pictures on the web page: made, watched, stopped, kept and changed."""
+"""Pictures and videos on the web page: made, watched, stopped, kept and changed."""
 
 from __future__ import annotations
 
 import base64
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -76,11 +77,11 @@ def test_a_picture_is_made_watched_and_kept(easel: Page, pictures: HttpPipeline)
     answered(easel)
 
 
-def downloaded(page: Page, act: Callable[[], None]) -> bytes:
+def downloaded(page: Page, act: Callable[[], None], name: str = "picture.png") -> bytes:
     """The file that an action downloads."""
     with page.expect_download() as download:
         act()
-    assert download.value.suggested_filename == "picture.png"
+    assert download.value.suggested_filename == name
     return download.value.path().read_bytes()
 
 
@@ -123,14 +124,53 @@ def test_everybody_can_make_pictures_at_any_width(easel: Page) -> None:
     fill(easel, width=512, height=320, seed=3)
     ask(easel, "The sea at night")
     answered(easel)
+    check_looks(easel, SCREENSHOT)
+
+
+def check_looks(page: Page, screenshot: Path | None = None) -> None:
     for width, height in ((1280, 800), (390, 844)):
-        easel.set_viewport_size({"width": width, "height": height})
-        if width == 1280 and "OMNI_TEST_SCREENSHOTS" in os.environ:
-            easel.screenshot(path=SCREENSHOT)
-        assert easel.evaluate("document.documentElement.scrollWidth") == width
-        box = easel.locator("img.picture").bounding_box()
+        page.set_viewport_size({"width": width, "height": height})
+        if width == 1280 and screenshot is not None and "OMNI_TEST_SCREENSHOTS" in os.environ:
+            page.screenshot(path=screenshot)
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        box = page.locator(".picture").bounding_box()
         assert box is None or box["x"] + box["width"] <= width
-        easel.emulate_media(color_scheme="light")
-        assert axe_violations(easel) == []
-        easel.emulate_media(color_scheme="dark")
-        assert axe_violations(easel, "color-contrast") == []
+        page.emulate_media(color_scheme="light")
+        assert axe_violations(page) == []
+        page.emulate_media(color_scheme="dark")
+        assert axe_violations(page, "color-contrast") == []
+
+
+def test_a_video_is_made_shown_and_kept(videos: HttpPipeline, page: Page) -> None:
+    open_page(page, videos)
+    expect(page.get_by_placeholder("Describe a video")).to_be_focused()
+    fill(page, width=512, height=320, seconds=2, steps=300, seed=7)
+    ask(page, "The sea at night")
+    expect(page.locator(".making")).to_contain_text("%")
+    answered(page)
+    video = page.locator("video.picture")
+    expect(video).to_have_attribute("aria-label", "The sea at night")
+    until(page, lambda: video.evaluate("video => video.readyState") > 1, "the video can be played")
+    assert video.evaluate("video => [video.videoWidth, video.videoHeight]") == [512, 320]
+    assert video.evaluate("video => video.duration") == pytest.approx(17 / 8, abs=0.1)
+    expect(page.get_by_label("Edit this")).to_have_count(0)
+    file = downloaded(page, page.get_by_label("Download video").click, "video.mp4")
+    job = httpx.get(f"{videos.url}/v1/videos?limit=1").json()["data"][0]
+    assert file == httpx.get(f"{videos.url}/v1/videos/{job['id']}/content").content
+    check_looks(page)
+    page.set_viewport_size({"width": 1280, "height": 800})
+    page.reload()
+    page.locator("#toggle-conversations-panel").click()
+    page.locator("#conversations .open").click()
+    expect(page.locator("video.picture")).to_be_visible()
+
+
+def test_a_video_is_stopped(videos: HttpPipeline, page: Page) -> None:
+    open_page(page, videos)
+    fill(page, steps=1000)
+    ask(page, "The sea, slowly")
+    expect(page.locator(".making")).to_contain_text("%")
+    page.locator("#stop").click()
+    expect(page.locator("li.assistant.stopped")).to_have_count(1)
+    until(page, lambda: in_flight(videos) == 0, "the end of the request")
+    assert "The sea, slowly" not in httpx.get(f"{videos.url}/v1/videos").text

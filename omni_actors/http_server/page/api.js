@@ -102,6 +102,30 @@ export async function* draw(fields, pictures, signal) {
   }
 }
 
+const LOOK_MS = 500;  // between two looks at a job
+
+/** Asks for a video; yields {id}, then {percent}, and at the end {video}, its file. */
+export async function* film(fields, pictures, signal) {
+  const body = new FormData();
+  for (const [name, value] of Object.entries(fields)) body.append(name, value);
+  for (const { blob, name } of pictures) body.append("input_reference", blob, name);
+  const response = await request("/v1/videos", { method: "POST", body, signal });
+  yield { id: response.headers.get("x-request-id") };
+  let job = await response.json();
+  const path = `/v1/videos/${job.id}`;
+  try {
+    while (job.status !== "completed") {
+      if (job.status === "failed") throw PageError.of(job.error);
+      await new Promise((resolve) => setTimeout(resolve, LOOK_MS));
+      job = await (await request(path, { signal })).json();
+      yield { percent: job.progress };
+    }
+    yield { video: await (await request(`${path}/content`, { signal })).blob() };
+  } finally {
+    if (signal.aborted) await request(path, { method: "DELETE" });
+  }
+}
+
 /** Has a text spoken; yields {id} once it begins, then {sound} (base64 of PCM, 16 bit), and at the end {text} and {usage}. */
 export async function* speak(fields, signal) {
   const response = await request("/v1/audio/speech", {

@@ -1,7 +1,7 @@
 "use strict";
 // The conversation: questions, the request that runs, and asking again. `voice.js` adds what is spoken.
 
-import { PageError, ask, draw, speak } from "./api.js";
+import { PageError, ask, draw, film, speak } from "./api.js";
 import { attachmentOf } from "./attachments.js";
 import { $, announce, make } from "./common.js";
 import * as messages from "./messages.js";
@@ -182,7 +182,7 @@ async function answer(turn) {
   const clip = settings.speaks() ? new Clip(status.current?.sample_rate || 24000) : null;
   if (clip) player.play(clip);
   const draws = settings.draws(), view = draws ? addPictures(turn, settings.pictures()) : addAnswer(turn, clip);
-  announce(draws ? "The picture begins." : "The answer begins.");
+  announce(draws ? `The ${settings.work()} begins.` : "The answer begins.");
   const seen = { id: null, usage: null, times: {} };
   let state = "done";
   try {
@@ -190,7 +190,7 @@ async function answer(turn) {
     else await converse(turn, view, clip, controller.signal, seen);
     turn.answer = view.text;
     if (!draws) view.measure(seen.times);
-    announce(draws ? "The picture is ready." : view.text);
+    announce(draws ? `The ${settings.work()} is ready.` : view.text);
   } catch (error) {
     if (clip && player.clip === clip) player.stop();
     seen.id ??= error.requestId;
@@ -212,7 +212,7 @@ async function answer(turn) {
   if (turns.at(-1) === turn && turn.view === view) showTimeline(timeline, seen.usage, seen.times, clip?.seconds ?? 0);
 }
 
-/** Makes all pictures of an answer at the same time; a seed counts up, as with the server's `n`. */
+/** Makes all pictures or videos of an answer at the same time; a seed counts up, as with the server's `n`. */
 async function paint(turn, view, signal, seen) {
   const began = performance.now(), fields = { model: settings.model(), prompt: turn.text, ...settings.picture() };
   const all = view.tiles.map((tile, index) => {
@@ -225,9 +225,11 @@ async function paint(turn, view, signal, seen) {
 }
 
 async function paintOne(fields, turn, tile, signal, seen, began) {
-  for await (const item of draw(fields, turn.attachments, signal)) {
+  for await (const item of (settings.films() ? film : draw)(fields, turn.attachments, signal)) {
     if (item.id) seen.id = item.id;
-    if (item.step) tile.progress(item.step, item.steps);
+    if (item.step) tile.progress(item.step, item.steps, `step ${item.step} of ${item.steps}`);
+    if (item.percent) tile.progress(item.percent, 100, `${item.percent} %`);
+    if (item.video) tile.show(item.video, false);
     if (item.preview) {
       seen.times.preview ??= performance.now() - began;
       tile.show(blobOf(item.preview, item.format), true);

@@ -114,7 +114,8 @@ const dataUrl = (blob) => new Promise((resolve) => {
 async function markdownOf({ title, turns }) {
   const parts = [`# ${title}`];
   const media = async (blob, name) => blob.type.startsWith("image/") ? `![${name}](${await dataUrl(blob)})`
-    : blob.type.startsWith("audio/") ? `<audio controls src="${await dataUrl(blob)}"></audio>` : `[${name}](${await dataUrl(blob)})`;
+    : blob.type.startsWith("audio/") ? `<audio controls src="${await dataUrl(blob)}"></audio>`
+    : blob.type.startsWith("video/") ? `<video controls src="${await dataUrl(blob)}"></video>` : `[${name}](${await dataUrl(blob)})`;
   for (const { text, attachments, answers, chosen } of turns) {
     parts.push("## You", ...await Promise.all(attachments.map(({ blob, name }) => media(blob, name))), text);
     const answer = answers[chosen];

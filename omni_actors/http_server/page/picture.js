@@ -1,5 +1,5 @@
 "use strict";
-// Pictures on the page, while they are made and afterwards.
+// Pictures and videos on the page, while they are made and afterwards.
 
 import { $, action, make } from "./common.js";
 import { showVariants, toEnd } from "./messages.js";
@@ -13,10 +13,10 @@ export function blobOf(base64, format) {
 
 export let dragged = null;  // the file of the picture that is dragged over the page
 
-/** One picture: with a bar while it is made, with actions once it is there. */
+/** One picture or video: with a bar while it is made, with actions once it is there. */
 class Tile {
   blob = null;
-  #progress = make("progress", { ariaLabel: "Progress of the picture" });
+  #progress = make("progress", { ariaLabel: "Progress" });
   #steps = make("span", { className: "muted" });
   #image = make("img", { className: "picture", hidden: true, draggable: true });
   #meter = make("div", { className: "making" }, this.#progress, this.#steps);
@@ -31,14 +31,19 @@ class Tile {
     this.#image.ondragend = () => { dragged = null; };
   }
 
-  progress(step, steps) {
+  progress(step, steps, words) {
     Object.assign(this.#progress, { value: step, max: steps });
-    this.#steps.textContent = `step ${step} of ${steps}`;
+    this.#steps.textContent = words;
   }
 
-  /** Shows a preview or the picture itself. */
+  /** Shows a preview, or the picture or video itself. */
   show(blob, preview) {
     URL.revokeObjectURL(this.#image.src);
+    if (blob.type.startsWith("video/")) {
+      const video = make("video", { className: "picture", controls: true, ariaLabel: this.#image.alt, onloadedmetadata: toEnd });
+      this.#image.replaceWith(video);
+      this.#image = video;
+    }
     this.#image.src = URL.createObjectURL(blob);
     this.#image.hidden = false;
     this.#image.classList.toggle("preview", preview);
@@ -48,11 +53,13 @@ class Tile {
   end() {
     this.#meter.hidden = true;
     if (!this.blob) return;
-    this.#actions.append(action("download", "Download picture", () => this.#download()),
-                         action("edit", "Edit this", () => this.edit(this.#file)));
+    this.#actions.append(action("download", `Download ${this.#kind}`, () => this.#download()));
+    if (this.#kind === "picture") this.#actions.append(action("edit", "Edit this", () => this.edit(this.#file)));
   }
 
-  get #file() { return new File([this.blob], `picture.${this.blob.type.split("/")[1]}`, { type: this.blob.type }); }
+  get #kind() { return this.blob.type.startsWith("video/") ? "video" : "picture"; }
+
+  get #file() { return new File([this.blob], `${this.#kind}.${this.blob.type.split("/")[1]}`, { type: this.blob.type }); }
 
   #download() {
     make("a", { href: this.#image.src, download: this.#file.name }).click();
@@ -61,7 +68,7 @@ class Tile {
   release() { URL.revokeObjectURL(this.#image.src); }
 }
 
-/** An answer of one or several pictures. `again` is called to make others, `edit` with the file of one to change it. */
+/** An answer of one or several pictures or videos. `again` is called to make others, `edit` with the file of one to change it. */
 export class PictureView {
   text = "";  // as of an answer in words
 

@@ -3,15 +3,15 @@
 
 import { $ } from "./common.js";
 
-const KEPT = ["speak", "voice", "speed", "system", "temperature", "tokens", "seed", "width", "height", "steps", "guidance", "negative", "previews"];
+const KEPT = ["speak", "voice", "speed", "system", "temperature", "tokens", "seed", "width", "height", "seconds", "steps", "guidance", "negative", "previews"];
 const PARAMETERS = {  // by the fields for them
-  width: "width", height: "height", steps: "num_steps", guidance: "guidance_scale", negative: "negative_prompt", previews: "previews",
+  width: "width", height: "height", seconds: "seconds", steps: "num_steps", guidance: "guidance_scale", negative: "negative_prompt", previews: "previews",
 };
 const MOST_PREVIEWS = 3;  // that the route shows of a picture
 
 let showPanel = null;
 let declared = {};  // that the pipeline's models declare, by name
-let drawing = false;
+let drawing = false, filming = false;  // pictures or videos; videos
 let ability = null;     // of a pipeline that speaks the text it is given
 
 /** Restores the fields, and keeps what is changed in them. `onKey` is called when the API key has changed, `show` shows them. */
@@ -71,16 +71,18 @@ export function offer(status) {
   $("models").hidden = status.models.length < 2;
   $("sample").hidden = !status.modalities.includes("audio") || ability?.clip === "required";
   $("speak").disabled = !status.modalities.includes("audio");
-  drawing = status.modalities.includes("image") && !status.modalities.includes("text");
+  filming = status.modalities.includes("video");
+  drawing = (filming || status.modalities.includes("image")) && !status.modalities.includes("text");
   document.querySelectorAll(".for-talk").forEach((element) => { element.hidden = drawing; });
   document.querySelectorAll(".for-pictures").forEach((element) => { element.hidden = !drawing; });
   if (ability) document.querySelectorAll(".for-answers").forEach((element) => { element.hidden = true; });
   $("manner").hidden = ability?.instructions === "none";
   $("system-label").textContent = ability ? "How to speak" : "System prompt";
-  $("text").placeholder = drawing ? "Describe a picture" : ability ? "A text to speak" : "Message";
+  $("text").placeholder = drawing ? `Describe a ${work()}` : ability ? "A text to speak" : "Message";
   $("file").accept = drawing ? "image/*" : "image/*,audio/*,video/*,text/*,.pdf,.md,.json,.csv,.yaml,.py";
-  $("attach").title = drawing ? "Attach pictures to change" : "Attach pictures, sounds, videos, PDF or texts";
+  $("attach").title = drawing ? (filming ? "Attach the picture that the video begins with" : "Attach pictures to change") : "Attach pictures, sounds, videos, PDF or texts";
   declared = Object.fromEntries(Object.values(status.parameters).flat().map((parameter) => [parameter.name, parameter]));
+  $("count-name").textContent = filming ? "Videos" : "Pictures";
   $("presets").hidden = !declared.width || !declared.height;
   if (drawing) for (const [id, name] of Object.entries(PARAMETERS)) fit($(id), declared[name]);
 }
@@ -103,8 +105,12 @@ function fit(field, parameter) {
 /** The name of the model that is asked: the pipeline's, or one of its adapters. */
 export const model = () => $("model").value;
 
-/** Whether the pipeline answers with pictures. */
+/** Whether the pipeline answers with pictures or videos, and whether with videos. */
 export const draws = () => drawing;
+export const films = () => filming;
+
+/** What the pipeline makes then. */
+export const work = () => filming ? "video" : "picture";
 
 /** Whether the pipeline speaks what is written, and does not answer. */
 export const reads = () => ability !== null;
@@ -137,12 +143,13 @@ function choosePreset() {
   }
 }
 
-/** The fields of a request for a picture; what is left out is as the model has it. */
+/** The fields of a request for a picture or a video; what is left out is as the model has it. */
 export function picture() {
-  const fields = { stream: true, progress: true };
+  const fields = filming ? {} : { stream: true, progress: true };
   const value = (id) => declared[PARAMETERS[id]] ? $(id).value.trim() : "";
   const side = (id, other) => value(id) || declared[id].default || value(other);
   if (value("width") || value("height")) fields.size = `${side("width", "height")}x${side("height", "width")}`;
+  if (value("seconds")) fields.seconds = Number(value("seconds"));
   if (value("steps")) fields.num_inference_steps = Number(value("steps"));
   if (value("guidance")) fields.guidance_scale = Number(value("guidance"));
   if (value("negative")) fields.negative_prompt = value("negative");

@@ -51,6 +51,7 @@ const speaks = (status) => status.modalities.includes("audio");
 const list = (words) => words.length < 2 ? words.join("") : `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`;
 
 function sentence(status) {
+  if (settings.films()) return `Describe a video${takes(status, "image") ? ", or attach the picture that it begins with, and say what happens" : ""}.`;
   if (settings.draws()) return "Describe a picture, or attach one and say what to change.";
   if (settings.reads()) return "It speaks what you write.";
   const media = [["image", "pictures"], ["audio", "sounds"], ["video", "videos"]].filter(([kind]) => takes(status, kind));
