@@ -336,7 +336,7 @@ OF_IMAGES: Ignored = {
     "quality": ANY,
 }
 OF_NEW_IMAGES: Ignored = {**OF_IMAGES, **_only("style")}
-OF_EDITS: Ignored = {**OF_IMAGES, **_only("mask markup input_fidelity")}
+OF_EDITS: Ignored = {**OF_IMAGES, **_only("markup input_fidelity")}
 OF_TRANSCRIPTIONS: Ignored = _only("include keywords languages known_speaker_names known_speaker_references", [])
 
 INSTEAD = {
@@ -348,7 +348,6 @@ INSTEAD = {
     "functions": "Use tools.",
     "keywords": "Put them into prompt.",
     "languages": "Give one as language.",
-    "mask": "Describe in the prompt what to change.",
     "request_id": "The response's x-request-id names the request.",
     "style": "Describe it in the prompt.",
     "truncate_prompt_tokens": "A prompt that is too long is an error, never cut.",
@@ -496,6 +495,7 @@ class Form(NamedTuple, Generic[StrictT]):
     fields: StrictT
     files: list[bytes]
     names: list[str]
+    further: bytes | None = None  # the file of the body's `further` field
 
 
 class FormBody(Generic[StrictT]):
@@ -506,6 +506,7 @@ class FormBody(Generic[StrictT]):
         file: name of the field that holds a file; with `[]` at its end, of each of several. `None` for fields alone.
         max_files: how many there may be.
         needs_file: whether there must be one.
+        further: name of another field, which may hold a file.
     """
 
     def __init__(
@@ -516,12 +517,14 @@ class FormBody(Generic[StrictT]):
         max_files: int = 1,
         *,
         needs_file: bool = True,
+        further: str = "",
     ) -> None:
         self.kind = ignoring(kind, ignored)
         self._ignored = ignored
         self._file = file or ""
         self._max_files = max_files
         self._needs_file = file is not None and needs_file
+        self._further = further
         self._names = (file,) if max_files == 1 else (file, f"{file}{LIST}")
 
     async def read(self, request: Request, settings: ServerSettings) -> Form[StrictT]:
@@ -540,9 +543,12 @@ class FormBody(Generic[StrictT]):
         fields: dict[str, Any] = {}
         files: list[bytes] = []
         names: list[str] = []
+        further: bytes | None = None
         try:
             for name, value in form.multi_items():
-                if not isinstance(value, str):
+                if not isinstance(value, str) and name == self._further and further is None:
+                    further = await value.read()
+                elif not isinstance(value, str):
                     if name not in self._names:
                         raise bad_field(
                             name[:100],
@@ -554,8 +560,8 @@ class FormBody(Generic[StrictT]):
                         raise bad_field(self._file, f"{self._file}: there may be {self._max_files} at most.")
                     files.append(await value.read())
                     names.append(value.filename or "file")
-                elif name in self._names:
-                    raise bad_field(self._file, f"{self._file}: must be a file.")
+                elif name in (*self._names, self._further):
+                    raise bad_field(name, f"{name}: must be a file.")
                 elif name.endswith(LIST):
                     fields.setdefault(name.removesuffix(LIST), []).append(value)
                 elif name in fields:
@@ -568,7 +574,7 @@ class FormBody(Generic[StrictT]):
             raise bad_field(self._file, f"{self._file}: the field is missing.", "missing_required_parameter")
         decoded = decode(msgspec.json.encode(fields), self.kind)
         refuse_effects(decoded, self._ignored)
-        return Form(decoded, files, names)
+        return Form(decoded, files, names, further)
 
     def described(self) -> dict[str, Any]:
         """The OpenAPI `requestBody`."""
@@ -578,9 +584,10 @@ class FormBody(Generic[StrictT]):
         one: dict[str, Any] = {"type": "string", "format": "binary"}
         several = {"type": "array", "items": one, "minItems": 1, "maxItems": self._max_files}
         files = {self._file: one if self._max_files == 1 else several} if self._file else {}
+        more = {self._further: one} if self._further else {}
         schema = {
             "type": "object",
-            "properties": {**files, **properties},
+            "properties": {**files, **more, **properties},
             "required": [*(files if self._needs_file else ()), *own.get("required", ())],
             "additionalProperties": False,
         }

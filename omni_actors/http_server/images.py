@@ -91,6 +91,7 @@ FIELD_OF = {
     "seconds": "seconds",
     "previews": "partial_images",
     "background": "background",
+    "mask": "mask",
 }
 
 
@@ -165,14 +166,19 @@ class ImageRequest(ImageFields, frozen=True, kw_only=True):
     stage_params: ParamsByStage = ABSENT
 
 
-def params_of(fields: DrawingFields, declared: Mapping[str, Sequence[Parameter]]) -> dict[str, StageParams]:
+def params_of(
+    fields: DrawingFields, declared: Mapping[str, Sequence[Parameter]], **further: Any
+) -> dict[str, StageParams]:
     """The parameters of a request by stage: each field goes to all stages whose model declares its parameter.
+
+    Args:
+        further: parameters that no field sets.
 
     Raises:
         HttpError: no stage does, or `stage_params` are wrong.
     """
     params: dict[str, dict[str, Any]] = {}
-    for name, value in fields.parameters().items():
+    for name, value in {**fields.parameters(), **further}.items():
         stages = [stage for stage, those in declared.items() if any(one.name == name for one in those)]
         if not stages and not (name == "background" and value != TRANSPARENT):  # pictures are opaque anyway
             raise _not_declared(name, declared)
@@ -203,7 +209,7 @@ def _not_declared(name: str, declared: Mapping[str, Sequence[Parameter]]) -> Htt
 
 GENERATION = JsonBody(ImageRequest, OF_NEW_IMAGES)
 MAX_REFERENCES = 16
-EDIT = FormBody(ImageFields, OF_EDITS, "image", MAX_REFERENCES)
+EDIT = FormBody(ImageFields, OF_EDITS, "image", MAX_REFERENCES, further="mask")
 MODALITY = "image"
 TOKEN_PIXELS = 16  # of a token's side, as the models here have it
 FIELDS: dict[str, str] = {
@@ -216,16 +222,21 @@ FIELDS: dict[str, str] = {
 
 async def generations(request: Request, state: ServerState, body: ImageRequest) -> Response:
     """Make pictures of a text."""
-    return await _respond(body, (), "image_generation", request, state)
+    return await _respond(body, (), None, "image_generation", request, state)
 
 
 async def edits(request: Request, state: ServerState, form: Form[ImageFields]) -> Response:
-    """Make pictures of a text and of other pictures."""
-    return await _respond(form.fields, form.files, "image_edit", request, state)
+    """Make pictures of a text and of other pictures; a mask says which part of them changes."""
+    return await _respond(form.fields, form.files, form.further, "image_edit", request, state)
 
 
 async def _respond(
-    fields: ImageFields, references: Sequence[bytes], kind: str, request: Request, state: ServerState
+    fields: ImageFields,
+    references: Sequence[bytes],
+    mask: bytes | None,
+    kind: str,
+    request: Request,
+    state: ServerState,
 ) -> Response:
     fields.check()
     description = await state.facts()
@@ -236,20 +247,14 @@ async def _respond(
     n = fields.n or 1
     if n > description.max_in_flight:
         raise bad_field("n", f"n: at most {description.max_in_flight} pictures can be made at a time.")
+    params = params_of(fields, description.parameters, **({"mask": True} if mask is not None else {}))
     prompt: Any = fields.prompt
     if references:
         parts = await state.media.pictures(references, "image", description.max_media)
+        if mask is not None:
+            parts += await state.media.pictures([mask], "mask", description.max_media)
         prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": fields.prompt}]}]
-    answer = await Answer.begin(
-        request,
-        state,
-        fields,
-        prompt,
-        FIELDS,
-        n=n,
-        modalities=[MODALITY],
-        params=params_of(fields, description.parameters),
-    )
+    answer = await Answer.begin(request, state, fields, prompt, FIELDS, n=n, modalities=[MODALITY], params=params)
     keep = partial(keep_picture, request, state) if fields.response_format == "url" else None
     pictures = Pictures(fields, kind, answer, description, keep)
     if fields.stream:

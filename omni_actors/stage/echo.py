@@ -65,9 +65,10 @@ PARAMETERS = (
     Parameter("negative_prompt", "text", most=4096, about="changes the colours"),
     Parameter("previews", "int", least=0, most=16, default=0, about="pictures of the way there"),
     Parameter("background", "text", choices=("auto", "opaque", TRANSPARENT), default="auto", about="of the picture"),
+    Parameter("mask", "bool", about="changes the colours"),
 )
 VIDEO_PARAMETERS = (
-    *(one for one in PARAMETERS if one.name not in ("previews", "background")),
+    *(one for one in PARAMETERS if one.name not in ("previews", "background", "mask")),
     Parameter("seconds", "float", least=0, most=60, default=1.0, about="length of the video"),
 )
 VIDEO_RATE = 8  # frames per second
@@ -95,18 +96,18 @@ class Drawing:
         outputs: Collection[str],
     ) -> None:
         params = request.params
+        extra = params.extra_args or {}
         check_parameters(stage, VIDEO_PARAMETERS if "video" in outputs else PARAMETERS, params)
         self._request_id = request.request_id
         self._outputs = outputs
         self._steps = params.num_steps or STEPS
         self._step = 0
         self._preview_steps = preview_steps(self._steps, params.previews or 0)
-        extra = params.extra_args or {}
         self._opaque = extra.get("background") != TRANSPARENT
         self._seconds = float(extra.get("seconds", 1))
         shape = (CHANNELS, (params.height or SIZE) // SCALE, (params.width or SIZE) // SCALE)
         self.size = shape[1] * shape[2]
-        about = (params.guidance_scale, params.negative_prompt, request.effective_seed)
+        about = (params.guidance_scale, params.negative_prompt, request.effective_seed, extra.get("mask"))
         source = zlib.crc32(pack_token_ids(tokens), zlib.crc32(msgspec.json.encode(about)))
         for picture in media:
             source = zlib.crc32(picture.data, source)

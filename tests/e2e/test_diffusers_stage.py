@@ -15,10 +15,11 @@ from typing import Any
 import diffusers
 import httpx
 import numpy
+import openai
 import pytest
 import torch
 import yaml
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import AutoTokenizer
 
 from omni_actors import config
@@ -103,16 +104,22 @@ def engine_of(folder_of, tmp_path):
 
 
 def start(
-    engine: DiffusersEngine, name: str, text: str = "A red fox.", seed: int = 0, priority: int = 0, file: bytes = b"",
-    **params: Any,
+    engine: DiffusersEngine, name: str, text: str = "A red fox.", seed: int = 0, priority: int = 0,
+    files: Sequence[bytes] = (), **params: Any,
 ) -> None:  # fmt: skip
-    pictures = (Media("image", MediaEncoding.FILE, TensorRef(DType.U8, (len(file),), 0)),) if file else ()
-    parts = (*(ContentPart(media=0) for _ in pictures), ContentPart(text=text))
+    pictures = tuple(Media("image", MediaEncoding.FILE, TensorRef(DType.U8, (len(file),), 0)) for file in files)
+    parts = (*(ContentPart(media=index) for index, _ in enumerate(pictures)), ContentPart(text=text))
     prompt = Prompt(messages=(ChatMessage(role="user", content=parts),), media=pictures)
-    media = [HostTensor(DType.U8, (len(file),), file)] if file else []
+    media = [HostTensor(DType.U8, (len(file),), file) for file in files]
     engine.start(
         StageRequest(name, StageParams(**params), seed, priority=priority), StageInputs(prompt=prompt, media=media)
     )
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def events_of(engine: DiffusersEngine) -> list[EngineEvent]:
@@ -142,9 +149,11 @@ def outputs_of(events: list[EngineEvent]) -> dict[str, list[numpy.ndarray]]:
     return found
 
 
-def reference(folder: Path, text: str, seed: int, **arguments: Any) -> list[numpy.ndarray]:
+def reference(
+    folder: Path, text: str, seed: int, kind: str = "DiffusionPipeline", **arguments: Any
+) -> list[numpy.ndarray]:
     """What diffusers makes of the same: a picture, a sound, or a sound and a video."""
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
+    pipeline = getattr(diffusers, kind).from_pretrained(folder, dtype=torch.float32)
     result = pipeline(prompt=text, generator=torch.Generator().manual_seed(seed), **arguments)
     if hasattr(result, "audios"):
         return [result.audios[0].mean(0).numpy()]
@@ -195,18 +204,37 @@ def test_a_video_follows_its_sound_in_chunks_of_whole_frames(engine_of, monkeypa
 
 
 def test_a_picture_is_changed(engine_of, folder_of) -> None:
-    engine, file = engine_of("qwen_image"), io.BytesIO()
-    SEA.save(file, "PNG")
-    start(engine, "changed", "Make it red.", 5, num_steps=2, file=file.getvalue(), **SIZE)
+    engine = engine_of("qwen_image")
+    start(engine, "changed", "Make it red.", 5, num_steps=2, files=[png(SEA)], **SIZE)
     ((found,),) = outputs_of(events_of(engine)).values()
     (wanted,) = reference(
         folder_of("qwen_image"), "Make it red.", 5, image=SEA, num_inference_steps=2, **FAMILIES["qwen_image"][1]
     )
     assert numpy.array_equal(found, wanted)
-    start(engine, "broken", "Make it red.", file=b"no picture")
+    start(engine, "broken", "Make it red.", files=[b"no picture"])
     (event,) = events_of(engine)
     assert isinstance(event, ErrorEvent)
     assert event.error.code == "malformed_media"
+
+
+def test_a_mask_says_where_a_picture_changes(engine_of, folder_of) -> None:
+    kind = "ZImageInpaintPipeline"
+    engine = engine_of("z_image", pipeline=kind, parameters={"strength": [0, 1]})
+    assert "mask" in [one.name for one in engine.facts.parameters]
+    half = Image.fromarray(numpy.repeat(numpy.uint8([[0] * 32 + [255] * 32]), 64, 0))
+    clear = Image.merge("RGBA", (*SEA.split(), ImageOps.invert(half)))  # transparent where the other one is white
+    asked = {"num_steps": 4, "width": 64, "height": 64, "extra_args": {"mask": True, "strength": 0.5}}
+    for name, mask in (("white", half), ("transparent", clear)):
+        start(engine, name, seed=5, files=[png(SEA), png(mask)], **asked)
+    found = outputs_of(events_of(engine))
+    given = {"image": SEA, "mask_image": half, "strength": 0.5, "num_inference_steps": 4, "width": 64, "height": 64}
+    (wanted,) = reference(folder_of("z_image"), "A red fox.", 5, kind, **given)
+    assert numpy.array_equal(found["white"][0], wanted)
+    assert numpy.array_equal(found["transparent"][0], wanted)
+    for files in ([], [png(half)]):
+        with pytest.raises(InvalidRequest, match="changes pictures, and there is none"):
+            start(engine, "it", files=files, extra_args={"mask": True})
+    assert engine.counts() == {"requests": 0}
 
 
 def test_priority_goes_first_and_an_abort_ends_a_call_between_two_steps(engine_of) -> None:
@@ -244,7 +272,7 @@ def test_what_the_pipeline_does_not_take_is_refused(engine_of, params, field: st
         start(engine, "it", **params)
     assert caught.value.field == field
     with pytest.raises(InvalidRequest, match="takes 0 pictures"):
-        start(engine, "it", file=b"...")
+        start(engine, "it", files=[b"..."])
     assert engine.counts() == {"requests": 0}
     start(engine, "odd", num_steps=1, width=33, height=33)  # which the pipeline itself refuses
     (event,) = events_of(engine)
@@ -266,6 +294,7 @@ def test_outputs_that_a_pipeline_does_not_make_are_refused(folder_of, tmp_path) 
         ({"pipeline": "NoSuchPipeline"}, "has no pipeline 'NoSuchPipeline'"),
         ({"pipeline": "logging"}, "has no pipeline 'logging'"),
         ({"arguments": {"strenght": 1}}, "has no argument 'strenght'"),
+        ({"parameters": {"mask": [0, 1]}}, "has no argument 'mask'"),
         ({"arguments": {"prompt": "x"}}, "arguments.prompt is set by the stage itself"),
         ({"steps": 4}, "engine"),
     ],
@@ -279,12 +308,18 @@ def test_wrong_options_are_named(folder_of, tmp_path, options, words: str) -> No
 def test_a_pipeline_serves_it_over_http(tiny_z_image) -> None:
     with HttpPipeline("stage_configs/diffusers.yaml", {"model": tiny_z_image, **ON_CPU}) as pipeline:
         body = {"prompt": "A red fox.", "size": "32x32", "num_inference_steps": 3, "seed": 3}
-        answer = pipeline.openai().images.generate(
-            model="diffusers", prompt=body["prompt"], size="32x32", extra_body={"num_inference_steps": 3, "seed": 3}
-        )
-        found = numpy.asarray(Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json))))
-        (wanted,) = reference(tiny_z_image, body["prompt"], 3, num_inference_steps=3, **SIZE)
-        assert numpy.array_equal(found, wanted)
+        client = pipeline.openai().images
+        answer = client.generate(
+            model="diffusers", prompt=body["prompt"], size="32x32", n=2,
+            extra_body={"num_inference_steps": 3, "seed": 3},
+        )  # fmt: skip
+        for seed, one in enumerate(answer.data, 3):
+            found = numpy.asarray(Image.open(io.BytesIO(base64.b64decode(one.b64_json))))
+            (wanted,) = reference(tiny_z_image, body["prompt"], seed, num_inference_steps=3, **SIZE)
+            assert numpy.array_equal(found, wanted)
+        with pytest.raises(openai.BadRequestError, match="This model takes no mask") as caught:
+            client.edit(prompt="blue", image=("a.png", png(SEA)), mask=("m.png", png(SEA)))
+        assert (caught.value.param, caught.value.code) == ("mask", "unsupported_parameter")
         events = httpx.post(
             f"{pipeline.url}/v1/images/generations", json={**body, "stream": True, "progress": True}, timeout=60
         )

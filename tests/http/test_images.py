@@ -41,15 +41,15 @@ def png_that_claims(width: int, height: int) -> bytes:
 
 def test_pictures_of_a_prompt_have_seeds_that_count_up(pictures: HttpPipeline) -> None:
     client = pictures.openai().images
-    answer = client.generate(prompt="a fox", n=2, size="128x64", extra_body={"seed": 7})
-    first, second = [one.b64_json for one in answer.data]
-    assert first != second
+    answer = client.generate(prompt="a fox", n=8, size="128x64", extra_body={"seed": 7})
+    first, *_, last = made = [one.b64_json for one in answer.data]
+    assert len(set(made)) == 8
     assert decoded(first).size == (128, 64)
     assert (answer.size, answer.output_format, answer.background) == ("128x64", "png", "opaque")
-    alone = client.generate(prompt="a fox", size="128x64", extra_body={"seed": 8})
-    assert alone.data[0].b64_json == second
+    alone = client.generate(prompt="a fox", size="128x64", extra_body={"seed": 14})
+    assert alone.data[0].b64_json == last
     assert answer.usage.input_tokens == 5
-    assert answer.usage.output_tokens == 2 * (128 // 16) * (64 // 16)
+    assert answer.usage.output_tokens == 8 * (128 // 16) * (64 // 16)
     assert answer.usage.total_tokens == 5 + answer.usage.output_tokens
 
 
@@ -172,6 +172,23 @@ def test_an_edit_depends_on_all_of_its_pictures(pictures: HttpPipeline) -> None:
     assert decoded(made[0]).size == (64, 64)
 
 
+def test_a_mask_is_another_picture_that_the_model_knows_as_one(pictures: HttpPipeline) -> None:
+    client, one, mask = pictures.openai().images, ("a.png", picture(64, 64)), ("m.png", picture(32, 32))
+    options = {"prompt": "blue", "size": "64x64", "extra_body": {"seed": "1"}}
+    asked = ({"image": one}, {"image": one, "mask": mask}, {"image": [one, mask]})
+    assert len({client.edit(**options, **each).data[0].b64_json for each in asked}) == 3
+    files = {"image": one, "mask": ("m.png", b"not a picture")}
+    refused = [
+        httpx.post(f"{pictures.url}/v1/images/edits", data={"prompt": "blue"}, files=files),
+        httpx.post(f"{pictures.url}/v1/images/edits", data={"prompt": "blue", "mask": "a"}, files={"image": one}),
+    ]
+    errors = [answer.json()["error"] for answer in refused]
+    assert [(error["param"], error["code"]) for error in errors] == [
+        ("mask", "malformed_media"),
+        ("mask", "invalid_value"),
+    ]
+
+
 def test_an_edit_is_streamed(pictures: HttpPipeline) -> None:
     *previews, last = pictures.openai().images.edit(
         prompt="blue", image=("a.png", picture()), stream=True, partial_images=1
@@ -194,8 +211,9 @@ def test_references_that_are_none_or_too_large(pictures: HttpPipeline) -> None:
     assert many.value.status_code == 400
     with pytest.raises(openai.BadRequestError, match="image: the field is missing"):
         client.edit(prompt="blue", image=[])
-    with pytest.raises(openai.BadRequestError, match="Only the field image may be a file"):
-        client.edit(prompt="blue", image=("a.png", picture()), mask=("m.png", picture()))
+    files = {name: ("a.png", picture()) for name in ("image", "style")}
+    answer = httpx.post(f"{pictures.url}/v1/images/edits", data={"prompt": "blue"}, files=files)
+    assert (answer.status_code, "Only the field image may be a file" in answer.text) == (400, True)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

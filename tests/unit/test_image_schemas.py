@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import numpy
 import pytest
-from openai.types import image_edit_params, image_generate_params
+from openai.types import VideoCreateParams, image_edit_params, image_generate_params
 
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.images import EDIT, GENERATION, ImageRequest, background_of, flattened, params_of
+from omni_actors.http_server.videos import BODY
 from omni_actors.protocol.payloads import Parameter, StageParams
 
 DECLARED = {
@@ -35,7 +36,12 @@ def test_every_field_of_openai_is_known() -> None:
     generate = image_generate_params.ImageGenerateParamsBase.__annotations__
     assert len(generate) > 15
     assert not set(generate) - set(GENERATION.kind.__struct_fields__)
-    assert set(image_edit_params.ImageEditParamsBase.__annotations__) - set(EDIT.kind.__struct_fields__) == {"image"}
+    assert set(image_edit_params.ImageEditParamsBase.__annotations__) - set(EDIT.kind.__struct_fields__) == {
+        "image",
+        "mask",
+    }
+    videos = VideoCreateParams.__annotations__
+    assert set(videos) - set(BODY.kind.__struct_fields__) == {"input_reference"}
 
 
 def test_each_field_goes_to_all_stages_that_declare_it() -> None:
