@@ -36,10 +36,8 @@ def test_every_field_of_openai_is_known() -> None:
     generate = image_generate_params.ImageGenerateParamsBase.__annotations__
     assert len(generate) > 15
     assert not set(generate) - set(GENERATION.kind.__struct_fields__)
-    assert set(image_edit_params.ImageEditParamsBase.__annotations__) - set(EDIT.kind.__struct_fields__) == {
-        "image",
-        "mask",
-    }
+    edit = image_edit_params.ImageEditParamsBase.__annotations__
+    assert set(edit) - set(EDIT.kind.__struct_fields__) == {"image", "mask"}
     videos = VideoCreateParams.__annotations__
     assert set(videos) - set(BODY.kind.__struct_fields__) == {"input_reference"}
 
