@@ -116,8 +116,7 @@ class PipelineOptions(Struct, frozen=True, forbid_unknown_fields=True):
 RESERVED = {
     *("prompt", "image", "generator", "output_type", "return_dict", STEP_CALLBACK, OLD_CALLBACK, "callback_steps"),
     *("num_images_per_prompt", "num_waveforms_per_prompt", "num_videos_per_prompt"),
-    "callback_on_step_end_tensor_inputs",
-    *MASKS,
+    *("callback_on_step_end_tensor_inputs", *MASKS),
 }
 
 
@@ -345,8 +344,8 @@ class DiffusersEngine(StageEngine):
                 given[name] = values[parameter.name]
         given |= {name: values[name] for name in self._options.parameters if name in values}
         running.rate = self._rate_of(given)
-        if self._frames in given:
-            given[self._frames] = round(given[self._frames] * running.rate) + 1
+        if self._frames and SECONDS.name in values:
+            given[self._frames] = round(values[SECONDS.name] * running.rate) + 1
         self._check_size(given)
         if given.pop(self._mask, False):
             given[self._mask] = running.pictures.pop()
@@ -482,7 +481,7 @@ def _decoded(media: Sequence[Given], masked: bool, decoder: MediaDecoder) -> lis
 def _as_mask(picture: Image.Image) -> Image.Image:
     """A mask as diffusers has it: white where a picture is transparent, or the picture itself if it is nowhere."""
     alpha = picture.getchannel("A")
-    return ImageOps.invert(alpha) if alpha.getextrema()[0] < 255 else picture.convert("L")
+    return ImageOps.invert(alpha) if np.asarray(alpha).min() < 255 else picture.convert("L")
 
 
 def _frames(given: Any) -> np.ndarray[Any, Any]:

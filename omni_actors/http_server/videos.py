@@ -78,30 +78,16 @@ async def create(request: Request, state: ServerState, form: Form[VideoRequest])
     if MODALITY not in description.modalities:
         offered = ", ".join(description.modalities)
         raise bad_field("model", f"This model makes no videos; it answers in {offered}.", "unknown_modality")
-    if len(state.video_jobs) >= MAX_JOBS:
-        message = f"{MAX_JOBS} videos are being made: try again when one of them is done, or has been deleted."
-        raise HttpError(429, message, code=ErrorCode.OVERLOADED.value)
     params = params_of(fields, description.parameters)
+    for stage, own in params.items():
+        try:
+            check_parameters(stage, description.parameters[stage], own)
+        except OmniError as error:
+            raise HttpError.of(error, FIELDS) from error
     prompt: Any = fields.prompt
     if form.files:
         pictures = await state.media.pictures(form.files, REFERENCE, description.max_media)
         prompt = [{"role": "user", "content": [*pictures, {"type": "text", "text": fields.prompt}]}]
-    try:
-        for stage, own in params.items():
-            check_parameters(stage, description.parameters[stage], own)
-        stream = await state.client.submit(
-            prompt,
-            modalities=[one for one in ("audio", MODALITY) if one in description.modalities],
-            params=params,
-            seed=fields.seed,
-            timeout=state.settings.request_timeout if fields.timeout is None else fields.timeout,
-            priority=fields.priority or 0,
-            request_id=request.state.request_id,
-            traceparent=request.state.traceparent,
-            tenant=state.tenant(request),
-        )
-    except OmniError as error:
-        raise HttpError.of(error, FIELDS) from error
     defaults = {one.name: one.default for those in description.parameters.values() for one in those}
     given = {**defaults, **fields.parameters()}
     sides = [given.get(name) for name in ("width", "height")]
@@ -115,8 +101,25 @@ async def create(request: Request, state: ServerState, form: Form[VideoRequest])
         process=os.getpid(),
     )
     if not await asyncio.to_thread(state.videos.add, job.id, job, len(job.prompt)):
-        await stream.abort()
         raise HttpError(507, "The server cannot write the job: its operator must make room.", code="internal_error")
+    try:
+        if len(state.video_jobs) >= MAX_JOBS:  # from here on nothing is waited for
+            message = f"{MAX_JOBS} videos are being made: try again when one of them is done, or has been deleted."
+            raise HttpError(429, message, code=ErrorCode.OVERLOADED.value)
+        stream = await state.client.submit(
+            prompt,
+            modalities=[one for one in ("audio", MODALITY) if one in description.modalities],
+            params=params,
+            seed=fields.seed,
+            timeout=state.settings.request_timeout if fields.timeout is None else fields.timeout,
+            priority=fields.priority or 0,
+            request_id=request.state.request_id,
+            traceparent=request.state.traceparent,
+            tenant=state.tenant(request),
+        )
+    except (HttpError, OmniError) as error:
+        await asyncio.to_thread(state.videos.remove, job.id)
+        raise HttpError.of(error, FIELDS) from error
     making = asyncio.create_task(_make(job, stream, state), name=job.id)
     state.video_jobs[job.id] = making
     making.add_done_callback(lambda _: state.video_jobs.pop(job.id))
@@ -215,7 +218,8 @@ async def _make(job: VideoJob, stream: RequestStream, state: ServerState) -> Non
             elif isinstance(item, Audio):
                 sounds.append(item)
             elif isinstance(item, Video):
-                file = file or await asyncio.to_thread(Mp4, item, sounds)
+                if file is None:
+                    file = await asyncio.to_thread(Mp4, item, sounds)
                 await asyncio.to_thread(file.feed, item.frames)
         if file is None:
             raise HttpError(500, "The model ended without a video.", code=ErrorCode.ENGINE_ERROR.value)

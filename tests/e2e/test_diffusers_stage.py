@@ -189,7 +189,7 @@ def test_requests_that_take_turns_get_what_diffusers_gives(engine_of, folder_of,
 
 def test_a_video_follows_its_sound_in_chunks_of_whole_frames(engine_of, monkeypatch) -> None:
     monkeypatch.setattr(pipelines, "CHUNK_BYTES", 4 * 32 * 32 * 3)
-    engine = engine_of("ltx2", arguments={**NO_GUIDANCE, "frame_rate": 12.0})
+    engine = engine_of("ltx2", arguments={**NO_GUIDANCE, "frame_rate": 12.0, "num_frames": 5})
     (seconds,) = [one for one in engine.facts.parameters if one.name == "seconds"]
     assert (seconds.kind, seconds.least, seconds.most) == ("float", 0, 120)
     start(engine, "video", num_steps=1, extra_args={"seconds": 2 / 3}, **SIZE)
@@ -197,6 +197,8 @@ def test_a_video_follows_its_sound_in_chunks_of_whole_frames(engine_of, monkeypa
     assert (type(sound), sound.sample_rate) == (AudioEvent, 16_000)
     assert [chunk.frames.shape for chunk in chunks] == [(4, 32, 32, 3), (4, 32, 32, 3), (1, 32, 32, 3)]
     assert {chunk.frames_per_second for chunk in chunks} == {12.0}
+    start(engine, "short", num_steps=1, **SIZE)  # as long as the arguments of each call say
+    assert [len(part) for part in outputs_of(events_of(engine))["short"][1:]] == [4, 1]
     start(engine, "large", width=4096, height=4096, extra_args={"seconds": 2.0})
     (event,) = events_of(engine)
     assert isinstance(event, ErrorEvent)
