@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import subprocess
 import sys
@@ -130,25 +131,35 @@ def test_jobs_are_listed_and_deleted(videos: HttpPipeline) -> None:
         assert (caught.value.param, caught.value.code) == ("video_id", "video_not_found")
 
 
-def test_a_job_that_is_deleted_ends_its_request(videos: HttpPipeline) -> None:
-    client = videos.openai()
-    answer = client.videos.with_raw_response.create(prompt="a fox", extra_body=SLOW)
-    name = answer.headers["x-request-id"]
-    assert client.videos.delete(answer.parse().id).deleted
+def stage_of(pipeline: HttpPipeline) -> psutil.Process:
+    with OmniClient(pipeline.endpoint) as client:
+        return psutil.Process(client.describe().stages[0].pid)
 
-    def outcome() -> str:
-        found: str = httpx.get(f"{videos.url}/v1/requests/{name}/timeline").json()["outcome"]
-        return found
 
-    until(lambda: outcome() == "aborted", what="the request is aborted")
+def test_a_job_that_is_deleted_ends_its_request_before_its_next_step(videos: HttpPipeline) -> None:
+    client, stage = videos.openai(), stage_of(videos)
+    stage.suspend()  # it is killed if it does not come back for 4 s
+    try:
+        answer = client.videos.with_raw_response.create(prompt="a fox")
+        name = answer.headers["x-request-id"]
+        assert client.videos.delete(answer.parse().id).deleted
+
+        def outcome() -> str:
+            found: str = httpx.get(f"{videos.url}/v1/requests/{name}/timeline").json()["outcome"]
+            return found
+
+        until(lambda: outcome() == "aborted", what="the request is aborted")
+        assert stage.status() == psutil.STATUS_STOPPED
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            stage.resume()
 
 
 def test_a_killed_stage_does_not_lose_the_job(videos: HttpPipeline) -> None:
     client = videos.openai()
     job = client.videos.create(prompt="a fox", size="64x32", extra_body={**SLOW, "seed": 7})
     until(lambda: client.videos.retrieve(job.id).progress > 10, 30, what="steps are done")
-    with OmniClient(videos.endpoint) as pipeline:
-        psutil.Process(pipeline.describe().stages[0].pid).kill()
+    stage_of(videos).kill()
     assert alike(frames_of(client, job), made(client, extra_body={"seed": 7}))
 
 
