@@ -57,19 +57,29 @@ SCALE = 8  # pixels of a latent's side
 CHANNELS = 4
 SIZE, STEPS = 64, 4  # by default
 TRANSPARENT = "transparent"
-PARAMETERS = (
-    Parameter("width", "int", least=SCALE, most=4096, multiple_of=SCALE, default=SIZE, about="pixels"),
-    Parameter("height", "int", least=SCALE, most=4096, multiple_of=SCALE, default=SIZE, about="pixels"),
+
+
+def _sides(most: int) -> list[Parameter]:
+    names = ("width", "height")
+    return [Parameter(one, "int", SCALE, most, multiple_of=SCALE, default=SIZE, about="pixels") for one in names]
+
+
+DRAWN = (
     Parameter("num_steps", "int", least=1, most=1000, default=STEPS, about="steps from noise to the picture"),
     Parameter("guidance_scale", "float", least=0, most=100, default=1.0, about="changes the colours"),
     Parameter("negative_prompt", "text", most=4096, about="changes the colours"),
+)
+PARAMETERS = (
+    *_sides(4096),
+    *DRAWN,
     Parameter("previews", "int", least=0, most=16, default=0, about="pictures of the way there"),
     Parameter("background", "text", choices=("auto", "opaque", TRANSPARENT), default="auto", about="of the picture"),
     Parameter("mask", "bool", about="changes the colours"),
 )
 VIDEO_PARAMETERS = (
-    *(one for one in PARAMETERS if one.name not in ("previews", "background", "mask")),
-    Parameter("seconds", "float", least=0, most=60, default=1.0, about="length of the video"),
+    *_sides(1024),
+    *DRAWN,
+    Parameter("seconds", "float", least=0, most=10, default=1.0, about="length of the video"),
 )
 VIDEO_RATE = 8  # frames per second
 

@@ -25,18 +25,28 @@ TIMELINE = "/v1/requests/{request_id}/timeline"
 VOICE = "/v1/audio/voices/{name}"
 WRITES = "chat/completions completions responses audio/speech audio/transcriptions audio/translations"
 READS = "files files/{file_id} files/{file_id}/content models models/{name} audio/voices status requests"
+FILMS = "videos videos/{video_id} videos/{video_id}/content"
 OPERATIONS = [
     *(
         ("POST", f"/v1/{path}")
-        for path in f"{WRITES} images/generations images/edits files realtime/client_secrets".split()
+        for path in f"{WRITES} images/generations images/edits videos files realtime/client_secrets".split()
     ),
-    *(("GET", f"/v1/{path}") for path in READS.split()),
+    *(("GET", f"/v1/{path}") for path in f"{READS} {FILMS}".split()),
     *(("GET", path) for path in ("/health", "/metrics", VOICE, TIMELINE)),
-    *(("DELETE", path) for path in ("/v1/files/{file_id}", VOICE)),
+    *(("DELETE", path) for path in ("/v1/files/{file_id}", "/v1/videos/{video_id}", VOICE)),
 ]
 CALLS = ("/v1/realtime/calls", "/v1/realtime/calls/{call_id}/hangup")  # no text that is made up is an offer
 FILE = "/v1/files/{file_id}"
-UNKNOWN = ("/v1/models/{name}", FILE, f"{FILE}/content", TIMELINE, VOICE)  # made-up names are those of nothing
+VIDEO = "/v1/videos/{video_id}"
+UNKNOWN = (
+    "/v1/models/{name}",
+    FILE,
+    f"{FILE}/content",
+    VIDEO,
+    f"{VIDEO}/content",
+    TIMELINE,
+    VOICE,
+)  # made-up names are those of nothing
 RECORDINGS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 SOUND = sound(0.1)
 PICTURE = picture(8, 8)
@@ -51,10 +61,11 @@ def schema_of(url: str) -> schemathesis.schemas.BaseSchema:
 
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
 def test_generated_requests(
-    echo: HttpPipeline, pictures: HttpPipeline, method: str, path: str, mode: schemathesis.GenerationMode
+    request: pytest.FixtureRequest, method: str, path: str, mode: schemathesis.GenerationMode
 ) -> None:
     """In both of the generator's modes: requests that fit the schema, and requests that do not."""
-    url = pictures.url if path.startswith("/v1/images/") else echo.url
+    name = "pictures" if path.startswith("/v1/images/") else "videos" if path.startswith("/v1/videos") else "echo"
+    url = request.getfixturevalue(name).url
     operation = schema_of(url)[path][method]
     statuses: collections.Counter[int] = collections.Counter()
 
@@ -71,6 +82,8 @@ def test_generated_requests(
             case.body["file"] = SOUND
         if mode is schemathesis.GenerationMode.POSITIVE and path == "/v1/images/edits":
             case.body["image"] = [PICTURE]
+        if mode is schemathesis.GenerationMode.POSITIVE and method == "POST":
+            case.body |= {name: PICTURE for name in ("mask", "input_reference") if name in case.body}
         response = case.call(timeout=60)
         statuses[response.status_code] += 1
         if response.status_code >= 400 and path != "/health":
@@ -83,13 +96,7 @@ def test_generated_requests(
 
     check()
     print(f"{mode.value} {method} {path}: {dict(statuses)}")
-    if mode is schemathesis.GenerationMode.POSITIVE and path not in (
-        "/v1/models/{name}",
-        FILE,
-        f"{FILE}/content",
-        TIMELINE,
-        VOICE,
-    ):
+    if mode is schemathesis.GenerationMode.POSITIVE and path not in UNKNOWN:
         assert statuses[200], "a schema none of whose requests is answered proves nothing"
 
 
