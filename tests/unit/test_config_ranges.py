@@ -106,7 +106,7 @@ def test_environments_that_no_process_can_have(tmp_path: Path, name: str, text: 
         (
             "  outputs: [text, smell]",
             "pipeline.yaml, line 5: stages.a.outputs.1: there is no 'smell' here. "
-            "Known: audio, image, latents, text, words.",
+            "Known: audio, image, latents, text, video, words.",
         ),
         ("  sampling: {top_p: 2}", "pipeline.yaml, line 5: stages.a.sampling.top_p: Expected `float` <= 1.0."),
     ],
