@@ -309,9 +309,7 @@ class _Answer:
                 self.ended = True
             case ErrorEvent():
                 self.fail(event.error)
-            case (
-                ImageEvent() | VideoEvent() | LatentsEvent() | ProgressEvent()
-            ):  # previews, and what vLLM does not make
+            case ImageEvent() | VideoEvent() | LatentsEvent() | ProgressEvent():  # previews, and no output here
                 pass
 
     def result(self) -> OmniRequestOutput:
