@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy
 
-from omni_actors.client import AsyncOmniClient
+from omni_actors.client import AsyncOmniClient, WordTimes
 from omni_actors.host.addresses import is_tcp
 from omni_actors.http_server.generation import transcription_question
 from omni_actors.protocol.messages import Description
-from omni_actors.protocol.payloads import LANGUAGE, StageParams
+from omni_actors.protocol.payloads import LANGUAGE, TRANSCRIPT, StageParams, WordTime
 
 ASK_SECONDS = 1.0  # for its description, the first time
 KEPT = 1024  # texts of sounds: those of earlier turns come again with each question
@@ -80,6 +80,26 @@ class Ears:
             self._texts.popitem(last=False)
         return await asyncio.shield(task)  # another request may wait for the same text
 
+    async def words(self, samples: numpy.ndarray, rate: int, text: str, **options: Any) -> Sequence[WordTime]:
+        """When the words of a text are said in a sound f32 [n]; none if this pipeline does not know that.
+
+        Raises:
+            OmniError: the request failed.
+        """
+        description = await self.describe()
+        if description.aligning is None or len(samples) > rate * description.aligning.max_seconds:
+            return ()
+        stream = await self.client.submit(
+            [{"role": "user", "content": [{"type": "audio", "audio": (samples, rate)}]}],
+            modalities=["words"],
+            additional_information={TRANSCRIPT: text},
+            params={description.outputs.get("text", ""): StageParams(max_tokens=1)},  # the text is known
+            **options,
+        )
+        found = [word async for item in stream if isinstance(item, WordTimes) for word in item.words]
+        seconds = len(samples) / rate
+        return [WordTime(one.word, min(one.start, seconds), min(one.end, seconds), one.place) for one in found]
+
     async def _write_down(self, sound: Mapping[str, Any], options: Mapping[str, Any]) -> str:
         answer = await self.client.generate(**to_write_down(sound, await self.describe()), **options)
         return answer.text.strip() or NOTHING
@@ -98,12 +118,18 @@ def to_write_down(
         "modalities": ["text"],
         "params": {description.outputs.get("text", ""): StageParams(temperature=0.0)},
     }
-    if description.hearing is None:  # a model that has to be asked
-        question = {"type": "text", "text": transcription_question(language, prompt)}
-        return {**request, "prompt": [{"role": "user", "content": [sound, question]}]}
-    about = [{"role": "system", "content": prompt}] if prompt.strip() else []
+    if description.hearing is None:
+        return {**request, "prompt": about_sound(sound, transcription_question(language, prompt))}
     told = {"additional_information": {LANGUAGE: language}} if language else {}
-    return {**request, **told, "prompt": [*about, {"role": "user", "content": [sound]}]}
+    return {**request, **told, "prompt": about_sound(sound, None, prompt)}
+
+
+def about_sound(sound: Mapping[str, Any], question: str | None, prompt: str = "") -> list[dict[str, Any]]:
+    """What a model is asked, or hears if it needs no question: `prompt` is then what the sound may be about."""
+    if question is not None:
+        return [{"role": "user", "content": [sound, {"type": "text", "text": question}]}]
+    about = [{"role": "system", "content": prompt}] if prompt.strip() else []
+    return [*about, {"role": "user", "content": [sound]}]
 
 
 def is_deaf(description: Description) -> bool:

@@ -21,6 +21,7 @@ from omni_actors.client import AsyncOmniClient, Text, WordTimes
 from omni_actors.errors import ErrorCode, OmniError
 from omni_actors.http_server.answer import DONE_EVENT, EVENTS, Answer, AnswerResponse, event, token_counts, usage_of
 from omni_actors.http_server.bodies import OF_TRANSCRIPTIONS, Form, FormBody, Submission, Temperature
+from omni_actors.http_server.ears import about_sound
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.generation import (
     Language,
@@ -109,7 +110,8 @@ async def _respond(
         message = f"The file does not say its length, which {fields.response_format!r} needs: ask for 'json' or 'text'."
         raise bad_field("response_format", message, "unsupported_value")
     modalities = ["text"] if aligning is None else ["text", "words"]
-    prompts = [_messages(part.data, None if hearing else question, fields.prompt) for part in parts]
+    sounds = [{"type": "audio", "audio": part.data} for part in parts]
+    prompts = [about_sound(sound, None if hearing else question, fields.prompt) for sound in sounds]
     answer = await _asked(client, description, prompts, modalities, fields, request, state)
     if stream:
         return AnswerResponse(answer, _transcript_events(answer, description), EVENTS, state.settings.write_timeout)
@@ -146,15 +148,6 @@ async def _asked(
     except OmniError as error:
         raise HttpError.of(error, TRANSCRIPTION_FIELDS) from error
     return await Answer.of(streams, request, state, TRANSCRIPTION_FIELDS)
-
-
-def _messages(recording: bytes, question: str | None, prompt: str) -> list[dict[str, Any]]:
-    """What the model is asked, or what it hears if it needs no question: the prompt is then what that may be about."""
-    sound = {"type": "audio", "audio": recording}
-    if question is not None:
-        return [{"role": "user", "content": [sound, {"type": "text", "text": question}]}]
-    about = [{"role": "system", "content": prompt}] if prompt.strip() else []
-    return [*about, {"role": "user", "content": [sound]}]
 
 
 class Said(NamedTuple):

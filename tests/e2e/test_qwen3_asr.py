@@ -17,6 +17,7 @@ import soundfile
 from omni_actors.client import OmniClient
 from omni_actors.http_server.recordings import SEARCH_SECONDS, quiet_cuts
 from tests.support.servers import HttpPipeline
+from tests.support.spoken import text_socket
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -203,3 +204,39 @@ def test_a_chat_model_is_spoken_to_and_spoken(pipeline: HttpPipeline, tiny_spoke
         chat.assert_idle()
     assert answers[0] == answers[1]
     assert len(answers[0][1]) > 1000
+
+
+async def test_words_that_are_spoken_have_the_times_that_the_aligner_gives(pipeline: HttpPipeline) -> None:
+    """Echo stages make 0.1 s of sound of each letter."""
+    speech = {"stages.talker.engine.speech": "{}", "stages.code2wav.engine.samples_per_token": 2400}
+    sentences = ["The tide is full. ", "The sea is calm."]
+    with HttpPipeline(
+        "stage_configs/echo_speech.yaml", speech, arguments=["--http-transcriber", pipeline.endpoint]
+    ) as echo:
+        async with text_socket(echo.url, "/v1/audio/speech/stream") as client:
+            for text in sentences:
+                await client.send({"type": "input_text.append", "text": text})
+            await client.send({"type": "input_text.end"})
+            told, seconds = [], 0.0
+            while (event := await client.message())["type"] != "speech.audio.done":
+                if event["type"] == "speech.audio.words":
+                    told.append((event, seconds))
+                    seconds = 0.0
+                else:
+                    seconds += len(base64.b64decode(event["audio"])) / 2 / 24_000
+        async with text_socket(echo.url, "/v1/text-to-speech/default/stream-input?output_format=pcm_24000") as client:
+            await client.send({"text": "".join(sentences)}, {"text": ""})
+            times = []
+            while not (message := await client.message())["isFinal"]:
+                times += [message["alignment"]] if message["alignment"] else []
+        echo.assert_idle()
+    for (event, length), alignment, sentence in zip(told, times, sentences, strict=True):
+        words = event["words"]
+        assert event["text"] == "".join(alignment["chars"]).strip() == sentence.strip()
+        assert [word["word"] for word in words] == sentence.strip(" .").split()
+        moments = [moment for word in words for moment in (word["start"], word["end"])]
+        assert moments == sorted(moments)
+        assert moments[-1] <= length
+        for word in words:
+            place = event["text"].index(word["word"])
+            assert alignment["charStartTimesMs"][place] == round(1000 * word["start"])

@@ -10,8 +10,8 @@ from scripts import lines_per_package
 from tests.support.paths import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-CODE_LINES = 32_990
-FILES = 225
+CODE_LINES = 34_400
+FILES = 236
 
 
 @cache  # it reads the whole package

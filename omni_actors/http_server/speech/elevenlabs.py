@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,7 @@ from omni_actors.http_server.speech.recital import Manner, TextPiece, TextSpeake
 from omni_actors.http_server.speech.texts import MAX_TEXT
 from omni_actors.http_server.state import ServerState
 from omni_actors.protocol.fields import Seed
+from omni_actors.protocol.payloads import WordTime
 
 PATH = "/v1/text-to-speech/{voice_id}"
 SINGLE, MULTI = f"{PATH}/stream-input", f"{PATH}/multi-stream-input"
@@ -231,10 +233,15 @@ class Contexts:
         """See `Dialect.sound`."""
         return _message(utterance.name, audio=data)
 
-    def spoken(self, utterance: Utterance, text: str, seconds: float) -> Event:
-        """See `Dialect.spoken`: the times of its characters, as if all took the same, from the piece's beginning."""
+    def spoken(self, utterance: Utterance, text: str, seconds: float, words: Sequence[WordTime]) -> Event:
+        """See `Dialect.spoken`: the times of its characters, from the piece's beginning.
+
+        Within a word, between two of them, and in a text of whose words no times are known, all take the same.
+        """
         characters = [*text, " "]
-        places = [round(1000 * seconds * place / len(characters)) for place in range(len(characters) + 1)]
+        known = {0: 0.0, **dict(_known(words)), len(characters): seconds}
+        moments = numpy.interp(range(len(characters) + 1), [*known], [*known.values()])
+        places = [round(1000 * float(moment)) for moment in moments]
         lengths = [end - begin for begin, end in itertools.pairwise(places)]
         times = {"chars": characters, "charStartTimesMs": places[:-1], "charDurationsMs": lengths}
         return _message(utterance.name, alignment=times, normalizedAlignment=times)
@@ -252,6 +259,13 @@ class Contexts:
     def error(self, error: HttpError, data: bytes) -> Event:
         """See `Dialect.error`."""
         return _error(self._asking if data else None, error)
+
+
+def _known(words: Sequence[WordTime]) -> Iterator[tuple[int, float]]:
+    """Places in a text with the moments at which they are said."""
+    for word in words:
+        yield word.place, word.start
+        yield word.place + len(word.word), word.end
 
 
 def _message(name: str | None, **fields: Any) -> Event:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
+import numpy
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from omni_actors.client import Audio, StreamItem, Text
 from omni_actors.errors import OmniError
-from omni_actors.http_server.answer import fed
+from omni_actors.http_server.answer import Samples, fed
 from omni_actors.http_server.bodies import MAX_VALUES, check_bounds, take_bytes
 from omni_actors.http_server.errors import HttpError, too_large
 from omni_actors.http_server.realtime.config import Event
@@ -21,10 +23,12 @@ from omni_actors.http_server.speech.sentences import speakable
 from omni_actors.http_server.speech.texts import MAX_TEXT
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger
+from omni_actors.protocol.payloads import WordTime
 
 logger = get_logger(__name__)
 
 MAX_EVENT_BYTES = 1 << 20
+WORDS_SECONDS = 5.0  # for times of the words of a sentence; the next one is heard meanwhile
 CHARACTER_BYTES = 4  # at most, of a text in memory
 TOO_LONG = f"At most {MAX_TEXT} characters may wait to be spoken: send more when sound has come."
 
@@ -41,8 +45,8 @@ class Dialect(Protocol):
     def sound(self, utterance: Utterance, data: bytes) -> Event:
         """Some sound of an utterance."""
 
-    def spoken(self, utterance: Utterance, text: str, seconds: float) -> Event | None:
-        """The sound of a piece is complete."""
+    def spoken(self, utterance: Utterance, text: str, seconds: float, words: Sequence[WordTime]) -> Event | None:
+        """The sound of a piece is complete; `words` is empty if nobody knows when they are said."""
 
     def ended(self, utterance: Utterance) -> Event:
         """Nothing more of an utterance comes."""
@@ -62,6 +66,7 @@ class Narrator:
         self._outbox = outbox
         self._dialect = dialect
         self._seconds = 0.0  # of the piece that is heard
+        self._sound: list[Samples] = []  # of it, if its words are to get times
         self._said = ""
 
     async def append(self, utterance: Utterance, text: str) -> None:
@@ -113,18 +118,33 @@ class Narrator:
             self._said += item.text
         elif isinstance(item, Audio) and not utterance.over:
             self._seconds += len(item.samples) / item.sample_rate
+            self._sound += [item.samples] if utterance.speaker.state.ears is not None else []
             self._send(utterance, await fed(utterance.encoder, item.samples))
         elif item is None:
-            self._end(piece)
+            await self._end(piece)
         await self._outbox.room(ANSWER_BYTES)
 
-    def _end(self, piece: TextPiece) -> None:
+    async def _words(self, piece: TextPiece) -> Sequence[WordTime]:
+        """When the words of the piece that was heard are said, as far as another pipeline knows that."""
+        speaker = piece.utterance.speaker
+        if speaker.state.ears is None or not self._sound:
+            return ()
+        samples, rate = numpy.concatenate(self._sound), speaker.description.sample_rate
+        try:
+            tenant = speaker.options["tenant"]
+            return await speaker.state.ears.words(samples, rate, piece.text, tenant=tenant, timeout=WORDS_SECONDS)
+        except OmniError as error:  # the sound is more than its times
+            logger.warning("no times of words: %s", error)
+            return ()
+
+    async def _end(self, piece: TextPiece) -> None:
         utterance = piece.utterance
         if piece.text and not utterance.over:
             utterance.texts.append(self._said if utterance.speaker.answers else piece.text)
-            if (event := self._dialect.spoken(utterance, piece.text, self._seconds)) is not None:
+            words = await self._words(piece)
+            if (event := self._dialect.spoken(utterance, piece.text, self._seconds, words)) is not None:
                 self._outbox.put(event)
-        self._seconds, self._said = 0.0, ""
+        self._seconds, self._said, self._sound = 0.0, "", []
         if piece.last:
             if not utterance.over:
                 self._send(utterance, utterance.encoder.finish())

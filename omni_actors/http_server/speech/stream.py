@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, assert_never
 
 import msgspec
@@ -16,6 +17,7 @@ from omni_actors.http_server.speech.narrator import Narrator, SpeechSession
 from omni_actors.http_server.speech.recital import Manner, TextSpeaker, Utterance, request_ids
 from omni_actors.http_server.speech.texts import MAX_TEXT
 from omni_actors.http_server.state import ServerState
+from omni_actors.protocol.payloads import WordTime
 
 PATH = "/v1/audio/speech/stream"
 
@@ -121,8 +123,11 @@ class StreamEvents:
         """See `Dialect.sound`."""
         return event("speech.audio.delta", audio=data)
 
-    def spoken(self, utterance: Utterance, text: str, seconds: float) -> None:
-        """See `Dialect.spoken`."""
+    def spoken(self, utterance: Utterance, text: str, seconds: float, words: Sequence[WordTime]) -> Event | None:
+        """See `Dialect.spoken`: seconds from where the sound of the piece begins, at the speed that is heard."""
+        speed = self._given.get("speed") or 1
+        times = [{"word": one.word, "start": one.start / speed, "end": one.end / speed} for one in words]
+        return event("speech.audio.words", text=text, words=times) if times else None
 
     def ended(self, utterance: Utterance) -> Event:
         """See `Dialect.ended`."""
