@@ -303,14 +303,12 @@ class LiveSession:
         if "responses" in delegation:
             shown = {name: session[name] for name in ("tools", "tool_choice", "parallel_tool_calls")}
             delegation["responses"] |= {**shown, "model": delegation["responses"]["model"] or session["model"]}
+        wire = {"type": self._wire.type, "rate": self._wire.hertz}
         self._shown = {
             **{name: session[name] for name in ("id", "expires_at", "model")},
             "status": "active",
             "instructions": fields.instructions,
-            "audio": {
-                "format": {"type": self._wire.type, "rate": self._wire.hertz},
-                "output": {"voice": session["audio"]["output"]["voice"]},
-            },
+            "audio": {"format": wire, "output": {"voice": session["audio"]["output"]["voice"]}},
             "delegation": delegation,
             "input": fields.input or [],
             "store": False,
@@ -323,8 +321,7 @@ class LiveSession:
         if code != CLOSE_REQUESTED:
             self._outbox.append(live_error(error))
         if code in ENDS:
-            about = {"session": self._shown, "usage": self._usage()}
-            self._send("session.closed", self._closing, reason=ENDS[code], **about)
+            self._send("session.closed", self._closing, reason=ENDS[code], session=self._shown, usage=self._usage())
 
     def _usage(self) -> Event:
         return {"seconds": self._now() / 1000}
@@ -367,11 +364,9 @@ class LiveSession:
         called = item["type"] == "function_call"
         if called and not isinstance(self._fields.delegation, ResponsesDelegation):
             self._calls[delegation_id := new_id("dlg")] = item["call_id"]
-            created = self._delegated(delegation_id, "client")
-            if self._turns:  # the client knows the task from what the user has said
-                self._turns[next(reversed(self._turns))].waiting.append(created)
-            else:
-                self._outbox.append(created)
+            turns = [*self._turns.values()]  # the client knows the task from what the user has said
+            put = turns[-1].waiting.append if turns else self._outbox.append
+            put(self._delegated(delegation_id, "client"))
             return
         if called:
             self._open.add(item["call_id"])
