@@ -50,6 +50,7 @@ CHANGED = HttpConfig(
     file_seconds=7.5,
     request_timeout=8.5,
     names="openai",
+    transcriber="ipc:///tmp/ears/client",
     voices=7,
     voices_dir="voices",
     read_timeout=9.5,
