@@ -6,6 +6,9 @@ import base64
 import io
 import itertools
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +19,7 @@ import soundfile
 
 from omni_actors.client import OmniClient
 from omni_actors.http_server.recordings import SEARCH_SECONDS, quiet_cuts
+from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline
 from tests.support.spoken import text_socket
 
@@ -240,3 +244,21 @@ async def test_words_that_are_spoken_have_the_times_that_the_aligner_gives(pipel
         for word in words:
             place = event["text"].index(word["word"])
             assert alignment["charStartTimesMs"][place] == round(1000 * word["start"])
+
+
+def test_the_documented_program_prints_the_times_of_words(pipeline: HttpPipeline) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
+    (block,) = [block for block in blocks if '"words"' in block]
+    program = block.replace("ipc:///tmp/omni-x/client", pipeline.endpoint)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY / "examples", capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^\d+\.\d\d \d+\.\d\d (.*)", done.stdout, re.M) == [
+        "What",
+        "is",
+        "the",
+        "capital",
+        "of",
+        "Italy",
+    ]

@@ -56,7 +56,7 @@ def test_the_client_hears_the_custom_stages_sound(pipeline):
 
 def test_the_documented_additional_information_reaches_the_custom_stage(pipeline):
     blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
-    (block,) = [block for block in blocks if "additional_information" in block]
+    (block,) = [block for block in blocks if "peak" in block]
     done = subprocess.run(
         [sys.executable, "-c", block.replace("ipc:///tmp/omni-x/client", pipeline.endpoint)],
         cwd=REPOSITORY,

@@ -53,7 +53,9 @@ class Example(NamedTuple):
         if "-o speech.wav" in self.code:
             assert (folder / "speech.wav").read_bytes().startswith(b"RIFF")
         else:
-            assert re.search("sea|hear|choices|CompletionUsage|question.wav|recording|ek_|spring=(True|False)", said), said
+            assert re.search("sea|hear|choices|CompletionUsage|question.wav|recording|ek_|spring=(True|False)", said), (
+                said
+            )
 
 
 def run(*command: str) -> None:
