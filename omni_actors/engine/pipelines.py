@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -432,12 +431,11 @@ def _load(model: str, options: PipelineOptions, where: str) -> Any:
     if chosen is None:
         raise ConfigError(f"{where}.engine.pipeline: diffusers {diffusers.__version__} has no pipeline {name!r}.")
     try:
-        sparing = find_spec("accelerate") is not None  # else diffusers warns that it is missing
-        return chosen.from_pretrained(model, dtype=getattr(torch, options.dtype), low_cpu_mem_usage=sparing)
+        return chosen.from_pretrained(model, dtype=getattr(torch, options.dtype))
     except (OSError, ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
-        hint = "Compare it with the published checkpoint."
-        hint = hint if sparing else f"Install accelerate, which some models need. {hint}"
-        raise StartupError(f"diffusers cannot load {model!r} as {name}: {error}", hint=hint) from error
+        raise StartupError(
+            f"diffusers cannot load {model!r} as {name}: {error}", hint="Compare it with the published checkpoint."
+        ) from error
 
 
 def _arguments_of(pipeline: Any, options: PipelineOptions, stage: StageConfig) -> dict[str, inspect.Parameter]:

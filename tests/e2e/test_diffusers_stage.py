@@ -62,6 +62,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stable_diffusion_3": ({}, SIZE),
     "sana": ({"arguments": {"use_resolution_binning": False}}, {**SIZE, "use_resolution_binning": False}),
     "ltx2": ({"arguments": NO_GUIDANCE}, {**SIZE, **NO_GUIDANCE, "num_frames": 9}),
+    "wan": (
+        {"arguments": {"max_sequence_length": 16}},
+        {**SIZE, "max_sequence_length": 16, "num_frames": 9, "output_type": "pil"},
+    ),
     "stable_audio": ({"parameters": {"audio_end_in_s": [0.001, 1.0]}}, {"audio_end_in_s": 0.01}),
 }
 
@@ -80,7 +84,7 @@ def folder_of(tmp_path_factory, tiny_z_image, tiny_qwen_image):
     return folder
 
 
-OUTPUTS = {"stable_audio": ["audio"], "ltx2": ["video", "audio"]}
+OUTPUTS = {"stable_audio": ["audio"], "ltx2": ["video", "audio"], "wan": ["video"]}
 
 
 def made(folder: Path, tmp_path: Path, outputs: Sequence[str] = ("image",), **options: Any) -> DiffusersEngine:
@@ -160,7 +164,8 @@ def reference(
     if hasattr(result, "audios"):
         return [result.audios[0].mean(0).numpy()]
     if hasattr(result, "frames"):
-        return [result.audio[0].mean(0).numpy(), numpy.stack(result.frames[0])]
+        sounds = [result.audio[0].mean(0).numpy()] if hasattr(result, "audio") else []
+        return [*sounds, numpy.stack(result.frames[0])]
     return [numpy.asarray(result.images[0])]
 
 
@@ -170,8 +175,8 @@ def test_requests_that_take_turns_get_what_diffusers_gives(engine_of, folder_of,
     params: dict[str, Any] = SIZE
     if name == "stable_audio":
         params = {"extra_args": arguments}
-    if name == "ltx2":
-        params = {**SIZE, "extra_args": {"seconds": 8 / 24}}
+    if "video" in OUTPUTS.get(name, ()):
+        params = {**SIZE, "extra_args": {"seconds": 8 / (24 if name == "ltx2" else 16)}}
     asked = {"first": ("A red fox.", 3, 3), "second": ("The blue sea.", 4, 5)}
     for request_id, (text, seed, steps) in asked.items():
         start(engine, request_id, text, seed, num_steps=steps, **params)

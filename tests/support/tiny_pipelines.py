@@ -23,6 +23,8 @@ from transformers import (
     Qwen3ForCausalLM,
     T5Config,
     T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
 WORDS = 512  # of the tokenizer
@@ -153,12 +155,30 @@ def ltx2(tokenizer: PreTrainedTokenizerBase) -> Any:
     )  # fmt: skip
 
 
+def wan(tokenizer: PreTrainedTokenizerBase) -> Any:
+    return diffusers.WanPipeline(
+        tokenizer=padded(tokenizer, 16),
+        text_encoder=UMT5EncoderModel(
+            UMT5Config(vocab_size=WORDS, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+        ),
+        vae=diffusers.AutoencoderKLWan(
+            base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True],
+        ),
+        transformer=diffusers.WanTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16, text_dim=16, freq_dim=16,
+            ffn_dim=16, num_layers=1,
+        ),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )  # fmt: skip
+
+
 BUILT: dict[str, Callable[[PreTrainedTokenizerBase], Any]] = {
     "flux2_klein": flux2_klein,
     "stable_diffusion_3": stable_diffusion_3,
     "sana": sana,
     "stable_audio": stable_audio,
     "ltx2": ltx2,
+    "wan": wan,
 }
 
 
