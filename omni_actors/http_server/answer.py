@@ -323,6 +323,16 @@ class AnswerStreams(Protocol):
         """End all requests that have not ended. Idempotent."""
 
 
+def request_options(request: Request, state: ServerState, body: Submission) -> dict[str, Any]:
+    """What `AsyncOmniClient.submit` takes with each request that serves an HTTP request."""
+    return {
+        "timeout": state.settings.request_timeout if body.timeout is None else body.timeout,
+        "priority": body.priority or 0,
+        "traceparent": request.state.traceparent,
+        "tenant": state.tenant(request),
+    }
+
+
 class Answer:
     """Iterates over the `Text` and `Audio` of an answer, or with `choices` over those of several answers to one prompt.
 
@@ -374,12 +384,7 @@ class Answer:
             options: for `AsyncOmniClient.submit_choices`.
         """
         tempos = [await asyncio.to_thread(Tempo, speed) for _ in range(n)] if speed != 1 else []
-        common: dict[str, Any] = {
-            "timeout": state.settings.request_timeout if body.timeout is None else body.timeout,
-            "priority": body.priority or 0,
-            "traceparent": request.state.traceparent,
-            "tenant": state.tenant(request),
-        }
+        common = request_options(request, state, body)
         try:
             streams = await state.client.submit_choices(
                 await state.heard(prompt, **common),

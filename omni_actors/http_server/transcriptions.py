@@ -19,7 +19,16 @@ from starlette.responses import PlainTextResponse, Response
 
 from omni_actors.client import AsyncOmniClient, Text, WordTimes
 from omni_actors.errors import ErrorCode, OmniError
-from omni_actors.http_server.answer import DONE_EVENT, EVENTS, Answer, AnswerResponse, event, token_counts, usage_of
+from omni_actors.http_server.answer import (
+    DONE_EVENT,
+    EVENTS,
+    Answer,
+    AnswerResponse,
+    event,
+    request_options,
+    token_counts,
+    usage_of,
+)
 from omni_actors.http_server.bodies import OF_TRANSCRIPTIONS, Form, FormBody, Submission, Temperature
 from omni_actors.http_server.ears import about_sound
 from omni_actors.http_server.errors import HttpError, bad_field
@@ -140,10 +149,7 @@ async def _asked(
             additional_information={LANGUAGE: spoken} if description.hearing is not None and spoken else None,
             params=state.stage_params(fields.model, {}, description, {"temperature": fields.temperature}),
             seed=fields.seed,
-            timeout=state.settings.request_timeout if fields.timeout is None else fields.timeout,
-            priority=fields.priority or 0,
-            traceparent=request.state.traceparent,
-            tenant=state.tenant(request),
+            **request_options(request, state, fields),
         )
     except OmniError as error:
         raise HttpError.of(error, TRANSCRIPTION_FIELDS) from error

@@ -26,7 +26,7 @@ from starlette.responses import Response, StreamingResponse
 from omni_actors.client import Audio, Progress, RequestStream, Video
 from omni_actors.config import check_parameters
 from omni_actors.errors import ErrorCode, OmniError
-from omni_actors.http_server.answer import AacEncoder, pyav
+from omni_actors.http_server.answer import AacEncoder, pyav, request_options
 from omni_actors.http_server.bodies import Form, FormBody
 from omni_actors.http_server.errors import HttpError, bad_field, internal_error, too_large
 from omni_actors.http_server.images import FIELD_OF, DrawingFields, params_of
@@ -111,11 +111,8 @@ async def create(request: Request, state: ServerState, form: Form[VideoRequest])
             modalities=[one for one in ("audio", MODALITY) if one in description.modalities],
             params=params,
             seed=fields.seed,
-            timeout=state.settings.request_timeout if fields.timeout is None else fields.timeout,
-            priority=fields.priority or 0,
             request_id=request.state.request_id,
-            traceparent=request.state.traceparent,
-            tenant=state.tenant(request),
+            **request_options(request, state, fields),
         )
     except (HttpError, OmniError) as error:
         await asyncio.to_thread(state.videos.remove, job.id)
