@@ -23,6 +23,7 @@ from websockets.protocol import State
 from websockets.uri import parse_uri
 
 from omni_actors.http_server.connections import bounded_protocol
+from omni_actors.http_server.realtime import connection as connections
 from omni_actors.http_server.realtime import turns
 from omni_actors.http_server.realtime.config import RATE, WireFormat
 from omni_actors.http_server.realtime.formats import SoundEncoder
@@ -209,6 +210,54 @@ async def test_the_server_finds_the_turns_of_the_user(echo: HttpPipeline, wire: 
     assert started.item_id == stopped.item_id == events["input_audio_buffer.committed"].item_id
     assert events["response.done"].response.status == "completed"
     assert sum(values(echo.url, "omni_realtime_first_audio_seconds_count").values()) == sum(answered.values()) + 1
+
+
+@asynccontextmanager
+async def early_session(pipeline: HttpPipeline, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, Any]]:
+    """A server of its own, and a session whose answers are begun after 2 of the 4 s of silence that end a turn."""
+    monkeypatch.setattr(turns, "HEAD_START_MS", 2000)
+    audio = {"input": {"turn_detection": {"type": "server_vad", "silence_duration_ms": 4000}}}
+    with serving_sessions(ServerSettings(endpoint=pipeline.endpoint)) as url:
+        async with openai_session(url, instructions="one ", audio=audio) as connection:
+            yield url, connection
+
+
+async def hear(connection: AsyncRealtimeConnection, sound: numpy.ndarray) -> None:
+    await connection.input_audio_buffer.append(audio=base64.b64encode(sound.tobytes()).decode())
+
+
+async def test_an_answer_is_begun_before_its_turn_is_over(slow: HttpPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with early_session(slow, monkeypatch) as (url, connection):
+        await hear(connection, numpy.concatenate([speech(1.0), numpy.tile(SILENCE, 3)]))
+        await eventually(lambda: in_flight(url) == 1)
+        await hear(connection, speech(1.0))
+        await eventually(lambda: in_flight(url) == 0)
+        dropped = latest_request(url)
+        await hear(connection, numpy.tile(SILENCE, 3))
+        await eventually(lambda: in_flight(url) == 1)
+        await hear(connection, numpy.tile(SILENCE, 2))
+        events = await until_event(connection, "response.done")
+        assert "input_audio_buffer.speech_stopped" in [event.type for event in events]
+        assert [event.type for event in events].count("response.created") == 1
+        assert events[-1].response.status == "completed"
+        assert latest_request(url) == events[-1].response.id != dropped
+
+
+async def test_an_early_answer_is_not_kept_for_a_turn_that_does_not_end(
+    slow: HttpPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client sends no more sound for a while. The turn is then answered by a request of its own."""
+    monkeypatch.setattr(connections, "EARLY_SECONDS", 0.1)
+    async with early_session(slow, monkeypatch) as (url, connection):
+        before = latest_request(url)
+        await hear(connection, numpy.concatenate([speech(1.0), numpy.tile(SILENCE, 3)]))
+        await eventually(lambda: latest_request(url) != before)
+        early = latest_request(url)
+        await hear(connection, numpy.tile(SILENCE, 2))
+        events = await until_event(connection, "response.done")
+        assert events[-1].response.status == "completed"
+        assert events[-1].response.id == early
+        assert latest_request(url) == f"{early}-2"
 
 
 async def test_a_session_begins_when_its_turns_can_be_found(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ import soxr
 
 from omni_actors.http_server.connections import BURST_SECONDS, EventRate
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.realtime.config import RATE, ServerVad
+from omni_actors.http_server.realtime.config import RATE, ServerVad, Transcription
 from omni_actors.http_server.realtime.conversation import heard
 from omni_actors.http_server.realtime.turns import (
     BUSY_SECONDS,
@@ -29,6 +29,9 @@ from omni_actors.http_server.realtime.turns import (
     TurnBegins,
     TurnDetector,
     TurnEnds,
+    TurnEvent,
+    TurnGoesOn,
+    TurnPauses,
     VoiceActivity,
 )
 from omni_actors.http_server.settings import ServerSettings
@@ -45,9 +48,13 @@ def ignore(windows: Sequence[SpeechWindow], late: float) -> None:
 VAD = ServerVad(prefix_padding_ms=64, silence_duration_ms=160)  # two and five windows
 
 
-def found(detector: TurnDetector, probabilities: list[float]) -> list[TurnBegins | TurnEnds]:
+def events(detector: TurnDetector, probabilities: list[float]) -> list[TurnEvent]:
     windows = [SpeechWindow(index * WINDOW, (index + 1) * WINDOW, value) for index, value in enumerate(probabilities)]
     return [event for window in windows if (event := detector.feed(window)) is not None]
+
+
+def found(detector: TurnDetector, probabilities: list[float]) -> list[TurnBegins | TurnEnds]:
+    return [event for event in events(detector, probabilities) if isinstance(event, TurnBegins | TurnEnds)]
 
 
 # -- the detector -----------------------------------------------------------------------------------------------------
@@ -60,7 +67,7 @@ def test_a_turn_has_its_padding_and_ends_after_silence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("probabilities", "events"),
+    ("probabilities", "count"),
     [
         ([0.9, 0.1, 0.9, 0.1, 0.9, 0.1], 0),  # clicks
         ([0.49] * 20, 0),  # below the threshold
@@ -70,12 +77,31 @@ def test_a_turn_has_its_padding_and_ends_after_silence() -> None:
         ([0.9] * 2 + [0.1] * 5 + [0.9] * 2 + [0.1] * 5, 4),
     ],
 )
-def test_turns_are_counted(probabilities: list[float], events: int) -> None:
-    assert len(found(TurnDetector(VAD), probabilities)) == events
+def test_turns_are_counted(probabilities: list[float], count: int) -> None:
+    assert len(found(TurnDetector(VAD), probabilities)) == count
 
 
 def test_a_turn_cannot_begin_before_the_session() -> None:
     assert found(TurnDetector(VAD), [0.9] * 2) == [TurnBegins(0)]
+
+
+@pytest.mark.parametrize(
+    ("silence_ms", "windows", "pause", "end"), [(500, 40, 10, 16), (160, 40, 3, 5), (800, 40, 19, 25), (0, 40, None, 1)]
+)
+def test_a_pause_is_told_a_little_before_it_ends_the_turn(
+    silence_ms: int, windows: int, pause: int | None, end: int
+) -> None:
+    detector = TurnDetector(ServerVad(silence_duration_ms=silence_ms))
+    begins, *silence = events(detector, [0.9] * 2 + [0.1] * windows)
+    told = [] if pause is None else [TurnPauses((2 + pause) * WINDOW, pause * WINDOW)]
+    assert begins == TurnBegins(0)
+    assert silence == [*told, TurnEnds((2 + end) * WINDOW, end * WINDOW)]
+
+
+@pytest.mark.parametrize("again", [0.9, 0.4])
+def test_each_pause_is_told_once_and_so_is_its_end(again: float) -> None:
+    told = [type(event) for event in events(TurnDetector(VAD), [0.9] * 2 + ([0.1] * 4 + [again] * 2) * 2 + [0.1] * 5)]
+    assert told == [TurnBegins, *[TurnPauses, TurnGoesOn] * 2, TurnPauses, TurnEnds]
 
 
 # -- the session ------------------------------------------------------------------------------------------------------
@@ -97,8 +123,60 @@ def test_a_spoken_turn_is_committed_and_answered() -> None:
     ]
     assert events[0]["audio_end_ms"] == 25 * 32
     assert {started["item_id"], events[0]["item_id"], events[1]["item_id"]} == {started["item_id"]}
-    assert talk.prompt() == [("user", f"{17 * WINDOW / RATE:g} s")]
+    assert talk.prompt() == [("user", f"{15 * WINDOW / RATE:g} s")], "up to where its answer was begun"
     assert talk.asked[-1].silence == pytest.approx(0.16)
+
+
+def test_the_answer_is_begun_before_the_turn_is_over() -> None:
+    talk = Talk(vad=VAD, transcription=Transcription())
+    talk.say("Hello.")
+    talk.hear(0.9, 10)
+    assert talk.hear(0.1, 3) == []
+    (early,) = talk.asked
+    assert early.early
+    assert talk.prompt() == [("user", "Hello."), ("user", f"{13 * WINDOW / RATE:g} s")]
+    before = talk.prompt()
+    created = talk.hear(0.1, 2)[-1]
+    assert created["response"]["id"] == early.response_id
+    assert [(ask.response_id, ask.early) for ask in talk.asked] == [
+        (early.response_id, True),
+        (early.response_id, False),
+    ]
+    assert talk.prompt() == before
+    assert talk.asked[0].request_id != talk.asked[1].request_id, "in case that the first one has failed"
+    assert talk.cancelled == []
+    assert kinds(talk.take(talk.session.text(early.response_id, "Yes")))[-1].endswith("transcript.delta")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda talk: talk.hear(0.9),
+        lambda talk: talk.say("And this."),
+        lambda talk: talk.send("session.update", session={"type": "realtime", "instructions": "Be brief."}),
+        lambda talk: talk.send("input_audio_buffer.clear"),
+        lambda talk: talk.send("response.create"),
+    ],
+)
+def test_an_early_answer_is_dropped_when_something_changes(change: Callable[[Talk], object]) -> None:
+    talk = Talk(vad=VAD)
+    talk.hear(0.9, 10)
+    talk.hear(0.1, 3)
+    (early,) = talk.asked
+    assert talk.cancelled == []
+    change(talk)
+    assert talk.cancelled == [early.response_id]
+    talk.hear(0.1, 5)
+    assert early.response_id not in [ask.response_id for ask in talk.asked[1:]]
+    assert talk.cancelled == [early.response_id]
+
+
+def test_no_answer_is_begun_early_while_another_one_runs() -> None:
+    talk = Talk(vad=ServerVad(silence_duration_ms=160, interrupt_response=False))
+    talk.respond()
+    talk.hear(0.9, 5)
+    talk.hear(0.1, 4)
+    assert [ask.early for ask in talk.asked] == [False]
 
 
 def test_silence_is_not_kept() -> None:
@@ -217,7 +295,7 @@ def test_the_model_tells_speech_from_noise() -> None:
     assert all(following.start == window.end for window, following in itertools.pairwise(windows))
     assert len(sound) - (windows[-1].end - RATE) < 3 * WINDOW, "little is held back"
     detector = TurnDetector(ServerVad(prefix_padding_ms=64, silence_duration_ms=320))
-    begins, ends = (event for window in windows if (event := detector.feed(window)) is not None)
+    begins, _, ends = (event for window in windows if (event := detector.feed(window)) is not None)
     assert abs(begins.start - (1.5 - 0.064) * RATE) < 0.1 * RATE
     assert abs(ends.end - (2.5 + 0.32) * RATE) < 0.5 * RATE
 
@@ -228,8 +306,8 @@ def turns_in(sound: numpy.ndarray) -> list[tuple[float, float]]:
     pcm = (sound.clip(-1, 1) * 32767).astype("<i2")
     pieces = [pcm[start : start + piece].tobytes() for start in range(0, len(pcm), piece)]
     windows = [window for piece in pieces for window in model.listen([(activity, piece)])[0]]
-    events = [event for window in windows if (event := detector.feed(window)) is not None]
-    return [(begins.start / RATE, ends.end / RATE) for begins, ends in zip(events[::2], events[1::2], strict=True)]
+    turns = found(detector, [window.probability for window in windows])
+    return [(begins.start / RATE, ends.end / RATE) for begins, ends in zip(turns[::2], turns[1::2], strict=True)]
 
 
 LEVEL = 0.1  # RMS of speech

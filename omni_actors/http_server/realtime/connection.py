@@ -77,6 +77,7 @@ EVENT_BYTES = 4 << 20  # that may wait before no more events of the client are t
 NORMAL, GOING_AWAY = 1000, 1001  # codes that close a WebSocket
 LEFT = (1000, 1005)  # codes of clients that have closed it: without an error, or without a code
 ABNORMAL = 1006
+EARLY_SECONDS = 1.0  # that an answer is kept whose turn may not be over
 INTERNAL = "Internal error: see the server's log."
 INTERRUPTIONS = ("turn_detected", "client_cancelled")
 
@@ -180,6 +181,7 @@ class SessionConnection:
         self._activity: VoiceActivity | None = None
         self._heard = 0  # position up to which it was given the sound
         self._answers: dict[str, asyncio.Task[None]] = {}
+        self._early: dict[str, asyncio.Event] = {}  # of answers whose turn may not be over: set when it is
 
     async def run(self) -> None:
         """Run the session to its end; at the end none of its requests is left."""
@@ -311,16 +313,30 @@ class SessionConnection:
                     if event["type"] == "response.done":
                         self._count(event["response"])
                 case Cancel(response_id):
-                    self._answers[response_id].cancel()
+                    if response_id in self._answers:
+                        self._answers[response_id].cancel()
                 case Silence():
                     for response_id, item_id, played in self._line.speaker.silence() if self._line.speaker else ():
                         self._outbox.put(config.event("output_audio_buffer.cleared", response_id=response_id))
                         self._carry_out(self._session.cut(item_id, played))
                 case Transcribe():
                     self._transcriber.waiting.put_nowait(instruction)
-                case Ask(response_id):
-                    answer = self._answers[response_id] = _task(self._answer(instruction), "realtime answer")
-                    answer.add_done_callback(partial(self._answered, response_id))
+                case Ask():
+                    self._ask(instruction)
+
+    def _ask(self, ask: Ask) -> None:
+        """Begin an answer, or take one that was begun early, unless that has failed."""
+        response_id, begun = ask.response_id, self._early.pop(ask.response_id, None)
+        if begun is not None and not self._answers[response_id].done():
+            begun.set()
+            return
+        wanted = asyncio.Event()
+        if ask.early:
+            self._early[response_id] = wanted
+        else:
+            wanted.set()
+        answer = self._answers[response_id] = _task(self._answer(ask, wanted), "realtime answer")
+        answer.add_done_callback(partial(self._answered, response_id))
 
     def _count(self, response: Mapping[str, Any]) -> None:
         meters = self._state.realtime.meters
@@ -329,13 +345,14 @@ class SessionConnection:
         if reason in INTERRUPTIONS:
             meters.count(REALTIME_INTERRUPTIONS, reason)
 
-    async def _answer(self, ask: Ask) -> None:
-        """Relay one answer. When this task is cancelled, the request ends in all stages."""
+    async def _answer(self, ask: Ask, wanted: asyncio.Event) -> None:
+        """Relay one answer, once it is wanted. When this task is cancelled, the request ends in all stages."""
         speech_ended, playback, complete = time.monotonic() - ask.silence, Playback(), False
         try:
-            complete = await self._relay(ask, playback)
+            complete = await self._relay(ask, wanted, playback)
         except (HttpError, OmniError) as error:
-            self._carry_out(self._session.failed(ask.response_id, HttpError.of(error)))
+            if wanted.is_set():  # otherwise it is asked for again
+                self._carry_out(self._session.failed(ask.response_id, HttpError.of(error)))
         finally:
             meters = self._state.realtime.meters
             if playback.first:
@@ -347,17 +364,23 @@ class SessionConnection:
         """Forget an answer; one that a bug has ended is reported to the client, who waits for its end."""
         if self._answers.get(response_id) is answer:
             del self._answers[response_id]
+            self._early.pop(response_id, None)
         error = None if answer.cancelled() else answer.exception()
         if error is not None:
             logger.error("a response failed: %s", trace_of(error), extra={"request_id": response_id})
             failure = HttpError(500, INTERNAL, code="internal_error")
             self._carry_out(self._session.failed(response_id, failure))
 
-    async def _relay(self, ask: Ask, playback: Playback) -> bool:
+    async def _relay(self, ask: Ask, wanted: asyncio.Event, playback: Playback) -> bool:
         description = await self._state.facts()
         stream = await self._asker.answer(ask, description)
         speed = ask.config.speed
         try:
+            with contextlib.suppress(TimeoutError):  # the client sends no more sound: the turn does not end
+                async with asyncio.timeout(EARLY_SECONDS):
+                    await wanted.wait()
+            if not wanted.is_set():
+                return False
             async for item in stream if speed == 1 else (await asyncio.to_thread(Tempo, speed)).over(stream):
                 if isinstance(item, Text):
                     self._carry_out(self._session.text(ask.response_id, item.text, item.tool_calls))

@@ -6,7 +6,7 @@ nothing and becomes an `error` event.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -42,6 +42,8 @@ from omni_actors.http_server.realtime.turns import (
     TurnBegins,
     TurnDetector,
     TurnEnds,
+    TurnGoesOn,
+    TurnPauses,
     milliseconds,
 )
 from omni_actors.protocol.payloads import ToolCallPiece
@@ -63,6 +65,7 @@ class Ask(NamedTuple):
     Args:
         request_id: the response's id, or another one if it is asked again.
         silence: seconds between the end of the user's speech and now.
+        early: whether nothing of it is to be taken until it is asked for again, as its turn may not be over.
     """
 
     response_id: str
@@ -70,10 +73,11 @@ class Ask(NamedTuple):
     config: SessionConfig
     messages: Sequence[Mapping[str, Any]]
     silence: float
+    early: bool = False
 
 
 class Cancel(NamedTuple):
-    """End a request in all stages."""
+    """End a request in all stages, unless it has ended."""
 
     response_id: str
 
@@ -91,6 +95,13 @@ class Silence(NamedTuple):
 
 Instruction = Send | Ask | Cancel | Transcribe | Silence
 Instructions = list[Instruction]
+
+
+class EarlyAnswer(NamedTuple):
+    """An answer to a turn that may be over; `end` is the position up to which it hears the turn."""
+
+    response: RunningResponse
+    end: int
 
 
 class KeptSession(Struct):
@@ -140,6 +151,7 @@ class RealtimeSession:
         self._plays_until = 0  # position at which an answer that is played as it comes has been heard
         self._idle_from: int | None = None  # the same, while nothing has come after it
         self._response: RunningResponse | None = None
+        self._early: EarlyAnswer | None = None
         self._pictures: Iterator[bytes] = iter(())  # of the event that is taken
         self._aside: Sequence[AnyItem] | None = None  # what the response answers in place of the conversation
         self._spoken_characters, self._spoken_seconds = 0, 0.0  # of the answers that were complete
@@ -199,10 +211,11 @@ class RealtimeSession:
     def receive(self, given: config.AnyEvent, pictures: Sequence[bytes] = ()) -> Instructions:
         """Take an event of the client. `pictures` are those of `pictures_of`, as files."""
         self._pictures = iter(pictures)
+        dropped = [] if isinstance(given, config.AppendAudio) else self._drop_early()
         try:
-            return self._receive(given)
+            return [*dropped, *self._receive(given)]
         except HttpError as error:
-            return [Send(error_event(error, given.event_id))]
+            return [*dropped, Send(error_event(error, given.event_id))]
 
     def _receive(self, given: config.AnyEvent) -> Instructions:
         match given:
@@ -310,6 +323,10 @@ class RealtimeSession:
             match self._detector.feed(window):
                 case TurnBegins(start):
                     done += self._begin_turn(start)
+                case TurnPauses() as pause:
+                    done += self._answer_early(pause)
+                case TurnGoesOn():
+                    done += self._drop_early()
                 case TurnEnds() as end:
                     done += self._end_turn(end)
                 case None:
@@ -346,13 +363,33 @@ class RealtimeSession:
         silence: Instructions = [Silence()] if self._pipeline.called else []
         return [*cancel, started, *self._end("cancelled", reason="turn_detected"), *silence]
 
+    @property
+    def _answers_turns(self) -> bool:
+        detection = self._config.turn_detection
+        return detection is not None and detection.create_response and self._config.kind == "realtime"
+
+    def _answer_early(self, pause: TurnPauses) -> Instructions:
+        """Ask for the answer to the turn as if it were over."""
+        if not self._answers_turns or self._response is not None:
+            return []
+        try:
+            response = self._new_response(config.ResponseFields())
+        except HttpError:  # the end of the turn says so
+            return []
+        turn = MessageItem.of_sound(self._turn_id, self._buffer.read(self._turn_start, pause.end))
+        self._early = EarlyAnswer(response, pause.end)
+        return [self._ask(response, pause.silence / RATE, [*self._conversation, turn], early=True)]
+
+    def _drop_early(self) -> Instructions:
+        early, self._early = self._early, None
+        return [Cancel(early.response.id)] if early is not None else []
+
     def _end_turn(self, end: TurnEnds) -> Instructions:
         place = {"audio_end_ms": milliseconds(end.end), "item_id": self._turn_id}
         stopped = _sent("input_audio_buffer.speech_stopped", **place)
-        pcm = self._buffer.take(self._turn_start, end.end)
-        detection = self._config.turn_detection
-        answer = detection is not None and detection.create_response and self._config.kind == "realtime"
-        taken = self._take_turn(self._turn_id, pcm, answer=answer, silence=end.silence / RATE)
+        pcm = self._buffer.read(self._turn_start, end.end if self._early is None else self._early.end)
+        self._buffer.take(end=end.end)
+        taken = self._take_turn(self._turn_id, pcm, answer=self._answers_turns, silence=end.silence / RATE)
         return [stopped, *taken, *self._transcribe(self._turn_id)]
 
     def _take_turn(self, item_id: str, pcm: bytes, *, answer: bool, silence: float = 0.0) -> Instructions:
@@ -362,7 +399,7 @@ class RealtimeSession:
             if answer:
                 done += self._respond_to(config.ResponseFields(), silence)
         except HttpError as error:
-            done.append(Send(error_event(error)))
+            done += [*self._drop_early(), Send(error_event(error))]
         return done
 
     def _commit(self) -> Instructions:
@@ -394,17 +431,23 @@ class RealtimeSession:
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def _respond_to(self, fields: config.ResponseFields, silence: float = 0.0) -> Instructions:
-        config = self._config.with_answer(fields, fields.audio.output, self._pipeline, "response")
-        if config.kind != "realtime":
-            raise bad_field("type", "A session of the type 'transcription' gives no answers.", "unsupported_value")
+        early, self._early = self._early, None
+        response = early.response if early is not None else self._new_response(fields)
         if self._response is not None:
             message = f"The response {self._response.id} is running: wait for its end, or send response.cancel."
             raise HttpError(400, message, code="conversation_already_has_active_response")
         self._idle_from = None
         self._aside = self._aside_of(fields.input) if fields.input is not None else None
+        self._response = response
+        items = self._aside if self._aside is not None else self._conversation
+        return [*map(Send, response.created()), self._ask(response, silence, items)]
+
+    def _new_response(self, fields: config.ResponseFields) -> RunningResponse:
+        config = self._config.with_answer(fields, fields.audio.output, self._pipeline, "response")
+        if config.kind != "realtime":
+            raise bad_field("type", "A session of the type 'transcription' gives no answers.", "unsupported_value")
         conversation = self._conversation if fields.conversation == "auto" else None
-        self._response = RunningResponse(config, conversation, self._conversation_id, fields.metadata)
-        return [*map(Send, self._response.created()), self._ask(self._response, silence)]
+        return RunningResponse(config, conversation, self._conversation_id, fields.metadata)
 
     def _aside_of(self, given: Sequence[config.GivenItem | config.ItemReference]) -> Sequence[AnyItem]:
         items: list[AnyItem] = []
@@ -419,10 +462,9 @@ class RealtimeSession:
                 raise bad_field(f"{where}.id", error.message, "item_not_found") from None
         return items
 
-    def _ask(self, response: RunningResponse, silence: float) -> Ask:
-        items = self._aside if self._aside is not None else self._conversation
+    def _ask(self, response: RunningResponse, silence: float, items: Iterable[AnyItem], early: bool = False) -> Ask:
         messages = prompt_of(response.config.instructions, items)
-        return Ask(response.id, response.next_request_id(), response.config, messages, silence)
+        return Ask(response.id, response.next_request_id(), response.config, messages, silence, early)
 
     def _cancel(self, given: config.CancelResponse) -> Instructions:
         running = self._response
@@ -467,7 +509,7 @@ class RealtimeSession:
             return []
         too_long = error.code == ErrorCode.PROMPT_TOO_LONG and response.item is None and self._aside is None
         if too_long and response.config.truncation == "auto" and (dropped := self._conversation.drop_half()):
-            return [*self._deleted(dropped), self._ask(response, 0.0)]
+            return [*self._deleted(dropped), self._ask(response, 0.0, self._conversation)]
         about = {"type": error.kind, "code": error.code}
         return [Send(error_event(error)), *self._end("failed", error=about)]
 

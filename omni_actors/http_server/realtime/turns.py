@@ -33,6 +33,7 @@ MIN_COMMIT = RATE // 10  # samples: OpenAI's bound of 100 ms
 
 BEGIN_WINDOWS = 2  # that must be speech before a turn begins, so that a click is none
 HYSTERESIS = 0.15  # by which the probability must fall below the threshold to count as silence
+HEAD_START_MS = 200  # before a silence ends the turn, at most half of it, its answer is begun (docs/decisions.md)
 
 MODEL_RATE = 16_000
 QUIET = 1e-3  # of full scale (-60 dB): quieter is not speech, such as a muted microphone
@@ -134,11 +135,25 @@ class TurnBegins(NamedTuple):
     start: int
 
 
+class TurnPauses(NamedTuple):
+    """The user has perhaps stopped; `end` includes the silence so far, `silence` is its length in samples."""
+
+    end: int
+    silence: int
+
+
+class TurnGoesOn(NamedTuple):
+    """The user has only paused."""
+
+
 class TurnEnds(NamedTuple):
     """The user has stopped; `end` includes the silence that showed it, `silence` is its length in samples."""
 
     end: int
     silence: int
+
+
+TurnEvent = TurnBegins | TurnPauses | TurnGoesOn | TurnEnds
 
 
 class TurnDetector:
@@ -149,33 +164,38 @@ class TurnDetector:
         self._speech_windows = 0
         self._speech_start = 0
         self._speech_end = 0
+        self._pausing = False
         self.speaking = False
 
-    def feed(self, window: SpeechWindow) -> TurnBegins | TurnEnds | None:
+    def feed(self, window: SpeechWindow) -> TurnEvent | None:
         """Take the next window."""
         if window.probability >= self._config.threshold:
             if not self._speech_windows:
                 self._speech_start = window.start
             self._speech_windows += 1
-            self._speech_end = window.end
             if not self.speaking and self._speech_windows >= BEGIN_WINDOWS:
-                self.speaking = True
+                self.speaking, self._speech_end = True, window.end
                 return TurnBegins(self.needed_from(window.end))
-            return None
-        if not self.speaking:
+        elif not self.speaking:
             self._speech_windows = 0
-            return None
+        return self._silence(window) if self.speaking else None
+
+    def _silence(self, window: SpeechWindow) -> TurnEvent | None:
         if window.probability >= self._config.threshold - HYSTERESIS:
-            self._speech_end = window.end
-        silence = window.end - self._speech_end
-        if milliseconds(silence) < self._config.silence_duration_ms:
+            paused, self._pausing, self._speech_end = self._pausing, False, window.end
+            return TurnGoesOn() if paused else None
+        silence, enough = window.end - self._speech_end, self._config.silence_duration_ms
+        if milliseconds(silence) >= enough:
+            self.reset()
+            return TurnEnds(window.end, silence)
+        if self._pausing or milliseconds(silence) < max(enough - HEAD_START_MS, enough / 2):
             return None
-        self.reset()
-        return TurnEnds(window.end, silence)
+        self._pausing = True
+        return TurnPauses(window.end, silence)
 
     def reset(self) -> None:
         """Forget the turn, as when its sound was committed or discarded."""
-        self.speaking = False
+        self.speaking = self._pausing = False
         self._speech_windows = 0
 
     def needed_from(self, end: int) -> int:
