@@ -357,9 +357,13 @@ def _check_taker(pipeline: PipelineConfig, stage: StageConfig, processor: str, w
 
 
 def adapted_stages(pipeline: PipelineConfig) -> tuple[str, ...]:
-    """The stages that run adapters: those whose text is an output."""
+    """The stages that run adapters: those whose text is an output, and those of diffusers."""
     kinds = (StageKind.AUTOREGRESSIVE, StageKind.ECHO)
-    return tuple(stage.name for stage in pipeline.stages if stage.kind in kinds and "text" in stage.outputs)
+    return tuple(
+        stage.name
+        for stage in pipeline.stages
+        if stage.kind is StageKind.DIFFUSERS or (stage.kind in kinds and "text" in stage.outputs)
+    )
 
 
 ALWAYS = "seed"  # a parameter of every stage

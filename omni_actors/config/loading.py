@@ -317,7 +317,8 @@ def _adapter_folder(name: str, given: str, folder: Path) -> str:
     """The folder of a LoRA adapter. Raises `ConfigError` if there is none."""
     if not folder.is_dir():
         raise ConfigError(
-            f"adapters.{name}: there is no folder {given!r}.", hint="Name a folder in which PEFT has saved an adapter."
+            f"adapters.{name}: there is no folder {given!r}.",
+            hint="Name a folder in which PEFT or diffusers saved one.",
         )
     return str(folder.resolve())
 

@@ -65,7 +65,7 @@ PARAMS_BY_KIND = {
     StageKind.AUTOREGRESSIVE: AUTOREGRESSIVE_PARAMS,
     StageKind.ENCODER: PROMPT_PARAMS,  # if the model declares them
     StageKind.DIFFUSION: DIFFUSION_PARAMS,
-    StageKind.DIFFUSERS: DIFFUSION_PARAMS,
+    StageKind.DIFFUSERS: DIFFUSION_PARAMS | {"adapter"},
     StageKind.ECHO: AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS,
     StageKind.CUSTOM: AUTOREGRESSIVE_PARAMS | DIFFUSION_PARAMS,  # the engine says which of them it uses
 }
@@ -463,8 +463,8 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         http: the HTTP server.
         plugins: modules with your own models, from allowed prefixes; see docs/extending.md.
         cluster: the hosts, if there is more than one.
-        adapters: LoRA adapters of the stage that writes text: folders by name, relative to the YAML file. A request
-            names one as its model, or as the stage's parameter `adapter`.
+        adapters: LoRA adapters of the stage that writes text, or of a diffusers stage: folders by name, relative to the
+            YAML file. A request names one as its model, or as the stage's parameter `adapter`.
         tool_call_parser: vLLM's name of the parser for the model's tool calls, such as `hermes`; without one, requests
             with tools are refused.
         tool_chat_template: file with the chat template of prompts with tools, for models whose own has no place for

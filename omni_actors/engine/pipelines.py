@@ -15,6 +15,7 @@ import inspect
 import math
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal
@@ -26,7 +27,7 @@ from msgspec import Meta, Struct
 from PIL import Image, ImageOps
 
 from omni_actors.config.checkpoint import model_of
-from omni_actors.config.checks import check_parameters, with_defaults
+from omni_actors.config.checks import adapted_stages, check_parameters, with_defaults
 from omni_actors.config.loading import explain
 from omni_actors.config.schema import Modality, PipelineConfig, StageConfig
 from omni_actors.engine.models.pictures import Given, layered_pictures, on_white
@@ -64,6 +65,7 @@ FRAMES = ("num_frames", "frames")  # arguments of pipelines that make video
 RATES = ("frame_rate", "fps")  # of some of them
 MASKS = ("mask_image", "mask")  # of pipelines that change a part of a picture
 SECONDS = Parameter("seconds", "float", 0, 120, about="length of the video")
+ADAPTER = Parameter("adapter", "text", most=128, about="LoRA adapter, by its name in the pipeline's YAML")
 MASK = Parameter("mask", "bool", about="the last picture is a mask, transparent or white where the others change")
 # Argument of a pipeline's call, and the parameter that sets it.
 DECLARED: Mapping[str, Parameter] = {
@@ -203,6 +205,9 @@ class DiffusersEngine(StageEngine):
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._pipeline = _load(model_of(pipeline, stage), self._options, f"stages.{stage.name}").to(self._device)
         self._pipeline.set_progress_bar_config(disable=True)
+        adapters = pipeline.adapters if stage.name in adapted_stages(pipeline) else {}
+        _load_adapters(self._pipeline, adapters)
+        self._adapter: str | None = None  # the one that is computed with
         self._arguments = _arguments_of(self._pipeline, self._options, stage)
         self._frames, self._mask = (
             next((name for name in names if name in self._arguments), "") for names in (FRAMES, MASKS)
@@ -210,6 +215,7 @@ class DiffusersEngine(StageEngine):
         declared = _declared(self._arguments, self._rate_of(self._options.arguments))
         self._steps = next((int(one.default or 1) for one in declared if one.name == "num_steps"), 1)
         declared += [Parameter(name, "float", *limits) for name, limits in self._options.parameters.items()]
+        declared += [ADAPTER] if adapters else []
         self._media = {"image": MAX_PICTURES if "image" in self._arguments else 0, "audio": 0, "video": 0}
         self._facts = EngineFacts(
             sample_rate=_sample_rate(self._pipeline) if "audio" in stage.outputs else 0,
@@ -296,6 +302,7 @@ class DiffusersEngine(StageEngine):
                 self._scheduled.append((request_id, time.monotonic()))
             self._turns += 1
             running.turn, before = self._turns, running.steps
+            self._adapt(running.params.adapter)
             running.call.turn()
             progress: list[EngineEvent] = []
             if running.steps > before:
@@ -313,6 +320,15 @@ class DiffusersEngine(StageEngine):
             return [ErrorEvent(request_id, error)]
         self.abort(request_id)
         return [*events, FinishedEvent(request_id, FinishReason.STOP, len(running.text.split()), running.steps)]
+
+    def _adapt(self, name: str | None) -> None:
+        """Have the components, which all requests share, compute with an adapter, or without one."""
+        if name is None and self._adapter is not None:
+            self._pipeline.disable_lora()
+        elif name is not None and name != self._adapter:
+            self._pipeline.enable_lora()
+            self._pipeline.set_adapters(name)
+        self._adapter = name
 
     def _next(self) -> PipelineRequest | None:
         """The request whose turn it is: by priority, then the one that has waited for the most turns."""
@@ -436,6 +452,20 @@ def _load(model: str, options: PipelineOptions, where: str) -> Any:
         raise StartupError(
             f"diffusers cannot load {model!r} as {name}: {error}", hint="Compare it with the published checkpoint."
         ) from error
+
+
+def _load_adapters(pipeline: Any, folders: Mapping[str, str]) -> None:
+    """Load LoRA adapters by name, and switch them off. Raises `ConfigError`."""
+    for name, folder in folders.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several are meant
+                pipeline.load_lora_weights(folder, adapter_name=name)
+        except (OSError, ValueError, TypeError, AttributeError, ImportError, RuntimeError, KeyError) as error:
+            message = f"adapters.{name}: {type(pipeline).__name__} cannot load {folder}: {error}"
+            raise ConfigError(message, hint="Name a folder in which diffusers saved LoRA weights of it.") from error
+    if folders:
+        pipeline.disable_lora()
 
 
 def _arguments_of(pipeline: Any, options: PipelineOptions, stage: StageConfig) -> dict[str, inspect.Parameter]:

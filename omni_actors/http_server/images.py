@@ -92,6 +92,7 @@ FIELD_OF = {
     "previews": "partial_images",
     "background": "background",
     "mask": "mask",
+    "adapter": "model",
 }
 
 
@@ -166,10 +167,10 @@ class ImageRequest(ImageFields, frozen=True, kw_only=True):
     stage_params: ParamsByStage = ABSENT
 
 
-def params_of(
-    fields: DrawingFields, declared: Mapping[str, Sequence[Parameter]], **further: Any
-) -> dict[str, StageParams]:
+def params_of(fields: DrawingFields, description: Description, **further: Any) -> dict[str, StageParams]:
     """The parameters of a request by stage: each field goes to all stages whose model declares its parameter.
+
+    So does the LoRA adapter that the request's model may be.
 
     Args:
         further: parameters that no field sets.
@@ -178,6 +179,9 @@ def params_of(
         HttpError: no stage does, or `stage_params` are wrong.
     """
     params: dict[str, dict[str, Any]] = {}
+    declared = description.parameters
+    if fields.model in description.adapters:
+        further["adapter"] = fields.model
     for name, value in {**fields.parameters(), **further}.items():
         stages = [stage for stage, those in declared.items() if any(one.name == name for one in those)]
         if not stages and not (name == "background" and value != TRANSPARENT):  # pictures are opaque anyway
@@ -247,7 +251,7 @@ async def _respond(
     n = fields.n or 1
     if n > description.max_in_flight:
         raise bad_field("n", f"n: at most {description.max_in_flight} pictures can be made at a time.")
-    params = params_of(fields, description.parameters, **({"mask": True} if mask is not None else {}))
+    params = params_of(fields, description, **({"mask": True} if mask is not None else {}))
     prompt: Any = fields.prompt
     if references:
         parts = await state.media.pictures(references, "image", description.max_media)

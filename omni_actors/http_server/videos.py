@@ -78,7 +78,7 @@ async def create(request: Request, state: ServerState, form: Form[VideoRequest])
     if MODALITY not in description.modalities:
         offered = ", ".join(description.modalities)
         raise bad_field("model", f"This model makes no videos; it answers in {offered}.", "unknown_modality")
-    params = params_of(fields, description.parameters)
+    params = params_of(fields, description)
     for stage, own in params.items():
         try:
             check_parameters(stage, description.parameters[stage], own)

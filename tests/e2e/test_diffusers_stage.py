@@ -21,6 +21,7 @@ import openai
 import pytest
 import torch
 import yaml
+from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image, ImageOps
 from transformers import AutoTokenizer
 
@@ -87,10 +88,12 @@ def folder_of(tmp_path_factory, tiny_z_image, tiny_qwen_image):
 OUTPUTS = {"stable_audio": ["audio"], "ltx2": ["video", "audio"], "wan": ["video"]}
 
 
-def made(folder: Path, tmp_path: Path, outputs: Sequence[str] = ("image",), **options: Any) -> DiffusersEngine:
+def made(
+    folder: Path, tmp_path: Path, outputs: Sequence[str] = ("image",), adapters: Sequence[Path] = (), **options: Any
+) -> DiffusersEngine:
     stage = {"name": "it", "kind": "diffusers", "outputs": list(outputs), "engine": {"dtype": "float32", **options}}
-    file = tmp_path / "pipeline.yaml"
-    file.write_text(yaml.safe_dump({"name": "it", "model": str(folder), "stages": [stage]}))
+    file, by_name = tmp_path / "pipeline.yaml", {path.name: str(path) for path in adapters}
+    file.write_text(yaml.safe_dump({"name": "it", "model": str(folder), "stages": [stage], "adapters": by_name}))
     pipeline = config.load(file, {}).pipeline
     return DiffusersEngine(pipeline, pipeline.stages[0])
 
@@ -192,6 +195,48 @@ def test_requests_that_take_turns_get_what_diffusers_gives(engine_of, folder_of,
     assert turns[:4] == [("first", 1, 3), ("second", 1, 5), ("first", 2, 3), ("second", 2, 5)]
     assert [event.output_tokens for event in events if isinstance(event, FinishedEvent)] == [3, 5]
     assert engine.counts() == {"requests": 0}
+
+
+def write_adapter(model: Path, folder: Path, seed: int) -> Path:
+    """A LoRA adapter of a pipeline's transformer with random weights, as diffusers saves it."""
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(model, dtype=torch.float32)
+    torch.manual_seed(seed)
+    pipeline.transformer.add_adapter(
+        LoraConfig(r=4, lora_alpha=8, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
+    )
+    layers = get_peft_model_state_dict(pipeline.transformer)
+    type(pipeline).save_lora_weights(folder, transformer_lora_layers=layers)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["z_image", "stable_diffusion_3"])
+def test_requests_with_different_adapters_take_turns(folder_of, tmp_path, name: str) -> None:
+    adapters = [write_adapter(folder_of(name), tmp_path / f"style{seed}", seed) for seed in (1, 2)]
+    engine = made(folder_of(name), tmp_path, adapters=adapters)
+    asked = {"none": None, "one": "style1", "two": "style2", "again": None}
+    for request_id, adapter in asked.items():
+        start(engine, request_id, seed=3, num_steps=3, adapter=adapter, **SIZE)
+    found = outputs_of(events_of(engine))
+    for request_id, adapter in asked.items():
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(folder_of(name), dtype=torch.float32)
+        if adapter is not None:
+            pipeline.load_lora_weights(tmp_path / adapter)
+        given = {"generator": torch.Generator().manual_seed(3), "num_inference_steps": 3, **SIZE}
+        wanted = numpy.asarray(pipeline(prompt="A red fox.", **given).images[0])
+        assert numpy.array_equal(found[request_id][0], wanted), request_id
+    assert len({picture.tobytes() for (picture,) in found.values()}) == 3
+    engine.shutdown()
+
+
+def test_an_adapter_of_something_else_is_named(folder_of, tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"adapters\.empty: ZImagePipeline cannot load"):
+        made(folder_of("z_image"), tmp_path, adapters=[tmp_path / "empty"])
+    with pytest.raises(ConfigError, match=r"adapters\.style: ZImagePipeline cannot load"):
+        made(
+            folder_of("z_image"), tmp_path,
+            adapters=[write_adapter(folder_of("stable_diffusion_3"), tmp_path / "style", 1)],
+        )  # fmt: skip
 
 
 def test_a_video_follows_its_sound_in_chunks_of_whole_frames(engine_of, monkeypatch) -> None:
@@ -332,8 +377,10 @@ def test_a_pipeline_serves_video_with_its_sound_over_http(folder_of) -> None:
         assert numpy.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.8  # noise, which H.264 blurs
 
 
-def test_a_pipeline_serves_it_over_http(tiny_z_image) -> None:
-    with HttpPipeline("stage_configs/diffusers.yaml", {"model": tiny_z_image, **ON_CPU}) as pipeline:
+def test_a_pipeline_serves_it_over_http(tiny_z_image, tmp_path) -> None:
+    adapters = json.dumps({"style": str(write_adapter(tiny_z_image, tmp_path / "style", 1))})
+    overrides = {"model": tiny_z_image, "adapters": adapters, **ON_CPU}
+    with HttpPipeline("stage_configs/diffusers.yaml", overrides) as pipeline:
         body = {"prompt": "A red fox.", "size": "32x32", "num_inference_steps": 3, "seed": 3}
         client = pipeline.openai().images
         answer = client.generate(
@@ -344,6 +391,10 @@ def test_a_pipeline_serves_it_over_http(tiny_z_image) -> None:
             found = numpy.asarray(Image.open(io.BytesIO(base64.b64decode(one.b64_json))))
             (wanted,) = reference(tiny_z_image, body["prompt"], seed, num_inference_steps=3, **SIZE)
             assert numpy.array_equal(found, wanted)
+        styled = client.generate(
+            model="style", prompt=body["prompt"], size="32x32", extra_body={"num_inference_steps": 3, "seed": 4}
+        )
+        assert styled.data[0].b64_json != answer.data[1].b64_json
         with pytest.raises(openai.BadRequestError, match="This model takes no mask") as caught:
             client.edit(prompt="blue", image=("a.png", png(SEA)), mask=("m.png", png(SEA)))
         assert (caught.value.param, caught.value.code) == ("mask", "unsupported_parameter")
