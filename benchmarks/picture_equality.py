@@ -38,7 +38,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import workload  # noqa: E402
 
-from omni_actors.engine.models.pictures.denoising import (  # noqa: E402  # noqa: E402
+from omni_actors.engine.models.pictures.denoising import (  # noqa: E402
     Denoiser,
     FlowSchedule,
     PackedNetwork,
@@ -47,15 +47,9 @@ from omni_actors.engine.models.pictures.denoising import (  # noqa: E402  # noqa
     fastest_attention,
     without_weights,
 )
-from omni_actors.engine.models.qwen_image import dit as qwen_dit  # noqa: E402
-from omni_actors.engine.models.qwen_image import dit as qwen_weights  # noqa: E402
-from omni_actors.engine.models.qwen_image import dit_stage as qwen_stage  # noqa: E402
-from omni_actors.engine.models.qwen_image.dit import Condition, Prefix  # noqa: E402
-from omni_actors.engine.models.qwen_image.layout import Scaling  # noqa: E402
-from omni_actors.engine.models.qwen_image.vae_decoder import PictureDecoder  # noqa: E402
-from omni_actors.engine.models.z_image import dit as z_dit  # noqa: E402
-from omni_actors.engine.models.z_image import dit as z_weights  # noqa: E402
-from omni_actors.engine.models.z_image import dit_stage as z_stage  # noqa: E402
+from omni_actors.engine.models.qwen_image.dit import Condition, Prefix, QwenImageNetwork  # noqa: E402
+from omni_actors.engine.models.qwen_image.vae import QwenImageVae  # noqa: E402
+from omni_actors.engine.models.z_image.dit import ZImageNetwork  # noqa: E402
 from tools.checkpoints.pictures import QWEN_IMAGE, Z_IMAGE  # noqa: E402
 
 SIZES = {"tiny": ((64, 96), (128, 64), (96, 96)), "published": ((512, 512), (256, 384), (512, 768))}  # height, width
@@ -111,10 +105,10 @@ class Family(ABC):
     def decode(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
         """The picture [channels, height, width], -1 to 1."""
 
-    def network(self, make: Callable[[], PackedNetwork], load: Callable[..., None]) -> PackedNetwork:
+    def network(self, make: Callable[[], PackedNetwork]) -> PackedNetwork:
         """Ours, with the weights of diffusers'."""
         network = without_weights(make, self.device, self.dtype)
-        load(network, self.reference.state_dict().items())
+        network.load(self.reference.state_dict().items())
         network.attend = fastest_attention(self.device.type, self.dtype)
         return network
 
@@ -144,12 +138,12 @@ class ZImage(Family):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.config = z_stage.dit_config(written_config(self.reference))
+        self.config = ZImageNetwork.read_config(written_config(self.reference))
         self.text_width, self.channels = self.config.text_width, self.config.channels
         self.scheduler = Z_IMAGE.make_scheduler()
 
     def denoiser(self) -> Denoiser:
-        network = self.network(lambda: z_dit.Dit(self.config), z_weights.load)
+        network = self.network(lambda: ZImageNetwork(self.config))
         return Denoiser(network, FlowSchedule.from_config(self.scheduler.config))
 
     def spec(self, wanted: Wanted) -> PictureSpec:
@@ -183,12 +177,12 @@ class QwenImage(Family):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.config = qwen_stage.dit_config(written_config(self.reference))
+        self.config = QwenImageNetwork.read_config(written_config(self.reference))
         self.text_width, self.channels = self.config.text_width, self.config.channels
         self.pipeline = QWEN_IMAGE.pipeline_of(self.reference, self.vae)
 
     def denoiser(self) -> Denoiser:
-        network = self.network(lambda: qwen_dit.Dit(self.config), qwen_weights.load)
+        network = self.network(lambda: QwenImageNetwork(self.config))
         return Denoiser(network, FlowSchedule.from_config(self.pipeline.scheduler.config, rising=False))
 
     def spec(self, wanted: Wanted) -> PictureSpec:
@@ -210,9 +204,9 @@ class QwenImage(Family):
         return latents
 
     def decoder(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        scaling = Scaling.of(self.vae.config)
-        ours = PictureDecoder(copy.deepcopy(self.vae), fused=self.device.type == "cuda")
-        return lambda latents: ours(scaling.of_vae(latents))
+        ours = QwenImageVae({**self.vae.config, "_class_name": QwenImageVae.class_name})
+        ours.model = copy.deepcopy(self.vae)
+        return ours.decode
 
     def decode(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
         mean, spread = (latents.new_tensor(vae.config[name]).view(-1, 1, 1) for name in ("latents_mean", "latents_std"))

@@ -8,7 +8,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import QwenImage21
 
 from omni_actors.engine.models.pictures.layers import Between, FusedBetween, RmsNorm, rotation_at
 from omni_actors.engine.models.qwen_image.dit import Condition, Prefix, QwenImageConfig, QwenImageNetwork
-from omni_actors.engine.models.qwen_image.vae_decoder import PictureDecoder, sources_of
+from omni_actors.engine.models.qwen_image.vae import PictureDecoder, sources_of
 from tools.checkpoints.pictures import QWEN_IMAGE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,8 +10,8 @@ import yaml
 
 from omni_actors.engine.models.diffusers_layout import part_config
 from omni_actors.engine.models.pictures.denoising import PictureSpec
-from omni_actors.engine.models.qwen_image.dit import Condition, Prefix, QwenImageConfig, QwenImageNetwork, load, parts
-from omni_actors.engine.models.qwen_image.dit_stage import SPEC, dit_config
+from omni_actors.engine.models.qwen_image.dit import Condition, Prefix, QwenImageConfig, QwenImageNetwork, parts
+from omni_actors.engine.models.qwen_image.dit_stage import SPEC
 from omni_actors.errors import ConfigError
 from tests.support.paths import REPOSITORY
 from tools.checkpoints.pictures import QWEN_IMAGE
@@ -63,7 +63,7 @@ def reference():
 @pytest.fixture(scope="module")
 def dit(reference) -> QwenImageNetwork:
     made = QwenImageNetwork(TINY).eval()
-    load(made, reference.state_dict().items())
+    made.load(reference.state_dict().items())
     return made
 
 
@@ -111,7 +111,7 @@ def test_pictures_of_no_one_and_three_others_in_one_batch_equal_diffusers(dit, r
 
 def test_the_published_sizes_are_the_defaults(tmp_path):
     QWEN_IMAGE.write_full(tmp_path / "full")
-    assert dit_config(part_config(tmp_path / "full", "transformer")) == QwenImageConfig()
+    assert QwenImageNetwork.read_config(part_config(tmp_path / "full", "transformer")) == QwenImageConfig()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_transformer_of_another_kind_is_refused(reference, change, message):
     config = {**reference.config, "_class_name": "QwenImage21Transformer2DModel"} | change
     config = {name: value for name, value in config.items() if value is not None}
     with pytest.raises(ConfigError, match=message):
-        dit_config(config)
+        QwenImageNetwork.read_config(config)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_weights_that_do_not_fit_are_refused(reference, change, message):
     weights = dict(reference.state_dict())
     change(weights)
     with pytest.raises(ConfigError, match=message):
-        load(QwenImageNetwork(TINY), weights.items())
+        QwenImageNetwork(TINY).load(weights.items())
 
 
 def test_a_second_picture_of_512_pixels_can_join_the_first_in_the_pipeline_that_is_shipped():

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from omni_actors.engine.models.diffusers_layout import part_config
-from omni_actors.engine.models.z_image.dit import ZImageConfig, ZImageNetwork, load
-from omni_actors.engine.models.z_image.dit_stage import dit_config
+from omni_actors.engine.models.z_image.dit import ZImageConfig, ZImageNetwork
 from omni_actors.errors import ConfigError
 from tools.checkpoints.pictures import Z_IMAGE
 
@@ -50,7 +49,7 @@ def sequence(height: int, width: int, prompt: int, moment: float, seed: int = 0)
 def same_dit(reference: ZImageTransformer2DModel) -> ZImageNetwork:
     """Our network with the weights of diffusers'."""
     dit = ZImageNetwork(TINY_DIT).eval()
-    load(dit, reference.state_dict().items())
+    dit.load(reference.state_dict().items())
     return dit
 
 
@@ -101,7 +100,7 @@ def test_five_sizes_moments_and_prompts_in_one_batch_equal_diffusers(dit, refere
 
 def test_the_published_sizes_are_the_defaults(tmp_path):
     Z_IMAGE.write_full(tmp_path / "full")
-    assert dit_config(part_config(tmp_path / "full", "transformer")) == ZImageConfig()
+    assert ZImageNetwork.read_config(part_config(tmp_path / "full", "transformer")) == ZImageConfig()
 
 
 @pytest.mark.parametrize(
@@ -116,4 +115,4 @@ def test_weights_that_do_not_fit_are_refused(reference, change, message):
     weights = dict(reference.state_dict())
     change(weights)
     with pytest.raises(ConfigError, match=message):
-        load(ZImageNetwork(TINY_DIT), weights.items())
+        ZImageNetwork(TINY_DIT).load(weights.items())

@@ -7,14 +7,16 @@ inspected.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from omni_actors.engine.models.registry import ModelSpec
 from omni_actors.errors import ConfigError
+from omni_actors.protocol.payloads import StageParams
 
 ARCHITECTURE = "OmniActorsPlaceholder"
 
@@ -68,3 +70,33 @@ def placeholder_overrides(part: str, max_steps: int) -> Callable[[PretrainedConf
         )
 
     return override
+
+
+def picture_spec(
+    runner: str,
+    part: str,
+    max_steps: int,
+    engine: Mapping[str, Any],
+    *,
+    compiled: bool = False,
+    params: StageParams = StageParams(),  # noqa: B008 - immutable
+) -> ModelSpec:
+    """The spec of a stage that a `DiffusionModelRunner` computes, of a checkpoint with a folder for each part.
+
+    Args:
+        runner: its class path below `omni_actors.engine.models`.
+        part: see `placeholder_overrides`; of the text encoder's configuration. So is `max_steps`.
+        engine: see `ModelSpec`; so is `params`.
+        compiled: whether `enforce_eager` has a meaning for it.
+    """
+    eager = {} if compiled else {"enforce_eager": True}
+    return ModelSpec(
+        kind="diffusion",
+        folder="text_encoder",
+        hf_overrides=placeholder_overrides(part, max_steps),
+        vllm_models={ARCHITECTURE: PlaceholderModel},
+        engine={"dtype": "bfloat16", **engine},
+        required={"max_model_len": max_steps + 1, "skip_tokenizer_init": True, **eager},
+        params=params,
+        runner=f"omni_actors.engine.models.{runner}",
+    )

@@ -19,7 +19,7 @@ from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.models.diffusers_layout import part_config
 from omni_actors.engine.models.pictures.denoising import Denoiser, Picture
 from omni_actors.engine.models.qwen_image.dit import Prefix, QwenImageNetwork
-from omni_actors.engine.models.qwen_image.dit_stage import QwenImageDit, dit_config
+from omni_actors.engine.models.qwen_image.dit_stage import QwenImageDit
 from omni_actors.engine.models.z_image.dit_stage import ZImageDit
 from omni_actors.engine.rows import to_host, to_torch
 from omni_actors.engine.workers.diffusion import StepResult
@@ -193,7 +193,7 @@ def test_where_memory_is_for_one_picture_they_come_one_after_the_other(family):
         counts = small.counts()
         kept.append(counts.get("prefix_tokens", 0))
         if kept[-1]:
-            token_bytes = 4 * dit_config(part_config(family.checkpoint, "transformer")).prefix_width
+            token_bytes = 4 * QwenImageNetwork.read_config(part_config(family.checkpoint, "transformer")).prefix_width
             assert counts["held_bytes"] >= kept[-1] * token_bytes
 
     events = run(small, account)

@@ -11,9 +11,44 @@ from omni_actors.errors import InvalidRequest
 from omni_actors.media.decoders import MediaDecoder
 from omni_actors.media.limits import LAYERED_FILE, Item, MediaLimits
 from omni_actors.protocol.fields import DType, HostTensor
-from omni_actors.protocol.payloads import Media, MediaEncoding
+from omni_actors.protocol.messages import PICTURE
+from omni_actors.protocol.payloads import Media, MediaEncoding, Prompt
 
 Given = tuple[Media, HostTensor, str]  # a picture of a prompt, and what to call it
+STATES, NEGATIVE_STATES = "states", "negative_states"  # names of the prompts' hidden states [tokens, text_width]
+NEGATIVE_TOKENS = "negative_token_ids"  # name of the negative prompt's token ids, i64 [tokens]
+MAX_REFERENCES = 10  # pictures that a prompt refers to
+
+
+def picture(index: int) -> str:
+    """The name of a reference's pixels, u8 [height, width, channels], from the prompt stage to the VAE encoder."""
+    return f"{PICTURE}{index}"
+
+
+def reference(index: int) -> str:
+    """The name of its latents, f32 [channels, height, width], from there to the denoising stage."""
+    return f"reference_{index}"
+
+
+def text_of(prompt: Prompt) -> str:
+    """The text of a prompt, which is that of one message of the user.
+
+    Raises:
+        InvalidRequest: it is a conversation, token ids or embeddings.
+    """
+    if prompt.length:
+        raise InvalidRequest(
+            "This model takes its prompt as text.", hint="Send a text instead of tokens or embeddings."
+        )
+    if prompt.uses_tools:
+        raise InvalidRequest("This model calls no tools.", field="tools")
+    if [message.role for message in prompt.messages] != ["user"]:
+        raise InvalidRequest(
+            "The prompt of a picture is one message of the user.",
+            hint="Say all of it in one message.",
+            field="messages",
+        )
+    return "\n".join(part.text for part in prompt.messages[0].content if part.text is not None)
 
 
 def layered_pictures(given: Sequence[Given], decoder: MediaDecoder, limits: MediaLimits) -> list[Image.Image]:

@@ -10,14 +10,15 @@ import logging
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from omni_actors.engine.models.pictures.weights import Names, load
 from omni_actors.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,19 @@ def pack(lengths: Sequence[int], device: torch.device) -> Packing:
     torch.cumsum(counts, 0, out=offsets[1:])
     owner = torch.repeat_interleave(torch.arange(len(lengths)), counts)
     return Packing(tuple(lengths), moved(offsets, device), moved(owner, device))
+
+
+def interleaved(*groups: Sequence[int]) -> torch.Tensor:
+    """Where the tokens of sequences are if all of a group lie together: i64 [tokens].
+
+    A sequence has the tokens of each group one after the other; `groups` are how many, for each sequence.
+    """
+    begin, begins = 0, []
+    for lengths in groups:
+        begins.append([begin + before for before in itertools.accumulate(lengths, initial=0)])
+        begin = begins[-1].pop()
+    pairs = zip(zip(*begins, strict=True), zip(*groups, strict=True), strict=True)
+    return torch.cat([torch.arange(at, at + n) for ats, lengths in pairs for at, n in zip(ats, lengths, strict=True)])
 
 
 def attend_each(
@@ -154,11 +168,16 @@ Network = TypeVar("Network", bound="PackedNetwork")
 class PackedNetwork(nn.Module, ABC):
     """Predicts velocities from noise towards pictures, for any mix of requests, sizes, moments and conditions at once.
 
+    Attributes:
+        names: how its published weights become its parameters.
+
     Args:
         channels: of the latents.
         patch: latent pixels along an edge of a token.
         attend: the attention to compute with; `attend_each` works everywhere.
     """
+
+    names: ClassVar[Names]
 
     def __init__(self, channels: int, patch: int, attend: Attention = attend_each) -> None:
         super().__init__()
@@ -176,6 +195,15 @@ class PackedNetwork(nn.Module, ABC):
         """Of the weights and of what is computed with them."""
         return next(self.parameters()).dtype
 
+    @staticmethod
+    @abstractmethod
+    def read_config(config: Mapping[str, Any]) -> Any:
+        """The sizes in a transformer's config.json, with which a network is made.
+
+        Raises:
+            ConfigError: it describes another network, or lacks a size.
+        """
+
     @abstractmethod
     def condition(self, given: Sequence[Any]) -> list[Any]:
         """What conditions, as the stage's requests have them, contribute to every step of theirs."""
@@ -191,6 +219,10 @@ class PackedNetwork(nn.Module, ABC):
     @abstractmethod
     def compile(self, **options: Any) -> None:
         """Compute what is between products and attention in fewer kernels. The options are those of `torch.compile`."""
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy published weights. Raises `ConfigError` if they do not fit."""
+        load(self, weights, self.names)
 
     def draw(self) -> None:
         """Give the parameters random values that keep the size of what goes through the network."""
@@ -231,15 +263,24 @@ _MUST_BE_OFF = (
 )
 
 
+LogShift: TypeAlias = Callable[[int, int], float]
+
+
+def _by_size(config: Mapping[str, Any]) -> LogShift:
+    """The logarithm of a shift that grows with the picture, along a line between two numbers of tokens."""
+    low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    least, most = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    slope: float = (most - least) / (high - low)
+    return lambda tokens, num_steps: tokens * slope + least - slope * low
+
+
 @dataclass(frozen=True)
 class FlowSchedule:
     """How the share of noise falls from step to step.
 
     Args:
         shift: how long the noise stays high; 1 is a straight line.
-        by_size: with `dynamic`, the shift grows with the picture: its logarithm goes from the second of these at the
-            first number of tokens to the fourth at the third.
-        dynamic: whether it does.
+        log_shift: gives the logarithm of the shift for so many tokens and steps, in place of `shift`.
         train_steps: the unit in which moments are given to the network.
         terminal: the share before the last step, towards which all are stretched; 0 to leave them.
         rising: whether the network takes the moments from 0 (noise) to 1; else it takes the shares of noise.
@@ -247,8 +288,7 @@ class FlowSchedule:
     """
 
     shift: float = 1.0
-    by_size: tuple[int, float, int, float] = (256, 0.5, 4096, 1.15)
-    dynamic: bool = False
+    log_shift: LogShift | None = None
     train_steps: int = 1000
     terminal: float = 0.0
     rising: bool = True
@@ -256,9 +296,17 @@ class FlowSchedule:
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any], *, rising: bool = True, fixed: tuple[float, ...] = ()
+        cls,
+        config: Mapping[str, Any],
+        *,
+        rising: bool = True,
+        fixed: tuple[float, ...] = (),
+        log_shift: LogShift | None = None,
     ) -> FlowSchedule:
         """The schedule that a checkpoint's scheduler_config.json describes; for `rising` and `fixed` see the class.
+
+        Args:
+            log_shift: of schedules whose shift depends on the picture; None for what scheduler_config.json says.
 
         Raises:
             ConfigError: it asks for another kind of schedule.
@@ -272,13 +320,7 @@ class FlowSchedule:
             raise ConfigError("The checkpoint's scheduler has a time_shift_type that is not supported.")
         return cls(
             shift=config.get("shift", 1.0),
-            by_size=(
-                config.get("base_image_seq_len", 256),
-                config.get("base_shift", 0.5),
-                config.get("max_image_seq_len", 4096),
-                config.get("max_shift", 1.15),
-            ),
-            dynamic=config.get("use_dynamic_shifting", False),
+            log_shift=(log_shift or _by_size(config)) if config.get("use_dynamic_shifting", False) else None,
             train_steps=config.get("num_train_timesteps", 1000),
             terminal=config.get("shift_terminal") or 0.0,
             rising=rising,
@@ -293,10 +335,8 @@ class FlowSchedule:
         """
         # In the precision of diffusers, whose shares these have to be.
         line = torch.tensor(self.fixed) if self.fixed else torch.linspace(1.0, 1 / num_steps, num_steps)
-        if self.dynamic:
-            low, low_shift, high, high_shift = self.by_size
-            slope = (high_shift - low_shift) / (high - low)
-            factor = torch.tensor(math.exp(tokens * slope + low_shift - slope * low))  # torch divides floats inexactly
+        if self.log_shift is not None:
+            factor = torch.tensor(math.exp(self.log_shift(tokens, num_steps)))  # torch divides floats inexactly
             shifted = factor / (factor + (1 / line - 1))
         else:
             shifted = self.shift * line / (1 + (self.shift - 1) * line)

@@ -6,13 +6,14 @@ One step is one denoising step of every picture in it, whatever its size, its nu
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
 from omni_actors.config.checks import check_parameters
 from omni_actors.engine.models.diffusers_layout import checkpoint_folder, part_config, part_tensors
+from omni_actors.engine.models.pictures import MAX_REFERENCES, reference
 from omni_actors.engine.models.pictures.denoising import (
     Denoiser,
     FlowSchedule,
@@ -44,23 +45,27 @@ class DenoisingStage(DiffusionModelRunner):
     """Makes latents, f32 [channels, height, width], of what `spec` reads from a request's input.
 
     Attributes:
+        network_class: of the network.
+        activations: of a step, in values of the network's width per token.
         defaults: parameters of the published model.
         latent_pixels: pixels along an edge of a latent pixel.
         multiple: pixels that a picture's edges are a multiple of.
-        longest_edge: of a picture, in pixels.
         guidance: the parameter of guidance.
+        config: the network's sizes; all have a `width` and rotary `axes`.
     """
 
+    network_class: ClassVar[type[PackedNetwork]]
+    activations: ClassVar[int]
     defaults: ClassVar[StageParams]
     latent_pixels: ClassVar[int]
     multiple: ClassVar[int]
-    guidance: ClassVar[Parameter]
-    longest_edge: int
+    guidance: Parameter
+    config: Any
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.folder = checkpoint_folder(omni_options(vllm_config)["model"])
-        self.configure(part_config(self.folder, "transformer"))
+        self.config = self.network_class.read_config(part_config(self.folder, "transformer"))
         self.schedule = self.read_schedule(part_config(self.folder, "scheduler", "scheduler_config.json"))
         self.dtype = cast("torch.dtype", vllm_config.model_config.dtype)
         self._compiled = device.type == "cuda" and not vllm_config.model_config.enforce_eager
@@ -69,21 +74,14 @@ class DenoisingStage(DiffusionModelRunner):
 
     # -- the model's
 
-    @abstractmethod
-    def configure(self, config: Mapping[str, Any]) -> None:
-        """Take the sizes that the transformer's config.json describes. Raises `ConfigError` for another network's."""
+    @property
+    def longest_edge(self) -> int:
+        """Of a picture, in pixels."""
+        return 4096
 
-    @abstractmethod
     def read_schedule(self, config: Mapping[str, Any]) -> FlowSchedule:
         """The schedule that scheduler_config.json describes. Raises `ConfigError` for one of another kind."""
-
-    @abstractmethod
-    def network(self) -> PackedNetwork:
-        """The network, with any weights."""
-
-    @abstractmethod
-    def load_weights(self, network: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give the network its weights. Raises `ConfigError` if they do not fit."""
+        return FlowSchedule.from_config(config)
 
     @abstractmethod
     def warm_up_condition(self) -> Any:
@@ -112,6 +110,53 @@ class DenoisingStage(DiffusionModelRunner):
             input_tokens: for the usage report.
         """
 
+    # -- for the model
+
+    def needed(self, tokens: int) -> int:
+        """Bytes of activations of a step of n tokens, and of their rotations."""
+        width: int = self.config.width
+        return tokens * (self.activations * width * self.dtype.itemsize + 8 * sum(self.config.axes))
+
+    def picture_job(self, spec: PictureSpec, tokens: int, needed: int, held: int = 0, first: int = 0) -> DiffusionJob:
+        """The job of a picture.
+
+        Args:
+            tokens: of each of its steps.
+            needed: bytes of a step.
+            held: bytes from the first step to the last, besides the latents.
+            first: tokens that the first step computes besides.
+        """
+        network = self.denoiser.network
+        return DiffusionJob(
+            spec,
+            spec.num_steps,
+            step_bytes=needed,
+            final_bytes=needed,
+            held_bytes=4 * network.channels * network.patch**2 * spec.tokens + held,
+            tokens=tokens,
+            first_tokens=first,
+            reports_progress=spec.num_steps > 1,
+        )
+
+    def read_states(self, given: HostTensor | None, name: str, width: int) -> torch.Tensor:
+        """The hidden states of a prompt [tokens, width]. Raises `InvalidPayload` for anything else."""
+        if given is None:
+            raise InvalidPayload(f"This stage needs the hidden states {name!r} of a prompt.")
+        check_rows(given, width, name, minimum=1)
+        return read_finite(given, name)
+
+    def read_references(self, tensors: Mapping[str, HostTensor]) -> tuple[torch.Tensor, ...]:
+        """The latents of the pictures that a prompt refers to. Raises `InvalidPayload` for anything else."""
+        found = []
+        for name in map(reference, range(MAX_REFERENCES)):
+            if (given := tensors.get(name)) is None:
+                break
+            given.validate(name)
+            if len(given.shape) != 3 or given.shape[0] != self.config.channels or 0 in given.shape:
+                raise InvalidPayload(f"{name} needs the shape [{self.config.channels}, height, width].")
+            found.append(read_finite(given, name).float())
+        return tuple(found)
+
     # -- DiffusionModelRunner
 
     @property
@@ -135,13 +180,14 @@ class DenoisingStage(DiffusionModelRunner):
             StartupError: a file of the weights is missing.
             ConfigError: the weights do not fit the configuration.
         """
-        network = without_weights(self.network, self.device, self.dtype)
+        make = cast("Callable[[Any], PackedNetwork]", self.network_class)  # whose own arguments are its sizes
+        network = without_weights(lambda: make(self.config), self.device, self.dtype)
         if dummy:
             with torch.random.fork_rng(), torch.inference_mode():
                 torch.manual_seed(DUMMY_SEED)  # the same in every process, so that a replayed request goes on
                 network.draw()
         else:
-            self.load_weights(network, part_tensors(self.folder, "transformer"))
+            network.load(part_tensors(self.folder, "transformer"))
         network.attend = fastest_attention(self.device.type, self.dtype)
         if self._compiled:
             network.compile()
@@ -177,13 +223,6 @@ class DenoisingStage(DiffusionModelRunner):
             previews=params.previews or 0,
         )
         return self.stream(spec, sum(map(self.tokens_of, spec.conditions)))
-
-    def read_states(self, given: HostTensor | None, name: str, width: int) -> torch.Tensor:
-        """The hidden states of a prompt [tokens, width]. Raises `InvalidPayload` for anything else."""
-        if given is None:
-            raise InvalidPayload(f"This stage needs the hidden states {name!r} of a prompt.")
-        check_rows(given, width, name, minimum=1)
-        return read_finite(given, name)
 
     def add(self, request_id: str, job: DiffusionJob) -> None:
         """Bring a picture's noise to the device, and what its conditions contribute, as far as it is not there."""

@@ -37,6 +37,46 @@ def gated(up: nn.Linear, down: nn.Linear, tokens: torch.Tensor) -> torch.Tensor:
     return result
 
 
+class LayerWeights(nn.Module):
+    """The weights of a transformer layer: attention whose queries and keys are normed, and a gated layer.
+
+    Args:
+        hidden: width of the gated layer.
+        eps: of the norms of queries and keys.
+    """
+
+    def __init__(self, width: int, heads: int, hidden: int, eps: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.norm_q = RmsNorm(width // heads, eps)
+        self.norm_k = RmsNorm(width // heads, eps)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def turned(self, normed: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of normed tokens, each [tokens, heads, head_dim]; the first two are turned."""
+        query, key, value = self.qkv(normed).unflatten(-1, (3 * self.heads, -1)).chunk(3, 1)
+        return rotate(self.norm_q(query), rotation), rotate(self.norm_k(key), rotation), value
+
+
+class MomentEmbedding(nn.Module):
+    """Moments f32 [n], multiplied by `scale`, as vectors [n, width] that modulations come from."""
+
+    def __init__(self, hidden: int, width: int, scale: float, *, bias: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(MOMENT_WAVES, hidden, bias=bias)
+        self.outer = nn.Linear(hidden, width, bias=bias)
+        self.scale = scale
+
+    def forward(self, moments: torch.Tensor) -> torch.Tensor:
+        """The vectors, in the type of the weights."""
+        waved = waves(moments, self.scale).to(self.inner.weight.dtype)
+        vectors: torch.Tensor = self.outer(F.silu(self.inner(waved)))
+        return vectors
+
+
 def waves(moments: torch.Tensor, scale: float) -> torch.Tensor:
     """Cosines and then sines of moments f32 [n] that are multiplied by `scale`: f32 [n, MOMENT_WAVES]."""
     half = MOMENT_WAVES // 2
@@ -56,8 +96,19 @@ def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     return turned.to(heads.dtype)
 
 
+def grid(height: int, width: int, *before: int) -> torch.Tensor:
+    """Positions i64 [tokens, axes] of a picture of a size: `before` along the first axes, then row and column."""
+    rows, columns = torch.arange(height), torch.arange(width)
+    return torch.cartesian_prod(*(torch.tensor([place]) for place in before), rows, columns)
+
+
 def rotation_at(
-    positions: torch.Tensor, axes: Sequence[int], theta: float, dtype: torch.dtype = torch.float64
+    positions: torch.Tensor,
+    axes: Sequence[int],
+    theta: float,
+    dtype: torch.dtype = torch.float64,
+    *,
+    rounded: bool = True,
 ) -> torch.Tensor:
     """Factors f32 [tokens, 2, head_dim] for positions i64 [tokens, axes] on the CPU: of values and of their neighbours.
 
@@ -65,14 +116,16 @@ def rotation_at(
         axes: dimensions of a head that turn along each axis.
         theta: base of the frequencies.
         dtype: in which angles are computed.
+        rounded: whether they are rounded to f32 before their cosines are.
     """
     parts = []
     for axis, dimensions in enumerate(axes):
         steps = torch.arange(0, dimensions, 2, dtype=dtype) / dimensions
         # The rows and columns of a picture are few: cosines of all its tokens would take ten milliseconds.
         places, which = positions[:, axis].unique(return_inverse=True)
-        angles = torch.outer(places.to(dtype), theta**-steps).float()
-        cos, sin = angles.cos(), angles.sin()
+        angles = torch.outer(places.to(dtype), theta**-steps)
+        angles = angles.float() if rounded else angles
+        cos, sin = angles.cos().float(), angles.sin().float()
         turns = torch.stack((torch.stack((cos, cos), -1), torch.stack((-sin, sin), -1)), 1).flatten(2)
         parts.append(turns[which])
     return torch.cat(parts, -1)

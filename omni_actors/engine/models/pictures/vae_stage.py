@@ -1,17 +1,23 @@
-"""The last stage of pictures: latents to pixels, by a VAE of diffusers. A job has one step; so have previews."""
+"""Stages whose jobs have one step each: pictures to latents and latents to pictures, by a VAE of diffusers.
+
+What they compute for one request fills the device by itself, so requests are computed one after the other.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
 from omni_actors.config.checks import check_parameters
 from omni_actors.engine.models.diffusers_layout import checkpoint_folder, part_config
-from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS
+from omni_actors.engine.models.pictures import MAX_REFERENCES, picture, reference
+from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS, read_finite
+from omni_actors.engine.models.pictures.weights import PartConfig
+from omni_actors.engine.models.placeholder import picture_spec
+from omni_actors.engine.models.registry import ModelSpec
 from omni_actors.engine.rows import to_torch
 from omni_actors.engine.workers.base import omni_options
 from omni_actors.engine.workers.diffusion import (
@@ -19,9 +25,10 @@ from omni_actors.engine.workers.diffusion import (
     DiffusionModelRunner,
     DiffusionStream,
     JobQueue,
+    KnownJobs,
     StepResult,
 )
-from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, StartupError
+from omni_actors.errors import InvalidPayload, InvalidRequest, StartupError
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.messages import LATENTS
 from omni_actors.protocol.payloads import Parameter
@@ -36,9 +43,237 @@ BACKGROUND = Parameter(
     about="opaque puts the picture on white; otherwise it keeps its alpha channel, which the prompt decides on",
 )  # fmt: skip
 MAX_STEPS = 16  # vLLM wants some length; each job has one
-# Activations of a decode in values per pixel of the picture and channel of the last block: the largest layers have two
-# such inputs and an output, and a copy for the convolution.
+# Activations in values per pixel of the picture and channel of the widest block at that size: the largest layers have
+# two such inputs and an output, and a copy for the convolution.
 ACTIVATIONS = 6
+
+
+class OneStepStage(DiffusionModelRunner):
+    """A stage whose jobs have one step; the payload of each is a tensor and what else is needed with it.
+
+    Attributes:
+        parameters: of requests.
+    """
+
+    parameters: ClassVar[tuple[Parameter, ...]] = ()
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.folder = checkpoint_folder(omni_options(vllm_config)["model"])
+        self.dtype = cast("torch.dtype", vllm_config.model_config.dtype)
+        self._held: dict[str, tuple[torch.Tensor, Any]] = {}
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What requests may set."""
+        return EngineFacts(parameters=self.parameters)
+
+    @abstractmethod
+    def compute(self, given: torch.Tensor, detail: Any) -> Mapping[str, torch.Tensor]:
+        """The result of a job with this payload, whose tensor is on the device."""
+
+    def add(self, request_id: str, job: DiffusionJob) -> None:
+        """Bring a job's tensor to the device."""
+        given, detail = job.payload
+        self._held[request_id] = given.to(self.device), detail
+
+    def remove(self, request_id: str) -> None:
+        """Free a tensor. Unknown ids are ignored."""
+        self._held.pop(request_id, None)
+
+    @torch.inference_mode()
+    def step(self, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
+        """Compute these jobs."""
+        return {key: StepResult(self.compute(*self._held[key])) for key in request_ids}
+
+    def omni_counts(self) -> dict[str, int]:
+        """Jobs whose tensors are on the device."""
+        return {"inputs": len(self._held)}
+
+
+class PictureVae(ABC):
+    """A VAE of diffusers, as the stages of a family use it.
+
+    Attributes:
+        class_name: of diffusers.
+        latent_pixels: pixels along an edge of a latent pixel.
+        multiple: pixels that the edges of pictures to encode are a multiple of.
+        picture_channels: of those pictures.
+        channels: of the latents.
+        width: channels of the widest tensors at the size of a picture, by which memory is counted.
+        model: diffusers' VAE, once it is loaded.
+
+    Args:
+        config: the VAE's config.json. Raises `ConfigError` for one of another class.
+    """
+
+    class_name: ClassVar[str]
+    latent_pixels: ClassVar[int]
+    multiple: ClassVar[int] = 0
+    picture_channels: ClassVar[int] = 3
+    channels: int
+    width: int
+    model: Any
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.configure(PartConfig("VAE", config, self.class_name))
+
+    @abstractmethod
+    def configure(self, config: PartConfig) -> None:
+        """Take `channels`, `width` and what else is needed of the VAE's config.json. Raises `ConfigError`."""
+
+    @abstractmethod
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """The picture [3 or 4, height, width] from -1 to 1, of the denoising stage's latents in the VAE's type."""
+
+    def encode(self, levels: torch.Tensor) -> torch.Tensor:
+        """The latents of a picture [channels, height, width] from -1 to 1, as the denoising stage takes them."""
+        raise NotImplementedError
+
+
+class _VaeStage(OneStepStage):
+    """Attributes: `vae_class` is the family's VAE."""
+
+    vae_class: ClassVar[type[PictureVae]]
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.vae = self.vae_class(part_config(self.folder, "vae"))
+
+    def load(self, *, dummy: bool) -> None:
+        """Load the VAE; with `dummy`, one with random weights.
+
+        Raises:
+            StartupError: diffusers is not installed, has no such class, or cannot read the weights.
+        """
+        try:
+            import diffusers
+
+            model_class: Any = getattr(diffusers, self.vae.class_name)
+        except (ImportError, AttributeError) as error:
+            raise StartupError(
+                f"The VAE needs {self.vae.class_name} of diffusers, which is not installed or too old.",
+                hint="Run pip install 'omni_actors[image]'.",
+            ) from error
+        if dummy:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                vae = model_class.from_config(model_class.load_config(self.folder, subfolder="vae"))
+        else:
+            try:
+                vae = model_class.from_pretrained(self.folder, subfolder="vae", low_cpu_mem_usage=False)
+            except (OSError, ValueError, RuntimeError) as error:
+                raise StartupError(f"The VAE in {self.folder} cannot be loaded: {error}") from error
+        self.vae.model = vae.to(self.device, self.dtype).requires_grad_(False).eval()
+
+    def needed(self, pixels: int) -> int:
+        """Bytes of activations for a picture of n pixels."""
+        return pixels * self.vae.width * ACTIVATIONS * self.dtype.itemsize
+
+
+class VaeEncoderStage(_VaeStage):
+    """Pictures u8 [height, width, channels] to latents, f32; those of each have a name of their own (`reference`)."""
+
+    def warm_up(self) -> None:
+        """Encode a small picture."""
+        shape = (2 * self.vae.multiple, 2 * self.vae.multiple, self.vae.picture_channels)
+        self.compute(torch.zeros(shape, dtype=torch.uint8, device=self.device), "warm_up")
+
+    def open(self, request: StageRequest, inputs: StageInputs) -> DiffusionStream:
+        """Check a request's pictures, which the prompt stage has scaled."""
+        check_parameters("vae_encoder", self.facts.parameters, request.params)
+        count = len(inputs.tensors)
+        if not 1 <= count <= MAX_REFERENCES or set(inputs.tensors) != {picture(index) for index in range(count)}:
+            raise InvalidPayload(
+                f"This stage needs the tensors picture_0, picture_1, ..., at most {MAX_REFERENCES} of them; it got "
+                f"{sorted(inputs.tensors)[:16]}."
+            )
+        jobs = [self._job(inputs.tensors[picture(index)], index) for index in range(count)]
+        return KnownJobs(jobs, sum(job.tokens for job in jobs))
+
+    def _job(self, tensor: HostTensor, index: int) -> DiffusionJob:
+        name, shape, multiple = picture(index), tensor.shape, self.vae.multiple
+        tensor.validate(name)
+        if tensor.dtype is not DType.U8 or len(shape) != 3 or shape[2] != self.vae.picture_channels or 0 in shape:
+            raise InvalidPayload(
+                f"{name} needs u8 [height, width, {self.vae.picture_channels}]; got {tensor.dtype} {list(shape)}."
+            )
+        pixels = shape[0] * shape[1]
+        if shape[0] % multiple or shape[1] % multiple or pixels > 2 * MAX_PIXELS:
+            raise InvalidPayload(
+                f"{name} has {shape[1]} x {shape[0]} pixels; edges are multiples of {multiple}, and at most "
+                f"{2 * MAX_PIXELS} pixels fit."
+            )
+        return DiffusionJob(
+            (to_torch(tensor, name), reference(index)),
+            1,
+            self.needed(pixels),
+            self.needed(pixels),
+            held_bytes=pixels * shape[2],
+            tokens=pixels // self.vae.latent_pixels**2,
+        )
+
+    @torch.inference_mode()
+    def compute(self, given: torch.Tensor, detail: str) -> dict[str, torch.Tensor]:
+        """The latents of a picture, by the name that `detail` is."""
+        levels = (given.permute(2, 0, 1).float() / 255 * 2 - 1).to(self.dtype)
+        return {detail: self.vae.encode(levels).float().contiguous()}
+
+
+class VaeStage(_VaeStage):
+    """Latents f32 [channels, height, width] to pictures u8, first those of previews."""
+
+    def warm_up(self) -> None:
+        """Decode a small picture."""
+        self.compute(torch.zeros(self.vae.channels, 4, 4, device=self.device), False)
+
+    def open(self, request: StageRequest, inputs: StageInputs) -> DiffusionStream:
+        """Check a request's first latents."""
+        check_parameters("vae", self.facts.parameters, request.params)
+        stream = _PictureLatents(self, (request.params.extra_args or {}).get(BACKGROUND.name) == OPAQUE)
+        first = inputs.tensors.get(LATENTS)
+        if first is None:
+            raise InvalidPayload(f"This stage needs a tensor {LATENTS!r}.")
+        stream.extend_tensor(first, complete=inputs.complete)
+        return stream
+
+    def job(self, tensor: HostTensor, *, preview: bool, opaque: bool) -> DiffusionJob:
+        """A job that decodes these latents, without an alpha channel if `opaque`.
+
+        Raises:
+            InvalidPayload: they are none of this model's.
+        """
+        tensor.validate(LATENTS)
+        shape, channels = tensor.shape, self.vae.channels
+        floating = tensor.dtype in (DType.BF16, DType.F16, DType.F32)
+        if not floating or len(shape) != 3 or shape[0] != channels or not shape[1] or not shape[2]:
+            raise InvalidPayload(
+                f"{LATENTS}: needs floating-point numbers [{channels}, height, width]; got {tensor.dtype} "
+                f"{list(shape)}."
+            )
+        pixels = shape[1] * shape[2] * self.vae.latent_pixels**2
+        if pixels > MAX_PIXELS:
+            raise InvalidPayload(
+                f"{LATENTS}: a picture of {pixels} pixels is larger than the {MAX_PIXELS} of this model."
+            )
+        latents = read_finite(tensor, LATENTS).float()
+        return DiffusionJob(
+            (latents, opaque),
+            1,
+            self.needed(pixels),
+            self.needed(pixels),
+            held_bytes=latents.numel() * 4,
+            preview=preview,
+            tokens=latents[0].numel(),
+        )
+
+    @torch.inference_mode()
+    def compute(self, given: torch.Tensor, detail: bool) -> dict[str, torch.Tensor]:
+        """The picture, on white if `detail` says that it is to be opaque."""
+        shares = (self.vae.decode(given.to(self.dtype)).float() / 2 + 0.5).clamp(0, 1)
+        if detail and len(shares) == 4:
+            shares = 1 - shares[3] * (1 - shares[:3])
+        return {"image": (shares * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous()}
 
 
 class _PictureLatents(JobQueue):
@@ -75,154 +310,10 @@ class _PictureLatents(JobQueue):
         return self._complete and not self._jobs
 
 
-def load_vae(folder: Path, class_name: str, device: torch.device, dtype: torch.dtype, *, dummy: bool) -> Any:
-    """diffusers' VAE of a checkpoint; with `dummy`, one with random weights.
+def vae_spec(runner: str, part: str, latent_pixels: int) -> ModelSpec:
+    """The spec of a VAE's stage; for the first two arguments see `picture_spec`.
 
-    Raises:
-        StartupError: diffusers is not installed, has no such class, or cannot read the weights.
+    Its tokens are latent pixels: one picture of 2048 x 2048, or four of 1024 x 1024 at a time.
     """
-    try:
-        import diffusers
-
-        vae_class: Any = getattr(diffusers, class_name)
-    except (ImportError, AttributeError) as error:
-        raise StartupError(
-            f"The VAE needs {class_name} of diffusers, which is not installed or too old.",
-            hint="Run pip install 'omni_actors[image]'.",
-        ) from error
-    if dummy:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            vae = vae_class.from_config(vae_class.load_config(folder, subfolder="vae"))
-    else:
-        try:
-            vae = vae_class.from_pretrained(folder, subfolder="vae", low_cpu_mem_usage=False)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise StartupError(f"The VAE in {folder} cannot be loaded: {error}") from error
-    return vae.to(device, dtype).requires_grad_(False).eval()
-
-
-def vae_config(folder: Path, class_name: str) -> dict[str, Any]:
-    """The configuration of a checkpoint's VAE. Raises `ConfigError` for one of another class."""
-    config = part_config(folder, "vae")
-    if config.get("_class_name") != class_name:
-        raise ConfigError(f"The checkpoint's VAE is {config.get('_class_name')!r}, not {class_name}.")
-    return config
-
-
-class VaeStage(DiffusionModelRunner):
-    """Latents f32 [channels, height, width] to pictures u8, each latent pixel `latent_pixels` wide.
-
-    Attributes:
-        class_name: of diffusers' VAE.
-        latent_pixels: pixels along an edge of a latent pixel.
-        parameters: of requests; with `BACKGROUND`, where pictures have an alpha channel, they may want none.
-        channels: of the latents.
-        width: channels of the decoder's widest tensors at the size of the picture, by which its memory is counted.
-        vae: diffusers' VAE.
-    """
-
-    class_name: ClassVar[str]
-    latent_pixels: ClassVar[int]
-    parameters: ClassVar[tuple[Parameter, ...]] = ()
-    channels: int
-    width: int
-    vae: Any
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        super().__init__(vllm_config, device)
-        self._folder = checkpoint_folder(omni_options(vllm_config)["model"])
-        self._dtype = cast("torch.dtype", vllm_config.model_config.dtype)
-        self._latents: dict[str, tuple[torch.Tensor, bool]] = {}
-        self.configure(vae_config(self._folder, self.class_name))
-
-    @abstractmethod
-    def configure(self, config: Mapping[str, Any]) -> None:
-        """Take `channels`, `width` and what else is needed of the VAE's config.json. Raises `ConfigError`."""
-
-    @abstractmethod
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """The picture [3 or 4, height, width] from -1 to 1, of latents in the VAE's type."""
-
-    @property
-    def facts(self) -> EngineFacts:
-        """What requests may set."""
-        return EngineFacts(parameters=self.parameters)
-
-    def load(self, *, dummy: bool) -> None:
-        """Load the VAE. Raises `StartupError` if diffusers is not installed or the weights cannot be read."""
-        self.vae = load_vae(self._folder, self.class_name, self.device, self._dtype, dummy=dummy)
-
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Decode a small picture."""
-        self._pixels(torch.zeros(self.channels, 4, 4, device=self.device))
-
-    def open(self, request: StageRequest, inputs: StageInputs) -> DiffusionStream:
-        """Check a request's first latents."""
-        check_parameters("vae", self.facts.parameters, request.params)
-        stream = _PictureLatents(self, (request.params.extra_args or {}).get(BACKGROUND.name) == OPAQUE)
-        first = inputs.tensors.get(LATENTS)
-        if first is None:
-            raise InvalidPayload(f"This stage needs a tensor {LATENTS!r}.")
-        stream.extend_tensor(first, complete=inputs.complete)
-        return stream
-
-    def job(self, tensor: HostTensor, *, preview: bool, opaque: bool) -> DiffusionJob:
-        """A job that decodes these latents, without an alpha channel if `opaque`.
-
-        Raises:
-            InvalidPayload: they are none of this model's.
-        """
-        tensor.validate(LATENTS)
-        shape = tensor.shape
-        floating = tensor.dtype in (DType.BF16, DType.F16, DType.F32)
-        if not floating or len(shape) != 3 or shape[0] != self.channels or not shape[1] or not shape[2]:
-            raise InvalidPayload(
-                f"{LATENTS}: needs floating-point numbers [{self.channels}, height, width]; got {tensor.dtype} "
-                f"{list(shape)}."
-            )
-        pixels = shape[1] * shape[2] * self.latent_pixels**2
-        if pixels > MAX_PIXELS:
-            raise InvalidPayload(
-                f"{LATENTS}: a picture of {pixels} pixels is larger than the {MAX_PIXELS} of this model."
-            )
-        latents = to_torch(tensor, LATENTS).float()
-        if not torch.isfinite(latents).all():
-            raise InvalidPayload(f"{LATENTS}: holds NaN or infinite values.")
-        needed = pixels * self.width * ACTIVATIONS * self._dtype.itemsize
-        return DiffusionJob(
-            (latents, opaque),
-            1,
-            needed,
-            needed,
-            held_bytes=latents.numel() * 4,
-            preview=preview,
-            tokens=latents[0].numel(),
-        )
-
-    def add(self, request_id: str, job: DiffusionJob) -> None:
-        """Bring latents to the device."""
-        latents, opaque = job.payload
-        self._latents[request_id] = latents.to(self.device), opaque
-
-    def remove(self, request_id: str) -> None:
-        """Free latents. Unknown ids are ignored."""
-        self._latents.pop(request_id, None)
-
-    @torch.inference_mode()
-    def step(self, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
-        """Decode these latents, one after the other: a picture fills the device by itself."""
-        return {key: StepResult({"image": self._pixels(*self._latents[key])}) for key in request_ids}
-
-    def _pixels(self, latents: torch.Tensor, opaque: bool = False) -> torch.Tensor:
-        picture = self.decode(latents.to(self._dtype))
-        shares = (picture.float() / 2 + 0.5).clamp(0, 1)
-        if opaque and len(shares) == 4:
-            shares = 1 - shares[3] * (1 - shares[:3])  # on white
-        levels: torch.Tensor = shares * 255
-        return levels.round().to(torch.uint8).permute(1, 2, 0).contiguous()
-
-    def omni_counts(self) -> dict[str, int]:
-        """Latents on the device."""
-        return {"latents": len(self._latents)}
+    engine = {"max_num_seqs": 8, "max_num_batched_tokens": MAX_PIXELS // latent_pixels**2}
+    return picture_spec(runner, part, MAX_STEPS, engine)

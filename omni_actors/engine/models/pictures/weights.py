@@ -38,6 +38,10 @@ class PartConfig:
                     f"The checkpoint's {self._part} has {key} {self._config[key]!r}; only {value!r} is supported."
                 )
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value, or what holds where it is missing."""
+        return self._config.get(key, default)
+
     def __getitem__(self, key: str) -> Any:
         """A value. Raises `ConfigError` if it is missing."""
         try:
@@ -73,6 +77,11 @@ class Names:
     def parts_of(self, name: str) -> int:
         """How many published parameters one of ours is made of."""
         return next((parts for ours, _, parts in self.parts.values() if ours in name), 1)
+
+
+def fused(ours: str, *published: str) -> dict[str, tuple[str, int, int]]:
+    """The parts of a matrix that is kept as one, for `Names.parts`."""
+    return {name: (ours, index, len(published)) for index, name in enumerate(published)}
 
 
 @torch.no_grad()

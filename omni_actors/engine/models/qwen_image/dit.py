@@ -10,7 +10,7 @@ sequence. Torch only.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -29,30 +29,28 @@ from omni_actors.engine.models.pictures.denoising import (
     pack,
 )
 from omni_actors.engine.models.pictures.layers import (
-    MOMENT_WAVES,
     Between,
     CompiledBetween,
     FusedBetween,
-    RmsNorm,
+    LayerWeights,
+    MomentEmbedding,
+    grid,
     rotation_at,
-    waves,
 )
+from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.errors import EngineError
 
 NAMES = weights.Names(
     model="Qwen-Image",
     parts={
-        ".attn.to_q.": (".qkv.", 0, 3),
-        ".attn.to_k.": (".qkv.", 1, 3),
-        ".attn.to_v.": (".qkv.", 2, 3),
-        ".img_mlp.gate_layer.": (".up.", 0, 2),
-        ".img_mlp.proj.": (".up.", 1, 2),
+        **weights.fused(".qkv.", ".attn.to_q.", ".attn.to_k.", ".attn.to_v."),
+        **weights.fused(".up.", ".img_mlp.gate_layer.", ".img_mlp.proj."),
     },
     patterns=(
         (r"^transformer_blocks\.", "layers."),
         (r"^img_in\.", "embed."),
-        (r"^time_text_embed\.timestep_embedder\.linear_1\.", "moment_in."),
-        (r"^time_text_embed\.timestep_embedder\.linear_2\.", "moment_out."),
+        (r"^time_text_embed\.timestep_embedder\.linear_1\.", "moment.inner."),
+        (r"^time_text_embed\.timestep_embedder\.linear_2\.", "moment.outer."),
         (r"^modulation\.1\.", "modulation."),
         (r"^txt_in\.text_norm\.", "text_norm."),
         (r"^txt_in\.in_layer\.", "text_in."),
@@ -64,11 +62,6 @@ NAMES = weights.Names(
         (r"\.img_mlp\.out\.", ".down."),
     ),
 )
-
-
-def load(model: QwenImageNetwork, published: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy published weights into `model`. Raises `ConfigError` if they do not fit it."""
-    weights.load(model, published, NAMES)
 
 
 @dataclass(frozen=True)
@@ -282,20 +275,6 @@ class _TextNorm(nn.Module):
         return F.rms_norm(tokens.float(), self.weight.shape, self.weight.float() + 1.0, self.eps).to(tokens.dtype)
 
 
-class QwenImageBlock(nn.Module):
-    """The weights of a transformer layer."""
-
-    def __init__(self, config: QwenImageConfig) -> None:
-        super().__init__()
-        width = config.width
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.norm_q = RmsNorm(config.head_width, config.eps)
-        self.norm_k = RmsNorm(config.head_width, config.eps)
-        self.out = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, 2 * config.widening * width, bias=False)
-        self.down = nn.Linear(config.widening * width, width, bias=False)
-
-
 @dataclass(frozen=True)
 class _Factors:
     """How all layers scale normed tokens and gate what they add to them; each [sequences, width].
@@ -319,15 +298,18 @@ class QwenImageNetwork(PackedNetwork):
         attend: the attention of its steps.
     """
 
+    names = NAMES
+
     def __init__(self, config: QwenImageConfig, attend: Attention = attend_each) -> None:
         super().__init__(config.channels, PATCH, attend)
         self.config = config
         self.between = Between()
         width = config.width
         self.embed = nn.Linear(config.channels, width, bias=False)
-        self.layers = nn.ModuleList(QwenImageBlock(config) for _ in range(config.layers))
-        self.moment_in = nn.Linear(MOMENT_WAVES, width, bias=False)
-        self.moment_out = nn.Linear(width, width, bias=False)
+        self.layers = nn.ModuleList(
+            LayerWeights(width, config.heads, config.widening * width, config.eps) for _ in range(config.layers)
+        )
+        self.moment = MomentEmbedding(width, width, TIME_SCALE, bias=False)
         self.modulation = nn.Linear(width, 4 * width, bias=False)
         self.text_norm = _TextNorm(config.text_width, config.eps)
         self.text_in = nn.Linear(config.text_width, width, bias=False)
@@ -339,6 +321,22 @@ class QwenImageNetwork(PackedNetwork):
         """Compute what is between the products in few kernels; PyTorch compiles them if heads are of an odd width."""
         width = self.config.head_width
         self.between = FusedBetween() if width & (width - 1) == 0 else CompiledBetween(**options)
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> QwenImageConfig:
+        """See `PackedNetwork`."""
+        part = PartConfig("transformer", config, "QwenImage21Transformer2DModel")
+        part.expect(patch_size=1, causal_condition=True, out_channels=part["in_channels"])
+        return QwenImageConfig(
+            channels=part["in_channels"],
+            layers=part["num_layers"],
+            heads=part["num_attention_heads"],
+            head_width=part["attention_head_dim"],
+            text_width=part["context_in_dim"],
+            widening=part["mlp_ratio"],
+            axes=tuple(part["axes_dims_rope"]),
+            eps=part["eps"],
+        )
 
     @torch.inference_mode()
     def condition(self, given: Sequence[Prefix]) -> list[Prefix]:
@@ -456,8 +454,7 @@ class QwenImageNetwork(PackedNetwork):
     def _moment(self, moments: torch.Tensor) -> torch.Tensor:
         """[n, width]. The moments are rounded as diffusers rounds them, in the type of the weights."""
         rounded = (moments * TIME_SCALE).to(self.dtype) / TIME_SCALE
-        hidden = self.moment_in(waves(rounded.float(), TIME_SCALE).to(self.dtype))
-        moment: torch.Tensor = self.moment_out(F.silu(hidden))
+        moment: torch.Tensor = self.moment(rounded.float())
         return moment
 
     def _factors(self, moment: torch.Tensor) -> _Factors:
@@ -471,10 +468,8 @@ class QwenImageNetwork(PackedNetwork):
 
 def _grid(height: int, width: int, frame: int) -> torch.Tensor:
     """Positions i64 [tokens, 3] of a picture: all at one point of time, and around the middle of the picture."""
-    positions = torch.full((height, width, 3), frame)
-    positions[..., 1] = torch.arange(height)[:, None] - (height - height // 2)
-    positions[..., 2] = torch.arange(width) - (width - width // 2)
-    return positions.view(-1, 3)
+    middle = torch.tensor([0, height - height // 2, width - width // 2])
+    return grid(height, width, frame) - middle
 
 
 def _positions(run: Run) -> torch.Tensor:

@@ -5,7 +5,7 @@ The two come from two stages. The latents of each picture have a name of their o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
@@ -14,21 +14,12 @@ import torch
 
 from omni_actors.config.checkpoint import INDEX_NAME, read_json_object
 from omni_actors.engine.encoder import RUNS
-from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES
 from omni_actors.engine.models.pictures.denoising import FlowSchedule, PictureSpec, Preparation
 from omni_actors.engine.models.pictures.denoising_stage import MAX_STEPS, DenoisingStage, read_finite
-from omni_actors.engine.models.pictures.weights import PartConfig
-from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
-from omni_actors.engine.models.qwen_image.dit import (
-    Condition,
-    Part,
-    Prefix,
-    QwenImageConfig,
-    QwenImageNetwork,
-    load,
-    parts,
-)
-from omni_actors.engine.models.qwen_image.layout import LATENT_PIXELS, MAX_REFERENCES, MULTIPLE, reference
+from omni_actors.engine.models.placeholder import picture_spec
+from omni_actors.engine.models.qwen_image.dit import Condition, Part, Prefix, QwenImageNetwork, parts
+from omni_actors.engine.models.qwen_image.layout import LATENT_PIXELS, MULTIPLE
 from omni_actors.engine.workers.diffusion import DiffusionJob, KnownJobs
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, PromptTooLong
 from omni_actors.protocol.fields import HostTensor
@@ -38,22 +29,19 @@ from omni_actors.stage.engine_interface import StageInputs
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-STATES, NEGATIVE_STATES = "states", "negative_states"  # names of the prompts' hidden states [tokens, text_width]
-LONGEST_EDGE = 4096  # of a picture
 MAX_REACH = 8192  # positions that the model was made for
 DEFAULTS = StageParams(width=1024, height=1024, num_steps=40, guidance_scale=1.0, previews=0)
-# Activations of a step in values of `width` per token: queries, keys and values, the wider layer's two halves with what
-# is made of them, and keys and values of whole sequences.
-ACTIVATIONS = 18
 
 
 class QwenImageDit(DenoisingStage):
     """Hidden states and latents of pictures to latents, f32 [channels, height / 16, width / 16]."""
 
+    network_class = QwenImageNetwork
+    # Queries, keys, values, the wider layer's two halves with what is made of them, keys and values of whole sequences.
+    activations = 18
     defaults = DEFAULTS
     latent_pixels = LATENT_PIXELS
     multiple = MULTIPLE
-    longest_edge = LONGEST_EDGE
     guidance = Parameter(
         "guidance_scale", "float", 1.0, 100.0, default=DEFAULTS.guidance_scale,
         about="how far the picture keeps from its negative prompt, without which it has to be 1; above 1, half as fast",
@@ -64,10 +52,6 @@ class QwenImageDit(DenoisingStage):
         self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._prefixes: WeakSet[Prefix] = WeakSet()  # of all requests, to count them
 
-    def configure(self, config: Mapping[str, Any]) -> None:
-        """Take the sizes that the transformer's config.json describes."""
-        self.config = dit_config(config)
-
     def read_schedule(self, config: Mapping[str, Any]) -> FlowSchedule:
         """The schedule that scheduler_config.json describes, with the steps that model_index.json may give."""
         fixed = read_json_object(self.folder / INDEX_NAME).get("sample_sigmas") or ()
@@ -76,21 +60,13 @@ class QwenImageDit(DenoisingStage):
         except (TypeError, ValueError) as error:
             raise ConfigError(f"sample_sigmas in the checkpoint's {INDEX_NAME} are no numbers: {error}.") from error
 
-    def network(self) -> QwenImageNetwork:
-        """The network, with any weights."""
-        return QwenImageNetwork(self.config)
-
-    def load_weights(self, network: QwenImageNetwork, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give the network its weights."""
-        load(network, weights)
-
     def warm_up_condition(self) -> Prefix:
         """A prompt of two tokens."""
         return Prefix(Condition(torch.zeros(2, self.config.text_width), (2,)))
 
     def conditions(self, inputs: StageInputs, guidance: float) -> tuple[Prefix, Prefix | None, float]:
         """Prompt and negative prompt, which both refer to the same pictures."""
-        references = self._references(inputs.tensors)
+        references = self.read_references(inputs.tensors)
         condition = self._condition(inputs.tensors, STATES, references)
         if guidance > 1.0 and NEGATIVE_STATES not in inputs.tensors:
             raise InvalidRequest(
@@ -107,18 +83,6 @@ class QwenImageDit(DenoisingStage):
                 field="negative_prompt",
             )
         return condition, self._condition(inputs.tensors, NEGATIVE_STATES, references), guidance - 1.0
-
-    def _references(self, tensors: Mapping[str, HostTensor]) -> tuple[torch.Tensor, ...]:
-        found = []
-        for index in range(MAX_REFERENCES):
-            name = reference(index)
-            if (given := tensors.get(name)) is None:
-                break
-            given.validate(name)
-            if len(given.shape) != 3 or given.shape[0] != self.config.channels or 0 in given.shape:
-                raise InvalidPayload(f"{name} needs the shape [{self.config.channels}, height, width].")
-            found.append(read_finite(given, name).float())
-        return tuple(found)
 
     def _condition(self, tensors: Mapping[str, HostTensor], name: str, references: tuple[torch.Tensor, ...]) -> Prefix:
         states = self.read_states(tensors.get(name), name, self.config.text_width)
@@ -149,35 +113,20 @@ class QwenImageDit(DenoisingStage):
         """
         prefixes: list[Prefix] = spec.conditions
         kept = sum(prefix.tokens for prefix in prefixes)
-        config, itemsize = self.config, self.dtype.itemsize
         tokens = spec.tokens * len(prefixes)
         *before, (_, last) = cut = parts(prefixes, self._step_tokens)
         if last > self._step_tokens:  # a picture
             before, last = cut, 0
         later = tokens * spec.num_steps + last
-        needed = self._activations(max(tokens, last)) + 2 * kept * config.width * itemsize
-        jobs = [
-            DiffusionJob(
-                spec,
-                spec.num_steps,
-                step_bytes=needed,
-                final_bytes=needed,
-                held_bytes=4 * config.channels * spec.tokens,
-                tokens=tokens,
-                first_tokens=last,
-                reports_progress=spec.num_steps > 1,
-            )
-        ]
+        itemsize = self.dtype.itemsize
+        needed = self.needed(max(tokens, last)) + 2 * kept * self.config.width * itemsize
+        jobs = [self.picture_job(spec, tokens, needed, first=last)]
         for part, count in reversed(before):
-            needed = self._activations(count)
+            needed = self.needed(count)
             preparation = Preparation(partial(self._extend, part))
             jobs.insert(0, DiffusionJob(preparation, 1, needed, needed, tokens=count, later_tokens=later))
             later += count
-        return KnownJobs(jobs, input_tokens, kept * config.prefix_width * itemsize, partial(self._free, prefixes))
-
-    def _activations(self, tokens: int) -> int:
-        """Bytes of activations for n tokens."""
-        return tokens * (ACTIVATIONS * self.config.width * self.dtype.itemsize + 8 * sum(self.config.axes))
+        return KnownJobs(jobs, input_tokens, kept * self.config.prefix_width * itemsize, partial(self._free, prefixes))
 
     def _extend(self, part: Part) -> None:
         for prefix, end in part:
@@ -193,34 +142,12 @@ class QwenImageDit(DenoisingStage):
         return {**super().omni_counts(), "prefix_tokens": kept}
 
 
-def dit_config(config: Mapping[str, Any]) -> QwenImageConfig:
-    """The sizes that a transformer's config.json describes.
-
-    Raises:
-        ConfigError: it describes another network, or lacks a size.
-    """
-    part = PartConfig("transformer", config, "QwenImage21Transformer2DModel")
-    part.expect(patch_size=1, causal_condition=True, out_channels=part["in_channels"])
-    return QwenImageConfig(
-        channels=part["in_channels"],
-        layers=part["num_layers"],
-        heads=part["num_attention_heads"],
-        head_width=part["attention_head_dim"],
-        text_width=part["context_in_dim"],
-        widening=part["mlp_ratio"],
-        axes=tuple(part["axes_dims_rope"]),
-        eps=part["eps"],
-    )
-
-
-SPEC = ModelSpec(
-    kind="diffusion",
-    folder="text_encoder",
-    hf_overrides=placeholder_overrides("vision_config", MAX_STEPS),
-    vllm_models={ARCHITECTURE: PlaceholderModel},
-    # Tokens in a step: those of one picture of 512 x 512 with guidance, or of two without, and of a prompt.
-    engine={"max_num_seqs": 32, "max_num_batched_tokens": 2560, "dtype": "bfloat16"},
-    required={"max_model_len": MAX_STEPS + 1, "skip_tokenizer_init": True},
+# Tokens in a step: those of one picture of 512 x 512 with guidance, or of two without, and of a prompt.
+SPEC = picture_spec(
+    "qwen_image.dit_stage.QwenImageDit",
+    "vision_config",
+    MAX_STEPS,
+    {"max_num_seqs": 32, "max_num_batched_tokens": 2560},
+    compiled=True,
     params=DEFAULTS,
-    runner="omni_actors.engine.models.qwen_image.dit_stage.QwenImageDit",
 )

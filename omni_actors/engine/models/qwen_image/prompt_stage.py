@@ -11,44 +11,30 @@ import torch
 from PIL import Image
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
-from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.input_processor import InputProcessor
 
-from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoded_requests import RequestWriter
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.pictures import layered_pictures, on_white
+from omni_actors.engine.models.pictures import NEGATIVE_TOKENS, on_white, picture
+from omni_actors.engine.models.pictures.prompts import NEGATIVE_PROMPT, PicturePrompts
 from omni_actors.engine.models.qwen_image import text_encoder_stage
-from omni_actors.engine.models.qwen_image.layout import (
-    MAX_REFERENCES,
-    MULTIPLE,
-    NEGATIVE_TOKENS,
-    PICTURE_TOKEN,
-    REFERENCE_SIZE,
-    PictureTemplate,
-    picture,
-    scaled_size,
-    text_of,
-    written,
-)
-from omni_actors.engine.prompt import TextPromptProcessor
+from omni_actors.engine.models.qwen_image.layout import MULTIPLE, PICTURE_TOKEN, REFERENCE_SIZE, scaled_size, written
 from omni_actors.engine.rows import to_host
 from omni_actors.errors import InvalidRequest
 from omni_actors.media.decoders import MediaDecoder
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import Parameter, Prompt
-from omni_actors.stage.engine_interface import StageInputs, StageRequest
+from omni_actors.stage.engine_interface import StageRequest
 
 LARGEST_SIZE = 2048
-MAX_CHARACTERS = 65_536
 
 
-class QwenImagePrompts(TextPromptProcessor):
+class QwenImagePrompts(PicturePrompts):
     """Turns a prompt with up to ten pictures into token ids, encoded features, and pixels for the VAE encoder."""
 
     parameters = (
-        Parameter("negative_prompt", "text", most=MAX_CHARACTERS, about="what the picture should not show"),
+        NEGATIVE_PROMPT,
         Parameter(
             "reference_size", "int", MULTIPLE, LARGEST_SIZE, multiple_of=MULTIPLE, default=REFERENCE_SIZE,
             about="edge of the square whose area reference pictures are scaled to, in pixels",
@@ -56,29 +42,19 @@ class QwenImagePrompts(TextPromptProcessor):
     )  # fmt: skip
 
     def __init__(self, config: VllmConfig, limits: MediaLimits) -> None:
-        tokenizer = cached_tokenizer_from_config(config.model_config)
-        allowed = {"image": MAX_REFERENCES, "audio": 0, "video": 0}
-        super().__init__(config, tokenizer, PictureTemplate(), limits, allowed)
-        self._picture_token: int = tokenizer.convert_tokens_to_ids(PICTURE_TOKEN)
+        super().__init__(config, limits)
+        self._picture_token: int = self._tokenizer.convert_tokens_to_ids(PICTURE_TOKEN)
         self._input_processor = InputProcessor(config)
         self._writer = RequestWriter()
         self._one_at_a_time = threading.Lock()  # vLLM's objects are not made for several threads
 
-    @classmethod
-    def of(cls, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> QwenImagePrompts:
-        """The processor of a checkpoint."""
-        return cls(config, limits)
+    def write(self, text: str, pictures: int) -> str:
+        """As the model was trained with it: pictures come first."""
+        return written(text, pictures)
 
     def shutdown(self) -> None:
         """End the threads of vLLM's renderer."""
         self._input_processor.renderer.shutdown()
-
-    def check(self, prompt: Prompt, inputs: StageInputs) -> list[HostTensor]:
-        """See `TextPromptProcessor.check`; a prompt is one message of the user."""
-        tensors = super().check(prompt, inputs)
-        if not text_of(prompt).strip():
-            raise InvalidRequest("The prompt has no text.", hint="Say what the picture is to show.", field="prompt")
-        return tensors
 
     def process(
         self, request: StageRequest, prompt: Prompt, tensors: Sequence[HostTensor], decoder: MediaDecoder | None = None
@@ -87,13 +63,10 @@ class QwenImagePrompts(TextPromptProcessor):
         token_ids, params = self._counted(self._tokenize(prompt), len(prompt.media)), request.params
         negative = None
         if params.negative_prompt is not None:
-            text = written(params.negative_prompt, len(prompt.media))
-            negative = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-            negative = self._counted(negative, len(prompt.media))
+            negative = self._counted(self.tokens(params.negative_prompt, len(prompt.media)), len(prompt.media))
         found: dict[str, HostTensor] = {}
-        if prompt.media and decoder is not None:
-            size = int((params.extra_args or {}).get("reference_size", REFERENCE_SIZE))
-            pictures = [_scaled(each, size) for each in self._decode(prompt, tensors, decoder)]
+        size = int((params.extra_args or {}).get("reference_size", REFERENCE_SIZE))
+        if pictures := [_scaled(each, size) for each in self.pictures(prompt, tensors, decoder)]:
             token_ids, found, lengths = self._encoded(request.request_id, token_ids, pictures)
             negative = self._filled(negative, lengths) if negative is not None else None
             for index, each in enumerate(pictures):
@@ -111,12 +84,6 @@ class QwenImagePrompts(TextPromptProcessor):
                 f"The prompt contains {PICTURE_TOKEN} {found - pictures} times.", hint="Remove it from the text."
             )
         return token_ids
-
-    def _decode(self, prompt: Prompt, tensors: Sequence[HostTensor], decoder: MediaDecoder) -> list[Image.Image]:
-        """The pictures in the order of the message, with an alpha channel."""
-        order = [part.media for message in prompt.messages for part in message.content if part.media is not None]
-        given = [(prompt.media[index], tensors[index], f"media {index} (image)") for index in order]
-        return layered_pictures(given, decoder, self.limits)
 
     def _encoded(
         self, request_id: str, token_ids: list[int], pictures: Sequence[Image.Image]

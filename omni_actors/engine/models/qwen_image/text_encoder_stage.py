@@ -25,8 +25,8 @@ from omni_actors.engine.encoded_requests import RequestReader
 from omni_actors.engine.encoder import EncoderAdapter, EncoderSequence
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.encoder_state import EncoderState, Residual
-from omni_actors.engine.models.qwen_image.dit_stage import NEGATIVE_STATES, STATES
-from omni_actors.engine.models.qwen_image.layout import MAX_REFERENCES, NEGATIVE_TOKENS, SYSTEM
+from omni_actors.engine.models.pictures import MAX_REFERENCES, NEGATIVE_STATES, NEGATIVE_TOKENS, STATES
+from omni_actors.engine.models.qwen_image.layout import SYSTEM
 from omni_actors.engine.rows import FRAME_PREFIX, to_torch
 from omni_actors.errors import InvalidPayload, PromptTooLong
 from omni_actors.protocol.fields import DType, HostTensor

@@ -12,7 +12,7 @@ sees: the model was trained like this. Torch only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,26 +27,33 @@ from omni_actors.engine.models.pictures.denoising import (
     Packing,
     Size,
     attend_each,
+    interleaved,
     moved,
     pack,
 )
-from omni_actors.engine.models.pictures.layers import MOMENT_WAVES, RmsNorm, gated, rotate, rotation_at, waves
+from omni_actors.engine.models.pictures.layers import (
+    MOMENT_WAVES,
+    LayerWeights,
+    MomentEmbedding,
+    RmsNorm,
+    gated,
+    grid,
+    rotation_at,
+)
+from omni_actors.engine.models.pictures.weights import PartConfig
 
 NAMES = weights.Names(
     model="Z-Image",
     parts={
-        ".attention.to_q.": (".qkv.", 0, 3),
-        ".attention.to_k.": (".qkv.", 1, 3),
-        ".attention.to_v.": (".qkv.", 2, 3),
-        ".feed_forward.w1.": (".up.", 0, 2),
-        ".feed_forward.w3.": (".up.", 1, 2),
+        **weights.fused(".qkv.", ".attention.to_q.", ".attention.to_k.", ".attention.to_v."),
+        **weights.fused(".up.", ".feed_forward.w1.", ".feed_forward.w3."),
     },
     patterns=(
         (r"^all_x_embedder\.2-1\.", "embed."),
         (r"^all_final_layer\.2-1\.linear\.", "final."),
         (r"^all_final_layer\.2-1\.adaLN_modulation\.1\.", "final_modulation."),
-        (r"^t_embedder\.mlp\.0\.", "moment_in."),
-        (r"^t_embedder\.mlp\.2\.", "moment_out."),
+        (r"^t_embedder\.mlp\.0\.", "moment.inner."),
+        (r"^t_embedder\.mlp\.2\.", "moment.outer."),
         (r"^cap_embedder\.0\.", "text_norm."),
         (r"^cap_embedder\.1\.", "text_in."),
         (r"^x_pad_token$", "picture_filler"),
@@ -57,11 +64,6 @@ NAMES = weights.Names(
         (r"\.adaLN_modulation\.0\.", ".modulation."),
     ),
 )
-
-
-def load(model: ZImageNetwork, published: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy published weights into `model`. Raises `ConfigError` if they do not fit it."""
-    weights.load(model, published, NAMES)
 
 
 MULTIPLE = 32  # tokens; pictures and prompts are filled up to a multiple of it
@@ -114,19 +116,12 @@ def filled(tokens: int) -> int:
     return -(-tokens // MULTIPLE) * MULTIPLE
 
 
-class ZImageBlock(nn.Module):
+class ZImageBlock(LayerWeights):
     """A transformer layer. With `modulated` it scales and gates by the moment of each token's sequence."""
 
     def __init__(self, config: ZImageConfig, *, modulated: bool) -> None:
-        super().__init__()
-        width, hidden = config.width, int(config.width / 3 * 8)
-        self.heads = config.heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.norm_q = RmsNorm(width // config.heads, 1e-5)
-        self.norm_k = RmsNorm(width // config.heads, 1e-5)
-        self.out = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
+        width = config.width
+        super().__init__(width, config.heads, int(width / 3 * 8), 1e-5)
         self.attention_norm1 = RmsNorm(width, config.eps)
         self.attention_norm2 = RmsNorm(width, config.eps)
         self.ffn_norm1 = RmsNorm(width, config.eps)
@@ -158,8 +153,7 @@ class ZImageBlock(nn.Module):
         normed = self.attention_norm1(tokens)
         if factors is not None:
             normed = normed * (1.0 + factors.chunk(4, -1)[0])[owner]
-        query, key, value = self.qkv(normed).unflatten(-1, (3 * self.heads, -1)).chunk(3, 1)
-        return rotate(self.norm_q(query), rotation), rotate(self.norm_k(key), rotation), value
+        return self.turned(normed, rotation)
 
     def after(
         self, tokens: torch.Tensor, attended: torch.Tensor, factors: torch.Tensor | None, owner: torch.Tensor
@@ -227,6 +221,8 @@ class ZImageNetwork(PackedNetwork):
         attend: the attention to compute with; `attend_each` works everywhere.
     """
 
+    names = NAMES
+
     def __init__(self, config: ZImageConfig, attend: Attention = attend_each) -> None:
         super().__init__(config.channels, PATCH, attend)
         self.config = config
@@ -234,8 +230,7 @@ class ZImageNetwork(PackedNetwork):
         self.noise_refiner = _layers(config, config.refiners, modulated=True)
         self.context_refiner = _layers(config, config.refiners, modulated=False)
         self.layers = _layers(config, config.layers, modulated=True)
-        self.moment_in = nn.Linear(MOMENT_WAVES, MOMENT_HIDDEN)
-        self.moment_out = nn.Linear(MOMENT_HIDDEN, config.moment_width)
+        self.moment = MomentEmbedding(MOMENT_HIDDEN, config.moment_width, config.time_scale, bias=True)
         self.text_norm = RmsNorm(config.text_width, config.eps)
         self.text_in = nn.Linear(config.text_width, config.width)
         self.picture_filler = nn.Parameter(torch.zeros(1, config.width))
@@ -248,6 +243,26 @@ class ZImageNetwork(PackedNetwork):
         for block in (*self.noise_refiner, *self.context_refiner, *self.layers):
             block.before = torch.compile(block.before, dynamic=True, **options)
             block.after = torch.compile(block.after, dynamic=True, **options)
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> ZImageConfig:
+        """See `PackedNetwork`."""
+        part = PartConfig("transformer", config, "ZImageTransformer2DModel")
+        part.expect(all_patch_size=[PATCH], all_f_patch_size=[1], qk_norm=True, siglip_feat_dim=None)
+        part.expect(n_kv_heads=part["n_heads"])
+        return ZImageConfig(
+            channels=part["in_channels"],
+            width=part["dim"],
+            layers=part["n_layers"],
+            refiners=part["n_refiner_layers"],
+            heads=part["n_heads"],
+            text_width=part["cap_feat_dim"],
+            theta=part["rope_theta"],
+            axes=tuple(part["axes_dims"]),
+            lengths=tuple(part["axes_lens"]),
+            time_scale=part["t_scale"],
+            eps=part["norm_eps"],
+        )
 
     def condition(self, given: Sequence[torch.Tensor]) -> list[EncodedPrompt]:
         """The contributions of prompts, from the text encoder's hidden states, each [length, text_width]."""
@@ -264,16 +279,9 @@ class ZImageNetwork(PackedNetwork):
 
     def lay_out(self, pictures: Sequence[Size], conditions: Sequence[EncodedPrompt]) -> ZImageBatch:
         """The batch of sequences with these pictures and these prompts."""
-        prompts = conditions
-        own = [height * width for height, width in pictures]
+        own, prompts = [height * width for height, width in pictures], conditions
         lengths, texts = [filled(tokens) for tokens in own], [len(prompt.tokens) for prompt in prompts]
-        total = sum(lengths)
-        order, outputs, begin, text = [], [], 0, total
-        offset = 0
-        for tokens, length, text_length in zip(own, lengths, texts, strict=True):
-            order += [torch.arange(begin, begin + length), torch.arange(text, text + text_length)]
-            outputs.append(torch.arange(offset, offset + tokens))
-            begin, text, offset = begin + length, text + text_length, offset + length + text_length
+        order, slots = interleaved(lengths, texts), _places(lengths, own)
         turns = [
             self._rotation(_grid(height, width, after=len(prompt.tokens)))
             for (height, width), prompt in zip(pictures, prompts, strict=True)
@@ -282,12 +290,12 @@ class ZImageNetwork(PackedNetwork):
         return ZImageBatch(
             pictures=pack(lengths, self.device),
             picture_rotation=torch.cat(turns),
-            slots=None if own == lengths else moved(_places(lengths, own), self.device),
+            slots=None if own == lengths else moved(slots, self.device),
             prompts=torch.cat([prompt.tokens for prompt in prompts]),
             sequences=pack([sum(pair) for pair in zip(lengths, texts, strict=True)], self.device),
             rotation=torch.cat(parts),
-            order=moved(torch.cat(order), self.device),
-            outputs=moved(torch.cat(outputs), self.device),
+            order=moved(order, self.device),
+            outputs=moved(order.argsort()[slots], self.device),
         )
 
     def forward(self, patches: torch.Tensor, moments: torch.Tensor, batch: ZImageBatch) -> torch.Tensor:
@@ -301,7 +309,7 @@ class ZImageNetwork(PackedNetwork):
         Returns:
             [own tokens, patch_width]
         """
-        moment = self._moment(moments)
+        moment = self.moment(moments)
         tokens = self.embed(patches.to(self.dtype))
         if batch.slots is not None:
             tokens = self.picture_filler.expand(len(batch.picture_rotation), -1).index_copy(0, batch.slots, tokens)
@@ -314,11 +322,6 @@ class ZImageNetwork(PackedNetwork):
         scale = 1.0 + self.final_modulation(F.silu(moment))
         velocity: torch.Tensor = self.final(tokens * scale[batch.sequences.owner[batch.outputs]])
         return velocity
-
-    def _moment(self, moments: torch.Tensor) -> torch.Tensor:
-        hidden = self.moment_in(waves(moments, self.config.time_scale).to(self.dtype))
-        moment: torch.Tensor = self.moment_out(F.silu(hidden))
-        return moment
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
         """Factors f32 [tokens, 2, head_dim] for positions i64 [tokens, 3] along the axes."""
@@ -344,9 +347,5 @@ def _line(length: int) -> torch.Tensor:
 
 def _grid(height: int, width: int, *, after: int) -> torch.Tensor:
     """Positions i64 [filled length, 3] of a picture behind `after` tokens of a prompt; those that fill it are at 0."""
-    positions = torch.zeros(filled(height * width), 3, dtype=torch.int64)
-    grid = positions[: height * width].view(height, width, 3)
-    grid[..., 0] = after + 1
-    grid[..., 1] = torch.arange(height)[:, None]
-    grid[..., 2] = torch.arange(width)
-    return positions
+    positions = grid(height, width, after + 1)
+    return F.pad(positions, (0, 0, 0, filled(len(positions)) - len(positions)))

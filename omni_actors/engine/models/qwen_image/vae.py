@@ -1,4 +1,4 @@
-"""The decoder of Qwen-Image's VAE, for one picture at a time: diffusers' layers in the order of a GPU's convolutions.
+"""Qwen-Image's VAE; its decoder has diffusers' layers in the order of a GPU's convolutions, for one picture at a time.
 
 diffusers keeps a dimension of time, which has one place, and the channels before the pixels. Convolutions of half
 precision want them after the pixels, and so do norms over channels, which are then rows. The parameters are those of
@@ -7,6 +7,8 @@ diffusers' modules, which this takes over.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -14,6 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from omni_actors.engine.models.pictures.layers import norm_pixels
+from omni_actors.engine.models.pictures.vae_stage import PictureVae
+from omni_actors.engine.models.pictures.weights import PartConfig
+from omni_actors.engine.models.qwen_image.layout import LATENT_PIXELS, MULTIPLE
+from omni_actors.errors import ConfigError
 
 LEAST_LENGTH = 1e-12  # of a pixel's channels, by which they are divided
 
@@ -108,3 +114,55 @@ def sources_of(shortcut: Any) -> torch.Tensor:
     channels = torch.arange(shortcut.out_channels * shortcut.factor) // shortcut.repeats
     sources: torch.Tensor = channels.view(-1, moments, edge, edge)[:, -1].permute(1, 2, 0).contiguous()
     return sources
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Mean and spread of each channel of the VAE's latents; the diffusion transformer's have 0 and 1."""
+
+    mean: tuple[float, ...]
+    spread: tuple[float, ...]
+
+    def of_vae(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents [channels, height, width] as the VAE has them."""
+        mean, spread = self._like(latents)
+        return latents * spread + mean
+
+    def of_network(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents [channels, height, width] as the diffusion transformer has them."""
+        mean, spread = self._like(latents)
+        return (latents - mean) / spread
+
+    def _like(self, latents: torch.Tensor) -> list[torch.Tensor]:
+        return [latents.new_tensor(values).view(-1, 1, 1) for values in (self.mean, self.spread)]
+
+
+class QwenImageVae(PictureVae):
+    """The VAE, whose pictures have an alpha channel."""
+
+    class_name = "AutoencoderKLQwenImage21"
+    latent_pixels = LATENT_PIXELS
+    multiple = MULTIPLE
+    picture_channels = 4
+
+    def configure(self, config: PartConfig) -> None:
+        """Take the sizes, and how latents are scaled."""
+        mean, spread = (tuple(config.get(name) or ()) for name in ("latents_mean", "latents_std"))
+        if not mean or not len(mean) == len(spread) == config.get("z_dim"):
+            raise ConfigError("The checkpoint's VAE needs z_dim values in latents_mean and in latents_std.")
+        config.expect(scale_factor_spatial=LATENT_PIXELS, patch_size=None, is_residual=True)
+        self.scaling, self.channels = Scaling(mean, spread), len(mean)
+        self.width = max(config.get("decoder_base_dim") or 1, config.get("base_dim") or 1)
+
+    def encode(self, levels: torch.Tensor) -> torch.Tensor:
+        """The mean of a picture's latents."""
+        found = self.model.encode(levels[None, :, None]).latent_dist.mode()
+        return self.scaling.of_network(found[0, :, 0])
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """The picture [4, height, width] from -1 to 1."""
+        return self._decoder(self.scaling.of_vae(latents))
+
+    @cached_property
+    def _decoder(self) -> PictureDecoder:
+        return PictureDecoder(self.model, fused=self.model.device.type == "cuda")
