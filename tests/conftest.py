@@ -175,6 +175,16 @@ def tiny_qwen_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_flux2_klein(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny FLUX.2 klein checkpoint, built for this run."""
+    from tools.checkpoints.pictures import FLUX2_KLEIN
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny_flux2_klein"
+    FLUX2_KLEIN.write_tiny(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_llama(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with the tokenizer of the tiny Qwen2.5-Omni checkpoint, built for this run."""
     checkpoint = tmp_path_factory.mktemp("llama") / "tiny_llama"

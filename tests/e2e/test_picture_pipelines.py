@@ -1,4 +1,4 @@
-"""Z-Image and Qwen-Image as users run them: launcher, stages, HTTP server; pictures are those of diffusers."""
+"""The families of pictures as users run them: launcher, stages, HTTP server; pictures are those of diffusers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from PIL import Image as Picture
 
 from omni_actors.client import AsyncOmniClient, Image, Progress
 from omni_actors.engine.models.qwen_image.layout import written
-from tests.support import qwen_image, z_image_engine
+from tests.support import flux2_klein, qwen_image, z_image_engine
 from tests.support.nightly import nightly
 from tests.support.picture_wishes import Wish, equal, params
 from tests.support.servers import HttpPipeline
-from tools.checkpoints.pictures import QWEN_IMAGE, Z_IMAGE
+from tools.checkpoints.pictures import FLUX2_KLEIN, QWEN_IMAGE, Z_IMAGE
 
 pytestmark = pytest.mark.e2e
 
-PAINTED = {"z_image": Z_IMAGE, "qwen_image": QWEN_IMAGE}
-SUPPORT = {"z_image": z_image_engine, "qwen_image": qwen_image}
-FOX, EDIT = qwen_image.WISHES[0], qwen_image.WISHES[3]
+PAINTED = {"z_image": Z_IMAGE, "qwen_image": QWEN_IMAGE, "flux2_klein": FLUX2_KLEIN}
+SUPPORT = {"z_image": z_image_engine, "qwen_image": qwen_image, "flux2_klein": flux2_klein}
+EDIT = qwen_image.WISHES[3]
 LONG = {
     "z_image": Wish("kept", "the blue ship", 128, 128, 120, 2.0),
     "qwen_image": Wish("kept", "the blue ship", 96, 96, 120, 2.0, negative="ugly", references=((64, 96, 4),)),
+    "flux2_klein": Wish("kept", "the blue ship", 96, 96, 120, 1.0, references=((64, 96, 3),)),
 }
 
 
-@pytest.fixture(scope="module", params=["z_image", nightly("qwen_image")])
+@pytest.fixture(scope="module", params=["z_image", nightly("qwen_image"), "flux2_klein"])
 def family(request):
     return request.param
 
@@ -109,7 +110,7 @@ async def test_five_pictures_at_once_are_those_of_diffusers(pipeline, painter, f
 @pytest.mark.parametrize("kill", [((20, "dit"),), ((10, "text_encoder"), (60, "vae_encoder"), (61, "dit"))])
 async def test_a_picture_is_the_same_when_stages_are_killed_between_two_of_its_steps(pipeline, painter, family, kill):
     """On both sides of a join, too: what one has sent is kept there; the other's is made again, from the prompt on."""
-    kill = tuple((step, stage) for step, stage in kill if family == "qwen_image" or stage != "vae_encoder")
+    kill = tuple((step, stage) for step, stage in kill if family != "z_image" or stage != "vae_encoder")
     async with AsyncOmniClient(pipeline.endpoint) as client:
         check(await wanted(client, LONG[family], kill), LONG[family], painter)
 
@@ -132,3 +133,18 @@ def test_the_openai_client_edits_a_picture(pipeline, painter):
     text = painter.pipeline.processor.tokenizer(written(EDIT.prompt, 1))["input_ids"]
     assert details.text_tokens == len(text) - 1
     assert answer.usage.input_tokens == len(text) - 1 + 4 * 4
+
+
+@pytest.mark.parametrize("family", ["flux2_klein"], indirect=True, scope="module")
+def test_the_openai_client_makes_a_picture_of_two_others_and_one_of_text(pipeline, painter):
+    wishes = flux2_klein.WISHES
+    for wish in (wishes[-1], wishes[0]):
+        files = [(f"{index}.png", file_of(picture)) for index, picture in enumerate(wish.pictures)]
+        asked = {
+            "prompt": wish.prompt,
+            "size": f"{wish.width}x{wish.height}",
+            "extra_body": {"seed": wish.seed, "num_inference_steps": wish.steps},
+        }
+        images = pipeline.openai().images
+        answer = images.edit(image=files, **asked) if files else images.generate(**asked)
+        assert equal(picture_of(answer), painter.pixels(wish))

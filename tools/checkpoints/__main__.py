@@ -15,7 +15,7 @@ import torch
 
 from tools.checkpoints import CheckpointError, FolderError, asr, omni, tts
 from tools.checkpoints.measure import print_answers, quiet_transformers
-from tools.checkpoints.pictures import QWEN_IMAGE, Z_IMAGE
+from tools.checkpoints.pictures import FLUX2_KLEIN, QWEN_IMAGE, Z_IMAGE
 
 # Each takes the folder and the options of its command, and may return answers.
 WRITERS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -29,6 +29,7 @@ WRITERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "tiny-qwen3-aligner": ("Qwen3-ForcedAligner, likewise", partial(asr.write_tiny, aligner=True)),
     "tiny-z-image": ("Z-Image at toy size, random weights, runnable", Z_IMAGE.write_tiny),
     "tiny-qwen-image": ("Qwen-Image-2.1 at toy size, random weights, runnable", QWEN_IMAGE.write_tiny),
+    "tiny-flux2-klein": ("FLUX.2 klein at toy size, random weights, runnable", FLUX2_KLEIN.write_tiny),
     "full": ("published sizes of Qwen2.5-Omni-7B, no weights (vLLM: load_format dummy)", omni.write_full),
     "full-qwen3": (
         "published sizes of Qwen3-Omni-30B-A3B, no weights",
@@ -39,14 +40,14 @@ WRITERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "full-qwen3-aligner": ("published sizes of its aligner, no weights", partial(asr.write_full, aligner=True)),
     "full-z-image": ("published sizes of Z-Image, no weights", Z_IMAGE.write_full),
     "full-qwen-image": ("published sizes of Qwen-Image-2.1, no weights", QWEN_IMAGE.write_full),
+    "full-flux2-klein": ("published sizes of FLUX.2 klein 4B, no weights", FLUX2_KLEIN.write_full),
 }
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.checkpoints",
-        description="Writes checkpoints of Qwen-Omni, Qwen3-TTS, Qwen3-ASR, Z-Image and Qwen-Image offline.",
+        prog="python -m tools.checkpoints", description="Writes checkpoints of models of speech and pictures offline."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (text, _) in WRITERS.items():

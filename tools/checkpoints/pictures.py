@@ -1,11 +1,11 @@
-"""Checkpoints of Z-Image and Qwen-Image-2.1, in the folders of the published ones; they need the extra `image`.
+"""Checkpoints of Z-Image, Qwen-Image-2.1 and FLUX.2 klein, in the folders of the published ones (extra `image`).
 
-A latent pixel is 8 pixels wide in Z-Image and 16 in Qwen-Image, as published; the pictures of the latter have four
-channels.
+A latent pixel is 8 pixels wide in Z-Image and 16 in the others, as published; Qwen-Image's pictures have four channels.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ def _derive(sizes: Sizes) -> dict[str, Any]:
     return {
         "head_width": head_width,
         "width": sizes["heads"] * head_width,
+        "states_width": 3 * sizes["text_width"],
         "means": [0.1 * index - 0.8 for index in range(channels)],
         "spreads": [1.0 + 0.1 * index for index in range(channels)],
     }
@@ -40,6 +41,7 @@ class PictureFamily:
         self.name, self.omni = name.replace("_", "-"), omni
         self.family = Family(name, _derive)
         self.tiny = self.family.tiny
+        self._options: dict[str, Any] = self.family.table.get("pipeline", {})
 
     def _fields(self, part: str, sizes: Sizes | None, published: bool = False) -> dict[str, Any]:
         """Returns the arguments of a part's class."""
@@ -58,8 +60,12 @@ class PictureFamily:
         return drawn(self._class("transformer")(**self._fields("transformer", sizes)), seed, "transformer")
 
     def tiny_vae(self, seed: int = 0, sizes: Sizes | None = None) -> Any:
-        """Returns the VAE, float32."""
-        return drawn(self._class("vae")(**self._fields("vae", sizes)), seed, "vae")
+        """Returns the VAE, float32; its statistics of latents, where it has some, are drawn, too."""
+        vae = drawn(self._class("vae")(**self._fields("vae", sizes)), seed, "vae")
+        for name, buffer in vae.named_buffers():
+            if ".running_" in name:
+                buffer.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(seed))
+        return vae
 
     def tiny_text_encoder(self, seed: int = 0, sizes: Sizes | None = None) -> Any:
         """Returns the text encoder, float32."""
@@ -99,6 +105,7 @@ class PictureFamily:
             text_encoder=text_encoder,
             transformer=transformer,
             **self._texts(published=False),
+            **self._options,
         )
 
     def tiny_pipeline(self, seed: int = 0, *, sizes: Sizes | None = None, **schedule: Any) -> Any:
@@ -134,9 +141,10 @@ class PictureFamily:
         self._class("text_config")(**fields).save_pretrained(folder / "text_encoder")
         for name, part in self._texts(published=True).items():
             part.save_pretrained(folder / name)
-        index = f'{{"_class_name": "{self.family.table["classes"]["pipeline"]}"}}\n'
-        (folder / "model_index.json").write_text(index, encoding="utf-8")
+        index = json.dumps({"_class_name": self.family.table["classes"]["pipeline"], **self._options})
+        (folder / "model_index.json").write_text(f"{index}\n", encoding="utf-8")
 
 
 Z_IMAGE = PictureFamily("z_image", QWEN2_5_OMNI)
 QWEN_IMAGE = PictureFamily("qwen_image", QWEN3_OMNI)
+FLUX2_KLEIN = PictureFamily("flux2_klein", QWEN2_5_OMNI)

@@ -113,7 +113,8 @@ MODULES |= {
 }
 
 MODULES |= {
-    ("QwenImage21Pipeline", stage): f"omni_actors.engine.models.qwen_image.{stage}_stage"
+    (pipeline, stage): f"omni_actors.engine.models.{family}.{stage}_stage"
+    for pipeline, family in (("QwenImage21Pipeline", "qwen_image"), ("Flux2KleinPipeline", "flux2"))
     for stage in ("prompt", "text_encoder", "vae_encoder", "dit", "vae")
 }
 

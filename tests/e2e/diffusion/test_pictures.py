@@ -1,4 +1,4 @@
-"""Denoising stages, VAEs and VAE encoders of Z-Image and Qwen-Image, in this process, against diffusers."""
+"""Denoising stages, VAEs and VAE encoders of all families, in this process, against diffusers."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from omni_actors.stage.engine_interface import (
     StageRequest,
     StreamEvent,
 )
-from tests.support import qwen_image, z_image_engine
+from tests.support import flux2_klein, qwen_image, z_image_engine
 from tests.support.picture_wishes import Wish, engine, equal, request, run
-from tools.checkpoints.pictures import QWEN_IMAGE, Z_IMAGE
+from tools.checkpoints.pictures import FLUX2_KLEIN, QWEN_IMAGE, Z_IMAGE
 
 FOX, EDIT, THREE = (qwen_image.WISHES[index] for index in (0, 3, 4))
 BUDGET = 110  # tokens of a step, which takes one of the pictures that others are made from
-PAINTED = {"z_image": Z_IMAGE, "qwen_image": QWEN_IMAGE}
+PAINTED = {"z_image": Z_IMAGE, "qwen_image": QWEN_IMAGE, "flux2_klein": FLUX2_KLEIN}
 
 
 class Family:
@@ -66,11 +66,23 @@ class Family:
 
 
 @pytest.fixture(scope="module")
-def families(tiny_z_image, tiny_qwen_image) -> Iterator[dict[str, Family]]:
+def guided_flux2(tiny_flux2_klein, tmp_path_factory) -> Path:
+    """A checkpoint that is not distilled, so that it has guidance."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "guided_flux2"
+    shutil.copytree(tiny_flux2_klein, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"is_distilled": False}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def families(tiny_z_image, tiny_qwen_image, guided_flux2) -> Iterator[dict[str, Family]]:
     made = {
+        "flux2_klein": Family("flux2_klein", guided_flux2, flux2_klein),
         "z_image": Family("z_image", tiny_z_image, z_image_engine),
         "qwen_image": Family("qwen_image", tiny_qwen_image, qwen_image),
     }
+    made["flux2_klein"].painter.pipeline.register_to_config(is_distilled=False)
     yield made
     for family in made.values():
         for each in family.engines.values():
@@ -78,7 +90,7 @@ def families(tiny_z_image, tiny_qwen_image) -> Iterator[dict[str, Family]]:
             each.shutdown()
 
 
-@pytest.fixture(params=["z_image", "qwen_image"])
+@pytest.fixture(params=["z_image", "qwen_image", "flux2_klein"])
 def family(request, families):
     return families[request.param]
 
@@ -91,6 +103,11 @@ def z_image(families):
 @pytest.fixture
 def qwen(families):
     return families["qwen_image"]
+
+
+@pytest.fixture
+def flux2(families):
+    return families["flux2_klein"]
 
 
 def ask(stage: DiffusionEngine, family: Family, *wishes: Wish) -> None:
@@ -162,7 +179,7 @@ def test_a_picture_that_is_aborted_between_two_steps_of_others(z_image, steps, a
 
 
 def test_latents_that_turn_into_nan_fail_their_request_alone(family, monkeypatch):
-    sick = Wish("sick", "x", 64, 64, 20, 1.0 if family.name == "qwen_image" else 3.0, previews=10)
+    sick = Wish("sick", "x", 64, 64, 20, 3.0 if family.name == "z_image" else 1.0, previews=10)
     step = Denoiser.step
 
     def poisoned(self: Denoiser, pictures: Sequence[Picture]) -> list[torch.Tensor | None]:
@@ -185,7 +202,7 @@ def test_latents_that_turn_into_nan_fail_their_request_alone(family, monkeypatch
 
 def test_where_memory_is_for_one_picture_they_come_one_after_the_other(family):
     small = family.engine("dit", budget=1, max_num_batched_tokens=BUDGET)
-    wishes = family.wishes[3:5] if family.name == "qwen_image" else family.wishes[2:4]
+    wishes = family.wishes[2:4] if family.name == "z_image" else family.wishes[3:5]
     ask(small, family, *wishes)
     kept: list[int] = []
 
@@ -197,7 +214,7 @@ def test_where_memory_is_for_one_picture_they_come_one_after_the_other(family):
             assert counts["held_bytes"] >= kept[-1] * token_bytes
 
     events = run(small, account)
-    assert family.name == "z_image" or max(kept) > 2 * 3 * 64, "the pictures of both prompts"
+    assert family.name != "qwen_image" or max(kept) > 2 * 3 * 64, "the pictures of both prompts"
     order = [event.request_id for event in events if isinstance(event, ProgressEvent | FinishedEvent)]
     assert order == sorted(order, key=order.index), "none begins while another holds the memory"
     assert set(order) == {wish.name for wish in wishes}
@@ -401,7 +418,7 @@ def decoded(vae: DiffusionEngine, *latents: torch.Tensor) -> list[EngineEvent]:
 
 
 def test_the_vae_makes_the_pictures_of_diffusers_and_previews_before_them(family):
-    wish = family.wishes[-1] if family.name == "qwen_image" else family.wishes[0]
+    wish = family.wishes[0] if family.name == "z_image" else family.wishes[-1]
     latents = family.painter.latents(wish)
     events = decoded(family.engine("vae"), torch.zeros_like(latents), latents)
     pictures = [event for event in events if isinstance(event, ImageEvent)]

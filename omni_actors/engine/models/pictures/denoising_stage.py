@@ -114,8 +114,8 @@ class DenoisingStage(DiffusionModelRunner):
 
     def needed(self, tokens: int) -> int:
         """Bytes of activations of a step of n tokens, and of their rotations."""
-        width: int = self.config.width
-        return tokens * (self.activations * width * self.dtype.itemsize + 8 * sum(self.config.axes))
+        width, turned = int(self.config.width), int(sum(self.config.axes))
+        return tokens * (self.activations * width * self.dtype.itemsize + 8 * turned)
 
     def picture_job(self, spec: PictureSpec, tokens: int, needed: int, held: int = 0, first: int = 0) -> DiffusionJob:
         """The job of a picture.

@@ -7,7 +7,7 @@ functions are the reference; Triton's interpreter runs the kernels on the CPU, w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,31 @@ class RmsNorm(nn.Module):
         return F.rms_norm(tokens, self.weight.shape, self.weight, self.eps)
 
 
+def gate(given: torch.Tensor) -> torch.Tensor:
+    """silu of the first half of each row times the second."""
+    gates, values = given.chunk(2, -1)
+    return F.silu(gates) * values
+
+
 def gated(up: nn.Linear, down: nn.Linear, tokens: torch.Tensor) -> torch.Tensor:
     """A gated layer: `up` holds the gate, then the gated projection."""
-    gate, values = up(tokens).chunk(2, -1)
-    result: torch.Tensor = down(F.silu(gate) * values)
+    result: torch.Tensor = down(gate(up(tokens)))
     return result
+
+
+def turned(
+    qkv: torch.Tensor, heads: int, norm_q: RmsNorm, norm_k: RmsNorm, rotation: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values [tokens, heads, head_dim] of a product; the first two are normed and turned."""
+    query, key, value = qkv.unflatten(-1, (3 * heads, -1)).chunk(3, 1)
+    return rotate(norm_q(query), rotation), rotate(norm_k(key), rotation), value
+
+
+def compile_halves(blocks: Iterable[Any], **options: Any) -> None:
+    """Compile `before` and `after` attention of layers. Equal layers share their code, for any batch."""
+    for block in blocks:
+        block.before = torch.compile(block.before, dynamic=True, **options)
+        block.after = torch.compile(block.after, dynamic=True, **options)
 
 
 class LayerWeights(nn.Module):
@@ -57,8 +77,7 @@ class LayerWeights(nn.Module):
 
     def turned(self, normed: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values of normed tokens, each [tokens, heads, head_dim]; the first two are turned."""
-        query, key, value = self.qkv(normed).unflatten(-1, (3 * self.heads, -1)).chunk(3, 1)
-        return rotate(self.norm_q(query), rotation), rotate(self.norm_k(key), rotation), value
+        return turned(self.qkv(normed), self.heads, self.norm_q, self.norm_k, rotation)
 
 
 class MomentEmbedding(nn.Module):
@@ -181,8 +200,7 @@ class Between:
 
     def gate(self, given: torch.Tensor) -> torch.Tensor:
         """silu of the first half of each row times the second."""
-        gates, values = given.chunk(2, -1)
-        return F.silu(gates) * values
+        return gate(given)
 
 
 class CompiledBetween(Between):

@@ -36,6 +36,7 @@ from omni_actors.engine.models.pictures.layers import (
     LayerWeights,
     MomentEmbedding,
     RmsNorm,
+    compile_halves,
     gated,
     grid,
     rotation_at,
@@ -240,9 +241,7 @@ class ZImageNetwork(PackedNetwork):
 
     def compile(self, **options: Any) -> None:
         """Compile the two parts of the layers around attention. Equal layers share their code, for any batch."""
-        for block in (*self.noise_refiner, *self.context_refiner, *self.layers):
-            block.before = torch.compile(block.before, dynamic=True, **options)
-            block.after = torch.compile(block.after, dynamic=True, **options)
+        compile_halves((*self.noise_refiner, *self.context_refiner, *self.layers), **options)
 
     @staticmethod
     def read_config(config: Mapping[str, Any]) -> ZImageConfig:

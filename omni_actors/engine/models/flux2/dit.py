@@ -1,0 +1,383 @@
+"""FLUX.2's diffusion transformer, and its published weights.
+
+A sequence is a prompt, the picture that is made, and the pictures that the prompt refers to; guidance makes two
+sequences of one picture. The first layers have weights of their own for prompts, which the others do not: until then
+prompts and pictures lie apart, and meet for attention only. Torch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from omni_actors.engine.models.pictures.denoising import (
+    Attention,
+    PackedNetwork,
+    Packing,
+    Size,
+    attend_each,
+    interleaved,
+    moved,
+    pack,
+)
+from omni_actors.engine.models.pictures.layers import (
+    LayerWeights,
+    MomentEmbedding,
+    RmsNorm,
+    compile_halves,
+    gate,
+    gated,
+    grid,
+    rotation_at,
+    turned,
+)
+from omni_actors.engine.models.pictures.weights import Names, PartConfig, fused
+
+NAMES = Names(
+    model="FLUX.2",
+    parts={
+        **fused(".picture.qkv.", ".attn.to_q.", ".attn.to_k.", ".attn.to_v."),
+        **fused(".text.qkv.", ".attn.add_q_proj.", ".attn.add_k_proj.", ".attn.add_v_proj."),
+    },
+    patterns=(
+        (r"^single_transformer_blocks\.(\d+)\.attn\.to_qkv_mlp_proj\.", r"single_layers.\1.qkv_up."),
+        (r"^single_transformer_blocks\.(\d+)\.attn\.to_out\.", r"single_layers.\1.out_down."),
+        (r"^single_transformer_blocks\.(\d+)\.attn\.", r"single_layers.\1."),
+        (r"^transformer_blocks\.", "layers."),
+        (r"\.attn\.to_out\.0\.", ".picture.out."),
+        (r"\.attn\.to_add_out\.", ".text.out."),
+        (r"\.attn\.(norm_[qk])\.", r".picture.\1."),
+        (r"\.attn\.norm_added_([qk])\.", r".text.norm_\1."),
+        (r"\.ff\.linear_in\.", ".picture.up."),
+        (r"\.ff\.linear_out\.", ".picture.down."),
+        (r"\.ff_context\.linear_in\.", ".text.up."),
+        (r"\.ff_context\.linear_out\.", ".text.down."),
+        (r"^time_guidance_embed\.timestep_embedder\.linear_1\.", "moment.inner."),
+        (r"^time_guidance_embed\.timestep_embedder\.linear_2\.", "moment.outer."),
+        (r"^double_stream_modulation_img\.linear\.", "picture_modulation."),
+        (r"^double_stream_modulation_txt\.linear\.", "text_modulation."),
+        (r"^single_stream_modulation\.linear\.", "single_modulation."),
+        (r"^x_embedder\.", "embed."),
+        (r"^context_embedder\.", "text_in."),
+        (r"^norm_out\.linear\.", "final_modulation."),
+        (r"^proj_out\.", "final."),
+    ),
+)
+TIME_SCALE = 1000.0
+REFERENCE_DISTANCE = 10  # positions along the first axis from one picture of a sequence to the next
+
+
+@dataclass(frozen=True)
+class Flux2Config:
+    """Sizes of the network; the defaults are those of klein 4B.
+
+    Args:
+        channels: of the latents.
+        double: layers with weights of their own for prompts.
+        single: layers after them.
+        heads: of attention.
+        text_width: of the text encoder's states.
+        widening: of a token inside a layer.
+        axes: rotary dimensions of a head along pictures, height, width and text.
+        theta: base of the rotary frequencies.
+        eps: of the norms.
+    """
+
+    channels: int = 128
+    double: int = 5
+    single: int = 20
+    heads: int = 24
+    text_width: int = 7680
+    widening: float = 3.0
+    axes: tuple[int, int, int, int] = (32, 32, 32, 32)
+    theta: float = 2000.0
+    eps: float = 1e-6
+
+    @property
+    def width(self) -> int:
+        """Of a token."""
+        return self.heads * sum(self.axes)
+
+    @property
+    def hidden(self) -> int:
+        """Width of a token inside a gated layer."""
+        return int(self.width * self.widening)
+
+
+@dataclass(frozen=True)
+class Flux2Condition:
+    """The states f32 [tokens, text_width] of a prompt, and latents of pictures that it refers to, on the CPU."""
+
+    states: torch.Tensor
+    references: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Of a sequence, besides those of the picture that is made."""
+        return len(self.states) + sum(one[0].numel() for one in self.references)
+
+
+@dataclass(frozen=True)
+class EncodedCondition:
+    """What a condition contributes to every step of its request.
+
+    Args:
+        text: [tokens, width]; so are `references`.
+        text_rotation: f32 [tokens, 2, head_dim]; so is `reference_rotation`.
+    """
+
+    text: torch.Tensor
+    text_rotation: torch.Tensor
+    references: torch.Tensor
+    reference_rotation: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Flux2Batch:
+    """Where everything lies in a batch of sequences; the same for as long as the sequences are the same.
+
+    Apart, there are the prompts, and then the pictures that are made with those that they are made from behind them.
+
+    Args:
+        texts: [tokens of prompts, width].
+        references: [tokens, width].
+        text_rotation: f32 [tokens of prompts, 2, head_dim].
+        picture_rotation: f32 [tokens of pictures, 2, head_dim].
+        text_owner: i64 [tokens of prompts]; the sequence of each. `picture_owner` are those of the pictures.
+        sequences: packing of the sequences of prompt, picture and references.
+        rotation: f32 [tokens of sequences, 2, head_dim].
+        order: i64 [tokens of sequences]; the place of each while they lie apart. `apart` is the inverse.
+        made: tokens of the pictures that are made.
+    """
+
+    texts: torch.Tensor
+    references: torch.Tensor
+    text_rotation: torch.Tensor
+    picture_rotation: torch.Tensor
+    text_owner: torch.Tensor
+    picture_owner: torch.Tensor
+    sequences: Packing
+    rotation: torch.Tensor
+    order: torch.Tensor
+    apart: torch.Tensor
+    made: int
+
+
+def modulated(
+    tokens: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, owner: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Normed tokens [tokens, width], scaled and shifted by their sequences' rows [sequences, width]."""
+    return F.layer_norm(tokens, tokens.shape[-1:], eps=eps) * (1.0 + scale)[owner] + shift[owner]
+
+
+class Flux2Stream(LayerWeights):
+    """What a layer computes of prompts, or of pictures; `factors` [sequences, 6 * width] are those of its layers."""
+
+    def __init__(self, config: Flux2Config) -> None:
+        super().__init__(config.width, config.heads, config.hidden, config.eps)
+        self.eps = config.eps
+
+    def before(
+        self, tokens: torch.Tensor, factors: torch.Tensor, rotation: torch.Tensor, owner: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, each [tokens, heads, head_dim]."""
+        shift, scale = factors.chunk(6, -1)[:2]
+        return self.turned(modulated(tokens, shift, scale, owner, self.eps), rotation)
+
+    def after(
+        self, tokens: torch.Tensor, attended: torch.Tensor, factors: torch.Tensor, owner: torch.Tensor
+    ) -> torch.Tensor:
+        """The layer's output from what attention gave, [tokens, heads, head_dim]."""
+        _, _, gates, shift, scale, gates_up = factors.chunk(6, -1)
+        tokens = tokens + gates[owner] * self.out(attended.flatten(1))
+        inner = modulated(tokens, shift, scale, owner, self.eps)
+        return tokens + gates_up[owner] * gated(self.up, self.down, inner)
+
+
+class Flux2DoubleBlock(nn.Module):
+    """The two streams of a layer."""
+
+    def __init__(self, config: Flux2Config) -> None:
+        super().__init__()
+        self.text, self.picture = Flux2Stream(config), Flux2Stream(config)
+
+
+class Flux2SingleBlock(nn.Module):
+    """A layer of whole sequences, with attention beside the gated layer; `factors` are [sequences, 3 * width]."""
+
+    def __init__(self, config: Flux2Config) -> None:
+        super().__init__()
+        width = config.width
+        self.heads, self.eps = config.heads, config.eps
+        self.qkv_up = nn.Linear(width, 3 * width + 2 * config.hidden, bias=False)
+        self.norm_q = RmsNorm(width // config.heads, config.eps)
+        self.norm_k = RmsNorm(width // config.heads, config.eps)
+        self.out_down = nn.Linear(width + config.hidden, width, bias=False)
+
+    def before(
+        self, tokens: torch.Tensor, factors: torch.Tensor, rotation: torch.Tensor, owner: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, each [tokens, heads, head_dim], and the inside of the gated layer."""
+        shift, scale, _ = factors.chunk(3, -1)
+        product = self.qkv_up(modulated(tokens, shift, scale, owner, self.eps))
+        width = 3 * tokens.shape[-1]
+        return *turned(product[:, :width], self.heads, self.norm_q, self.norm_k, rotation), gate(product[:, width:])
+
+    def after(
+        self,
+        tokens: torch.Tensor,
+        attended: torch.Tensor,
+        inner: torch.Tensor,
+        factors: torch.Tensor,
+        owner: torch.Tensor,
+    ) -> torch.Tensor:
+        """The layer's output from what attention gave, [tokens, heads, head_dim], and the inside."""
+        gates = factors.chunk(3, -1)[2]
+        return tokens + gates[owner] * self.out_down(torch.cat((attended.flatten(1), inner), -1))
+
+
+class Flux2Network(PackedNetwork):
+    """The network: predicts the velocity of latents, from noise at moment 1 to a picture at moment 0.
+
+    Args:
+        config: its sizes.
+        attend: the attention to compute with; `attend_each` works everywhere.
+    """
+
+    names = NAMES
+
+    def __init__(self, config: Flux2Config, attend: Attention = attend_each) -> None:
+        super().__init__(config.channels, 1, attend)
+        self.config = config
+        width = config.width
+        self.embed = nn.Linear(config.channels, width, bias=False)
+        self.text_in = nn.Linear(config.text_width, width, bias=False)
+        self.layers = nn.ModuleList(Flux2DoubleBlock(config) for _ in range(config.double))
+        self.single_layers = nn.ModuleList(Flux2SingleBlock(config) for _ in range(config.single))
+        self.moment = MomentEmbedding(width, width, 1.0, bias=False)
+        self.picture_modulation = nn.Linear(width, 6 * width, bias=False)
+        self.text_modulation = nn.Linear(width, 6 * width, bias=False)
+        self.single_modulation = nn.Linear(width, 3 * width, bias=False)
+        self.final_modulation = nn.Linear(width, 2 * width, bias=False)
+        self.final = nn.Linear(width, config.channels, bias=False)
+
+    def compile(self, **options: Any) -> None:
+        """Compile the two parts of the layers around attention. Equal layers share their code, for any batch."""
+        compile_halves([one for block in self.layers for one in (block.text, block.picture)], **options)
+        compile_halves(self.single_layers, **options)
+
+    @staticmethod
+    def read_config(config: Mapping[str, Any]) -> Flux2Config:
+        """See `PackedNetwork`."""
+        part = PartConfig("transformer", config, "Flux2Transformer2DModel")
+        part.expect(patch_size=1, guidance_embeds=False, timestep_guidance_channels=256, out_channels=None)
+        part.expect(attention_head_dim=sum(part["axes_dims_rope"]))
+        return Flux2Config(
+            channels=part["in_channels"],
+            double=part["num_layers"],
+            single=part["num_single_layers"],
+            heads=part["num_attention_heads"],
+            text_width=part["joint_attention_dim"],
+            widening=part["mlp_ratio"],
+            axes=tuple(part["axes_dims_rope"]),
+            theta=part["rope_theta"],
+            eps=part["eps"],
+        )
+
+    def condition(self, given: Sequence[Flux2Condition]) -> list[EncodedCondition]:
+        """Embed prompts and the pictures that they refer to."""
+        return [self._encoded(one) for one in given]
+
+    def _encoded(self, given: Flux2Condition) -> EncodedCondition:
+        line = F.pad(torch.arange(len(given.states))[:, None], (3, 0))
+        latents, places = [torch.zeros(0, self.config.channels)], [line[:0]]
+        for number, one in enumerate(given.references, 1):
+            latents.append(self.patches_of(one))
+            places.append(_grid(*one.shape[1:], number * REFERENCE_DISTANCE))
+        return EncodedCondition(
+            self.text_in(moved(given.states, self.device).to(self.dtype)),
+            self._rotation(line),
+            self.embed(moved(torch.cat(latents), self.device).to(self.dtype)),
+            self._rotation(torch.cat(places)),
+        )
+
+    def lay_out(self, pictures: Sequence[Size], conditions: Sequence[EncodedCondition]) -> Flux2Batch:
+        """The batch of sequences with these pictures and conditions."""
+        lengths = [height * width for height, width in pictures]
+        texts, references = (
+            [len(tokens) for tokens in each]
+            for each in zip(*((one.text, one.references) for one in conditions), strict=True)
+        )
+        order = interleaved(texts, lengths, references)
+        text_rotation = torch.cat([one.text_rotation for one in conditions])
+        made = [self._rotation(_grid(*size, 0)) for size in pictures]
+        picture_rotation = torch.cat([*made, *(one.reference_rotation for one in conditions)])
+        placed = moved(order, self.device)
+        return Flux2Batch(
+            texts=torch.cat([one.text for one in conditions]),
+            references=torch.cat([one.references for one in conditions]),
+            text_rotation=text_rotation,
+            picture_rotation=picture_rotation,
+            text_owner=pack(texts, self.device).owner,
+            picture_owner=torch.cat((pack(lengths, self.device).owner, pack(references, self.device).owner)),
+            sequences=pack([sum(own) for own in zip(texts, lengths, references, strict=True)], self.device),
+            rotation=torch.cat((text_rotation, picture_rotation))[placed],
+            order=placed,
+            apart=moved(order.argsort(), self.device),
+            made=sum(lengths),
+        )
+
+    def forward(self, patches: torch.Tensor, moments: torch.Tensor, batch: Flux2Batch) -> torch.Tensor:
+        """The velocity towards the picture.
+
+        Args:
+            patches: [tokens, channels], the sequences' pictures one after the other.
+            moments: f32 [sequences], the shares of noise.
+            batch: of these sequences.
+
+        Returns:
+            [tokens, channels]
+        """
+        # Rounded as diffusers rounds them, in the type of the weights.
+        moment = F.silu(self.moment(((moments * TIME_SCALE).to(self.dtype) / TIME_SCALE * TIME_SCALE).float()))
+        text_factors, picture_factors = self.text_modulation(moment), self.picture_modulation(moment)
+        texts = batch.texts
+        pictures = torch.cat((self.embed(patches.to(self.dtype)), batch.references))
+        for block in self.layers:
+            of_text = block.text.before(texts, text_factors, batch.text_rotation, batch.text_owner)
+            of_picture = block.picture.before(pictures, picture_factors, batch.picture_rotation, batch.picture_owner)
+            joined = [torch.cat(pair)[batch.order] for pair in zip(of_text, of_picture, strict=True)]
+            attended = self.attend(*joined, batch.sequences)[batch.apart]
+            texts = block.text.after(texts, attended[: len(texts)], text_factors, batch.text_owner)
+            pictures = block.picture.after(
+                pictures, attended[len(attended) - len(pictures) :], picture_factors, batch.picture_owner
+            )
+        tokens, factors, owner = (
+            torch.cat((texts, pictures))[batch.order],
+            self.single_modulation(moment),
+            batch.sequences.owner,
+        )
+        for block in self.single_layers:
+            query, key, value, inner = block.before(tokens, factors, batch.rotation, owner)
+            attended = self.attend(query, key, value, batch.sequences)
+            tokens = block.after(tokens, attended, inner, factors, owner)
+        scale, shift = self.final_modulation(moment).chunk(2, -1)
+        tokens = tokens[batch.apart[len(texts) : len(texts) + batch.made]]
+        velocity: torch.Tensor = -self.final(
+            modulated(tokens, shift, scale, batch.picture_owner[: batch.made], self.config.eps)
+        )
+        return velocity
+
+    def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
+        """Factors f32 [tokens, 2, head_dim] for positions i64 [tokens, 4] along the axes."""
+        return moved(rotation_at(positions, self.config.axes, self.config.theta, rounded=False), self.device)
+
+
+def _grid(height: int, width: int, place: int) -> torch.Tensor:
+    """Positions i64 [tokens, 4] of a picture, whose own place is along the first axis."""
+    return F.pad(grid(height, width, place), (0, 1))

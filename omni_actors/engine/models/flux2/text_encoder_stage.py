@@ -1,0 +1,104 @@
+"""FLUX.2's text encoder: prompts to the states of three of Qwen3's layers, side by side.
+
+The model was trained with prompts that are filled up to 512 tokens, and takes the states of the filling, too, which
+attend to the prompt and not to each other. Causal attention without a mask, as vLLM has it, would give others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, Qwen3Model
+
+from omni_actors.config.checks import check_parameters
+from omni_actors.engine.models.flux2.layout import MAX_TOKENS
+from omni_actors.engine.models.pictures import NEGATIVE_STATES, NEGATIVE_TOKENS, STATES
+from omni_actors.engine.models.pictures.vae_stage import MAX_STEPS, OneStepStage
+from omni_actors.engine.models.placeholder import picture_spec
+from omni_actors.engine.rows import to_torch
+from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionStream, KnownJobs
+from omni_actors.errors import InvalidPayload, PromptTooLong, StartupError
+from omni_actors.protocol.fields import DType
+from omni_actors.stage.engine_interface import StageInputs, StageRequest
+
+LAYERS = (9, 18, 27)  # before which the states are taken
+ACTIVATIONS = 16  # of a step, in values of the width of the gated layer per token
+
+
+class Flux2TextEncoder(OneStepStage):
+    """Token ids to states f32 [512, 3 * width], as transformers computes them."""
+
+    def load(self, *, dummy: bool) -> None:
+        """Load what is below the last of the layers.
+
+        Raises:
+            StartupError: the weights cannot be read, or there are too few layers.
+        """
+        folder = self.folder / "text_encoder"
+        config = AutoConfig.from_pretrained(folder)
+        if config.num_hidden_layers < LAYERS[-1]:
+            raise StartupError(f"The text encoder has {config.num_hidden_layers} layers; {LAYERS[-1]} are needed.")
+        config.num_hidden_layers, config.layer_types = LAYERS[-1], config.layer_types[: LAYERS[-1]]
+        self._inner: int = config.intermediate_size
+        if dummy:
+            with torch.random.fork_rng(), self.device:
+                torch.manual_seed(0)
+                model = Qwen3Model._from_config(config, dtype=self.dtype)
+        else:
+            try:
+                model = Qwen3Model.from_pretrained(folder, config=config, dtype=self.dtype)
+            except (OSError, ValueError, RuntimeError) as error:
+                raise StartupError(f"The text encoder in {folder} cannot be loaded: {error}") from error
+        model.norm = nn.Identity()  # the states are those before it
+        self._model = model.to(self.device).requires_grad_(False).eval()
+        self._filling: int = AutoTokenizer.from_pretrained(self.folder / "tokenizer").pad_token_id
+
+    def warm_up(self) -> None:
+        """Encode a prompt."""
+        self.encode(torch.zeros(2, dtype=torch.int64, device=self.device))
+
+    def open(self, request: StageRequest, inputs: StageInputs) -> DiffusionStream:
+        """Check the token ids of a prompt, and of the negative prompt if there is one."""
+        check_parameters("text_encoder", self.facts.parameters, request.params)
+        jobs = [self._job(inputs.token_ids, STATES)]
+        if (negative := inputs.tensors.get(NEGATIVE_TOKENS)) is not None:
+            negative.validate(NEGATIVE_TOKENS)
+            if negative.dtype is not DType.I64 or len(negative.shape) != 1:
+                raise InvalidPayload(f"{NEGATIVE_TOKENS} needs i64 [tokens].")
+            jobs.append(self._job(to_torch(negative, NEGATIVE_TOKENS).tolist(), NEGATIVE_STATES))
+        return KnownJobs(jobs, len(inputs.token_ids))
+
+    def _job(self, token_ids: Sequence[int], name: str) -> DiffusionJob:
+        vocabulary: int = self._model.config.vocab_size
+        if len(token_ids) > MAX_TOKENS:
+            raise PromptTooLong(f"The prompt has {len(token_ids)} tokens; at most {MAX_TOKENS} fit.")
+        if not token_ids or not all(0 <= token < vocabulary for token in token_ids):
+            raise InvalidPayload(f"The prompt needs token ids from 0 to {vocabulary - 1}.")
+        needed = MAX_TOKENS * self._inner * ACTIVATIONS * self.dtype.itemsize
+        given = torch.tensor(list(token_ids), dtype=torch.int64)
+        return DiffusionJob((given, name), 1, needed, needed, held_bytes=8 * len(token_ids), tokens=MAX_TOKENS)
+
+    def compute(self, given: torch.Tensor, detail: str) -> dict[str, torch.Tensor]:
+        """The states of a prompt, by the name that `detail` is."""
+        return {detail: self.encode(given)}
+
+    @torch.inference_mode()
+    def encode(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The states [512, 3 * width] of token ids i64 [tokens]."""
+        missing = MAX_TOKENS - len(token_ids)
+        filled = nn.functional.pad(token_ids, (0, missing), value=self._filling)
+        shown = nn.functional.pad(torch.ones_like(token_ids), (0, missing))
+        states = self._model(
+            input_ids=filled[None], attention_mask=shown[None], output_hidden_states=True, use_cache=False
+        ).hidden_states
+        return torch.cat([states[layer][0] for layer in LAYERS], -1)
+
+
+SPEC = picture_spec(
+    "flux2.text_encoder_stage.Flux2TextEncoder",
+    "num_key_value_heads",
+    MAX_STEPS,
+    {"max_num_seqs": 8, "max_num_batched_tokens": 4 * MAX_TOKENS},
+)

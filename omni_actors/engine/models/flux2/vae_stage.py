@@ -1,0 +1,58 @@
+"""FLUX.2's last stage: latents f32 [channels, height, width] to pictures u8 [16 * height, 16 * width, 3]."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from omni_actors.engine.models.flux2.layout import LATENT_PIXELS
+from omni_actors.engine.models.pictures.vae_stage import PictureVae, VaeStage, vae_spec
+from omni_actors.engine.models.pictures.weights import PartConfig
+from omni_actors.errors import ConfigError
+
+EDGE = 2  # the VAE's own latent pixels along an edge of one of the denoising stage's
+
+
+class Flux2Vae(PictureVae):
+    """The VAE, whose latents are normed by statistics among its weights."""
+
+    class_name = "AutoencoderKLFlux2"
+    latent_pixels = multiple = LATENT_PIXELS
+
+    def configure(self, config: PartConfig) -> None:
+        """Take the sizes."""
+        config.expect(patch_size=[EDGE, EDGE])
+        blocks: list[int] = config.get("block_out_channels", [64])
+        if EDGE * 2 ** (len(blocks) - 1) != LATENT_PIXELS:
+            raise ConfigError(f"The checkpoint's VAE has {len(blocks)} blocks; FLUX.2's has 4.")
+        self.channels = EDGE**2 * config["latent_channels"]
+        self.width = max(blocks[0], (config.get("decoder_block_out_channels") or blocks)[0])
+        self._eps: float = config.get("batch_norm_eps", 1e-4)
+
+    def encode(self, levels: torch.Tensor) -> torch.Tensor:
+        """The mean of a picture's latents."""
+        mean, spread = self._scaling(levels)
+        latents: torch.Tensor = self.model.encode(levels[None]).latent_dist.mode()[0]
+        return (F.pixel_unshuffle(latents, EDGE) - mean) / spread
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """The picture [3, height, width] from -1 to 1."""
+        mean, spread = self._scaling(latents)
+        given = F.pixel_shuffle(latents * spread + mean, EDGE)
+        picture: torch.Tensor = self.model.decode(given[None], return_dict=False)[0][0]
+        return picture
+
+    def _scaling(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and spread of each channel."""
+        norm = self.model.bn
+        mean, spread = norm.running_mean, torch.sqrt(norm.running_var + self._eps)
+        return mean.view(-1, 1, 1).to(like.dtype), spread.view(-1, 1, 1).to(like.dtype)
+
+
+class Flux2VaeStage(VaeStage):
+    """Decodes."""
+
+    vae_class = Flux2Vae
+
+
+SPEC = vae_spec("flux2.vae_stage.Flux2VaeStage", "num_key_value_heads", LATENT_PIXELS)

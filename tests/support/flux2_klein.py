@@ -1,0 +1,85 @@
+"""Pictures wanted of FLUX.2 klein, and what diffusers makes of the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from omni_actors.engine.rows import to_host
+from omni_actors.stage.engine_interface import StageInputs
+from tests.support.picture_wishes import Wish, levels
+from tests.support.reference import one_thread
+
+if TYPE_CHECKING:
+    from diffusers import Flux2KleinPipeline
+
+# Sizes and steps of all kinds; pictures made of none, one and two others. Guidance is for checkpoints that have it.
+WISHES = (
+    Wish("fox", "A red fox in the snow", 64, 96, 4, 1.0),
+    Wish("ship", "the blue ship", 128, 64, 1, 5.0),
+    Wish("x", "x", 32, 32, 50, 1.0, previews=2),
+    Wish("one", "make it blue", 96, 64, 4, 4.0, references=((161, 128, 3),)),
+    Wish("two", "all of them", 64, 64, 2, 1.0, references=((70, 90, 3), (200, 77, 3))),
+)
+
+
+class Painter:
+    """diffusers' pipeline, with noise from the seed of a wish."""
+
+    def __init__(self, pipeline: Flux2KleinPipeline) -> None:
+        self.pipeline = pipeline
+        pipeline.set_progress_bar_config(disable=True)
+
+    def paint(self, wish: Wish, kind: str) -> Any:
+        """The latents as the VAE has them (`latent`), or the picture, 0 to 1 [height, width, 3] (`np`)."""
+        with one_thread():
+            return self.pipeline(
+                wish.pictures or None,
+                wish.prompt,
+                width=wish.width,
+                height=wish.height,
+                num_inference_steps=wish.steps,
+                guidance_scale=wish.guidance,
+                generator=torch.Generator().manual_seed(wish.seed),
+                output_type=kind,
+            ).images[0]
+
+    def latents(self, wish: Wish) -> torch.Tensor:
+        latents = self.pipeline._patchify_latents(self.paint(wish, "latent")[None])
+        return self._normed(latents)
+
+    def _normed(self, latents: torch.Tensor) -> torch.Tensor:
+        norm = self.pipeline.vae.bn
+        mean, spread = norm.running_mean, torch.sqrt(norm.running_var + self.pipeline.vae.config.batch_norm_eps)
+        return ((latents - mean.view(1, -1, 1, 1)) / spread.view(1, -1, 1, 1))[0]
+
+    def pixels(self, wish: Wish) -> np.ndarray:
+        return levels(self.paint(wish, "np"))
+
+    @torch.no_grad()
+    def encoded(self, levels: torch.Tensor) -> torch.Tensor:
+        """The latents [channels, height, width] of a picture [3, height, width], -1 to 1."""
+        encoded: torch.Tensor = self.pipeline._encode_vae_image(levels[None], torch.Generator())[0]
+        return encoded
+
+    def references(self, wish: Wish) -> list[torch.Tensor]:
+        """The latents of the pictures that a wish is made of."""
+        processor, found = self.pipeline.image_processor, []
+        for picture in wish.pictures:
+            width, height = (edge // 16 * 16 for edge in picture.size)
+            found.append(self.encoded(processor.preprocess(picture, height=height, width=width, resize_mode="crop")[0]))
+        return found
+
+    @torch.no_grad()
+    def states(self, prompt: str) -> torch.Tensor:
+        """The states [512, 3 * width] of a prompt."""
+        states: torch.Tensor = self.pipeline.encode_prompt(prompt)[0][0]
+        return states
+
+    def inputs(self, wish: Wish) -> StageInputs:
+        """What the encoders send for a wish."""
+        tensors = {"states": self.states(wish.prompt), "negative_states": self.states("")}
+        tensors |= {f"reference_{index}": latents for index, latents in enumerate(self.references(wish))}
+        return StageInputs(tensors={name: to_host(tensor) for name, tensor in tensors.items()})
