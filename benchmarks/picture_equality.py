@@ -38,6 +38,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import workload  # noqa: E402
 
+from omni_actors.engine.models.flux2 import dit_stage as flux2_stage  # noqa: E402
+from omni_actors.engine.models.flux2.dit import Flux2Condition, Flux2Network  # noqa: E402
 from omni_actors.engine.models.pictures.denoising import (  # noqa: E402
     Denoiser,
     FlowSchedule,
@@ -50,7 +52,7 @@ from omni_actors.engine.models.pictures.denoising import (  # noqa: E402
 from omni_actors.engine.models.qwen_image.dit import Condition, Prefix, QwenImageNetwork  # noqa: E402
 from omni_actors.engine.models.qwen_image.vae import QwenImageVae  # noqa: E402
 from omni_actors.engine.models.z_image.dit import ZImageNetwork  # noqa: E402
-from tools.checkpoints.pictures import QWEN_IMAGE, Z_IMAGE  # noqa: E402
+from tools.checkpoints.pictures import FLUX2_KLEIN, QWEN_IMAGE, Z_IMAGE  # noqa: E402
 
 SIZES = {"tiny": ((64, 96), (128, 64), (96, 96)), "published": ((512, 512), (256, 384), (512, 768))}  # height, width
 PROMPTS = (40, 77, 100)  # tokens
@@ -214,6 +216,48 @@ class QwenImage(Family):
         return picture
 
 
+class Flux2Klein(Family):
+    """FLUX.2 klein."""
+
+    latent_pixels = 16
+    branches = ("attn.to_out", "attn.to_add_out", "linear_out")
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.config = Flux2Network.read_config(written_config(self.reference))
+        self.text_width, self.channels = self.config.text_width, self.config.channels
+        self.pipeline = FLUX2_KLEIN.pipeline_of(self.reference, self.vae)
+        self.pipeline.set_progress_bar_config(disable=True)
+
+    def denoiser(self) -> Denoiser:
+        schedule = FlowSchedule.from_config(
+            self.pipeline.scheduler.config, rising=False, log_shift=flux2_stage.log_shift
+        )
+        return Denoiser(self.network(lambda: Flux2Network(self.config)), schedule)
+
+    def spec(self, wanted: Wanted) -> PictureSpec:
+        size = wanted.height // 16, wanted.width // 16
+        return PictureSpec(size, wanted.steps, wanted.seed, Flux2Condition(wanted.states))
+
+    def paint(self, transformer: Any, vae: Any, wanted: Wanted, noise: torch.Tensor) -> torch.Tensor:
+        pipeline, dtype = self.pipeline, next(transformer.parameters()).dtype
+        pipeline.register_modules(transformer=transformer, vae=vae)
+        latents: torch.Tensor = pipeline(
+            prompt_embeds=wanted.states[None].to(self.device, dtype), height=wanted.height, width=wanted.width,
+            num_inference_steps=wanted.steps, guidance_scale=1.0, latents=noise[None].to(self.device, dtype),
+            output_type="latent",
+        ).images[0]  # fmt: skip
+        return latents  # as the VAE has them, which `decode` takes
+
+    def decode(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        if len(latents) == self.channels:  # ours, as the network has them
+            mean, spread = (each.view(-1, 1, 1).to(latents) for each in (vae.bn.running_mean, vae.bn.running_var))
+            spread = torch.sqrt(spread + vae.config.batch_norm_eps)
+            latents = torch.nn.functional.pixel_shuffle(latents * spread + mean, 2)
+        picture: torch.Tensor = vae.decode(latents[None], return_dict=False)[0][0]
+        return picture
+
+
 def written_config(model: Any) -> dict[str, Any]:
     """What diffusers would write to config.json."""
     written: dict[str, Any] = json.loads(model.to_json_string())
@@ -232,9 +276,16 @@ def drawn(model: Any, branches: Sequence[str], layers: int) -> Any:
     return model.eval().requires_grad_(False)
 
 
+FAMILIES = {
+    "z-image": (ZImage, Z_IMAGE),
+    "qwen-image": (QwenImage, QWEN_IMAGE),
+    "flux2-klein": (Flux2Klein, FLUX2_KLEIN),
+}
+
+
 def family(model: str, size: str, device: torch.device, dtype: torch.dtype) -> Family:
     """The parts of a model; its weights can be written in bfloat16, whatever their type."""
-    chosen, module = {"z-image": (ZImage, Z_IMAGE), "qwen-image": (QwenImage, QWEN_IMAGE)}[model]
+    chosen, module = FAMILIES[model]
     if size == "tiny":
         parts = module.tiny_transformer().to(device), module.tiny_vae().to(device)
     else:
@@ -332,7 +383,7 @@ def compared(models: Family, denoiser: Denoiser, options: argparse.Namespace, st
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Measures, prints the table, and returns its rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["z-image", "qwen-image"], default="z-image")
+    parser.add_argument("--model", choices=list(FAMILIES), default="z-image")
     parser.add_argument("--size", choices=list(SIZES), default="tiny", help="of the networks, and of the pictures")
     parser.add_argument("--steps", type=int, nargs="+", default=[8])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
