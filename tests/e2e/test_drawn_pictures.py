@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -23,17 +24,19 @@ from omni_actors.stage.engine_interface import (
     StageRequest,
     StreamEvent,
 )
-from tests.support import drawn_sizes, qwen_image, z_image_engine
+from tests.support import drawn_sizes, flux2_klein, qwen_image, z_image_engine
 from tests.support.drawn_sizes import DRAWS, draw_text
 from tests.support.picture_wishes import Wish, engine, equal, request, run
-from tools.checkpoints.pictures import QWEN_IMAGE, Z_IMAGE
+from tools.checkpoints.pictures import FLUX2_KLEIN, QWEN_IMAGE, Z_IMAGE
 
 pytestmark = pytest.mark.e2e
 
-Painter = z_image_engine.Painter | qwen_image.Painter
+Painter = z_image_engine.Painter | qwen_image.Painter | flux2_klein.Painter
 
 
-def wishes(generator: Random, step: int, guidance: Sequence[float], *, edits: bool) -> list[Wish]:
+def wishes(
+    generator: Random, step: int, guidance: Sequence[float], *, edits: bool, channels: Sequence[int] = (3, 4)
+) -> list[Wish]:
     """Three pictures, whose sides are multiples of `step`, one of them made from others if `edits`."""
     made = []
     for number, strength in enumerate(guidance):
@@ -41,7 +44,7 @@ def wishes(generator: Random, step: int, guidance: Sequence[float], *, edits: bo
         references: tuple[tuple[int, int, int], ...] = ()
         if edits and number == 1:
             references = tuple(
-                (generator.randrange(40, 160), generator.randrange(40, 160), generator.choice((3, 4)))
+                (generator.randrange(64, 160), generator.randrange(64, 160), generator.choice(channels))
                 for _ in range(generator.choice((1, 2)))
             )
         steps, text = generator.choice((1, 4, 9, 20)), draw_text(generator, range(1, 12))
@@ -129,3 +132,35 @@ def test_qwen_image_equals_diffusers(draw: str, tmp_path: Path) -> None:
         encoder.start(StageRequest("r", StageParams(), seed=0), StageInputs(tensors={"picture_0": to_host(pixels)}))
         made = states_of(run(encoder))["r"]["reference_0"]
     close(made, painter.encoded(pixels.permute(2, 0, 1).float() / 255 * 2 - 1), "reference")
+
+
+@DRAWS
+def test_flux2_equals_diffusers(draw: str, tmp_path: Path) -> None:
+    generator = Random(f"flux2 {draw}")
+    sizes, seed = drawn_sizes.flux2_sizes(generator), generator.randrange(1 << 31)
+    wanted = wishes(generator, 16, (1.0, 4.0, 2.0), edits=True, channels=(3,))
+    print(seed, sizes, wanted)
+    pipeline = FLUX2_KLEIN.tiny_pipeline(seed, sizes=sizes)
+    pipeline.register_to_config(is_distilled=False)
+    pipeline.save_pretrained(tmp_path)
+    painter = flux2_klein.Painter(pipeline)
+    check_pictures(tmp_path, painter, wanted)
+
+    with running(engine(tmp_path, "text_encoder")) as encoder:
+        for wish in wanted:
+            text, negative = (token_ids(pipeline.tokenizer, prompt) for prompt in (wish.prompt, ""))
+            tensors = {"negative_token_ids": to_host(torch.tensor(negative))}
+            encoder.start(StageRequest(wish.name, StageParams(), seed=0), StageInputs(text, tensors))
+        streams = [event for event in run(encoder) if isinstance(event, StreamEvent)]
+    for wish in wanted:
+        made = [tensors for each in streams if each.request_id == wish.name for tensors in each.tensors.items()]
+        for name, states in made:
+            close(to_torch(states), painter.states("" if name == "negative_states" else wish.prompt), wish.name)
+        assert [name for name, _ in made] == ["states", "negative_states"]
+
+
+def token_ids(tokenizer: Any, text: str) -> list[int]:
+    message = [{"role": "user", "content": text}]
+    written = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    found: list[int] = tokenizer(written)["input_ids"]
+    return found

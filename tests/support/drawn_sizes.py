@@ -157,3 +157,22 @@ def qwen_image_sizes(generator: Random) -> Sizes:
         vision_width=choice((32, 64)),
         vision_heads=choice((2, 4)),
     )
+
+
+def flux2_sizes(generator: Random) -> Sizes:
+    choice = generator.choice
+    heads, kv_heads = _heads(generator)
+    latent_channels = choice((4, 8))
+    return dict(
+        channels=4 * latent_channels,
+        latent_channels=latent_channels,
+        heads=choice((2, 3, 4)),
+        axes=choice(((8, 8, 8, 8), (4, 12, 12, 4), (16, 16, 16, 16))),
+        layers=choice((1, 2, 3)),
+        single_layers=choice((1, 2, 4)),
+        vae_widths=choice(((8, 8, 16, 16), (8, 16, 16, 32))),
+        text_width=choice((64, 96, 128)),
+        text_heads=heads,
+        text_kv_heads=kv_heads,
+        text_layers=choice((28, 29, 31)),
+    )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WISHES = (
     Wish("fox", "A red fox in the snow", 64, 96, 4, 1.0),
     Wish("ship", "the blue ship", 128, 64, 1, 5.0),
-    Wish("x", "x", 32, 32, 50, 1.0, previews=2),
+    Wish("x", "x", 32, 32, 12, 1.0, previews=2),
     Wish("one", "make it blue", 96, 64, 4, 4.0, references=((161, 128, 3),)),
     Wish("two", "all of them", 64, 64, 2, 1.0, references=((70, 90, 3), (200, 77, 3))),
 )

@@ -82,6 +82,7 @@ class PictureFamily:
         """Returns the part that reads prompts, by its folder: a tokenizer, or a processor of pictures, too."""
         layout = self.omni.layout(self.omni.published if published else self.omni.tiny_sizes())
         tokenizer = make_tokenizer(layout)
+        tokenizer.chat_template += self.family.table.get("template_end", "")
         if self.omni is QWEN2_5_OMNI:
             return {"tokenizer": tokenizer}
         from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor

@@ -23,7 +23,15 @@ from omni_actors.engine.models.qwen_image.dit_stage import QwenImageDit
 from omni_actors.engine.models.z_image.dit_stage import ZImageDit
 from omni_actors.engine.rows import to_host, to_torch
 from omni_actors.engine.workers.diffusion import StepResult
-from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, ModelOutputInvalid, OmniError, StartupError
+from omni_actors.errors import (
+    ConfigError,
+    InvalidPayload,
+    InvalidRequest,
+    ModelOutputInvalid,
+    OmniError,
+    PromptTooLong,
+    StartupError,
+)
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import (
     EngineEvent,
@@ -267,6 +275,39 @@ def test_bad_input_of_qwen_image_is_refused_and_leaves_nothing_behind(qwen, chan
     assert not any(qwen.dit.counts().values())
 
 
+@pytest.mark.parametrize(
+    ("stage", "tensors", "message"),
+    [
+        ("dit", {"reference_0": torch.zeros(4, 8, 8)}, r"\[16, height, width\]"),
+        ("dit", {"states": torch.zeros(3, 64)}, r"\[n >= 1, 192\]"),
+        ("vae_encoder", {"picture_0": torch.zeros(32, 32, 4, dtype=torch.uint8)}, r"\[height, width, 3\]"),
+        ("vae_encoder", {"picture_0": torch.zeros(32, 40, 3, dtype=torch.uint8)}, "multiples of 16"),
+        ("text_encoder", {"negative_token_ids": torch.zeros(3)}, r"i64 \[tokens\]"),
+        ("text_encoder", {"negative_token_ids": torch.tensor([512])}, "from 0 to 511"),
+        ("text_encoder", {"negative_token_ids": torch.zeros(513, dtype=torch.int64)}, "at most 512"),
+    ],
+)
+def test_bad_input_of_flux2_is_refused_and_leaves_nothing_behind(flux2, stage, tensors, message):
+    used = flux2.dit if stage == "dit" else flux2.engine(stage)
+    given = {name: to_host(tensor) for name, tensor in tensors.items()}
+    given = {**flux2.painter.inputs(flux2.wishes[0]).tensors, **given} if stage == "dit" else given
+    with pytest.raises((InvalidPayload, PromptTooLong), match=message):
+        used.start(
+            request(flux2.wishes[0]) if stage == "dit" else StageRequest("r", StageParams(), seed=0),
+            StageInputs([1], given),
+        )
+    assert not any(used.counts().values())
+
+
+def test_a_distilled_checkpoint_ignores_guidance(flux2, tiny_flux2_klein):
+    distilled, fox = engine(tiny_flux2_klein, "dit"), flux2.wishes[0]
+    (about,) = [one.about for one in distilled.facts.parameters if one.name == "guidance_scale"]
+    assert "ignored" in about
+    distilled.start(request(fox, guidance_scale=4.0), flux2.painter.inputs(fox))
+    assert close(latents_of(run(distilled), fox.name), flux2.painter.latents(fox))
+    distilled.shutdown()
+
+
 # -- pictures made from others ----------------------------------------------------------------------------------------
 
 
@@ -369,26 +410,27 @@ def test_an_edit_that_ends_while_it_is_prepared_leaves_nothing_and_the_others_go
 # -- from pictures and to pictures ------------------------------------------------------------------------------------
 
 
-def encode(qwen: Family, pictures: dict[str, torch.Tensor]) -> list[EngineEvent]:
+def encode(family: Family, pictures: dict[str, torch.Tensor]) -> list[EngineEvent]:
     inputs = StageInputs(tensors={name: to_host(pixels) for name, pixels in pictures.items()})
-    encoder = qwen.engine("vae_encoder")
+    encoder = family.engine("vae_encoder")
     encoder.start(StageRequest("edit", StageParams(), seed=0), inputs)
     return run(encoder)
 
 
-def test_the_vae_encoder_makes_the_latents_of_diffusers_picture_by_picture(qwen):
-    noise, large = torch.Generator().manual_seed(0), qwen_image.REFERENCE_SIZE
+@pytest.mark.parametrize(("name", "channels"), [("qwen_image", 4), ("flux2_klein", 3)])
+def test_the_vae_encoder_makes_the_latents_of_diffusers_picture_by_picture(families, name, channels):
+    noise, large, family = torch.Generator().manual_seed(0), qwen_image.REFERENCE_SIZE, families[name]
     pictures = {
-        f"picture_{index}": torch.randint(0, 256, (*size, 4), generator=noise, dtype=torch.uint8)
+        f"picture_{index}": torch.randint(0, 256, (*size, channels), generator=noise, dtype=torch.uint8)
         for index, size in enumerate([(96, 64), (large, large), (64, 32)])
     }
-    events = encode(qwen, pictures)
+    events = encode(family, pictures)
     streams = [event for event in events if isinstance(event, StreamEvent)]
     assert [event.final for event in streams] == [False, False, True]
     found = {name: to_torch(tensor) for event in streams for name, tensor in event.tensors.items()}
     for index, pixels in enumerate(pictures.values()):
         levels = pixels.permute(2, 0, 1).float() / 255 * 2 - 1
-        assert close(found.pop(f"reference_{index}"), qwen.painter.encoded(levels))
+        assert close(found.pop(f"reference_{index}"), family.painter.encoded(levels))
     assert not found
     assert isinstance(events[-1], FinishedEvent)
 
@@ -443,13 +485,20 @@ def test_the_vae_refuses_latents_that_are_not_its_own(z_image, latents, message)
         decoded(z_image.engine("vae"), latents)
 
 
-def test_stages_without_weights_make_pictures_all_the_same(z_image):
+@pytest.mark.parametrize("name", ["z_image", "flux2_klein"])
+def test_stages_without_weights_make_pictures_all_the_same(families, name):
     # That is how a GPU is measured without a published checkpoint.
-    dit, fox = z_image.engine("dit", load_format="dummy"), z_image.wishes[0]
-    ask(dit, z_image, fox)
+    family = families[name]
+    dit, fox = family.engine("dit", load_format="dummy"), family.wishes[0]
+    ask(dit, family, fox)
     latents = latents_of(run(dit), fox.name)
     assert latents.std() > 0.1
-    assert isinstance(decoded(z_image.engine("vae", load_format="dummy"), latents)[0], ImageEvent)
+    assert isinstance(decoded(family.engine("vae", load_format="dummy"), latents)[0], ImageEvent)
+    if name == "flux2_klein":
+        encoder = family.engine("text_encoder", load_format="dummy")
+        encoder.start(StageRequest("r", StageParams(), seed=0), StageInputs([1, 2, 3]))
+        (stream,) = [event for event in run(encoder) if isinstance(event, StreamEvent)]
+        assert to_torch(stream.tensors["states"]).shape == (512, 192)
 
 
 @pytest.mark.parametrize(

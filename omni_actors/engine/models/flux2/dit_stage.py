@@ -54,8 +54,8 @@ class Flux2Dit(DenoisingStage):
         return FlowSchedule.from_config(config, rising=False, log_shift=log_shift)
 
     def warm_up_condition(self) -> Flux2Condition:
-        """A prompt of two tokens."""
-        return Flux2Condition(torch.zeros(2, self.config.text_width))
+        """A prompt, which has as many tokens as any."""
+        return Flux2Condition(torch.zeros(layout.MAX_TOKENS, self.config.text_width))
 
     def conditions(self, inputs: StageInputs, guidance: float) -> tuple[Flux2Condition, Flux2Condition | None, float]:
         """The prompt, and with guidance the negative prompt, which refers to the same pictures."""

@@ -38,8 +38,8 @@ class Flux2TextEncoder(OneStepStage):
         """
         folder = self.folder / "text_encoder"
         config = AutoConfig.from_pretrained(folder)
-        if config.num_hidden_layers < LAYERS[-1]:
-            raise StartupError(f"The text encoder has {config.num_hidden_layers} layers; {LAYERS[-1]} are needed.")
+        if config.num_hidden_layers <= LAYERS[-1]:
+            raise StartupError(f"The text encoder has {config.num_hidden_layers} layers, not more than {LAYERS[-1]}.")
         config.num_hidden_layers, config.layer_types = LAYERS[-1], config.layer_types[: LAYERS[-1]]
         self._inner: int = config.intermediate_size
         if dummy:

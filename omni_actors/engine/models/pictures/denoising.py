@@ -62,7 +62,7 @@ class Attention(Protocol):
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on the device, from the CPU through pinned memory: any other copy waits for all work queued there."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
