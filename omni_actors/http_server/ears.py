@@ -71,14 +71,21 @@ class Ears:
 
     async def text(self, sound: Mapping[str, Any], **options: Any) -> str:
         """What is said in the part of a message that is a sound. Raises `OmniError`."""
+        return await asyncio.shield(self.listen(sound, {}, options))  # another request may wait for the same text
+
+    def listen(
+        self, sound: Mapping[str, Any], about: Mapping[str, str], options: Mapping[str, Any]
+    ) -> asyncio.Task[str]:
+        """Have a sound written down, once: `text` has the result. `about` is what `to_write_down` takes."""
         digest = _digest(sound["audio"])
         task = self._texts.get(digest)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._texts[digest] = asyncio.create_task(self._write_down(sound, options), name="transcript")
+            task = asyncio.create_task(self._write_down(sound, about, options), name="transcript")
+            self._texts[digest] = task
         self._texts.move_to_end(digest)
         while len(self._texts) > KEPT and self._texts[next(iter(self._texts))].done():
             self._texts.popitem(last=False)
-        return await asyncio.shield(task)  # another request may wait for the same text
+        return task
 
     async def words(self, samples: numpy.ndarray, rate: int, text: str, **options: Any) -> Sequence[WordTime]:
         """When the words of a text are said in a sound f32 [n]; none if this pipeline does not know that.
@@ -100,28 +107,30 @@ class Ears:
         seconds = len(samples) / rate
         return [WordTime(one.word, min(one.start, seconds), min(one.end, seconds), one.place) for one in found]
 
-    async def _write_down(self, sound: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-        answer = await self.client.generate(**to_write_down(sound, await self.describe()), **options)
-        return answer.text.strip() or NOTHING
+    async def _write_down(self, sound: Mapping[str, Any], about: Mapping[str, str], options: Mapping[str, Any]) -> str:
+        answer = await self.client.generate(**to_write_down(sound, await self.describe(), **about), **options)
+        return (about.get("begun", "") + answer.text).strip() or NOTHING
 
 
 def to_write_down(
-    sound: Mapping[str, Any], description: Description, language: str | None = None, prompt: str = ""
+    sound: Mapping[str, Any], description: Description, language: str = "", prompt: str = "", begun: str = ""
 ) -> dict[str, Any]:
     """What `AsyncOmniClient.submit` takes to have a sound, a part of a message, written down by a pipeline.
 
     Args:
         language: of the sound, if it is known.
         prompt: what was said before, or how names are spelt.
+        begun: how its text begins, which a model of hearing goes on with.
     """
     request: dict[str, Any] = {
         "modalities": ["text"],
         "params": {description.outputs.get("text", ""): StageParams(temperature=0.0)},
     }
     if description.hearing is None:
-        return {**request, "prompt": about_sound(sound, transcription_question(language, prompt))}
+        return {**request, "prompt": about_sound(sound, transcription_question(language or None, prompt))}
     told = {"additional_information": {LANGUAGE: language}} if language else {}
-    return {**request, **told, "prompt": about_sound(sound, None, prompt)}
+    said = [{"role": "assistant", "content": begun}] if begun else []
+    return {**request, **told, "prompt": [*about_sound(sound, None, prompt), *said]}
 
 
 def about_sound(sound: Mapping[str, Any], question: str | None, prompt: str = "") -> list[dict[str, Any]]:

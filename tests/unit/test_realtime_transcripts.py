@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.realtime.config import Event, ServerVad, Transcription
+from omni_actors.http_server.realtime.conversation import TurnText, agreed
 from omni_actors.http_server.realtime.session import Ask, Send, Transcribe
 from tests.support.realtime import SECOND, Talk, error_of, kinds
 
@@ -95,3 +100,56 @@ def test_a_turn_that_is_gone_is_not_written_down() -> None:
     assert not transcripts.delta(turn.item_id, "Sea")
     assert not transcripts.completed(turn.item_id, "Sea", USAGE)
     assert not transcripts.failed(turn.item_id, HttpError(500, "No."))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "same"),
+    [
+        ("", "The capital of", ""),
+        ("The cap.", "The capital of", "The"),
+        ("The capital.", "The capital of Italy", "The capital"),  # a point at the end of what was heard so far
+        ("The capital of", "The capital of.", "The capital"),  # the last word may go on, whatever is behind it
+        ("The capital of", "The Capitol of Italy", "The"),
+        ("It's 3.5 per", "It's 3.5 percent", "It's 3.5"),
+        ("今天天", "今天天气好", "今天天"),
+        ("今天。", "今天天。", "今天"),
+        ("Größe?", "Größe? Ja", "Größe?"),
+        (" Well", " Well then", " Well"),
+        ("...", "...", ""),
+    ],
+)
+def test_what_two_transcripts_of_a_growing_sound_agree_on(before: str, now: str, same: str) -> None:
+    assert agreed(before, now) == same
+
+
+TEXTS = st.text(st.sampled_from("ab天.' "), max_size=12)
+
+
+@given(st.lists(st.tuples(TEXTS, st.sampled_from(["English", "Thai"]))))
+def test_nothing_that_is_said_for_sure_is_taken_back(transcripts: list[tuple[str, str]]) -> None:
+    said, deltas = TurnText("item"), []
+    for rest, language in transcripts:
+        known = said.text
+        deltas.append(said.add(rest, language))
+        assert (known + rest).startswith(said.text)
+        assert said.text == "".join(deltas)
+
+
+def test_words_are_not_sure_before_their_language_is() -> None:
+    said = TurnText("item")
+    steps = [("So far", "English"), ("So far so", "Danish"), ("So far so good", "Danish"), (" good it", "")]
+    assert [said.add(*step) for step in steps] == ["", "", "So far so", " good"]
+    assert (said.text, said.language) == ("So far so good", "Danish")
+
+
+def test_a_turn_that_is_to_be_written_down_is_known_while_it_is_spoken() -> None:
+    talk = Talk(vad=ServerVad(silence_duration_ms=64, prefix_padding_ms=0), transcription=Transcription(language="en"))
+    talk.hear(0.0)
+    assert talk.session.spoken is None
+    (started,) = talk.hear(0.9, windows=3)
+    assert talk.session.spoken == (Transcribe(started["item_id"], Transcription(language="en")), 768)
+    talk.hear(0.0, windows=4)
+    assert talk.session.spoken is None
+    talk.send("session.update", session={"type": "realtime", "audio": {"input": {"transcription": None}}})
+    talk.hear(0.9, windows=3)
+    assert talk.session.spoken is None, "nobody reads it"

@@ -78,6 +78,7 @@ NORMAL, GOING_AWAY = 1000, 1001  # codes that close a WebSocket
 LEFT = (1000, 1005)  # codes of clients that have closed it: without an error, or without a code
 ABNORMAL = 1006
 EARLY_SECONDS = 1.0  # that an answer is kept whose turn may not be over
+TURNS_IN_LINE = 16  # of a model that writes them down one after the other
 INTERNAL = "Internal error: see the server's log."
 INTERRUPTIONS = ("turn_detected", "client_cancelled")
 
@@ -177,7 +178,7 @@ class SessionConnection:
         self._outbox = Outbox(line.send, state.settings.write_timeout, self._keeper, told)
         if line.speaker is not None:
             line.speaker.tell = self._outbox.put
-        self._transcriber = Transcriber(session.transcripts, self._outbox, self._asker)
+        self._transcriber = Transcriber(session, self._outbox, self._asker)
         self._activity: VoiceActivity | None = None
         self._heard = 0  # position up to which it was given the sound
         self._answers: dict[str, asyncio.Task[None]] = {}
@@ -293,6 +294,7 @@ class SessionConnection:
     def _on_windows(self, windows: Sequence[SpeechWindow], late: float) -> None:
         """Take what was found in sound, and how late that is."""
         self._carry_out(self._session.detect(windows))
+        self._transcriber.listen()
         self._account()
         self._state.realtime.meters.histogram(REALTIME_LAG).observe(late)
 
@@ -320,7 +322,7 @@ class SessionConnection:
                         self._outbox.put(config.event("output_audio_buffer.cleared", response_id=response_id))
                         self._carry_out(self._session.cut(item_id, played))
                 case Transcribe():
-                    self._transcriber.waiting.put_nowait(instruction)
+                    self._transcriber.add(instruction)
                 case Ask():
                     self._ask(instruction)
 
@@ -481,7 +483,7 @@ def begun(
         voice_aliases=state.voice_aliases(description.voices),
         stages=tuple(dict.fromkeys(status.stage for status in description.stages)),
         speaks="audio" in description.modalities and description.sample_rate == RATE,
-        max_audios=description.max_media.get("audio"),
+        max_audios=TURNS_IN_LINE if description.hearing is not None else description.max_media.get("audio"),
         max_images=min(settings.media_parts, description.max_media.get("image", settings.media_parts)),
         called=called,
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -389,6 +391,45 @@ def prompt_of(instructions: str, items: Iterable[AnyItem]) -> Sequence[dict[str,
 # ---------------------------------------------------------------------------------------------------------------------
 # What is written down of the user's turns
 
+ALONE = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # in scripts without spaces
+WORD = re.compile(rf"\s*(?:[{ALONE}]|[^\W{ALONE}]+|[^\w\s])")  # or a mark
+LAST_WORD = re.compile(rf"\s*(?:[{ALONE}]|[^\W{ALONE}]+)?\W*\Z")
+
+
+def agreed(before: str, now: str) -> str:
+    """The words with which two transcripts of a growing sound begin, without the last one now: it may go on."""
+    words = zip(WORD.findall(before), WORD.findall(LAST_WORD.sub("", now, count=1)), strict=False)
+    return "".join(word for word, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], words))
+
+
+class TurnText:
+    """What is said for sure in a turn that is still spoken: what two transcripts in a row agree on, as it stands.
+
+    Each transcript is one of all sound so far, and goes on with what is said for sure, so nothing of it is taken back.
+    """
+
+    def __init__(self, item_id: str) -> None:
+        self.item_id = item_id
+        self.text = ""
+        self.language = ""
+        self._rest = ""
+
+    def add(self, rest: str, language: str) -> str:
+        """Take the next transcript, without `text`, and its language; returns what is said for sure in addition."""
+        same = self.text or language == self.language
+        more = agreed(self._rest, rest) if same else ""
+        if not self.text:
+            self.language = language
+        self.text += more
+        self._rest = rest[len(more) :]
+        return more
+
+
+def transcription_event(kind: str, item_id: str, **fields: Any) -> Event:
+    """An event about what is written down of a turn."""
+    kind = f"conversation.item.input_audio_transcription.{kind}"
+    return event(kind, item_id=item_id, content_index=0, **fields)
+
 
 class TurnTranscripts:
     """Of the turns of one conversation. The methods return the events to send, none for a turn that is gone."""
@@ -417,10 +458,7 @@ class TurnTranscripts:
         return self._event("failed", item_id, error=error.body()["error"])
 
     def _event(self, kind: str, item_id: str, **fields: Any) -> Sequence[Event]:
-        if self._turn(item_id) is None:
-            return ()
-        kind = f"conversation.item.input_audio_transcription.{kind}"
-        return [event(kind, item_id=item_id, content_index=0, **fields)]
+        return [transcription_event(kind, item_id, **fields)] if self._turn(item_id) is not None else ()
 
     def _turn(self, item_id: str) -> MessageItem | None:
         found = next((item for item in self._conversation if item.id == item_id), None)

@@ -14,10 +14,10 @@ from omni_actors.errors import OmniError
 from omni_actors.http_server.ears import to_write_down
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import tool_options
-from omni_actors.http_server.realtime.config import Event, SessionConfig
-from omni_actors.http_server.realtime.conversation import TurnTranscripts
+from omni_actors.http_server.realtime.config import RATE, Event, SessionConfig
+from omni_actors.http_server.realtime.conversation import MessageItem, TurnText, transcription_event
 from omni_actors.http_server.realtime.resuming import SessionKeeper
-from omni_actors.http_server.realtime.session import Ask, Transcribe
+from omni_actors.http_server.realtime.session import Ask, RealtimeSession, Transcribe
 from omni_actors.http_server.state import ServerState
 from omni_actors.http_server.transcriptions import token_usage
 from omni_actors.logs import get_logger
@@ -26,6 +26,9 @@ from omni_actors.protocol.messages import Description
 logger = get_logger(__name__)
 
 TRANSCRIPT_PRIORITY = 1  # after the answers, which the user waits for: lower values go first
+LISTENING_PRIORITY = 2  # and what is written of turns that are still spoken after that of those that have ended
+NEW_SECONDS = 0.2  # of sound, before a turn that is spoken is written down again: a syllable
+NEW_TOKENS = 32  # of text that is not said for sure yet: some 10 s of speech
 ANSWER_BYTES = 64 << 10  # that may wait before no more of an answer is taken: a second of sound
 
 
@@ -129,53 +132,116 @@ def prompting(config: SessionConfig, messages: Sequence[Mapping[str, Any]]) -> d
 
 
 class Transcriber:
-    """Has the turns of a session written down, one after the other."""
+    """Has the turns of a session written down, one after the other.
 
-    def __init__(self, transcripts: TurnTranscripts, outbox: Outbox, asker: Asker) -> None:
-        self._transcripts = transcripts
+    A pipeline of hearing writes down a turn while it is spoken, too: all of its sound so far, again and again, as soon
+    as it has answered and `NEW_SECONDS` have come. Under load it answers later, and so is asked less often.
+    """
+
+    def __init__(self, session: RealtimeSession, outbox: Outbox, asker: Asker) -> None:
+        self._session = session
         self._outbox = outbox
         self._asker = asker
-        self.waiting: asyncio.Queue[Transcribe] = asyncio.Queue()  # of items, whose number the conversation bounds
+        self._waiting: asyncio.Queue[Transcribe] = asyncio.Queue()  # of items, whose number the conversation bounds
+        self._writing = False
+        self._said = TurnText("")  # in the turn that was spoken last
+        self._heard = 0  # position up to which it was listened to
+        self._listening: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Write down turns for as long as the session lasts. When it is cancelled, its request ends in all stages."""
-        while True:
-            turn = await self.waiting.get()
+        try:
+            while True:
+                turn = await self._waiting.get()
+                self._writing = True
+                try:
+                    await self._write_down(turn)
+                except (HttpError, OmniError) as error:
+                    self._send(self._session.transcripts.failed(turn.item_id, HttpError.of(error)))
+                self._writing = False
+        finally:
+            if self._listening is not None:
+                self._listening.cancel()
+                await asyncio.gather(self._listening, return_exceptions=True)
+
+    def add(self, turn: Transcribe) -> None:
+        """Have a turn written down that has ended."""
+        if self._listening is not None:
+            self._listening.cancel()
+        self._waiting.put_nowait(turn)
+        state, sound = self._asker.state, self._session.transcripts.sound(turn.item_id)
+        if state.ears is not None and state.deaf and sound is not None:  # its answer waits for the same text
+            state.ears.listen(sound, self._about(turn), self._asker.common)
+
+    def listen(self) -> None:
+        """Have the turn that is spoken written down so far, unless too little of it is new, or others are not done."""
+        busy = self._writing or not self._waiting.empty() or (self._listening and not self._listening.done())
+        if busy or (spoken := self._session.spoken) is None:
+            return
+        turn, start = spoken
+        if self._said.item_id != turn.item_id:
+            self._said, self._heard = TurnText(turn.item_id), self._session.position
+        if self._session.position - self._heard >= NEW_SECONDS * RATE:
+            self._heard = self._session.position
+            self._listening = asyncio.create_task(self._listen(turn, start), name="realtime listener")
+
+    async def _listen(self, turn: Transcribe, start: int) -> None:
+        """Send what is said for sure in a turn. When it is cancelled, its request ends in all stages."""
+        try:
+            client, description = await self._asker.state.transcriber()
+            if description.hearing is None:  # a model that is asked for the text does not go on with its beginning
+                return
+            sound = MessageItem.of_sound(turn.item_id, self._session.sound_from(start)).parts[0].prompt()
+            request = to_write_down(sound, description, **self._about(turn))
+            stage = description.outputs["text"]
+            request["params"] = {stage: msgspec.structs.replace(request["params"][stage], max_tokens=NEW_TOKENS)}
+            stream = await client.submit(**request, **self._asker.common, priority=LISTENING_PRIORITY)
             try:
-                await self._write_down(turn)
-            except (HttpError, OmniError) as error:
-                self._send(self._transcripts.failed(turn.item_id, HttpError.of(error)))
+                answer = await stream.result()
+            finally:
+                await stream.abort()  # nothing, if it has ended
+        except (HttpError, OmniError) as error:
+            logger.info("a turn is not written down while it is spoken: %s", error)
+            return
+        if more := self._said.add(answer.text, answer.usage[stage].language):
+            self._outbox.put(transcription_event("delta", turn.item_id, delta=more))
+
+    def _about(self, turn: Transcribe) -> dict[str, str]:
+        """What is known of a turn, as `to_write_down` takes it."""
+        about, said = turn.transcription, self._said if self._said.item_id == turn.item_id else TurnText("")
+        language = about.language or (said.language if said.text else "")
+        return {"language": language, "prompt": about.prompt or "", "begun": said.text}
 
     async def _write_down(self, turn: Transcribe) -> None:
-        sound, about = self._transcripts.sound(turn.item_id), turn.transcription
+        sound, about = self._session.transcripts.sound(turn.item_id), self._about(turn)
         if sound is None:
             return
-        state, common = self._asker.state, self._asker.common
+        transcripts, state, common = self._session.transcripts, self._asker.state, self._asker.common
         client, description = await state.transcriber()
-        if state.ears is not None and state.deaf:  # the answer to the turn waits for the same text
+        if state.ears is not None and state.deaf:
             text = await state.ears.text(sound, **common)
-            self._send(self._transcripts.delta(turn.item_id, text))
-            self._send(self._transcripts.completed(turn.item_id, text, token_usage([], description)))
+            self._send(transcripts.delta(turn.item_id, text[len(about["begun"].lstrip()) :]))
+            self._send(transcripts.completed(turn.item_id, text, token_usage([], description)))
             return
         stream = await client.submit(
-            **to_write_down(sound, description, about.language, about.prompt or ""),
+            **to_write_down(sound, description, **about),
             **common,
             priority=TRANSCRIPT_PRIORITY,
             request_id=turn.item_id,
         )
-        texts: list[str] = []
+        texts = [about["begun"]]
         try:
             async for item in stream:
                 if not isinstance(item, Text) or not item.text:
                     continue
                 texts.append(item.text)
-                if not self._send(self._transcripts.delta(turn.item_id, item.text)):
+                if not self._send(transcripts.delta(turn.item_id, item.text)):
                     return
                 await self._outbox.room(ANSWER_BYTES)
         finally:
             await stream.abort()  # nothing, if it has ended
         usage = token_usage([stream.usage], description)
-        self._send(self._transcripts.completed(turn.item_id, "".join(texts).strip(), usage))
+        self._send(transcripts.completed(turn.item_id, "".join(texts).strip(), usage))
 
     def _send(self, events: Sequence[Event]) -> bool:
         """Send events; says whether there were any."""

@@ -176,6 +176,14 @@ class RealtimeSession:
         return self._buffer.read(position, self._buffer.end)
 
     @property
+    def spoken(self) -> tuple[Transcribe, int] | None:
+        """The turn that the user speaks, if it is to be written down, and the position where it begins."""
+        transcription = self._config.transcription
+        if self._detector is None or not self._detector.speaking or transcription is None:
+            return None
+        return Transcribe(self._turn_id, transcription), self._turn_start
+
+    @property
     def held(self) -> int:
         """Bytes of what the session keeps, about."""
         return self._conversation.size + self._buffer.size

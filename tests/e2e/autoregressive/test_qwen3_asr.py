@@ -126,6 +126,27 @@ def test_what_follows_a_language_that_was_asked_for_is_text_as_it_stands(
     assert thinker.text("a").startswith("language None<asr_text>")
 
 
+@pytest.mark.parametrize(("name", "about", "language"), [("odd", "the sea", "en"), ("long", "", None)])
+def test_a_text_that_was_begun_goes_on_as_in_transformers(
+    thinker: Driver, prompts: RecordingPrompts, tiny_qwen3_asr: Path, name: str, about: str, language: str | None
+) -> None:
+    reference, sound = Qwen3AsrReference(tiny_qwen3_asr), CASES[name][0]
+    head = f"{reference.prompt(about)}language {'English' if language else 'None'}<asr_text>"
+    for begun in ("The", "The tide is full. language", ""):
+        token_ids, reply = reference.write(sound, head + begun, REPLY)
+        said = ChatMessage("assistant", (ContentPart(text=begun),))
+        inputs = prompts.made(
+            recording_prompt(sound, about, said), [sound], **({"language": language} if language else {})
+        )
+        assert list(inputs.token_ids) == token_ids
+        thinker.start(begun, inputs, max_tokens=REPLY)
+        thinker.run()
+        assert thinker.written(begun) == reply
+        assert thinker.text(begun) == reference.processor.tokenizer.decode(reply, skip_special_tokens=True)
+        deltas = [event.text for event in thinker.events[begun] if isinstance(event, TextEvent)]
+        assert deltas[0], "it is text from the first token on"
+
+
 def test_the_stage_says_what_it_hears(prompts: RecordingPrompts) -> None:
     facts = prompts.engine.facts
     assert facts.hearing is not None
@@ -144,13 +165,7 @@ UNHEARD = Prompt(messages=(ChatMessage("system", (ContentPart(text="the sea"),))
     ("prompt", "sounds", "information", "field", "words"),
     [
         (recording_prompt(SOUND, "", USER), [SOUND], {}, "messages", "reads nothing besides"),
-        (
-            recording_prompt(SOUND, "", ChatMessage("assistant", USER.content)),
-            [SOUND],
-            {},
-            "messages",
-            "reads nothing besides",
-        ),
+        (recording_prompt(SOUND, "", ANSWER, ANSWER), [SOUND], {}, "messages", "reads nothing besides"),
         (UNHEARD, [], {}, "prompt", "no recording"),
         (recording_prompt(SOUND), [SOUND], {"language": "Englsh"}, "language", "Did you mean 'English'"),
         (recording_prompt(SOUND), [SOUND], {"language": "fr"}, "language", "must be one of Chinese"),

@@ -22,6 +22,7 @@ from omni_actors.stage.engine_interface import StageInputs, StageRequest
 
 TEXT_TAG = "<asr_text>"  # the model writes "language English<asr_text>" and then the text
 LANGUAGE_WORD = "language "
+NO_LANGUAGE = "None"  # as the model names it
 MIN_SAMPLES = 320  # two frames of features; vLLM cannot encode the mask of a single one
 LONGEST_SECONDS = 1205.0  # Qwen's package cuts longer recordings at a quiet place 5 s before or after 1200 s
 FRAMES_PER_SECOND = 100
@@ -73,14 +74,19 @@ class AsrPrompts(PromptProcessor):
         return min(LONGEST_SECONDS, windows, config.model_config.max_model_len / TOKENS_PER_SECOND)
 
     def check(self, prompt: Prompt, inputs: StageInputs) -> list[HostTensor]:
-        """See `TextPromptProcessor.check`; a prompt is one recording of the user, perhaps after texts of the system."""
+        """See `TextPromptProcessor.check`.
+
+        A prompt is one recording of the user, perhaps after texts of the system, and before the beginning of its text.
+        """
         tensors = super().check(prompt, inputs)
-        for message in prompt.messages:
+        for place, message in enumerate(prompt.messages, 1):
             texts = [part for part in message.content if part.media is None]
-            if message.role not in ("system", "user") or (message.role == "user" and texts):
+            begins = place == len(prompt.messages) and message.role == "assistant"
+            if not begins and (message.role not in ("system", "user") or (message.role == "user" and texts)):
                 raise InvalidRequest(
                     "messages: this model writes down what it hears, and reads nothing besides.",
-                    hint="Send a recording as the user's message, and names and terms in it as the system's.",
+                    hint="Send a recording as the user's message, and names and terms in it as the system's. The "
+                    "assistant's, at the end, is how the text begins.",
                     field="messages",
                 )
         if not prompt.media:
@@ -90,12 +96,16 @@ class AsrPrompts(PromptProcessor):
     def process(
         self, request: StageRequest, prompt: Prompt, tensors: Sequence[HostTensor], decoder: MediaDecoder | None = None
     ) -> tuple[list[int], dict[str, HostTensor]]:
-        """Return token ids and features; with a language the answer begins with it, so that it is the text alone."""
+        """Return token ids and features.
+
+        With a language, or with the beginning of the text, the answer begins with them and is the rest of the text.
+        """
         named = request.information.get(LANGUAGE, AUTO)
-        if named != AUTO and prompt.messages:
-            begun = ContentPart(text=f"{LANGUAGE_WORD}{self._language(named)}{TEXT_TAG}")
-            messages = (*prompt.messages, ChatMessage("assistant", (begun,)))
-            prompt = msgspec.structs.replace(prompt, messages=messages)
+        begins = bool(prompt.messages) and prompt.messages[-1].role == "assistant"
+        if prompt.messages and (named != AUTO or begins):
+            language = self._language(named) if named != AUTO else NO_LANGUAGE
+            head = ContentPart(text=f"{LANGUAGE_WORD}{language}{TEXT_TAG}")
+            prompt = msgspec.structs.replace(prompt, messages=(ChatMessage("assistant", (head,)), *prompt.messages))
         return super().process(request, prompt, tensors, decoder)
 
     def _language(self, given: object) -> str:

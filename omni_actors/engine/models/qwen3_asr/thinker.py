@@ -13,7 +13,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from omni_actors.engine.adapter import Admission, TextAdapter, TextDecoder, TextOutputs
 from omni_actors.engine.encoded_requests import RequestReader
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.qwen3_asr.prompt import LANGUAGE_WORD, MEDIA, NO_PICTURE, TEXT_TAG
+from omni_actors.engine.models.qwen3_asr.prompt import LANGUAGE_WORD, MEDIA, NO_LANGUAGE, NO_PICTURE, TEXT_TAG
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest, TextEvent
 
@@ -45,7 +45,7 @@ class AsrOutputs(TextOutputs):
     """Gives out the text alone; the language before it goes with the end of the request.
 
     Args:
-        begun: the prompt ends where the text begins, so that no language comes before it.
+        begun: the text begins in the prompt, so that no language comes before it.
     """
 
     def __init__(self, request_id: str, decoder: TextDecoder, begun: bool) -> None:
@@ -58,7 +58,7 @@ class AsrOutputs(TextOutputs):
             before, tag, after = self._head.partition(TEXT_TAG)
             if tag:
                 name = before.strip().removeprefix(LANGUAGE_WORD).strip()
-                self.language, text = name if name != "None" else "", after
+                self.language, text = name if name != NO_LANGUAGE else "", after
             elif not finished and may_be_head(self._head):
                 return TextEvent(self._request_id, "", token_ids)
             else:
@@ -90,7 +90,8 @@ class AsrAdapter(TextAdapter):
         self.check_tokens(token_ids)
         core_request = self.make_request(request, token_ids, None, mm_features=list(features) or None)
         decoder = TextDecoder(self._tokenizer, core_request)
-        return Admission(core_request, AsrOutputs(request.request_id, decoder, token_ids[-1] == self._tag))
+        heard = features[-1].mm_position.offset if features else 0
+        return Admission(core_request, AsrOutputs(request.request_id, decoder, self._tag in token_ids[heard:]))
 
 
 def asr_config(config: PretrainedConfig) -> PretrainedConfig:
