@@ -635,7 +635,8 @@ class WordTime(Struct, frozen=True, array_like=True):
 class HearingAbility(Struct, frozen=True, forbid_unknown_fields=True):
     """The abilities of a pipeline that writes down the one recording it is given.
 
-    A system message holds what the recording may be about: names and terms, or what was said before.
+    A system message holds what the recording may be about: names and terms, or what was said before. A message of the
+    assistant at the end is how the text begins; the answer is the rest of it.
 
     Args:
         languages: those that can be asked for (`LANGUAGE`); the model finds the language out by itself otherwise.

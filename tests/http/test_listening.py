@@ -13,11 +13,13 @@ from typing import Any
 import httpx
 import numpy
 import pytest
+import soundfile
+import soxr
 from openai import AsyncOpenAI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 
 from omni_actors.http_server.realtime.config import RATE
-from tests.support.realtime import speech
+from tests.support.paths import REPOSITORY
 from tests.support.scribe import STAGE, heard
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import PATIENCE
@@ -25,7 +27,9 @@ from tests.support.waiting import PATIENCE
 DELTA, COMPLETED = (f"conversation.item.input_audio_transcription.{kind}" for kind in ("delta", "completed"))
 STOPPED = "input_audio_buffer.speech_stopped"
 VAD = {"type": "server_vad"}
-SPEECH = numpy.tile(numpy.concatenate([speech(1.0), numpy.zeros(RATE // 5, "<i2")]), 12)  # without a long silence
+RECORDING, RECORDED = soundfile.read(REPOSITORY / "examples" / "question.wav", dtype="int16")
+SPOKEN = soxr.resample(RECORDING[int(0.3 * RECORDED) : int(2.0 * RECORDED)], RECORDED, RATE)
+SPEECH = numpy.tile(SPOKEN, 8)  # 14 s without a long silence
 PIECE = RATE // 20
 
 
@@ -95,7 +99,7 @@ def kinds(events: list[Any]) -> list[str]:
 
 async def test_words_come_while_somebody_speaks_and_are_those_of_the_whole_turn(scribe: HttpPipeline) -> None:
     async with session(scribe.url, "transcription") as connection:
-        for _ in range(2):
+        for _ in range(3):
             events = await turn(connection, 4)
             stopped = kinds(events).index(STOPPED)
             early = deltas(events[:stopped])

@@ -6,6 +6,7 @@ was begun; a beginning that it would not have written fails.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import cycle, islice
 from typing import Any
@@ -25,6 +26,7 @@ from omni_actors.stage.engine_interface import (
 )
 
 WORD_SECONDS = 0.25
+STEP_SECONDS = 0.03  # so that something is being written when a turn ends
 WORDS = ("alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliett", "kilo", "lima")
 STAGE: dict[str, Any] = {
     "name": "scribe",
@@ -74,6 +76,7 @@ class Scribe(StageEngine):
         return bool(self._writing)
 
     def step(self) -> Sequence[EngineEvent]:
+        time.sleep(STEP_SECONDS)
         events: list[EngineEvent] = []
         for request_id, (language, words, count) in list(self._writing.items()):
             if words:
