@@ -335,6 +335,7 @@ class SessionConnection:
         wanted = asyncio.Event()
         if ask.early:
             self._early[response_id] = wanted
+            self._transcriber.pause(ask.messages[-1]["content"][0])
         else:
             wanted.set()
         answer = self._answers[response_id] = _task(self._answer(ask, wanted), "realtime answer")

@@ -166,17 +166,25 @@ class Transcriber:
 
     def add(self, turn: Transcribe) -> None:
         """Have a turn written down that has ended."""
+        self._waiting.put_nowait(turn)
+        self._end_listening(turn, self._session.transcripts.sound(turn.item_id))
+
+    def pause(self, sound: Mapping[str, Any]) -> None:
+        """Listen no more to a turn that may be over with this sound, and whose answer has been begun."""
+        spoken = self._session.spoken
+        self._end_listening(spoken[0] if spoken is not None else None, sound)
+
+    def _end_listening(self, turn: Transcribe | None, sound: Mapping[str, Any] | None) -> None:
         if self._listening is not None:
             self._listening.cancel()
-        self._waiting.put_nowait(turn)
-        state, sound = self._asker.state, self._session.transcripts.sound(turn.item_id)
-        if state.ears is not None and state.deaf and sound is not None:  # its answer waits for the same text
-            state.ears.listen(sound, self._about(turn), self._asker.common)
+        ears = self._asker.state.ears
+        if ears is not None and self._asker.state.deaf and sound is not None and turn is not None:
+            ears.listen(sound, self._about(turn), self._asker.common)  # the turn's answer waits for the same text
 
     def listen(self) -> None:
         """Have the turn that is spoken written down so far, unless too little of it is new, or others are not done."""
         busy = self._writing or not self._waiting.empty() or (self._listening and not self._listening.done())
-        if busy or (spoken := self._session.spoken) is None:
+        if busy or self._session.pausing or (spoken := self._session.spoken) is None:
             return
         turn, start = spoken
         if self._said.item_id != turn.item_id:

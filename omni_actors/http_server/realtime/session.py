@@ -184,6 +184,11 @@ class RealtimeSession:
         return Transcribe(self._turn_id, transcription), self._turn_start
 
     @property
+    def pausing(self) -> bool:
+        """Whether that turn may be over, and its answer has been begun."""
+        return self._early is not None
+
+    @property
     def held(self) -> int:
         """Bytes of what the session keeps, about."""
         return self._conversation.size + self._buffer.size
