@@ -187,10 +187,17 @@ def spans_hosts(pipeline: PipelineConfig) -> bool:
     return pipeline.cluster.nnodes > 1
 
 
-def threads_of(has_device: bool, replicas: int, cores: int) -> int:
-    """Return the number of CPU threads that torch may use in one of a host's `replicas` with a model.
+def threads_of(stage: StageConfig, placed: bool, replicas: int, cores: int) -> int:
+    """Return the number of CPU threads that torch may use in a replica of a stage; 0 for as many as it likes.
 
-    With a GPU the CPU only copies, and threads that wait for each other take longer than the copy itself. Without one,
-    the replicas share the cores.
+    With a GPU the CPU only copies, and a prompt stage computes the features of some seconds of sound: threads that wait
+    for each other take longer than that itself. Other stages share the cores.
+
+    Args:
+        placed: whether the replica has a GPU.
+        replicas: those of the host that have a model.
     """
-    return 1 if has_device else max(1, cores // replicas)
+    if stage.kind not in MODEL_KINDS:
+        return 0
+    is_light = placed or stage.executor is Executor.RAY or stage.kind is StageKind.PROMPT
+    return 1 if is_light else max(1, cores // replicas)

@@ -31,7 +31,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from omni_actors.config import Executor, PipelineConfig, host_devices, visible_devices
+from omni_actors.config import PipelineConfig, host_devices, visible_devices
 from omni_actors.config.checkpoint import MODEL_KINDS
 from omni_actors.config.placement import replicas_of, runs_models, slot_devices, spans_hosts, threads_of
 from omni_actors.errors import StartupError
@@ -290,9 +290,7 @@ class ReplicaProcesses:
             inbox_endpoint=inbox,
             remote_endpoint=f"tcp://{self._address}:0" if spans_hosts(self._pipeline) else "",
             devices=tuple(visible),
-            threads=threads_of(bool(placed) or stage.executor is Executor.RAY, sharing, os.cpu_count() or 1)
-            if stage.kind in MODEL_KINDS
-            else 0,
+            threads=threads_of(stage, bool(placed), sharing, os.cpu_count() or 1),
             launcher_pid=os.getpid(),
             log_file=str(self._run_directory.log_file(identity.name)),
             run_dir=str(self._run_directory.path),

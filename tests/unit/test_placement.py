@@ -9,7 +9,8 @@ import pytest
 
 from omni_actors import config, launch
 from omni_actors.config import placement
-from omni_actors.config.placement import devices_by_replica
+from omni_actors.config.placement import devices_by_replica, threads_of
+from omni_actors.config.schema import StageConfig, StageKind
 from omni_actors.coordinator.core.replicas import ReplicaTable
 from omni_actors.errors import ConfigError
 from omni_actors.host import addresses
@@ -176,3 +177,18 @@ def test_devices_must_come_in_groups(tmp_path: Path, how: str) -> None:
     stage = {"kind": "autoregressive", "devices": [0, 1, 2], "engine": {f"{how}_parallel_size": 2}}
     with pytest.raises(ConfigError, match="names 3 GPUs, but a replica takes 2"):
         load(tmp_path, spread(2, talker=stage), devices=4)
+
+
+@pytest.mark.parametrize(
+    ("stage", "placed", "threads"),
+    [
+        (StageConfig("it", StageKind.PROMPT), False, 1),
+        (StageConfig("it", StageKind.AUTOREGRESSIVE), True, 1),
+        (StageConfig("it", StageKind.AUTOREGRESSIVE), False, 5),
+        (StageConfig("it", StageKind.ECHO), False, 0),
+    ],
+)
+def test_stages_share_the_cores_unless_threads_would_wait_for_each_other(
+    stage: StageConfig, placed: bool, threads: int
+) -> None:
+    assert threads_of(stage, placed, replicas=3, cores=16) == threads
