@@ -357,12 +357,16 @@ def _check_taker(pipeline: PipelineConfig, stage: StageConfig, processor: str, w
 
 
 def adapted_stages(pipeline: PipelineConfig) -> tuple[str, ...]:
-    """The stages that run adapters: those whose text is an output, and those of diffusers."""
+    """The stages that run adapters: those whose text is an output, of diffusers, and whose latents become pictures."""
     kinds = (StageKind.AUTOREGRESSIVE, StageKind.ECHO)
+    inputs = [stage.inputs for stage in pipeline.stages if stage.inputs is not None]
+    drawing = {name for each in inputs if each.processor == "latents2image" for name in each.source_names}
     return tuple(
         stage.name
         for stage in pipeline.stages
-        if stage.kind is StageKind.DIFFUSERS or (stage.kind in kinds and "text" in stage.outputs)
+        if stage.kind is StageKind.DIFFUSERS
+        or stage.name in drawing
+        or (stage.kind in kinds and "text" in stage.outputs)
     )
 
 

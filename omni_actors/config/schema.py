@@ -315,7 +315,9 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     def params(self) -> frozenset[str]:
         """Names of the parameters that requests may set for it."""
         without_text = self.kind is StageKind.AUTOREGRESSIVE and Modality.TEXT not in self.outputs
-        return PARAMS_BY_KIND[self.kind] - (TEXT_PARAMS if without_text else frozenset())
+        found = PARAMS_BY_KIND[self.kind] - (TEXT_PARAMS if without_text else frozenset())
+        draws = self.kind is StageKind.DIFFUSION and not self.outputs  # if the model declares that it has adapters
+        return found | {"adapter"} if draws else found
 
     @property
     def processes(self) -> int:
@@ -463,8 +465,9 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         http: the HTTP server.
         plugins: modules with your own models, from allowed prefixes; see docs/extending.md.
         cluster: the hosts, if there is more than one.
-        adapters: LoRA adapters of the stage that writes text, or of a diffusers stage: folders by name, relative to the
-            YAML file. A request names one as its model, or as the stage's parameter `adapter`.
+        adapters: LoRA adapters of the stage that writes text, of a diffusers stage, or of one that denoises pictures if its
+            model takes any: folders by name, relative to the YAML file. A request names one as its model, or as the
+            stage's parameter `adapter`.
         tool_call_parser: vLLM's name of the parser for the model's tool calls, such as `hermes`; without one, requests
             with tools are refused.
         tool_chat_template: file with the chat template of prompts with tools, for models whose own has no place for

@@ -314,7 +314,7 @@ class OmniEngineArgs:
             if self.engine.get(name, value) != value:
                 raise ConfigError(f"{self.where}.{name} must be {value!r} for the {self.model_config.model_stage}.")
         parallel = self._parallel_sizes()
-        adapters = engine_arguments(self.model_config.adapters, platform)
+        adapters = engine_arguments(self.model_config.adapters, platform) if self.kind == "autoregressive" else {}
         if platform is Platform.CPU and self.engine.get("max_loras", math.inf) < adapters.get("max_loras", 0):
             raise ConfigError(f"{self.where}.max_loras must be at least {adapters['max_loras']} on a CPU.")
         features = {"mm_processor_cache_gb": FEATURES_GIB} if self.kind == "prompt" else {}

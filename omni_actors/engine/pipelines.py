@@ -30,7 +30,7 @@ from omni_actors.config.checkpoint import model_of
 from omni_actors.config.checks import adapted_stages, check_parameters, with_defaults
 from omni_actors.config.loading import explain
 from omni_actors.config.schema import Modality, PipelineConfig, StageConfig
-from omni_actors.engine.models.pictures import Given, layered_pictures, on_white
+from omni_actors.engine.models.pictures import ADAPTER, Given, layered_pictures, on_white
 from omni_actors.engine.rows import to_host
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, ModelOutputInvalid, OmniError, StartupError
 from omni_actors.logs import get_logger
@@ -65,7 +65,6 @@ FRAMES = ("num_frames", "frames")  # arguments of pipelines that make video
 RATES = ("frame_rate", "fps")  # of some of them
 MASKS = ("mask_image", "mask")  # of pipelines that change a part of a picture
 SECONDS = Parameter("seconds", "float", 0, 120, about="length of the video")
-ADAPTER = Parameter("adapter", "text", most=128, about="LoRA adapter, by its name in the pipeline's YAML")
 MASK = Parameter("mask", "bool", about="the last picture is a mask, transparent or white where the others change")
 # Argument of a pipeline's call, and the parameter that sets it.
 DECLARED: Mapping[str, Parameter] = {

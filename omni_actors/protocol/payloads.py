@@ -287,8 +287,8 @@ class StageParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
             prefix cache, and may not ask for more than 32,768 probabilities.
         stop_token_ids: tokens that end generation, in addition to the model's own; not part of the text.
         ignore_eos: continue past the model's own end tokens.
-        adapter: LoRA adapter for the model, by its name in the pipeline's `adapters`; only for stages with text, and
-            those of diffusers.
+        adapter: LoRA adapter for the model, by its name in the pipeline's `adapters`; for stages with text, those of
+            diffusers, and those that denoise pictures if their model takes any.
         seed: makes sampling repeatable; default: the request's seed.
         num_steps: denoising steps.
         guidance_scale: how strongly the model follows its conditions; 0 for no guidance.

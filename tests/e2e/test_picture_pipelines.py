@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,19 @@ def painter(family):
 
 
 @pytest.fixture(scope="module")
-def running(family, request):
-    checkpoint = request.getfixturevalue(f"tiny_{family}")
-    with HttpPipeline(f"stage_configs/tiny_{family}.yaml", {"model": checkpoint}) as running:
+def red(tmp_path_factory):
+    """The folder of a LoRA adapter of FLUX.2."""
+    folder = tmp_path_factory.mktemp("adapters") / "red"
+    flux2_klein.write_adapter(folder, 1, ("attn.to_q", "to_qkv_mlp_proj"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running(family, request, red):
+    options = {"model": request.getfixturevalue(f"tiny_{family}")}
+    if family == "flux2_klein":
+        options["adapters"] = {"red": str(red)}
+    with HttpPipeline(f"stage_configs/tiny_{family}.yaml", options) as running:
         yield running
 
 
@@ -136,7 +147,10 @@ def test_the_openai_client_edits_a_picture(pipeline, painter):
 
 
 @pytest.mark.parametrize("family", ["flux2_klein"], indirect=True, scope="module")
-def test_the_openai_client_makes_a_picture_of_two_others_and_one_of_text(pipeline, painter):
+@pytest.mark.parametrize("adapter", [None, "red"])
+def test_the_openai_client_makes_a_picture_of_two_others_and_one_of_text_with_an_adapter_or_without(
+    pipeline, painter, adapter, red
+):
     wishes = flux2_klein.WISHES
     for wish in (wishes[-1], wishes[0]):
         files = [(f"{index}.png", file_of(picture)) for index, picture in enumerate(wish.pictures)]
@@ -144,7 +158,9 @@ def test_the_openai_client_makes_a_picture_of_two_others_and_one_of_text(pipelin
             "prompt": wish.prompt,
             "size": f"{wish.width}x{wish.height}",
             "extra_body": {"seed": wish.seed, "num_inference_steps": wish.steps},
+            **({"model": adapter} if adapter else {}),
         }
         images = pipeline.openai().images
         answer = images.edit(image=files, **asked) if files else images.generate(**asked)
-        assert equal(picture_of(answer), painter.pixels(wish))
+        with painter.adapted(red) if adapter else nullcontext():
+            assert equal(picture_of(answer), painter.pixels(wish))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +14,7 @@ from omni_actors.engine.rows import to_host
 from omni_actors.stage.engine_interface import StageInputs
 from tests.support.picture_wishes import Wish, levels
 from tests.support.reference import one_thread
+from tools.checkpoints.pictures import FLUX2_KLEIN
 
 if TYPE_CHECKING:
     from diffusers import Flux2KleinPipeline
@@ -23,6 +27,25 @@ WISHES = (
     Wish("one", "make it blue", 96, 64, 4, 4.0, references=((161, 128, 3),)),
     Wish("two", "all of them", 64, 64, 2, 1.0, references=((70, 90, 3), (200, 77, 3))),
 )
+
+
+def write_adapter(folder: Path, seed: int, targets: Sequence[str]) -> None:
+    """Save a LoRA adapter as those are who train with diffusers."""
+    from diffusers import Flux2KleinPipeline
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    transformer = FLUX2_KLEIN.tiny_transformer()
+    config = LoraConfig(r=2 + seed, lora_alpha=8, target_modules=list(targets))
+    transformer.add_adapter(config)
+    noise = torch.Generator().manual_seed(seed)
+    layers = {
+        name: torch.randn(matrix.shape, generator=noise) / 8
+        for name, matrix in get_peft_model_state_dict(transformer).items()
+    }
+    Flux2KleinPipeline.save_lora_weights(
+        folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=config.to_dict()
+    )
 
 
 class Painter:
@@ -45,6 +68,15 @@ class Painter:
                 generator=torch.Generator().manual_seed(wish.seed),
                 output_type=kind,
             ).images[0]
+
+    @contextmanager
+    def adapted(self, folder: Path) -> Iterator[None]:
+        """Meanwhile with a LoRA adapter."""
+        self.pipeline.load_lora_weights(folder)
+        try:
+            yield
+        finally:
+            self.pipeline.unload_lora_weights()
 
     def latents(self, wish: Wish) -> torch.Tensor:
         latents = self.pipeline._patchify_latents(self.paint(wish, "latent")[None])

@@ -47,7 +47,8 @@ class Wish:
 
 
 def engine(checkpoint: Path, stage: str, *, asynchronous: bool | None = None, **options: Any) -> DiffusionEngine:
-    model = OmniModelConfig(str(checkpoint), stage, budget_bytes=options.pop("budget", 1 << 40))
+    adapters = options.pop("adapters", {})
+    model = OmniModelConfig(str(checkpoint), stage, budget_bytes=options.pop("budget", 1 << 40), adapters=adapters)
     given = {"dtype": "float32", **options}
     return DiffusionEngine(OmniEngineArgs(model, "diffusion", given, asynchronous=asynchronous))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -62,7 +63,7 @@ class Family:
         self.engines: dict[tuple, DiffusionEngine] = {}
 
     def engine(self, stage: str, **options) -> DiffusionEngine:
-        key = (stage, *sorted(options.items()))
+        key = (stage, *sorted((name, str(value)) for name, value in options.items()))
         if key not in self.engines:
             self.engines[key] = engine(self.checkpoint, stage, **options)
         return self.engines[key]
@@ -306,6 +307,58 @@ def test_a_distilled_checkpoint_ignores_guidance(flux2, tiny_flux2_klein):
     distilled.start(request(fox, guidance_scale=4.0), flux2.painter.inputs(fox))
     assert close(latents_of(run(distilled), fox.name), flux2.painter.latents(fox))
     distilled.shutdown()
+
+
+# -- LoRA adapters ----------------------------------------------------------------------------------------------------
+
+ATTENTION = ("attn.to_q", "attn.to_v", "attn.add_k_proj", "attn.to_out.0", "to_qkv_mlp_proj")
+ALL = (
+    *ATTENTION,
+    "single_transformer_blocks.1.attn.to_out",
+    "attn.to_add_out",
+    "ff.linear_in",
+    "ff_context.linear_out",
+)
+
+
+@pytest.fixture(scope="module")
+def adapters_of_flux2(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("adapters")
+    flux2_klein.write_adapter(folder / "red", 1, ATTENTION)
+    flux2_klein.write_adapter(folder / "blue", 2, ALL)
+    return {name: str(folder / name) for name in ("red", "blue")}
+
+
+def test_pictures_of_several_adapters_in_one_batch_are_those_of_diffusers_with_one(flux2, adapters_of_flux2):
+    dit, (fox, *_, one, two) = flux2.engine("dit", adapters=adapters_of_flux2), flux2.wishes
+    asked = {
+        "red": (fox, "red"),
+        "guided": (one, "red"),
+        "blue": (two, "blue"),
+        "none": (replace(fox, name="none"), None),
+    }
+    asked = {name: (replace(wish, name=name), adapter) for name, (wish, adapter) in asked.items()}
+    for wish, adapter in asked.values():
+        dit.start(request(wish, adapter=adapter), flux2.painter.inputs(wish))
+    events = run(dit)
+    plain = flux2.painter.latents(asked["red"][0])
+    for wish, adapter in asked.values():
+        with flux2.painter.adapted(adapters_of_flux2[adapter]) if adapter else nullcontext():
+            expected = flux2.painter.latents(wish)
+        assert close(latents_of(events, wish.name), expected), wish
+    assert not close(latents_of(events, "red"), plain), "the adapter changes something"
+    with pytest.raises(InvalidRequest, match=r"no adapter 'reed'.*red"):
+        dit.start(request(fox, adapter="reed"), flux2.painter.inputs(fox))
+
+
+def test_adapters_that_do_not_fit_are_refused_when_the_stage_starts(flux2, z_image, adapters_of_flux2, tmp_path):
+    with pytest.raises(StartupError, match="This model takes no LoRA adapters"):
+        engine(z_image.checkpoint, "dit", adapters=adapters_of_flux2)
+    for target, message in ((None, "holds no LoRA adapter"), ("x_embedder", "x_embedder cannot be adapted in FLUX.2")):
+        if target is not None:
+            flux2_klein.write_adapter(tmp_path, 1, [target])
+        with pytest.raises(StartupError, match=message):
+            engine(flux2.checkpoint, "dit", adapters={"odd": str(tmp_path)})
 
 
 # -- pictures made from others ----------------------------------------------------------------------------------------

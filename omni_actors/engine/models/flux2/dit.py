@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,12 @@ from omni_actors.engine.models.pictures.denoising import (
     pack,
 )
 from omni_actors.engine.models.pictures.layers import (
+    AdaptedLinear,
     LayerWeights,
     MomentEmbedding,
     RmsNorm,
     compile_halves,
     gate,
-    gated,
     grid,
     rotation_at,
     turned,
@@ -175,6 +175,10 @@ def modulated(
     return F.layer_norm(tokens, tokens.shape[-1:], eps=eps) * (1.0 + scale)[owner] + shift[owner]
 
 
+Chosen: TypeAlias = torch.Tensor | None
+"""Adapters of tokens, as `AdaptedLinear` takes them."""
+
+
 class Flux2Stream(LayerWeights):
     """What a layer computes of prompts, or of pictures; `factors` [sequences, 6 * width] are those of its layers."""
 
@@ -183,20 +187,30 @@ class Flux2Stream(LayerWeights):
         self.eps = config.eps
 
     def before(
-        self, tokens: torch.Tensor, factors: torch.Tensor, rotation: torch.Tensor, owner: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        factors: torch.Tensor,
+        rotation: torch.Tensor,
+        owner: torch.Tensor,
+        chosen: Chosen = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each [tokens, heads, head_dim]."""
         shift, scale = factors.chunk(6, -1)[:2]
-        return self.turned(modulated(tokens, shift, scale, owner, self.eps), rotation)
+        return self.turned(modulated(tokens, shift, scale, owner, self.eps), rotation, chosen)
 
     def after(
-        self, tokens: torch.Tensor, attended: torch.Tensor, factors: torch.Tensor, owner: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        attended: torch.Tensor,
+        factors: torch.Tensor,
+        owner: torch.Tensor,
+        chosen: Chosen = None,
     ) -> torch.Tensor:
         """The layer's output from what attention gave, [tokens, heads, head_dim]."""
         _, _, gates, shift, scale, gates_up = factors.chunk(6, -1)
-        tokens = tokens + gates[owner] * self.out(attended.flatten(1))
+        tokens = tokens + gates[owner] * self.out(attended.flatten(1), chosen)
         inner = modulated(tokens, shift, scale, owner, self.eps)
-        return tokens + gates_up[owner] * gated(self.up, self.down, inner)
+        return tokens + gates_up[owner] * self.gated(inner, chosen)
 
 
 class Flux2DoubleBlock(nn.Module):
@@ -214,17 +228,22 @@ class Flux2SingleBlock(nn.Module):
         super().__init__()
         width = config.width
         self.heads, self.eps = config.heads, config.eps
-        self.qkv_up = nn.Linear(width, 3 * width + 2 * config.hidden, bias=False)
+        self.qkv_up = AdaptedLinear(width, 3 * width + 2 * config.hidden)
         self.norm_q = RmsNorm(width // config.heads, config.eps)
         self.norm_k = RmsNorm(width // config.heads, config.eps)
-        self.out_down = nn.Linear(width + config.hidden, width, bias=False)
+        self.out_down = AdaptedLinear(width + config.hidden, width)
 
     def before(
-        self, tokens: torch.Tensor, factors: torch.Tensor, rotation: torch.Tensor, owner: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        factors: torch.Tensor,
+        rotation: torch.Tensor,
+        owner: torch.Tensor,
+        chosen: Chosen = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each [tokens, heads, head_dim], and the inside of the gated layer."""
         shift, scale, _ = factors.chunk(3, -1)
-        product = self.qkv_up(modulated(tokens, shift, scale, owner, self.eps))
+        product = self.qkv_up(modulated(tokens, shift, scale, owner, self.eps), chosen)
         width = 3 * tokens.shape[-1]
         return *turned(product[:, :width], self.heads, self.norm_q, self.norm_k, rotation), gate(product[:, width:])
 
@@ -235,10 +254,11 @@ class Flux2SingleBlock(nn.Module):
         inner: torch.Tensor,
         factors: torch.Tensor,
         owner: torch.Tensor,
+        chosen: Chosen = None,
     ) -> torch.Tensor:
         """The layer's output from what attention gave, [tokens, heads, head_dim], and the inside."""
         gates = factors.chunk(3, -1)[2]
-        return tokens + gates[owner] * self.out_down(torch.cat((attended.flatten(1), inner), -1))
+        return tokens + gates[owner] * self.out_down(torch.cat((attended.flatten(1), inner), -1), chosen)
 
 
 class Flux2Network(PackedNetwork):
@@ -332,40 +352,41 @@ class Flux2Network(PackedNetwork):
             made=sum(lengths),
         )
 
-    def forward(self, patches: torch.Tensor, moments: torch.Tensor, batch: Flux2Batch) -> torch.Tensor:
+    def forward(
+        self, patches: torch.Tensor, moments: torch.Tensor, batch: Flux2Batch, chosen: Chosen = None
+    ) -> torch.Tensor:
         """The velocity towards the picture.
 
         Args:
             patches: [tokens, channels], the sequences' pictures one after the other.
             moments: f32 [sequences], the shares of noise.
             batch: of these sequences.
+            chosen: their adapters, as `choose` gives them.
 
         Returns:
             [tokens, channels]
         """
         # Rounded as diffusers rounds them, in the type of the weights.
         moment = F.silu(self.moment(((moments * TIME_SCALE).to(self.dtype) / TIME_SCALE * TIME_SCALE).float()))
-        text_factors, picture_factors = self.text_modulation(moment), self.picture_modulation(moment)
+        owners = batch.text_owner, batch.picture_owner, batch.sequences.owner
+        of_text, of_picture, of_all = (None if chosen is None else chosen[owner] for owner in owners)
         texts = batch.texts
         pictures = torch.cat((self.embed(patches.to(self.dtype)), batch.references))
+        text_with = self.text_modulation(moment), batch.text_rotation, batch.text_owner, of_text
+        picture_with = self.picture_modulation(moment), batch.picture_rotation, batch.picture_owner, of_picture
         for block in self.layers:
-            of_text = block.text.before(texts, text_factors, batch.text_rotation, batch.text_owner)
-            of_picture = block.picture.before(pictures, picture_factors, batch.picture_rotation, batch.picture_owner)
-            joined = [torch.cat(pair)[batch.order] for pair in zip(of_text, of_picture, strict=True)]
-            attended = self.attend(*joined, batch.sequences)[batch.apart]
-            texts = block.text.after(texts, attended[: len(texts)], text_factors, batch.text_owner)
-            pictures = block.picture.after(
-                pictures, attended[len(attended) - len(pictures) :], picture_factors, batch.picture_owner
+            halves = zip(
+                block.text.before(texts, *text_with), block.picture.before(pictures, *picture_with), strict=True
             )
-        tokens, factors, owner = (
-            torch.cat((texts, pictures))[batch.order],
-            self.single_modulation(moment),
-            batch.sequences.owner,
-        )
+            attended = self.attend(*(torch.cat(pair)[batch.order] for pair in halves), batch.sequences)[batch.apart]
+            for_text, for_pictures = attended.split([len(texts), len(pictures)])
+            texts = block.text.after(texts, for_text, text_with[0], *text_with[2:])
+            pictures = block.picture.after(pictures, for_pictures, picture_with[0], *picture_with[2:])
+        tokens, factors = torch.cat((texts, pictures))[batch.order], self.single_modulation(moment)
+        owner = batch.sequences.owner
         for block in self.single_layers:
-            query, key, value, inner = block.before(tokens, factors, batch.rotation, owner)
-            attended = self.attend(query, key, value, batch.sequences)
-            tokens = block.after(tokens, attended, inner, factors, owner)
+            *heads, inner = block.before(tokens, factors, batch.rotation, owner, of_all)
+            tokens = block.after(tokens, self.attend(*heads, batch.sequences), inner, factors, owner, of_all)
         scale, shift = self.final_modulation(moment).chunk(2, -1)
         tokens = tokens[batch.apart[len(texts) : len(texts) + batch.made]]
         velocity: torch.Tensor = -self.final(

@@ -37,6 +37,7 @@ class Flux2Dit(DenoisingStage):
     """Latents f32 [channels, height / 16, width / 16], in one job for each picture."""
 
     network_class = Flux2Network
+    adaptable = True
     activations = 24  # what a single layer makes, the wider layer's two halves and what they are made from
     defaults = DEFAULTS
     latent_pixels = multiple = layout.LATENT_PIXELS

@@ -12,12 +12,13 @@ from omni_actors.media.decoders import MediaDecoder
 from omni_actors.media.limits import LAYERED_FILE, Item, MediaLimits
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.messages import PICTURE
-from omni_actors.protocol.payloads import Media, MediaEncoding, Prompt
+from omni_actors.protocol.payloads import Media, MediaEncoding, Parameter, Prompt
 
 Given = tuple[Media, HostTensor, str]  # a picture of a prompt, and what to call it
 STATES, NEGATIVE_STATES = "states", "negative_states"  # names of the prompts' hidden states [tokens, text_width]
 NEGATIVE_TOKENS = "negative_token_ids"  # name of the negative prompt's token ids, i64 [tokens]
 MAX_REFERENCES = 10  # pictures that a prompt refers to
+ADAPTER = Parameter("adapter", "text", most=128, about="LoRA adapter, by its name in the pipeline's YAML")
 
 
 def picture(index: int) -> str:

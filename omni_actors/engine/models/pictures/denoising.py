@@ -170,6 +170,7 @@ class PackedNetwork(nn.Module, ABC):
 
     Attributes:
         names: how its published weights become its parameters.
+        adapters: names of its LoRA adapters, in their order.
 
     Args:
         channels: of the latents.
@@ -178,6 +179,7 @@ class PackedNetwork(nn.Module, ABC):
     """
 
     names: ClassVar[Names]
+    adapters: tuple[str, ...] = ()
 
     def __init__(self, channels: int, patch: int, attend: Attention = attend_each) -> None:
         super().__init__()
@@ -214,7 +216,10 @@ class PackedNetwork(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, patches: torch.Tensor, moments: torch.Tensor, batch: Any) -> torch.Tensor:
-        """The velocities [tokens, patch_width] of packed latents of this shape, at f32 [sequences] moments."""
+        """The velocities [tokens, patch_width] of packed latents of this shape, at f32 [sequences] moments.
+
+        One that can be adapted also takes what `choose` gave, as `chosen`.
+        """
 
     @abstractmethod
     def compile(self, **options: Any) -> None:
@@ -223,6 +228,13 @@ class PackedNetwork(nn.Module, ABC):
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy published weights. Raises `ConfigError` if they do not fit."""
         load(self, weights, self.names)
+
+    def choose(self, names: Sequence[str | None]) -> torch.Tensor | None:
+        """Which adapter each sequence has: [sequences, adapters] of ones and zeros. None if none has one."""
+        if not any(names):
+            return None
+        rows = torch.tensor([[name == own for own in self.adapters] for name in names], dtype=self.dtype)
+        return moved(rows, self.device)
 
     def draw(self) -> None:
         """Give the parameters random values that keep the size of what goes through the network."""
@@ -363,6 +375,7 @@ class PictureSpec:
         guidance: how much further than its condition, away from the negative one; 0 for none.
         negative: the condition that it is not to show; None without guidance.
         previews: how many of its steps show what the picture would become.
+        adapter: the LoRA adapter that it is made with.
     """
 
     size: Size
@@ -372,6 +385,7 @@ class PictureSpec:
     guidance: float = 0.0
     negative: Any = None
     previews: int = 0
+    adapter: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -433,6 +447,7 @@ class Denoiser:
         self.schedule = schedule
         self._members: list[Picture] = []  # of the last batch
         self._batch: Any = None
+        self._chosen: dict[str, torch.Tensor] = {}
 
     @torch.inference_mode()
     def begin(self, spec: PictureSpec) -> Picture:
@@ -478,11 +493,13 @@ class Denoiser:
         if self._batch is None or not same:  # most steps are of the same pictures as the one before
             sizes = [picture.spec.size for picture, _ in branches]
             self._batch = self.network.lay_out(sizes, [condition for _, condition in branches])
+            chosen = self.network.choose([picture.spec.adapter for picture, _ in branches])
+            self._chosen = {} if chosen is None else {"chosen": chosen}
             self._members = list(pictures)
         moments = self.schedule.moments(torch.stack([picture.sigmas[picture.done] for picture, _ in branches]))
         patches = torch.cat([picture.patches for picture, _ in branches])
         velocities = iter(
-            self.network(patches, moved(moments, self.network.device), self._batch)
+            self.network(patches, moved(moments, self.network.device), self._batch, **self._chosen)
             .float()
             .split([picture.spec.tokens for picture, _ in branches])
         )
@@ -496,4 +513,4 @@ class Denoiser:
 
     def forget(self) -> None:
         """Free the layout of the last batch; called when one of its pictures has ended."""
-        self._batch, self._members = None, []
+        self._batch, self._members, self._chosen = None, [], {}

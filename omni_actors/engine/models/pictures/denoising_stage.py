@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from omni_actors.config.checks import check_parameters
+from omni_actors.config.checks import check_parameters, unknown_adapter
 from omni_actors.engine.models.diffusers_layout import checkpoint_folder, part_config, part_tensors
-from omni_actors.engine.models.pictures import MAX_REFERENCES, reference
+from omni_actors.engine.models.pictures import ADAPTER, MAX_REFERENCES, reference
+from omni_actors.engine.models.pictures.adapters import load_adapters
 from omni_actors.engine.models.pictures.denoising import (
     Denoiser,
     FlowSchedule,
@@ -27,7 +28,7 @@ from omni_actors.engine.models.pictures.denoising import (
 from omni_actors.engine.rows import check_rows, to_torch
 from omni_actors.engine.workers.base import omni_options
 from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionModelRunner, DiffusionStream, StepResult
-from omni_actors.errors import InvalidPayload, InvalidRequest
+from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
 from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import Parameter, StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
@@ -50,6 +51,7 @@ class DenoisingStage(DiffusionModelRunner):
         defaults: parameters of the published model.
         latent_pixels: pixels along an edge of a latent pixel.
         multiple: pixels that a picture's edges are a multiple of.
+        adaptable: whether the network takes LoRA adapters.
         guidance: the parameter of guidance.
         config: the network's sizes; all have a `width` and rotary `axes`.
     """
@@ -59,6 +61,7 @@ class DenoisingStage(DiffusionModelRunner):
     defaults: ClassVar[StageParams]
     latent_pixels: ClassVar[int]
     multiple: ClassVar[int]
+    adaptable: ClassVar[bool] = False
     guidance: Parameter
     config: Any
 
@@ -68,6 +71,9 @@ class DenoisingStage(DiffusionModelRunner):
         self.config = self.network_class.read_config(part_config(self.folder, "transformer"))
         self.schedule = self.read_schedule(part_config(self.folder, "scheduler", "scheduler_config.json"))
         self.dtype = cast("torch.dtype", vllm_config.model_config.dtype)
+        self._adapters: dict[str, str] = omni_options(vllm_config)["adapters"]
+        if self._adapters and not self.adaptable:
+            raise ConfigError("This model takes no LoRA adapters.", hint="Remove `adapters`.")
         self._compiled = device.type == "cuda" and not vllm_config.model_config.enforce_eager
         self._pictures: dict[str, Picture] = {}
         self._preparations: dict[str, Preparation] = {}
@@ -170,6 +176,7 @@ class DenoisingStage(DiffusionModelRunner):
                 _number("num_steps", fixed or 1, fixed or MAX_STEPS, fixed or defaults.num_steps, "denoising steps"),
                 self.guidance,
                 _number("previews", 0, MAX_PREVIEWS, 0, "pictures to show of the way to the final one"),
+                *([ADAPTER] if self._adapters else []),
             )
         )
 
@@ -188,6 +195,7 @@ class DenoisingStage(DiffusionModelRunner):
                 network.draw()
         else:
             network.load(part_tensors(self.folder, "transformer"))
+        load_adapters(network, self._adapters)
         network.attend = fastest_attention(self.device.type, self.dtype)
         if self._compiled:
             network.compile()
@@ -198,7 +206,9 @@ class DenoisingStage(DiffusionModelRunner):
         condition = self.warm_up_condition()
         steps = len(self.schedule.fixed) or 1
         for negative in (None, condition) if self.device.type == "cuda" else (None,):
-            self.denoiser.step([self.denoiser.begin(PictureSpec((8, 8), steps, 0, condition, 1.0, negative))])
+            for adapter in (None, *list(self._adapters)[:1]):
+                spec = PictureSpec((8, 8), steps, 0, condition, 1.0, negative, adapter=adapter)
+                self.denoiser.step([self.denoiser.begin(spec)])
         self.denoiser.forget()
 
     def open(self, request: StageRequest, inputs: StageInputs) -> DiffusionStream:
@@ -211,6 +221,8 @@ class DenoisingStage(DiffusionModelRunner):
                 f"A picture of {width} x {height} pixels is larger than this model makes: at most {MAX_PIXELS} pixels.",
                 field="width",
             )
+        if params.adapter is not None and params.adapter not in self._adapters:
+            raise unknown_adapter(params.adapter, self._adapters)
         condition, negative, guidance = self.conditions(inputs, params.guidance_scale or 0.0)
         edge = self.latent_pixels * self.denoiser.network.patch
         spec = PictureSpec(
@@ -221,6 +233,7 @@ class DenoisingStage(DiffusionModelRunner):
             guidance=guidance,
             negative=negative,
             previews=params.previews or 0,
+            adapter=params.adapter,
         )
         return self.stream(spec, sum(map(self.tokens_of, spec.conditions)))
 

@@ -36,12 +36,6 @@ def gate(given: torch.Tensor) -> torch.Tensor:
     return F.silu(gates) * values
 
 
-def gated(up: nn.Linear, down: nn.Linear, tokens: torch.Tensor) -> torch.Tensor:
-    """A gated layer: `up` holds the gate, then the gated projection."""
-    result: torch.Tensor = down(gate(up(tokens)))
-    return result
-
-
 def turned(
     qkv: torch.Tensor, heads: int, norm_q: RmsNorm, norm_k: RmsNorm, rotation: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -57,6 +51,28 @@ def compile_halves(blocks: Iterable[Any], **options: Any) -> None:
         block.after = torch.compile(block.after, dynamic=True, **options)
 
 
+class AdaptedLinear(nn.Linear):
+    """A product without a bias, to which LoRA adapters add once `load_adapters` has given it theirs.
+
+    All of them lie side by side, so that a batch may have several: `down` is [ranks of all, in], `up` [out, ranks of
+    all], and `adapter_of` i64 [ranks of all] says whose each of the ranks is.
+    """
+
+    down: torch.Tensor | None = None
+    up: torch.Tensor
+    adapter_of: torch.Tensor
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__(width, out, bias=False)
+
+    def forward(self, given: torch.Tensor, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        """The product [tokens, out]; `chosen` [tokens, adapters] is one for the adapter of a token, if it has one."""
+        product = F.linear(given, self.weight)
+        if chosen is None or self.down is None:
+            return product
+        return product + F.linear(F.linear(given, self.down) * chosen[:, self.adapter_of], self.up)
+
+
 class LayerWeights(nn.Module):
     """The weights of a transformer layer: attention whose queries and keys are normed, and a gated layer.
 
@@ -68,16 +84,23 @@ class LayerWeights(nn.Module):
     def __init__(self, width: int, heads: int, hidden: int, eps: float) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.qkv = AdaptedLinear(width, 3 * width)
         self.norm_q = RmsNorm(width // heads, eps)
         self.norm_k = RmsNorm(width // heads, eps)
-        self.out = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
+        self.out = AdaptedLinear(width, width)
+        self.up = AdaptedLinear(width, 2 * hidden)
+        self.down = AdaptedLinear(hidden, width)
 
-    def turned(self, normed: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def turned(
+        self, normed: torch.Tensor, rotation: torch.Tensor, chosen: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values of normed tokens, each [tokens, heads, head_dim]; the first two are turned."""
-        return turned(self.qkv(normed), self.heads, self.norm_q, self.norm_k, rotation)
+        return turned(self.qkv(normed, chosen), self.heads, self.norm_q, self.norm_k, rotation)
+
+    def gated(self, tokens: torch.Tensor, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        """The gated layer; `up` holds the gate, then the gated projection."""
+        result: torch.Tensor = self.down(gate(self.up(tokens, chosen)), chosen)
+        return result
 
 
 class MomentEmbedding(nn.Module):

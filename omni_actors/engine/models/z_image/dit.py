@@ -37,7 +37,6 @@ from omni_actors.engine.models.pictures.layers import (
     MomentEmbedding,
     RmsNorm,
     compile_halves,
-    gated,
     grid,
     rotation_at,
 )
@@ -163,11 +162,11 @@ class ZImageBlock(LayerWeights):
         attended = self.attention_norm2(self.out(attended.flatten(1)))
         if factors is None:
             tokens = tokens + attended
-            changed: torch.Tensor = self.ffn_norm2(gated(self.up, self.down, self.ffn_norm1(tokens)))
+            changed: torch.Tensor = self.ffn_norm2(self.gated(self.ffn_norm1(tokens)))
             return tokens + changed
         _, gate, scale, gate_ffn = factors.chunk(4, -1)
         tokens = tokens + gate.tanh()[owner] * attended
-        hidden = gated(self.up, self.down, self.ffn_norm1(tokens) * (1.0 + scale)[owner])
+        hidden = self.gated(self.ffn_norm1(tokens) * (1.0 + scale)[owner])
         changed = self.ffn_norm2(hidden)
         return tokens + gate_ffn.tanh()[owner] * changed
 
