@@ -258,7 +258,8 @@ class Flux2SingleBlock(nn.Module):
     ) -> torch.Tensor:
         """The layer's output from what attention gave, [tokens, heads, head_dim], and the inside."""
         gates = factors.chunk(3, -1)[2]
-        return tokens + gates[owner] * self.out_down(torch.cat((attended.flatten(1), inner), -1), chosen)
+        branch: torch.Tensor = self.out_down(torch.cat((attended.flatten(1), inner), -1), chosen)
+        return tokens + gates[owner] * branch
 
 
 class Flux2Network(PackedNetwork):
@@ -277,8 +278,8 @@ class Flux2Network(PackedNetwork):
         width = config.width
         self.embed = nn.Linear(config.channels, width, bias=False)
         self.text_in = nn.Linear(config.text_width, width, bias=False)
-        self.layers = nn.ModuleList(Flux2DoubleBlock(config) for _ in range(config.double))
-        self.single_layers = nn.ModuleList(Flux2SingleBlock(config) for _ in range(config.single))
+        self.layers: Any = nn.ModuleList(Flux2DoubleBlock(config) for _ in range(config.double))
+        self.single_layers: Any = nn.ModuleList(Flux2SingleBlock(config) for _ in range(config.single))
         self.moment = MomentEmbedding(width, width, 1.0, bias=False)
         self.picture_modulation = nn.Linear(width, 6 * width, bias=False)
         self.text_modulation = nn.Linear(width, 6 * width, bias=False)
@@ -317,8 +318,9 @@ class Flux2Network(PackedNetwork):
         line = F.pad(torch.arange(len(given.states))[:, None], (3, 0))
         latents, places = [torch.zeros(0, self.config.channels)], [line[:0]]
         for number, one in enumerate(given.references, 1):
+            _, height, width = one.shape
             latents.append(self.patches_of(one))
-            places.append(_grid(*one.shape[1:], number * REFERENCE_DISTANCE))
+            places.append(_grid(height, width, number * REFERENCE_DISTANCE))
         return EncodedCondition(
             self.text_in(moved(given.states, self.device).to(self.dtype)),
             self._rotation(line),
@@ -369,24 +371,25 @@ class Flux2Network(PackedNetwork):
         # Rounded as diffusers rounds them, in the type of the weights.
         moment = F.silu(self.moment(((moments * TIME_SCALE).to(self.dtype) / TIME_SCALE * TIME_SCALE).float()))
         owners = batch.text_owner, batch.picture_owner, batch.sequences.owner
-        of_text, of_picture, of_all = (None if chosen is None else chosen[owner] for owner in owners)
+        for_texts, for_pictures, for_all = (None if chosen is None else chosen[owner] for owner in owners)
         texts = batch.texts
         pictures = torch.cat((self.embed(patches.to(self.dtype)), batch.references))
-        text_with = self.text_modulation(moment), batch.text_rotation, batch.text_owner, of_text
-        picture_with = self.picture_modulation(moment), batch.picture_rotation, batch.picture_owner, of_picture
+        text_with = self.text_modulation(moment), batch.text_rotation, batch.text_owner, for_texts
+        picture_with = self.picture_modulation(moment), batch.picture_rotation, batch.picture_owner, for_pictures
         for block in self.layers:
-            halves = zip(
-                block.text.before(texts, *text_with), block.picture.before(pictures, *picture_with), strict=True
-            )
-            attended = self.attend(*(torch.cat(pair)[batch.order] for pair in halves), batch.sequences)[batch.apart]
-            for_text, for_pictures = attended.split([len(texts), len(pictures)])
-            texts = block.text.after(texts, for_text, text_with[0], *text_with[2:])
-            pictures = block.picture.after(pictures, for_pictures, picture_with[0], *picture_with[2:])
+            of_texts = block.text.before(texts, *text_with)
+            of_pictures = block.picture.before(pictures, *picture_with)
+            query, key, value = (torch.cat(pair)[batch.order] for pair in zip(of_texts, of_pictures, strict=True))
+            attended = self.attend(query, key, value, batch.sequences)[batch.apart]
+            of_texts, of_pictures = attended.split([len(texts), len(pictures)])
+            texts = block.text.after(texts, of_texts, text_with[0], *text_with[2:])
+            pictures = block.picture.after(pictures, of_pictures, picture_with[0], *picture_with[2:])
         tokens, factors = torch.cat((texts, pictures))[batch.order], self.single_modulation(moment)
         owner = batch.sequences.owner
         for block in self.single_layers:
-            *heads, inner = block.before(tokens, factors, batch.rotation, owner, of_all)
-            tokens = block.after(tokens, self.attend(*heads, batch.sequences), inner, factors, owner, of_all)
+            query, key, value, inner = block.before(tokens, factors, batch.rotation, owner, for_all)
+            attended = self.attend(query, key, value, batch.sequences)
+            tokens = block.after(tokens, attended, inner, factors, owner, for_all)
         scale, shift = self.final_modulation(moment).chunk(2, -1)
         tokens = tokens[batch.apart[len(texts) : len(texts) + batch.made]]
         velocity: torch.Tensor = -self.final(
