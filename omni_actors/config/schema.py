@@ -465,9 +465,9 @@ class PipelineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         http: the HTTP server.
         plugins: modules with your own models, from allowed prefixes; see docs/extending.md.
         cluster: the hosts, if there is more than one.
-        adapters: LoRA adapters of the stage that writes text, of a diffusers stage, or of one that denoises pictures, if
-            its model takes any: folders by name, relative to the YAML file. A request names one as its model, or as
-            the stage's parameter `adapter`.
+        adapters: LoRA adapters of the stage that writes text, of a diffusers stage, or of one that denoises pictures
+            if its model takes any: folders by name, relative to the YAML file. A request names one as its model, or
+            as the stage's parameter `adapter`.
         tool_call_parser: vLLM's name of the parser for the model's tool calls, such as `hermes`; without one, requests
             with tools are refused.
         tool_chat_template: file with the chat template of prompts with tools, for models whose own has no place for

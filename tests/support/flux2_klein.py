@@ -79,11 +79,11 @@ class Painter:
             self.pipeline.unload_lora_weights()
 
     def latents(self, wish: Wish) -> torch.Tensor:
-        latents = self.pipeline._patchify_latents(self.paint(wish, "latent")[None])
-        return self._normed(latents)
+        return self._normed(self.paint(wish, "latent"))
 
-    def _normed(self, latents: torch.Tensor) -> torch.Tensor:
-        norm = self.pipeline.vae.bn
+    def _normed(self, given: torch.Tensor) -> torch.Tensor:
+        """The VAE's latents [channels, height, width] as the network has them."""
+        norm, latents = self.pipeline.vae.bn, torch.nn.functional.pixel_unshuffle(given[None], 2)
         mean, spread = norm.running_mean, torch.sqrt(norm.running_var + self.pipeline.vae.config.batch_norm_eps)
         return ((latents - mean.view(1, -1, 1, 1)) / spread.view(1, -1, 1, 1))[0]
 
@@ -93,8 +93,7 @@ class Painter:
     @torch.no_grad()
     def encoded(self, levels: torch.Tensor) -> torch.Tensor:
         """The latents [channels, height, width] of a picture [3, height, width], -1 to 1."""
-        encoded: torch.Tensor = self.pipeline._encode_vae_image(levels[None], torch.Generator())[0]
-        return encoded
+        return self._normed(self.pipeline.vae.encode(levels[None]).latent_dist.mode()[0])
 
     def references(self, wish: Wish) -> list[torch.Tensor]:
         """The latents of the pictures that a wish is made of."""

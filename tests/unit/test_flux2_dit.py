@@ -80,22 +80,21 @@ def velocities(dit: Flux2Network, sequences: list[Sequence]) -> list[torch.Tenso
 @torch.inference_mode()
 def reference_velocity(reference, one: Sequence) -> torch.Tensor:
     """What diffusers computes for one sequence alone."""
-    from diffusers import Flux2KleinPipeline as Pipeline
-
-    latents, references = one.latents[None], [each[None] for each in one.condition.references]
-    tokens = [Pipeline._pack_latents(each) for each in (latents, *references)]
-    places = [Pipeline._prepare_latent_ids(latents)]
-    places += [Pipeline._prepare_image_ids(references)] if references else []
-    states = one.condition.states[None]
+    shown = [one.latents, *one.condition.references]
+    places = [
+        torch.cartesian_prod(torch.tensor([10 * number]), *map(torch.arange, latents.shape[1:]), torch.tensor([0]))
+        for number, latents in enumerate(shown)
+    ]
+    text = torch.arange(len(one.condition.states))
     output = reference(
-        hidden_states=torch.cat(tokens, 1),
+        hidden_states=torch.cat([latents.flatten(1).T for latents in shown])[None],
         timestep=torch.tensor([one.moment]),
-        encoder_hidden_states=states,
-        txt_ids=Pipeline._prepare_text_ids(states),
-        img_ids=torch.cat(places, 1),
+        encoder_hidden_states=one.condition.states[None],
+        txt_ids=torch.cartesian_prod(*[torch.tensor([0])] * 3, text),
+        img_ids=torch.cat(places),
         return_dict=False,
     )
-    return -output[0][0, : tokens[0].shape[1]].T.reshape(latents.shape[1:])
+    return -output[0][0, : one.latents[0].numel()].T.reshape(one.latents.shape)
 
 
 def test_pictures_of_no_one_and_two_others_in_one_batch_equal_diffusers(dit, reference):
@@ -141,7 +140,10 @@ def test_references_are_scaled_and_cut_as_diffusers_does_it(size, mode):
     noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], len(mode)), dtype=np.uint8)
     noise[..., 3:] = 255
     image = Image.fromarray(noise)
-    theirs = Processor._resize_if_exceeds_area(image)
+    theirs = image
+    if size[0] * size[1] > 1024 * 1024:  # as the pipeline does it
+        scale = (1024 * 1024 / (size[0] * size[1])) ** 0.5
+        theirs = image.resize((int(size[0] * scale), int(size[1] * scale)), Image.Resampling.LANCZOS)
     width, height = (edge // 16 * 16 for edge in theirs.size)
     levels = Processor(vae_scale_factor=16).preprocess(theirs, height=height, width=width, resize_mode="crop")[0]
     ours = torch.from_numpy(np.array(reference_picture(image.convert("RGBA")))).permute(2, 0, 1) / 255 * 2 - 1
