@@ -84,7 +84,7 @@ def picture_spec(
     """The spec of a stage that a `DiffusionModelRunner` computes, of a checkpoint with a folder for each part.
 
     Args:
-        runner: its class path below `omni_actors.engine.models`.
+        runner: its class path.
         part: see `placeholder_overrides`; of the text encoder's configuration. So is `max_steps`.
         engine: see `ModelSpec`; so is `params`.
         compiled: whether `enforce_eager` has a meaning for it.
@@ -98,5 +98,5 @@ def picture_spec(
         engine={"dtype": "bfloat16", **engine},
         required={"max_model_len": max_steps + 1, "skip_tokenizer_init": True, **eager},
         params=params,
-        runner=f"omni_actors.engine.models.{runner}",
+        runner=runner,
     )

@@ -113,9 +113,15 @@ MODULES |= {
 }
 
 MODULES |= {
-    (pipeline, stage): f"omni_actors.engine.models.{family}.{stage}_stage"
+    (pipeline, stage): f"omni_actors.engine.models.{family}.{module}"
     for pipeline, family in (("QwenImage21Pipeline", "qwen_image"), ("Flux2KleinPipeline", "flux2"))
-    for stage in ("prompt", "text_encoder", "vae_encoder", "dit", "vae")
+    for module, stages in (
+        ("prompt_stage", ["prompt"]),
+        ("text_encoder_stage", ["text_encoder"]),
+        ("dit_stage", ["dit"]),
+        ("vae", ["vae", "vae_encoder"]),
+    )
+    for stage in stages
 }
 
 PROMPT_STAGE = "prompt"
@@ -134,7 +140,8 @@ def is_chat_model(architecture: str) -> bool:
 def load_plugins(names: Iterable[str]) -> None:
     """Add the models of plugin modules to the registry. Loading a plugin twice changes nothing.
 
-    A plugin has `MODELS`: (architecture of the checkpoint, stage) -> name of a module whose `SPEC` is a `ModelSpec`.
+    A plugin has `MODELS`: (architecture of the checkpoint, stage) -> name of a module whose `SPEC` is a `ModelSpec`, or
+    one for each stage by name.
 
     Raises:
         ConfigError: the name is outside the allowed prefixes, the module does not exist, `MODELS` is malformed, or
@@ -185,6 +192,7 @@ def find_model_spec(architecture: str, model_stage: str) -> ModelSpec:
         )
     try:
         spec = importlib.import_module(module).SPEC
+        spec = spec.get(model_stage) if isinstance(spec, Mapping) else spec
     except AttributeError as error:
         raise ConfigError(f"{module} has no SPEC.") from error
     if not isinstance(spec, ModelSpec):

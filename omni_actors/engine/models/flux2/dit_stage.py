@@ -81,7 +81,7 @@ class Flux2Dit(DenoisingStage):
 
 # Tokens in a step: those of two pictures of 512 x 512 with their prompts.
 SPEC = picture_spec(
-    "flux2.dit_stage.Flux2Dit",
+    "omni_actors.engine.models.flux2.dit_stage.Flux2Dit",
     "num_key_value_heads",
     MAX_STEPS,
     {"max_num_seqs": 32, "max_num_batched_tokens": 3072},

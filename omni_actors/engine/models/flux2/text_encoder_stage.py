@@ -97,7 +97,7 @@ class Flux2TextEncoder(OneStepStage):
 
 
 SPEC = picture_spec(
-    "flux2.text_encoder_stage.Flux2TextEncoder",
+    "omni_actors.engine.models.flux2.text_encoder_stage.Flux2TextEncoder",
     "num_key_value_heads",
     MAX_STEPS,
     {"max_num_seqs": 8, "max_num_batched_tokens": 4 * MAX_TOKENS},

@@ -310,10 +310,15 @@ class _PictureLatents(JobQueue):
         return self._complete and not self._jobs
 
 
-def vae_spec(runner: str, part: str, latent_pixels: int) -> ModelSpec:
-    """The spec of a VAE's stage; for the first two arguments see `picture_spec`.
+def vae_specs(part: str, decoder: type[VaeStage], encoder: type[VaeEncoderStage] | None = None) -> dict[str, ModelSpec]:
+    """The specs of a VAE's stages; for `part` see `picture_spec`.
 
-    Its tokens are latent pixels: one picture of 2048 x 2048, or four of 1024 x 1024 at a time.
+    Their tokens are latent pixels: one picture of 2048 x 2048, or four of 1024 x 1024 at a time.
     """
-    engine = {"max_num_seqs": 8, "max_num_batched_tokens": MAX_PIXELS // latent_pixels**2}
-    return picture_spec(runner, part, MAX_STEPS, engine)
+    found: dict[str, ModelSpec] = {}
+    for stage, runner in (("vae", decoder), ("vae_encoder", encoder)):
+        if runner is not None:
+            tokens = MAX_PIXELS // runner.vae_class.latent_pixels**2
+            engine = {"max_num_seqs": 8, "max_num_batched_tokens": tokens}
+            found[stage] = picture_spec(f"{runner.__module__}.{runner.__qualname__}", part, MAX_STEPS, engine)
+    return found

@@ -144,7 +144,7 @@ class QwenImageDit(DenoisingStage):
 
 # Tokens in a step: those of one picture of 512 x 512 with guidance, or of two without, and of a prompt.
 SPEC = picture_spec(
-    "qwen_image.dit_stage.QwenImageDit",
+    "omni_actors.engine.models.qwen_image.dit_stage.QwenImageDit",
     "vision_config",
     MAX_STEPS,
     {"max_num_seqs": 32, "max_num_batched_tokens": 2560},

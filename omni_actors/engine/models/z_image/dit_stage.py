@@ -68,7 +68,7 @@ class ZImageDit(DenoisingStage):
 
 # Tokens in a step: with those of one picture of 512 x 512 an H200 is full, so more would only let pictures wait.
 SPEC = picture_spec(
-    "z_image.dit_stage.ZImageDit",
+    "omni_actors.engine.models.z_image.dit_stage.ZImageDit",
     "num_key_value_heads",
     MAX_STEPS,
     {"max_num_seqs": 32, "max_num_batched_tokens": 2560},

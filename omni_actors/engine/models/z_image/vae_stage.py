@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from omni_actors.engine.models.pictures.vae_stage import PictureVae, VaeStage, vae_spec
+from omni_actors.engine.models.pictures.vae_stage import PictureVae, VaeStage, vae_specs
 from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.engine.models.z_image.dit_stage import LATENT_PIXELS
 from omni_actors.errors import ConfigError
@@ -32,10 +32,10 @@ class ZImageVae(PictureVae):
         return picture
 
 
-class ZImageVaeStage(VaeStage):
+class ZImageVaeDecoder(VaeStage):
     """Decodes."""
 
     vae_class = ZImageVae
 
 
-SPEC = vae_spec("z_image.vae_stage.ZImageVaeStage", "num_key_value_heads", LATENT_PIXELS)
+SPEC = vae_specs("num_key_value_heads", ZImageVaeDecoder)

@@ -1,4 +1,4 @@
-"""FLUX.2's last stage: latents f32 [channels, height, width] to pictures u8 [16 * height, 16 * width, 3]."""
+"""FLUX.2's VAE, and its stages: the encoder of pictures that a prompt refers to, and the last stage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from omni_actors.engine.models.flux2.layout import LATENT_PIXELS
-from omni_actors.engine.models.pictures.vae_stage import PictureVae, VaeStage, vae_spec
+from omni_actors.engine.models.pictures.vae_stage import PictureVae, VaeEncoderStage, VaeStage, vae_specs
 from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.errors import ConfigError
 
@@ -49,10 +49,16 @@ class Flux2Vae(PictureVae):
         return mean.view(-1, 1, 1).to(like.dtype), spread.view(-1, 1, 1).to(like.dtype)
 
 
-class Flux2VaeStage(VaeStage):
-    """Decodes."""
+class Flux2VaeEncoder(VaeEncoderStage):
+    """Pictures u8 [height, width, 3] to latents f32 [channels, height / 16, width / 16]."""
 
     vae_class = Flux2Vae
 
 
-SPEC = vae_spec("flux2.vae_stage.Flux2VaeStage", "num_key_value_heads", LATENT_PIXELS)
+class Flux2VaeDecoder(VaeStage):
+    """Latents to pictures u8 [16 * height, 16 * width, 3]."""
+
+    vae_class = Flux2Vae
+
+
+SPEC = vae_specs("num_key_value_heads", Flux2VaeDecoder, Flux2VaeEncoder)
