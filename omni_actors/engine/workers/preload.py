@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 import threading
+from collections.abc import Mapping
 
 from omni_actors.engine.models.registry import MODULES
 from omni_actors.engine.platform import keep_bytecode, preload_modules
@@ -37,9 +38,10 @@ def import_all() -> None:
 
 def import_model(name: str) -> None:
     """Import the module of a model's stage, and what it names by class path."""
-    spec = importlib.import_module(name).SPEC
-    for class_path in filter(None, (spec.adapter, spec.runner)):
-        importlib.import_module(class_path.rpartition(".")[0])
+    found = importlib.import_module(name).SPEC
+    for spec in found.values() if isinstance(found, Mapping) else (found,):
+        for class_path in filter(None, (spec.adapter, spec.runner)):
+            importlib.import_module(class_path.rpartition(".")[0])
 
 
 def check_forkable() -> None:
