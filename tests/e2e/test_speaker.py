@@ -11,10 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy
 import pytest
 import soundfile
+import soxr
 from PIL import Image, ImageDraw
 
 from omni_actors.client import OmniClient
 from omni_actors.client.prompts import read_aloud
+from omni_actors.http_server.realtime.config import RATE
+from tests.support.agents import ask_livekit, ask_pipecat
 from tests.support.paths import REPOSITORY
 from tests.support.reference import Reference
 from tests.support.servers import HttpPipeline
@@ -246,3 +249,12 @@ def test_the_color_and_the_shape_of_what_is_shown_are_seen(speaker, color):
     shown = seen(drawn(COLORS[color], "square", "white" if color != "yellow" else "black"))
     assert ask(speaker, shown, {"type": "text", "text": "What color is it?"}) == f"It is {color}."
     assert ask(speaker, shown, {"type": "text", "text": "What do you see?"}) == f"I see a {color} square."
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ask", [ask_livekit, ask_pipecat])
+async def test_the_printed_agents_hear_a_question_and_speak_its_answer(speaker, tmp_path, ask):
+    samples, rate = soundfile.read(EXAMPLES / "question.wav", dtype="int16")
+    text, seconds = await ask(speaker.url, soxr.resample(samples, rate, RATE), tmp_path)
+    assert text == ANSWERS[HEARD]
+    assert 1 < seconds < 3
