@@ -7,7 +7,9 @@ the model itself does not hear, each sound of a prompt is replaced by its text: 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,12 +18,15 @@ import msgspec
 import numpy
 
 from omni_actors.client import AsyncOmniClient, WordTimes
+from omni_actors.errors import RequestTimeout
 from omni_actors.host.addresses import is_tcp
 from omni_actors.http_server.generation import transcription_question
 from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import LANGUAGE, TRANSCRIPT, StageParams, WordTime
 
 ASK_SECONDS = 1.0  # for its description, the first time
+AWAY_SECONDS = 10.0  # before a pipeline that did not answer is asked again whether it knows times of words
+WORDS_SECONDS = 5.0  # for times of the words of a sentence, or of an answer
 KEPT = 1024  # texts of sounds: those of earlier turns come again with each question
 NOTHING = "(nothing that could be understood)"
 
@@ -37,6 +42,7 @@ class Ears:
     def __init__(self, endpoint: str, keys: str | None) -> None:
         self.client = AsyncOmniClient(endpoint, keys=keys if is_tcp(endpoint) else None)
         self._description: Description | None = None
+        self._ask_again = 0.0  # when, about times of words (monotonic clock)
         self._texts: OrderedDict[bytes, asyncio.Task[str]] = OrderedDict()
 
     async def close(self) -> None:
@@ -86,6 +92,14 @@ class Ears:
         while len(self._texts) > KEPT and self._texts[next(iter(self._texts))].done():
             self._texts.popitem(last=False)
         return task
+
+    async def aligns(self) -> bool:
+        """Whether this pipeline knows when words are said; not while it is away."""
+        if self._description is None and time.monotonic() >= self._ask_again:
+            self._ask_again = time.monotonic() + AWAY_SECONDS
+            with contextlib.suppress(RequestTimeout):
+                await self.describe()
+        return self._description is not None and self._description.aligning is not None
 
     async def words(self, samples: numpy.ndarray, rate: int, text: str, **options: Any) -> Sequence[WordTime]:
         """When the words of a text are said in a sound f32 [n]; none if this pipeline does not know that.

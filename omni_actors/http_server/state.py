@@ -323,6 +323,10 @@ class ServerState:
             return self.ears.client, await self.ears.describe()
         return self.client, await self.facts()
 
+    async def aligner(self) -> Ears | None:
+        """The pipeline that knows when words are said, if there is one."""
+        return self.ears if self.ears is not None and await self.ears.aligns() else None
+
     async def heard(self, prompt: Any, **options: Any) -> Any:
         """A prompt as the model takes it: see `Ears.heard`. Raises `OmniError`."""
         return prompt if self.ears is None or not self.deaf else await self.ears.heard(prompt, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import itertools
@@ -11,17 +12,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import soundfile
+from openai import AsyncOpenAI
 
 from omni_actors.client import OmniClient
+from omni_actors.http_server.realtime.config import RATE as REALTIME_RATE
 from omni_actors.http_server.recordings import SEARCH_SECONDS, quiet_cuts
+from omni_actors.protocol.payloads import WordTime
 from tests.support.paths import REPOSITORY
+from tests.support.realtime import answer_on, until_event
 from tests.support.servers import HttpPipeline
 from tests.support.spoken import text_socket
+from tests.support.waiting import PATIENCE, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -210,9 +217,25 @@ def test_a_chat_model_is_spoken_to_and_spoken(pipeline: HttpPipeline, tiny_spoke
     assert len(answers[0][1]) > 1000
 
 
+def spoken_events(answer: httpx.Response) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
+
+
+def times_of(pipeline: HttpPipeline, pcm: bytes, text: str) -> list[WordTime]:
+    """When the aligner says that the words of a text are said, in i16 at `REALTIME_RATE`."""
+    samples = np.frombuffer(pcm, "<i2").astype(np.float32) / 32768
+    with OmniClient(pipeline.endpoint) as client:
+        content = [{"type": "audio", "audio": (samples, REALTIME_RATE)}]
+        told = {"transcript": text}
+        found = client.generate(
+            [{"role": "user", "content": content}], modalities=["words"], additional_information=told
+        )
+    return found.words
+
+
 async def test_words_that_are_spoken_have_the_times_that_the_aligner_gives(pipeline: HttpPipeline) -> None:
-    """Echo stages make 0.1 s of sound of each letter."""
-    speech = {"stages.talker.engine.speech": "{}", "stages.code2wav.engine.samples_per_token": 2400}
+    """Echo stages make 20 ms of sound of each letter."""
+    speech = {"stages.talker.engine.speech": "{}", "stages.code2wav.engine.samples_per_token": 480}
     sentences = ["The tide is full. ", "The sea is calm."]
     with HttpPipeline(
         "stage_configs/echo_speech.yaml", speech, arguments=["--http-transcriber", pipeline.endpoint]
@@ -233,7 +256,18 @@ async def test_words_that_are_spoken_have_the_times_that_the_aligner_gives(pipel
             times = []
             while not (message := await client.message())["isFinal"]:
                 times += [message["alignment"]] if message["alignment"] else []
+        long = sentences[0] * 30  # two pieces
+        fields = {"response_format": "pcm", "stream_format": "sse", "timestamp_granularities": ["word"], "speed": 2}
+        async with httpx.AsyncClient(timeout=60) as client:
+            answer = await client.post(f"{echo.url}/v1/audio/speech", json={"input": long, **fields})
         echo.assert_idle()
+    assert answer.status_code == 200, answer.text
+    first, second = [event for event in spoken_events(answer) if event["type"] == "speech.audio.words"]
+    border = len(first["text"]) * 0.02 / fields["speed"]
+    assert f"{first['text']} {second['text']}" == long.strip()
+    assert [word["word"] for word in first["words"]] == re.findall(r"\w+", first["text"])
+    assert max(word["end"] for word in first["words"]) <= border < min(word["end"] for word in second["words"])
+    assert max(word["end"] for word in second["words"]) <= border + len(second["text"]) * 0.02 / fields["speed"]
     for (event, length), alignment, sentence in zip(told, times, sentences, strict=True):
         words = event["words"]
         assert event["text"] == "".join(alignment["chars"]).strip() == sentence.strip()
@@ -262,3 +296,35 @@ def test_the_documented_program_prints_the_times_of_words(pipeline: HttpPipeline
         "of",
         "Italy",
     ]
+
+
+async def test_an_interrupted_answer_is_cut_at_the_word_that_was_heard(pipeline: HttpPipeline) -> None:
+    """Echo stages make 0.1 s of sound of each letter; the toy aligner puts most words into the last seconds of it."""
+    text = "The tide is full and the sea is calm, and all of the boats are on the shore, but one."
+    overrides = {"stages.code2wav.engine.samples_per_token": 2400}
+    with HttpPipeline(overrides=overrides, arguments=["--http-transcriber", pipeline.endpoint]) as echo:
+        async with (
+            AsyncOpenAI(base_url=f"{echo.url}/v1", api_key="none") as client,
+            client.realtime.connect(model="echo") as connection,
+            asyncio.timeout(30 * PATIENCE),
+        ):
+            content = [{"type": "input_text", "text": text}]
+            await connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+            await connection.response.create()
+            turn = await answer_on(connection)
+            item_id = turn.response.output[0].id
+            words = await asyncio.to_thread(times_of, pipeline, turn.pcm, text)
+            end, next_end = sorted({word.end for word in words})[:2]
+            cut = (end + next_end) / 2
+            heard = text[: next(word.place for word in words if word.end > cut)].rstrip()
+            assert 0 < len(heard) < len(text)
+            fields = {"item_id": item_id, "content_index": 0, "audio_end_ms": round(1000 * cut)}
+            await connection.conversation.item.truncate(**fields)
+
+            async def known() -> bool:
+                await connection.conversation.item.retrieve(item_id=item_id)
+                *_, event = await until_event(connection, "conversation.item.retrieved")
+                return event.item.content[0].transcript == heard
+
+            await eventually(known, 20, "the times of the words")
+        echo.assert_idle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from omni_actors.http_server.ears import Ears
 from tests.support.realtime import answer_on, speech
 from tests.support.servers import HttpPipeline, sound
 
@@ -87,3 +89,13 @@ def test_ears_that_are_not_there_are_named(tmp_path: Path) -> None:
         assert refused.status_code == 503
         assert nowhere in refused.json()["error"]["message"]
         assert pipeline.openai().chat.completions.create(model="echo", messages=[{"role": "user", "content": "x"}])
+
+
+async def test_ears_that_are_away_are_asked_for_times_of_words_once_in_a_while(tmp_path: Path) -> None:
+    ears = Ears(f"ipc://{tmp_path}/client", None)
+    async with ears.client:
+        assert not await ears.aligns()
+        again = asyncio.create_task(ears.aligns())
+        await asyncio.sleep(0)
+        assert again.done(), "it does not wait a second time"
+        assert not again.result()

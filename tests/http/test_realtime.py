@@ -36,6 +36,7 @@ from tests.support.realtime import (
     interruptions,
     serving_sessions,
     speech,
+    until_event,
 )
 from tests.support.servers import HttpPipeline, data_uri, picture
 from tests.support.waiting import PATIENCE, eventually, until
@@ -53,17 +54,6 @@ async def openai_session(url: str, **session: Any) -> AsyncIterator[AsyncRealtim
     ):
         await connection.session.update(session={**MANUAL, **session})
         yield connection
-
-
-async def until_event(connection: AsyncRealtimeConnection, kind: str) -> list[Any]:
-    """The events up to the first one of a kind."""
-    found = []
-    async with asyncio.timeout(10 * PATIENCE):
-        async for event in connection:
-            found.append(event)
-            if event.type == kind:
-                return found
-    raise AssertionError(f"the session ended before {kind}")
 
 
 async def say(connection: AsyncRealtimeConnection, text: str) -> None:

@@ -153,6 +153,8 @@ def test_a_failure_in_a_long_text_ends_its_stream(slow_speech: HttpPipeline) -> 
         ({"voice": "alice"}, "voice", "unknown_voice"),
         ({"language": "Klingon"}, "language", "invalid_value"),
         ({"instructions": "Slowly."}, "instructions", "unsupported_parameter"),
+        ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "unsupported_value"),
+        ({"timestamp_granularities": ["word"], "stream_format": "sse"}, "timestamp_granularities", "unsupported_value"),
         ({"input": ""}, "input", "invalid_value"),
     ],
 )

@@ -26,6 +26,7 @@ from omni_actors.http_server.realtime.turns import SpeechWindow
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.sharing import Budget
 from tests.support.servers import serving
+from tests.support.waiting import PATIENCE
 
 OPENAI = TypeAdapter(RealtimeServerEvent)
 # Fields that OpenAI's types do not have: its server sends the first three, the others are extensions.
@@ -202,6 +203,17 @@ async def answer_on(connection: AsyncRealtimeConnection) -> Turn:
         elif event.type == "response.done":
             return Turn(text, pcm, event.response)
     raise AssertionError("the server ended the session before the response")
+
+
+async def until_event(connection: AsyncRealtimeConnection, kind: str) -> list[Any]:
+    """The events up to the first one of a kind."""
+    found = []
+    async with asyncio.timeout(10 * PATIENCE):
+        async for event in connection:
+            found.append(event)
+            if event.type == kind:
+                return found
+    raise AssertionError(f"the session ended before {kind}")
 
 
 # A conversation of three turns; the last interrupts the second answer. Echo stages answer with all texts so far.

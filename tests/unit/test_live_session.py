@@ -17,7 +17,7 @@ from omni_actors.http_server.realtime.live_events import LiveEvent, LiveFields, 
 from omni_actors.http_server.realtime.requests import Outbox
 from omni_actors.http_server.realtime.session import Ask, Instructions, RealtimeSession, Send
 from omni_actors.http_server.realtime.turns import SpeechWindow
-from omni_actors.protocol.payloads import ToolCallPiece
+from omni_actors.protocol.payloads import ToolCallPiece, WordTime
 from tests.support.realtime import PIPELINE, WINDOW
 from tests.support.waiting import eventually
 
@@ -35,6 +35,7 @@ class LiveTalk:
         self.session = RealtimeSession(first, called, detects=True, audio_seconds=10.0, expires=0)
         self.live = LiveSession(StartLive(session=LiveFields(model="echo")), WireFormat(), delegates=True)
         self.asked: list[Ask] = []
+        self.spoken: list[str] = []  # ids of items
         self.outbox = Outbox(self.sent, 1.0, None, self.live.told)
         self.events: list[dict[str, Any]] = []
         self._position = 0
@@ -50,6 +51,8 @@ class LiveTalk:
                 self.asked.append(instruction)
             elif isinstance(instruction, Send) and not self.live.speaker.take(instruction.event):
                 self.outbox.put(instruction.event)
+                if instruction.event["type"] == "response.output_item.done":
+                    self.spoken.append(instruction.event["item"]["id"])
 
     def send(self, kind: str, **fields: Any) -> None:
         event = self.live.meant(config.parse(msgspec.json.encode({"type": kind, **fields}), LiveEvent))
@@ -77,6 +80,10 @@ class LiveTalk:
         await eventually(lambda: any(event["type"] == kind for event in self.events))
         return next(event for event in self.events if event["type"] == kind)
 
+    def said(self) -> list[str]:
+        """The pieces of the transcript that the client has."""
+        return [event["delta"] for event in self.events if event["type"] == "session.output_transcript.delta"]
+
     @property
     def prompt(self) -> list[tuple[str, Any]]:
         """Role and text of each message of the newest question; none of sound."""
@@ -90,6 +97,19 @@ async def talk() -> AsyncIterator[LiveTalk]:
     writer = asyncio.create_task(made.outbox.write())
     yield made
     writer.cancel()
+
+
+async def test_the_transcript_comes_when_its_words_are_said(talk: LiveTalk) -> None:
+    talk.send("session.commentary.append", delegation_id=None, content="Count.")
+    talk.answer("one two three four")  # in half a second
+    item_id = talk.spoken[-1]
+    ends = {"one": 0.05, "two": 0.35, "three": 0.35, "four": 0.5}
+    text = " ".join(ends)
+    talk.live.speaker.timed(item_id, [WordTime(word, 0.0, end, text.index(word)) for word, end in ends.items()])
+    player = asyncio.create_task(talk.live.play())
+    await eventually(lambda: "".join(talk.said()) == text, 10, lambda: str(talk.said()))
+    player.cancel()
+    assert talk.said() == ["one", " two three", " four"]
 
 
 async def delegation_of(talk: LiveTalk) -> str:

@@ -11,6 +11,7 @@ import pytest
 from omni_actors.http_server.generation import MAX_MESSAGES
 from omni_actors.http_server.realtime.config import Pipeline
 from omni_actors.http_server.realtime.conversation import ItemPart, MessageItem, RealtimeConversation
+from omni_actors.protocol.payloads import WordTime
 from tests.support.realtime import PIPELINE, SECOND, Talk, error_of, kinds
 
 ITEM_ADDED = ["conversation.item.added", "conversation.item.done"]
@@ -431,6 +432,40 @@ def test_the_text_of_an_interrupted_answer_is_cut_at_the_pace_of_earlier_ones() 
     talk.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=1000)
     talk.respond()
     assert talk.prompt()[-1] == ("assistant", "one two")
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["times come late", "times are known"])
+@pytest.mark.parametrize(
+    ("end_ms", "heard"),
+    [(400, ""), (500, "One,"), (1499, "One, two,"), (1500, "One, two, three."), (2000, "One, two, three.")],
+)
+def test_an_answer_is_cut_by_the_times_of_its_words(late: bool, end_ms: int, heard: str) -> None:
+    """In its first second it says one word, and most of its text in the next half."""
+    talk, text = Talk(), "One, two, three."
+    item = talk.answer(text, seconds=2.0)
+    words = [WordTime("One", 0.1, 0.5, 0), WordTime("two", 1.0, 1.2, 5), WordTime("three", 1.3, 1.5, 10)]
+    if not late:
+        talk.session.timed(item, text, words)
+    talk.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=end_ms)
+    if late:
+        talk.session.timed(item, text, words)
+    (retrieved,) = talk.send("conversation.item.retrieve", item_id=item)
+    assert retrieved["item"]["content"][0]["transcript"] == heard
+    talk.send("conversation.item.delete", item_id=item)
+    talk.session.timed(item, text, words)  # of an answer that is gone
+
+
+def test_of_an_interrupted_answer_nothing_is_heard_that_its_sound_does_not_say() -> None:
+    """A word that ends after the sound stands behind those that have times."""
+    talk, text = Talk(), "One, two, three."
+    response = talk.respond()
+    item = talk.take(talk.session.text(response, text))[0]["item"]["id"]
+    talk.take(talk.session.sound(response, SECOND))
+    talk.send("response.cancel")
+    talk.session.timed(item, text, [WordTime("One", 0.1, 0.5, 0), WordTime("", 1.0, 2.0, 4)])
+    talk.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=1000)
+    talk.respond()
+    assert talk.prompt()[-1] == ("assistant", "One,")
 
 
 @pytest.mark.parametrize(

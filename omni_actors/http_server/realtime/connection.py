@@ -183,11 +183,14 @@ class SessionConnection:
         self._heard = 0  # position up to which it was given the sound
         self._answers: dict[str, asyncio.Task[None]] = {}
         self._early: dict[str, asyncio.Event] = {}  # of answers whose turn may not be over: set when it is
+        self._sounds: dict[str, bytearray] = {}  # PCM of answers, until it is known when their words are said
+        self._aligning: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Run the session to its end; at the end none of its requests is left."""
         if self._live is not None:
             self._live.begin(self._outbox, lambda event: self._carry_out(self._session.receive(event)))
+        self._asker.aligner = await self._state.aligner()
         self._carry_out(self._session.opened())
         self._account()
         reader = _task(self._read(), "realtime reader")
@@ -203,7 +206,7 @@ class SessionConnection:
         finally:
             if self._activity is not None:
                 self._state.realtime.forget(self._activity)
-            errors = await _end([*tasks, *self._answers.values()])
+            errors = await _end([*tasks, *self._answers.values(), *self._aligning])
             if self._keeper is not None:
                 await self._keeper.close(ended=bool(errors) and _has_left(errors[0]))
             for error in errors:
@@ -264,7 +267,8 @@ class SessionConnection:
     def _account(self) -> None:
         played = self._line.speaker.size if self._line.speaker is not None else 0
         self._bodies.release(self._line)
-        self._bodies.take(self._line, self._session.held + played)
+        sounds = sum(map(len, self._sounds.values()))
+        self._bodies.take(self._line, self._session.held + played + sounds)
 
     async def _read_pictures(self, given: Sequence[config.ShownPicture]) -> Sequence[bytes]:
         """The files of pictures, fetched and checked as those of a chat. Raises `HttpError` or `OmniError`."""
@@ -314,6 +318,7 @@ class SessionConnection:
                         self._outbox.put(event)
                     if event["type"] == "response.done":
                         self._count(event["response"])
+                        self._align(event["response"])
                 case Cancel(response_id):
                     if response_id in self._answers:
                         self._answers[response_id].cancel()
@@ -347,6 +352,34 @@ class SessionConnection:
         reason = (response["status_details"] or {}).get("reason")
         if reason in INTERRUPTIONS:
             meters.count(REALTIME_INTERRUPTIONS, reason)
+
+    def _align(self, response: Mapping[str, Any]) -> None:
+        """Find out when the words of an answer that has ended are said, if somebody knows that."""
+        pcm = self._sounds.get(response["id"])
+        spoken = [item for item in response["output"] if item["type"] == "message"]
+        if not pcm or not spoken:
+            self._sounds.pop(response["id"], None)
+            return
+        task = _task(self._find_words(response, spoken[0], bytes(pcm)), "realtime aligner")
+        self._aligning.add(task)
+        task.add_done_callback(self._aligning.discard)
+
+    async def _find_words(self, response: Mapping[str, Any], item: Mapping[str, Any], pcm: bytes) -> None:
+        text, whole = item["content"][0]["transcript"], response["status"] in ("completed", "incomplete")
+        pace = None if whole else self._session.pace or len(text) * BYTES_PER_SECOND / len(pcm)
+        try:
+            words = await self._asker.word_times(text, pcm, pace)
+        except OmniError as error:  # the conversation goes on without them
+            logger.warning("no times of words: %s", error, extra=self._about)
+            return
+        finally:
+            del self._sounds[response["id"]]
+        if words:
+            self._session.timed(item["id"], text, words)
+            if self._keeper is not None:
+                self._keeper.note(config.event("conversation.item.truncated", item_id=item["id"]))
+            if self._line.speaker is not None and whole:
+                self._line.speaker.timed(item["id"], words)
 
     async def _answer(self, ask: Ask, wanted: asyncio.Event) -> None:
         """Relay one answer, once it is wanted. When this task is cancelled, the request ends in all stages."""
@@ -384,12 +417,17 @@ class SessionConnection:
                     await wanted.wait()
             if not wanted.is_set():
                 return False
+            if self._asker.aligner is not None and ask.config.output == "audio":
+                self._sounds[ask.response_id] = bytearray()
             async for item in stream if speed == 1 else (await asyncio.to_thread(Tempo, speed)).over(stream):
                 if isinstance(item, Text):
                     self._carry_out(self._session.text(ask.response_id, item.text, item.tool_calls))
                 elif isinstance(item, Audio):
                     playback.add(time.monotonic(), len(item.samples) / RATE)
-                    self._carry_out(self._session.sound(ask.response_id, pcm16(item.samples)))
+                    pcm = pcm16(item.samples)
+                    if (kept := self._sounds.get(ask.response_id)) is not None:
+                        kept += pcm
+                    self._carry_out(self._session.sound(ask.response_id, pcm))
                 await self._outbox.room(ANSWER_BYTES)
                 if self._line.speaker is not None:
                     await self._line.speaker.room()

@@ -30,6 +30,7 @@ from omni_actors.http_server.realtime.config import (
     event,
     new_id,
 )
+from omni_actors.protocol.payloads import WordTime
 
 MAX_IMAGE_BYTES = 64 << 20  # of a conversation
 FIRST = "root"  # `previous_item_id` of an item that is to be the first
@@ -52,7 +53,8 @@ class ItemPart(Struct, omit_defaults=True):
         text: the text, or the transcript of sound; that of the user's is "" until there is one.
         image: a picture as a file.
         audio: PCM of the user. The sound of answers is not kept, only its length.
-        seconds: length of a spoken answer's sound that was sent.
+        seconds: length of a spoken answer's sound that was sent, or was heard.
+        words: when its words are said, if that is known.
     """
 
     kind: Kind
@@ -60,6 +62,7 @@ class ItemPart(Struct, omit_defaults=True):
     audio: bytes = b""
     seconds: float = 0.0
     image: bytes = b""
+    words: list[WordTime] = []
 
     def shown(self, with_audio: bool) -> dict[str, Any]:
         """The part as clients see it."""
@@ -146,12 +149,26 @@ class MessageItem(Struct, tag="message"):
             characters_per_second: how fast answers of this session are spoken, if that is known.
         """
         part = self.parts[content_index]
+        part.seconds, seconds = end_ms / 1000, part.seconds
+        if part.words:
+            part.text = said_until(part.text, part.words, part.seconds)
+            return
         complete = self.status == "completed"
-        own_rate = len(part.text) / part.seconds
+        own_rate = len(part.text) / seconds
         # The text of an answer that was cut short is longer than its sound.
         rate = own_rate if complete else min(characters_per_second or own_rate, own_rate)
-        part.text = heard(part.text, end_ms / 1000, part.seconds, rate, complete=complete)
-        part.seconds = end_ms / 1000
+        part.text = heard(part.text, part.seconds, seconds, rate, complete=complete)
+
+    def timed(self, text: str, words: Sequence[WordTime]) -> None:
+        """Take when the words of a spoken answer are said; if it was cut, cut it there, and not where it was estimated.
+
+        Args:
+            text: its transcript before it was cut.
+        """
+        part = self.parts[0]
+        if part.text != text:
+            part.text = said_until(text, words, part.seconds)
+        part.words = [*words]
 
 
 def _part(content: AnyContent, pictures: Iterator[bytes]) -> ItemPart:
@@ -176,8 +193,8 @@ def seconds_of(pcm: bytes) -> float:
 def heard(text: str, end: float, seconds: float, rate: float, *, complete: bool) -> str:
     """Estimate the part of a transcript that was heard until the playback of its sound was stopped.
 
-    The model makes the text before its sound, and does not say which sound belongs to which word. The estimate
-    takes the speech as even, and cuts at the last whole word before that point.
+    The model makes the text before its sound, and does not say which sound belongs to which word. While nobody else
+    does, the estimate takes the speech as even, and cuts at the last whole word before that point.
 
     Args:
         end: seconds of sound that were played.
@@ -195,6 +212,11 @@ def heard(text: str, end: float, seconds: float, rate: float, *, complete: bool)
     if border < 0:  # one word, or a script without spaces
         return words if not text[count].isascii() else ""
     return words[:border].rstrip()
+
+
+def said_until(text: str, words: Sequence[WordTime], end: float) -> str:
+    """The part of a text whose words are said by `end` seconds, with the marks behind the last one."""
+    return text[: next((word.place for word in words if word.end > end), len(text))].rstrip()
 
 
 class CallItem(Struct, tag="call"):

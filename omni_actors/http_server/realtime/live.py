@@ -32,7 +32,7 @@ from omni_actors.http_server.realtime.connection import (
     begun,
     new_session,
 )
-from omni_actors.http_server.realtime.conversation import AnyItem, heard
+from omni_actors.http_server.realtime.conversation import AnyItem, heard, said_until
 from omni_actors.http_server.realtime.formats import g711_codes
 from omni_actors.http_server.realtime.live_events import (
     AppendCommentary,
@@ -446,6 +446,7 @@ class LiveSession:
         complete, seconds = clip.status in ("completed", "incomplete"), (clip.played + len(clip.pcm)) / rate
         pace = len(clip.text) / seconds if complete else min(PACE, len(clip.text) / seconds)
         text = heard(clip.text, clip.played / rate, seconds, pace, complete=complete)
+        text = said_until(clip.text, clip.words, clip.played / rate) if clip.words else text
         text = clip.text if last and complete else text
         if delta := text[clip.told :]:
             clip.told = len(text)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, Event, event
+from omni_actors.protocol.payloads import WordTime
 
 AHEAD_SECONDS = 30.0  # of an answer that wait to be played before no more of it is taken
 
@@ -21,6 +22,7 @@ class Unplayed:
         status: that of its response, once it has ended.
         played: bytes.
         told: characters of the transcript that the client has.
+        words: when those of the whole transcript are said, if that is known.
     """
 
     response_id: str
@@ -30,6 +32,7 @@ class Unplayed:
     status: str = ""
     played: int = 0
     told: int = 0
+    words: Sequence[WordTime] = ()
 
 
 class Loudspeaker:
@@ -73,6 +76,12 @@ class Loudspeaker:
         if not self._clips or self._clips[-1].response_id != event["response_id"]:
             self._clips.append(Unplayed(event["response_id"], event["item_id"]))
         return self._clips[-1]
+
+    def timed(self, item_id: str, words: Sequence[WordTime]) -> None:
+        """Take when the words of an answer are said, of which all sound is there."""
+        for clip in self._clips:
+            if clip.item_id == item_id:
+                clip.words = words
 
     def silence(self) -> list[tuple[str, str, int]]:
         """Drop what was not played. Returns response, item and milliseconds played of what was cut."""

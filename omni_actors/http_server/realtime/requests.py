@@ -8,20 +8,22 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy
 
 from omni_actors.client import RequestStream, Text
 from omni_actors.errors import OmniError
-from omni_actors.http_server.ears import to_write_down
+from omni_actors.http_server.ears import WORDS_SECONDS, Ears, to_write_down
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import tool_options
-from omni_actors.http_server.realtime.config import RATE, Event, SessionConfig
-from omni_actors.http_server.realtime.conversation import MessageItem, TurnText, transcription_event
+from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, RATE, Event, SessionConfig
+from omni_actors.http_server.realtime.conversation import MessageItem, TurnText, heard, transcription_event
 from omni_actors.http_server.realtime.resuming import SessionKeeper
 from omni_actors.http_server.realtime.session import Ask, RealtimeSession, Transcribe
 from omni_actors.http_server.state import ServerState
 from omni_actors.http_server.transcriptions import token_usage
 from omni_actors.logs import get_logger
 from omni_actors.protocol.messages import Description
+from omni_actors.protocol.payloads import WordTime
 
 logger = get_logger(__name__)
 
@@ -103,6 +105,7 @@ class Asker:
         self.state = state
         self.common: dict[str, Any] = {"tenant": tenant, "traceparent": traceparent}
         self.common["timeout"] = state.settings.request_timeout
+        self.aligner: Ears | None = None  # knows when the words of answers are said
 
     async def submit(self, prompt: Any, **options: Any) -> RequestStream:
         """Send a request. Raises `OmniError` or `HttpError`."""
@@ -121,6 +124,23 @@ class Asker:
             seed=config.seed,
             request_id=ask.request_id,
         )
+
+    async def word_times(self, text: str, pcm: bytes, pace: float | None) -> Sequence[WordTime]:
+        """When the words of a spoken answer are said, as far as another pipeline knows that. Raises `OmniError`.
+
+        Args:
+            pcm: its sound, i16 at `RATE`.
+            pace: characters a second, if the sound ends before the text does. What is then taken not to be said
+                comes behind the words, as one more that ends after the sound.
+        """
+        if self.aligner is None:
+            return ()
+        seconds = len(pcm) / BYTES_PER_SECOND
+        said = text if pace is None else heard(text, seconds, seconds, pace, complete=False)
+        samples = numpy.frombuffer(pcm, "<i2").astype(numpy.float32) / 32768
+        options = {**self.common, "timeout": WORDS_SECONDS, "priority": TRANSCRIPT_PRIORITY}
+        words = await self.aligner.words(samples, RATE, said, **options)
+        return [*words, WordTime("", seconds, seconds + 1, len(said))] if words and said != text else words
 
 
 def prompting(config: SessionConfig, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

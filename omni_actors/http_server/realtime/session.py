@@ -46,7 +46,7 @@ from omni_actors.http_server.realtime.turns import (
     TurnPauses,
     milliseconds,
 )
-from omni_actors.protocol.payloads import ToolCallPiece
+from omni_actors.protocol.payloads import ToolCallPiece, WordTime
 
 
 class Send(NamedTuple):
@@ -306,17 +306,28 @@ class RealtimeSession:
     def _truncate(self, given: config.TruncateItem) -> Instructions:
         item = self._conversation.find(given.item_id)
         running = self._response if self._response is not None and self._response.item is item else None
-        rate = self._spoken_characters / self._spoken_seconds if self._spoken_seconds else None
         if not isinstance(item, MessageItem):
             raise bad_field("item_id", "This item is not a spoken answer.")
         item.check_truncation(given.content_index, given.audio_end_ms)
         done: Instructions = []
         if running is not None:
             done = [Cancel(running.id), *self._end("cancelled", reason="client_cancelled")]
-        item.truncate(given.content_index, given.audio_end_ms, rate)
+        item.truncate(given.content_index, given.audio_end_ms, self.pace)
         self._conversation.weigh(item)
         cut = {"content_index": given.content_index, "audio_end_ms": given.audio_end_ms}
         return [*done, _sent("conversation.item.truncated", item_id=item.id, **cut)]
+
+    @property
+    def pace(self) -> float | None:
+        """Characters a second of the answers that were complete; `None` before the first one."""
+        return self._spoken_characters / self._spoken_seconds if self._spoken_seconds else None
+
+    def timed(self, item_id: str, text: str, words: Sequence[WordTime]) -> None:
+        """Take when the words of a spoken answer are said: see `MessageItem.timed`. One that is gone needs none."""
+        for item in self._conversation:
+            if item.id == item_id and isinstance(item, MessageItem):
+                item.timed(text, words)
+                self._conversation.weigh(item)
 
     def cut(self, item_id: str, end_ms: int) -> Instructions:
         """Take how much of an answer was played before it was silenced."""

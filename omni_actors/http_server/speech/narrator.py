@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from omni_actors.client import Audio, StreamItem, Text
@@ -28,7 +27,6 @@ from omni_actors.protocol.payloads import WordTime
 logger = get_logger(__name__)
 
 MAX_EVENT_BYTES = 1 << 20
-WORDS_SECONDS = 5.0  # for times of the words of a sentence; the next one is heard meanwhile
 CHARACTER_BYTES = 4  # at most, of a text in memory
 TOO_LONG = f"At most {MAX_TEXT} characters may wait to be spoken: send more when sound has come."
 
@@ -118,30 +116,17 @@ class Narrator:
             self._said += item.text
         elif isinstance(item, Audio) and not utterance.over:
             self._seconds += len(item.samples) / item.sample_rate
-            self._sound += [item.samples] if utterance.speaker.state.ears is not None else []
+            self._sound += [item.samples] if utterance.speaker.aligner is not None else []
             self._send(utterance, await fed(utterance.encoder, item.samples))
         elif item is None:
             await self._end(piece)
         await self._outbox.room(ANSWER_BYTES)
 
-    async def _words(self, piece: TextPiece) -> Sequence[WordTime]:
-        """When the words of the piece that was heard are said, as far as another pipeline knows that."""
-        speaker = piece.utterance.speaker
-        if speaker.state.ears is None or not self._sound:
-            return ()
-        samples, rate = numpy.concatenate(self._sound), speaker.description.sample_rate
-        try:
-            tenant = speaker.options["tenant"]
-            return await speaker.state.ears.words(samples, rate, piece.text, tenant=tenant, timeout=WORDS_SECONDS)
-        except OmniError as error:  # the sound is more than its times
-            logger.warning("no times of words: %s", error)
-            return ()
-
     async def _end(self, piece: TextPiece) -> None:
         utterance = piece.utterance
         if piece.text and not utterance.over:
             utterance.texts.append(self._said if utterance.speaker.answers else piece.text)
-            words = await self._words(piece)
+            words = await utterance.speaker.words(piece.text, self._sound)
             if (event := self._dialect.spoken(utterance, piece.text, self._seconds, words)) is not None:
                 self._outbox.put(event)
         self._seconds, self._said, self._sound = 0.0, "", []

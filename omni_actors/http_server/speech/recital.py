@@ -9,10 +9,11 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import numpy
 from msgspec import Meta
 from starlette.requests import HTTPConnection
 
@@ -20,13 +21,15 @@ from omni_actors.client import Audio, ChoiceItem, RequestStream
 from omni_actors.client.async_client import SEEDS
 from omni_actors.client.prompts import read_aloud, speech_ability
 from omni_actors.errors import Aborted, ErrorCode, OmniError, suggest
-from omni_actors.http_server.answer import Encoder, token_counts, usage_of
+from omni_actors.http_server.answer import Encoder, Samples, token_counts, usage_of
 from omni_actors.http_server.bodies import StagedSubmission
+from omni_actors.http_server.ears import WORDS_SECONDS, Ears
 from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.generation import Speed, VoiceId
 from omni_actors.http_server.speech.sentences import SentenceCutter
 from omni_actors.http_server.speech.voices import recording_of
 from omni_actors.http_server.state import ServerState
+from omni_actors.logs import get_logger
 from omni_actors.protocol.messages import Description, StageUsage
 from omni_actors.protocol.payloads import (
     ADDITIONAL_INFORMATION,
@@ -37,7 +40,10 @@ from omni_actors.protocol.payloads import (
     LANGUAGE,
     TRANSCRIPT,
     SpeechAbility,
+    WordTime,
 )
+
+logger = get_logger(__name__)
 
 MAX_INSTRUCTIONS = 4096
 LEAST_SECONDS = 0.001  # of a request whose time is over: the pipeline then says so
@@ -69,6 +75,7 @@ class TextSpeaker:
         in_parts: whether it can begin with a text that is still being written.
         limit: seconds for each request.
         expires: when all of them must be complete (monotonic clock).
+        aligner: knows when words are said.
     """
 
     state: ServerState
@@ -80,6 +87,7 @@ class TextSpeaker:
     limit: float
     expires: float
     ids: Iterator[str]
+    aligner: Ears | None
 
     @classmethod
     async def of(
@@ -119,13 +127,32 @@ class TextSpeaker:
             "tenant": state.tenant(connection),
         }
         limit = state.settings.request_timeout if manner.timeout is None else manner.timeout
-        return cls(state, description, ability is None, in_parts, prompt, options, limit, expires, ids)
+        aligner = await state.aligner()
+        return cls(state, description, ability is None, in_parts, prompt, options, limit, expires, ids, aligner)
 
     async def ask(self, text: str, more_text: bool = False) -> RequestStream:
         """Send the request for a text, or with `more_text` for its beginning. Raises `OmniError`."""
         timeout = max(min(self.limit, self.expires - time.monotonic()), LEAST_SECONDS)
         named: dict[str, Any] = {"request_id": next(self.ids), "timeout": timeout, "more_text": more_text}
         return await self.state.client.submit(self.prompt(text), **named, **self.options)
+
+    async def words(self, text: str, sound: Sequence[Samples]) -> Sequence[WordTime]:
+        """When the words of a text are said in its sound, as far as another pipeline knows that."""
+        if self.aligner is None or not sound:
+            return ()
+        samples, rate = numpy.concatenate(sound), self.description.sample_rate
+        options = {"tenant": self.options["tenant"], "timeout": WORDS_SECONDS}
+        try:
+            return await self.aligner.words(samples, rate, text, **options)
+        except OmniError as error:  # the sound is more than its times
+            logger.warning("no times of words: %s", error)
+            return ()
+
+
+def times_of(words: Iterable[WordTime], begin: float, speed: float) -> list[dict[str, Any]]:
+    """Words as clients see them, in seconds of the sound that they hear; `begin` is where that of the text begins."""
+    heard = [(one.word, (begin + one.start) / speed, (begin + one.end) / speed) for one in words]
+    return [{"word": word, "start": start, "end": end} for word, start, end in heard]
 
 
 def request_ids(first: str) -> Iterator[str]:

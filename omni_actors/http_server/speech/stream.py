@@ -14,7 +14,7 @@ from omni_actors.http_server.bodies import decode
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.config import ClientEvent, Event, UpdateSession, error_event, event, event_id_of
 from omni_actors.http_server.speech.narrator import Narrator, SpeechSession
-from omni_actors.http_server.speech.recital import Manner, TextSpeaker, Utterance, request_ids
+from omni_actors.http_server.speech.recital import Manner, TextSpeaker, Utterance, request_ids, times_of
 from omni_actors.http_server.speech.texts import MAX_TEXT
 from omni_actors.http_server.state import ServerState
 from omni_actors.protocol.payloads import WordTime
@@ -125,8 +125,7 @@ class StreamEvents:
 
     def spoken(self, utterance: Utterance, text: str, seconds: float, words: Sequence[WordTime]) -> Event | None:
         """See `Dialect.spoken`: seconds from where the sound of the piece begins, at the speed that is heard."""
-        speed = self._given.get("speed") or 1
-        times = [{"word": one.word, "start": one.start / speed, "end": one.end / speed} for one in words]
+        times = times_of(words, 0.0, self._given.get("speed") or 1)
         return event("speech.audio.words", text=text, words=times) if times else None
 
     def ended(self, utterance: Utterance) -> Event:

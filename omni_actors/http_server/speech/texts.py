@@ -10,19 +10,20 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Literal
 
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from omni_actors.client import Audio, Text
+from omni_actors.client import Audio, StreamItem, Text
 from omni_actors.http_server.answer import (
     EVENTS,
     MEDIA_TYPES,
     Answer,
     AnswerResponse,
+    Samples,
     Tempo,
     WholeAnswer,
     encoded,
@@ -40,8 +41,9 @@ from omni_actors.http_server.speech.recital import (
     TextSpeaker,
     Utterance,
     request_ids,
+    times_of,
 )
-from omni_actors.http_server.speech.sentences import pieces_of, speakable
+from omni_actors.http_server.speech.sentences import LONGEST, pieces_of, speakable
 from omni_actors.http_server.state import ServerState
 
 MAX_TEXT = 100_000
@@ -53,6 +55,7 @@ class SpeechRequest(Manner, frozen=True, kw_only=True):
 
     input: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
     stream_format: Literal["audio", "sse"] | None = None
+    timestamp_granularities: Annotated[list[Literal["word"]], Meta(max_length=1)] | None = None
 
 
 BODY = JsonBody(SpeechRequest, {})
@@ -69,13 +72,21 @@ async def speech(request: Request, state: ServerState, body: SpeechRequest) -> R
     description, timeout = speaker.description, state.settings.write_timeout
     encoder = await made_encoder(body.response_format, description.sample_rate, body.speed)
     utterance = Utterance(speaker, encoder)
-    texts = [body.input] if len(body.input) <= IN_ONE_GO else map(speakable, pieces_of(body.input))
+    timed = bool(body.timestamp_granularities)
+    if timed and body.stream_format != "sse":
+        message = 'Times of words come as events: ask for stream_format: "sse".'
+        raise bad_field("timestamp_granularities", message, "unsupported_value")
+    if timed and speaker.aligner is None:
+        message = "This server does not know when words are said: http.transcriber can name a pipeline that does."
+        raise bad_field("timestamp_granularities", message, "unsupported_value")
+    in_one_go = len(body.input) <= (LONGEST if timed else IN_ONE_GO)  # an aligner hears minutes, and not more
+    texts = [body.input] if in_one_go else [*map(speakable, pieces_of(body.input))]
     recital = Recital(TextPiece(utterance, text) for text in texts)
     # What is not encoded piece by piece gets its speed before.
     tempos = [await asyncio.to_thread(Tempo, body.speed)] if whole and body.speed not in (None, 1) else []
     answer = await Answer.of(recital, request, state, FIELDS, tempos)
     if body.stream_format == "sse":
-        return AnswerResponse(answer, _events(answer, utterance, body.input), EVENTS, timeout)
+        return AnswerResponse(answer, _events(answer, utterance, texts, body), EVENTS, timeout)
     if whole:
         # FLAC states its length at the beginning. A stream cannot, so readers such as libsndfile fail at its end;
         # therefore FLAC is streamed only on explicit request.
@@ -85,28 +96,50 @@ async def speech(request: Request, state: ServerState, body: SpeechRequest) -> R
                 found.add(item)
             file = await encoded(found.samples, "flac", description.sample_rate)
             return Response(file, media_type=MEDIA_TYPES["flac"])
-    return AnswerResponse(answer, _encoded(answer, utterance), MEDIA_TYPES[body.response_format], timeout)
+    return AnswerResponse(answer, _file(answer, utterance), MEDIA_TYPES[body.response_format], timeout)
 
 
-async def _encoded(answer: Answer, utterance: Utterance) -> AsyncIterator[bytes]:
-    """Encode the sound of an answer, and note what is said."""
+async def _encoded(answer: Answer, utterance: Utterance) -> AsyncIterator[tuple[StreamItem | None, bytes]]:
+    """Note what is said in an answer, and encode its sound: each item with what it became, `None` behind a piece."""
     said = ""
     async for _, item in answer.choices():
-        if isinstance(item, Audio):
-            if data := await fed(utterance.encoder, item.samples):
-                yield data
-        elif isinstance(item, Text):
+        data = await fed(utterance.encoder, item.samples) if isinstance(item, Audio) else b""
+        if isinstance(item, Text):
             said += item.text
         elif item is None:
             utterance.texts.append(said)
             said = ""
-    if data := utterance.encoder.finish():
-        yield data
+        yield item, data
+    yield None, utterance.encoder.finish()
 
 
-async def _events(answer: Answer, utterance: Utterance, given: str) -> AsyncIterator[bytes]:
-    """Stream OpenAI's speech.audio.delta and speech.audio.done events, the latter with the spoken text."""
-    async for data in _encoded(answer, utterance):
-        yield event({"type": "speech.audio.delta", "audio": data})
-    transcript = " ".join(filter(None, utterance.texts)) if utterance.speaker.answers else given
+async def _file(answer: Answer, utterance: Utterance) -> AsyncIterator[bytes]:
+    async for _, data in _encoded(answer, utterance):
+        if data:
+            yield data
+
+
+async def _events(
+    answer: Answer, utterance: Utterance, texts: Sequence[str], body: SpeechRequest
+) -> AsyncIterator[bytes]:
+    """Stream OpenAI's speech.audio.delta and speech.audio.done events, the latter with the spoken text.
+
+    With times of words, speech.audio.words comes behind the sound of each piece.
+    """
+    speaker, speed = utterance.speaker, body.speed or 1
+    begin, sound = 0.0, list[Samples]()
+    async for item, data in _encoded(answer, utterance):
+        if data:
+            yield event({"type": "speech.audio.delta", "audio": data})
+        if isinstance(item, Audio) and body.timestamp_granularities:
+            sound.append(item.samples)
+        elif item is None and sound:
+            place = len(utterance.texts) - 1
+            text = utterance.texts[place] if speaker.answers else texts[place]
+            if words := await speaker.words(text, sound):
+                times = times_of(words, begin, speed)
+                yield event({"type": "speech.audio.words", "text": text, "words": times})
+            begin += sum(map(len, sound)) / speaker.description.sample_rate
+            sound.clear()
+    transcript = " ".join(filter(None, utterance.texts)) if speaker.answers else body.input
     yield event({"type": "speech.audio.done", "usage": utterance.usage(), "transcript": transcript})
