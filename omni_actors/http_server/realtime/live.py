@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, assert_never
@@ -33,6 +32,7 @@ from omni_actors.http_server.realtime.connection import (
     new_session,
 )
 from omni_actors.http_server.realtime.conversation import AnyItem, heard, said_until
+from omni_actors.http_server.realtime.delegations import Delegations
 from omni_actors.http_server.realtime.formats import g711_codes
 from omni_actors.http_server.realtime.live_events import (
     AppendCommentary,
@@ -74,12 +74,7 @@ DELEGATE = FlatTool(
 )
 CLOSE_REQUESTED = "close_requested"
 ENDS = {CLOSE_REQUESTED: CLOSE_REQUESTED, "session_expired": "expired", "session_idle": "expired"}
-ANSWERED = {"failed": "failed", "incomplete": "incomplete"}  # else completed: what ends early was cut in its speech
 BACKEND = "session.delegation.responses"
-NO_DETAILS = {
-    "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-    "output_tokens_details": {"reasoning_tokens": 0},
-}
 
 
 def realtime_fields(fields: LiveFields, delegates: bool) -> dict[str, Any]:
@@ -142,13 +137,7 @@ class LiveSession:
         self._waiting: list[config.CreateItem] = []
         self._appending: dict[str, AppendContext] = {}  # by item
         self._playing: Unplayed | None = None
-        # Delegations
-        self._calls: dict[str, str | None] = {}  # of the client's delegations, until there is a result
-        self._open: set[str] = set()  # calls of the backend
-        self._delegation: str | None = None  # the backend's last one
-        self._continues = False  # the next answer does
-        self._backend: dict[str, str | None] = {}  # delegations by response
-        self._numbers = itertools.count()  # of the backend's events
+        self._work = Delegations(lambda event: self._outbox.append(event), self._now)
 
     def begin(self, outbox: Outbox, act: Callable[[AnyEvent], None]) -> None:
         """Begin. `act` has the realtime session take an event."""
@@ -186,14 +175,12 @@ class LiveSession:
             case CreateBackendItem(item=item):
                 self._check_backend()
                 if isinstance(item, config.FunctionCallOutput):
-                    self._open.discard(item.call_id)
+                    self._work.add_result(item.call_id)
                 return self._add(config.CreateItem(event_id=event.event_id, item=item))
             case ContinueWork():
                 self._check_backend()
-                if self._open:
-                    message = f"The backend waits for the results of {', '.join(self._open)}: send them first."
-                    raise HttpError(400, message, code="function_call_outputs_required")
-                self._continues = self._wanted = True
+                self._work.go_on()
+                self._wanted = True
                 self._go_on()
                 return None
             case CloseLive():
@@ -226,13 +213,8 @@ class LiveSession:
 
     def _context(self, event: AppendContext) -> AnyEvent | None:
         """Add an item to the conversation: the first of a delegation is the result of its call."""
-        item_id, call_id = new_id("item"), None
-        if event.delegation_id is not None:
-            if event.delegation_id not in self._calls:
-                message = f"The session has no delegation {event.delegation_id[:100]!r} to the client."
-                raise bad_field("delegation_id", message, "delegation_not_found")
-            if not isinstance(event, AppendInstructions):
-                call_id, self._calls[event.delegation_id] = self._calls[event.delegation_id], None
+        item_id = new_id("item")
+        call_id = self._work.result_of(event.delegation_id, answers=not isinstance(event, AppendInstructions))
         item: config.GivenItem
         if call_id is not None:
             item = config.FunctionCallOutput(id=item_id, call_id=call_id, output=event.content)
@@ -285,9 +267,7 @@ class LiveSession:
                 self._appended(event["item"]["id"])
             case "response.created":
                 self._answering, self._wanted = True, False
-                if self._continues:
-                    self._continues = False
-                    self._begin_work(event["response"]["id"])
+                self._work.begin(event["response"])
             case "response.output_item.done":
                 self._item(event["response_id"], event["output_index"], event["item"])
             case "response.done":
@@ -303,6 +283,7 @@ class LiveSession:
         if "responses" in delegation:
             shown = {name: session[name] for name in ("tools", "tool_choice", "parallel_tool_calls")}
             delegation["responses"] |= {**shown, "model": delegation["responses"]["model"] or session["model"]}
+        self._work.model = session["model"]
         wire = {"type": self._wire.type, "rate": self._wire.hertz}
         self._shown = {
             **{name: session[name] for name in ("id", "expires_at", "model")},
@@ -348,8 +329,7 @@ class LiveSession:
             self._go_on()
 
     def _done(self, response: Mapping[str, Any]) -> None:
-        if response["id"] in self._backend:
-            self._end_work(response)
+        self._work.end(response)
         self._send("session.usage.updated", usage=self._usage())
         waiting, self._waiting = self._waiting, []
         for item in waiting:
@@ -357,59 +337,14 @@ class LiveSession:
         self._answering = False
         self._go_on()
 
-    # -- delegated work -----------------------------------------------------------------------------------------------
-
     def _item(self, response_id: str, index: int, item: Mapping[str, Any]) -> None:
         """Take a call, which delegates work, or what the model says when it does such work."""
-        called = item["type"] == "function_call"
-        if called and not isinstance(self._fields.delegation, ResponsesDelegation):
-            self._calls[delegation_id := new_id("dlg")] = item["call_id"]
+        if isinstance(self._fields.delegation, ResponsesDelegation):
+            self._work.item(response_id, index, item)
+        elif item["type"] == "function_call":
             turns = [*self._turns.values()]  # the client knows the task from what the user has said
             put = turns[-1].waiting.append if turns else self._outbox.append
-            put(self._delegated(delegation_id, "client"))
-            return
-        if called:
-            self._open.add(item["call_id"])
-            if response_id not in self._backend:
-                self._delegation = new_id("dlg")
-                self._outbox.append(self._delegated(self._delegation, "responses", response_id=response_id))
-                self._begin_work(response_id)
-        if response_id in self._backend:
-            shown = {name: value for name, value in item.items() if name != "object"}
-            if not called:
-                text = "".join(part.get("transcript") or part.get("text", "") for part in item["content"])
-                shown["content"] = [{"type": "output_text", "text": text, "annotations": []}]
-            self._work(response_id, "response.output_item.done", output_index=index, item=shown)
-
-    def _delegated(self, delegation_id: str, target: str, **fields: str) -> Event:
-        delegation = {"id": delegation_id, "type": "delegation", "target": target, **fields}
-        return config.event("session.delegation.created", offset_ms=self._now(), delegation=delegation)
-
-    def _begin_work(self, response_id: str) -> None:
-        self._backend[response_id] = self._delegation
-        self._work(response_id, "response.created", response=self._response(response_id, "in_progress"))
-
-    def _end_work(self, response: Mapping[str, Any]) -> None:
-        response_id, status = response["id"], ANSWERED.get(response["status"], "completed")
-        details, usage = response["status_details"] or {}, response["usage"]
-        shown = self._response(response_id, status)
-        if status == "failed":
-            shown["error"] = {**details["error"], "message": "The answer failed: see the error before."}
-        elif status == "incomplete":
-            shown["incomplete_details"] = {"reason": details["reason"]}
-        if usage:
-            counts = {name: usage[name] for name in ("input_tokens", "output_tokens", "total_tokens")}
-            shown["usage"] = counts | NO_DETAILS
-        self._work(response_id, f"response.{status}", response=shown)
-        del self._backend[response_id]
-
-    def _response(self, response_id: str, status: str) -> Event:
-        about = {"object": "response", "created_at": int(time.time()), "model": self._shown["model"]}
-        return {"id": response_id, **about, "status": status, "output": []}
-
-    def _work(self, response_id: str, kind: str, **fields: Any) -> None:
-        event = {"type": kind, "sequence_number": next(self._numbers), **fields}
-        self._send("response.event", delegation_id=self._backend[response_id], event=event)
+            put(self._work.to_client(item["call_id"]))
 
     # -- sound --------------------------------------------------------------------------------------------------------
 
