@@ -37,7 +37,7 @@ from omni_actors.http_server import chat, images, responses, state, transcriptio
 from omni_actors.http_server.bodies import BODIES, REFERENCE, FormBody, JsonBody, decode
 from omni_actors.http_server.errors import STOPPING, HttpError, bad_field, internal_error
 from omni_actors.http_server.media import Fetcher
-from omni_actors.http_server.realtime import calls, client_secrets, live
+from omni_actors.http_server.realtime import calls, client_secrets, live_sessions
 from omni_actors.http_server.realtime import connection as realtime
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.speech import elevenlabs, stream, texts, voices
@@ -388,6 +388,9 @@ ENDPOINTS = (
     Endpoint("DELETE", "/v1/files/{file_id}", state.delete),
     Endpoint("POST", calls.PATH, calls.create, calls.BODY, calls.CallQuery),
     Endpoint("POST", f"{calls.PATH}/{{call_id}}/hangup", calls.hang_up),
+    Endpoint("POST", live_sessions.PATH, live_sessions.create, live_sessions.BODY),
+    Endpoint("POST", f"{live_sessions.SESSION}/fork", live_sessions.fork_call, live_sessions.FORK_BODY),
+    Endpoint("POST", f"{live_sessions.SESSION}/hangup", live_sessions.hang_up),
     Endpoint("GET", "/health", health),
     Endpoint("GET", "/metrics", metrics),
     Endpoint("GET", "/v1/models", models),
@@ -399,7 +402,9 @@ ENDPOINTS = (
 
 SOCKETS = {
     REALTIME: realtime.realtime,
-    live.PATH: live.live,
+    live_sessions.PATH: live_sessions.live,
+    f"{live_sessions.SESSION}/attach": live_sessions.attach,
+    f"{live_sessions.SESSION}/fork": live_sessions.fork,
     stream.PATH: stream.stream,
     elevenlabs.SINGLE: elevenlabs.single,
     elevenlabs.MULTI: elevenlabs.multi,

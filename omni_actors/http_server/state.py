@@ -250,6 +250,7 @@ class ServerState:
         self.settings = settings
         self.realtime = Realtime(settings, bodies)
         self.calls: dict[str, asyncio.Task[None]] = {}  # over WebRTC, by id
+        self.live: dict[str, Any] = {}  # connections of Live sessions, by the id of the session
         self.client = AsyncOmniClient(settings.endpoint, keys=settings.keys)
         self.ears = Ears(settings.transcriber, settings.keys) if settings.transcriber is not None else None
         self.deaf = False  # the model does not hear: sounds of prompts go to the ears
@@ -259,6 +260,7 @@ class ServerState:
         self.video_jobs: dict[str, asyncio.Task[None]] = {}  # of this process, by id
         self.transcripts = Store(folder, "transcripts", str, MAX_TRANSCRIPTS, MAX_BYTES, KEPT_SECONDS)
         self.responses = Store(folder, "responses", KeptResponse, MAX_RESPONSES, MAX_BYTES, KEPT_SECONDS)
+        self.live_sessions = Store(folder, "live", str, MAX_RESPONSES, MAX_BYTES, KEPT_SECONDS)  # the owner of each
         self.streams = Journals(folder, "streams")  # of responses
         self.sessions = Journals(folder, "sessions")
         self.secret = secret_of(folder)
@@ -362,7 +364,8 @@ class ServerState:
         await self.client.close()
         await self.realtime.close()
         await asyncio.to_thread(self._decoders.close)
-        for store in (self.files, self.videos, self.transcripts, self.responses, self.streams, self.sessions):
+        stores = (self.files, self.videos, self.transcripts, self.responses, self.live_sessions)
+        for store in (*stores, self.streams, self.sessions):
             store.close()
 
     def tenant(self, connection: HTTPConnection) -> str:

@@ -11,11 +11,12 @@ from websockets.asyncio.client import connect
 
 from omni_actors.http_server.realtime.config import RATE
 from omni_actors.http_server.realtime.formats import g711_codes, g711_levels
-from omni_actors.http_server.realtime.live import LEAD_SECONDS, PATH, PIECE_SECONDS
+from omni_actors.http_server.realtime.live import LEAD_SECONDS, PIECE_SECONDS
+from omni_actors.http_server.realtime.live_sessions import PATH
 from omni_actors.http_server.settings import ServerSettings
-from tests.support.live import PAUSE, LiveClient, live_session
+from tests.support.live import PAUSE, live_session, prompt
 from tests.support.realtime import serving_sessions, speech
-from tests.support.scripted import NEXT, SHOW, called
+from tests.support.scripted import NEXT, called
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import eventually
 
@@ -33,17 +34,6 @@ def answers(*texts: str) -> str:
 
 def responses(**fields: Any) -> dict[str, Any]:
     return {"type": "responses", "responses": {"model": "gpt-5.6-luna", **fields}}
-
-
-async def prompt(client: LiveClient) -> str:
-    """The prompt that the model gets, by work of the backend."""
-    content = [{"type": "input_text", "text": SHOW}]
-    await client.send("response.item.create", item={"type": "message", "role": "user", "content": content})
-    before = len(client.work("response.output_item.done"))
-    await client.send("response.create")
-    await eventually(lambda: len(client.work("response.output_item.done")) > before)
-    (part,) = client.work("response.output_item.done")[-1]["item"]["content"]
-    return str(part["text"])
 
 
 async def test_speech_cuts_an_answer_to_what_was_heard(scripted: HttpPipeline) -> None:
@@ -193,7 +183,7 @@ CHANGE = {"delegation": responses()}
         ({"type": "session.start", "session": {}}, "missing_required_parameter", "session.model"),
         ({"type": "session.start", "session": {**MODEL, "pitch": 1}}, "unknown_parameter", "session.pitch"),
         ({"type": "session.start", "session": {"model": "none"}}, "model_not_found", "model"),
-        ({"type": "session.start", "session": {**MODEL, "store": True}}, "invalid_value", "session.store"),
+        ({"type": "session.start", "session": {**MODEL, "store": "yes"}}, "invalid_value", "session.store"),
         (
             {"type": "session.start", "session": {**MODEL, "delegation": {"type": "decisions"}}},
             "invalid_value",

@@ -39,7 +39,7 @@ from pipecat.turns.user_turn_strategies import ExternalUserTurnStrategies
 from pipecat.workers.runner import WorkerRunner
 
 from omni_actors.http_server.realtime.config import RATE
-from omni_actors.http_server.realtime.live import PATH
+from omni_actors.http_server.realtime.live_sessions import PATH
 from tests.support.live import CONVERSATION, check_live_conversation
 from tests.support.realtime import INSTRUCTIONS, SILENCE, interruptions, speech
 from tests.support.servers import HttpPipeline

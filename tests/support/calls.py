@@ -8,7 +8,7 @@ import fractions
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -55,9 +55,11 @@ class Caller:
 
     Args:
         hears: whether it has a microphone.
+        check: fails unless an event is what the `openai` package declares.
     """
 
-    def __init__(self, hears: bool = True) -> None:
+    def __init__(self, hears: bool = True, check: Callable[[dict[str, Any]], None] = conforms) -> None:
+        self._check = check
         self.microphone = Microphone()
         self.peer = RTCPeerConnection(RTCConfiguration(iceServers=[]))
         self.peer.addTransceiver(self.microphone if hears else "audio", "sendrecv" if hears else "recvonly")
@@ -85,11 +87,11 @@ class Caller:
         assert response.status_code == 201
         await self.take_answer(response.headers["location"], response.text)
 
-    async def take_answer(self, location: str, answer: str) -> None:
-        """Connect, once a server has answered the offer."""
+    async def take_answer(self, location: str, answer: str, first: str = "session.created") -> None:
+        """Connect, once a server has answered the offer, and wait for its first event."""
         self.location, self.answer = location, answer
         await self.peer.setRemoteDescription(RTCSessionDescription(self.answer, "answer"))
-        await self.until("session.created")
+        await self.until(first)
 
     def vanish(self) -> None:
         """Be gone without a word."""
@@ -134,7 +136,7 @@ class Caller:
 
     async def _note(self, text: str) -> None:
         event = json.loads(text)
-        conforms(event)
+        self._check(event)
         self.events.append(event)
         async with self._came:
             self._came.notify_all()

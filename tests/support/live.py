@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import re
 import time
@@ -12,20 +13,27 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy
-from openai.types.live import ServerEvent
+from openai.types.live import ConnectServerEvent
 from pydantic import TypeAdapter
 from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosedOK
 
 from omni_actors.http_server.realtime.config import RATE
-from omni_actors.http_server.realtime.live import PATH
+from omni_actors.http_server.realtime.live_sessions import PATH
 from tests.support.realtime import extra_fields
-from tests.support.scripted import NEXT, called
+from tests.support.scripted import NEXT, SHOW, called
 from tests.support.waiting import eventually
 
-OPENAI = TypeAdapter(ServerEvent)
+OPENAI = TypeAdapter(ConnectServerEvent)
 EXTRA = {"capabilities"}  # which clients know nothing of
 PIECE = RATE // 10  # samples that are said at a time
 PAUSE = numpy.zeros(RATE * 7 // 10, "<i2")  # ends a turn
+
+
+def conforms(event: dict[str, Any]) -> None:
+    """Fails unless the event is what the `openai` package declares."""
+    extra = set(extra_fields(OPENAI.validate_python(event)))
+    assert extra <= EXTRA, f"{event['type']} has {extra - EXTRA}"
 
 
 class LiveClient:
@@ -41,8 +49,7 @@ class LiveClient:
     async def listen(self) -> None:
         async for text in self.socket:
             event = json.loads(text)
-            extra = set(extra_fields(OPENAI.validate_python(event)))
-            assert extra <= EXTRA, f"{event['type']} has {extra - EXTRA}"
+            conforms(event)
             if event["type"] == "session.output_audio.delta":
                 self.pcm += base64.b64decode(event["delta"])
                 self.ahead = max(self.ahead, len(self.pcm) / 2 / RATE - (time.monotonic() - self._began))
@@ -84,21 +91,35 @@ class LiveClient:
 
 
 @asynccontextmanager
-async def live_session(url: str, **session: Any) -> AsyncIterator[LiveClient]:
-    """A session that has begun; closed at the end."""
-    async with connect(f"{url.replace('http', 'ws', 1)}{PATH}", proxy=None) as socket:
+async def live_session(url: str, fork_of: str | None = None, **session: Any) -> AsyncIterator[LiveClient]:
+    """A session that has begun, or the fork of one; closed at the end."""
+    path = PATH if fork_of is None else f"{PATH}/{fork_of}/fork"
+    own = {"model": "gpt-live-1"} if fork_of is None else {}
+    async with connect(f"{url.replace('http', 'ws', 1)}{path}", proxy=None) as socket:
         client = LiveClient(socket)
         ear = asyncio.create_task(client.listen())
         try:
-            await client.send("session.start", event_id="the start", session={"model": "gpt-live-1", **session})
+            await client.send("session.start", event_id="the start", session={**own, **session})
             await client.until("session.started")
             yield client
-            await client.send("session.close")
+            with contextlib.suppress(ConnectionClosedOK):  # another connection has closed the session
+                await client.send("session.close")
             await ear
             assert client.events[-1]["type"] == "session.closed"
             assert socket.close_code == 1000
         finally:
             ear.cancel()
+
+
+async def prompt(client: LiveClient) -> str:
+    """The prompt that the model gets, by work of the backend."""
+    content = [{"type": "input_text", "text": SHOW}]
+    await client.send("response.item.create", item={"type": "message", "role": "user", "content": content})
+    before = len(client.work("response.output_item.done"))
+    await client.send("response.create")
+    await eventually(lambda: len(client.work("response.output_item.done")) > before)
+    (part,) = client.work("response.output_item.done")[-1]["item"]["content"]
+    return str(part["text"])
 
 
 # A conversation of five turns; the third and the fifth interrupt an answer, and the third one delegates.

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from omni_actors.http_server.bodies import FORM, MAX_VALUES, FormBody, Strict, check_bounds, decode, received
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.connection import SessionConnection, asked_by, begun, new_session
+from omni_actors.http_server.realtime.session import RealtimeSession
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger
@@ -79,17 +80,29 @@ def available() -> bool:
 
 async def create(request: Request, state: ServerState, offer: Offer, _: CallQuery) -> Response:
     """Begin a realtime session over WebRTC: answers an SDP offer, 201."""
-    if not available():
-        message = "This server has no WebRTC: install omni_actors[webrtc], or connect with a WebSocket."
-        raise HttpError(404, message, code="not_found")
-    webrtc = await asyncio.to_thread(importlib.import_module, "omni_actors.http_server.realtime.webrtc")
+    call = await new_call()
     asked = asked_by(request, state.settings.api_key)
     if offer.session is not None:
         data = offer.session.encode(errors="surrogatepass")
         check_bounds(data, MAX_VALUES)
         asked |= decode(data, dict[str, Any], "session")
     session = new_session(*begun(asked, state, await state.describe(), called=True), state)
+    answer = await begin(call, offer.sdp, request, state, session)
+    return Response(answer, 201, {"location": f"{PATH}/{call.id}"}, media_type=SDP)
+
+
+async def new_call() -> Call:
+    """A call that has not begun. Raises `HttpError` 404 without the extra."""
+    if not available():
+        message = "This server has no WebRTC: install omni_actors[webrtc], or connect with a WebSocket."
+        raise HttpError(404, message, code="not_found")
+    webrtc = await asyncio.to_thread(importlib.import_module, "omni_actors.http_server.realtime.webrtc")
     call: Call = webrtc.Call()
+    return call
+
+
+async def begin(call: Call, offer: str, request: Request, state: ServerState, session: RealtimeSession) -> str:
+    """Begin a session over a call, which goes on after the request; returns the SDP answer. Raises `HttpError`."""
     answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def run() -> None:
@@ -98,7 +111,7 @@ async def create(request: Request, state: ServerState, offer: Offer, _: CallQuer
             with state.realtime.session(state.tenant(request), call):
                 try:
                     await state.realtime.load()
-                    answer.set_result(await call.answer(offer.sdp, _address(request)))
+                    answer.set_result(await call.answer(offer, _address(request)))
                     await call.connected()
                     await SessionConnection(call, request, state, session).run()
                 finally:
@@ -111,7 +124,7 @@ async def create(request: Request, state: ServerState, offer: Offer, _: CallQuer
     await asyncio.wait((task, answer), return_when=asyncio.FIRST_COMPLETED)
     if not answer.done():
         await task  # raises why
-    return Response(answer.result(), 201, {"location": f"{PATH}/{call.id}"}, media_type=SDP)
+    return answer.result()
 
 
 def _address(request: Request) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -39,7 +40,7 @@ from omni_actors.http_server.realtime.config import (
     error_event,
     new_id,
 )
-from omni_actors.http_server.realtime.live_events import LiveEvent
+from omni_actors.http_server.realtime.live_events import AppendInput, LiveEvent, StoredLive
 from omni_actors.http_server.realtime.playing import Loudspeaker
 from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Asker, Outbox, Transcriber
 from omni_actors.http_server.realtime.resuming import SessionKeeper, find, owner_of
@@ -165,6 +166,7 @@ class SessionConnection:
         self, line: WebSocketLine | Call, request: HTTPConnection, state: ServerState, session: RealtimeSession
     ) -> None:
         self._line = line
+        self.owner = owner_of(request, state)
         self._about = {"request_id": request.state.request_id}
         self._state = state
         self._session = session
@@ -172,8 +174,8 @@ class SessionConnection:
         self._asker = Asker(state, state.tenant(request), request.state.traceparent)
         self._keeper: SessionKeeper | None = None
         if line.speaker is None:  # a call cannot go on over a WebSocket
-            self._keeper = SessionKeeper(session, owner_of(request, state), state.sessions)
-        self._live = line.live
+            self._keeper = SessionKeeper(session, self.owner, state.sessions)
+        self._live = self.live = line.live
         told = self._live.told if self._live is not None else None
         self._outbox = Outbox(line.send, state.settings.write_timeout, self._keeper, told)
         if line.speaker is not None:
@@ -185,6 +187,7 @@ class SessionConnection:
         self._early: dict[str, asyncio.Event] = {}  # of answers whose turn may not be over: set when it is
         self._sounds: dict[str, bytearray] = {}  # PCM of answers, until it is known when their words are said
         self._aligning: set[asyncio.Task[None]] = set()
+        self._ended: asyncio.Future[HttpError] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
         """Run the session to its end; at the end none of its requests is left."""
@@ -200,13 +203,21 @@ class SessionConnection:
         if self._keeper is not None:
             tasks.append(_task(self._keep(self._keeper), "realtime keeper"))
         if self._live is not None:
+            self._state.live[self._session.id] = self
+            tasks.append(_task(self._hang_up(), "end of a Live session"))
+        if self._live is not None and isinstance(self._line, WebSocketLine):
             tasks.append(_task(self._live.play(), "realtime player"))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            if self._live is not None:
+                del self._state.live[self._session.id]
             if self._activity is not None:
                 self._state.realtime.forget(self._activity)
             errors = await _end([*tasks, *self._answers.values(), *self._aligning])
+            if self._live is not None and not self._live.closed.is_set():
+                await self._store()
+                self._live.close("connection_lost")
             if self._keeper is not None:
                 await self._keeper.close(ended=bool(errors) and _has_left(errors[0]))
             for error in errors:
@@ -221,7 +232,34 @@ class SessionConnection:
         await keeper.run()
         await self._close(HttpError(408, "The session goes on over another connection.", code="session_resumed"))
 
+    async def _hang_up(self) -> None:
+        await self._close(await self._ended)
+
+    def end(self, why: HttpError) -> None:
+        """End the session."""
+        if not self._ended.done():
+            self._ended.set_result(why)
+
+    @property
+    def stored(self) -> StoredLive | None:
+        """What a fork of a Live session begins with; `None` if it is not to be stored."""
+        if self.live is None or not self.live.fields.store:
+            return None
+        return StoredLive(self.live.fields, self._session.kept(self.owner).items)
+
+    async def _store(self) -> None:
+        if (stored := self.stored) is not None:
+            data, add = msgspec.msgpack.encode(stored), self._state.live_sessions.add
+            await asyncio.to_thread(add, self._session.id, self.owner, len(data), data)
+
     # -- events of the client -----------------------------------------------------------------------------------------
+
+    async def take(self, data: bytes) -> None:
+        """Take an event of another connection's client."""
+        try:
+            await self._take(data)
+        except SessionOver as over:
+            self.end(over.why)
 
     async def _read(self) -> None:
         BODIES.set((self._bodies, self))  # for what is fetched
@@ -240,10 +278,14 @@ class SessionConnection:
         try:
             take_bytes(self._bodies, self, len(data))
             event: Any = given
-            if not isinstance(given, config.AppendAudio):
+            if isinstance(given, config.AppendAudio):  # from a microphone
+                event = given if self._live is None else AppendInput(audio=given.audio)
+            else:
                 kind = config.AnyEvent if self._live is None else LiveEvent
                 short = len(data) <= SHORT
                 event = config.parse(data, kind) if short else await asyncio.to_thread(config.parse, data, kind)
+                if isinstance(event, AppendInput) and not isinstance(self._line, WebSocketLine):
+                    raise bad_field("type", "The sound of a call comes on its track.", "unsupported_value")
             if self._live is not None:
                 event = self._live.meant(event)
             if event is not None:
@@ -304,6 +346,7 @@ class SessionConnection:
 
     async def _close(self, why: HttpError) -> None:
         """Say why, and end the session."""
+        await self._store()
         self._outbox.put(error_event(why))
         await self._outbox.room(0)
         await self._line.close(why.code or "")

@@ -1,4 +1,4 @@
-"""The route /v1/live/sessions: OpenAI's Live API, as another way to talk to a realtime session.
+"""OpenAI's Live API, as another way to talk to a realtime session.
 
 `LiveSession` stands between a client and a `RealtimeSession`. It takes the events of either and gives the other one
 those that they mean, and it sends sound all the time, in real time: that of answers, and silence between them. So it
@@ -15,23 +15,14 @@ from typing import Any, assert_never
 
 import msgspec
 import numpy
-from msgspec import UNSET, Struct
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from msgspec import Struct
 
-from omni_actors.errors import OmniError
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.generation import FlatTool, InputText
 from omni_actors.http_server.realtime import config
 from omni_actors.http_server.realtime.config import AnyEvent, Event, WireFormat, new_id
-from omni_actors.http_server.realtime.connection import (
-    SUBPROTOCOL,
-    SessionConnection,
-    SessionOver,
-    WebSocketLine,
-    begun,
-    new_session,
-)
-from omni_actors.http_server.realtime.conversation import AnyItem, heard, said_until
+from omni_actors.http_server.realtime.connection import SessionOver
+from omni_actors.http_server.realtime.conversation import heard, said_until
 from omni_actors.http_server.realtime.delegations import Delegations
 from omni_actors.http_server.realtime.formats import g711_codes
 from omni_actors.http_server.realtime.live_events import (
@@ -44,10 +35,8 @@ from omni_actors.http_server.realtime.live_events import (
     CloseLive,
     ContinueWork,
     CreateBackendItem,
-    LiveAudio,
     LiveEvent,
     LiveFields,
-    LiveOutput,
     MuteInput,
     ResponsesDelegation,
     StartLive,
@@ -56,10 +45,7 @@ from omni_actors.http_server.realtime.live_events import (
 )
 from omni_actors.http_server.realtime.playing import Loudspeaker, Unplayed
 from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Outbox
-from omni_actors.http_server.realtime.session import KeptSession, RealtimeSession
-from omni_actors.http_server.state import ServerState
 
-PATH = "/v1/live/sessions"
 PIECE_SECONDS = 0.1  # of sound that is sent at a time
 LEAD_SECONDS = 0.1  # by which sound is sent before it is due, so that a late packet is no gap
 MOST_LATE = 1.0  # seconds of silence that are sent later, if nothing could be sent for a while
@@ -74,6 +60,7 @@ DELEGATE = FlatTool(
 )
 CLOSE_REQUESTED = "close_requested"
 ENDS = {CLOSE_REQUESTED: CLOSE_REQUESTED, "session_expired": "expired", "session_idle": "expired"}
+OTHER_OWNER = "Who does delegated work stays what it was at the start."
 BACKEND = "session.delegation.responses"
 
 
@@ -97,6 +84,16 @@ def check_tools(given: ResponsesDelegation, delegates: bool) -> None:
         raise bad_field(f"{BACKEND}.tools", message, "unsupported_value")
 
 
+def with_backend(fields: LiveFields, given: ResponsesDelegation) -> LiveFields:
+    """The fields of a session with what an update changes. Raises `HttpError` 400 if it has no backend."""
+    if not isinstance(fields.delegation, ResponsesDelegation):
+        raise bad_field("session.delegation.type", OTHER_OWNER)
+    named = msgspec.structs.asdict(given.responses).items()
+    changes = {name: value for name, value in named if value is not None}
+    backend = msgspec.structs.replace(fields.delegation.responses, **changes)
+    return msgspec.structs.replace(fields, delegation=msgspec.structs.replace(fields.delegation, responses=backend))
+
+
 class HeardTurn(Struct):
     """A turn of the user that is not written down yet, on the session's clock in ms, and what waits for that."""
 
@@ -112,13 +109,18 @@ class LiveSession:
         start: the event that it began with.
         wire: how sound travels in both directions.
         delegates: whether the model can call tools.
+        speaker: what plays answers; made if `None`.
     """
 
-    def __init__(self, start: StartLive, wire: WireFormat, delegates: bool) -> None:
+    def __init__(self, start: StartLive, wire: WireFormat, delegates: bool, speaker: Loudspeaker | None = None) -> None:
         self._start, self._wire = start, wire
-        self._fields = start.session
+        self.fields = start.session
+        """What the session is asked for now."""
+        self.listeners: set[Outbox] = set()
+        """Further connections, which get all events, and the sound if it is PCM at `RATE`."""
         self._capabilities = {"full_duplex": False, "delegation": delegates, "recording": False}
-        self.speaker = Loudspeaker(wire.hertz * wire.sample_bytes)
+        self.speaker = speaker or Loudspeaker(wire.hertz * wire.sample_bytes)
+        self.speaker.heard = self._heard
         self._silence = b"\0\0" if wire.law is None else g711_codes(wire.law, numpy.zeros(1, "<i2")).tobytes()
         self._outbox: Outbox
         self._act: Callable[[AnyEvent], None]
@@ -126,6 +128,7 @@ class LiveSession:
         self._shown: Event = {}  # the session, as it was told last
         self._updating: UpdateLive | None = None
         self._closing: CloseLive | None = None
+        self.closed = asyncio.Event()
         # The user
         self._muted = False
         self._received = 0  # bytes of sound
@@ -137,7 +140,7 @@ class LiveSession:
         self._waiting: list[config.CreateItem] = []
         self._appending: dict[str, AppendContext] = {}  # by item
         self._playing: Unplayed | None = None
-        self._work = Delegations(lambda event: self._outbox.append(event), self._now)
+        self._work = Delegations(self._tell, self._now)
 
     def begin(self, outbox: Outbox, act: Callable[[AnyEvent], None]) -> None:
         """Begin. `act` has the realtime session take an event."""
@@ -152,7 +155,16 @@ class LiveSession:
         event = config.event(kind, **fields)
         if given is not None and given.event_id is not None:
             event["client_event_id"] = given.event_id
-        self._outbox.append(event)
+        self._tell(event)
+
+    def _tell(self, event: Event) -> None:
+        for outbox in (self._outbox, *self.listeners):
+            outbox.append(event)
+
+    def _reflect(self, event: Event) -> None:
+        """Give sound to the further connections."""
+        for outbox in self.listeners if self._wire == WireFormat() else ():
+            outbox.append(event)
 
     # -- events of the client -----------------------------------------------------------------------------------------
 
@@ -161,6 +173,7 @@ class LiveSession:
         match event:
             case AppendInput(audio=audio):
                 self._received += len(audio)
+                self._reflect({"type": "session.input_audio.append", "audio": audio})
                 if self._muted:
                     audio = self._silence * (len(audio) // len(self._silence))
                 return config.AppendAudio(event_id=event.event_id, audio=audio)
@@ -192,22 +205,18 @@ class LiveSession:
                 assert_never(event)
 
     def _check_backend(self) -> None:
-        if not isinstance(self._fields.delegation, ResponsesDelegation):
+        if not isinstance(self.fields.delegation, ResponsesDelegation):
             raise bad_field("type", "This session has no backend: its delegation is not 'responses'.")
 
     def _update(self, event: UpdateLive) -> AnyEvent:
-        own, given = self._fields.delegation or ClientDelegation(), event.session.delegation
+        own, given = self.fields.delegation or ClientDelegation(), event.session.delegation
         fields: dict[str, Any] = {}
         if given is not None and type(given) is not type(own):
-            raise bad_field("session.delegation.type", "Who does delegated work stays what it was at the start.")
-        if isinstance(given, ResponsesDelegation) and isinstance(own, ResponsesDelegation):
+            raise bad_field("session.delegation.type", OTHER_OWNER)
+        if isinstance(given, ResponsesDelegation):
             check_tools(given, self._capabilities["delegation"])
-            named = msgspec.structs.asdict(given.responses).items()
-            changes = {name: value for name, value in named if value is not None}
-            backend = msgspec.structs.replace(own.responses, **changes)
-            delegation = msgspec.structs.replace(own, responses=backend)
-            self._fields = msgspec.structs.replace(self._fields, delegation=delegation)
-            fields = realtime_fields(self._fields, self._capabilities["delegation"])
+            self.fields = with_backend(self.fields, given)
+            fields = realtime_fields(self.fields, self._capabilities["delegation"])
         self._updating = event
         return config.UpdateSession(event_id=event.event_id, session=fields)
 
@@ -279,7 +288,7 @@ class LiveSession:
 
     def _resource(self, session: Mapping[str, Any]) -> Event:
         """The session as clients of the Live API see it, from what those of a realtime session see."""
-        fields, delegation = self._fields, msgspec.to_builtins(self._fields.delegation or ClientDelegation())
+        fields, delegation = self.fields, msgspec.to_builtins(self.fields.delegation or ClientDelegation())
         if "responses" in delegation:
             shown = {name: session[name] for name in ("tools", "tool_choice", "parallel_tool_calls")}
             delegation["responses"] |= {**shown, "model": delegation["responses"]["model"] or session["model"]}
@@ -292,7 +301,7 @@ class LiveSession:
             "audio": {"format": wire, "output": {"voice": session["audio"]["output"]["voice"]}},
             "delegation": delegation,
             "input": fields.input or [],
-            "store": False,
+            "store": bool(fields.store),
             "capabilities": self._capabilities,
         }
         return self._shown
@@ -300,9 +309,15 @@ class LiveSession:
     def _error(self, error: Mapping[str, Any]) -> None:
         code = error["code"] or "error"
         if code != CLOSE_REQUESTED:
-            self._outbox.append(live_error(error))
+            self._tell(live_error(error))
         if code in ENDS:
-            self._send("session.closed", self._closing, reason=ENDS[code], session=self._shown, usage=self._usage())
+            self.close(ENDS[code])
+
+    def close(self, reason: str) -> None:
+        """Say that the session is over, unless that was said."""
+        if not self.closed.is_set():
+            self.closed.set()
+            self._send("session.closed", self._closing, reason=reason, session=self._shown, usage=self._usage())
 
     def _usage(self) -> Event:
         return {"seconds": self._now() / 1000}
@@ -317,7 +332,7 @@ class LiveSession:
             if text:
                 self._send("session.input_transcript.delta", delta=text, start_ms=turn.begin, end_ms=turn.end)
             for event in turn.waiting:
-                self._outbox.append(event)
+                self._tell(event)
 
     def _appended(self, item_id: str) -> None:
         if (given := self._appending.pop(item_id, None)) is None:
@@ -339,11 +354,11 @@ class LiveSession:
 
     def _item(self, response_id: str, index: int, item: Mapping[str, Any]) -> None:
         """Take a call, which delegates work, or what the model says when it does such work."""
-        if isinstance(self._fields.delegation, ResponsesDelegation):
+        if isinstance(self.fields.delegation, ResponsesDelegation):
             self._work.item(response_id, index, item)
         elif item["type"] == "function_call":
             turns = [*self._turns.values()]  # the client knows the task from what the user has said
-            put = turns[-1].waiting.append if turns else self._outbox.append
+            put = turns[-1].waiting.append if turns else self._tell
             put(self._work.to_client(item["call_id"]))
 
     # -- sound --------------------------------------------------------------------------------------------------------
@@ -364,14 +379,22 @@ class LiveSession:
                     due += missing / hertz
                 continue
             clip, pcm = found
-            self._playing = clip
             begin = max(due, self._now() / 1000)
             due = begin + len(pcm) / rate
             self._sound(pcm)
+            self._playing = clip
             self._say(int(1000 * begin), int(1000 * due))
 
+    def _heard(self, clip: Unplayed, pcm: bytes) -> None:
+        """Take what a call has sent as sound."""
+        now, self._playing = self._now(), clip
+        self._reflect({"type": "session.output_audio.delta", "delta": pcm})
+        self._say(now, now + 1000 * len(pcm) // self.speaker.bytes_per_second)
+
     def _sound(self, data: bytes) -> None:
-        self._outbox.append({"type": "session.output_audio.delta", "delta": data})
+        event = {"type": "session.output_audio.delta", "delta": data}
+        self._outbox.append(event)
+        self._reflect(event)
 
     def _say(self, begin: int, end: int, last: bool = False) -> None:
         """Send what was said up to now in the answer that is played."""
@@ -394,57 +417,3 @@ def live_error(error: Mapping[str, Any]) -> Event:
     known = {"client_event_id": error["event_id"]} if error["event_id"] is not None else {}
     shown = {"type": error["type"], "code": error["code"] or "error", "message": error["message"], "param": param}
     return config.event("error", error={**shown, **known}, **known)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The route
-
-
-async def live(websocket: WebSocket) -> None:
-    """Converse, with the events of OpenAI's Live API. A refusal before them is a plain HTTP response."""
-    state: ServerState = websocket.app.state.server
-    for name in websocket.query_params:
-        raise bad_field(name[:64], f"{PATH} has no parameters: the session says what it is.", "unknown_parameter")
-    line = WebSocketLine(websocket)
-    with state.realtime.session(state.tenant(websocket), line), contextlib.suppress(WebSocketDisconnect):
-        await state.realtime.load()
-        await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
-        data = b""
-        try:
-            async with asyncio.timeout(state.settings.realtime_idle_seconds):
-                data = await line.receive()
-            session = await _started(data, line, state)
-        except (HttpError, OmniError, TimeoutError) as error:
-            idle = HttpError(408, "No session.start came in time.", code="session_idle")
-            refusal = idle if isinstance(error, TimeoutError) else HttpError.of(error)
-            event = live_error(config.error_event(refusal, config.event_id_of(data))["error"])
-            await line.send(msgspec.json.encode(event).decode())
-            await line.close(refusal.code or "")
-        else:
-            await SessionConnection(line, websocket, state, session).run()
-
-
-async def _started(data: bytes, line: WebSocketLine, state: ServerState) -> RealtimeSession:
-    """The session that the first event asks for. Raises `HttpError` or `OmniError`."""
-    start = config.parse(data, LiveEvent)
-    if not isinstance(start, StartLive):
-        raise bad_field("type", "The first event is session.start.", "session_not_started")
-    fields, description = start.session, await state.describe()
-    audio, delegation = fields.audio or LiveAudio(), fields.delegation
-    if isinstance(delegation, ResponsesDelegation):
-        state.model_name(delegation.responses.model, description)
-        check_tools(delegation, description.calls_tools)
-    spoken = {"input": {"transcription": {}}, "output": msgspec.to_builtins(audio.output or LiveOutput())}
-    asked = {"model": fields.model, "audio": spoken, **realtime_fields(fields, description.calls_tools)}
-    settings, pipeline = begun(asked, state, description, called=True)
-    if settings.turn_detection is None or settings.output != "audio":
-        message = "A Live session needs a pipeline that speaks, and omni_actors[realtime] to find turns."
-        raise bad_field("session.model", message, "unsupported_value")
-    wire = config.wire_format(audio.format or UNSET, WireFormat(), "session.audio.format")
-    settings = msgspec.structs.replace(settings, input_format=wire, output_format=wire)
-    session = new_session(settings, pipeline, state)
-    items: list[AnyItem] = [given.item() for given in fields.input or ()]
-    order = [item.id for item in items]
-    session.go_on(session.id, KeptSession("", session.expires, new_id("conv"), settings, order, items))
-    line.live = LiveSession(start, wire, description.calls_tools)
-    return session

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from omni_actors.http_server.bodies import BodyText, Nothing, Strict
 from omni_actors.http_server.generation import FlatChoice, FlatTools, ToolMode, VoiceId
 from omni_actors.http_server.realtime.config import ClientEvent, GivenItem, Instructions, WireFormat, new_id
-from omni_actors.http_server.realtime.conversation import ItemPart, MessageItem
+from omni_actors.http_server.realtime.conversation import AnyItem, ItemPart, MessageItem
 from omni_actors.protocol.fields import PositiveInt
 
 MAX_HISTORY = 128  # messages before a session, as OpenAI allows
@@ -93,7 +93,7 @@ class LiveFields(Strict, frozen=True, kw_only=True):
     delegation: ClientDelegation | ResponsesDelegation | None = None
     input: Annotated[list[HistoryMessage], Meta(max_length=MAX_HISTORY)] | None = None
     instructions: Instructions | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None
     safety_identifier: str | None = None  # without effect
     client: None = None
     triggers: Nothing = None
@@ -106,6 +106,28 @@ class LiveUpdate(Strict, frozen=True, kw_only=True):
     triggers: Nothing = None
 
 
+class ForkAudio(Strict, frozen=True):
+    """How sound travels in both directions."""
+
+    format: WireFormat | None = None
+
+
+class ForkFields(Strict, frozen=True, kw_only=True):
+    """The `session` of a fork; what it leaves out is as it was."""
+
+    audio: ForkAudio | None = None
+    delegation: ResponsesDelegation | None = None
+    store: bool | None = None
+    client: None = None
+
+
+class StoredLive(Struct):
+    """What a fork of a session begins with."""
+
+    fields: LiveFields
+    items: list[AnyItem]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Events
 
@@ -114,6 +136,12 @@ class StartLive(ClientEvent, frozen=True, kw_only=True, tag="session.start"):
     """Begin the session: the first event, and no other one."""
 
     session: LiveFields
+
+
+class StartFork(ClientEvent, frozen=True, kw_only=True, tag="session.start"):
+    """Begin a fork: the first event, and no other one."""
+
+    session: ForkFields
 
 
 class UpdateLive(ClientEvent, frozen=True, kw_only=True, tag="session.update"):
@@ -173,6 +201,17 @@ LiveEvent = (
     StartLive
     | UpdateLive
     | AppendInput
+    | MuteInput
+    | UnmuteInput
+    | AppendInstructions
+    | AppendThinking
+    | AppendCommentary
+    | CreateBackendItem
+    | ContinueWork
+    | CloseLive
+)
+SidebandEvent = (
+    UpdateLive
     | MuteInput
     | UnmuteInput
     | AppendInstructions

@@ -44,6 +44,7 @@ class Loudspeaker:
 
     def __init__(self, bytes_per_second: int = BYTES_PER_SECOND) -> None:
         self.tell: Callable[[Event], None] = lambda _: None  # sends an event to the client
+        self.heard: Callable[[Unplayed, bytes], None] = lambda *_: None  # takes what a call has sent
         self.bytes_per_second = bytes_per_second
         self._clips: deque[Unplayed] = deque()
         self._filled = asyncio.Event()

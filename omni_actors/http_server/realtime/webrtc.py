@@ -23,6 +23,7 @@ from omni_actors.host.processes import at_most
 from omni_actors.http_server.connections import EventRate
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, RATE, AppendAudio, error_event, new_id
+from omni_actors.http_server.realtime.live import LiveSession, live_error
 from omni_actors.http_server.realtime.playing import Loudspeaker
 from omni_actors.http_server.realtime.turns import SAMPLE_BYTES
 
@@ -73,6 +74,7 @@ class OpusTrack(MediaStreamTrack):
         packets = 1 + (int(paused / PACKET_SECONDS) if paused > PAUSE_SECONDS else 0)  # those that were not sent, too
         self._due += packets * PACKET_SECONDS
         self._timestamp += packets * PACKET_TICKS
+        self._speaker.heard(*found)
         frame = AudioFrame("s16", "mono", PACKET_BYTES // SAMPLE_BYTES)
         frame.sample_rate = RATE
         frame.planes[0].update(found[1].ljust(PACKET_BYTES, b"\0"))
@@ -87,7 +89,7 @@ class Call:
     def __init__(self) -> None:
         self.id = new_id("rtc")
         self.speaker = Loudspeaker()
-        self.live = None
+        self.live: LiveSession | None = None
         # No STUN server: aiortc would ask one of Google's for the addresses of this host.
         configuration = RTCConfiguration(iceServers=[], bundlePolicy=RTCBundlePolicy.MAX_BUNDLE)
         self._peer = RTCPeerConnection(configuration)
@@ -229,7 +231,9 @@ class Call:
             self._channel.send(text)
         except ValueError as error:  # the client takes no message of this length
             refusal = HttpError(413, f"An event is too long for this call: {error}.", code="event_too_large")
-            self._channel.send(msgspec.json.encode(error_event(refusal)).decode())
+            shown = error_event(refusal)
+            shown = shown if self.live is None else live_error(shown["error"])
+            self._channel.send(msgspec.json.encode(shown).decode())
         while self._channel.bufferedAmount > UNSENT_BYTES:
             self._drained.clear()
             await self._drained.wait()
