@@ -297,10 +297,10 @@ class Case:
         return bytes(changed)
 
 
-def handshake() -> bytes:
-    """The request for a realtime session."""
+def handshake(path: str = REALTIME) -> bytes:
+    """The request for a session."""
     return (
-        f"GET {REALTIME} HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
         "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==\r\n\r\n"
     ).encode()
 
@@ -435,7 +435,8 @@ def main(kind: type[Case], description: str | None) -> None:
     parser.add_argument("--case", type=int)
     options = parser.parse_args()
     data = chain()
-    data["stages"].append({"name": "dit", "kind": "echo", "inputs": {"from": "prompt"}, "outputs": ["image"]})
+    for name, modality in (("dit", "image"), ("film", "video")):
+        data["stages"].append({"name": name, "kind": "echo", "inputs": {"from": "prompt"}, "outputs": [modality]})
     with tempfile.TemporaryDirectory() as folder, HttpPipeline(write(Path(folder), data)) as pipeline:
         fuzzer = Fuzzer(pipeline, options.seed, kind)
         if options.case is not None:

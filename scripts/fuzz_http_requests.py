@@ -11,6 +11,7 @@ CHAT, COMPLETIONS, SPEECH, FILES = "/v1/chat/completions", "/v1/completions", "/
 IMAGES, EDITS, RESPONSES = "/v1/images/generations", "/v1/images/edits", "/v1/responses"
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 VOICES = "/v1/audio/voices"
+VIDEOS, LIVE = "/v1/videos", "/v1/live/sessions"
 REALTIME = "/v1/realtime?model=echo"
 
 PICTURE, SOUND = picture(8, 8), sound(0.05)
@@ -91,8 +92,20 @@ FORMS: list[tuple[str, dict[str, str], dict[str, bytes]]] = [
         {"audio_sample": SOUND},
     ),
     (EDITS, {"prompt": "hi", "size": "64x64", "n": "2", "timeout": "5"}, {"image[]": PICTURE}),
+    (VIDEOS, {"prompt": "hi", "seconds": "0.2", "size": "32x32", "seed": "3"}, {"input_reference": PICTURE}),
+    (VIDEOS, {"prompt": "hi", "seconds": "0.2", "num_inference_steps": "1"}, {}),
     (EDITS, {"prompt": "hi", "stream": "true", "partial_images": "1", "seed": "3"}, {"image": PICTURE}),
 ]
+OFFER = {"type": "webrtc", "sdp": "v=0\r\nm=audio 9 UDP/TLS/RTP/SAVPF 111\r\n"}
+LIVE_SESSION = {
+    "model": "echo",
+    "instructions": "be brief",
+    "audio": {"format": {"type": "audio/pcm", "rate": 24_000}, "output": {"voice": "Ethan"}},
+    "delegation": {"type": "client", "acknowledgement_delay_ms": 0},
+    "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+    "store": True,
+}
+VALID += [(LIVE, {"session": LIVE_SESSION, "transport": OFFER}), (f"{LIVE}/sess_1/fork", {"transport": OFFER})]
 TEXT_ITEM = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
 SOUND_ITEM = {"type": "message", "role": "user", "content": [{"type": "input_audio", "audio": PCM}]}
 EVENTS: list[dict[str, Any]] = [
@@ -122,4 +135,37 @@ EVENTS: list[dict[str, Any]] = [
     {"type": "response.create", "event_id": "e", "response": {"output_modalities": ["text"], "input": [TEXT_ITEM]}},
     {"type": "response.create"},
     {"type": "response.cancel"},
+]
+LIVE_EVENTS: list[dict[str, Any]] = [
+    {"type": "session.input_audio.append", "audio": PCM},
+    {"type": "session.input_audio.mute"},
+    {"type": "session.input_audio.unmute", "event_id": "e"},
+    {"type": "session.commentary.append", "delegation_id": None, "content": "hi"},
+    {"type": "session.thinking.append", "delegation_id": "dlg_1", "content": "hi"},
+    {"type": "session.instructions.append", "delegation_id": None, "content": "be brief"},
+    {"type": "session.update", "session": {"delegation": {"type": "client"}}},
+    {"type": "response.item.create", "item": TEXT_ITEM},
+    {"type": "response.create"},
+    {"type": "session.close"},
+]
+SPEECH_EVENTS: list[dict[str, Any]] = [
+    {"type": "session.update", "session": {"voice": "Ethan", "speed": 2, "response_format": "mp3", "seed": 1}},
+    {"type": "input_text.append", "text": "The tide is full. It", "event_id": "e"},
+    {"type": "input_text.flush"},
+    {"type": "input_text.cancel"},
+    {"type": "input_text.end"},
+]
+SPOKEN_MESSAGES: list[dict[str, Any]] = [
+    {"text": "The tide is full. ", "context_id": "a", "voice_settings": {"stability": 0.5, "speed": 1}},
+    {"text": "It turns", "context_id": "b", "flush": True},
+    {"context_id": "a", "close_context": True},
+    {"text": "", "context_id": "b"},
+    {"close_socket": True},
+]
+# Path, the first event of most sessions, and further ones.
+SOCKETS: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
+    (REALTIME, [], EVENTS),
+    (LIVE, [{"type": "session.start", "session": LIVE_SESSION}], LIVE_EVENTS),
+    ("/v1/audio/speech/stream", [], SPEECH_EVENTS),
+    ("/v1/text-to-speech/Ethan/multi-stream-input?output_format=pcm_24000", [], SPOKEN_MESSAGES),
 ]

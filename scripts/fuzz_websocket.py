@@ -1,4 +1,4 @@
-"""Sends broken frames to realtime sessions of a live HTTP server, next to events that are well-formed and that are not.
+"""Sends broken frames to realtime, Live and speech sessions, next to events that are well-formed and that are not.
 
     python scripts/fuzz_websocket.py [--seconds 60] [--seed 0] [--case NUMBER]
 
@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.fuzz_http import ACCEPTED, MARK, RAW, Case, handshake, main
-from scripts.fuzz_http_requests import EVENTS
+from scripts.fuzz_http_requests import SOCKETS
 
 CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10
 FIN = 0x80
@@ -76,12 +76,16 @@ class SessionCase(Case):
     def __init__(self, seed: int, number: int) -> None:
         self.chance = random.Random(f"websocket-{seed}-{number}")
         self.name = f"case {number} of seed {seed}"
-        parts = [self._part() for _ in range(self.chance.choice((1, 3, 8, 30)))]
+        path, first, self._events = self.chance.choice(SOCKETS)
+        begins = self.chance.random() < 0.8
+        parts = [frame(TEXT, json.dumps(event).encode()) for event in first if begins]
+        parts += [self._part() for _ in range(self.chance.choice((1, 3, 8, 30)))]
         sent = b"".join(parts)
         if self.chance.random() < 0.2:
             sent = sent[: self.chance.randrange(len(sent) + 1)]
         early = self.chance.random() < 0.05  # before the session is accepted
-        self.bytes, self.frames = (handshake() + sent, b"") if early else (handshake(), sent)
+        opening = handshake(path)
+        self.bytes, self.frames = (opening + sent, b"") if early else (opening, sent)
 
     def statuses(self, received: bytes) -> list[int]:
         """The status of the handshake, and the code with which the server ended the session, if it did."""
@@ -104,7 +108,7 @@ class SessionCase(Case):
         )()
 
     def _event(self) -> bytes:
-        event = copy.deepcopy(self.chance.choice(EVENTS))
+        event = copy.deepcopy(self.chance.choice(self._events))
         if self.chance.random() < 0.4:
             self.change(event)
         data = json.dumps(event).encode().replace(b'"%s"' % MARK.encode(), self.chance.choice(RAW))

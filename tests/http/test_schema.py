@@ -35,7 +35,11 @@ OPERATIONS = [
     *(("GET", path) for path in ("/health", "/metrics", VOICE, TIMELINE)),
     *(("DELETE", path) for path in ("/v1/files/{file_id}", "/v1/videos/{video_id}", VOICE)),
 ]
-CALLS = ("/v1/realtime/calls", "/v1/realtime/calls/{call_id}/hangup")  # no text that is made up is an offer
+LIVE = "/v1/live/sessions"
+CALLS = {  # no text that is made up is an offer
+    *("/v1/realtime/calls", "/v1/realtime/calls/{call_id}/hangup"),
+    *(LIVE, f"{LIVE}/{{session_id}}/fork", f"{LIVE}/{{session_id}}/hangup"),
+}
 FILE = "/v1/files/{file_id}"
 VIDEO = "/v1/videos/{video_id}"
 UNKNOWN = (

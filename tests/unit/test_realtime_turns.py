@@ -206,6 +206,18 @@ def test_speech_does_not_interrupt_where_that_is_off() -> None:
     assert kinds(talk.take(talk.session.text(response, "Still")))[-1] == "response.output_audio_transcript.delta"
 
 
+def test_an_answer_that_begins_while_the_user_speaks_gives_way_to_the_turn() -> None:
+    talk = Talk(vad=VAD)
+    talk.hear(0.9, 2)
+    early = talk.respond()
+    events = talk.hear(0.1, 5)
+    assert talk.cancelled == [early]
+    assert kinds(events)[:2] == ["input_audio_buffer.speech_stopped", "response.done"]
+    assert kinds(events)[-1] == "response.created"
+    assert "error" not in kinds(events)
+    assert talk.prompt()[-1][0] == "user"
+
+
 @pytest.mark.parametrize(("eagerness", "silence"), [("low", 800), ("medium", 500), ("high", 300), (None, 500)])
 def test_semantic_detection_is_shown_as_what_it_is(eagerness: str | None, silence: int) -> None:
     given = {"type": "semantic_vad", "eagerness": eagerness, "interrupt_response": False}

@@ -383,9 +383,13 @@ class RealtimeSession:
         detection = self._config.turn_detection
         if detection is None or not detection.interrupt_response:
             return [started]
-        cancel: Instructions = [Cancel(self._response.id)] if self._response is not None else []
         silence: Instructions = [Silence()] if self._pipeline.called else []
-        return [*cancel, started, *self._end("cancelled", reason="turn_detected"), *silence]
+        return [started, *self._interrupt(), *silence]
+
+    def _interrupt(self) -> Instructions:
+        """End the answer that is made, because the user speaks or has spoken."""
+        cancel: Instructions = [Cancel(self._response.id)] if self._response is not None else []
+        return [*cancel, *self._end("cancelled", reason="turn_detected")]
 
     @property
     def _answers_turns(self) -> bool:
@@ -413,8 +417,11 @@ class RealtimeSession:
         stopped = _sent("input_audio_buffer.speech_stopped", **place)
         pcm = self._buffer.read(self._turn_start, end.end if self._early is None else self._early.end)
         self._buffer.take(end=end.end)
+        detection = self._config.turn_detection
+        interrupts = self._answers_turns and detection is not None and detection.interrupt_response
+        begun = self._interrupt() if interrupts and self._response is not None else []  # while the user spoke
         taken = self._take_turn(self._turn_id, pcm, answer=self._answers_turns, silence=end.silence / RATE)
-        return [stopped, *taken, *self._transcribe(self._turn_id)]
+        return [stopped, *begun, *taken, *self._transcribe(self._turn_id)]
 
     def _take_turn(self, item_id: str, pcm: bytes, *, answer: bool, silence: float = 0.0) -> Instructions:
         done: Instructions = []
