@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.browser import ask, chromium, data, needs_chromium, open_page, watched_page
 from tests.support.paths import REPOSITORY
-from tests.support.processes import processes_titled
+from tests.support.processes import processes_of, processes_titled
 from tests.support.servers import HttpPipeline, free_port, serving, sound, tone, wait_healthy
 from tests.support.spoken import said
 from tests.support.waiting import until
@@ -134,6 +135,28 @@ def test_a_client_that_leaves_stops_a_long_text(preset: HttpPipeline, slow_speec
         with httpx.stream("POST", f"{pipeline.url}/v1/audio/speech", json=body) as response:
             assert len(next(response.iter_raw())) > 0
         pipeline.assert_idle()
+
+
+@pytest.mark.nightly
+def test_more_than_an_hour_of_speech_is_streamed_to_its_end_and_memory_stays_flat() -> None:
+    """Fifteen characters a second, as people speak; the sound is looked at while it comes, and not kept."""
+    text, per_character, rate = long_text(100_000), 1600, 24_000
+    overrides = {"stages.talker.engine.speech": "{}", "stages.code2wav.engine.samples_per_token": per_character}
+    spoken, memory = [], []
+    with HttpPipeline(REPOSITORY / "stage_configs" / "echo_speech.yaml", overrides) as pipeline:
+        processes = [psutil.Process(pid) for pid in processes_of(pipeline.run_dir)]
+        body = {"input": text, "response_format": "pcm"}
+        with httpx.stream("POST", f"{pipeline.url}/v1/audio/speech", json=body, timeout=60) as response:
+            for data in response.iter_bytes(2 * per_character * 1000):  # 1000 characters
+                spoken.append(said(numpy.frombuffer(data, "<i2")[::per_character].tobytes()))
+                memory.append(sum(process.memory_full_info().uss for process in processes))
+        pipeline.assert_idle()
+    assert "".join(spoken).replace(" ", "") == text.replace(" ", "")
+    seconds = sum(map(len, spoken)) * per_character / rate
+    assert seconds > 3600
+    quarter = len(memory) // 4
+    grown = statistics.median(memory[-quarter:]) - statistics.median(memory[quarter : 2 * quarter])
+    assert grown < 8 << 20, [size >> 20 for size in memory]
 
 
 def test_a_failure_in_a_long_text_ends_its_stream(slow_speech: HttpPipeline) -> None:
