@@ -48,7 +48,7 @@ class LiveTalk:
     def take(self, instructions: Instructions) -> None:
         for instruction in instructions:
             if isinstance(instruction, Ask):
-                self.asked.append(instruction)
+                self.asked += [] if instruction.early else [instruction]  # an early one is asked for again
             elif isinstance(instruction, Send) and not self.live.speaker.take(instruction.event):
                 self.outbox.put(instruction.event)
                 if instruction.event["type"] == "response.output_item.done":
