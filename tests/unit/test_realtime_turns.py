@@ -168,7 +168,7 @@ def test_an_early_answer_is_dropped_when_something_changes(change: Callable[[Tal
     assert talk.cancelled == [early.response_id]
     talk.hear(0.1, 5)
     assert early.response_id not in [ask.response_id for ask in talk.asked[1:]]
-    assert talk.cancelled == [early.response_id]
+    assert talk.cancelled.count(early.response_id) == 1
 
 
 def test_no_answer_is_begun_early_while_another_one_runs() -> None:
