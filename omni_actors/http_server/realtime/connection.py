@@ -241,16 +241,16 @@ class SessionConnection:
             self._ended.set_result(why)
 
     @property
-    def stored(self) -> StoredLive | None:
-        """What a fork of a Live session begins with; `None` if it is not to be stored."""
+    def stored(self) -> bytes | None:
+        """What a fork of a Live session begins with, a `StoredLive`; `None` if it is not to be stored."""
         if self.live is None or not self.live.fields.store:
             return None
-        return StoredLive(self.live.fields, self._session.kept(self.owner).items)
+        return msgspec.msgpack.encode(StoredLive(self.live.fields, self._session.kept(self.owner).items))
 
     async def _store(self) -> None:
         if (stored := self.stored) is not None:
-            data, add = msgspec.msgpack.encode(stored), self._state.live_sessions.add
-            await asyncio.to_thread(add, self._session.id, self.owner, len(data), data)
+            add = self._state.live_sessions.add
+            await asyncio.to_thread(add, self._session.id, self.owner, len(stored), stored)
 
     # -- events of the client -----------------------------------------------------------------------------------------
 

@@ -119,10 +119,13 @@ async def stored(session_id: str, connection: HTTPConnection, state: ServerState
     """What is stored of the client's session. Raises `HttpError` 404."""
     owner = owner_of(connection, state)
     found: SessionConnection | None = state.live.get(session_id)
-    if found is not None and found.owner == owner and found.stored is not None:
-        return found.stored
-    if await asyncio.to_thread(state.live_sessions.find, session_id) == owner:
-        return msgspec.msgpack.decode(await asyncio.to_thread(state.live_sessions.data, session_id), type=StoredLive)
+    data = b""
+    if found is not None and found.owner == owner:
+        data = found.stored or b""
+    elif await asyncio.to_thread(state.live_sessions.find, session_id) == owner:
+        data = await asyncio.to_thread(state.live_sessions.data, session_id)
+    if data:
+        return msgspec.msgpack.decode(data, type=StoredLive)
     message = f"No session {session_id[:100]!r} of yours is stored: it began without store, or was too long ago."
     raise HttpError(404, message, param="session_id", code="session_not_found")
 
