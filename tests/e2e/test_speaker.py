@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 from omni_actors.client import OmniClient
 from omni_actors.client.prompts import read_aloud
 from omni_actors.http_server.realtime.config import RATE
-from tests.support.agents import ask_livekit, ask_pipecat
+from tests.support.agents import LEAST_SECONDS, ask_livekit, ask_pipecat
 from tests.support.paths import REPOSITORY
 from tests.support.reference import Reference
 from tests.support.servers import HttpPipeline
@@ -257,4 +257,4 @@ async def test_the_printed_agents_hear_a_question_and_speak_its_answer(speaker, 
     samples, rate = soundfile.read(EXAMPLES / "question.wav", dtype="int16")
     text, seconds = await ask(speaker.url, soxr.resample(samples, rate, RATE), tmp_path)
     assert text == ANSWERS[HEARD]
-    assert 1 < seconds < 3
+    assert seconds > LEAST_SECONDS

@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy
@@ -29,6 +30,7 @@ from tests.support.waiting import PATIENCE, eventually
 
 CONSOLE_RATE = 48_000
 LOUD = 1000  # of a sample of speech, and not of silence
+LEAST_SECONDS = 1.0  # of the sound of an answer
 SECONDS = 30  # for a whole conversation
 
 
@@ -114,7 +116,7 @@ async def ask_pipecat(url: str, question: numpy.ndarray, folder: Path) -> tuple[
     """Ask as the page of pipecat's runner does, with i16 at `RATE`. Returns the same."""
     port = free_port()
     where = f"http://127.0.0.1:{port}"
-    microphone, events, heard = Microphone(), list[dict[str, object]](), list[numpy.ndarray]()
+    microphone, events, heard = Microphone(), list[dict[str, Any]](), list[numpy.ndarray]()
     peer = RTCPeerConnection(RTCConfiguration(iceServers=[]))
     peer.addTransceiver(microphone, "sendrecv")
     peer.createDataChannel("events").on("message", lambda text: events.append(json.loads(text)))
@@ -127,6 +129,12 @@ async def ask_pipecat(url: str, question: numpy.ndarray, folder: Path) -> tuple[
 
     ears: list[asyncio.Task[None]] = []
     peer.on("track", lambda track: ears.append(asyncio.create_task(listen(track))))
+
+    def said() -> list[str]:
+        return [event["data"]["text"] for event in events if event["type"] == "bot-transcription"]
+
+    def spoken() -> float:
+        return loud_seconds(numpy.concatenate([numpy.zeros(0, "<i2"), *heard]), RATE)
 
     async def is_up() -> bool:
         with contextlib.suppress(httpx.TransportError):
@@ -142,10 +150,8 @@ async def ask_pipecat(url: str, question: numpy.ndarray, folder: Path) -> tuple[
             answer = (await client.post(f"{where}/api/offer", json=offer)).raise_for_status().json()
             await peer.setRemoteDescription(RTCSessionDescription(answer["sdp"], answer["type"]))
             microphone.say(question)
-            ended = "bot-stopped-speaking"
-            await eventually(lambda: any(event["type"] == ended for event in events), SECONDS, lambda: str(events))
+            await eventually(lambda: said() and spoken() > LEAST_SECONDS, SECONDS, lambda: f"{spoken()} s; {events}")
         finally:
             await peer.close()
             await asyncio.gather(*ears)
-    (said,) = [event["data"]["text"] for event in events if event["type"] == "bot-transcription"]
-    return said, loud_seconds(numpy.concatenate(heard), RATE)
+    return " ".join(said()), spoken()
