@@ -499,7 +499,9 @@ def build_engine(arguments: OmniEngineArgs) -> StageEngine:
     if arguments.kind == "prompt":
         from omni_actors.engine.prompt import PromptEngine
 
-        return PromptEngine(arguments)
+        prompts = PromptEngine(arguments)
+        prompts.warm_up()
+        return prompts
     if arguments.kind == "diffusion":
         from omni_actors.engine.diffusion import DiffusionEngine
 

@@ -37,7 +37,15 @@ from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoded_requests import RequestWriter, in_pieces
 from omni_actors.engine.models import PromptMedia
 from omni_actors.engine.rows import check_rows, embeds_width
-from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, OmniError, PromptTooLong
+from omni_actors.errors import (
+    Aborted,
+    ConfigError,
+    EngineError,
+    InvalidPayload,
+    InvalidRequest,
+    OmniError,
+    PromptTooLong,
+)
 from omni_actors.logs import trace_of
 from omni_actors.media.decoders import THREADS, DecoderThreads, MediaDecoder
 from omni_actors.media.limits import (
@@ -52,7 +60,7 @@ from omni_actors.media.limits import (
     check_finite,
     check_media,
 )
-from omni_actors.protocol.fields import DType, HostTensor, unpack_token_ids
+from omni_actors.protocol.fields import DType, HostTensor, TensorRef, unpack_token_ids
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import (
     LANGUAGE,
@@ -61,11 +69,13 @@ from omni_actors.protocol.payloads import (
     TOOLS,
     USE_AUDIO_IN_VIDEO,
     ChatMessage,
+    ContentPart,
     HearingAbility,
     Media,
     MediaEncoding,
     Parameter,
     Prompt,
+    StageParams,
     ToolCall,
     function_of,
 )
@@ -547,6 +557,7 @@ def _media_of(media: Media, array: np.ndarray[Any, Any], name: str) -> DecodedMe
 
 
 WAIT_SECONDS = 60.0  # of a step that has nothing to do but to wait for media
+SPOKEN_RATE = 24_000  # of the sound of realtime sessions, in Hz
 
 Processed = tuple[list[int], dict[str, HostTensor]]
 
@@ -595,6 +606,18 @@ class PromptEngine(StageEngine):
             parameters=self.prompts.parameters,
             hearing=self.prompts.hearing,
         )
+
+    def warm_up(self) -> None:
+        """Begin to start the decoders and to use them, for sounds: that takes a second or two, the first time."""
+        if not self.prompts.max_media.get("audio"):
+            return
+        second = np.zeros(SPOKEN_RATE, np.float32)
+        tensor = HostTensor(DType.F32, second.shape, second.tobytes())
+        sound = Media("audio", MediaEncoding.ARRAY, TensorRef(0, DType.F32, second.shape), sample_rate=SPOKEN_RATE)
+        prompt = Prompt(messages=(ChatMessage("user", (ContentPart(media=0),)),), media=(sound,))
+        for _ in range(THREADS):
+            decoder = self._submit(_Waiting(StageRequest("_warm_up", StageParams(), 0), prompt, [tensor]))
+            decoder.future.add_done_callback(_log_failure)
 
     @property
     def limits(self) -> MediaLimits:
@@ -739,6 +762,11 @@ class PromptEngine(StageEngine):
             StreamEvent(request_id, token_ids=token_ids, tensors=tensors, start=0, final=True, lists=lists),
             FinishedEvent(request_id, FinishReason.STOP, 0, max(len(token_ids), waiting.prompt.length)),
         ]
+
+
+def _log_failure(warm_up: Future[Processed]) -> None:
+    if not warm_up.cancelled() and (error := warm_up.exception()) is not None and not isinstance(error, Aborted):
+        logger.warning("A decoder was not warmed up, the first medium waits for it: %s", trace_of(error))
 
 
 def _processor(arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> TextPromptProcessor:

@@ -297,7 +297,7 @@ def _room_for(shape: tuple[int, ...], item: Item, limits: MediaLimits, pixels: i
 
 
 class DecoderThreads:
-    """Threads for work that needs media decoded. A decoder's process starts with the first media, and stays.
+    """Threads for work that needs media decoded. A decoder's process starts when work needs it, and stays.
 
     Args:
         count: threads, which is how many requests have their media decoded at a time.

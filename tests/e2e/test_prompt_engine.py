@@ -19,7 +19,7 @@ from PIL import Image
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
+from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig, build_engine
 from omni_actors.engine.encoded_requests import RequestReader
 from omni_actors.engine.models.qwen2_5_omni.thinker import MIN_AUDIO_SAMPLES
 from omni_actors.engine.prompt import PromptEngine, seconds_per_patch
@@ -471,6 +471,22 @@ def stopped(media_engine, monkeypatch):
         process.resume()
     while media_engine.busy() or media_engine.runnable():
         media_engine.step()
+
+
+def test_the_decoders_of_a_stage_run_before_the_first_sound_comes(tiny_checkpoint):
+    engine = build_engine(
+        OmniEngineArgs(OmniModelConfig(str(tiny_checkpoint), "thinker"), "prompt", {"max_model_len": 512})
+    )
+    try:
+        until(lambda: len(engine.decoder_pids) == decoders.THREADS, 60, "the decoders to be used")
+        before = set(engine.decoder_pids)
+        for name in ("a", "b"):
+            start_with_sound(engine, name)
+        assert {next_end(engine), next_end(engine)} == {"a", "b"}
+        assert set(engine.decoder_pids) == before
+        assert engine.counts() == {"requests": 0}
+    finally:
+        engine.shutdown()
 
 
 def test_media_that_are_decoded_do_not_stop_the_stage(media_engine, stopped):
