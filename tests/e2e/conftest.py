@@ -150,7 +150,7 @@ def tiny_spoken_chat(tiny_llama, tiny_qwen3_tts, tmp_path_factory):
     """The stages of spoken_chat.yaml as they are shipped, with checkpoints and engines for a CPU."""
     shipped = yaml.safe_load((REPOSITORY / "stage_configs" / "spoken_chat.yaml").read_text())
     shipped["model"] = str(tiny_llama)
-    engine = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "kv_cache_memory_bytes": 33554432}
+    engine = {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "kv_cache_memory_bytes": 67108864}
     for stage in shipped["stages"]:
         stage |= {"stall_timeout": 60, "devices": None}
         if stage["kind"] == "autoregressive":

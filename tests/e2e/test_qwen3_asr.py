@@ -185,36 +185,64 @@ def test_the_words_of_a_given_text_get_times(pipeline: HttpPipeline) -> None:
     assert not output.text
 
 
-def test_a_chat_model_is_spoken_to_and_spoken(pipeline: HttpPipeline, tiny_spoken_chat: Path) -> None:
+@pytest.fixture(scope="module")
+def cascade(pipeline: HttpPipeline, tiny_spoken_chat: Path) -> Iterator[HttpPipeline]:
+    template = REPOSITORY / "stage_configs" / "qwen2_5_omni_tools.jinja"
+    tools = ["--tool-call-parser", "hermes", "--tool-chat-template", str(template)]
+    with HttpPipeline(tiny_spoken_chat, arguments=["--http-transcriber", pipeline.endpoint, *tools]) as running:
+        yield running
+        running.assert_idle()
+
+
+def test_a_chat_model_is_spoken_to_and_spoken(pipeline: HttpPipeline, cascade: HttpPipeline) -> None:
     """The cascade: all turns are written down, and the answer is that to their texts, in text and in sound."""
     files = [file_of(noise(seconds)) for seconds in (1.5, 2.0)]
     texts = [post(pipeline, file).json()["text"] for file in files]
     assert texts[0] != texts[1]
     sounds = [{"data": base64.b64encode(file).decode(), "format": "flac"} for file in files]
-    with HttpPipeline(tiny_spoken_chat, arguments=["--http-transcriber", pipeline.endpoint]) as chat:
-        answers = []
-        for first, second in (
-            [[{"type": "input_audio", "input_audio": sound}] for sound in sounds],
-            [[{"type": "text", "text": text}] for text in texts],
-        ):
-            answer = chat.openai().chat.completions.create(
-                model="spoken-chat",
-                modalities=["text", "audio"],
-                audio={"voice": "vivian", "format": "pcm16"},
-                messages=[
-                    {"role": "user", "content": first},
-                    {"role": "assistant", "content": "It was blue."},
-                    {"role": "user", "content": second},
-                ],
-                seed=3,
-                max_tokens=12,
-                timeout=120,
-            )
-            answers.append((answer.choices[0].message.audio.transcript, answer.choices[0].message.audio.data))
-            assert answer.usage.completion_tokens > 0
-        chat.assert_idle()
+    answers = []
+    for first, second in (
+        [[{"type": "input_audio", "input_audio": sound}] for sound in sounds],
+        [[{"type": "text", "text": text}] for text in texts],
+    ):
+        answer = cascade.openai().chat.completions.create(
+            model="spoken-chat",
+            modalities=["text", "audio"],
+            audio={"voice": "vivian", "format": "pcm16"},
+            messages=[
+                {"role": "user", "content": first},
+                {"role": "assistant", "content": "It was blue."},
+                {"role": "user", "content": second},
+            ],
+            seed=3,
+            max_tokens=12,
+            timeout=120,
+        )
+        answers.append((answer.choices[0].message.audio.transcript, answer.choices[0].message.audio.data))
+        assert answer.usage.completion_tokens > 0
     assert answers[0] == answers[1]
     assert len(answers[0][1]) > 1000
+
+
+def test_a_turn_that_is_spoken_calls_a_tool_whose_result_is_spoken(cascade: HttpPipeline) -> None:
+    """A grammar has the model call, whatever it would say."""
+    city = {"type": "object", "properties": {"city": {"enum": ["Kiel", "Ulm"]}}, "required": ["city"]}
+    weather = {"name": "weather", "strict": True, "parameters": city | {"additionalProperties": False}}
+    sound = {"data": base64.b64encode(SHORT).decode(), "format": "flac"}
+    messages = [{"role": "user", "content": [{"type": "input_audio", "input_audio": sound}]}]
+    ask = {"model": "spoken-chat", "modalities": ["text", "audio"], "audio": {"voice": "vivian", "format": "pcm16"}}
+    ask |= {"tools": [{"type": "function", "function": weather}], "temperature": 1.0, "seed": 1, "timeout": 120}
+    create = cascade.openai().chat.completions.create
+    choice = {"type": "function", "function": {"name": "weather"}}
+    called = create(**ask, messages=messages, tool_choice=choice, max_tokens=200).choices[0].message
+    (call,) = called.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("Kiel", "Ulm")
+    assert called.audio is None, "a call is not spoken"
+    result = {"role": "tool", "tool_call_id": call.id, "content": "It is raining."}
+    messages += [{"role": "assistant", "tool_calls": [call.model_dump()]}, result]
+    answer = create(**ask, messages=messages, tool_choice="none", max_tokens=12).choices[0].message
+    assert answer.audio.transcript
+    assert len(answer.audio.data) > 1000
 
 
 def spoken_events(answer: httpx.Response) -> list[dict[str, Any]]:
