@@ -613,7 +613,7 @@ class PromptEngine(StageEngine):
             return
         second = np.zeros(SPOKEN_RATE, np.float32)
         tensor = HostTensor(DType.F32, second.shape, second.tobytes())
-        sound = Media("audio", MediaEncoding.ARRAY, TensorRef(0, DType.F32, second.shape), sample_rate=SPOKEN_RATE)
+        sound = Media("audio", MediaEncoding.ARRAY, TensorRef(DType.F32, second.shape, 0), sample_rate=SPOKEN_RATE)
         prompt = Prompt(messages=(ChatMessage("user", (ContentPart(media=0),)),), media=(sound,))
         for _ in range(THREADS):
             decoder = self._submit(_Waiting(StageRequest("_warm_up", StageParams(), 0), prompt, [tensor]))
