@@ -134,7 +134,7 @@ def test_the_budget_counts_what_an_utterance_keeps(engine):
 
 
 def test_a_failing_request_ends_alone(engine, reference, monkeypatch):
-    decoder = engine.core.worker.model_runner.decoder
+    decoder = engine.core.worker.model_runner.batches.decoder
     original = decoder.forward
 
     def forward(batch: torch.Tensor, *args: Any) -> Any:

@@ -1,13 +1,13 @@
-"""Serves a codec decoder: each chunk is one step, and all chunks of a step share batches, on CUDA as graphs."""
+"""Serves decoders whose chunks take one step: all chunks of a step share batches, on CUDA as graphs."""
 
 from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -35,6 +35,25 @@ class _BatchGraph:
     samples: torch.Tensor
 
 
+class Batches(Protocol):
+    """Decodes chunks that are alike in one batch."""
+
+    def alike(self, chunk: CodecChunk) -> Hashable:
+        """A key that chunks of one batch have in common."""
+
+    def decode(
+        self, chunks: Sequence[CodecChunk]
+    ) -> tuple[Sequence[torch.Tensor], Sequence[Sequence[torch.Tensor] | None]]:
+        """Decode chunks that are alike; they do not change.
+
+        Returns:
+            For each its f32 samples, and the state after it in memory of its own, which no one reads after the last.
+        """
+
+    def capture(self, first: int, lengths: Sequence[int]) -> None:
+        """Capture the graphs of first chunks of `first` frames, and of later ones of all `lengths`. Needs CUDA."""
+
+
 class BatchedDecoder:
     """Decodes chunks of one length that are all first ones, or all later ones.
 
@@ -60,13 +79,15 @@ class BatchedDecoder:
         """Bytes that an utterance leaves on the device between two chunks."""
         return self._state_size * self._dtype.itemsize
 
-    def decode(self, chunks: Sequence[CodecChunk]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Decode chunks of equal length; they do not change.
+    def alike(self, chunk: CodecChunk) -> Hashable:
+        """See `Batches`."""
+        return chunk.position == 0, chunk.frames
 
-        Returns:
-            For each its f32 samples, and the state after it in memory of its own.
-        """
-        states = [chunk.carry.state for chunk in chunks if chunk.carry.state is not None]
+    def decode(
+        self, chunks: Sequence[CodecChunk]
+    ) -> tuple[list[torch.Tensor], list[Sequence[torch.Tensor] | None]]:
+        """See `Batches`."""
+        states = [chunk.carry.state[0] for chunk in chunks if chunk.carry.state is not None]
         codes = self._to_device(torch.stack([chunk.codes for chunk in chunks]))
         position = self._to_device(torch.tensor([chunk.position for chunk in chunks]))
         graph = self._graph(not states, chunks[0].frames, len(chunks))
@@ -82,7 +103,8 @@ class BatchedDecoder:
         # Copies: views would keep the whole batch's states alive, and a graph writes them again.
         kept = [torch.empty(self._state_size, dtype=self._dtype, device=self._device) for _ in chunks]
         torch._foreach_copy_(kept, list(after))
-        return [samples[index, chunk.unheard : chunk.samples] for index, chunk in enumerate(chunks)], kept
+        sound = [samples[index, chunk.unheard : chunk.samples] for index, chunk in enumerate(chunks)]
+        return sound, [(state,) for state in kept]
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy through pinned memory: any other copy would wait for all the work queued on the device."""
@@ -92,18 +114,18 @@ class BatchedDecoder:
 
     def _graph(self, first: bool, frames: int, batch: int) -> _BatchGraph | None:
         """The smallest graph that takes the batch, if there is one."""
-        sizes = (size for size in _batch_sizes(self._most) if size >= batch)
+        sizes = (size for size in batch_sizes(self._most) if size >= batch)
         return next((graph for size in sizes if (graph := self._graphs.get((first, frames, size)))), None)
 
     @torch.inference_mode()
     def capture(self, first: int, lengths: Sequence[int]) -> None:
-        """Capture the graphs of first chunks of `first` frames, and of later ones of all `lengths`. Needs CUDA."""
+        """See `Batches`."""
         self._before = torch.zeros(self._most, self._state_size, dtype=self._dtype, device=self._device)
         self._after = torch.zeros_like(self._before)
         pool = torch.cuda.graph_pool_handle()
         shapes = [(True, first), *((False, length) for length in lengths)]
         # The largest first, so that the others find room in its memory.
-        for batch in reversed(_batch_sizes(self._most)):
+        for batch in reversed(batch_sizes(self._most)):
             for begins, frames in sorted(shapes, key=lambda shape: -shape[1]):
                 self._graphs[begins, frames, batch] = self._captured(begins, frames, batch, pool)
 
@@ -120,7 +142,7 @@ class BatchedDecoder:
         return _BatchGraph(graph, codes, position, samples)
 
 
-def _batch_sizes(most: int) -> list[int]:
+def batch_sizes(most: int) -> list[int]:
     """Sizes of batches with a graph: powers of two, and the largest."""
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most]
     return [*sizes, most]
@@ -140,83 +162,51 @@ REQUIRED = {
 }
 
 
-class CodecRunner(DiffusionModelRunner):
-    """Frames of codes to a waveform, f32 [samples]. A model's own class makes the decoder and reads its weights."""
+class ChunkRunner(DiffusionModelRunner):
+    """Frames of codes to a waveform, f32 [samples]. A subclass loads the decoder.
+
+    Attributes:
+        chunks: how utterances are cut unless the YAML says otherwise.
+        cutting, batches: set by `load`.
+    """
+
+    chunks: ClassVar[ChunkPolicy] = CHUNKS
+    cutting: Cutting
+    batches: Batches
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.model_name: str = vllm_config.model_config.model
         given = omni_options(vllm_config).get("decode") or {}
         if given.get("look_ahead_blocks"):
-            raise ConfigError("decode.look_ahead_blocks: this decoder needs no look-ahead; remove it or set it to 0.")
-        options = DecodeOptions.from_mapping(given, CHUNKS)
+            raise ConfigError("decode.look_ahead_blocks: this decoder knows its look-ahead; remove it or set it to 0.")
+        options = DecodeOptions.from_mapping(given, self.chunks)
         self.precision = options.precision if options.precision != "auto" else AUTO_PRECISION[device.type]
-        self._policy = options.policy
-        self._max_requests: int = vllm_config.scheduler_config.max_num_seqs
+        self.dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        self.policy = options.policy
+        self.max_requests: int = vllm_config.scheduler_config.max_num_seqs
+        if device.type == "cuda":
+            # The worker forbids TF32 for every model; this one, alone in its process, may allow it.
+            torch.backends.cudnn.allow_tf32 = self.precision != "float32"
+            torch.backends.cuda.matmul.allow_tf32 = self.precision != "float32"
         self._requests: dict[str, CodecChunk] = {}
         self._carries: weakref.WeakSet[DecoderCarry] = weakref.WeakSet()  # counted, so that a leak shows
-
-    # -- the model's own
-
-    @abstractmethod
-    def make_decoder(self) -> CodecDecoder:
-        """The decoder with random weights, on the CPU. Raises `StartupError` if the checkpoint describes none."""
-
-    @abstractmethod
-    def read_weights(self) -> Mapping[str, torch.Tensor]:
-        """The decoder's weights by their names in it."""
 
     # -- life cycle
 
     @property
     def facts(self) -> EngineFacts:
-        """Sample rate, and the longest utterance in codes. Voices are the talker's."""
-        sizes = self.decoder.sizes
+        """Sample rate, and the longest utterance in codes."""
+        sizes = self.cutting.sizes
         longest = sizes.max_position_embeddings * sizes.num_quantizers
         return EngineFacts(sample_rate=sizes.sample_rate, max_input_tokens=longest, parameters=())
 
-    def load(self, *, dummy: bool) -> None:
-        """Make the decoder and read its weights.
-
-        Raises:
-            StartupError: weights are missing, or do not fit the configuration.
-        """
-        # Dummy weights are the same in every process: a restarted stage goes on with the same sound.
-        with torch.random.fork_rng():
-            torch.manual_seed(DUMMY_SEED)
-            self.decoder = self.make_decoder().eval()
-        if not dummy:
-            self._load(self.read_weights())
-        self.decoder.requires_grad_(False)
-        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        self.decoder.to(self.device, dtype)
-        if self.device.type == "cuda":
-            # The worker forbids TF32 for every model; this one, alone in its process, may allow it.
-            torch.backends.cudnn.allow_tf32 = self.precision != "float32"
-            torch.backends.cuda.matmul.allow_tf32 = self.precision != "float32"
-        self._batches = BatchedDecoder(self.decoder, self.device, self._max_requests)
-        self.cutting = Cutting(self.decoder.sizes, self._policy, self._batches.state_bytes, dtype.itemsize)
-
-    def _load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        own = self.decoder.state_dict()
-        missing = sorted(own.keys() - weights.keys())
-        unexpected = sorted(weights.keys() - own.keys())
-        misshapen = [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
-        if missing or unexpected or misshapen:
-            raise StartupError(
-                f"The codec decoder's weights in {self.model_name!r} do not fit its config: missing {missing[:3]}, "
-                f"unexpected {unexpected[:3]}, of another shape {sorted(misshapen)[:3]} ({len(missing)}, "
-                f"{len(unexpected)} and {len(misshapen)} in all).",
-                hint="Check that config.json and the safetensors files belong together.",
-            )
-        self.decoder.load_state_dict(weights)
-
     def warm_up(self) -> None:
         """Capture the graphs and decode an utterance, so that no request waits while a kernel is chosen."""
-        if self.device.type == "cuda" and self._policy is not None:
-            self._batches.capture(self._policy.first, self.cutting.lengths())
-        frames = 4 * self._policy.largest if self._policy is not None else 1
-        inputs = StageInputs(token_ids=[0] * (frames * self.decoder.sizes.num_quantizers))
+        if self.device.type == "cuda" and self.policy is not None:
+            self.batches.capture(self.policy.first, self.cutting.lengths())
+        frames = 4 * self.policy.largest if self.policy is not None else 1
+        inputs = StageInputs(token_ids=[0] * (frames * self.cutting.sizes.num_quantizers))
         stream = self.open(StageRequest("_warm_up", StageParams(), seed=0), inputs)
         while (job := stream.next_job()) is not None:
             self.add("_warm_up", job)
@@ -235,17 +225,21 @@ class CodecRunner(DiffusionModelRunner):
         # The seed is accepted and unused: decoding is deterministic.
         if foreign := sorted(set(request.params.given()) - {"seed"}):
             raise InvalidRequest(
-                f"Parameters {foreign} do not apply to a codec decoder.", hint="It takes none; leave them out."
+                f"Parameters {foreign} do not apply to this decoder.", hint="It takes none; leave them out."
             )
-        carry = DecoderCarry()
+        cutting, carry = self.begin(request)
         self._carries.add(carry)
-        stream = CodecStream(self.cutting, carry, self._unheard(inputs))
+        stream = CodecStream(cutting, carry, self._unheard(inputs))
         stream.extend(tuple(inputs.token_ids), complete=inputs.complete)
         return stream
 
+    def begin(self, request: StageRequest) -> tuple[Cutting, DecoderCarry]:
+        """How a request is cut, and what it carries from one chunk to the next. Raises `OmniError`."""
+        return self.cutting, DecoderCarry()
+
     def _unheard(self, inputs: StageInputs) -> int:
         unheard = inputs.scalars.get(UNHEARD, 0)
-        width = self.decoder.sizes.num_quantizers
+        width = self.cutting.sizes.num_quantizers
         if isinstance(unheard, bool) or not isinstance(unheard, int) or unheard < 0 or unheard % width:
             raise InvalidPayload(f"{UNHEARD}: must be the number of codes in whole frames of {width}; got {unheard!r}.")
         return unheard
@@ -264,21 +258,21 @@ class CodecRunner(DiffusionModelRunner):
         return {
             "chunks": len(self._requests),
             "carried": len(held),
-            "allocated_bytes": sum(state.untyped_storage().nbytes() for state in held),
+            "allocated_bytes": sum(tensor.untyped_storage().nbytes() for state in held for tensor in state),
         }
 
     @torch.inference_mode()
     def step(self, request_ids: Sequence[str]) -> dict[str, StepResult]:
         """Decode these chunks to waveforms f32 [samples]."""
-        alike: dict[tuple[bool, int], list[str]] = defaultdict(list)
+        alike: dict[Hashable, list[str]] = defaultdict(list)
         for request_id in request_ids:
             chunk = self._requests[request_id]
             if chunk.frames:
-                alike[chunk.position == 0, chunk.frames].append(request_id)
+                alike[self.batches.alike(chunk)].append(request_id)
         waveforms: dict[str, torch.Tensor] = {}
-        states: dict[str, torch.Tensor] = {}
+        states: dict[str, Sequence[torch.Tensor] | None] = {}
         for members in alike.values():
-            samples, after = self._batches.decode([self._requests[request_id] for request_id in members])
+            samples, after = self.batches.decode([self._requests[request_id] for request_id in members])
             waveforms.update(zip(members, samples, strict=True))
             states.update(zip(members, after, strict=True))
         # Nothing may fail from here on: a raised error means that no request has advanced.
@@ -290,3 +284,45 @@ class CodecRunner(DiffusionModelRunner):
             request_id: StepResult({"audio": waveforms[request_id]} if request_id in heard else {})
             for request_id in request_ids
         }
+
+
+class CodecRunner(ChunkRunner):
+    """Serves a `CodecDecoder`. A model's own class makes it and reads its weights."""
+
+    @abstractmethod
+    def make_decoder(self) -> CodecDecoder:
+        """The decoder with random weights, on the CPU. Raises `StartupError` if the checkpoint describes none."""
+
+    @abstractmethod
+    def read_weights(self) -> Mapping[str, torch.Tensor]:
+        """The decoder's weights by their names in it."""
+
+    def load(self, *, dummy: bool) -> None:
+        """Make the decoder and read its weights.
+
+        Raises:
+            StartupError: weights are missing, or do not fit the configuration.
+        """
+        # Dummy weights are the same in every process: a restarted stage goes on with the same sound.
+        with torch.random.fork_rng():
+            torch.manual_seed(DUMMY_SEED)
+            decoder = self.make_decoder().eval()
+        if not dummy:
+            self._fill(decoder, self.read_weights())
+        decoder.requires_grad_(False).to(self.device, self.dtype)
+        self.batches = batches = BatchedDecoder(decoder, self.device, self.max_requests)
+        self.cutting = Cutting(decoder.sizes, self.policy, batches.state_bytes, self.dtype.itemsize)
+
+    def _fill(self, decoder: CodecDecoder, weights: Mapping[str, torch.Tensor]) -> None:
+        own = decoder.state_dict()
+        missing = sorted(own.keys() - weights.keys())
+        unexpected = sorted(weights.keys() - own.keys())
+        misshapen = [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
+        if missing or unexpected or misshapen:
+            raise StartupError(
+                f"The codec decoder's weights in {self.model_name!r} do not fit its config: missing {missing[:3]}, "
+                f"unexpected {unexpected[:3]}, of another shape {sorted(misshapen)[:3]} ({len(missing)}, "
+                f"{len(unexpected)} and {len(misshapen)} in all).",
+                hint="Check that config.json and the safetensors files belong together.",
+            )
+        decoder.load_state_dict(weights)

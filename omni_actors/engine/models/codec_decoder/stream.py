@@ -1,4 +1,4 @@
-"""One request of a codec decoder: collects codes and cuts them into chunks, as they arrive.
+"""One request of a decoder whose chunks take one step: collects codes and cuts them into chunks, as they arrive.
 
 Where an utterance is cut depends on the policy alone, never on when its codes came; so a request that is repeated is
 decoded in the same chunks.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from omni_actors.engine.models.chunks import ChunkPolicy
-from omni_actors.engine.models.codec_decoder.decoder import CodecSizes
 from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionStream
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
 from omni_actors.stage.sound import CHUNKS_AHEAD, Ahead
@@ -21,11 +21,38 @@ from omni_actors.stage.sound import CHUNKS_AHEAD, Ahead
 COPIES = 4
 
 
+class Sizes(Protocol):
+    """What cutting must know of a decoder; `CodecSizes` has it."""
+
+    @property
+    def num_quantizers(self) -> int:
+        """Codes of a frame."""
+
+    @property
+    def codebook_size(self) -> int:
+        """Values that a code can have."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Frames of the longest utterance."""
+
+    @property
+    def sample_rate(self) -> int:
+        """Samples per second."""
+
+    @property
+    def widest(self) -> int:
+        """Elements per frame of the largest tensor between two layers."""
+
+    def samples(self, frames: int) -> int:
+        """How many samples can be made of the first `frames` frames."""
+
+
 @dataclass(eq=False)
 class DecoderCarry:
-    """What the chunks of a request leave on the device for the next one: [size], None before the first."""
+    """What the chunks of a request leave on the device for the next one, None before the first."""
 
-    state: torch.Tensor | None = None
+    state: Sequence[torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -33,8 +60,9 @@ class CodecChunk:
     """A validated chunk.
 
     Args:
-        codes: i64 [quantizers, frames] on the host. A last chunk may end with frames of padding, or have no frames
-            because the utterance turned out to be complete only after all of it had been decoded.
+        codes: i64 [quantizers, frames] on the host, with the look-ahead. A last chunk may end with frames of padding, or
+            have no frames because the utterance turned out to be complete only after all of it had been decoded.
+        count: frames of it that are decoded.
         position: frames before it.
         samples: samples of it to send; more would be those of the padding.
         last: whether the utterance ends with it.
@@ -43,6 +71,7 @@ class CodecChunk:
     """
 
     codes: torch.Tensor = field(repr=False)
+    count: int
     position: int
     samples: int
     last: bool
@@ -51,7 +80,7 @@ class CodecChunk:
 
     @property
     def frames(self) -> int:
-        """Frames, those of the padding among them."""
+        """Frames, those of look-ahead and padding among them."""
         return self.codes.shape[1]
 
 
@@ -63,12 +92,14 @@ class Cutting:
         policy: where to cut, in frames; None decodes whole utterances.
         state_bytes: of the state that a chunk leaves for the next one.
         itemsize: bytes of an element of an activation.
+        look_ahead: frames behind a chunk that the decoder reads with it.
     """
 
-    sizes: CodecSizes
+    sizes: Sizes
     policy: ChunkPolicy | None
     state_bytes: int
     itemsize: int
+    look_ahead: int = 0
 
     def lengths(self) -> tuple[int, ...]:
         """The lengths of chunks that the policy makes, in frames, in ascending order."""
@@ -163,11 +194,12 @@ class CodecStream(DiffusionStream):
         if self._finished or (policy is None and not self._complete):
             return None
         end = received if policy is None else policy.end(begin)
-        if received < end and not self._complete:
+        read = end + self._cutting.look_ahead
+        if received < read and not self._complete:
             return None
-        last = self._complete and received <= end
-        chunk = self._chunk(begin, min(end, received), last=last)
-        self._frame, self._finished = begin + chunk.frames, last
+        last = self._complete and (policy is None or received < max(read, end + 1))
+        chunk = self._chunk(begin, received if last else end, last=last)
+        self._frame, self._finished = begin + chunk.count, last
         held = 0 if last else self._cutting.state_bytes
         needed = self._cutting.step_bytes(chunk.frames)
         return DiffusionJob(chunk, 1, needed, needed, held)
@@ -182,20 +214,24 @@ class CodecStream(DiffusionStream):
         pieces: list[Ahead] = []
         begin = self._frame
         while len(pieces) < CHUNKS_AHEAD and (total is None or begin < total):
-            missing = 0 if self._complete else max(0, policy.end(begin) - received) * sizes.num_quantizers
+            read = policy.end(begin) + self._cutting.look_ahead
+            missing = 0 if self._complete else max(0, read - received) * sizes.num_quantizers
             before = sizes.samples(begin) - sizes.samples(min(self._silent, begin))
             pieces.append(Ahead(before / sample_rate, 0.0, 1, missing))
             begin = policy.end(begin)
         return pieces
 
     def _chunk(self, begin: int, end: int, *, last: bool) -> CodecChunk:
-        sizes = self._cutting.sizes
-        width = sizes.num_quantizers
-        codes = torch.tensor(self._codes[begin * width : end * width], dtype=torch.int64).view(-1, width).T
+        sizes, look_ahead = self._cutting.sizes, self._cutting.look_ahead
+        width, read = sizes.num_quantizers, end if last else end + look_ahead
+        codes = torch.tensor(self._codes[begin * width : read * width], dtype=torch.int64).view(-1, width).T
         # Of equal length, chunks share a batch. What comes after the last frame does not change what was before.
-        length = next((length for length in self._cutting.lengths() if length >= end - begin), end - begin)
-        if begin < end < begin + length:
-            codes = torch.cat([codes, codes.new_zeros(width, begin + length - end)], dim=1)
+        lengths = (length + look_ahead for length in self._cutting.lengths())
+        length = next((length for length in lengths if length >= read - begin), read - begin)
+        if begin < read < begin + length:
+            codes = torch.cat([codes, codes.new_zeros(width, begin + length - read)], dim=1)
         first = sizes.samples(begin)
         unheard = max(0, sizes.samples(min(self._silent, end)) - first)
-        return CodecChunk(codes.contiguous(), begin, sizes.samples(end) - first, last, self._carry, unheard)
+        return CodecChunk(
+            codes.contiguous(), end - begin, begin, sizes.samples(end) - first, last, self._carry, unheard
+        )

@@ -1,0 +1,180 @@
+"""HiFT: mel frames to sound. A predicted pitch drives an oscillator, whose spectrum the network shapes into that of the speech.
+
+Every layer looks back only, but for a few frames at the front: the pitch waits for `pitch_ahead` frames, the network for
+those of its first convolution and one more. A window of mel frames with enough of the past gives the samples of its
+new frames exactly.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from omni_actors.engine.models.s3_vocoder.weights import Weights
+
+SAMPLE_RATE = 24_000  # Hz
+SAMPLES = 480  # of a mel frame
+DILATIONS = (1, 3, 5)
+SLOPE = 0.1  # of the activations
+PEAK = 0.99
+LOUDEST = 100.0  # of a spectrum's magnitudes
+VOICED = 10.0  # Hz
+AMPLITUDE, NOISE = 0.1, 0.003  # of the oscillator, and of what is added to voiced sound
+NOISE_SECONDS = 10  # of the table of noise, which then begins again
+UNIT_ROUNDING = 1e-9
+
+
+def _causal(conv: nn.Conv1d, inputs: torch.Tensor) -> torch.Tensor:
+    """As many positions as the inputs have; zeros stand for the past."""
+    output: torch.Tensor = conv(F.pad(inputs, ((conv.kernel_size[0] - 1) * conv.dilation[0], 0)))
+    return output
+
+
+class _Residual(nn.Module):
+    """Pairs of convolutions with their activations, around which the input is added."""
+
+    def __init__(self, weights: Weights, name: str) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(
+            weights.conv(f"{name}.convs1.{index}", dilation=dilation) for index, dilation in enumerate(DILATIONS)
+        )
+        self.second = nn.ModuleList(weights.conv(f"{name}.convs2.{index}") for index in range(len(DILATIONS)))
+        self.frequencies = nn.ParameterList(
+            nn.Parameter(weights.take(f"{name}.activations{part}.{index}.alpha")[:, None], requires_grad=False)
+            for index in range(len(DILATIONS))
+            for part in (1, 2)
+        )
+        self.reach = sum((conv.kernel_size[0] - 1) * conv.dilation[0] for conv in (*self.first, *self.second))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for index, (first, second) in enumerate(zip(self.first, self.second, strict=True)):
+            hidden = _causal(first, _snake(inputs, self.frequencies[2 * index]))
+            inputs = inputs + _causal(second, _snake(hidden, self.frequencies[2 * index + 1]))
+        return inputs
+
+
+def _snake(inputs: torch.Tensor, frequency: torch.Tensor) -> torch.Tensor:
+    return inputs + (inputs * frequency).sin().square() / (frequency + UNIT_ROUNDING)
+
+
+class Hift(nn.Module):
+    """Mel frames [batch, mels, frames] to samples, `SAMPLES` for each frame, in float32.
+
+    Args:
+        seed: of the noise that is added to the oscillator, one table for all utterances.
+
+    Attributes:
+        pitch_ahead, pitch_behind: mel frames around a frame that its pitch depends on.
+        ahead: frames with a pitch that the network needs behind a frame.
+        behind: frames before a frame on which its samples may depend.
+    """
+
+    noise: torch.Tensor  # f32 [samples, harmonics]
+
+    def __init__(self, weights: Weights, seed: int) -> None:
+        super().__init__()
+        # In float64: errors of the pitch add up in the phase of the oscillator.
+        self.pitch = nn.ModuleList(
+            weights.conv(f"f0_predictor.condnet.{2 * index}", dtype=torch.float64)
+            for index in range(weights.count("f0_predictor.condnet."))
+        )
+        self.classify = weights.linear("f0_predictor.classifier", torch.float64)
+        self.mix = weights.linear("m_source.l_linear")
+        self.before = weights.conv("conv_pre")
+        count = weights.count("ups.")
+        self.widening = nn.ModuleList(weights.conv(f"ups.{index}") for index in range(count))
+        # A convolution that narrows the source has a kernel of twice its stride, one that does not of 1.
+        kernels = [weights.shape(f"source_downs.{index}.weight")[2] for index in range(count)]
+        strides = [max(1, kernel // 2) for kernel in kernels]
+        self.narrowing = nn.ModuleList(
+            weights.conv(f"source_downs.{index}", stride=stride) for index, stride in enumerate(strides)
+        )
+        self.sources = nn.ModuleList(_Residual(weights, f"source_resblocks.{index}") for index in range(count))
+        self.shapes = nn.ModuleList(
+            _Residual(weights, f"resblocks.{index}") for index in range(weights.count("resblocks."))
+        )
+        self.after = weights.conv("conv_post")
+        weights.done()
+        self.bins = self.after.out_channels // 2
+        self.hop = (self.bins - 1) // 2
+        self.frames = SAMPLES // self.hop  # of the spectrum, of a mel frame
+        self.rates = [self.frames // strides[0], *(left // right for left, right in zip(strides, strides[1:], strict=False))]
+        self.pitch_ahead, *behind = (conv.kernel_size[0] - 1 for conv in self.pitch)
+        self.pitch_behind = sum(behind)
+        self.ahead: int = self.before.kernel_size[0]  # its own frames ahead, and one for the spectrum's windows
+        self.behind = self._behind(strides)
+        self.register_buffer("window", torch.hann_window(2 * (self.bins - 1)), persistent=False)
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.rand(NOISE_SECONDS * SAMPLE_RATE, self.mix.in_features, generator=generator)
+        self.register_buffer("noise", noise, persistent=False)
+
+    def _behind(self, strides: list[int]) -> int:
+        spectrum = 2 * (self.bins - 1) / SAMPLES  # mel frames of one window
+        reach, scale, kernels = 0.0, 1, len(self.shapes) // len(self.widening)
+        for stage, (wide, narrow) in enumerate(zip(self.widening, self.narrowing, strict=True)):
+            scale *= self.rates[stage]
+            reach += (wide.kernel_size[0] - 1) / scale
+            source = spectrum + narrow.kernel_size[0] / self.frames + self.sources[stage].reach / scale
+            shapes = self.shapes[kernels * stage : kernels * (stage + 1)]
+            reach = max(reach, source) + max(shape.reach for shape in shapes) / scale
+        return math.ceil(reach + self.after.kernel_size[0] / self.frames + spectrum) + 2
+
+    def pitches(self, mel: torch.Tensor, *, last: bool) -> torch.Tensor:
+        """Hz [batch, frames] of mel frames; without those of the look-ahead, unless it is over."""
+        first, *others = self.pitch
+        hidden = F.elu(first(F.pad(mel.double(), (0, self.pitch_ahead if last else 0))))
+        for conv in others:
+            hidden = F.elu(_causal(conv, hidden))
+        return self.classify(hidden.transpose(1, 2)).squeeze(-1).abs().float()
+
+    def source(
+        self, pitch: torch.Tensor, phase: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The oscillator's samples [batch, samples] of frames with a pitch in Hz, and its phase after them.
+
+        Args:
+            phase: f64 [batch, harmonics], in cycles.
+            positions: i64 [batch], frames of the utterance before these.
+        """
+        harmonics = torch.arange(1, phase.shape[1] + 1, device=pitch.device)
+        steps = (pitch[..., None] * harmonics / SAMPLE_RATE).remainder(1)
+        cycles = steps.double().cumsum(1) * SAMPLES + phase[:, None]
+        sines = (cycles.remainder(1) * (2 * math.pi)).sin().float()
+        voiced = (pitch[..., None] > VOICED).float()
+        waves = (sines * AMPLITUDE * voiced).repeat_interleave(SAMPLES, 1)
+        loudness = (voiced * NOISE + (1 - voiced) * AMPLITUDE / 3).repeat_interleave(SAMPLES, 1)
+        places = positions[:, None] * SAMPLES + torch.arange(waves.shape[1], device=pitch.device)
+        noise = self.noise[places.remainder(len(self.noise))]
+        return self.mix(waves + loudness * noise).tanh().squeeze(-1), cycles[:, -1].remainder(1)
+
+    def forward(self, mel: torch.Tensor, source: torch.Tensor, *, last: bool) -> torch.Tensor:
+        """Samples [batch, time] of a window; without those of the look-ahead, unless it is over.
+
+        Args:
+            mel: [batch, mels, frames].
+            source: [batch, samples], of all of them.
+        """
+        size = 2 * (self.bins - 1)
+        spectrum = torch.stft(source, size, self.hop, size, self.window, return_complex=True)
+        if not last:
+            spectrum = spectrum[..., : -self.frames * (self.ahead - 1)]
+        wave = torch.cat([spectrum.real, spectrum.imag], 1)
+        hidden = self.before(F.pad(mel, (0, self.ahead - 1 if last else 0)))
+        kernels = len(self.shapes) // len(self.widening)
+        for stage, (wide, narrow) in enumerate(zip(self.widening, self.narrowing, strict=True)):
+            hidden = F.leaky_relu(hidden, SLOPE).repeat_interleave(self.rates[stage], 2)
+            hidden = _causal(wide, hidden)
+            if stage == len(self.widening) - 1:
+                hidden = F.pad(hidden, (1, 0), mode="reflect")
+            narrowed = narrow(F.pad(wave, (narrow.stride[0] - 1, 0)))
+            hidden = hidden + self.sources[stage](narrowed)
+            shapes = self.shapes[kernels * stage : kernels * (stage + 1)]
+            hidden = torch.stack([shape(hidden) for shape in shapes]).mean(0)
+        hidden = _causal(self.after, F.leaky_relu(hidden))
+        magnitude, phase = hidden.split(self.bins, 1)
+        shaped = torch.polar(magnitude.exp().clamp(max=LOUDEST), phase.sin())
+        samples = torch.istft(shaped, size, self.hop, size, self.window)
+        return (samples if last else samples[:, :-SAMPLES]).clamp(-PEAK, PEAK)

@@ -1,0 +1,82 @@
+"""The stage of an S3 vocoder. A family says where its files are, and which recordings are its voices."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import soundfile
+
+from omni_actors.engine.models.chunks import ChunkPolicy
+from omni_actors.engine.models.codec_decoder.runner import ChunkRunner
+from omni_actors.engine.models.codec_decoder.stream import Cutting
+from omni_actors.engine.models.s3_vocoder.decoder import S3Batches, S3Carry, Speaker
+from omni_actors.engine.models.s3_vocoder.flow import Flow
+from omni_actors.engine.models.s3_vocoder.hift import Hift
+from omni_actors.engine.models.s3_vocoder.voices import VoiceEncoder
+from omni_actors.engine.models.s3_vocoder.weights import Weights
+from omni_actors.errors import ConfigError, StartupError, UnknownVoice
+from omni_actors.stage.engine_interface import EngineFacts, StageRequest
+
+SEED = 0  # of the noise of all utterances
+LEAST = 2  # tokens of a chunk: fewer have no frame whose pitch is known
+
+
+class S3Runner(ChunkRunner):
+    """S3 tokens to a waveform at 24 kHz: n tokens become 960 n samples."""
+
+    chunks = ChunkPolicy(first=25, largest=25, look_ahead=0)  # the second of speech that such flows are used with
+    batches: S3Batches
+
+    @abstractmethod
+    def folder(self) -> Path:
+        """Where `flow.pt`, `hift.pt` and the models of recordings are."""
+
+    @abstractmethod
+    def recordings(self) -> Mapping[str, Path]:
+        """The voices: name -> sound file. The first is that of requests that name none."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Voices, sample rate, and the longest utterance in tokens."""
+        return replace(super().facts, voices=tuple(self._speakers))
+
+    def load(self, *, dummy: bool) -> None:
+        """Read both networks and encode the voices; the sizes stand in the files, so `dummy` changes nothing.
+
+        Raises:
+            ConfigError: chunks are too short.
+            StartupError: a file is missing or of another model.
+        """
+        if self.policy is not None and self.policy.first < LEAST:
+            raise ConfigError(f"decode.first_blocks is {self.policy.first}; this decoder needs at least {LEAST}.")
+        folder = self.folder()
+        flow, hift = Flow(Weights.read(folder / "flow.pt"), SEED), Hift(Weights.read(folder / "hift.pt"), SEED)
+        flow.prepare(self.device, self.dtype)
+        self.batches = S3Batches(flow, hift.to(self.device), self.max_requests, whole=self.policy is None)
+        look_ahead = 0 if self.policy is None else flow.encoder.look_ahead
+        self.cutting = Cutting(self.batches.sizes, self.policy, 0, self.dtype.itemsize, look_ahead)
+        self._speakers = self._encode(VoiceEncoder(folder))
+
+    def _encode(self, encoder: VoiceEncoder) -> dict[str, Speaker]:
+        speakers = {}
+        for name, path in self.recordings().items():
+            try:
+                samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+            except (OSError, soundfile.SoundFileError) as error:
+                raise StartupError(f"Cannot read the voice {path}: {error}", hint="Replace the file.") from error
+            speakers[name] = self.batches.speaker(encoder(samples.mean(1), rate))
+        if not speakers:
+            raise StartupError(f"{self.model_name!r} has no recording of a voice.", hint="Download it completely.")
+        return speakers
+
+    def begin(self, request: StageRequest) -> tuple[Cutting, S3Carry]:
+        """See `ChunkRunner`. Raises `UnknownVoice`."""
+        name = request.voice if request.voice is not None else next(iter(self._speakers))
+        if name not in self._speakers:
+            raise UnknownVoice(f"There is no voice {name!r}; the voices are {', '.join(self._speakers)}.")
+        speaker = self._speakers[name]
+        state_bytes = self.batches.state_bytes(speaker) if self.policy is not None else 0
+        return replace(self.cutting, state_bytes=state_bytes), S3Carry(speaker=speaker)
