@@ -155,6 +155,16 @@ def tiny_qwen3_aligner(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_minicpm_o(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint of MiniCPM-o 4.5, built for this run."""
+    from tools.checkpoints.minicpm import write_tiny
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny_minicpm_o"
+    write_tiny(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_z_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Z-Image checkpoint, built for this run."""
     from tools.checkpoints.pictures import Z_IMAGE

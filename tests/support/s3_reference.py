@@ -19,7 +19,9 @@ from transformers.audio_utils import mel_filter_bank
 
 from omni_actors.engine.models.s3_vocoder.flow import Flow
 from omni_actors.engine.models.s3_vocoder.hift import Hift
+from omni_actors.engine.models.s3_vocoder.runner import SEED
 from omni_actors.engine.models.s3_vocoder.voices import Voice
+from omni_actors.engine.models.s3_vocoder.weights import Weights
 from tools.checkpoints.s3 import MELS, SPEAKER
 
 PACKAGE = "stepaudio2"
@@ -70,10 +72,9 @@ class S3Reference:
 
     Args:
         sizes: those of the files.
-        flow, hift: ours, whose tables of noise the package is given: its own are drawn at each start.
     """
 
-    def __init__(self, folder: Path, sizes: Mapping[str, int], flow: Flow, hift: Hift) -> None:
+    def __init__(self, folder: Path, sizes: Mapping[str, int]) -> None:
         _import()
         from stepaudio2.causal_vocoder.bounded_vocoder import BoundedVocoder
         from stepaudio2.causal_vocoder.f0_predictor import CausalConvRNNF0Predictor
@@ -97,7 +98,8 @@ class S3Reference:
         self.flow = CausalMaskedDiffWithXvec(width, MELS, SPEAKER, vocab_size=sizes["tokens"], encoder=encoder, decoder=solver)
         self.flow.load_state_dict(torch.load(folder / "flow.pt"))
         self.flow.eval()
-        solver.rand_noise = flow.noise.T[None]
+        # The package draws its tables of noise at each start; here they are ours.
+        solver.rand_noise = Flow(Weights.read(folder / "flow.pt"), SEED).noise.T[None]
         # The package's buffers are of the published sizes.
         estimator.att_cache_buffer = torch.zeros(blocks, 2, heads, 1000, 2 * size)
         estimator.cnn_cache_buffer = torch.zeros(blocks, 2, 2 * width, 2)
@@ -113,7 +115,7 @@ class S3Reference:
             f0_predictor=CausalConvRNNF0Predictor(1, MELS, sizes["pitch"]),
         )
         generator.load_state_dict(torch.load(folder / "hift.pt"))
-        generator.m_source.l_sin_gen.sine_waves = hift.noise[None]
+        generator.m_source.l_sin_gen.sine_waves = Hift(Weights.read(folder / "hift.pt"), SEED).noise[None]
         self.generator = generator.eval()
         self.vocoder = BoundedVocoder(self.generator)
 
@@ -134,6 +136,14 @@ class S3Reference:
             self._trim(cache, mel.shape[1])
             sound.append(self.vocoder.stream(frames, finalize=last))
         return torch.cat(sound, 1)[0]
+
+    @staticmethod
+    def mel(samples: np.ndarray) -> torch.Tensor:
+        """The frames [time, mels] of a recording at 24 kHz."""
+        from stepaudio2.flashcosyvoice.utils.audio import mel_spectrogram
+
+        frames: torch.Tensor = mel_spectrogram(torch.from_numpy(samples)[None])[0].T
+        return frames
 
     def _trim(self, cache: dict[str, torch.Tensor], frames: int) -> None:
         """`Token2wav` itself cannot be made without its other models, so this calls two methods of it on a stand-in."""
