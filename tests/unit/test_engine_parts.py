@@ -237,7 +237,7 @@ def test_codec_tokens_leave_by_blocks_of_the_vocoder(count: int, ends: bool) -> 
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine import FinishReason as VllmFinishReason
 
-    from omni_actors.engine.models.qwen2_5_omni.talker import CodecOutputs
+    from omni_actors.engine.models.code_talker import CodecOutputs
 
     end = 99
     outputs = CodecOutputs("r", frozenset({end}), 12)

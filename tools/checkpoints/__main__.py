@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tools.checkpoints import CheckpointError, FolderError, asr, omni, tts
+from tools.checkpoints import CheckpointError, FolderError, asr, minicpm, omni, tts
 from tools.checkpoints.measure import print_answers, quiet_transformers
 from tools.checkpoints.pictures import FLUX2_KLEIN, QWEN_IMAGE, Z_IMAGE
 
@@ -27,6 +27,7 @@ WRITERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "tiny-qwen3-tts": ("Qwen3-TTS at toy size, random weights, runnable", tts.write_tiny),
     "tiny-qwen3-asr": ("Qwen3-ASR at toy size, random weights, runnable", asr.write_tiny),
     "tiny-qwen3-aligner": ("Qwen3-ForcedAligner, likewise", partial(asr.write_tiny, aligner=True)),
+    "tiny-minicpm-o": ("MiniCPM-o 4.5 at toy size, random weights, runnable", minicpm.write_tiny),
     "tiny-z-image": ("Z-Image at toy size, random weights, runnable", Z_IMAGE.write_tiny),
     "tiny-qwen-image": ("Qwen-Image-2.1 at toy size, random weights, runnable", QWEN_IMAGE.write_tiny),
     "tiny-flux2-klein": ("FLUX.2 klein at toy size, random weights, runnable", FLUX2_KLEIN.write_tiny),
@@ -38,6 +39,7 @@ WRITERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "full-qwen3-tts": ("published sizes of Qwen3-TTS, no weights", tts.write_full),
     "full-qwen3-asr": ("published sizes of Qwen3-ASR, no weights", asr.write_full),
     "full-qwen3-aligner": ("published sizes of its aligner, no weights", partial(asr.write_full, aligner=True)),
+    "full-minicpm-o": ("published sizes of MiniCPM-o 4.5, weights of the vocoder alone", minicpm.write_full),
     "full-z-image": ("published sizes of Z-Image, no weights", Z_IMAGE.write_full),
     "full-qwen-image": ("published sizes of Qwen-Image-2.1, no weights", QWEN_IMAGE.write_full),
     "full-flux2-klein": ("published sizes of FLUX.2 klein 4B, no weights", FLUX2_KLEIN.write_full),

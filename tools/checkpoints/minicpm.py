@@ -1,16 +1,103 @@
-"""Checkpoints of MiniCPM-o 4.5."""
+"""Checkpoints of MiniCPM-o 4.5: thinker, talker and vocoder, without the encoders of pictures and sounds.
+
+Names are those of the model's public code; the sizes that it leaves to the checkpoint are from memory. The vocoder's files have random weights in
+the full sizes, too: its sizes stand in them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
 
 from tools.checkpoints import claim_folder, write_json
-from tools.checkpoints.s3 import TINY, write_vocoder, write_voices
+from tools.checkpoints.families import Family, Sizes
+from tools.checkpoints.omni import make_generation_config
+from tools.checkpoints.s3 import DIRECTION, GAIN, PUBLISHED, TINY, write_vocoder, write_voices
+from tools.checkpoints.tokenizer import make_tokenizer
+from tools.checkpoints.weights import draw_parameter, restrict_output, spoken_token_ids
+
+# Parameters, and those of other families that are drawn alike: the first match counts.
+ALIKE = {
+    "llm.": "thinker.",
+    "tts.emb_code.0.": "talker.model.embed_tokens.",
+    "tts.head_code.0.": "talker.codec_head.",
+    "tts.emb_text.": "thinker.model.embed_tokens.",
+    "tts.": "talker.",
+}
 
 
-def write_tiny(folder: Path, seed: int = 0) -> None:
+def _derive(sizes: Sizes) -> dict[str, Any]:
+    return {"first_special": sizes["vocabulary"] - 16, "first_speech": sizes["vocabulary"] - 4}
+
+
+FAMILY = Family("minicpm_o", _derive)
+
+
+def write_tiny(folder: Path, seed: int = 0, *, sizes: Sizes | None = None) -> None:
     """Writes a tiny checkpoint. Raises FolderError."""
     claim_folder(folder, {"kind": "tiny-minicpm-o", "seed": seed})
-    write_json(folder / "config.json", {"architectures": ["MiniCPMO"], "model_type": "minicpmo", "tts_config": {}})
-    write_vocoder(folder / "assets" / "token2wav", TINY, seed)
+    chosen = FAMILY.tiny_sizes(sizes)
+    config, tokenizer = _write_rest(folder, chosen, TINY, seed)
+    spoken, weights = spoken_token_ids(tokenizer), {}
+    for name, shape in _shapes(config):
+        alike = next(other + name.removeprefix(prefix) for prefix, other in ALIKE.items() if name.startswith(prefix))
+        weights[name] = draw_parameter(alike, shape, seed)
+        restrict_output(alike, weights[name], spoken, chosen["sounds"])
+    head = weights.pop("tts.head_code.0.weight")
+    weights[f"tts.head_code.0.{GAIN}"] = head.norm(dim=1, keepdim=True)
+    weights[f"tts.head_code.0.{DIRECTION}"] = head + (head == 0)  # a direction has a length
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_full(folder: Path) -> None:
+    """Writes a checkpoint with the published sizes, without weights but the vocoder's. Raises FolderError."""
+    claim_folder(folder, {"kind": "full-minicpm-o"})
+    _write_rest(folder, FAMILY.published, PUBLISHED, 0)
+
+
+def _write_rest(folder: Path, sizes: Sizes, vocoder: Mapping[str, int], seed: int) -> tuple[dict[str, Any], Any]:
+    """Writes all but thinker and talker; returns the configuration and the tokenizer."""
+    layout = FAMILY.layout(sizes)
+    config, tokenizer = FAMILY.fill("configuration", {**sizes, "codes": sizes["sounds"] + 1}), make_tokenizer(layout)
+    write_json(folder / "config.json", config)
+    make_generation_config(layout).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_vocoder(folder / "assets" / "token2wav", vocoder, seed)
     write_voices(folder / "assets")
+    return config, tokenizer
+
+
+def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, torch.Size]]:
+    """All parameters of thinker and talker."""
+    from transformers import LlamaModel, Qwen3Config, Qwen3ForCausalLM
+
+    own = {name: value for name, value in config.items() if name not in ("architectures", "model_type", "tts_config")}
+    speech = config["tts_config"]
+    with torch.device("meta"):
+        models = {"llm.": Qwen3ForCausalLM(Qwen3Config(**own)), "tts.model.": LlamaModel(talker_config(config))}
+    for prefix, model in models.items():
+        for name, parameter in model.named_parameters():
+            if not name.startswith("embed_tokens"):
+                yield prefix + name, parameter.shape
+    width = speech["hidden_size"]
+    for part in ("emb_code.0", "head_code.0"):
+        yield f"tts.{part}.weight", torch.Size([speech["num_audio_tokens"], width])
+    yield "tts.emb_text.weight", torch.Size([speech["num_text_tokens"], width])
+    for part in ("semantic", "spk"):
+        for layer, inputs in (("linear1", config["hidden_size"]), ("linear2", width)):
+            yield f"tts.projector_{part}.{layer}.weight", torch.Size([width, inputs])
+            yield f"tts.projector_{part}.{layer}.bias", torch.Size([width])
+
+
+def talker_config(config: dict[str, Any]) -> Any:
+    """Returns transformers' configuration of the talker's layers."""
+    from transformers import LlamaConfig
+
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
+    speech = config["tts_config"]
+    positions = speech["max_position_embeddings"]
+    return LlamaConfig(**{name: speech[name] for name in names}, max_position_embeddings=positions, vocab_size=1)

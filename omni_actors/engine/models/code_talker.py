@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import FinishReason as VllmFinishReason
+
+from omni_actors.engine.adapter import RequestOutputs
+from omni_actors.stage.engine_interface import EngineEvent, StreamEvent
 
 # For `support_torch_compile` of layers with M-RoPE, whose positions are [3, tokens]. vLLM's own models declare
 # dimension 0 and cannot be compiled with it.
@@ -98,3 +104,39 @@ class ContinuedPositions(SupportsMRoPE):
         following = int(given.max()) + 1
         tail = torch.arange(following, following + length - given.shape[1]).expand(3, -1)
         return torch.cat([given, tail], dim=1), following - given.shape[1]
+
+
+class CodecOutputs(RequestOutputs):
+    """Codec tokens of one request as a stream. The token that ends the speech is not sound and is left out.
+
+    Tokens are sent when they complete a block of the vocoder, which cannot use less: a message per token and request
+    would cost the engine's thread more time than the step that makes the tokens.
+
+    Args:
+        block: codec tokens per block.
+    """
+
+    def __init__(self, request_id: str, end_token_ids: frozenset[int], block: int) -> None:
+        self._request_id = request_id
+        self._end_token_ids = end_token_ids
+        self._block = block
+        self._sent = 0
+        self._generated = 0  # since the last event, with the token that ends the speech
+        self._held: list[int] = []
+
+    def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
+        """One event per block of codec tokens, and the rest with the last; an end token is left out."""
+        tokens = list(output.new_token_ids)
+        finished = output.finish_reason is not None
+        self._generated += len(tokens)
+        if output.finish_reason is VllmFinishReason.STOP and tokens and tokens[-1] in self._end_token_ids:
+            tokens.pop()
+        self._held += tokens
+        if len(self._held) < self._block and not finished:
+            return ()
+        event = StreamEvent(
+            self._request_id, token_ids=self._held, start=self._sent, final=finished, generated=self._generated
+        )
+        self._sent += len(self._held)
+        self._held, self._generated = [], 0
+        return (event,)

@@ -101,7 +101,7 @@ _FAMILIES = {  # architecture -> folder, which has a module for each stage, and 
     "Qwen3OmniMoeForConditionalGeneration": ("qwen3_omni", _OMNI),
     "Qwen3TTSForConditionalGeneration": ("qwen3_tts", _SPEECH),
     "Qwen3ASRForConditionalGeneration": ("qwen3_asr", ("thinker", "aligner")),
-    "MiniCPMO": ("minicpm_o", ("code2wav",)),
+    "MiniCPMO": ("minicpm_o", _OMNI),
 }
 MODULES: dict[tuple[str, str], str] = {
     (architecture, stage): f"omni_actors.engine.models.{family}.{stage}"

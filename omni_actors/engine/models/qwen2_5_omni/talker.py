@@ -16,7 +16,7 @@ do the first part, but turn the ids of such positions into 0, and the repetition
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -32,15 +32,13 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, RequestOutputs
+from omni_actors.engine.adapter import Admission, AutoregressiveAdapter
 from omni_actors.engine.core import make_request
 from omni_actors.engine.models import ModelSpec, SpeechLimit
-from omni_actors.engine.models.code_talker import MROPE_DIMS, CodeTalker, ContinuedPositions
+from omni_actors.engine.models.code_talker import MROPE_DIMS, CodecOutputs, CodeTalker, ContinuedPositions
 from omni_actors.engine.rows import check_rows, to_host, to_torch
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import RowStream, RowUpdate
@@ -48,7 +46,7 @@ from omni_actors.engine.workers.runner import StreamedInputState, payload_of
 from omni_actors.errors import ConfigError, InvalidPayload, UnknownVoice
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.stage.engine_interface import EngineEvent, EngineFacts, StageInputs, StageRequest, StreamEvent
+from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
 
 def load_voices(model: str) -> dict[str, dict[str, Any]]:
@@ -70,42 +68,6 @@ def load_voices(model: str) -> dict[str, dict[str, Any]]:
         if not isinstance(entry, dict) or not {"bos_token", "cond", "ref_mel"} <= set(entry):
             raise ConfigError(f"Voice {name!r} in spk_dict.pt of {model!r} lacks bos_token, cond or ref_mel.")
     return voices
-
-
-class CodecOutputs(RequestOutputs):
-    """Codec tokens of one request as a stream. The token that ends the speech is not sound and is left out.
-
-    Tokens are sent when they complete a block of the vocoder, which cannot use less: a message per token and request
-    would cost the engine's thread more time than the step that makes the tokens.
-
-    Args:
-        block: codec tokens per block.
-    """
-
-    def __init__(self, request_id: str, end_token_ids: frozenset[int], block: int) -> None:
-        self._request_id = request_id
-        self._end_token_ids = end_token_ids
-        self._block = block
-        self._sent = 0
-        self._generated = 0  # since the last event, with the token that ends the speech
-        self._held: list[int] = []
-
-    def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
-        """One event per block of codec tokens, and the rest with the last; an end token is left out."""
-        tokens = list(output.new_token_ids)
-        finished = output.finish_reason is not None
-        self._generated += len(tokens)
-        if output.finish_reason is VllmFinishReason.STOP and tokens and tokens[-1] in self._end_token_ids:
-            tokens.pop()
-        self._held += tokens
-        if len(self._held) < self._block and not finished:
-            return ()
-        event = StreamEvent(
-            self._request_id, token_ids=self._held, start=self._sent, final=finished, generated=self._generated
-        )
-        self._sent += len(self._held)
-        self._held, self._generated = [], 0
-        return (event,)
 
 
 class CodeTalkerAdapter(AutoregressiveAdapter):

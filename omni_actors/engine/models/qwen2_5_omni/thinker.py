@@ -25,18 +25,13 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.engine import EngineCoreOutput
 
 from omni_actors.engine.models import ModelSpec, PromptMedia
-from omni_actors.engine.models.thinker_adapter import ThinkerAdapter, ThinkerOutputs
+from omni_actors.engine.models.thinker_adapter import RowOutputs, ThinkerAdapter
 from omni_actors.engine.models.thinker_state import ThinkerState
-from omni_actors.engine.rows import to_host
-from omni_actors.engine.workers.base import attachment_of
 from omni_actors.engine.workers.runner import Attachments, Emission, Step
-from omni_actors.errors import EngineError
-from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.stage.engine_interface import StageRequest, StreamEvent
+from omni_actors.stage.engine_interface import StageRequest
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel
@@ -210,52 +205,6 @@ class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
     def get_model_state_cls() -> type[Qwen2_5OmniThinkerState]:
         """The class by which vLLM's runner prepares this model's inputs, and that makes the rows."""
         return Qwen2_5OmniThinkerState
-
-
-class RowOutputs(ThinkerOutputs):
-    """Streams a row per position, in order, each position once."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._next_row = 0
-        self._held: list[torch.Tensor] = []  # rows from `_next_row` on whose text is kept back
-        self._mrope_positions: torch.Tensor | None = None
-
-    def stream(self, output: EngineCoreOutput, spoken: int, *, final: bool) -> StreamEvent | None:
-        """The new rows of the prompt and of tokens that are certain to be spoken."""
-        self._keep(attachment_of(output))
-        start = self._next_row
-        rows = torch.cat(self._held) if len(self._held) > 1 else self._held[0] if self._held else None
-        tensors: dict[str, HostTensor] = {}
-        if rows is not None:
-            certain = len(self._prompt_token_ids) + spoken - start
-            self._held = [rows[certain:]] if certain < len(rows) else []
-            rows = rows[:certain]
-            if len(rows):
-                tensors["rows"] = to_host(rows)
-                self._next_row += len(rows)
-        if not tensors and not final:
-            return None
-        scalars: dict[str, int] = {}
-        if start == 0:
-            scalars["prompt_tokens"] = len(self._prompt_token_ids)
-            if self._mrope_positions is not None:
-                tensors["mrope_positions"] = to_host(self._mrope_positions)
-        return StreamEvent(self._request_id, tensors=tensors, scalars=scalars, start=start, final=final)
-
-    def _keep(self, emitted: Mapping[str, Any]) -> None:
-        """Append the rows that have not come yet."""
-        if not emitted:
-            return
-        end = self._next_row + sum(map(len, self._held))
-        skip = end - emitted["start"]
-        if skip < 0:
-            raise EngineError(f"Rows {end} to {emitted['start']} of request {self._request_id!r} are missing.")
-        rows = emitted["rows"][skip:]  # a preempted request computes its first positions again
-        if len(rows):
-            self._held.append(rows)
-        if "mrope_positions" in emitted and not end:
-            self._mrope_positions = emitted["mrope_positions"]
 
 
 def audio_embeddings(frames: int) -> int:

@@ -1,0 +1,182 @@
+"""MiniCPM-o's thinker, for texts: a Qwen3 that gives the talker a row for each token of its answer.
+
+A row is what the talker's layers take: the token's embedding in the talker's table, plus the projected hidden state of
+the token. Both are computed here, because the talker's width is a fifth of the thinker's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PretrainedConfig
+from vllm.config import VllmConfig
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from omni_actors.engine.adapter import Admission, TextAdapter, TextDecoder
+from omni_actors.engine.arguments import OmniEngineArgs
+from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.minicpm_o.config import speech_part
+from omni_actors.engine.models.thinker_adapter import RowOutputs
+from omni_actors.engine.models.thinker_state import EmitRows, ThinkerState
+from omni_actors.engine.prompt import TextPromptProcessor
+from omni_actors.engine.workers.runner import Attachments, Emission, Step
+from omni_actors.errors import InvalidPayload
+from omni_actors.media.decoders import MediaLimits
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.stage.engine_interface import StageInputs, StageRequest
+
+ARCHITECTURE = "OmniActorsMiniCpmOThinker"
+SPEECH_BEGIN, SPEECH_END = "<|tts_bos|>", "<|tts_eos|>"
+WITHOUT_THINKING = "{%- set enable_thinking = false %}"
+
+
+def thinker_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The checkpoint's configuration with our own architecture name."""
+    if hasattr(config, "tts_config"):  # vLLM first calls the function with an empty configuration
+        config.architectures = [ARCHITECTURE]
+    return config
+
+
+class SpeechRows(nn.Module):
+    """Tokens and hidden states to the rows that the talker takes."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        speech = speech_part(config)
+        width = speech["hidden_size"]
+        self.table = nn.Embedding(speech["num_text_tokens"], width)
+        self.linear1, self.linear2 = nn.Linear(config.hidden_size, width), nn.Linear(width, width)
+        self._normalizes: bool = speech.get("normalize_projected_hidden", False)
+
+    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows [n, width] of tokens [n] and their states [n, thinker's width]."""
+        projected = self.linear2(F.relu(self.linear1(hidden)))
+        if self._normalizes:
+            projected = F.normalize(projected, dim=-1)
+        rows: torch.Tensor = self.table(tokens) + projected
+        return rows
+
+
+class MiniCpmOThinker(Qwen3ForCausalLM):
+    """vLLM's Qwen3, and what makes the talker's rows."""
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={
+            "llm.": "",
+            "tts.emb_text.": "speech_rows.table.",
+            "tts.projector_semantic.": "speech_rows.",
+            "tts.": None,
+            "vpm.": None,
+            "resampler.": None,
+            "apm.": None,
+            "audio_projection_layer.": None,
+        }
+    )
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.speech_rows = SpeechRows(vllm_config.model_config.hf_config)
+
+    @staticmethod
+    def get_model_state_cls() -> type[MiniCpmOThinkerState]:
+        """The class by which vLLM's runner prepares this model's inputs, and that makes the rows."""
+        return MiniCpmOThinkerState
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the thinker's part of the checkpoint; return the names of the parameters that were set."""
+        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+
+
+class MiniCpmOThinkerState(ThinkerState):
+    """Emits a row [width] for each computed position of an answer."""
+
+    model: MiniCpmOThinker
+
+    def emit(self, step: Step) -> Emission | None:
+        """The rows of the step's tokens that belong to answers."""
+        requests = self.emitting(step)
+        starts = [
+            max(start, request.prompt_len) if request is not None else 0
+            for request, start in zip(requests, step.starts, strict=True)
+        ]
+        first = [row + begin - start for row, begin, start in zip(step.offsets, starts, step.starts, strict=False)]
+        spans = [
+            (min(row, end), end) if request is not None else (end, end)
+            for request, row, end in zip(requests, first, step.offsets[1:], strict=True)
+        ]
+        places = np.concatenate([np.arange(*span) for span in spans])
+        if not len(places):
+            return None
+        on_device = async_tensor_h2d(places, device=self.device)
+        rows = self.model.speech_rows(step.batch.input_ids[on_device], step.hidden[on_device])
+        cuts = np.cumsum([0, *(end - row for row, end in spans)]).tolist()
+
+        def split(host: Mapping[str, torch.Tensor]) -> Attachments:
+            return [
+                None
+                if request is None or cuts[index] == cuts[index + 1]
+                else {
+                    "start": starts[index] - request.prompt_len,
+                    "rows": host["rows"][cuts[index] : cuts[index + 1]],
+                }
+                for index, request in enumerate(requests)
+            ]
+
+        return Emission({"rows": rows}, split)
+
+
+class MiniCpmOThinkerAdapter(TextAdapter):
+    """The thinker's requests. An answer that is spoken begins after `SPEECH_BEGIN` and ends at `SPEECH_END`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        begin, end = self._tokenizer.convert_tokens_to_ids([SPEECH_BEGIN, SPEECH_END])
+        self._begin = int(begin)
+        self.end_token_ids |= {int(end)}
+
+    def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
+        """Check tokens and parameters. Raises `OmniError` for what the model cannot take."""
+        if not request.streams:
+            return super().admit(request, inputs)
+        if inputs.tensors:
+            raise InvalidPayload(f"This model takes token ids only; it got the tensors {sorted(inputs.tensors)[:8]}.")
+        token_ids = [*inputs.token_ids, self._begin]
+        self.check_tokens(token_ids)
+        calls = self.tool_calls(inputs, token_ids)
+        core_request = self.make_request(request, token_ids, calls, payload=EmitRows())
+        decoder = TextDecoder(self._tokenizer, core_request)
+        outputs = RowOutputs(request.request_id, (), decoder, True, calls)  # the prompt has no rows
+        return Admission(core_request, outputs)
+
+
+class Prompts(TextPromptProcessor):
+    """Prompts whose answers begin at once: the template thinks first unless it is told not to."""
+
+    @classmethod
+    def of(cls, arguments: OmniEngineArgs, config: Any, limits: MediaLimits) -> TextPromptProcessor:
+        """See `TextPromptProcessor`."""
+        tokenizer = cast("Any", cached_tokenizer_from_config(config.model_config))
+        if tokenizer.chat_template and not tokenizer.chat_template.startswith(WITHOUT_THINKING):
+            tokenizer.chat_template = WITHOUT_THINKING + tokenizer.chat_template
+        return super().of(arguments, config, limits)
+
+
+SPEC = ModelSpec(
+    kind="autoregressive",
+    hf_overrides=thinker_config,
+    vllm_models={ARCHITECTURE: MiniCpmOThinker},
+    engine={"enable_prefix_caching": True},
+    required={"enable_prompt_embeds": False},
+    # What the model's own streaming takes for texts that are spoken.
+    params=StageParams(max_tokens=1024, temperature=0.7, top_p=0.8, top_k=100, repetition_penalty=1.02),
+    adapter="omni_actors.engine.models.minicpm_o.thinker.MiniCpmOThinkerAdapter",
+    prompts="omni_actors.engine.models.minicpm_o.thinker.Prompts",
+)

@@ -1,0 +1,85 @@
+"""The oracle for MiniCPM-o 4.5, of transformers' Qwen3 and Llama, in float32 on the CPU.
+
+No package has the model. What is here besides those two is what its public code does between them (`chat`,
+`_generate_speech_non_streaming` and `MiniCPMTTS.generate`), compared with it by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, LlamaModel, Qwen3Config, Qwen3ForCausalLM
+
+from tests.support.reference import one_thread
+from tools.checkpoints.minicpm import talker_config
+from tools.checkpoints.s3 import DIRECTION, GAIN
+
+
+@dataclass(frozen=True)
+class MiniCpmAnswer:
+    """Token ids of a prompt and its answer, the talker's rows of the answer, f32 [n, width], and its S3 tokens."""
+
+    prompt: list[int]
+    answer: list[int]
+    rows: torch.Tensor
+    codes: list[int]
+
+
+class MiniCpmReference:
+    """Thinker and talker of a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        weights = load_file(folder / "model.safetensors")
+        own = {name: value for name, value in config.items() if name not in ("architectures", "model_type", "tts_config")}
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.thinker = Qwen3ForCausalLM(Qwen3Config(**own)).eval()
+        self.thinker.load_state_dict(_part(weights, "llm."))
+        self.talker = LlamaModel(talker_config(config)).eval()
+        self.talker.load_state_dict(_part(weights, "tts.model."), strict=False)
+        self.speech = _part(weights, "tts.")
+        self.settings = config["tts_config"]
+        name = "head_code.0."
+        self.head = torch._weight_norm(self.speech[name + DIRECTION], self.speech[name + GAIN], 0)
+
+    @torch.no_grad()
+    def answer(self, text: str, tokens: int, codes: int) -> MiniCpmAnswer:
+        """Answers greedily: so many tokens of text, of which the last is not spoken, and so many of speech."""
+        messages = [{"role": "user", "content": text}]
+        prompt = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, enable_thinking=False, use_tts_template=True, return_dict=False
+        )
+        with one_thread():
+            made = self.thinker.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=tokens)
+            answer = made[0, len(prompt) :].tolist()
+            states = self.thinker.model(made).last_hidden_state[0, len(prompt) : -1]
+            rows = self.rows(torch.tensor(answer[:-1]), states)
+            return MiniCpmAnswer(prompt, answer, rows, self.speak(rows, codes))
+
+    def rows(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """What the talker's layers take of tokens and their hidden states."""
+        speech = self.speech
+        hidden = F.relu(F.linear(states, speech["projector_semantic.linear1.weight"], speech["projector_semantic.linear1.bias"]))
+        hidden = F.linear(hidden, speech["projector_semantic.linear2.weight"], speech["projector_semantic.linear2.bias"])
+        return speech["emb_text.weight"][tokens] + F.normalize(hidden, dim=-1)
+
+    @torch.no_grad()
+    def speak(self, rows: torch.Tensor, count: int) -> list[int]:
+        """So many S3 tokens, greedily."""
+        marks = [self.settings["text_eos_token_id"], self.settings["audio_bos_token_id"]]
+        inputs = torch.cat([rows, self.speech["emb_text.weight"][marks]])
+        codes: list[int] = []
+        for _ in range(count):
+            hidden = self.talker(inputs_embeds=inputs[None], use_cache=False).last_hidden_state[0, -1]
+            codes.append(int((self.head @ hidden).argmax()))
+            inputs = torch.cat([inputs, self.speech["emb_code.0.weight"][codes[-1:]]])
+        return codes
+
+
+def _part(weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
