@@ -19,6 +19,7 @@ PYTORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 TORCH_VERSION="2.13.0"
 PIP="pip==26.3"  # Python 3.11's own (23) searches among the test packages for longer than anyone waits
 QWEN_TTS="qwen-tts-hf==0.1.1.post1"
+MINICPM="minicpmo-utils==1.0.7"
 PIPECAT=(pipecat-ai==1.14.0 num2words==0.5.14)
 LIVEKIT=(livekit-agents==1.8.9 livekit-plugins-openai==1.8.9 livekit-plugins-elevenlabs==1.8.9 livekit==1.1.21
     livekit-api==1.2.2 livekit-protocol==1.1.29 livekit-blingfire==1.2.0 livekit-local-inference==0.2.7 json_repair==0.63.5)
@@ -100,9 +101,9 @@ install_packages() {
     say "installing omni_actors with the extras $flavour,$extras"
     pip install --editable "${repo_root}[$flavour,$extras]"
     if [[ "$flavour" == cpu ]]; then "$venv/bin/python" "$repo_root/scripts/fix_torchvision.py"; fi
-    # The reference of Qwen3-TTS, and clients of sessions. What else they require (gradio, sox, ...)
+    # The references of Qwen3-TTS and of MiniCPM-o's vocoder, and clients of sessions. What else they require (gradio, sox, ...)
     # serves parts that no test uses.
-    if [[ "$extras" == *test* ]]; then pip install --no-deps "$QWEN_TTS" "${PIPECAT[@]}" "${LIVEKIT[@]}"; fi
+    if [[ "$extras" == *test* ]]; then pip install --no-deps "$QWEN_TTS" "$MINICPM" "${PIPECAT[@]}" "${LIVEKIT[@]}"; fi
 }
 
 prove_it_works() {

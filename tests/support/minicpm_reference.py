@@ -36,7 +36,9 @@ class MiniCpmReference:
     def __init__(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         weights = load_file(folder / "model.safetensors")
-        own = {name: value for name, value in config.items() if name not in ("architectures", "model_type", "tts_config")}
+        own = {
+            name: value for name, value in config.items() if name not in ("architectures", "model_type", "tts_config")
+        }
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.thinker = Qwen3ForCausalLM(Qwen3Config(**own)).eval()
         self.thinker.load_state_dict(_part(weights, "llm."))
@@ -45,7 +47,8 @@ class MiniCpmReference:
         self.speech = _part(weights, "tts.")
         self.settings = config["tts_config"]
         name = "head_code.0."
-        self.head = torch._weight_norm(self.speech[name + DIRECTION], self.speech[name + GAIN], 0)
+        gain, direction = (self.speech[name + part] for part in (GAIN, DIRECTION))
+        self.head = gain * direction / direction.norm(dim=1, keepdim=True)
 
     @torch.no_grad()
     def answer(self, text: str, tokens: int, codes: int) -> MiniCpmAnswer:
@@ -64,8 +67,12 @@ class MiniCpmReference:
     def rows(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """What the talker's layers take of tokens and their hidden states."""
         speech = self.speech
-        hidden = F.relu(F.linear(states, speech["projector_semantic.linear1.weight"], speech["projector_semantic.linear1.bias"]))
-        hidden = F.linear(hidden, speech["projector_semantic.linear2.weight"], speech["projector_semantic.linear2.bias"])
+        hidden = F.relu(
+            F.linear(states, speech["projector_semantic.linear1.weight"], speech["projector_semantic.linear1.bias"])
+        )
+        hidden = F.linear(
+            hidden, speech["projector_semantic.linear2.weight"], speech["projector_semantic.linear2.bias"]
+        )
         return speech["emb_text.weight"][tokens] + F.normalize(hidden, dim=-1)
 
     @torch.no_grad()

@@ -1,12 +1,13 @@
 """The oracle for the S3 vocoder: the package `minicpmo-utils` in float32 on the CPU, at toy sizes.
 
-The package is installed without its requirements (scripts/setup.sh). Of these its networks need one function of scipy, a window, which torch
-has, too; the rest reads files.
+The package is installed without its requirements (scripts/setup.sh). Of these its networks need a window of scipy's and
+a bank of mel filters of librosa's; the rest reads files.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -20,11 +21,12 @@ from transformers.audio_utils import mel_filter_bank
 from omni_actors.engine.models.s3_vocoder.flow import Flow
 from omni_actors.engine.models.s3_vocoder.hift import Hift
 from omni_actors.engine.models.s3_vocoder.runner import SEED
-from omni_actors.engine.models.s3_vocoder.voices import Voice
+from omni_actors.engine.models.s3_vocoder.voices import RecordedVoice
 from omni_actors.engine.models.s3_vocoder.weights import Weights
 from tools.checkpoints.s3 import MELS, SPEAKER
 
 PACKAGE = "stepaudio2"
+SECOND, AHEAD = 25, 3  # tokens
 
 
 def _mel(*, sr: int, n_fft: int, n_mels: int, fmin: float, fmax: float) -> np.ndarray:
@@ -57,7 +59,8 @@ def _import() -> None:
     if PACKAGE in sys.modules:
         return
     found = importlib.util.find_spec(PACKAGE)
-    assert found is not None and found.submodule_search_locations, "scripts/setup.sh installs minicpmo-utils"
+    assert found is not None, "scripts/setup.sh installs minicpmo-utils"
+    assert found.submodule_search_locations
     package = types.ModuleType(PACKAGE)
     package.__path__ = list(found.submodule_search_locations)
     sys.modules[PACKAGE] = package
@@ -95,7 +98,9 @@ class S3Reference:
         )
         estimator = DiT(4 * MELS, MELS, depth=blocks, num_heads=heads, head_dim=size, hidden_size=width)
         solver = CausalConditionalCFM(estimator)
-        self.flow = CausalMaskedDiffWithXvec(width, MELS, SPEAKER, vocab_size=sizes["tokens"], encoder=encoder, decoder=solver)
+        self.flow = CausalMaskedDiffWithXvec(
+            width, MELS, SPEAKER, vocab_size=sizes["tokens"], encoder=encoder, decoder=solver
+        )
         self.flow.load_state_dict(torch.load(folder / "flow.pt"))
         self.flow.eval()
         # The package draws its tables of noise at each start; here they are ours.
@@ -120,8 +125,8 @@ class S3Reference:
         self.vocoder = BoundedVocoder(self.generator)
 
     @torch.inference_mode()
-    def stream(self, pieces: Sequence[Sequence[int]], voice: Voice) -> torch.Tensor:
-        """Samples f32 of an utterance in pieces; each but the last ends with the look-ahead, with which the next begins.
+    def stream(self, pieces: Sequence[Sequence[int]], voice: RecordedVoice) -> torch.Tensor:
+        """Samples f32 of an utterance in pieces; all but the last end with the look-ahead, with which the next begins.
 
         As `Token2wav.stream` does, without the silence that it begins with.
         """
@@ -146,15 +151,17 @@ class S3Reference:
         return frames
 
     def _trim(self, cache: dict[str, torch.Tensor], frames: int) -> None:
-        """`Token2wav` itself cannot be made without its other models, so this calls two methods of it on a stand-in."""
+        """As `Token2wav` does, which cannot be made without its other models: two of its methods, on a stand-in."""
         from stepaudio2.token2wav import Token2wav
 
-        wav = types.SimpleNamespace(stream_cache=cache, flow=self.flow, CONFORMER_HISTORY_FRAMES=Token2wav.CONFORMER_HISTORY_FRAMES)
-        Token2wav._trim_estimator_cache(wav, frames)
-        Token2wav._trim_conformer_cache(wav, frames)
+        wav = types.SimpleNamespace(
+            stream_cache=cache, flow=self.flow, CONFORMER_HISTORY_FRAMES=Token2wav.CONFORMER_HISTORY_FRAMES
+        )
+        for part in ("estimator", "conformer"):
+            vars(Token2wav)[f"_trim_{part}_cache"](wav, frames)
 
     @torch.inference_mode()
-    def whole(self, tokens: Sequence[int], voice: Voice) -> torch.Tensor:
+    def whole(self, tokens: Sequence[int], voice: RecordedVoice) -> torch.Tensor:
         """Samples f32 of an utterance of which every position sees every other."""
         prompt, spoken = voice.tokens[None], torch.tensor([list(tokens)])
         lengths = [torch.tensor([part.shape[1]]) for part in (spoken, prompt, voice.mel[None])]
@@ -163,3 +170,14 @@ class S3Reference:
         )
         self.vocoder.reset()
         return self.vocoder.stream(frames, finalize=True)[0]
+
+
+def cut(given: Sequence[int], ends: Sequence[int]) -> list[Sequence[int]]:
+    """Pieces with the look-ahead; what is not longer than that is part of the last."""
+    begins = [0, *(end for end in ends if end + AHEAD <= len(given))]
+    pieces = [given[begin : end + AHEAD] for begin, end in itertools.pairwise(begins)]
+    return [*pieces, given[begins[-1] :]]
+
+
+def seconds(given: Sequence[int]) -> list[Sequence[int]]:
+    return cut(given, range(SECOND, len(given), SECOND))

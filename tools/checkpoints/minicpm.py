@@ -1,7 +1,7 @@
 """Checkpoints of MiniCPM-o 4.5: thinker, talker and vocoder, without the encoders of pictures and sounds.
 
-Names are those of the model's public code; the sizes that it leaves to the checkpoint are from memory. The vocoder's files have random weights in
-the full sizes, too: its sizes stand in them.
+Names are those of the model's public code; the sizes that it leaves to the checkpoint are from memory. The vocoder's
+files have random weights in the full sizes, too: its sizes stand in them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The files of an S3 vocoder as MiniCPM-o 4.5 and Step-Audio 2 have them, with random weights.
 
-`flow.pt` and `hift.pt` have the published tensors in any size. The two models that encode recordings are a layer each, in ONNX's format.
+`flow.pt` and `hift.pt` have the published tensors in any size. The two models that encode recordings are a layer each,
+in ONNX's format.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def write_voices(folder: Path) -> None:
         soundfile.write(folder / f"{name}.wav", 0.2 * tone * np.sin(np.pi * 3 * time) ** 2, RATE, "PCM_16")
 
 
-# -- ONNX's format, as far as a model of two nodes needs it: numbers of fields and of types are those of its protocol buffers
+# -- ONNX's format, as far as a model of two nodes needs it: numbers of fields and types are those of its protobufs
 
 
 def _field(number: int, value: int | str | bytes) -> bytes:

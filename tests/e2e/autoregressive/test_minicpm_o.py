@@ -16,7 +16,11 @@ from tests.support.stage_driver import Driver
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-TEXTS = {"short": "the sea", "long": "what is it that you have with the tide and the sea on this day", "other": "you are"}
+TEXTS = {
+    "short": "the sea",
+    "long": "what is it that you have with the tide and the sea on this day",
+    "other": "you are",
+}
 REPLY, SPEECH = {"short": 5, "long": 17, "other": 1 + 9}, {"short": 30, "long": 12, "other": 21}
 
 
@@ -41,12 +45,24 @@ def test_texts_and_rows_equal_transformers_in_one_batch_and_alone(driver: Any, t
     def join(_step: int) -> None:
         if waiting:
             name = waiting.pop(0)
-            thinker.start(name, StageInputs(token_ids=prompt_of(answers[name])), max_tokens=REPLY[name], temperature=0.0, repetition_penalty=1.0)
+            thinker.start(
+                name,
+                StageInputs(token_ids=prompt_of(answers[name])),
+                max_tokens=REPLY[name],
+                temperature=0.0,
+                repetition_penalty=1.0,
+            )
 
     join(0)
     thinker.run(join)
     for name, answer in answers.items():
-        thinker.start(f"{name}, alone", StageInputs(token_ids=prompt_of(answer)), max_tokens=REPLY[name], temperature=0.0, repetition_penalty=1.0)
+        thinker.start(
+            f"{name}, alone",
+            StageInputs(token_ids=prompt_of(answer)),
+            max_tokens=REPLY[name],
+            temperature=0.0,
+            repetition_penalty=1.0,
+        )
         thinker.run()
         for request in (name, f"{name}, alone"):
             assert thinker.written(request) == answer.answer, request
@@ -54,7 +70,9 @@ def test_texts_and_rows_equal_transformers_in_one_batch_and_alone(driver: Any, t
             assert thinker.streams(request)[0].scalars == {"prompt_tokens": 0}
 
 
-def test_an_answer_that_is_not_spoken_has_neither_rows_nor_the_mark_of_speech(driver: Any, tiny_minicpm_o: Path, answers):
+def test_an_answer_that_is_not_spoken_has_neither_rows_nor_the_mark_of_speech(
+    driver: Any, tiny_minicpm_o: Path, answers
+):
     thinker: Driver = driver(tiny_minicpm_o, "thinker", asynchronous=True, max_num_batched_tokens=16)
     thinker.start("r", StageInputs(token_ids=prompt_of(answers["short"])), streams=False, max_tokens=3)
     thinker.run()

@@ -83,9 +83,7 @@ class BatchedDecoder:
         """See `Batches`."""
         return chunk.position == 0, chunk.frames
 
-    def decode(
-        self, chunks: Sequence[CodecChunk]
-    ) -> tuple[list[torch.Tensor], list[Sequence[torch.Tensor] | None]]:
+    def decode(self, chunks: Sequence[CodecChunk]) -> tuple[list[torch.Tensor], list[Sequence[torch.Tensor] | None]]:
         """See `Batches`."""
         states = [chunk.carry.state[0] for chunk in chunks if chunk.carry.state is not None]
         codes = self._to_device(torch.stack([chunk.codes for chunk in chunks]))

@@ -60,8 +60,8 @@ class CodecChunk:
     """A validated chunk.
 
     Args:
-        codes: i64 [quantizers, frames] on the host, with the look-ahead. A last chunk may end with frames of padding, or
-            have no frames because the utterance turned out to be complete only after all of it had been decoded.
+        codes: i64 [quantizers, frames] on the host, with the look-ahead. A last chunk may end with frames of padding,
+            or have no frames because the utterance turned out to be complete only after all of it had been decoded.
         count: frames of it that are decoded.
         position: frames before it.
         samples: samples of it to send; more would be those of the padding.

@@ -11,7 +11,7 @@ from omni_actors.errors import ConfigError
 SPEECH = {"backbone_model": "llama", "condition_type": "hidden_text_merge", "projector_type": "mlp", "num_vq": 1}
 
 
-class MiniCpmOConfig(Qwen3Config):
+class MiniCpmOConfig(Qwen3Config):  # type: ignore[misc]  # has no type
     """The thinker's sizes, and a part for each of the others."""
 
     model_type = "minicpmo"

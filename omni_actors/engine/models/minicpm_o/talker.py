@@ -1,7 +1,7 @@
 """MiniCPM-o's talker: a Llama that speaks an answer once it is written.
 
-Its prompt is a row for each token of the answer, the end of the text and the begin of the sound; then come S3 tokens, 25 a
-second, and the end.
+Its prompt is a row for each token of the answer, the end of the text and the begin of the sound; then come S3 tokens,
+25 a second, and the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRe
 
 ARCHITECTURE = "OmniActorsMiniCpmOTalker"
 ROWS = ("prompt_rows", "reply_rows")
-GAIN, DIRECTION = "tts.head_code.0.parametrizations.weight.original0", "tts.head_code.0.parametrizations.weight.original1"
+GAIN, DIRECTION = (
+    "tts.head_code.0.parametrizations.weight.original0",
+    "tts.head_code.0.parametrizations.weight.original1",
+)
 BLOCK = 4  # tokens of a message to the vocoder
 
 
@@ -126,9 +129,7 @@ class MiniCpmOTalkerAdapter(AutoregressiveAdapter):
             end_token_ids=self._end_tokens,
             vocabulary=self.vocabulary,
         )
-        core_request = make_request(
-            request.request_id, None, sampling, priority=request.priority, prompt_embeds=embeds
-        )
+        core_request = make_request(request.request_id, None, sampling, priority=request.priority, prompt_embeds=embeds)
         outputs = CodecOutputs(request.request_id, self._end_tokens, BLOCK)
         stream = RowStream(0, complete=True, held_bytes=embeds.nbytes, text_tokens=len(embeds) - 2)
         return Admission(core_request, outputs, stream)
@@ -144,9 +145,7 @@ SPEC = ModelSpec(
     vllm_models={ARCHITECTURE: MiniCpmOTalker},
     required={"enable_prompt_embeds": True, "skip_tokenizer_init": True, "enable_prefix_caching": False},
     # The model's own `TTSSamplingParams`, and the 2 s that a speech has at least.
-    params=StageParams(
-        max_tokens=2048, min_tokens=50, temperature=0.8, top_p=0.85, top_k=25, repetition_penalty=1.05
-    ),
+    params=StageParams(max_tokens=2048, min_tokens=50, temperature=0.8, top_p=0.85, top_k=25, repetition_penalty=1.05),
     steps_per_schedule=BLOCK,
     speech_limit=SpeechLimit(75, 40),  # 3 s, and 1.6 s for each token of text, at 25 tokens a second
     adapter="omni_actors.engine.models.minicpm_o.talker.MiniCpmOTalkerAdapter",

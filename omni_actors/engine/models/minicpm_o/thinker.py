@@ -29,7 +29,7 @@ from omni_actors.engine.models.thinker_state import EmitRows, ThinkerState
 from omni_actors.engine.prompt import TextPromptProcessor
 from omni_actors.engine.workers.runner import Attachments, Emission, Step
 from omni_actors.errors import InvalidPayload
-from omni_actors.media.decoders import MediaLimits
+from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
 
@@ -123,10 +123,7 @@ class MiniCpmOThinkerState(ThinkerState):
             return [
                 None
                 if request is None or cuts[index] == cuts[index + 1]
-                else {
-                    "start": starts[index] - request.prompt_len,
-                    "rows": host["rows"][cuts[index] : cuts[index + 1]],
-                }
+                else {"start": starts[index] - request.prompt_len, "rows": host["rows"][cuts[index] : cuts[index + 1]]}
                 for index, request in enumerate(requests)
             ]
 

@@ -12,7 +12,7 @@ from omni_actors.engine.models.codec_decoder.runner import batch_sizes
 from omni_actors.engine.models.codec_decoder.stream import CodecChunk, DecoderCarry
 from omni_actors.engine.models.s3_vocoder.flow import FRAMES, HISTORY, LONGEST, Flow, FlowChunk, FlowState
 from omni_actors.engine.models.s3_vocoder.hift import SAMPLE_RATE, SAMPLES, Hift
-from omni_actors.engine.models.s3_vocoder.voices import Voice
+from omni_actors.engine.models.s3_vocoder.voices import RecordedVoice
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class S3Sizes:
 
 
 @dataclass(frozen=True)
-class Speaker:
+class S3Speaker:
     """A voice on the device: its recording, what it is to the flow [mels], and the state of the flow after it."""
 
-    voice: Voice
+    voice: RecordedVoice
     embedding: torch.Tensor
     state: FlowState
 
@@ -55,7 +55,7 @@ class Speaker:
 class S3Carry(DecoderCarry):
     """The speaker, and as `state` the parts of a `FlowState`, mel frames, samples of the oscillator and its phase."""
 
-    speaker: Speaker = field(kw_only=True)
+    speaker: S3Speaker = field(kw_only=True)
 
 
 class S3Batches:
@@ -78,31 +78,30 @@ class S3Batches:
     def sizes(self) -> S3Sizes:
         """Sizes of the decoder."""
         flow, widest = self._flow, SAMPLES * self._hift.after.in_channels
-        return S3Sizes(len(flow.encoder.table), self._delay, FRAMES * max(widest, 8 * flow.estimator.input.out_features))
+        return S3Sizes(len(flow.encoder.table), self._delay, FRAMES * max(widest, 8 * flow.estimator.width))
 
     @torch.inference_mode()
-    def speaker(self, voice: Voice) -> Speaker:
+    def speaker(self, voice: RecordedVoice) -> S3Speaker:
         """Bring a voice to the device."""
         tokens, mel = voice.tokens.to(self._device), voice.mel.to(self._device)
         embedding = self._flow.voice(voice.embedding.to(self._device))
         read = torch.cat([tokens, tokens[: self._flow.encoder.look_ahead]])
         _, states = self._flow([FlowChunk(read, len(read), embedding, len(mel), None, mel)], last=False)
         self._room = max(self._room, len(mel) + HISTORY)
-        return Speaker(Voice(tokens, mel, voice.embedding), embedding, states[0])
+        return S3Speaker(RecordedVoice(tokens, mel, voice.embedding), embedding, states[0])
 
-    def state_bytes(self, speaker: Speaker) -> int:
+    def state_bytes(self, speaker: S3Speaker) -> int:
         """Bytes that an utterance leaves on the device between two chunks, at most."""
         size = sum(part.nbytes for part in speaker.state)
         mel = 4 * (self._hift.behind + self._delay) * (SAMPLES + speaker.voice.mel.shape[1])
-        return size + size * HISTORY // speaker.frames + mel
+        total: int = size + size * HISTORY // speaker.frames + mel
+        return total
 
     def alike(self, chunk: CodecChunk) -> Hashable:
         """Those whose tokens are as many, and are the last or not."""
         return chunk.frames, chunk.last, _speaker(chunk).frames if self._whole else 0
 
-    def decode(
-        self, chunks: Sequence[CodecChunk]
-    ) -> tuple[list[torch.Tensor], list[Sequence[torch.Tensor] | None]]:
+    def decode(self, chunks: Sequence[CodecChunk]) -> tuple[list[torch.Tensor], list[Sequence[torch.Tensor] | None]]:
         """See `codec_decoder.runner.Batches`."""
         last = chunks[0].last
         mels, states = self._flow([self._flow_chunk(chunk) for chunk in chunks], last=last)
@@ -113,8 +112,8 @@ class S3Batches:
         ]
         parts = [chunk.carry.state[-3:] if chunk.carry.state else self._begun for chunk in chunks]
         alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for index, ((kept, *_), new) in enumerate(zip(parts, fresh, strict=True)):
-            alike[kept.shape[1], new.shape[1]].append(index)
+        for index, ((tail, *_), new) in enumerate(zip(parts, fresh, strict=True)):
+            alike[tail.shape[1], new.shape[1]].append(index)
         sounds: dict[int, torch.Tensor] = {}
         left: dict[int, Sequence[torch.Tensor]] = {}
         for members in alike.values():
@@ -176,7 +175,7 @@ class S3Batches:
         self._flow.capture(batch_sizes(self._most), [FRAMES * length for length in lengths], self._room)
 
 
-def _speaker(chunk: CodecChunk) -> Speaker:
+def _speaker(chunk: CodecChunk) -> S3Speaker:
     carry = chunk.carry
     if not isinstance(carry, S3Carry):
         raise TypeError("Chunks of S3 tokens carry their speaker.")

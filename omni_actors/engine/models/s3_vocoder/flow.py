@@ -1,8 +1,8 @@
 """Tokens to mel frames, two each: a conformer encodes the tokens, a transformer with convolutions solves the flow.
 
-A chunk sees all of itself and what is kept of the past: of the conformer the first positions (those of the recording whose
-voice is spoken) and the last `HISTORY` frames; of the transformer, whose newest frames come first, the newest as many as
-the recording has, and the last `HISTORY` of the rest. So does the package whose weights these are.
+A chunk sees all of itself and what is kept of the past: of the conformer the first positions (those of the recording
+whose voice is spoken) and the last `HISTORY` frames; of the transformer, whose newest frames come first, the newest as
+many as the recording has, and the last `HISTORY` of the rest. So does the package whose weights these are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +67,7 @@ class FlowChunk:
     given: torch.Tensor | None = None
 
 
-class _Attention(nn.Module):
+class _DistanceAttention(nn.Module):
     """Attention by relative position. A key's distance counts only positions that are kept."""
 
     def __init__(self, weights: Weights, name: str) -> None:
@@ -95,13 +95,14 @@ class _Attention(nn.Module):
         bias = all_distances.gather(-1, index.expand(*query.shape[:2], -1, -1)) / math.sqrt(size)
         bias = bias.masked_fill(~seen, -math.inf)
         attended = F.scaled_dot_product_attention(query + self.content_bias[:, None], keys, values, attn_mask=bias)
-        return self.out(attended.transpose(1, 2).flatten(2)), new
+        output: torch.Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return output, new
 
 
 class _ConformerLayer(nn.Module):
     def __init__(self, weights: Weights, name: str) -> None:
         super().__init__()
-        self.attention = _Attention(weights, f"{name}.self_attn")
+        self.attention = _DistanceAttention(weights, f"{name}.self_attn")
         self.norm_attention = weights.norm(f"{name}.norm_mha", 1e-12)
         self.norm_mlp = weights.norm(f"{name}.norm_ff", 1e-12)
         self.up, self.down = weights.linear(f"{name}.feed_forward.w_1"), weights.linear(f"{name}.feed_forward.w_2")
@@ -119,13 +120,13 @@ class _Conformer(nn.Module):
         super().__init__()
         self.input, self.norm = weights.linear(f"{embed}.out.0"), weights.norm(f"{embed}.out.1")
         names = [f"{layers}.{index}" for index in range(weights.count(f"{layers}."))]
+        self._heads, self._size = weights.shape(f"{layers}.0.self_attn.pos_bias_u")
         self.layers = nn.ModuleList(_ConformerLayer(weights, name) for name in names)
 
     @property
     def empty(self) -> torch.Tensor:
         """The keys of no past."""
-        bias = self.layers[0].attention.content_bias
-        return bias.new_zeros(len(self.layers), 2, bias.shape[0], 0, bias.shape[1])
+        return self.norm.weight.new_zeros(len(self.layers), 2, self._heads, 0, self._size)
 
     def embed(self, inputs: torch.Tensor) -> torch.Tensor:
         """Inputs [batch, time, width] as the layers take them."""
@@ -141,7 +142,7 @@ class _Conformer(nn.Module):
             pasts: `FlowState.token_keys` or `frame_keys` of each.
             valid: bool [batch, time], what is not padding.
         """
-        most, (batch, count, width) = max(past.shape[3] for past in pasts), hidden.shape
+        most, (_, count, width) = max(past.shape[3] for past in pasts), hidden.shape
         # At the right end, so that distances do not depend on how long the past is.
         joined = torch.stack([F.pad(past, (0, 0, most - past.shape[3], 0)) for past in pasts])
         before = torch.arange(most, 0, -1, device=hidden.device)
@@ -173,7 +174,7 @@ class TokenEncoder(nn.Module):
         self.widening = weights.conv("encoder.up_layer.conv")
         self.frames = _Conformer(weights, "encoder.up_embed", "encoder.up_encoders")
         self.norm, self.project = weights.norm("encoder.after_norm"), weights.linear("encoder_proj")
-        self.look_ahead: int = self.ahead.kernel_size[0] - 1  # tokens
+        self.look_ahead = int(self.ahead.kernel_size[0]) - 1  # tokens
 
     def forward(self, chunks: Sequence[FlowChunk], *, last: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """[batch, frames, mels], and of the first four parts of the states those of these chunks alone."""
@@ -219,7 +220,12 @@ class _Block(nn.Module):
         self.modulation = weights.linear(f"{name}.adaLN_modulation.1")
 
     def forward(
-        self, hidden: torch.Tensor, modulation: torch.Tensor, past: torch.Tensor, convs: torch.Tensor, seen: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        modulation: torch.Tensor,
+        past: torch.Tensor,
+        convs: torch.Tensor,
+        seen: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         move, scale, gate, move_mlp, scale_mlp, gate_mlp, move_conv, scale_conv, gate_conv = modulation
         size = self.norm_query.normalized_shape[0]
@@ -247,13 +253,19 @@ def _modulated(hidden: torch.Tensor, move: torch.Tensor, scale: torch.Tensor) ->
 
 
 class Estimator(nn.Module):
-    """The flow's slope at a moment."""
+    """The flow's slope at a moment.
+
+    Attributes:
+        width, count, heads, size: of a frame, of blocks, and of heads and what each is wide.
+    """
 
     def __init__(self, weights: Weights, name: str) -> None:
         super().__init__()
         self.input = weights.linear(f"{name}.in_proj")
-        count = weights.count(f"{name}.blocks.")
-        self.blocks = nn.ModuleList(_Block(weights, f"{name}.blocks.{index}") for index in range(count))
+        self.width, self.count = self.input.out_features, weights.count(f"{name}.blocks.")
+        (self.size,) = weights.shape(f"{name}.blocks.0.attn.q_norm.weight")
+        self.heads = weights.shape(f"{name}.blocks.0.attn.to_q.weight")[0] // self.size
+        self.blocks = nn.ModuleList(_Block(weights, f"{name}.blocks.{index}") for index in range(self.count))
         self.modulation = weights.linear(f"{name}.final_layer.adaLN_modulation.1")
         self.output = weights.linear(f"{name}.final_layer.linear")
         self.time_in, self.time_out = (weights.linear(f"{name}.t_embedder.mlp.{index}") for index in (0, 2))
@@ -263,7 +275,7 @@ class Estimator(nn.Module):
         rates = torch.exp(-math.log(TIME_PERIOD) * torch.arange(TIME_WIDTH // 2) / (TIME_WIDTH // 2))
         angles = (time * TIME_SCALE * rates).to(self.time_in.weight)
         hidden = F.silu(self.time_out(F.silu(self.time_in(torch.cat([angles.cos(), angles.sin()])))))
-        blocks = [block.modulation(hidden).unflatten(0, (9, -1)) for block in self.blocks]
+        blocks = [cast("_Block", block).modulation(hidden).unflatten(0, (9, -1)) for block in self.blocks]
         return torch.stack(blocks), self.modulation(hidden).unflatten(0, (2, -1))
 
     def forward(
@@ -309,7 +321,7 @@ class Flow(nn.Module):
         self.noise = noise  # f32 [frames, mels], whatever the type of the weights
         self.modulations: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.times = (1 - torch.cos(torch.linspace(0, 1, INTERVALS + 1) * 0.5 * torch.pi)).tolist()
-        self._graphs: list[Interval] = []
+        self._steps: list[Interval] = []
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move to the device, and compute what the time alone decides."""
@@ -321,10 +333,6 @@ class Flow(nn.Module):
         """[mels], of a speaker's embedding [size]."""
         voice: torch.Tensor = self.speaker(F.normalize(embedding.to(self.speaker.weight), dim=0))
         return voice
-
-    def kept(self, frames: int, prompt_frames: int) -> int:
-        """How many of so many frames are kept."""
-        return min(frames, prompt_frames + HISTORY)
 
     def forward(self, chunks: Sequence[FlowChunk], *, last: bool) -> tuple[torch.Tensor, list[FlowState]]:
         """Decode the next tokens of utterances.
@@ -369,29 +377,28 @@ class Flow(nn.Module):
         return state, [self._state(index, chunks[index], left, *after[index]) for index in range(len(after))]
 
     def _interval(self, batch: int, frames: int, room: int) -> Interval:
-        """The smallest captured one that takes the batch, or one of its own."""
-        fitting = (step for step in self._graphs if step.frames == frames and step.size >= batch and step.room >= room)
+        """The smallest of those that there are that takes the batch, or one of its own."""
+        fitting = (step for step in self._steps if step.frames == frames and step.size >= batch and step.room >= room)
         return min(fitting, key=lambda step: step.size, default=None) or Interval(self.estimator, batch, frames, room)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], lengths: Sequence[int], room: int) -> None:
-        """Capture CUDA graphs of batches of these sizes, for chunks of these frames, with at most `room` past frames."""
-        pool, past = torch.cuda.graph_pool_handle(), None
+        """Make room for batches of these sizes, chunks of these frames and `room` past frames; on CUDA as graphs."""
+        pool, past = torch.cuda.graph_pool_handle() if self.noise.is_cuda else None, None
         for size in sorted(sizes, reverse=True):  # the largest first: the others use its memory
             for frames in sorted(lengths, reverse=True):
                 step = Interval(self.estimator, size, frames, room, past)
                 past = step.past if past is None else past
-                step.capture(pool)
-                self._graphs.append(step)
+                if pool is not None:
+                    step.capture(pool)
+                self._steps.append(step)
 
     def _room(self, chunk: FlowChunk, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for keys and convolutions of a state."""
-        block = self.estimator.blocks[0]
-        size = block.norm_query.normalized_shape[0]
-        shape = (INTERVALS, len(self.estimator.blocks), BRANCHES)
-        heads = block.query.out_features // size
-        keys = self.speaker.weight.new_empty(*shape, 2, heads, self.kept(frames, chunk.prompt_frames), size)
-        return keys, keys.new_empty(*shape, 2 * self.estimator.input.out_features, 2)
+        estimator, frames = self.estimator, min(frames, chunk.prompt_frames + HISTORY)
+        shape = (INTERVALS, estimator.count, BRANCHES)
+        keys = self.speaker.weight.new_empty(*shape, 2, estimator.heads, frames, estimator.size)
+        return keys, keys.new_empty(*shape, 2 * estimator.width, 2)
 
     def _state(
         self, index: int, chunk: FlowChunk, left: Sequence[torch.Tensor], keys: torch.Tensor, convs: torch.Tensor
@@ -415,7 +422,7 @@ def trimmed(keys: torch.Tensor, dim: int, first: int, last: int) -> torch.Tensor
 
 
 class Interval:
-    """The inputs of an interval of the solver in memory of their own, and its computation, captured or not.
+    """An interval of the solver: its inputs in memory of their own, and its computation, captured or not.
 
     Args:
         size: utterances. Each has a row with its condition, and `size` rows later one without.
@@ -428,15 +435,14 @@ class Interval:
     ) -> None:
         self.size, self.frames, self.room = size, frames, room
         self._estimator = estimator
-        block, make = estimator.blocks[0], estimator.input.weight.new_zeros
-        width, head = estimator.input.out_features, block.norm_query.normalized_shape[0]
-        count, heads, rows = len(estimator.blocks), block.query.out_features // head, BRANCHES * size
+        make, count, width, rows = estimator.input.weight.new_zeros, estimator.count, estimator.width, BRANCHES * size
         self.inputs = make(rows, frames, estimator.input.in_features)
-        self.past = make(count, rows, 2, heads, room, head) if past is None else past[:, :rows]
+        self.past = make(count, rows, 2, estimator.heads, room, estimator.size) if past is None else past[:, :rows]
         self._convs = make(count, rows, 2 * width, 2)
         self.seen = make(rows, 1, 1, frames + room).bool()
         self._modulations = make(count, 9, width), make(2, width)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def load(self, modulations: Sequence[torch.Tensor], states: Sequence[FlowState | None], interval: int) -> None:
         """Copy what the interval needs: what its time does, and the past of the utterances."""
@@ -452,7 +458,7 @@ class Interval:
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Estimator.forward`; the next run writes over the results."""
-        if self._graph is None:
+        if self._graph is None or self._results is None:
             return self._compute()
         self._graph.replay()
         return self._results

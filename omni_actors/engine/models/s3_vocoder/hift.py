@@ -1,13 +1,15 @@
-"""HiFT: mel frames to sound. A predicted pitch drives an oscillator, whose spectrum the network shapes into that of the speech.
+"""HiFT: mel frames to sound. A predicted pitch drives an oscillator; the network shapes its spectrum into speech.
 
-Every layer looks back only, but for a few frames at the front: the pitch waits for `pitch_ahead` frames, the network for
-those of its first convolution and one more. A window of mel frames with enough of the past gives the samples of its
+Every layer looks back only, but for a few frames at the front: the pitch waits for `pitch_ahead` frames, the network
+for those of its first convolution and one more. A window of mel frames with enough of the past gives the samples of its
 new frames exactly.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +29,14 @@ NOISE_SECONDS = 10  # of the table of noise, which then begins again
 UNIT_ROUNDING = 1e-9
 
 
-def _causal(conv: nn.Conv1d, inputs: torch.Tensor) -> torch.Tensor:
+def _reach(conv: nn.Conv1d) -> int:
+    """How many positions before one its output depends on."""
+    return int(conv.kernel_size[0] - 1) * int(conv.dilation[0])
+
+
+def _causal(conv: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     """As many positions as the inputs have; zeros stand for the past."""
-    output: torch.Tensor = conv(F.pad(inputs, ((conv.kernel_size[0] - 1) * conv.dilation[0], 0)))
+    output: torch.Tensor = conv(F.pad(inputs, (_reach(cast("nn.Conv1d", conv)), 0)))
     return output
 
 
@@ -38,16 +45,15 @@ class _Residual(nn.Module):
 
     def __init__(self, weights: Weights, name: str) -> None:
         super().__init__()
-        self.first = nn.ModuleList(
-            weights.conv(f"{name}.convs1.{index}", dilation=dilation) for index, dilation in enumerate(DILATIONS)
-        )
-        self.second = nn.ModuleList(weights.conv(f"{name}.convs2.{index}") for index in range(len(DILATIONS)))
+        first = [weights.conv(f"{name}.convs1.{index}", dilation=each) for index, each in enumerate(DILATIONS)]
+        second = [weights.conv(f"{name}.convs2.{index}") for index in range(len(DILATIONS))]
+        self.first, self.second = nn.ModuleList(first), nn.ModuleList(second)
         self.frequencies = nn.ParameterList(
             nn.Parameter(weights.take(f"{name}.activations{part}.{index}.alpha")[:, None], requires_grad=False)
             for index in range(len(DILATIONS))
             for part in (1, 2)
         )
-        self.reach = sum((conv.kernel_size[0] - 1) * conv.dilation[0] for conv in (*self.first, *self.second))
+        self.reach = sum(map(_reach, (*first, *second)))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         for index, (first, second) in enumerate(zip(self.first, self.second, strict=True)):
@@ -73,54 +79,54 @@ class Hift(nn.Module):
     """
 
     noise: torch.Tensor  # f32 [samples, harmonics]
+    window: torch.Tensor  # f32 [samples], of the spectrum
 
     def __init__(self, weights: Weights, seed: int) -> None:
         super().__init__()
         # In float64: errors of the pitch add up in the phase of the oscillator.
-        self.pitch = nn.ModuleList(
+        pitch = [
             weights.conv(f"f0_predictor.condnet.{2 * index}", dtype=torch.float64)
             for index in range(weights.count("f0_predictor.condnet."))
-        )
-        self.classify = weights.linear("f0_predictor.classifier", torch.float64)
+        ]
+        self.pitch, self.classify = nn.ModuleList(pitch), weights.linear("f0_predictor.classifier", torch.float64)
         self.mix = weights.linear("m_source.l_linear")
         self.before = weights.conv("conv_pre")
         count = weights.count("ups.")
-        self.widening = nn.ModuleList(weights.conv(f"ups.{index}") for index in range(count))
         # A convolution that narrows the source has a kernel of twice its stride, one that does not of 1.
-        kernels = [weights.shape(f"source_downs.{index}.weight")[2] for index in range(count)]
-        strides = [max(1, kernel // 2) for kernel in kernels]
-        self.narrowing = nn.ModuleList(
-            weights.conv(f"source_downs.{index}", stride=stride) for index, stride in enumerate(strides)
-        )
-        self.sources = nn.ModuleList(_Residual(weights, f"source_resblocks.{index}") for index in range(count))
-        self.shapes = nn.ModuleList(
-            _Residual(weights, f"resblocks.{index}") for index in range(weights.count("resblocks."))
-        )
+        self.strides = [max(1, weights.shape(f"source_downs.{index}.weight")[2] // 2) for index in range(count)]
+        widening = [weights.conv(f"ups.{index}") for index in range(count)]
+        narrowing = [weights.conv(f"source_downs.{index}", stride=each) for index, each in enumerate(self.strides)]
+        sources = [_Residual(weights, f"source_resblocks.{index}") for index in range(count)]
+        shapes = [_Residual(weights, f"resblocks.{index}") for index in range(weights.count("resblocks."))]
+        self.widening, self.narrowing = nn.ModuleList(widening), nn.ModuleList(narrowing)
+        self.sources, self.shapes = nn.ModuleList(sources), nn.ModuleList(shapes)
         self.after = weights.conv("conv_post")
         weights.done()
         self.bins = self.after.out_channels // 2
         self.hop = (self.bins - 1) // 2
         self.frames = SAMPLES // self.hop  # of the spectrum, of a mel frame
-        self.rates = [self.frames // strides[0], *(left // right for left, right in zip(strides, strides[1:], strict=False))]
-        self.pitch_ahead, *behind = (conv.kernel_size[0] - 1 for conv in self.pitch)
+        narrower = [left // right for left, right in itertools.pairwise(self.strides)]
+        self.rates = [self.frames // self.strides[0], *narrower]
+        self.pitch_ahead, *behind = map(_reach, pitch)
         self.pitch_behind = sum(behind)
-        self.ahead: int = self.before.kernel_size[0]  # its own frames ahead, and one for the spectrum's windows
-        self.behind = self._behind(strides)
+        self.ahead = _reach(self.before) + 1  # its own frames ahead, and one for the spectrum's windows
+        self.behind = self._behind(widening, narrowing, sources, shapes)
         self.register_buffer("window", torch.hann_window(2 * (self.bins - 1)), persistent=False)
         generator = torch.Generator().manual_seed(seed)
         noise = torch.rand(NOISE_SECONDS * SAMPLE_RATE, self.mix.in_features, generator=generator)
         self.register_buffer("noise", noise, persistent=False)
 
-    def _behind(self, strides: list[int]) -> int:
+    def _behind(
+        self, widening: list[nn.Conv1d], narrowing: list[nn.Conv1d], sources: list[_Residual], shapes: list[_Residual]
+    ) -> int:
         spectrum = 2 * (self.bins - 1) / SAMPLES  # mel frames of one window
-        reach, scale, kernels = 0.0, 1, len(self.shapes) // len(self.widening)
-        for stage, (wide, narrow) in enumerate(zip(self.widening, self.narrowing, strict=True)):
+        reach, scale, kernels = 0.0, 1, len(shapes) // len(widening)
+        for stage, (wide, narrow) in enumerate(zip(widening, narrowing, strict=True)):
             scale *= self.rates[stage]
-            reach += (wide.kernel_size[0] - 1) / scale
-            source = spectrum + narrow.kernel_size[0] / self.frames + self.sources[stage].reach / scale
-            shapes = self.shapes[kernels * stage : kernels * (stage + 1)]
-            reach = max(reach, source) + max(shape.reach for shape in shapes) / scale
-        return math.ceil(reach + self.after.kernel_size[0] / self.frames + spectrum) + 2
+            reach += _reach(wide) / scale
+            source = spectrum + (_reach(narrow) + 1) / self.frames + sources[stage].reach / scale
+            reach = max(reach, source) + max(each.reach for each in shapes[kernels * stage :][:kernels]) / scale
+        return math.ceil(reach + (_reach(self.after) + 1) / self.frames + spectrum) + 2
 
     def pitches(self, mel: torch.Tensor, *, last: bool) -> torch.Tensor:
         """Hz [batch, frames] of mel frames; without those of the look-ahead, unless it is over."""
@@ -128,7 +134,8 @@ class Hift(nn.Module):
         hidden = F.elu(first(F.pad(mel.double(), (0, self.pitch_ahead if last else 0))))
         for conv in others:
             hidden = F.elu(_causal(conv, hidden))
-        return self.classify(hidden.transpose(1, 2)).squeeze(-1).abs().float()
+        pitches: torch.Tensor = self.classify(hidden.transpose(1, 2))
+        return pitches.squeeze(-1).abs().float()
 
     def source(
         self, pitch: torch.Tensor, phase: torch.Tensor, positions: torch.Tensor
@@ -169,7 +176,7 @@ class Hift(nn.Module):
             hidden = _causal(wide, hidden)
             if stage == len(self.widening) - 1:
                 hidden = F.pad(hidden, (1, 0), mode="reflect")
-            narrowed = narrow(F.pad(wave, (narrow.stride[0] - 1, 0)))
+            narrowed = narrow(F.pad(wave, (self.strides[stage] - 1, 0)))
             hidden = hidden + self.sources[stage](narrowed)
             shapes = self.shapes[kernels * stage : kernels * (stage + 1)]
             hidden = torch.stack([shape(hidden) for shape in shapes]).mean(0)

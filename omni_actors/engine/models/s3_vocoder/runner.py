@@ -12,7 +12,7 @@ import soundfile
 from omni_actors.engine.models.chunks import ChunkPolicy
 from omni_actors.engine.models.codec_decoder.runner import ChunkRunner
 from omni_actors.engine.models.codec_decoder.stream import Cutting
-from omni_actors.engine.models.s3_vocoder.decoder import S3Batches, S3Carry, Speaker
+from omni_actors.engine.models.s3_vocoder.decoder import S3Batches, S3Carry, S3Speaker
 from omni_actors.engine.models.s3_vocoder.flow import Flow
 from omni_actors.engine.models.s3_vocoder.hift import Hift
 from omni_actors.engine.models.s3_vocoder.voices import VoiceEncoder
@@ -60,7 +60,7 @@ class S3Runner(ChunkRunner):
         self.cutting = Cutting(self.batches.sizes, self.policy, 0, self.dtype.itemsize, look_ahead)
         self._speakers = self._encode(VoiceEncoder(folder))
 
-    def _encode(self, encoder: VoiceEncoder) -> dict[str, Speaker]:
+    def _encode(self, encoder: VoiceEncoder) -> dict[str, S3Speaker]:
         speakers = {}
         for name, path in self.recordings().items():
             try:

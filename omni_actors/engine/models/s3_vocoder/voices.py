@@ -1,6 +1,7 @@
 """The voice of a recording: its S3 tokens, its mel frames and the embedding of its speaker, which the flow continues.
 
-Two models of the checkpoint make tokens and embedding, both in ONNX's format. They are small and run on the CPU; a recording is encoded once.
+Two models of the checkpoint make tokens and embedding, both in ONNX's format. They are small and run on the CPU; a
+recording is encoded once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SMALLEST = 1e-5  # of what the logarithm is taken
 SECONDS = (0.5, 30.0)  # of a recording: no speaker in less, and the tokenizer takes no more
 
 
-class Voice(NamedTuple):
+class RecordedVoice(NamedTuple):
     """A recording: `tokens` i64 [n], `mel` f32 [2 n, mels], `embedding` f32 [size]."""
 
     tokens: torch.Tensor
@@ -52,7 +53,7 @@ class VoiceEncoder:
             models.append(onnxruntime.InferenceSession(folder / name, options, providers=["CPUExecutionProvider"]))
         self._tokenizer, self._speaker = models
 
-    def __call__(self, samples: NDArray[np.float32], rate: int) -> Voice:
+    def __call__(self, samples: NDArray[np.float32], rate: int) -> RecordedVoice:
         """Encode a recording, f32 [samples]. Raises `InvalidRequest` if it is too short or too long."""
         shortest, longest = SECONDS
         if not shortest <= len(samples) / rate <= longest:
@@ -68,7 +69,7 @@ class VoiceEncoder:
         tokens = tokens.reshape(-1).long()
         frames = FRAMES * len(tokens)
         mel = torch.cat([mel[:frames], mel[-1:].expand(max(0, frames - len(mel)), -1)])
-        return Voice(tokens, mel, embedding)
+        return RecordedVoice(tokens, mel, embedding)
 
 
 def _run(model: Any, *inputs: NDArray[Any]) -> NDArray[Any]:

@@ -74,9 +74,7 @@ class Weights:
         outputs, inputs = self.shape(f"{name}.weight")
         return self.fill(name, nn.Linear(inputs, outputs, bias=f"{name}.bias" in self, device="meta", dtype=dtype))
 
-    def conv(
-        self, name: str, *, stride: int = 1, dilation: int = 1, dtype: torch.dtype = torch.float32
-    ) -> nn.Conv1d:
+    def conv(self, name: str, *, stride: int = 1, dilation: int = 1, dtype: torch.dtype = torch.float32) -> nn.Conv1d:
         """A convolution without padding."""
         outputs, inputs, kernel = self.shape(f"{name}.weight")
         layer = nn.Conv1d(inputs, outputs, kernel, stride, dilation=dilation, device="meta", dtype=dtype)

@@ -1,0 +1,85 @@
+"""MiniCPM-o 4.5 as users run it; text and sound are compared with transformers' parts and the vocoder's package."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import soundfile
+
+from omni_actors.client import AsyncOmniClient, Audio, Text
+from omni_actors.engine.models.s3_vocoder.voices import VoiceEncoder
+from tests.support.code2wav import difference
+from tests.support.minicpm_reference import MiniCpmReference
+from tests.support.s3_reference import S3Reference, seconds
+from tests.support.servers import HttpPipeline
+from tools.checkpoints.s3 import TINY
+
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
+
+TOLERANCE = 1e-3  # of the peak
+CASES = {"alto": ("the sea", 6, 40), "bass": ("you are with the tide", 9, 60)}  # text, and tokens of text and speech
+
+
+@pytest.fixture(scope="module")
+def pipeline(tiny_minicpm_o: Path):
+    with HttpPipeline("stage_configs/tiny_minicpm_o.yaml", {"model": tiny_minicpm_o}) as running:
+        yield running
+        running.assert_idle()
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_minicpm_o: Path) -> dict[str, tuple[str, np.ndarray]]:
+    reference, assets = MiniCpmReference(tiny_minicpm_o), tiny_minicpm_o / "assets"
+    vocoder, encoder = S3Reference(assets / "token2wav", TINY), VoiceEncoder(assets / "token2wav")
+    made = {}
+    for name, (text, tokens, codes) in CASES.items():
+        answer = reference.answer(text, tokens, codes)
+        voice = encoder(*soundfile.read(assets / f"{name}.wav", dtype="float32"))
+        written = reference.tokenizer.decode(answer.answer, skip_special_tokens=True)
+        made[name] = written, vocoder.stream(seconds(answer.codes), voice).numpy()
+    return made
+
+
+def asked(name: str) -> dict[str, Any]:
+    text, tokens, codes = CASES[name]
+    params = {"thinker": {"max_tokens": tokens}, "talker": {"max_tokens": codes, "min_tokens": codes}}
+    return {"prompt": text, "voice": name, "params": params, "timeout": 120}
+
+
+async def test_answers_at_once_read_and_sound_as_the_reference_gives_them(pipeline, expected):
+    async with AsyncOmniClient(pipeline.endpoint) as client:
+        assert (await client.describe()).voices == ("alto", "bass")
+        outputs = await asyncio.gather(*(client.generate(**asked(name)) for name in CASES))
+        silent = await client.generate(
+            "the sea", modalities=["text"], params={"thinker": {"max_tokens": 4}}, timeout=120
+        )
+    for output, (text, sound) in zip(outputs, expected.values(), strict=True):
+        assert output.text == text
+        assert difference(output.audio, sound) < TOLERANCE
+    assert silent.text
+    assert silent.audio is None or not len(silent.audio)
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker", "code2wav"])
+async def test_a_stage_that_dies_mid_answer_changes_nothing_of_it(pipeline, expected, stage):
+    heard, written = [], ""
+    async with AsyncOmniClient(pipeline.endpoint) as client:
+        victim = next(status.pid for status in (await client.describe()).stages if status.stage == stage)
+        async for item in await client.submit(**asked("bass")):
+            if isinstance(item, Audio):
+                heard.append(item.samples)
+            elif isinstance(item, Text):
+                written += item.text
+            if victim and isinstance(item, Audio if stage == "code2wav" else Text):
+                psutil.Process(victim).kill()
+                victim = 0
+        while not (await client.describe()).healthy:  # noqa: ASYNC110 - the state is another process's
+            await asyncio.sleep(0.1)
+    text, sound = expected["bass"]
+    assert written == text
+    assert difference(np.concatenate(heard), sound) < TOLERANCE
