@@ -110,10 +110,10 @@ def test_tokens_that_come_by_and_by_while_others_join_make_the_same_sound(engine
     given = tokens(131)
     pieces: list[torch.Tensor] = []
     engine.start(request("slow", "bass"), StageInputs(token_ids=given[:2], complete=False))
-    for begin in range(2, len(given), 13):
-        part = given[begin : begin + 13]
-        engine.extend("slow", token_ids=part, complete=begin + 13 >= len(given))
-        if begin == 28:
+    for begin in range(2, len(given), 12):
+        part = given[begin : begin + 12]
+        engine.extend("slow", token_ids=part, complete=begin + 12 >= len(given))
+        if begin == 26:
             engine.start(request("other"), StageInputs(token_ids=tokens(40, 1)))
         pieces += [drained for name, drained in drain(engine).items() if name == "slow"]
     assert_equal(torch.cat(pieces), reference.stream(seconds(given), voices["bass"]))

@@ -86,7 +86,7 @@ class S3Batches:
         tokens, mel = voice.tokens.to(self._device), voice.mel.to(self._device)
         embedding = self._flow.voice(voice.embedding.to(self._device))
         read = torch.cat([tokens, tokens[: self._flow.encoder.look_ahead]])
-        _, states = self._flow([FlowChunk(read, len(read), embedding, len(mel), None, mel)], last=False)
+        _, states = self._flow([FlowChunk(read, len(read), embedding, len(mel), self._flow.begun, mel)], last=False)
         self._room = max(self._room, len(mel) + HISTORY)
         return S3Speaker(RecordedVoice(tokens, mel, voice.embedding), embedding, states[0])
 
@@ -134,7 +134,7 @@ class S3Batches:
         if self._whole:
             voice = speaker.voice
             joined, count = torch.cat([voice.tokens, tokens]), len(voice.tokens) + count
-            return FlowChunk(joined, count, speaker.embedding, speaker.frames, None, voice.mel)
+            return FlowChunk(joined, count, speaker.embedding, speaker.frames, self._flow.begun, voice.mel)
         parts = chunk.carry.state
         state = FlowState(*parts[:-3]) if parts else speaker.state
         return FlowChunk(tokens, count, speaker.embedding, speaker.frames, state)

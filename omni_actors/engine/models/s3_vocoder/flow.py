@@ -55,7 +55,7 @@ class FlowChunk:
         count: how many of them are the utterance's.
         speaker: [mels], the voice.
         prompt_frames: mel frames of the recording.
-        state: None at the beginning.
+        state: `Flow.begun` at the beginning.
         given: [frames, mels] that the first frames resemble; they are the recording's.
     """
 
@@ -63,53 +63,42 @@ class FlowChunk:
     count: int
     speaker: torch.Tensor
     prompt_frames: int
-    state: FlowState | None
+    state: FlowState
     given: torch.Tensor | None = None
 
 
-class _DistanceAttention(nn.Module):
-    """Attention by relative position. A key's distance counts only positions that are kept."""
+class _ConformerLayer(nn.Module):
+    """Attention by relative position, and linear layers. A key's distance counts only positions that are kept."""
 
     def __init__(self, weights: Weights, name: str) -> None:
         super().__init__()
         self.query, self.key, self.value, self.out, self.position = (
-            weights.linear(f"{name}.linear_{part}") for part in ("q", "k", "v", "out", "pos")
+            weights.linear(f"{name}.self_attn.linear_{part}") for part in ("q", "k", "v", "out", "pos")
         )
-        self.content_bias = nn.Parameter(weights.take(f"{name}.pos_bias_u"), requires_grad=False)  # [heads, head size]
-        self.position_bias = nn.Parameter(weights.take(f"{name}.pos_bias_v"), requires_grad=False)
+        self.content_bias, self.position_bias = (  # [heads, 1, head size]
+            nn.Parameter(weights.take(f"{name}.self_attn.pos_bias_{part}")[:, None], requires_grad=False)
+            for part in "uv"
+        )
+        self.norm, self.norm_mlp = weights.norm(f"{name}.norm_mha", 1e-12), weights.norm(f"{name}.norm_ff", 1e-12)
+        self.up, self.down = weights.linear(f"{name}.feed_forward.w_1"), weights.linear(f"{name}.feed_forward.w_2")
 
     def forward(
         self, hidden: torch.Tensor, past: torch.Tensor, distances: torch.Tensor, seen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        heads, size = self.content_bias.shape
-        count = hidden.shape[1]
+        heads, _, size = self.content_bias.shape
+        count, inputs = hidden.shape[1], self.norm(hidden)
         query, key, value = (
-            part(hidden).unflatten(-1, (heads, size)).transpose(1, 2) for part in (self.query, self.key, self.value)
+            part(inputs).unflatten(-1, (heads, size)).transpose(1, 2) for part in (self.query, self.key, self.value)
         )
         new = torch.stack([key, value], 1)
         keys, values = torch.cat([past, new], 3).unbind(1)
         position = self.position(distances).unflatten(-1, (heads, size)).permute(1, 2, 0)  # [heads, size, distances]
-        all_distances = (query + self.position_bias[:, None]) @ position
         offsets = torch.arange(count - 1, -1, -1, device=hidden.device)[:, None]
-        index = offsets + torch.arange(keys.shape[2], device=hidden.device)
-        bias = all_distances.gather(-1, index.expand(*query.shape[:2], -1, -1)) / math.sqrt(size)
+        index = (offsets + torch.arange(keys.shape[2], device=hidden.device)).expand(*query.shape[:2], -1, -1)
+        bias = ((query + self.position_bias) @ position).gather(-1, index) / math.sqrt(size)
         bias = bias.masked_fill(~seen, -math.inf)
-        attended = F.scaled_dot_product_attention(query + self.content_bias[:, None], keys, values, attn_mask=bias)
-        output: torch.Tensor = self.out(attended.transpose(1, 2).flatten(2))
-        return output, new
-
-
-class _ConformerLayer(nn.Module):
-    def __init__(self, weights: Weights, name: str) -> None:
-        super().__init__()
-        self.attention = _DistanceAttention(weights, f"{name}.self_attn")
-        self.norm_attention = weights.norm(f"{name}.norm_mha", 1e-12)
-        self.norm_mlp = weights.norm(f"{name}.norm_ff", 1e-12)
-        self.up, self.down = weights.linear(f"{name}.feed_forward.w_1"), weights.linear(f"{name}.feed_forward.w_2")
-
-    def forward(self, hidden: torch.Tensor, *keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        attended, new = self.attention(self.norm_attention(hidden), *keys)
-        hidden = hidden + attended
+        attended = F.scaled_dot_product_attention(query + self.content_bias, keys, values, attn_mask=bias)
+        hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
         return hidden + self.down(F.silu(self.up(self.norm_mlp(hidden)))), new
 
 
@@ -120,13 +109,9 @@ class _Conformer(nn.Module):
         super().__init__()
         self.input, self.norm = weights.linear(f"{embed}.out.0"), weights.norm(f"{embed}.out.1")
         names = [f"{layers}.{index}" for index in range(weights.count(f"{layers}."))]
-        self._heads, self._size = weights.shape(f"{layers}.0.self_attn.pos_bias_u")
+        heads, size = weights.shape(f"{layers}.0.self_attn.pos_bias_u")
+        self.empty = (len(names), 2, heads, 0, size)  # shape of the keys of no past
         self.layers = nn.ModuleList(_ConformerLayer(weights, name) for name in names)
-
-    @property
-    def empty(self) -> torch.Tensor:
-        """The keys of no past."""
-        return self.norm.weight.new_zeros(len(self.layers), 2, self._heads, 0, self._size)
 
     def embed(self, inputs: torch.Tensor) -> torch.Tensor:
         """Inputs [batch, time, width] as the layers take them."""
@@ -185,25 +170,18 @@ class TokenEncoder(nn.Module):
         if last:
             embedded = F.pad(embedded, (0, 0, 0, self.look_ahead))
         seen_ahead = F.leaky_relu(self.ahead(embedded.transpose(1, 2)))
-        token_conv = self._past([chunk.state and chunk.state.token_conv for chunk in chunks], seen_ahead, 2)
+        token_conv = torch.cat([torch.stack([chunk.state.token_conv for chunk in chunks]), seen_ahead], 2)
         hidden = self.behind(token_conv).transpose(1, 2) + embedded[:, : seen_ahead.shape[2]]
         valid = torch.arange(hidden.shape[1], device=inputs.device) < (counts[:, None] if last else hidden.shape[1])
         valid = valid.expand(len(chunks), -1)
-        pasts = [chunk.state.token_keys if chunk.state else self.tokens.empty for chunk in chunks]
-        hidden, token_keys = self.tokens(hidden, pasts, valid)
+        hidden, token_keys = self.tokens(hidden, [chunk.state.token_keys for chunk in chunks], valid)
         wide = hidden.transpose(1, 2).repeat_interleave(FRAMES, 2)
-        frame_conv = self._past([chunk.state and chunk.state.frame_conv for chunk in chunks], wide, 2 * FRAMES)
+        frame_conv = torch.cat([torch.stack([chunk.state.frame_conv for chunk in chunks]), wide], 2)
         hidden = self.frames.embed(self.widening(frame_conv).transpose(1, 2))
-        pasts = [chunk.state.frame_keys if chunk.state else self.frames.empty for chunk in chunks]
-        hidden, frame_keys = self.frames(hidden, pasts, valid.repeat_interleave(FRAMES, 1))
+        valid = valid.repeat_interleave(FRAMES, 1)
+        hidden, frame_keys = self.frames(hidden, [chunk.state.frame_keys for chunk in chunks], valid)
         left = (token_conv[..., -2:], frame_conv[..., -2 * FRAMES :], token_keys, frame_keys)
         return self.project(self.norm(hidden)), left
-
-    @staticmethod
-    def _past(states: Sequence[torch.Tensor | None], chunk: torch.Tensor, length: int) -> torch.Tensor:
-        """Put the past [width, length] of each before a chunk [batch, width, time]; zeros at the beginning."""
-        zeros = chunk.new_zeros(chunk.shape[1], length)
-        return torch.cat([torch.stack([zeros if state is None else state for state in states]), chunk], 2)
 
 
 class _Block(nn.Module):
@@ -319,15 +297,24 @@ class Flow(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(LONGEST, self.speaker.out_features, generator=generator)
         self.noise = noise  # f32 [frames, mels], whatever the type of the weights
-        self.modulations: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.times = (1 - torch.cos(torch.linspace(0, 1, INTERVALS + 1) * 0.5 * torch.pi)).tolist()
         self._steps: list[Interval] = []
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move to the device, and compute what the time alone decides."""
+        """Move to the device; compute what the time alone decides, and the state of an utterance that begins."""
         self.to(device, dtype)
         self.noise = self.noise.to(device)
         self.modulations = [self.estimator.modulations(time) for time in self.times[:-1]]
+        make, encoder, estimator = self.speaker.weight.new_zeros, self.encoder, self.estimator
+        width, solved = encoder.table.shape[1], (INTERVALS, estimator.count, BRANCHES)
+        self.begun = FlowState(
+            make(width, 2),
+            make(width, 2 * FRAMES),
+            make(encoder.tokens.empty),
+            make(encoder.frames.empty),
+            make(*solved, 2 * estimator.width, 2),
+            make(*solved, 2, estimator.heads, 0, estimator.size),
+        )
 
     def voice(self, embedding: torch.Tensor) -> torch.Tensor:
         """[mels], of a speaker's embedding [size]."""
@@ -346,7 +333,7 @@ class Flow(nn.Module):
         """
         means, left = self.encoder(chunks, last=last)
         batch, frames, mels = means.shape
-        pasts = [chunk.state.keys.shape[5] if chunk.state else 0 for chunk in chunks]
+        pasts = [chunk.state.keys.shape[5] for chunk in chunks]
         given = [means.new_zeros(0, mels) if chunk.given is None else chunk.given.to(means) for chunk in chunks]
         fixed = [
             means,
@@ -395,21 +382,18 @@ class Flow(nn.Module):
 
     def _room(self, chunk: FlowChunk, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for keys and convolutions of a state."""
-        estimator, frames = self.estimator, min(frames, chunk.prompt_frames + HISTORY)
-        shape = (INTERVALS, estimator.count, BRANCHES)
-        keys = self.speaker.weight.new_empty(*shape, 2, estimator.heads, frames, estimator.size)
-        return keys, keys.new_empty(*shape, 2 * estimator.width, 2)
+        *shape, _, size = chunk.state.keys.shape
+        keys = chunk.state.keys.new_empty(*shape, min(frames, chunk.prompt_frames + HISTORY), size)
+        return keys, torch.empty_like(chunk.state.convs)
 
     def _state(
         self, index: int, chunk: FlowChunk, left: Sequence[torch.Tensor], keys: torch.Tensor, convs: torch.Tensor
     ) -> FlowState:
         token_conv, frame_conv, token_keys, frame_keys = (part[index] for part in left)
-        if chunk.state is not None:
-            token_keys = torch.cat([chunk.state.token_keys, token_keys], 3)
-            frame_keys = torch.cat([chunk.state.frame_keys, frame_keys], 3)
-        prompt = chunk.prompt_frames
-        token_keys = trimmed(token_keys, 3, prompt // FRAMES, HISTORY // FRAMES)
-        frame_keys = trimmed(frame_keys, 3, prompt, HISTORY)
+        token_keys = torch.cat([chunk.state.token_keys, token_keys], 3)
+        frame_keys = torch.cat([chunk.state.frame_keys, frame_keys], 3)
+        token_keys = trimmed(token_keys, 3, chunk.prompt_frames // FRAMES, HISTORY // FRAMES)
+        frame_keys = trimmed(frame_keys, 3, chunk.prompt_frames, HISTORY)
         return FlowState(token_conv.clone(), frame_conv.clone(), token_keys.clone(), frame_keys.clone(), convs, keys)
 
 
@@ -444,17 +428,14 @@ class Interval:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
-    def load(self, modulations: Sequence[torch.Tensor], states: Sequence[FlowState | None], interval: int) -> None:
+    def load(self, modulations: Sequence[torch.Tensor], states: Sequence[FlowState], interval: int) -> None:
         """Copy what the interval needs: what its time does, and the past of the utterances."""
         for own, modulation in zip(self._modulations, modulations, strict=True):
             own.copy_(modulation)
         for index, state in enumerate(states):
             rows = slice(index, None, self.size)
-            if state is None:
-                self._convs[:, rows].zero_()
-            else:
-                self._convs[:, rows].copy_(state.convs[interval])
-                self.past[:, rows, :, :, : state.keys.shape[5]].copy_(state.keys[interval])
+            self._convs[:, rows].copy_(state.convs[interval])
+            self.past[:, rows, :, :, : state.keys.shape[5]].copy_(state.keys[interval])
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Estimator.forward`; the next run writes over the results."""

@@ -60,13 +60,9 @@ class Weights:
         return tensor.shape
 
     def fill(self, name: str, layer: Layer) -> Layer:
-        """Put the tensors of `name` into a layer. Raises `StartupError` if one is missing or of another shape."""
+        """Put the tensors of `name` into a layer. Raises `StartupError` if one is missing."""
         for own, parameter in list(layer.named_parameters()):
-            tensor = self.take(f"{name}.{own}")
-            if tensor.shape != parameter.shape:
-                shapes = f"{list(tensor.shape)}, not {list(parameter.shape)}"
-                raise StartupError(f"{self._source}: {name}.{own} is {shapes}.")
-            setattr(layer, own, nn.Parameter(tensor.to(parameter.dtype), requires_grad=False))
+            setattr(layer, own, nn.Parameter(self.take(f"{name}.{own}").to(parameter.dtype), requires_grad=False))
         return layer
 
     def linear(self, name: str, dtype: torch.dtype = torch.float32) -> nn.Linear:
