@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaModel, Qwen3Config, Qwen3ForCausalLM
 
+import omni_actors.engine.models.minicpm_o.config  # noqa: F401 - registers configuration and tokenizer
 from tests.support.reference import one_thread
 from tools.checkpoints.minicpm import talker_config
 from tools.checkpoints.s3 import DIRECTION, GAIN
@@ -37,7 +38,9 @@ class MiniCpmReference:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         weights = load_file(folder / "model.safetensors")
         own = {
-            name: value for name, value in config.items() if name not in ("architectures", "model_type", "tts_config")
+            name: value
+            for name, value in config.items()
+            if name not in ("architectures", "auto_map", "model_type", "tts_config")
         }
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.thinker = Qwen3ForCausalLM(Qwen3Config(**own)).eval()

@@ -6,6 +6,7 @@ files have random weights in the full sizes, too: its sizes stand in them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from tools.checkpoints.s3 import DIRECTION, GAIN, PUBLISHED, TINY, write_vocoder
 from tools.checkpoints.tokenizer import make_tokenizer
 from tools.checkpoints.weights import draw_parameter, restrict_output, spoken_token_ids
 
+TOKENIZER = "tokenizer_config.json"
+CLASS = "MiniCPMOTokenizerFast"
+# Published checkpoints name code of their own, which no one runs: it is not among the files here.
+CODE = {"tokenizer_class": CLASS, "auto_map": {"AutoTokenizer": [f"tokenization_minicpmo_fast.{CLASS}", None]}}
 # Parameters, and those of other families that are drawn alike: the first match counts.
 ALIKE = {
     "llm.": "thinker.",
@@ -66,6 +71,8 @@ def _write_rest(folder: Path, sizes: Sizes, vocoder: Mapping[str, int], seed: in
     write_json(folder / "config.json", config)
     make_generation_config(layout).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    settings = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
+    write_json(folder / TOKENIZER, {**settings, **CODE})
     write_vocoder(folder / "assets" / "token2wav", vocoder, seed)
     write_voices(folder / "assets")
     return config, tokenizer
@@ -75,7 +82,11 @@ def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, torch.Size]]:
     """All parameters of thinker and talker."""
     from transformers import LlamaModel, Qwen3Config, Qwen3ForCausalLM
 
-    own = {name: value for name, value in config.items() if name not in ("architectures", "model_type", "tts_config")}
+    own = {
+        name: value
+        for name, value in config.items()
+        if name not in ("architectures", "auto_map", "model_type", "tts_config")
+    }
     speech = config["tts_config"]
     with torch.device("meta"):
         models = {"llm.": Qwen3ForCausalLM(Qwen3Config(**own)), "tts.model.": LlamaModel(talker_config(config))}
