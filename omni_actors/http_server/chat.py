@@ -21,10 +21,8 @@ from omni_actors.http_server.answer import (
     AnswerResponse,
     WholeAnswer,
     chat_logprobs,
-    encoded_base64,
     ending,
     event,
-    pcm16,
     prompt_logprobs,
     text_or_sound,
     token_logprobs,
@@ -42,6 +40,7 @@ from omni_actors.http_server.bodies import (
     decode,
     reserve,
 )
+from omni_actors.http_server.encoders import encoded_base64, pcm16
 from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.generation import (
     MAX_MESSAGES,

@@ -15,8 +15,8 @@ import numpy
 
 from omni_actors.client import AsyncOmniClient, ChoiceItem, RequestStream
 from omni_actors.errors import OmniError
-from omni_actors.http_server.answer import Samples, encode
 from omni_actors.http_server.bodies import reserve
+from omni_actors.http_server.encoders import Samples, encode
 from omni_actors.http_server.state import ServerState
 from omni_actors.media.limits import AUDIO_RATE
 from omni_actors.protocol.messages import StageUsage

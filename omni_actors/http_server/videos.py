@@ -26,8 +26,9 @@ from starlette.responses import Response, StreamingResponse
 from omni_actors.client import Audio, Progress, RequestStream, Video
 from omni_actors.config import check_parameters
 from omni_actors.errors import ErrorCode, OmniError
-from omni_actors.http_server.answer import AacEncoder, pyav, request_options
+from omni_actors.http_server.answer import request_options
 from omni_actors.http_server.bodies import Form, FormBody
+from omni_actors.http_server.encoders import AacEncoder, pyav
 from omni_actors.http_server.errors import HttpError, bad_field, internal_error, too_large
 from omni_actors.http_server.images import FIELD_OF, DrawingFields, params_of
 from omni_actors.http_server.state import ServerState, json_response

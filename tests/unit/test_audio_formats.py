@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from omni_actors.client import Audio, StreamItem, Text
-from omni_actors.http_server.answer import Samples, Tempo, encode, encoder_of, fed
+from omni_actors.http_server.encoders import Samples, Tempo, encode, encoder_of, fed
 from omni_actors.http_server.errors import HttpError
 from omni_actors.media.limits import AUDIO_FILE, AUDIO_RATE, MediaLimits
 from omni_actors.media.readers import decode

@@ -18,9 +18,10 @@ from starlette.types import Message
 from omni_actors.client import Audio, ChoiceStreams, RequestStream, Text
 from omni_actors.errors import InvalidRequest, RequestTimeout
 from omni_actors.http_server import state as server_state
-from omni_actors.http_server.answer import Answer, AnswerResponse, encoded, encoder_of, event, fed, pcm16
+from omni_actors.http_server.answer import Answer, AnswerResponse, event
 from omni_actors.http_server.app import create_routes
 from omni_actors.http_server.bodies import Submission
+from omni_actors.http_server.encoders import encoded, encoder_of, fed, pcm16
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState

@@ -10,7 +10,7 @@ import pytest
 
 from omni_actors.client import Audio, RequestStream, Text
 from omni_actors.errors import Aborted, Overloaded
-from omni_actors.http_server.answer import PcmEncoder
+from omni_actors.http_server.encoders import PcmEncoder
 from omni_actors.http_server.speech.recital import Recital, TextPiece, TextSpeaker, Utterance
 from omni_actors.protocol.messages import Done
 

@@ -16,9 +16,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from omni_actors.client import Audio, Text
 from omni_actors.errors import OmniError
-from omni_actors.http_server.answer import Tempo, finish_reason, pcm16, token_counts, usage_of
+from omni_actors.http_server.answer import finish_reason, token_counts, usage_of
 from omni_actors.http_server.bodies import BODIES, SHORT, take_bytes
 from omni_actors.http_server.connections import EventRate
+from omni_actors.http_server.encoders import Tempo, pcm16
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.generation import ImageUrlPart, Url, UserMessage
 from omni_actors.http_server.realtime import config

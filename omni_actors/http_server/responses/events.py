@@ -12,16 +12,9 @@ from msgspec import Raw
 
 from omni_actors.client import Audio, Text
 from omni_actors.errors import ErrorCode
-from omni_actors.http_server.answer import (
-    Answer,
-    WholeAnswer,
-    encoded_base64,
-    finish_reason,
-    pcm16,
-    token_counts,
-    usage_of,
-)
+from omni_actors.http_server.answer import Answer, WholeAnswer, finish_reason, token_counts, usage_of
 from omni_actors.http_server.bodies import free_form
+from omni_actors.http_server.encoders import encoded_base64, pcm16
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import TextFormat
 from omni_actors.http_server.responses.items import ResponsesRequest

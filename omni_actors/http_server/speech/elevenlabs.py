@@ -15,8 +15,8 @@ from msgspec import Meta
 from starlette.websockets import WebSocket
 
 from omni_actors.client.prompts import speech_ability
-from omni_actors.http_server.answer import FileEncoder, Samples, pcm16
 from omni_actors.http_server.bodies import ANY, Nothing, Strict, decode, ignoring
+from omni_actors.http_server.encoders import FileEncoder, Samples, pcm16
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.config import Event
 from omni_actors.http_server.realtime.formats import SoundEncoder

@@ -11,8 +11,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from omni_actors.client import Audio, StreamItem, Text
 from omni_actors.errors import OmniError
-from omni_actors.http_server.answer import Samples, fed
 from omni_actors.http_server.bodies import MAX_VALUES, check_bounds, take_bytes
+from omni_actors.http_server.encoders import Samples, fed
 from omni_actors.http_server.errors import HttpError, too_large
 from omni_actors.http_server.realtime.config import Event
 from omni_actors.http_server.realtime.connection import EVENT_BYTES, SUBPROTOCOL, WebSocketLine, read_events

@@ -21,9 +21,10 @@ from omni_actors.client import Audio, ChoiceItem, RequestStream
 from omni_actors.client.async_client import SEEDS
 from omni_actors.client.prompts import read_aloud, speech_ability
 from omni_actors.errors import Aborted, ErrorCode, OmniError, suggest
-from omni_actors.http_server.answer import Encoder, Samples, token_counts, usage_of
+from omni_actors.http_server.answer import token_counts, usage_of
 from omni_actors.http_server.bodies import StagedSubmission
 from omni_actors.http_server.ears import WORDS_SECONDS, Ears
+from omni_actors.http_server.encoders import Encoder, Samples
 from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.generation import Speed, VoiceId
 from omni_actors.http_server.speech.sentences import SentenceCutter

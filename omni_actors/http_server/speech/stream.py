@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Meta
 from starlette.websockets import WebSocket
 
-from omni_actors.http_server.answer import Encoder, made_encoder
 from omni_actors.http_server.bodies import decode
+from omni_actors.http_server.encoders import Encoder, made_encoder
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.config import ClientEvent, Event, UpdateSession, error_event, event, event_id_of
 from omni_actors.http_server.speech.narrator import Narrator, SpeechSession

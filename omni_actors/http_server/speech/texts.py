@@ -18,20 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.client import Audio, StreamItem, Text
-from omni_actors.http_server.answer import (
-    EVENTS,
-    MEDIA_TYPES,
-    Answer,
-    AnswerResponse,
-    Samples,
-    Tempo,
-    WholeAnswer,
-    encoded,
-    event,
-    fed,
-    made_encoder,
-)
+from omni_actors.http_server.answer import EVENTS, Answer, AnswerResponse, WholeAnswer, event
 from omni_actors.http_server.bodies import JsonBody
+from omni_actors.http_server.encoders import MEDIA_TYPES, Samples, Tempo, encoded, fed, made_encoder
 from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.speech.recital import (
     FIELDS,
