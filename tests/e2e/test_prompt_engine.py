@@ -478,7 +478,7 @@ def test_the_decoders_of_a_stage_run_before_the_first_sound_comes(tiny_checkpoin
         OmniEngineArgs(OmniModelConfig(str(tiny_checkpoint), "thinker"), "prompt", {"max_model_len": 512})
     )
     try:
-        until(lambda: len(engine.decoder_pids) == decoders.THREADS, 60, "the decoders to be used")
+        until(lambda: len(engine.decoder_pids) == decoders.THREADS, 10, "the decoders to be used")
         before = set(engine.decoder_pids)
         for name in ("a", "b"):
             start_with_sound(engine, name)
