@@ -88,6 +88,18 @@ def test_the_result_of_a_call_is_part_of_the_next_prompt(talk: Talk) -> None:
     assert tool == {"role": "tool", "content": "14 degrees", "tool_call_id": "call_1"}
 
 
+@pytest.mark.parametrize("arguments", ["true", "[1]", '{"city": '])
+def test_a_call_that_is_not_well_formed_does_not_spoil_later_answers(talk: Talk, arguments: str) -> None:
+    response = talk.respond()
+    talk.take(talk.session.text(response, "", [ToolCallPiece(0, "call_1", "weather", arguments)]))
+    events = talk.take(talk.session.answered(response, {}, cut=False))
+    (done,) = [event for event in events if event["type"] == "response.function_call_arguments.done"]
+    assert done["arguments"] == arguments, "the client sees what the model wrote"
+    talk.send("conversation.item.create", item={"type": "function_call_output", "call_id": "call_1", "output": "?"})
+    talk.respond()
+    assert [message["role"] for message in talk.asked[-1].messages] == ["user"]
+
+
 def test_calls_of_an_earlier_conversation_can_be_told() -> None:
     talk = Talk()
     result = {"type": "function_call_output", "call_id": "c", "output": "noon"}

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
 import numpy
 from msgspec import Struct, field
 
@@ -239,6 +240,15 @@ class CallItem(Struct, tag="call"):
         """What it takes of a conversation's bounds."""
         return Counter(characters=len(self.name) + len(self.arguments))
 
+    @property
+    def can_be_read(self) -> bool:
+        """Whether its arguments are the JSON of an object, as prompts need them: a model may write anything."""
+        try:
+            msgspec.json.decode(self.arguments or "{}", type=dict[str, Any])
+        except msgspec.MsgspecError:
+            return False
+        return True
+
     def shown(self, **_: bool) -> dict[str, Any]:
         """The item as clients see it."""
         call = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
@@ -386,7 +396,8 @@ class RealtimeConversation:
 def prompt_of(instructions: str, items: Iterable[AnyItem]) -> Sequence[dict[str, Any]]:
     """The messages, as the client library takes them.
 
-    Calls belong to the assistant's message before them. A result whose call was dropped is left out.
+    Calls belong to the assistant's message before them. A call that is not well-formed is left out, as it would have
+    every later answer refused, and so is the result of a call that is not there.
     """
     messages: list[dict[str, Any]] = []
     called: set[str] = set()
@@ -399,6 +410,8 @@ def prompt_of(instructions: str, items: Iterable[AnyItem]) -> Sequence[dict[str,
                 if parts:
                     messages.append({"role": item.role, "content": parts})
             case CallItem():
+                if not item.can_be_read:
+                    continue
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
                 call = {"id": item.call_id, "name": item.name, "arguments": item.arguments}
