@@ -81,6 +81,11 @@ class LiveClient:
         """The transcript of all answers, as far as they were heard."""
         return "".join(event["delta"] for event in self.of_kind("session.output_transcript.delta"))
 
+    @property
+    def heard(self) -> str:
+        """What was written down of all turns of the user."""
+        return "".join(event["delta"] for event in self.of_kind("session.input_transcript.delta"))
+
     async def until(self, kind: str, count: int = 1) -> dict[str, Any]:
         """Wait for an event; returns the last one of its kind."""
         await eventually(lambda: len(self.of_kind(kind)) >= count, 15, lambda: f"{kind}: {self.events}")

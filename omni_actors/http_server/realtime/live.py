@@ -95,10 +95,15 @@ def with_backend(fields: LiveFields, given: ResponsesDelegation) -> LiveFields:
 
 
 class HeardTurn(Struct):
-    """A turn of the user that is not written down yet, on the session's clock in ms, and what waits for that."""
+    """A turn of the user that is not all written down, and what waits for that.
+
+    Args:
+        begin: of what is not written down, on the session's clock in ms.
+        end: of the turn; `None` while it is spoken.
+    """
 
     begin: int
-    end: int
+    end: int | None = None
     waiting: list[Event] = []
 
 
@@ -262,16 +267,18 @@ class LiveSession:
                 self._error(event["error"])
             case "input_audio_buffer.speech_started":
                 begin, self._speaking = self._place(event["audio_start_ms"]), True
-                self._turns[event["item_id"]] = HeardTurn(begin, begin)
+                self._turns[event["item_id"]] = HeardTurn(begin)
             case "input_audio_buffer.speech_stopped":
                 turn, self._speaking = self._turns[event["item_id"]], False
                 turn.end = max(turn.begin, self._place(event["audio_end_ms"]))
+            case "conversation.item.input_audio_transcription.delta":
+                self._write(event["item_id"], event["delta"])
             case (
                 "conversation.item.input_audio_transcription.completed"
                 | "conversation.item.input_audio_transcription.failed"
                 | "conversation.item.deleted"
             ):
-                self._written(event["item_id"], event.get("transcript"))
+                self._written(event["item_id"])
             case "conversation.item.done":
                 self._appended(event["item"]["id"])
             case "response.created":
@@ -326,11 +333,15 @@ class LiveSession:
         """The session's clock when sound came; `position` is its place in all sound, in ms."""
         return max(0, self._now() - 1000 * self._received // self.speaker.bytes_per_second + position)
 
-    def _written(self, item_id: str, text: str | None) -> None:
-        """Send what was written down of a turn, if anything was, and what has waited for that."""
+    def _write(self, item_id: str, text: str) -> None:
+        """Send what else was written down of a turn."""
+        if (turn := self._turns.get(item_id)) is not None:
+            begin, turn.begin = turn.begin, max(turn.begin, self._now() if turn.end is None else turn.end)
+            self._send("session.input_transcript.delta", delta=text, start_ms=begin, end_ms=turn.begin)
+
+    def _written(self, item_id: str) -> None:
+        """Send what has waited until a turn was written down."""
         if (turn := self._turns.pop(item_id, None)) is not None:
-            if text:
-                self._send("session.input_transcript.delta", delta=text, start_ms=turn.begin, end_ms=turn.end)
             for event in turn.waiting:
                 self._tell(event)
 
