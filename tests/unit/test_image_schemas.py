@@ -12,6 +12,7 @@ from openai.types import VideoCreateParams, image_edit_params, image_generate_pa
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.images import EDIT, GENERATION, ImageRequest, background_of, flattened, params_of
 from omni_actors.http_server.videos import BODY
+from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import Parameter, StageParams
 
 DECLARED = {
@@ -31,6 +32,11 @@ def request(**fields: Any) -> ImageRequest:
     return msgspec.json.decode(msgspec.json.encode({"prompt": "x", **fields}), type=ImageRequest)
 
 
+def drawing(parameters: dict[str, tuple[Parameter, ...]], adapters: tuple[str, ...] = ()) -> Description:
+    """A pipeline whose models declare these parameters."""
+    return Description("p", "m", ("image",), (), 0, True, 0, 9, (), parameters=parameters, adapters=adapters)
+
+
 def test_every_field_of_openai_is_known() -> None:
     """A field that is new there shows up here, until it is decided what it means here."""
     generate = image_generate_params.ImageGenerateParamsBase.__annotations__
@@ -44,26 +50,35 @@ def test_every_field_of_openai_is_known() -> None:
 
 def test_each_field_goes_to_all_stages_that_declare_it() -> None:
     fields = {"size": "64x32", "num_inference_steps": 4, "guidance_scale": 2, "negative_prompt": "fog"}
-    assert params_of(request(**fields, stream=True, partial_images=2), DECLARED) == {
+    assert params_of(request(**fields, stream=True, partial_images=2), drawing(DECLARED)) == {
         "encoder": StageParams(negative_prompt="fog", guidance_scale=2.0),
         "dit": StageParams(width=64, height=32, num_steps=4, guidance_scale=2.0, previews=2),
     }
-    assert params_of(request(size="auto", background="opaque", partial_images=0), DECLARED) == {}
+    assert params_of(request(size="auto", background="opaque", partial_images=0), drawing(DECLARED)) == {}
 
 
 def test_parameters_by_stage_win_and_the_models_own_are_kept() -> None:
     given = {"dit": {"num_steps": 9, "extra_args": {"shift": 3}}}
     own = {"dit": (*DECLARED["dit"], Parameter("background", "text"))}
-    assert params_of(request(num_inference_steps=4, background="transparent", stage_params=given), own) == {
+    assert params_of(request(num_inference_steps=4, background="transparent", stage_params=given), drawing(own)) == {
         "dit": StageParams(num_steps=9, extra_args={"background": "transparent", "shift": 3})
     }
+
+
+def test_an_adapter_goes_to_the_stages_that_take_one() -> None:
+    known = drawing({"dit": (Parameter("adapter", "text"),), "vae": ()}, adapters=("style",))
+    assert params_of(request(model="style"), known) == {"dit": StageParams(adapter="style")}
+    assert params_of(request(model="p"), known) == {}
+    with pytest.raises(HttpError, match="takes no model") as caught:
+        params_of(request(model="style"), drawing(DECLARED, adapters=("style",)))
+    assert caught.value.param == "model"
 
 
 @pytest.mark.parametrize("field", [{"background": "transparent"}, {"size": "64x64"}, {"guidance_scale": 1}])
 def test_what_no_stage_takes_is_refused(field: dict) -> None:
     (name,) = field
     with pytest.raises(HttpError, match=f"This model takes no {name}; it takes num_inference_steps") as caught:
-        params_of(request(**field), {"dit": (Parameter("num_steps", "int"),)})
+        params_of(request(**field), drawing({"dit": (Parameter("num_steps", "int"),)}))
     assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
 
 
