@@ -33,7 +33,7 @@ LONG = {
 }
 
 
-@pytest.fixture(scope="module", params=["z_image", nightly("qwen_image"), "flux2_klein"])
+@pytest.fixture(scope="module", params=[nightly("z_image"), nightly("qwen_image"), "flux2_klein"])
 def family(request):
     return request.param
 
