@@ -1,7 +1,7 @@
-"""The oracle for MiniCPM-o 4.5, of transformers' Qwen3 and Llama, in float32 on the CPU.
+"""The oracle for MiniCPM-o 4.5, of transformers' Qwen3, Whisper and Llama, in float32 on the CPU.
 
-No package has the model. What is here besides those two is what its public code does between them (`chat`,
-`_generate_speech_non_streaming` and `MiniCPMTTS.generate`), compared with it by hand.
+No package has the model. What is here besides those is what its public code does between them (`chat`,
+`get_audio_embedding`, `_generate_speech_non_streaming` and `MiniCPMTTS.generate`), compared with it by hand.
 """
 
 from __future__ import annotations
@@ -10,14 +10,23 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    LlamaModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+)
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 import omni_actors.engine.models.minicpm_o.config  # noqa: F401 - registers configuration and tokenizer
 from tests.support.reference import one_thread
-from tools.checkpoints.minicpm import talker_config
+from tools.checkpoints.minicpm import own_settings, talker_config
 from tools.checkpoints.s3 import DIRECTION, GAIN
 
 
@@ -37,14 +46,13 @@ class MiniCpmReference:
     def __init__(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         weights = load_file(folder / "model.safetensors")
-        own = {
-            name: value
-            for name, value in config.items()
-            if name not in ("architectures", "auto_map", "model_type", "tts_config")
-        }
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.thinker = Qwen3ForCausalLM(Qwen3Config(**own)).eval()
+        self.thinker = Qwen3ForCausalLM(Qwen3Config(**own_settings(config))).eval()
         self.thinker.load_state_dict(_part(weights, "llm."))
+        self.hearing = WhisperEncoder(WhisperConfig(**config["audio_config"])).eval()
+        self.hearing.load_state_dict(_part(weights, "apm."))
+        self.heard = _part(weights, "audio_projection_layer.")
+        self.extractor = WhisperFeatureExtractor()
         self.talker = LlamaModel(talker_config(config)).eval()
         self.talker.load_state_dict(_part(weights, "tts.model."), strict=False)
         self.speech = _part(weights, "tts.")
@@ -54,18 +62,52 @@ class MiniCpmReference:
         self.head = gain * direction / direction.norm(dim=1, keepdim=True)
 
     @torch.no_grad()
-    def answer(self, text: str, tokens: int, codes: int) -> MiniCpmAnswer:
-        """Answers greedily: so many tokens of text, of which the last is not spoken, and so many of speech."""
-        messages = [{"role": "user", "content": text}]
-        prompt = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, enable_thinking=False, use_tts_template=True, return_dict=False
-        )
+    def answer(self, text: str, tokens: int, codes: int, *sounds: np.ndarray) -> MiniCpmAnswer:
+        """Answers greedily: so many tokens of text, of which the last is not spoken, and so many of speech.
+
+        Args:
+            text: of the user, after the sounds.
+            sounds: f32 at 16 kHz.
+        """
         with one_thread():
-            made = self.thinker.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=tokens)
-            answer = made[0, len(prompt) :].tolist()
-            states = self.thinker.model(made).last_hidden_state[0, len(prompt) : -1]
+            embedded = list(map(self.hear, sounds))
+            places = [f"<|audio_start|>{'<unk>' * len(sound)}<|audio_end|>" for sound in embedded]
+            prompt = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": "\n".join([*places, text])}],
+                add_generation_prompt=True,
+                enable_thinking=False,
+                use_tts_template=True,
+                return_dict=False,
+            )
+            embed = self.thinker.model.embed_tokens
+            given = embed(torch.tensor(prompt))
+            if sounds:
+                given[torch.tensor(prompt) == self.tokenizer.convert_tokens_to_ids("<unk>")] = torch.cat(embedded)
+            made = self.thinker.generate(inputs_embeds=given[None], do_sample=False, max_new_tokens=tokens)
+            answer = made[0].tolist()
+            whole = torch.cat([given, embed(torch.tensor(answer))])
+            states = self.thinker.model(inputs_embeds=whole[None]).last_hidden_state[0, len(prompt) : -1]
             rows = self.rows(torch.tensor(answer[:-1]), states)
             return MiniCpmAnswer(prompt, answer, rows, self.speak(rows, codes))
+
+    @torch.no_grad()
+    def hear(self, sound: np.ndarray) -> torch.Tensor:
+        """What the encoder makes of a sound [n, width]: each second attends to itself and to those before it."""
+        made = self.extractor(sound, sampling_rate=16_000, return_attention_mask=True, return_tensors="pt")
+        frames = int(made["attention_mask"].sum())
+        encoder = self.hearing
+        hidden = F.gelu(encoder.conv2(F.gelu(encoder.conv1(made["input_features"][:, :, :frames])))).transpose(1, 2)
+        count = hidden.shape[1]
+        hidden = hidden + encoder.embed_positions.weight[:count]
+        mask = torch.full((1, 1, count, count), -torch.inf)
+        for place in range(count):
+            mask[..., place, : (place // 50 + 1) * 50] = 0
+        for layer in encoder.layers:
+            hidden = layer(hidden, mask)
+        heard = self.heard
+        inner = F.relu(F.linear(encoder.layer_norm(hidden)[0], heard["linear1.weight"], heard["linear1.bias"]))
+        projected = F.linear(inner, heard["linear2.weight"], heard["linear2.bias"])
+        return torch.stack([part.mean(dim=0) for part in projected.split(5) if len(part) == 5])
 
     def rows(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """What the talker's layers take of tokens and their hidden states."""

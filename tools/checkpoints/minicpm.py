@@ -1,4 +1,4 @@
-"""Checkpoints of MiniCPM-o 4.5: thinker, talker and vocoder, without the encoders of pictures and sounds.
+"""Checkpoints of MiniCPM-o 4.5: encoder of sounds, thinker, talker and vocoder, without the encoder of pictures.
 
 Names are those of the model's public code; the sizes that it leaves to the checkpoint are from memory. The vocoder's
 files have random weights in the full sizes, too: its sizes stand in them.
@@ -32,11 +32,13 @@ ALIKE = {
     "tts.head_code.0.": "talker.codec_head.",
     "tts.emb_text.": "thinker.model.embed_tokens.",
     "tts.": "talker.",
+    "apm.": "apm.",
+    "audio_projection_layer.": "audio_projection_layer.",
 }
 
 
 def _derive(sizes: Sizes) -> dict[str, Any]:
-    return {"first_special": sizes["vocabulary"] - 16, "first_speech": sizes["vocabulary"] - 4}
+    return {"first_special": sizes["vocabulary"] - 32, "first_speech": sizes["vocabulary"] - 4}
 
 
 FAMILY = Family("minicpm_o", _derive)
@@ -78,18 +80,24 @@ def _write_rest(folder: Path, sizes: Sizes, vocoder: Mapping[str, int], seed: in
     return config, tokenizer
 
 
-def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, torch.Size]]:
-    """All parameters of thinker and talker."""
-    from transformers import LlamaModel, Qwen3Config, Qwen3ForCausalLM
+def own_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the part of a configuration that is the thinker's."""
+    others = ("architectures", "auto_map", "model_type", "tts_config", "audio_config")
+    return {name: value for name, value in config.items() if name not in others}
 
-    own = {
-        name: value
-        for name, value in config.items()
-        if name not in ("architectures", "auto_map", "model_type", "tts_config")
-    }
-    speech = config["tts_config"]
+
+def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, torch.Size]]:
+    """All parameters but the vocoder's."""
+    from transformers import LlamaModel, Qwen3Config, Qwen3ForCausalLM, WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    speech, hearing = config["tts_config"], config["audio_config"]
     with torch.device("meta"):
-        models = {"llm.": Qwen3ForCausalLM(Qwen3Config(**own)), "tts.model.": LlamaModel(talker_config(config))}
+        models = {
+            "llm.": Qwen3ForCausalLM(Qwen3Config(**own_settings(config))),
+            "tts.model.": LlamaModel(talker_config(config)),
+            "apm.": WhisperEncoder(WhisperConfig(**hearing)),
+        }
     for prefix, model in models.items():
         for name, parameter in model.named_parameters():
             if not name.startswith("embed_tokens"):
@@ -98,10 +106,13 @@ def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, torch.Size]]:
     for part in ("emb_code.0", "head_code.0"):
         yield f"tts.{part}.weight", torch.Size([speech["num_audio_tokens"], width])
     yield "tts.emb_text.weight", torch.Size([speech["num_text_tokens"], width])
-    for part in ("semantic", "spk"):
-        for layer, inputs in (("linear1", config["hidden_size"]), ("linear2", width)):
-            yield f"tts.projector_{part}.{layer}.weight", torch.Size([width, inputs])
-            yield f"tts.projector_{part}.{layer}.bias", torch.Size([width])
+    projections = {"tts.projector_semantic": (config["hidden_size"], width)}
+    projections["tts.projector_spk"] = projections["tts.projector_semantic"]
+    projections["audio_projection_layer"] = (hearing["d_model"], config["hidden_size"])
+    for part, (inputs, outputs) in projections.items():
+        for layer, taken in (("linear1", inputs), ("linear2", outputs)):
+            yield f"{part}.{layer}.weight", torch.Size([outputs, taken])
+            yield f"{part}.{layer}.bias", torch.Size([outputs])
 
 
 def talker_config(config: dict[str, Any]) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, Qwen2Tokenizer, Qwen3Config
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, Qwen2Tokenizer, Qwen3Config, WhisperConfig
 
 from omni_actors.errors import ConfigError
 
 SPEECH = {"backbone_model": "llama", "condition_type": "hidden_text_merge", "projector_type": "mlp", "num_vq": 1}
+HEARING = {"audio_pool_step": 5, "audio_chunk_length": 1.0}
 
 
 class MiniCpmOConfig(Qwen3Config):  # type: ignore[misc]  # has no type
@@ -25,10 +27,20 @@ AutoTokenizer.register(MiniCpmOConfig, tokenizer_class=Qwen2Tokenizer, exist_ok=
 def speech_part(config: PretrainedConfig) -> dict[str, Any]:
     """The talker's part of the configuration. Raises `ConfigError` if it is of another kind than 4.5's."""
     given: dict[str, Any] = config.tts_config
-    for name, wanted in SPEECH.items():
+    _check("tts_config.", given, SPEECH)
+    return given
+
+
+def hearing_part(config: PretrainedConfig) -> WhisperConfig:
+    """That of the encoder of sounds. Raises `ConfigError` likewise."""
+    _check("", vars(config), HEARING)
+    return WhisperConfig(**config.audio_config)
+
+
+def _check(part: str, given: Mapping[str, Any], needed: Mapping[str, Any]) -> None:
+    for name, wanted in needed.items():
         if given.get(name, wanted) != wanted:
             raise ConfigError(
-                f"tts_config.{name} of the checkpoint is {given[name]!r}; this model needs {wanted!r}.",
+                f"{part}{name} of the checkpoint is {given[name]!r}; this model needs {wanted!r}.",
                 hint="Use a checkpoint of MiniCPM-o 4.5.",
             )
-    return given

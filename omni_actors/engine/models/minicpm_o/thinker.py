@@ -1,4 +1,4 @@
-"""MiniCPM-o's thinker, for texts: a Qwen3 that gives the talker a row for each token of its answer.
+"""MiniCPM-o's thinker: a Qwen3 that reads and hears, and gives the talker a row for each token of its answer.
 
 A row is what the talker's layers take: the token's embedding in the talker's table, plus the projected hidden state of
 the token. Both are computed here, because the talker's width is a fifth of the thinker's.
@@ -7,7 +7,7 @@ the token. Both are computed here, because the talker's width is a fifth of the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,27 +15,35 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PretrainedConfig
 from vllm.config import VllmConfig
+from vllm.model_executor.models.interfaces import SupportsMultiModal
+from vllm.model_executor.models.minicpmo import MiniCPMWhisperEncoder, MultiModalProjector
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
-from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from omni_actors.engine.adapter import Admission, TextAdapter, TextDecoder
-from omni_actors.engine.arguments import OmniEngineArgs
+from omni_actors.engine.encoded_requests import FEATURES, LENGTHS, RequestReader
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.minicpm_o.config import speech_part
+from omni_actors.engine.models.minicpm_o.config import hearing_part, speech_part
+from omni_actors.engine.models.minicpm_o.prompt import (
+    MEDIA,
+    POOLED,
+    DummyInputs,
+    Info,
+    MediaProcessor,
+    audio_embeddings,
+)
 from omni_actors.engine.models.thinker_adapter import RowOutputs
 from omni_actors.engine.models.thinker_state import EmitRows, ThinkerState
-from omni_actors.engine.prompt import TextPromptProcessor
 from omni_actors.engine.workers.runner import Attachments, Emission, Step
-from omni_actors.errors import InvalidPayload
-from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
 
 ARCHITECTURE = "OmniActorsMiniCpmOThinker"
 SPEECH_BEGIN, SPEECH_END = "<|tts_bos|>", "<|tts_eos|>"
-WITHOUT_THINKING = "{%- set enable_thinking = false %}"
+SECOND = 50  # positions of the encoder of sounds
+NO_PICTURE = 1 << 31
 
 
 def thinker_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -65,8 +73,9 @@ class SpeechRows(nn.Module):
         return rows
 
 
-class MiniCpmOThinker(Qwen3ForCausalLM):
-    """vLLM's Qwen3, and what makes the talker's rows."""
+@MULTIMODAL_REGISTRY.register_processor(MediaProcessor, info=Info, dummy_inputs=DummyInputs)
+class MiniCpmOThinker(Qwen3ForCausalLM, SupportsMultiModal):
+    """vLLM's Qwen3 and encoder, and what makes the talker's rows."""
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
@@ -76,14 +85,33 @@ class MiniCpmOThinker(Qwen3ForCausalLM):
             "tts.": None,
             "vpm.": None,
             "resampler.": None,
-            "apm.": None,
-            "audio_projection_layer.": None,
         }
     )
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.speech_rows = SpeechRows(vllm_config.model_config.hf_config)
+        config = vllm_config.model_config.hf_config
+        hearing = hearing_part(config)
+        self.speech_rows = SpeechRows(config)
+        self.apm = MiniCPMWhisperEncoder(hearing)
+        self.audio_projection_layer = MultiModalProjector(hearing.d_model, config.hidden_size)
+
+    embed_input_ids = SupportsMultiModal.embed_input_ids
+
+    def embed_multimodal(self, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        """Embeddings [n, width] of each sound, from features [mel bins, frames] of all of them and their lengths."""
+        if FEATURES not in kwargs:
+            return ()
+        return tuple(map(self._hear, kwargs[FEATURES].split(kwargs[LENGTHS].flatten().tolist(), dim=1)))
+
+    def _hear(self, features: torch.Tensor) -> torch.Tensor:
+        """Embeddings of one sound. It is encoded alone: padded beside a longer one, its end would sound different."""
+        seconds = torch.arange((features.shape[1] + 1) // 2, device=features.device) // SECOND
+        later = seconds[None, :] > seconds[:, None]
+        mask = torch.zeros(later.shape, dtype=self.apm.conv1.weight.dtype, device=later.device)
+        states = self.apm(features[None], mask.masked_fill(later, -torch.inf)[None, None]).last_hidden_state
+        embeddings: torch.Tensor = self.audio_projection_layer(states).transpose(1, 2)
+        return F.avg_pool1d(embeddings, POOLED)[0].T
 
     @staticmethod
     def get_model_state_cls() -> type[MiniCpmOThinkerState]:
@@ -137,33 +165,23 @@ class MiniCpmOThinkerAdapter(TextAdapter):
         super().__init__(*args, **kwargs)
         begin, end = self._tokenizer.convert_tokens_to_ids([SPEECH_BEGIN, SPEECH_END])
         self._begin = int(begin)
+        self._requests = RequestReader(NO_PICTURE, audio_embeddings)
         self.end_token_ids |= {int(end)}
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
-        """Check tokens and parameters. Raises `OmniError` for what the model cannot take."""
-        if not request.streams:
-            return super().admit(request, inputs)
+        """Check tokens, features and parameters. Raises `OmniError` for what the model cannot take."""
+        token_ids, features = list(inputs.token_ids), []
         if inputs.tensors:
-            raise InvalidPayload(f"This model takes token ids only; it got the tensors {sorted(inputs.tensors)[:8]}.")
-        token_ids = [*inputs.token_ids, self._begin]
+            token_ids, features = self._requests.read(inputs.tensors, token_ids)
+        if request.streams or features:  # the model answers what it hears as if it spoke
+            token_ids.append(self._begin)
         self.check_tokens(token_ids)
         calls = self.tool_calls(inputs, token_ids)
-        core_request = self.make_request(request, token_ids, calls, payload=EmitRows())
+        payload = EmitRows() if request.streams else None
+        core_request = self.make_request(request, token_ids, calls, payload=payload, mm_features=features or None)
         decoder = TextDecoder(self._tokenizer, core_request)
-        outputs = RowOutputs(request.request_id, (), decoder, True, calls)  # the prompt has no rows
+        outputs = RowOutputs(request.request_id, (), decoder, request.streams, calls)  # the prompt has no rows
         return Admission(core_request, outputs)
-
-
-class Prompts(TextPromptProcessor):
-    """Prompts whose answers begin at once: the template thinks first unless it is told not to."""
-
-    @classmethod
-    def of(cls, arguments: OmniEngineArgs, config: Any, limits: MediaLimits) -> TextPromptProcessor:
-        """See `TextPromptProcessor`."""
-        tokenizer = cast("Any", cached_tokenizer_from_config(config.model_config))
-        if tokenizer.chat_template and not tokenizer.chat_template.startswith(WITHOUT_THINKING):
-            tokenizer.chat_template = WITHOUT_THINKING + tokenizer.chat_template
-        return super().of(arguments, config, limits)
 
 
 SPEC = ModelSpec(
@@ -175,5 +193,6 @@ SPEC = ModelSpec(
     # What the model's own streaming takes for texts that are spoken.
     params=StageParams(max_tokens=1024, temperature=0.7, top_p=0.8, top_k=100, repetition_penalty=1.02),
     adapter="omni_actors.engine.models.minicpm_o.thinker.MiniCpmOThinkerAdapter",
-    prompts="omni_actors.engine.models.minicpm_o.thinker.Prompts",
+    media=MEDIA,
+    prompts="omni_actors.engine.models.minicpm_o.prompt.Prompts",
 )
