@@ -25,6 +25,8 @@ from omni_actors.protocol.payloads import MEDIA_MODALITIES
 
 MAX_SENT_FRAMES = 256  # tensors in one message
 MAX_FRAMES = 4096
+FEATURES, LENGTHS, MASK = "input_audio_features", "audio_feature_lengths", "feature_attention_mask"
+PictureEmbeddings = Callable[[str, Mapping[str, Any]], int]
 
 
 class RequestWriter:
@@ -55,13 +57,14 @@ class RequestReader:
     """Reads requests, and trusts nothing in them.
 
     Args:
-        merge_size: patches along an edge of an image's embedding.
+        picture_embeddings: number of embeddings that the encoder makes of a medium of the modality `image` or `video`,
+            from its features; -1 if they contradict one another.
         audio_embeddings: number of embeddings that the encoder makes of n frames of audio.
     """
 
-    def __init__(self, merge_size: int, audio_embeddings: Callable[[int], int]) -> None:
+    def __init__(self, picture_embeddings: PictureEmbeddings, audio_embeddings: Callable[[int], int]) -> None:
         self._decoder = MsgpackDecoder(EngineCoreRequest)
-        self._merge_size = merge_size
+        self._picture_embeddings = picture_embeddings
         self._audio_embeddings = audio_embeddings
 
     def read(
@@ -93,12 +96,15 @@ class RequestReader:
             raise InvalidPayload("The encoded request and token_ids disagree about the prompt.")
         features = decoded.mm_features or []
         for feature in features:
-            check_feature(feature, len(prompt), self._merge_size, self._audio_embeddings)
+            check_feature(feature, len(prompt), self._picture_embeddings, self._audio_embeddings)
         return list(prompt), features
 
 
 def check_feature(
-    feature: MultiModalFeatureSpec, prompt_tokens: int, merge_size: int, audio_embeddings: Callable[[int], int]
+    feature: MultiModalFeatureSpec,
+    prompt_tokens: int,
+    picture_embeddings: PictureEmbeddings,
+    audio_embeddings: Callable[[int], int],
 ) -> None:
     """Raise `InvalidPayload` unless one medium's features fit its place in the prompt.
 
@@ -122,26 +128,33 @@ def check_feature(
         raise InvalidPayload(f"{feature.modality}: features or identifier are missing.")
     try:
         data = {name: item.data for name, item in feature.data.items()}
-        expected = count_embeddings(feature.modality, data, merge_size, audio_embeddings)
+        if feature.modality == "audio":
+            frames = int(data[LENGTHS])
+            expected = audio_embeddings(frames) if frames == data[FEATURES].shape[-1] and frames >= 1 else -1
+        else:
+            expected = picture_embeddings(feature.modality, data)
     except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise InvalidPayload(f"{feature.modality}: the features are incomplete ({error!r}).") from error
     if expected != (places := place.get_num_embeds()):
         raise InvalidPayload(f"{feature.modality}: the features give {expected} embeddings for {places} places.")
 
 
-def count_embeddings(
-    modality: str, data: Mapping[str, Any], merge_size: int, audio_embeddings: Callable[[int], int]
-) -> int:
-    """Number of embeddings that the encoder makes of one medium; -1 if its tensors contradict one another."""
-    if modality == "audio":
-        frames = int(data["audio_feature_lengths"])
-        return audio_embeddings(frames) if frames == data["input_audio_features"].shape[-1] and frames >= 1 else -1
-    suffix = "_videos" if modality == "video" else ""
-    time, height, width = (int(size) for size in data[f"{modality}_grid_thw"])
-    patches: int = data[f"pixel_values{suffix}"].shape[0]
-    if min(time, height, width) < 1 or time * height * width != patches or height % merge_size or width % merge_size:
-        return -1
-    return patches // merge_size**2
+def merged_patches(merge_size: int) -> PictureEmbeddings:
+    """Embeddings of an encoder that merges squares of patches, `merge_size` along an edge."""
+
+    def count(modality: str, data: Mapping[str, Any]) -> int:
+        suffix = "_videos" if modality == "video" else ""
+        time, height, width = (int(size) for size in data[f"{modality}_grid_thw"])
+        patches: int = data[f"pixel_values{suffix}"].shape[0]
+        fits = time * height * width == patches and not height % merge_size and not width % merge_size
+        return patches // merge_size**2 if fits and min(time, height, width) >= 1 else -1
+
+    return count
+
+
+def no_pictures(_modality: str, _data: Mapping[str, Any]) -> int:
+    """Of a model that sees nothing."""
+    return -1
 
 
 def embeddings_of_seconds(frames: int) -> int:
@@ -150,9 +163,6 @@ def embeddings_of_seconds(frames: int) -> int:
     for _ in range(3):
         rest = (rest - 1) // 2 + 1
     return frames // 100 * 13 + rest
-
-
-FEATURES, LENGTHS, MASK = "input_audio_features", "audio_feature_lengths", "feature_attention_mask"
 
 
 def in_pieces(

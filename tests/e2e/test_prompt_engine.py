@@ -20,7 +20,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig, build_engine
-from omni_actors.engine.encoded_requests import RequestReader
+from omni_actors.engine.encoded_requests import RequestReader, merged_patches
 from omni_actors.engine.models.qwen2_5_omni.thinker import MIN_AUDIO_SAMPLES
 from omni_actors.engine.prompt import PromptEngine, seconds_per_patch
 from omni_actors.engine.rows import FRAME_PREFIX
@@ -540,6 +540,6 @@ def test_a_picture_that_comes_again_has_its_features_again(tiny_qwen_image):
         engine.shutdown()
     for stream in (first, again):
         frames = {name: tensor for name, tensor in stream.tensors.items() if name.startswith(FRAME_PREFIX)}
-        token_ids, (feature,) = RequestReader(2, lambda _: -1).read(frames, list(stream.token_ids))
+        token_ids, (feature,) = RequestReader(merged_patches(2), lambda _: -1).read(frames, list(stream.token_ids))
         assert token_ids == list(first.token_ids)
         assert feature.mm_position.length > 1

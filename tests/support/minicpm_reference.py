@@ -1,7 +1,8 @@
-"""The oracle for MiniCPM-o 4.5, of transformers' Qwen3, Whisper and Llama, in float32 on the CPU.
+"""The oracle for MiniCPM-o 4.5, of transformers' Qwen3, Whisper, SigLip and Llama, in float32 on the CPU.
 
 No package has the model. What is here besides those is what its public code does between them (`chat`,
-`get_audio_embedding`, `_generate_speech_non_streaming` and `MiniCPMTTS.generate`), compared with it by hand.
+`get_audio_embedding`, `get_vision_embedding`, `Resampler`, `_generate_speech_non_streaming` and
+`MiniCPMTTS.generate`), compared with it by hand.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import (
     AutoTokenizer,
     LlamaModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SiglipVisionConfig,
+    SiglipVisionModel,
     WhisperConfig,
     WhisperFeatureExtractor,
 )
@@ -26,7 +30,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 import omni_actors.engine.models.minicpm_o.config  # noqa: F401 - registers configuration and tokenizer
 from tests.support.reference import one_thread
-from tools.checkpoints.minicpm import own_settings, talker_config
+from tools.checkpoints.minicpm import own_settings, resampler, talker_config
 from tools.checkpoints.s3 import DIRECTION, GAIN
 
 
@@ -38,6 +42,34 @@ class MiniCpmAnswer:
     answer: list[int]
     rows: torch.Tensor
     codes: list[int]
+
+
+@dataclass(frozen=True)
+class SlicedPicture:
+    """A picture, and the sizes that the model's own code gave it and its slices, found by hand.
+
+    Args:
+        whole: width and height.
+        slice: likewise, of each.
+    """
+
+    picture: Image.Image
+    whole: tuple[int, int]
+    columns: int = 0
+    rows: int = 0
+    slice: tuple[int, int] = (0, 0)
+
+    def parts(self) -> list[Image.Image]:
+        """The whole, and then the slices, row by row."""
+        wide, tall = self.slice
+        found = [self.picture.resize(self.whole, Image.Resampling.BICUBIC)]
+        if self.columns:
+            fine = self.picture.resize((wide * self.columns, tall * self.rows), Image.Resampling.BICUBIC)
+            for row in range(self.rows):
+                for column in range(self.columns):
+                    box = (column * wide, row * tall, (column + 1) * wide, (row + 1) * tall)
+                    found.append(fine.crop(box))
+        return found
 
 
 class MiniCpmReference:
@@ -52,6 +84,10 @@ class MiniCpmReference:
         self.hearing = WhisperEncoder(WhisperConfig(**config["audio_config"])).eval()
         self.hearing.load_state_dict(_part(weights, "apm."))
         self.heard = _part(weights, "audio_projection_layer.")
+        self.seeing = SiglipVisionModel(SiglipVisionConfig(**config["vision_config"], vision_use_head=False)).eval()
+        self.seeing.load_state_dict(_part(weights, "vpm."))
+        self.resampler = resampler(config)
+        self.resampler.load_state_dict(_part(weights, "resampler."))
         self.extractor = WhisperFeatureExtractor()
         self.talker = LlamaModel(talker_config(config)).eval()
         self.talker.load_state_dict(_part(weights, "tts.model."), strict=False)
@@ -62,18 +98,26 @@ class MiniCpmReference:
         self.head = gain * direction / direction.norm(dim=1, keepdim=True)
 
     @torch.no_grad()
-    def answer(self, text: str, tokens: int, codes: int, *sounds: np.ndarray) -> MiniCpmAnswer:
+    def answer(self, text: str, tokens: int, codes: int, *media: np.ndarray | SlicedPicture) -> MiniCpmAnswer:
         """Answers greedily: so many tokens of text, of which the last is not spoken, and so many of speech.
 
         Args:
-            text: of the user, after the sounds.
-            sounds: f32 at 16 kHz.
+            text: of the user, after the media.
+            media: sounds, f32 at 16 kHz, and pictures. Without a sound the mark of speech is the caller's wish.
         """
         with one_thread():
-            embedded = list(map(self.hear, sounds))
-            places = [f"<|audio_start|>{'<unk>' * len(sound)}<|audio_end|>" for sound in embedded]
+            embedded, places, pictures = [], [], 0
+            for medium in media:
+                if isinstance(medium, SlicedPicture):
+                    embedded.append(self.see(medium))
+                    slices = "\n".join([f"<slice>{'<unk>' * 64}</slice>" * medium.columns] * medium.rows)
+                    places.append(f"<image_id>{pictures}</image_id><image>{'<unk>' * 64}</image>{slices}")
+                    pictures += 1
+                else:
+                    embedded.append(self.hear(medium))
+                    places.append(f"<|audio_start|>{'<unk>' * len(embedded[-1])}<|audio_end|>")
             prompt = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": "\n".join([*places, text])}],
+                [{"role": "user", "content": "\n".join([*places, text] if text else places)}],
                 add_generation_prompt=True,
                 enable_thinking=False,
                 use_tts_template=True,
@@ -81,7 +125,7 @@ class MiniCpmReference:
             )
             embed = self.thinker.model.embed_tokens
             given = embed(torch.tensor(prompt))
-            if sounds:
+            if media:
                 given[torch.tensor(prompt) == self.tokenizer.convert_tokens_to_ids("<unk>")] = torch.cat(embedded)
             made = self.thinker.generate(inputs_embeds=given[None], do_sample=False, max_new_tokens=tokens)
             answer = made[0].tolist()
@@ -108,6 +152,36 @@ class MiniCpmReference:
         inner = F.relu(F.linear(encoder.layer_norm(hidden)[0], heard["linear1.weight"], heard["linear1.bias"]))
         projected = F.linear(inner, heard["linear2.weight"], heard["linear2.bias"])
         return torch.stack([part.mean(dim=0) for part in projected.split(5) if len(part) == 5])
+
+    @torch.no_grad()
+    def see(self, picture: SlicedPicture) -> torch.Tensor:
+        """What encoder and resampler make of a picture and its slices [64 n, width]."""
+        return torch.cat([self._see(part) for part in picture.parts()])
+
+    def _see(self, picture: Image.Image) -> torch.Tensor:
+        pixels = (torch.from_numpy(np.asarray(picture, np.float32)) / 255 - 0.5) / 0.5
+        model, made = self.seeing, self.resampler
+        hidden = model.embeddings.patch_embedding(pixels.permute(2, 0, 1)[None])
+        _, _, rows, columns = hidden.shape
+        side = model.config.image_size // model.config.patch_size
+        bounds = torch.arange(1 / side, 1.0, 1 / side)
+        down, across = (
+            torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / torch.tensor(size)), bounds, right=True)
+            for size in (rows, columns)
+        )
+        places = model.embeddings.position_embedding.weight.view(side, side, -1)[down][:, across]
+        hidden = hidden.flatten(2).transpose(1, 2) + places.flatten(0, 1)
+        for layer in model.encoder.layers:
+            hidden = layer(hidden, attention_mask=None)
+        values = made["ln_kv"](made["kv_proj"](model.post_layernorm(hidden)[0]))
+        width = values.shape[1]
+        rates = 10_000.0 ** -(torch.arange(width // 4) / (width / 4))
+        angles = [torch.arange(size)[:, None] * rates for size in (columns, rows)]
+        x, y = (torch.cat([each.sin(), each.cos()], dim=1) for each in angles)
+        grid = torch.cat([x.expand(rows, -1, -1), y[:, None].expand(-1, columns, -1)], dim=2)
+        queries = made["ln_q"](made.query)
+        seen, _ = made["attn"](queries, values + grid.flatten(0, 1), values, need_weights=False)
+        return made["ln_post"](seen) @ made.proj
 
     def rows(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """What the talker's layers take of tokens and their hidden states."""

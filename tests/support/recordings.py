@@ -37,9 +37,10 @@ class RecordingPrompts:
     def __init__(self, checkpoint: Path, options: Mapping[str, Any]) -> None:
         self.engine = PromptEngine(OmniEngineArgs(OmniModelConfig(str(checkpoint), "thinker"), "prompt", dict(options)))
 
-    def made(self, prompt: Prompt, sounds: Sequence[np.ndarray], **information: Any) -> StageInputs:
-        """What it makes of a prompt for the stage after it. Raises its error."""
-        media = [HostTensor(DType.F32, sound.shape, sound.tobytes()) for sound in sounds]
+    def made(self, prompt: Prompt, arrays: Sequence[np.ndarray], **information: Any) -> StageInputs:
+        """What it makes of a prompt and the arrays of its media for the stage after it. Raises its error."""
+        kinds = {np.dtype(np.uint8): DType.U8, np.dtype(np.float32): DType.F32}
+        media = [HostTensor(kinds[each.dtype], each.shape, each.tobytes()) for each in arrays]
         request = StageRequest("prompt", StageParams(), 0, information=information)
         self.engine.start(request, StageInputs(prompt=prompt, media=media))
         events = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from omni_actors.engine.core import StepFailed, device_is_lost
-from omni_actors.engine.encoded_requests import check_feature
+from omni_actors.engine.encoded_requests import check_feature, merged_patches
 from omni_actors.engine.models import chat, checkpoint_architecture, find_model_spec, load_plugins, registry
 from omni_actors.engine.models.qwen2_5_omni.thinker import Qwen2_5OmniThinkerAdapter
 from omni_actors.engine.rows import check_rows, to_host, to_torch
@@ -202,11 +202,11 @@ def feature(**changes):
 
 def test_features_must_lie_inside_the_prompt():
     audio_embeddings = Qwen2_5OmniThinkerAdapter.audio_embeddings
-    check_feature(feature(), 5, 2, audio_embeddings)
+    check_feature(feature(), 5, merged_patches(2), audio_embeddings)
     check_feature(
         feature(place={"is_embed": torch.ones(3, dtype=torch.bool)}), 5, 2, Qwen2_5OmniThinkerAdapter.audio_embeddings
     )
-    check_feature(feature(data=audio(12), modality="audio"), 5, 2, audio_embeddings)
+    check_feature(feature(data=audio(12), modality="audio"), 5, merged_patches(2), audio_embeddings)
     bad = [
         feature(modality="smell"),
         feature(data=None),
@@ -229,7 +229,7 @@ def test_features_must_lie_inside_the_prompt():
     ]
     for case in bad:
         with pytest.raises(InvalidPayload):
-            check_feature(case, 5, 2, audio_embeddings)
+            check_feature(case, 5, merged_patches(2), audio_embeddings)
 
 
 @pytest.mark.parametrize(("count", "ends"), [(30, False), (24, False), (24, True), (5, True), (1, True)])

@@ -1,4 +1,4 @@
-"""Checkpoints of MiniCPM-o 4.5: encoder of sounds, thinker, talker and vocoder, without the encoder of pictures.
+"""Checkpoints of MiniCPM-o 4.5: encoders, thinker, talker and vocoder.
 
 Names are those of the model's public code; the sizes that it leaves to the checkpoint are from memory. The vocoder's
 files have random weights in the full sizes, too: its sizes stand in them.
@@ -32,8 +32,10 @@ ALIKE = {
     "tts.head_code.0.": "talker.codec_head.",
     "tts.emb_text.": "thinker.model.embed_tokens.",
     "tts.": "talker.",
-    "apm.": "apm.",
-    "audio_projection_layer.": "audio_projection_layer.",
+    "resampler.query": "resampler.query.weight",
+    "resampler.proj": "resampler.proj.weight",
+    "resampler.attn.in_proj_": "resampler.attn.in_proj.",
+    **{part: part for part in ("apm.", "audio_projection_layer.", "vpm.", "resampler.")},
 }
 
 
@@ -82,21 +84,30 @@ def _write_rest(folder: Path, sizes: Sizes, vocoder: Mapping[str, int], seed: in
 
 def own_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the part of a configuration that is the thinker's."""
-    others = ("architectures", "auto_map", "model_type", "tts_config", "audio_config")
+    others = ("architectures", "auto_map", "model_type", "tts_config", "audio_config", "vision_config")
     return {name: value for name, value in config.items() if name not in others}
 
 
 def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, torch.Size]]:
     """All parameters but the vocoder's."""
-    from transformers import LlamaModel, Qwen3Config, Qwen3ForCausalLM, WhisperConfig
+    from transformers import (
+        LlamaModel,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        SiglipVisionConfig,
+        SiglipVisionModel,
+        WhisperConfig,
+    )
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-    speech, hearing = config["tts_config"], config["audio_config"]
+    speech, hearing, seeing = config["tts_config"], config["audio_config"], config["vision_config"]
     with torch.device("meta"):
         models = {
             "llm.": Qwen3ForCausalLM(Qwen3Config(**own_settings(config))),
             "tts.model.": LlamaModel(talker_config(config)),
             "apm.": WhisperEncoder(WhisperConfig(**hearing)),
+            "vpm.": SiglipVisionModel(SiglipVisionConfig(**seeing, vision_use_head=False)),
+            "resampler.": resampler(config),
         }
     for prefix, model in models.items():
         for name, parameter in model.named_parameters():
@@ -113,6 +124,17 @@ def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, torch.Size]]:
         for layer, taken in (("linear1", inputs), ("linear2", outputs)):
             yield f"{part}.{layer}.weight", torch.Size([outputs, taken])
             yield f"{part}.{layer}.bias", torch.Size([outputs])
+
+
+def resampler(config: dict[str, Any]) -> Any:
+    """Returns a module with the parameters of the resampler."""
+    width = config["hidden_size"]
+    made = torch.nn.ModuleDict({name: torch.nn.LayerNorm(width, eps=1e-6) for name in ("ln_q", "ln_kv", "ln_post")})
+    made["kv_proj"] = torch.nn.Linear(config["vision_config"]["hidden_size"], width, bias=False)
+    made["attn"] = torch.nn.MultiheadAttention(width, width // 128)
+    made.query = torch.nn.Parameter(torch.empty(config["query_num"], width))
+    made.proj = torch.nn.Parameter(torch.empty(width, width))
+    return made
 
 
 def talker_config(config: dict[str, Any]) -> Any:

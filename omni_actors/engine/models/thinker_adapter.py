@@ -11,7 +11,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.engine import EngineCoreOutput
 
 from omni_actors.engine.adapter import Admission, TextAdapter, TextDecoder, TextOutputs
-from omni_actors.engine.encoded_requests import RequestReader
+from omni_actors.engine.encoded_requests import RequestReader, merged_patches
 from omni_actors.engine.models.thinker_state import EmitRows
 from omni_actors.engine.rows import check_rows, embeds_width, to_host, to_torch
 from omni_actors.engine.scheduler import RowStream
@@ -137,7 +137,7 @@ class ThinkerAdapter(TextAdapter):
         model_config = self.vllm_config.model_config
         self._embeds_width = embeds_width(model_config)
         merge_size: int = model_config.hf_config.thinker_config.vision_config.spatial_merge_size
-        self.requests = RequestReader(merge_size, self.audio_embeddings)
+        self.requests = RequestReader(merged_patches(merge_size), self.audio_embeddings)
         self._keeps_rows = self.row_per_position and bool(omni_options(self.vllm_config).get("row_cache_bytes", 0))
 
     @staticmethod

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, Qwen2Tokenizer, Qwen3Config, WhisperConfig
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    SiglipVisionConfig,
+    WhisperConfig,
+)
 
 from omni_actors.errors import ConfigError
 
 SPEECH = {"backbone_model": "llama", "condition_type": "hidden_text_merge", "projector_type": "mlp", "num_vq": 1}
+SEEING, PATCHES = {"query_num": 64}, {"patch_size": 14}
 HEARING = {"audio_pool_step": 5, "audio_chunk_length": 1.0}
 
 
@@ -35,6 +44,13 @@ def hearing_part(config: PretrainedConfig) -> WhisperConfig:
     """That of the encoder of sounds. Raises `ConfigError` likewise."""
     _check("", vars(config), HEARING)
     return WhisperConfig(**config.audio_config)
+
+
+def seeing_part(config: PretrainedConfig) -> SiglipVisionConfig:
+    """That of the encoder of pictures. Raises `ConfigError` likewise."""
+    _check("", vars(config), SEEING)
+    _check("vision_config.", config.vision_config, PATCHES)
+    return SiglipVisionConfig(**config.vision_config)
 
 
 def _check(part: str, given: Mapping[str, Any], needed: Mapping[str, Any]) -> None:

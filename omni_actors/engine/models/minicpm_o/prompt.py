@@ -1,8 +1,9 @@
-"""MiniCPM-o's prompts: texts, and recordings as features with places for what the encoder makes of them."""
+"""MiniCPM-o's prompts: texts, and media as features with places for what the encoders make of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import BatchFeature, PretrainedConfig, WhisperFeatureExtractor
 from vllm.config import VllmConfig
 from vllm.inputs import MultiModalDataDict
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
-from vllm.multimodal.parse import MultiModalDataItems, MultiModalDataParser
+from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems, MultiModalDataParser
 from vllm.multimodal.processing import (
     BaseDummyInputsBuilder,
     BaseMultiModalProcessor,
@@ -21,18 +22,31 @@ from vllm.multimodal.processing import (
     PromptUpdate,
     PromptUpdateDetails,
 )
+from vllm.multimodal.processing.processor import ResolvedPromptUpdate
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoded_requests import FEATURES, LENGTHS, MASK
 from omni_actors.engine.models.minicpm_o.config import HEARING, hearing_part
+from omni_actors.engine.models.minicpm_o.pictures import (
+    MOST_SLICES,
+    PIXELS,
+    QUERIES,
+    SIDE,
+    SIZES,
+    grid_of,
+    patches_of,
+    places_of,
+)
 from omni_actors.engine.models.registry import PromptMedia
 from omni_actors.engine.prompt import ChatTemplate, PromptProcessor
 from omni_actors.media.limits import AUDIO_RATE, MediaLimits
 from omni_actors.protocol.payloads import ContentPart, Prompt
 
-SOUND, SOUND_BEGIN, SOUND_END, PLACE = "<|audio|>", "<|audio_start|>", "<|audio_end|>", "<unk>"
+MARKS = {"audio": "<|audio|>", "image": "<|image_pad|>"}
+PLACE = "<unk>"
 POOLED = HEARING["audio_pool_step"]
 LONGEST_SECONDS = 30  # positions of the encoder
+LARGEST = SIDE * math.isqrt(MOST_SLICES)  # along an edge of a picture of the most slices
 MIN_SAMPLES = 1281  # make nine frames, of which five are left for an embedding
 
 
@@ -49,7 +63,8 @@ def audio_window(_config: PretrainedConfig) -> int:
 class Processor:
     """What the prompt stage needs of a processor; the checkpoint's own is code that no one runs here."""
 
-    audio_token = SOUND
+    audio_token, image_token = MARKS["audio"], MARKS["image"]
+    image_processor = None
 
     def __init__(self, tokenizer: Any, config: PretrainedConfig) -> None:
         self.tokenizer = tokenizer
@@ -78,8 +93,13 @@ class Info(BaseProcessingInfo):
         return {}
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Any number of sounds."""
-        return {"audio": None}
+        """Any number of sounds and pictures."""
+        return dict.fromkeys(MARKS)
+
+    def get_num_image_tokens(self, *, image_width: int, image_height: int, **_: object) -> int:
+        """How many tokens a picture becomes, but for a few."""
+        columns, rows = grid_of(image_width, image_height) or (0, 0)
+        return (columns * rows + 1) * QUERIES
 
     def get_data_parser(self) -> MultiModalDataParser:
         """A parser of sounds at 16 kHz."""
@@ -91,38 +111,49 @@ class DummyInputs(BaseDummyInputsBuilder[Info]):
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         """A placeholder for each."""
-        return SOUND * mm_counts.get("audio", 0)
+        return "".join(mark * mm_counts.get(modality, 0) for modality, mark in MARKS.items())
 
     def get_dummy_mm_data(self, seq_len: int, mm_counts: Mapping[str, int], mm_options: Any) -> MultiModalDataDict:
-        """Silence."""
-        length, number = LONGEST_SECONDS * AUDIO_RATE, mm_counts.get("audio", 0)
-        return {"audio": self._get_dummy_audios(length=length, num_audios=number, overrides=mm_options.get("audio"))}
+        """Silence, and pictures of the most slices."""
+        sounds, pictures = mm_counts.get("audio", 0), mm_counts.get("image", 0)
+        return {
+            "audio": self._get_dummy_audios(length=LONGEST_SECONDS * AUDIO_RATE, num_audios=sounds),
+            "image": self._get_dummy_images(width=LARGEST, height=LARGEST, num_images=pictures),
+        }
 
 
 class MediaProcessor(BaseMultiModalProcessor[Info]):
     """Computes features, and puts into a prompt as many places as the encoder makes embeddings of them."""
 
-    def _call_hf_processor(self, hf_data: Mapping[str, object], hf_kwargs: Mapping[str, object]) -> BatchFeature:
-        made = self.info.get_hf_processor().feature_extractor(
-            hf_data["audio"],
-            sampling_rate=AUDIO_RATE,
-            padding="max_length",
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
-        lengths = made["attention_mask"].sum(dim=1)
-        sounds = [sound[:, :length] for sound, length in zip(made["input_features"], lengths.tolist(), strict=True)]
-        mask = torch.ones(len(sounds), 1, dtype=torch.bool)
-        return BatchFeature({FEATURES: torch.cat(sounds, dim=1), LENGTHS: lengths, MASK: mask})
+    def _call_hf_processor(self, hf_data: Mapping[str, Any], hf_kwargs: Mapping[str, object]) -> BatchFeature:
+        made: dict[str, Any] = {}
+        if sounds := hf_data.get("audio"):
+            heard = self.info.get_hf_processor().feature_extractor(
+                sounds, sampling_rate=AUDIO_RATE, padding="max_length", return_attention_mask=True, return_tensors="pt"
+            )
+            made[LENGTHS] = heard["attention_mask"].sum(dim=1)
+            frames = zip(heard["input_features"], made[LENGTHS].tolist(), strict=True)
+            made[FEATURES] = torch.cat([sound[:, :length] for sound, length in frames], dim=1)
+            made[MASK] = torch.ones(len(sounds), 1, dtype=torch.bool)
+        if pictures := hf_data.get("images"):
+            patches, made[SIZES] = zip(*map(patches_of, pictures), strict=True)
+            made[PIXELS] = torch.cat(patches)
+        return BatchFeature(made)
 
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
-        return {
-            FEATURES: MultiModalFieldConfig.flat_from_sizes("audio", hf_inputs[LENGTHS], dim=1),
-            LENGTHS: MultiModalFieldConfig.batched("audio", keep_on_cpu=True),
-            MASK: MultiModalFieldConfig.batched("audio", keep_on_cpu=True),
+        fields = {
+            name: MultiModalFieldConfig.batched(modality, keep_on_cpu=True)
+            for modality, names in (("audio", (LENGTHS, MASK)), ("image", (SIZES,)))
+            for name in names
         }
+        if FEATURES in hf_inputs:
+            fields[FEATURES] = MultiModalFieldConfig.flat_from_sizes("audio", hf_inputs[LENGTHS], dim=1)
+        if PIXELS in hf_inputs:
+            patches = torch.stack([sizes.prod(dim=1).sum() for sizes in hf_inputs[SIZES]])
+            fields[PIXELS] = MultiModalFieldConfig.flat_from_sizes("image", patches)
+        return fields
 
     def _get_prompt_updates(
         self,
@@ -130,14 +161,38 @@ class MediaProcessor(BaseMultiModalProcessor[Info]):
         hf_processor_mm_kwargs: Mapping[str, object],
         out_mm_kwargs: MultiModalKwargsItems,
     ) -> Sequence[PromptUpdate]:
-        tokenizer: Any = self.info.get_tokenizer()
-        sound, begin, end, place = tokenizer.convert_tokens_to_ids([SOUND, SOUND_BEGIN, SOUND_END, PLACE])
-
-        def places(item: int) -> PromptUpdateDetails:
+        def sound(item: int) -> str:
             frames: Any = out_mm_kwargs["audio"][item][LENGTHS].data
-            return PromptUpdateDetails.select_token_id([begin, *[place] * audio_embeddings(int(frames)), end], place)
+            return f"<|audio_start|>{PLACE * audio_embeddings(int(frames))}<|audio_end|>"
 
-        return [PromptReplacement("audio", [sound], places)]
+        def picture(item: int) -> str:
+            size = mm_items.get_items("image", ImageProcessorItems).get_image_size(item)
+            return places_of(grid_of(size.width, size.height), item)
+
+        def replacement(modality: str, text: Callable[[int], str]) -> PromptReplacement:
+            return PromptReplacement(
+                modality, self._ids(MARKS[modality]), lambda item: self._places(self._ids(text(item)))
+            )
+
+        return [replacement("audio", sound), replacement("image", picture)]
+
+    def _recompute_cached_prompt_update(
+        self, cached_update: ResolvedPromptUpdate, new_item_idx: int
+    ) -> ResolvedPromptUpdate:
+        update = super()._recompute_cached_prompt_update(cached_update, new_item_idx)
+        if update.modality != "image":
+            return update
+        known: list[int] = update.content.full  # a picture of an earlier prompt, and its number there
+        (end,) = self._ids("</image_id>")
+        return update.with_content(self._places([*self._ids(f"<image_id>{new_item_idx}"), *known[known.index(end) :]]))
+
+    def _ids(self, text: str) -> list[int]:
+        tokenizer: Any = self.info.get_tokenizer()
+        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
+
+    def _places(self, token_ids: list[int]) -> PromptUpdateDetails:
+        return PromptUpdateDetails.select_token_id(token_ids, *self._ids(PLACE))
 
 
 class Template:
@@ -151,7 +206,10 @@ class Template:
         messages = [
             msgspec.structs.replace(
                 message,
-                content=tuple(part if part.media is None else ContentPart(text=SOUND) for part in message.content),
+                content=tuple(
+                    part if part.media is None else ContentPart(text=MARKS[prompt.media[part.media].modality])
+                    for part in message.content
+                ),
             )
             for message in prompt.messages
         ]
@@ -162,7 +220,7 @@ MEDIA = PromptMedia(None, MIN_SAMPLES, audio_window, audio_embeddings)
 
 
 class Prompts(PromptProcessor):
-    """Turns texts and recordings into token ids and encoded features."""
+    """Turns texts and media into token ids and encoded features."""
 
     def __init__(self, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> None:
         super().__init__(arguments, config, limits, MEDIA)

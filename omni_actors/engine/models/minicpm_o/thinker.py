@@ -26,6 +26,7 @@ from omni_actors.engine.adapter import Admission, TextAdapter, TextDecoder
 from omni_actors.engine.encoded_requests import FEATURES, LENGTHS, RequestReader
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.minicpm_o.config import hearing_part, speech_part
+from omni_actors.engine.models.minicpm_o.pictures import PIXELS, QUERIES, SIZES, PictureEncoder, picture_embeddings
 from omni_actors.engine.models.minicpm_o.prompt import (
     MEDIA,
     POOLED,
@@ -43,7 +44,6 @@ from omni_actors.stage.engine_interface import StageInputs, StageRequest
 ARCHITECTURE = "OmniActorsMiniCpmOThinker"
 SPEECH_BEGIN, SPEECH_END = "<|tts_bos|>", "<|tts_eos|>"
 SECOND = 50  # positions of the encoder of sounds
-NO_PICTURE = 1 << 31
 
 
 def thinker_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -83,8 +83,8 @@ class MiniCpmOThinker(Qwen3ForCausalLM, SupportsMultiModal):
             "tts.emb_text.": "speech_rows.table.",
             "tts.projector_semantic.": "speech_rows.",
             "tts.": None,
-            "vpm.": None,
-            "resampler.": None,
+            "vpm.": "pictures.vpm.",
+            "resampler.": "pictures.resampler.",
         }
     )
 
@@ -95,13 +95,20 @@ class MiniCpmOThinker(Qwen3ForCausalLM, SupportsMultiModal):
         self.speech_rows = SpeechRows(config)
         self.apm = MiniCPMWhisperEncoder(hearing)
         self.audio_projection_layer = MultiModalProjector(hearing.d_model, config.hidden_size)
+        self.pictures = PictureEncoder(vllm_config, prefix)
 
     embed_input_ids = SupportsMultiModal.embed_input_ids
 
     def embed_multimodal(self, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        """Embeddings [n, width] of each sound, from features [mel bins, frames] of all of them and their lengths."""
-        if FEATURES not in kwargs:
-            return ()
+        """Embeddings [n, width] of each sound or picture.
+
+        Args:
+            kwargs: features [mel bins, frames] of all sounds and their lengths, or patches of all pictures and the
+                sizes of each one's slices.
+        """
+        if PIXELS in kwargs:
+            sizes = list(kwargs[SIZES])
+            return self.pictures(kwargs[PIXELS], torch.cat(sizes)).split([len(one) * QUERIES for one in sizes])
         return tuple(map(self._hear, kwargs[FEATURES].split(kwargs[LENGTHS].flatten().tolist(), dim=1)))
 
     def _hear(self, features: torch.Tensor) -> torch.Tensor:
@@ -165,7 +172,7 @@ class MiniCpmOThinkerAdapter(TextAdapter):
         super().__init__(*args, **kwargs)
         begin, end = self._tokenizer.convert_tokens_to_ids([SPEECH_BEGIN, SPEECH_END])
         self._begin = int(begin)
-        self._requests = RequestReader(NO_PICTURE, audio_embeddings)
+        self._requests = RequestReader(picture_embeddings, audio_embeddings)
         self.end_token_ids |= {int(end)}
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
@@ -173,7 +180,8 @@ class MiniCpmOThinkerAdapter(TextAdapter):
         token_ids, features = list(inputs.token_ids), []
         if inputs.tensors:
             token_ids, features = self._requests.read(inputs.tensors, token_ids)
-        if request.streams or features:  # the model answers what it hears as if it spoke
+        # The model answers what it hears as if it spoke.
+        if request.streams or any(feature.modality == "audio" for feature in features):
             token_ids.append(self._begin)
         self.check_tokens(token_ids)
         calls = self.tool_calls(inputs, token_ids)

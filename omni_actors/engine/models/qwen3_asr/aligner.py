@@ -20,11 +20,11 @@ from vllm.multimodal.inputs import PlaceholderRange
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from omni_actors.engine.arguments import OmniEngineArgs
-from omni_actors.engine.encoded_requests import RequestReader
+from omni_actors.engine.encoded_requests import RequestReader, no_pictures
 from omni_actors.engine.encoder import EncoderAdapter, EncoderSequence
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.encoder_state import EncoderState
-from omni_actors.engine.models.qwen3_asr.prompt import MEDIA, NO_PICTURE
+from omni_actors.engine.models.qwen3_asr.prompt import MEDIA
 from omni_actors.engine.models.qwen3_asr.thinker import Qwen3Asr
 from omni_actors.engine.models.qwen3_asr.words import in_order, words_of
 from omni_actors.errors import InvalidPayload, PromptTooLong
@@ -89,7 +89,7 @@ class AlignerAdapter(EncoderAdapter):
     def __init__(self, arguments: OmniEngineArgs, config: VllmConfig) -> None:
         super().__init__(arguments, config)
         hf_config = config.model_config.hf_config
-        self._requests = RequestReader(NO_PICTURE, MEDIA.audio_embeddings)
+        self._requests = RequestReader(no_pictures, MEDIA.audio_embeddings)
         self._tokenizer = cached_tokenizer_from_config(config.model_config)
         self._sound: int = hf_config.thinker_config.audio_token_id
         self._mark: int = hf_config.timestamp_token_id

@@ -35,7 +35,6 @@ def audio_window(config: PretrainedConfig) -> int:
     return frames
 
 
-NO_PICTURE = 1 << 31  # patches along an edge of an embedding, which no picture has
 MEDIA = PromptMedia(None, MIN_SAMPLES, audio_window, embeddings_of_seconds)
 
 

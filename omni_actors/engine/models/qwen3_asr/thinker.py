@@ -11,9 +11,9 @@ from vllm.model_executor.models.qwen3_asr import Qwen3ASRForConditionalGeneratio
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 from omni_actors.engine.adapter import Admission, TextAdapter, TextDecoder, TextOutputs
-from omni_actors.engine.encoded_requests import RequestReader
+from omni_actors.engine.encoded_requests import RequestReader, no_pictures
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.qwen3_asr.prompt import LANGUAGE_WORD, MEDIA, NO_LANGUAGE, NO_PICTURE, TEXT_TAG
+from omni_actors.engine.models.qwen3_asr.prompt import LANGUAGE_WORD, MEDIA, NO_LANGUAGE, TEXT_TAG
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest, TextEvent
 
@@ -78,7 +78,7 @@ class AsrAdapter(TextAdapter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._requests = RequestReader(NO_PICTURE, MEDIA.audio_embeddings)
+        self._requests = RequestReader(no_pictures, MEDIA.audio_embeddings)
         self._tag: int = self._tokenizer.convert_tokens_to_ids(TEXT_TAG)
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:

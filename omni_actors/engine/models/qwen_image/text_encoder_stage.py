@@ -21,7 +21,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.transformers_utils.processor import cached_get_processor
 
 from omni_actors.engine.arguments import OmniEngineArgs
-from omni_actors.engine.encoded_requests import RequestReader
+from omni_actors.engine.encoded_requests import RequestReader, merged_patches
 from omni_actors.engine.encoder import EncoderAdapter, EncoderSequence
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.encoder_state import EncoderState, Residual
@@ -89,7 +89,7 @@ class QwenImageTextAdapter(EncoderAdapter):
         super().__init__(arguments, config)
         hf_config = config.model_config.hf_config
         tokenizer = cached_tokenizer_from_config(config.model_config)
-        self._requests = RequestReader(hf_config.vision_config.spatial_merge_size, lambda frames: -1)
+        self._requests = RequestReader(merged_patches(hf_config.vision_config.spatial_merge_size), lambda frames: -1)
         self._picture_token: int = hf_config.image_token_id
         self._vocabulary: int = config.model_config.get_vocab_size()
         self._most: int = config.model_config.max_model_len - 1
