@@ -203,9 +203,8 @@ def feature(**changes):
 def test_features_must_lie_inside_the_prompt():
     audio_embeddings = Qwen2_5OmniThinkerAdapter.audio_embeddings
     check_feature(feature(), 5, merged_patches(2), audio_embeddings)
-    check_feature(
-        feature(place={"is_embed": torch.ones(3, dtype=torch.bool)}), 5, 2, Qwen2_5OmniThinkerAdapter.audio_embeddings
-    )
+    whole = feature(place={"is_embed": torch.ones(3, dtype=torch.bool)})
+    check_feature(whole, 5, merged_patches(2), audio_embeddings)
     check_feature(feature(data=audio(12), modality="audio"), 5, merged_patches(2), audio_embeddings)
     bad = [
         feature(modality="smell"),

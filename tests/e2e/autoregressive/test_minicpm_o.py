@@ -34,7 +34,7 @@ def noisy(width: int, height: int) -> Image.Image:
 
 
 PICTURES = {  # sizes as the model's own code makes them
-    "small": SlicedPicture(noisy(64, 48), (518, 392)),
+    "small": SlicedPicture(noisy(175, 287), (350, 574)),  # 25 columns, some of which lie between two positions
     "wide": SlicedPicture(noisy(1000, 700), (532, 378), 2, 2, (532, 378)),
     "tall": SlicedPicture(noisy(500, 3000), (182, 1092), 1, 7, (476, 420)),
 }
