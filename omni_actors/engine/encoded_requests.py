@@ -127,7 +127,7 @@ def check_feature(
     if feature.data is None or not feature.identifier:
         raise InvalidPayload(f"{feature.modality}: features or identifier are missing.")
     try:
-        data = {name: item.data for name, item in feature.data.items()}
+        data: dict[str, Any] = {name: item.data for name, item in feature.data.items()}
         if feature.modality == "audio":
             frames = int(data[LENGTHS])
             expected = audio_embeddings(frames) if frames == data[FEATURES].shape[-1] and frames >= 1 else -1

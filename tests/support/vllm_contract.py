@@ -80,6 +80,15 @@ CALLED: dict[str, str] = {
     f"{_MODELS}.utils:WeightsMapper": "orig_to_new_prefix",
     f"{_MODELS}.utils:maybe_prefix": "prefix name",
     f"{_MODELS}.llama:LlamaModel": "vllm_config prefix",
+    f"{_MODELS}.minicpmo:MiniCPMWhisperEncoder": "config",
+    f"{_MODELS}.minicpmo:MiniCPMWhisperEncoder.forward": "input_features attention_mask",
+    f"{_MODELS}.minicpmo:MultiModalProjector": "in_dim out_dim",
+    f"{_MODELS}.idefics2_vision_model:Idefics2VisionTransformer": "config num_hidden_layers_override prefix",
+    f"{_MODELS}.idefics2_vision_model:Idefics2VisionTransformer.forward": "pixel_values position_ids",
+    "vllm.multimodal.inputs:MultiModalFieldConfig.batched": "modality keep_on_cpu",
+    "vllm.multimodal.inputs:MultiModalFieldConfig.flat_from_sizes": "modality size_per_item dim",
+    "vllm.multimodal.processing:PromptReplacement": "modality target replacement",
+    "vllm.multimodal.processing:PromptUpdateDetails.select_token_id": "seq embed_token_id",
     f"{_MODELS}.qwen2_5_omni_thinker:Qwen2_5OmniThinkerForConditionalGeneration.embed_input_ids": "input_ids",
     "vllm.compilation.decorators:support_torch_compile": "dynamic_arg_dims",
     "vllm.v1.worker.worker_base:CompilationTimes": "language_model encoder",
@@ -226,6 +235,10 @@ OURS = (
     "omni_actors.engine.models.qwen2_5_omni.talker:CodeTalkerDecoder",
     "omni_actors.engine.models.qwen2_5_omni.talker:TalkerModelState",
     "omni_actors.engine.models.qwen3_asr.thinker:Qwen3Asr",
+    "omni_actors.engine.models.minicpm_o.thinker:MiniCpmOThinker",
+    "omni_actors.engine.models.minicpm_o.prompt:Info",
+    "omni_actors.engine.models.minicpm_o.prompt:DummyInputs",
+    "omni_actors.engine.models.minicpm_o.prompt:MediaProcessor",
 )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from omni_actors.engine.models.minicpm_o.config import MiniCpmOConfig, hearing_part, seeing_part
-from omni_actors.engine.models.minicpm_o.pictures import PIXELS, QUERIES, SIZES, patches_of, picture_embeddings
+from omni_actors.engine.models.minicpm_o.config import QUERIES, MiniCpmOConfig, hearing_part, seeing_part
+from omni_actors.engine.models.minicpm_o.pictures import PIXELS, SIZES, patches_of, picture_embeddings
 from omni_actors.errors import ConfigError
 
 

@@ -18,8 +18,9 @@ from transformers import (
 from omni_actors.errors import ConfigError
 
 SPEECH = {"backbone_model": "llama", "condition_type": "hidden_text_merge", "projector_type": "mlp", "num_vq": 1}
-SEEING, PATCHES = {"query_num": 64}, {"patch_size": 14}
-HEARING = {"audio_pool_step": 5, "audio_chunk_length": 1.0}
+QUERIES, PATCH, POOLED = 64, 14, 5
+SEEING, PATCHES = {"query_num": QUERIES}, {"patch_size": PATCH}
+HEARING = {"audio_pool_step": POOLED, "audio_chunk_length": 1.0}
 
 
 class MiniCpmOConfig(Qwen3Config):  # type: ignore[misc]  # has no type

@@ -15,10 +15,9 @@ from transformers import PretrainedConfig, SiglipVisionConfig
 from vllm.config import VllmConfig
 from vllm.model_executor.models.idefics2_vision_model import Idefics2VisionTransformer
 
-from omni_actors.engine.models.minicpm_o.config import PATCHES, SEEING, seeing_part
+from omni_actors.engine.models.minicpm_o.config import PATCH, QUERIES, seeing_part
 
 PIXELS, SIZES = "pixel_values", "slice_sizes"
-PATCH, QUERIES = PATCHES["patch_size"], SEEING["query_num"]
 SIDE = 448  # of a square with the area of a slice
 MOST_SLICES = 9
 

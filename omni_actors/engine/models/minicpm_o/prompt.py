@@ -26,11 +26,10 @@ from vllm.multimodal.processing.processor import ResolvedPromptUpdate
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoded_requests import FEATURES, LENGTHS, MASK
-from omni_actors.engine.models.minicpm_o.config import HEARING, hearing_part
+from omni_actors.engine.models.minicpm_o.config import POOLED, QUERIES, hearing_part
 from omni_actors.engine.models.minicpm_o.pictures import (
     MOST_SLICES,
     PIXELS,
-    QUERIES,
     SIDE,
     SIZES,
     grid_of,
@@ -44,7 +43,6 @@ from omni_actors.protocol.payloads import ContentPart, Prompt
 
 MARKS = {"audio": "<|audio|>", "image": "<|image_pad|>"}
 PLACE = "<unk>"
-POOLED = HEARING["audio_pool_step"]
 LONGEST_SECONDS = 30  # positions of the encoder
 LARGEST = SIDE * math.isqrt(MOST_SLICES)  # along an edge of a picture of the most slices
 MIN_SAMPLES = 1281  # make nine frames, of which five are left for an embedding
@@ -184,7 +182,9 @@ class MediaProcessor(BaseMultiModalProcessor[Info]):
             return update
         known: list[int] = update.content.full  # a picture of an earlier prompt, and its number there
         (end,) = self._ids("</image_id>")
-        return update.with_content(self._places([*self._ids(f"<image_id>{new_item_idx}"), *known[known.index(end) :]]))
+        numbered = [*self._ids(f"<image_id>{new_item_idx}"), *known[known.index(end) :]]
+        changed: ResolvedPromptUpdate = update.with_content(self._places(numbered))
+        return changed
 
     def _ids(self, text: str) -> list[int]:
         tokenizer: Any = self.info.get_tokenizer()

@@ -20,21 +20,15 @@ from vllm.model_executor.models.minicpmo import MiniCPMWhisperEncoder, MultiModa
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from omni_actors.engine.adapter import Admission, TextAdapter, TextDecoder
 from omni_actors.engine.encoded_requests import FEATURES, LENGTHS, RequestReader
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.minicpm_o.config import hearing_part, speech_part
-from omni_actors.engine.models.minicpm_o.pictures import PIXELS, QUERIES, SIZES, PictureEncoder, picture_embeddings
-from omni_actors.engine.models.minicpm_o.prompt import (
-    MEDIA,
-    POOLED,
-    DummyInputs,
-    Info,
-    MediaProcessor,
-    audio_embeddings,
-)
+from omni_actors.engine.models.minicpm_o.config import POOLED, QUERIES, hearing_part, speech_part
+from omni_actors.engine.models.minicpm_o.pictures import PIXELS, SIZES, PictureEncoder, picture_embeddings
+from omni_actors.engine.models.minicpm_o.prompt import MEDIA, DummyInputs, Info, MediaProcessor, audio_embeddings
 from omni_actors.engine.models.thinker_adapter import RowOutputs
 from omni_actors.engine.models.thinker_state import EmitRows, ThinkerState
 from omni_actors.engine.workers.runner import Attachments, Emission, Step
@@ -108,7 +102,9 @@ class MiniCpmOThinker(Qwen3ForCausalLM, SupportsMultiModal):
         """
         if PIXELS in kwargs:
             sizes = list(kwargs[SIZES])
-            return self.pictures(kwargs[PIXELS], torch.cat(sizes)).split([len(one) * QUERIES for one in sizes])
+            seen = self.pictures(kwargs[PIXELS], torch.cat(sizes))
+            each: tuple[torch.Tensor, ...] = seen.split([len(one) * QUERIES for one in sizes])
+            return each
         return tuple(map(self._hear, kwargs[FEATURES].split(kwargs[LENGTHS].flatten().tolist(), dim=1)))
 
     def _hear(self, features: torch.Tensor) -> torch.Tensor:
@@ -177,7 +173,7 @@ class MiniCpmOThinkerAdapter(TextAdapter):
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
         """Check tokens, features and parameters. Raises `OmniError` for what the model cannot take."""
-        token_ids, features = list(inputs.token_ids), []
+        token_ids, features = list(inputs.token_ids), list[MultiModalFeatureSpec]()
         if inputs.tensors:
             token_ids, features = self._requests.read(inputs.tensors, token_ids)
         # The model answers what it hears as if it spoke.
