@@ -238,7 +238,7 @@ OURS = (
     "omni_actors.engine.models.minicpm_o.thinker:MiniCpmOThinker",
     "omni_actors.engine.models.minicpm_o.prompt:Info",
     "omni_actors.engine.models.minicpm_o.prompt:DummyInputs",
-    "omni_actors.engine.models.minicpm_o.prompt:MediaProcessor",
+    "omni_actors.engine.models.minicpm_o.prompt:MarkedMedia",
 )
 
 

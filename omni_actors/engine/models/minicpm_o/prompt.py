@@ -120,7 +120,7 @@ class DummyInputs(BaseDummyInputsBuilder[Info]):
         }
 
 
-class MediaProcessor(BaseMultiModalProcessor[Info]):
+class MarkedMedia(BaseMultiModalProcessor[Info]):
     """Computes features, and puts into a prompt as many places as the encoder makes embeddings of them."""
 
     def _call_hf_processor(self, hf_data: Mapping[str, Any], hf_kwargs: Mapping[str, object]) -> BatchFeature:
@@ -195,7 +195,7 @@ class MediaProcessor(BaseMultiModalProcessor[Info]):
         return PromptUpdateDetails.select_token_id(token_ids, *self._ids(PLACE))
 
 
-class Template:
+class MarkedTemplate:
     """The checkpoint's chat template, which takes texts; a medium is a line of its own, as in the model's `chat`."""
 
     def __init__(self, chat: ChatTemplate) -> None:
@@ -226,7 +226,7 @@ class Prompts(PromptProcessor):
         super().__init__(arguments, config, limits, MEDIA)
         model = arguments.model_config
         chat = ChatTemplate(self.processor, model.tool_call_parser, model.tool_chat_template, text_only=True)
-        self._template = Template(chat)
+        self._template = MarkedTemplate(chat)
 
     @classmethod
     def of(cls, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> Prompts:

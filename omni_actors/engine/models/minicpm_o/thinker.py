@@ -28,7 +28,7 @@ from omni_actors.engine.encoded_requests import FEATURES, LENGTHS, RequestReader
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.minicpm_o.config import POOLED, QUERIES, hearing_part, speech_part
 from omni_actors.engine.models.minicpm_o.pictures import PIXELS, SIZES, PictureEncoder, picture_embeddings
-from omni_actors.engine.models.minicpm_o.prompt import MEDIA, DummyInputs, Info, MediaProcessor, audio_embeddings
+from omni_actors.engine.models.minicpm_o.prompt import MEDIA, DummyInputs, Info, MarkedMedia, audio_embeddings
 from omni_actors.engine.models.thinker_adapter import RowOutputs
 from omni_actors.engine.models.thinker_state import EmitRows, ThinkerState
 from omni_actors.engine.workers.runner import Attachments, Emission, Step
@@ -67,7 +67,7 @@ class SpeechRows(nn.Module):
         return rows
 
 
-@MULTIMODAL_REGISTRY.register_processor(MediaProcessor, info=Info, dummy_inputs=DummyInputs)
+@MULTIMODAL_REGISTRY.register_processor(MarkedMedia, info=Info, dummy_inputs=DummyInputs)
 class MiniCpmOThinker(Qwen3ForCausalLM, SupportsMultiModal):
     """vLLM's Qwen3 and encoder, and what makes the talker's rows."""
 
