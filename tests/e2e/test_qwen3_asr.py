@@ -90,6 +90,7 @@ def post(pipeline: HttpPipeline, file: bytes = SHORT, route: str = "transcriptio
     return httpx.post(f"{pipeline.url}/v1/audio/{route}", files={"file": ("a", file)}, data=fields, timeout=120)
 
 
+@pytest.mark.nightly
 def test_a_long_recording_is_cut_where_it_is_quiet_and_its_parts_are_heard_as_each_is_alone(
     pipeline: HttpPipeline,
 ) -> None:
@@ -224,6 +225,7 @@ def test_a_chat_model_is_spoken_to_and_spoken(pipeline: HttpPipeline, cascade: H
     assert len(answers[0][1]) > 1000
 
 
+@pytest.mark.nightly
 def test_a_turn_that_is_spoken_calls_a_tool_whose_result_is_spoken(cascade: HttpPipeline) -> None:
     """A grammar has the model call, whatever it would say."""
     city = {"type": "object", "properties": {"city": {"enum": ["Kiel", "Ulm"]}}, "required": ["city"]}

@@ -76,13 +76,15 @@ def test_the_sentences_below_it() -> None:
     found = re.search(
         r"begins to speak after (\d+) ms, and says (\d+) answers of 10 s per second to 64 listeners, none .*"
         r"takes ([\d.]+) s with Qwen-Image-2\.1 \(40 steps; diffusers ([\d.]+) s\), "
-        r"and ([\d.]+) s with Z-Image-Turbo \(8 steps; diffusers ([\d.]+) s\)",
+        r"([\d.]+) s with Z-Image-Turbo \(8 steps; diffusers ([\d.]+) s\), "
+        r"and ([\d.]+) s with FLUX\.2 klein on an H100 \(4 steps; diffusers ([\d.]+) s without",
         " ".join(section[: section.index("\n## ")].split()),
     )
     assert found, section
     one, many = row(BENCHMARKS, TTS, "c=1"), row(BENCHMARKS, TTS, "c=64")
     qwen, turbo = (row(BENCHMARKS, PICTURES, f"{name} 1024x1024") for name in ("Qwen-Image-2.1", "Z-Image-Turbo"))
-    cells = (one[1], many[5], qwen[1], qwen[6], turbo[1], turbo[6])
+    klein = row(BENCHMARKS, PICTURES, "1024x1024, c=1")
+    cells = (one[1], many[5], qwen[1], qwen[6], turbo[1], turbo[6], klein[1], klein[7])
     expect([Decimal(figure) for figure in found.groups()], [figures(cell)[0] for cell in cells])
     assert many[3] == "0 of 128"
 
@@ -90,4 +92,4 @@ def test_the_sentences_below_it() -> None:
 def test_how_soon_people_who_talk_hear_an_answer() -> None:
     shown = re.search(r"(\d+) people talk to Qwen3-Omni on one H200 .* (\d\.\d+) s after", README)
     assert shown is not None
-    expect([Decimal(shown[2])], figures(row(BENCHMARKS, "### Voices", f"{shown[1]}, two starts")[1])[:1])
+    expect([Decimal(shown[2])], figures(row(BENCHMARKS, "### Voices whose answers", f"{shown[1]} ")[2])[:1])
