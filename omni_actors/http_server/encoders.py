@@ -45,6 +45,11 @@ def pcm16(samples: Samples) -> bytes:
     return numpy.rint(scaled, out=scaled).astype("<i2").tobytes()
 
 
+def samples_of(pcm: bytes) -> Samples:
+    """The samples f32 [n] of little-endian 16-bit PCM, from -1 to 1."""
+    return numpy.frombuffer(pcm, "<i2").astype(numpy.float32) / numpy.float32(32768)
+
+
 def wav_header(rate: int, n_bytes: int | None) -> bytes:
     """The 44 bytes before mono PCM16 samples at `rate` Hz; `n_bytes` is `None` if their length is unknown."""
     data = UNKNOWN_LENGTH if n_bytes is None else n_bytes

@@ -12,8 +12,7 @@ import torch
 
 from omni_actors.engine.rows import to_host
 from omni_actors.stage.engine_interface import StageInputs
-from tests.support.picture_wishes import Wish, levels
-from tests.support.reference import one_thread
+from tests.support.picture_wishes import Wish, levels, painted
 from tools.checkpoints.pictures import FLUX2_KLEIN
 
 if TYPE_CHECKING:
@@ -57,17 +56,7 @@ class Painter:
 
     def paint(self, wish: Wish, kind: str) -> Any:
         """The latents as the VAE has them (`latent`), or the picture, 0 to 1 [height, width, 3] (`np`)."""
-        with one_thread():
-            return self.pipeline(
-                wish.pictures or None,
-                wish.prompt,
-                width=wish.width,
-                height=wish.height,
-                num_inference_steps=wish.steps,
-                guidance_scale=wish.guidance,
-                generator=torch.Generator().manual_seed(wish.seed),
-                output_type=kind,
-            ).images[0]
+        return painted(self.pipeline, wish, kind, image=wish.pictures or None, guidance_scale=wish.guidance)
 
     @contextmanager
     def adapted(self, folder: Path) -> Iterator[None]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
@@ -44,6 +45,20 @@ class Wish:
             Image.fromarray(noise.integers(0, 256, (height, width, channels), dtype=np.uint8))
             for width, height, channels in self.references
         ]
+
+
+def painted(pipeline: Any, wish: Wish, kind: str, **given: Any) -> Any:
+    """What a pipeline of diffusers makes of a wish, of an `output_type`, with noise from its seed."""
+    with one_thread():
+        return pipeline(
+            prompt=wish.prompt,
+            width=wish.width,
+            height=wish.height,
+            num_inference_steps=wish.steps,
+            generator=torch.Generator().manual_seed(wish.seed),
+            output_type=kind,
+            **given,
+        ).images[0]
 
 
 def engine(checkpoint: Path, stage: str, *, asynchronous: bool | None = None, **options: Any) -> DiffusionEngine:

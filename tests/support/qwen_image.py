@@ -10,8 +10,7 @@ import torch
 from omni_actors.engine.models.qwen_image.layout import scaled_size
 from omni_actors.engine.rows import to_host
 from omni_actors.stage.engine_interface import StageInputs
-from tests.support.picture_wishes import Wish, levels
-from tests.support.reference import one_thread
+from tests.support.picture_wishes import Wish, levels, painted
 
 if TYPE_CHECKING:
     from diffusers import QwenImage21Pipeline
@@ -41,19 +40,15 @@ class Painter:
         if wish.steps == 1:  # diffusers would divide by zero
             scheduler.register_to_config(shift_terminal=None)
         try:
-            with one_thread():
-                return self.pipeline(
-                    wish.prompt,
-                    image=wish.pictures or None,
-                    negative_prompt=wish.negative,
-                    true_cfg_scale=wish.guidance,
-                    width=wish.width,
-                    height=wish.height,
-                    num_inference_steps=wish.steps,
-                    output_resolution=REFERENCE_SIZE,
-                    generator=torch.Generator().manual_seed(wish.seed),
-                    output_type=kind,
-                ).images[0]
+            return painted(
+                self.pipeline,
+                wish,
+                kind,
+                image=wish.pictures or None,
+                negative_prompt=wish.negative,
+                true_cfg_scale=wish.guidance,
+                output_resolution=REFERENCE_SIZE,
+            )
         finally:
             scheduler.register_to_config(shift_terminal=terminal)
 

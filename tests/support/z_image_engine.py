@@ -9,8 +9,7 @@ import torch
 
 from omni_actors.engine.rows import to_host
 from omni_actors.stage.engine_interface import StageInputs
-from tests.support.picture_wishes import Wish, levels
-from tests.support.reference import one_thread
+from tests.support.picture_wishes import Wish, levels, painted
 
 if TYPE_CHECKING:
     from diffusers import ZImagePipeline
@@ -35,16 +34,7 @@ class Painter:
 
     def paint(self, wish: Wish, kind: str) -> Any:
         """The latents f32 [channels, height, width] (`latent`) or the picture, 0 to 1 [height, width, 3] (`np`)."""
-        with one_thread():
-            return self.pipeline(
-                wish.prompt,
-                width=wish.width,
-                height=wish.height,
-                num_inference_steps=wish.steps,
-                guidance_scale=wish.guidance,
-                generator=torch.Generator().manual_seed(wish.seed),
-                output_type=kind,
-            ).images[0]
+        return painted(self.pipeline, wish, kind, guidance_scale=wish.guidance)
 
     def latents(self, wish: Wish) -> torch.Tensor:
         return self.paint(wish, "latent")

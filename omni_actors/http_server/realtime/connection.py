@@ -176,8 +176,8 @@ class SessionConnection:
         self._keeper: SessionKeeper | None = None
         if line.speaker is None:  # a call cannot go on over a WebSocket
             self._keeper = SessionKeeper(session, self.owner, state.sessions)
-        self._live = self.live = line.live
-        told = self._live.told if self._live is not None else None
+        self.live = line.live
+        told = self.live.told if self.live is not None else None
         self._outbox = Outbox(line.send, state.settings.write_timeout, self._keeper, told)
         if line.speaker is not None:
             line.speaker.tell = self._outbox.put
@@ -192,8 +192,8 @@ class SessionConnection:
 
     async def run(self) -> None:
         """Run the session to its end; at the end none of its requests is left."""
-        if self._live is not None:
-            self._live.begin(self._outbox, lambda event: self._carry_out(self._session.receive(event)))
+        if self.live is not None:
+            self.live.begin(self._outbox, lambda event: self._carry_out(self._session.receive(event)))
         self._asker.aligner = await self._state.aligner()
         self._carry_out(self._session.opened())
         self._account()
@@ -203,22 +203,22 @@ class SessionConnection:
         tasks = [reader, writer, transcriber]
         if self._keeper is not None:
             tasks.append(_task(self._keep(self._keeper), "realtime keeper"))
-        if self._live is not None:
+        if self.live is not None:
             self._state.live[self._session.id] = self
             tasks.append(_task(self._hang_up(), "end of a Live session"))
-        if self._live is not None and isinstance(self._line, WebSocketLine):
-            tasks.append(_task(self._live.play(), "realtime player"))
+        if self.live is not None and isinstance(self._line, WebSocketLine):
+            tasks.append(_task(self.live.play(), "realtime player"))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if self._live is not None:
+            if self.live is not None:
                 del self._state.live[self._session.id]
             if self._activity is not None:
                 self._state.realtime.forget(self._activity)
             errors = await _end([*tasks, *self._answers.values(), *self._aligning])
-            if self._live is not None and not self._live.closed.is_set():
+            if self.live is not None and not self.live.closed.is_set():
                 await self._store()
-                self._live.close("connection_lost")
+                self.live.close("connection_lost")
             if self._keeper is not None:
                 await self._keeper.close(ended=bool(errors) and _has_left(errors[0]))
             for error in errors:
@@ -280,15 +280,15 @@ class SessionConnection:
             take_bytes(self._bodies, self, len(data))
             event: Any = given
             if isinstance(given, config.AppendAudio):  # from a microphone
-                event = given if self._live is None else AppendInput(audio=given.audio)
+                event = given if self.live is None else AppendInput(audio=given.audio)
             else:
-                kind = config.AnyEvent if self._live is None else LiveEvent
+                kind = config.AnyEvent if self.live is None else LiveEvent
                 short = len(data) <= SHORT
                 event = config.parse(data, kind) if short else await asyncio.to_thread(config.parse, data, kind)
                 if isinstance(event, AppendInput) and not isinstance(self._line, WebSocketLine):
                     raise bad_field("type", "The sound of a call comes on its track.", "unsupported_value")
-            if self._live is not None:
-                event = self._live.meant(event)
+            if self.live is not None:
+                event = self.live.meant(event)
             if event is not None:
                 await self._receive(event)
         except (HttpError, OmniError) as error:

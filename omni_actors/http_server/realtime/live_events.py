@@ -197,19 +197,6 @@ class CloseLive(ClientEvent, frozen=True, kw_only=True, tag="session.close"):
     """End the session."""
 
 
-LiveEvent = (
-    StartLive
-    | UpdateLive
-    | AppendInput
-    | MuteInput
-    | UnmuteInput
-    | AppendInstructions
-    | AppendThinking
-    | AppendCommentary
-    | CreateBackendItem
-    | ContinueWork
-    | CloseLive
-)
 SidebandEvent = (
     UpdateLive
     | MuteInput
@@ -221,3 +208,4 @@ SidebandEvent = (
     | ContinueWork
     | CloseLive
 )
+LiveEvent = StartLive | AppendInput | SidebandEvent

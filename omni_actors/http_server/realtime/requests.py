@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import numpy
 
 from omni_actors.client import RequestStream, Text
 from omni_actors.errors import OmniError
 from omni_actors.http_server.ears import WORDS_SECONDS, Ears, to_write_down
+from omni_actors.http_server.encoders import samples_of
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import tool_options
 from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, RATE, Event, SessionConfig
@@ -137,7 +137,7 @@ class Asker:
             return ()
         seconds = len(pcm) / BYTES_PER_SECOND
         said = text if pace is None else heard(text, seconds, seconds, pace, complete=False)
-        samples = numpy.frombuffer(pcm, "<i2").astype(numpy.float32) / 32768
+        samples = samples_of(pcm)
         options = {**self.common, "timeout": WORDS_SECONDS, "priority": TRANSCRIPT_PRIORITY}
         words = await self.aligner.words(samples, RATE, said, **options)
         return [*words, WordTime("", seconds, seconds + 1, len(said))] if words and said != text else words

@@ -18,6 +18,7 @@ import numpy
 from numpy.typing import NDArray
 
 from omni_actors.host.processes import give_back_memory
+from omni_actors.http_server.encoders import samples_of
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, RATE, ServerVad, WireFormat
 from omni_actors.http_server.realtime.formats import SoundDecoder
@@ -267,7 +268,7 @@ class VoiceActivity:
 
     def add(self, pcm: bytes) -> None:
         """Add sound to what the model hears."""
-        samples = numpy.frombuffer(pcm, "<i2").astype(numpy.float32) / 32768
+        samples = samples_of(pcm)
         self._sound = numpy.concatenate((self._sound, self._resampler.resample_chunk(samples)))
 
     @property

@@ -16,7 +16,7 @@ from starlette.websockets import WebSocket
 
 from omni_actors.client.prompts import speech_ability
 from omni_actors.http_server.bodies import ANY, Nothing, Strict, decode, ignoring
-from omni_actors.http_server.encoders import FileEncoder, Samples, pcm16
+from omni_actors.http_server.encoders import FileEncoder, Samples, pcm16, samples_of
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.config import Event
 from omni_actors.http_server.realtime.formats import SoundEncoder
@@ -117,7 +117,7 @@ class WireSound:
     def _written(self, pcm: bytes) -> bytes:
         if self._file is None:
             return pcm
-        return self._file.feed((numpy.frombuffer(pcm, "<i2") / 32768).astype(numpy.float32))
+        return self._file.feed(samples_of(pcm))
 
 
 async def single(websocket: WebSocket) -> None:

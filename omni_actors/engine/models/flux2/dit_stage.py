@@ -75,8 +75,7 @@ class Flux2Dit(DenoisingStage):
     def stream(self, spec: PictureSpec, input_tokens: int) -> SingleJob:
         """The job of a picture: latents, and what its conditions contribute, are held."""
         tokens = spec.tokens * len(spec.conditions) + input_tokens
-        held = input_tokens * (self.config.width * self.dtype.itemsize + 8 * sum(self.config.axes))
-        return SingleJob(self.picture_job(spec, tokens, self.needed(tokens), held), input_tokens)
+        return SingleJob(self.picture_job(spec, tokens, self.needed(tokens), self.bytes_of(input_tokens)), input_tokens)
 
 
 # Tokens in a step: those of two pictures of 512 x 512 with their prompts.

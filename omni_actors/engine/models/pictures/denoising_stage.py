@@ -120,8 +120,12 @@ class DenoisingStage(DiffusionModelRunner):
 
     def needed(self, tokens: int) -> int:
         """Bytes of activations of a step of n tokens, and of their rotations."""
+        return self.bytes_of(tokens, self.activations)
+
+    def bytes_of(self, tokens: int, values: int = 1) -> int:
+        """Bytes of n tokens, of as many values of the network's width each, with their rotations."""
         width, turned = int(self.config.width), int(sum(self.config.axes))
-        return tokens * (self.activations * width * self.dtype.itemsize + 8 * turned)
+        return tokens * (values * width * self.dtype.itemsize + 8 * turned)
 
     def picture_job(self, spec: PictureSpec, tokens: int, needed: int, held: int = 0, first: int = 0) -> DiffusionJob:
         """The job of a picture.

@@ -62,8 +62,7 @@ class ZImageDit(DenoisingStage):
         """The job of a picture: latents, refined prompts and rotations are held."""
         texts = [filled(len(each)) for each in spec.conditions]
         tokens = sum(filled(spec.tokens) + text for text in texts)
-        held = sum(texts) * (self.config.width * self.dtype.itemsize + 8 * sum(self.config.axes))
-        return SingleJob(self.picture_job(spec, tokens, self.needed(tokens), held), input_tokens)
+        return SingleJob(self.picture_job(spec, tokens, self.needed(tokens), self.bytes_of(sum(texts))), input_tokens)
 
 
 # Tokens in a step: with those of one picture of 512 x 512 an H200 is full, so more would only let pictures wait.
