@@ -167,6 +167,7 @@ class Transcriber:
         self._said = TurnText("")  # in the turn that was spoken last
         self._heard = 0  # position up to which it was listened to
         self._listening: asyncio.Task[None] | None = None
+        self._listens = True  # until it is known that the pipeline cannot go on with the beginning of a text
 
     async def run(self) -> None:
         """Write down turns for as long as the session lasts. When it is cancelled, its request ends in all stages."""
@@ -204,7 +205,7 @@ class Transcriber:
     def listen(self) -> None:
         """Have the turn that is spoken written down so far, unless too little of it is new, or others are not done."""
         busy = self._writing or not self._waiting.empty() or (self._listening and not self._listening.done())
-        if busy or self._session.pausing or (spoken := self._session.spoken) is None:
+        if not self._listens or busy or self._session.pausing or (spoken := self._session.spoken) is None:
             return
         turn, start = spoken
         if self._said.item_id != turn.item_id:
@@ -217,7 +218,8 @@ class Transcriber:
         """Send what is said for sure in a turn. When it is cancelled, its request ends in all stages."""
         try:
             client, description = await self._asker.state.transcriber()
-            if description.hearing is None:  # a model that is asked for the text does not go on with its beginning
+            if description.hearing is None:
+                self._listens = False
                 return
             sound = MessageItem.of_sound(turn.item_id, self._session.sound_from(start)).parts[0].prompt()
             request = to_write_down(sound, description, **self._about(turn))
