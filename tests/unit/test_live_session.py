@@ -12,7 +12,7 @@ import pytest
 
 from omni_actors.http_server.realtime import config
 from omni_actors.http_server.realtime.config import RATE, ServerVad, SessionConfig, WireFormat
-from omni_actors.http_server.realtime.live import DELEGATE, LiveSession
+from omni_actors.http_server.realtime.live import DELEGATE, PIECE_SECONDS, LiveSession
 from omni_actors.http_server.realtime.live_events import LiveEvent, LiveFields, StartLive
 from omni_actors.http_server.realtime.requests import Outbox
 from omni_actors.http_server.realtime.session import Ask, Instructions, RealtimeSession, Send
@@ -148,3 +148,14 @@ async def test_a_turn_that_interrupts_is_answered_once_with_what_was_told_before
     talk.hear(0.0)
     assert len(talk.asked) == 2
     assert talk.prompt == [("system", "One."), ("system", "Two."), ("user", None)]
+
+
+async def test_nothing_comes_after_the_end_of_a_session(talk: LiveTalk) -> None:
+    talk.send("session.commentary.append", delegation_id=None, content="Count.")
+    talk.live.close("close_requested")
+    talk.answer("one two three four")  # that was on its way
+    player = asyncio.create_task(talk.live.play())
+    assert (await talk.event("session.closed"))["reason"] == "close_requested"
+    await asyncio.sleep(3 * PIECE_SECONDS)
+    player.cancel()
+    assert talk.events[-1]["type"] == "session.closed"

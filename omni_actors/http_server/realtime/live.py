@@ -163,6 +163,8 @@ class LiveSession:
         self._tell(event)
 
     def _tell(self, event: Event) -> None:
+        if self.closed.is_set():  # the client knows that it is over
+            return
         for outbox in (self._outbox, *self.listeners):
             outbox.append(event)
 
@@ -323,8 +325,8 @@ class LiveSession:
     def close(self, reason: str) -> None:
         """Say that the session is over, unless that was said."""
         if not self.closed.is_set():
-            self.closed.set()
             self._send("session.closed", self._closing, reason=reason, session=self._shown, usage=self._usage())
+            self.closed.set()
 
     def _usage(self) -> Event:
         return {"seconds": self._now() / 1000}
@@ -403,6 +405,8 @@ class LiveSession:
         self._say(now, now + 1000 * len(pcm) // self.speaker.bytes_per_second)
 
     def _sound(self, data: bytes) -> None:
+        if self.closed.is_set():
+            return
         event = {"type": "session.output_audio.delta", "delta": data}
         self._outbox.append(event)
         self._reflect(event)
