@@ -12,8 +12,6 @@ import queue
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -84,7 +82,7 @@ def find_speaker() -> Speaker | None:
     return Speaker(device)
 
 
-OFF = "off"
+OFF, TEXT, AUDIO = "off", "text", "audio"
 COMMANDS = {
     "/voice": "[NAME|off]  speak the answers with this voice, or only write them; alone, list the voices",
     "/audio": "FILE        send a sound with the next message",
@@ -94,68 +92,6 @@ COMMANDS = {
     "/help": "            list the commands",
 }
 NEED_FILE = ("/audio", "/image", "/save")
-
-
-@dataclass
-class Conversation:
-    """What was said, and how the next answer is wanted.
-
-    Args:
-        voices: those that the pipeline has; none if it does not speak.
-        speaks: whether answers are wanted as sound, too.
-        voice: the wanted one; `None` for the pipeline's own choice.
-        system: the system message, "" for none.
-    """
-
-    voices: Sequence[str] = ()
-    speaks: bool = False
-    voice: str | None = None
-    system: str = ""
-    said: list[dict[str, Any]] = field(default_factory=list)
-    attached: list[dict[str, Any]] = field(default_factory=list)
-
-    def question(self, text: str) -> dict[str, Any]:
-        """The user's next message: what is attached, then the text."""
-        parts = [*self.attached, *([{"type": "text", "text": text}] if text else [])]
-        return {"role": "user", "content": parts if self.attached else text}
-
-    def messages(self, question: dict[str, Any]) -> list[dict[str, Any]]:
-        """All messages, for a request."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self.said, question]
-
-    def answered(self, question: dict[str, Any], answer: str) -> None:
-        """Remember a question with its answer, as far as there is one."""
-        self.attached.clear()
-        self.said += [question, *([{"role": "assistant", "content": answer}] if answer else [])]
-
-    def restart(self) -> None:
-        """Forget what was said and attached."""
-        self.said.clear()
-        self.attached.clear()
-
-    def attach(self, kind: str, name: str) -> Path:
-        """Send a file with the next message. Raises `ConfigError` if it cannot be read."""
-        path = expanded(name, f"/{kind}")
-        check_readable(path, f"/{kind}")
-        self.attached.append({"type": kind, kind: path})
-        return path
-
-    def choose(self, voice: str) -> str:
-        """Take a voice, or none for "off"; returns what holds now. Raises `UnknownVoice`."""
-        if voice == OFF:
-            self.speaks = False
-            return "answers are text only"
-        if not self.voices:
-            raise UnknownVoice("This pipeline does not speak.", hint="")
-        if voice and voice not in self.voices:
-            raise UnknownVoice(
-                f"There is no voice {voice!r}.{suggest(voice, self.voices)}", hint=f"Take {', '.join(self.voices)}."
-            )
-        if voice:
-            self.speaks, self.voice = True, voice
-        now = (self.voice or "the pipeline's own") if self.speaks else OFF
-        return f"voice: {now} (there are {', '.join(self.voices)})"
 
 
 def command_of(line: str) -> tuple[str, str] | None:
@@ -183,17 +119,13 @@ def help_text() -> str:
     return "\n".join([*lines, "Ctrl-C  cancels the answer; Ctrl-D ends"])
 
 
-TEXT, AUDIO = "text", "audio"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 at the end of the input, 1 if no pipeline answers)."""
     return run(parser(), arguments, _chat)
 
 
 def _chat(options: argparse.Namespace) -> None:
-    pipeline = connection(options)
-    with OmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
+    with OmniClient(**connection(options)) as client:
         Chat(client, options).run()
 
 
@@ -214,24 +146,28 @@ def parser() -> argparse.ArgumentParser:
 
 
 class Chat:
-    """Reads lines, prints answers, and remembers the sound of the last one."""
+    """Reads lines, prints answers, and remembers what was said and the sound of the last answer."""
 
     def __init__(self, client: OmniClient, options: argparse.Namespace) -> None:
         self._client = client
         self._options = options
         offered = client.describe()
         self._offered = offered.modalities
-        self._speaker: Speaker | None = find_speaker() if AUDIO in offered.modalities else None
-        voices = offered.voices if AUDIO in offered.modalities else ()
-        self._conversation = Conversation(voices, self._speaker is not None, system=options.system)
+        self._voices = offered.voices if AUDIO in offered.modalities else ()
+        self._speaker = find_speaker() if AUDIO in offered.modalities else None
+        self._speaks = self._speaker is not None  # whether answers are wanted as sound, too
+        self._voice: str | None = None  # the pipeline's own choice
+        self._system = [{"role": "system", "content": options.system}] if options.system else []
+        self._said: list[dict[str, Any]] = []
+        self._attached: list[dict[str, Any]] = []  # goes with the next message
         self._pieces: list[NDArray[numpy.float32]] = []
         self._rate = 0
         if options.voice:
-            self._conversation.choose(options.voice)
+            self._choose(options.voice)
         if sys.stdin.isatty():
             import readline  # noqa: F401 - `input` edits lines with it
 
-            sound = "" if self._speaker is not None or not voices else " No speaker: /voice and /save give sound."
+            sound = "" if self._speaker is not None or not self._voices else " No speaker: /voice and /save give sound."
             say(f"{offered.pipeline}: /help lists the commands, Ctrl-D ends.{sound}")
 
     def run(self) -> None:
@@ -249,35 +185,53 @@ class Chat:
     def _take(self, line: str) -> None:
         match command_of(line):
             case None:
-                if line.strip() or self._conversation.attached:
+                if line.strip() or self._attached:
                     self._answer(line.strip())
             case ("/voice", name):
-                say(self._conversation.choose(name))
+                self._choose(name)
+                now = (self._voice or "the pipeline's own") if self._speaks else OFF
+                say("answers are text only" if name == OFF else f"voice: {now} (there are {', '.join(self._voices)})")
             case ("/save", name):
                 if not self._pieces:
                     raise InvalidRequest("The last answer had no sound.", hint="Choose a /voice, then ask again.")
                 save(expanded(name, "/save"), self._pieces, self._rate)
             case ("/new", _):
-                self._conversation.restart()
+                self._said.clear()
+                self._attached.clear()
                 say("forgotten")
             case ("/help", _):
                 print(help_text())
             case (command, name):
-                path = self._conversation.attach(command[1:], name)
+                path, kind = expanded(name, command), command[1:]
+                check_readable(path, command)
+                self._attached.append({"type": kind, kind: path})
                 say(f"{path.name} goes with the next message")
 
+    def _choose(self, voice: str) -> None:
+        """Take a voice, or none for "off"; keep what holds for "". Raises `UnknownVoice`."""
+        if voice == OFF:
+            self._speaks = False
+        elif not self._voices:
+            raise UnknownVoice("This pipeline does not speak.", hint="")
+        elif voice and voice not in self._voices:
+            raise UnknownVoice(
+                f"There is no voice {voice!r}.{suggest(voice, self._voices)}", hint=f"Take {', '.join(self._voices)}."
+            )
+        elif voice:
+            self._speaks, self._voice = True, voice
+
     def _answer(self, text: str) -> None:
-        conversation = self._conversation
-        question = conversation.question(text)
-        wanted = (TEXT, AUDIO) if conversation.speaks else (TEXT,)
+        parts = [*self._attached, *([{"type": "text", "text": text}] if text else [])]
+        question = {"role": "user", "content": parts if self._attached else text}
+        wanted = (TEXT, AUDIO) if self._speaks else (TEXT,)
         self._pieces = []
         words: list[str] = []
         stream: SyncRequestStream | None = None
         try:
             stream = self._client.submit(
-                conversation.messages(question),
+                [*self._system, *self._said, question],
                 modalities=[modality for modality in wanted if modality in self._offered],
-                voice=conversation.voice if conversation.speaks else None,
+                voice=self._voice if self._speaks else None,
                 seed=self._options.seed,
                 timeout=self._options.timeout,
             )
@@ -301,4 +255,6 @@ class Chat:
         except OmniError:
             print()
             raise
-        conversation.answered(question, "".join(words))
+        self._attached.clear()
+        answer = "".join(words)
+        self._said += [question, *([{"role": "assistant", "content": answer}] if answer else [])]

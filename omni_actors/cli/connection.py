@@ -10,7 +10,7 @@ import argparse
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TypedDict
 
 from omni_actors import envs
 from omni_actors.errors import ConfigError, OmniError, RequestTimeout
@@ -52,8 +52,8 @@ CONNECT_SECONDS = 2.0
 FLAG = "--endpoint"
 
 
-class Connection(NamedTuple):
-    """Where a pipeline listens, and the folder of the keys that it asks for."""
+class Connection(TypedDict):
+    """Arguments of a client: where a pipeline listens, and the folder of the keys that it asks for."""
 
     endpoint: str
     keys: str | None
@@ -100,10 +100,10 @@ def connection(options: argparse.Namespace) -> Connection:
     named: str | None = options.endpoint or envs.endpoint()
     if named is None:
         found = only_one(running())
-        return Connection(found.endpoint, keys or found.keys)
+        return {"endpoint": found.endpoint, "keys": keys or found.keys}
     if is_endpoint(named):
         check_listens(named)
-    return Connection(named, keys)  # the client refuses what is not an endpoint
+    return {"endpoint": named, "keys": keys}  # the client refuses what is not an endpoint
 
 
 def only_one(pipelines: Sequence[Running]) -> Running:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from omni_actors import flags
 from omni_actors.cli.autoscale import Pace, autoscale, parse_bounds
-from omni_actors.cli.connection import Connection, add_connection, connection, run, state
+from omni_actors.cli.connection import add_connection, connection, run, state
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import InvalidRequest, RequestTimeout, StageUnavailable, counted
 from omni_actors.protocol.messages import Operate, Operation, Report, StageStatus
@@ -77,10 +77,20 @@ async def _work(options: argparse.Namespace) -> None:
     if options.operation == Operation.SCALE and options.auto:
         if options.stage or options.node is not None:
             raise InvalidRequest("--auto takes neither STAGE and N nor --node.")
-        pipeline = connection(options)
-        async with AsyncOmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
+        async with AsyncOmniClient(**connection(options)) as client:
             await autoscale(client, options.auto, Pace(options.up, options.down))
-    await _run(connection(options), options, _order(options))
+    order = _order(options)
+    async with AsyncOmniClient(**connection(options)) as client:
+        before = await client.operate(Operation.STATUS)
+        report = await client.operate(order.operation, order.stage, order.replica, count=order.count, node=order.node)
+        if order.operation is Operation.STATUS:
+            print(render(report))
+            return
+        print(report.text)
+        if order.stage and options.wait:
+            known = {(item.stage, item.replica): item.epoch for item in before.description.stages}
+            await _wait(client, order, known.get((order.stage, order.replica), 0), options.wait)
+            print("done")
 
 
 def _order(options: argparse.Namespace) -> Operate:
@@ -92,19 +102,6 @@ def _order(options: argparse.Namespace) -> Operate:
         return Operate(operation, options.stage, count=options.count, node=options.node)
     stage, replica = _target(options.replica) if "replica" in options else ("", 0)
     return Operate(operation, stage, replica)
-
-
-async def _run(pipeline: Connection, options: argparse.Namespace, order: Operate) -> None:
-    async with AsyncOmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
-        before = await client.operate(Operation.STATUS)
-        report = await client.operate(order.operation, order.stage, order.replica, count=order.count, node=order.node)
-        if order.operation is Operation.STATUS:
-            print(render(report))
-            return
-        print(report.text)
-        if order.stage and options.wait:
-            await _wait(client, order, _epoch(before, order.stage, order.replica), options.wait)
-            print("done")
 
 
 async def _wait(client: AsyncOmniClient, order: Operate, former: int, seconds: float) -> None:
@@ -147,10 +144,6 @@ def _unfinished(status: StageStatus, order: Operate, former: int) -> str:
     restarted = order.operation is Operation.RESTART and status.epoch != former and status.state == "ready"
     what = f"{status.stage}/{status.replica} is {status.state} with {counted(status.in_flight, 'request')}"
     return "" if drained or restarted else what
-
-
-def _epoch(report: Report, stage: str, replica: int) -> int:
-    return next((e.epoch for e in report.description.stages if (e.stage, e.replica) == (stage, replica)), 0)
 
 
 def render(report: Report) -> str:

@@ -13,12 +13,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy
-from numpy.typing import NDArray
-
 from omni_actors import flags
 from omni_actors.cli.connection import add_connection, connection, run
-from omni_actors.client import Audio, OmniClient, spoken
+from omni_actors.client import OmniClient, spoken
 from omni_actors.client.prompts import read_aloud, speech_ability
 from omni_actors.client.sync_client import SyncRequestStream
 from omni_actors.errors import InvalidRequest, OmniError
@@ -53,30 +50,18 @@ def parser() -> argparse.ArgumentParser:
 
 def say_text(options: argparse.Namespace) -> None:
     """Write the sound of a text to a file. Raises `InvalidRequest` for what the pipeline does not take."""
-    pipeline = connection(options)
-    pieces: list[NDArray[numpy.float32]] = []
-    rate = 0
-    with OmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
+    with OmniClient(**connection(options)) as client:
         description = client.describe()
         in_parts = options.text == STDIN and description.speech is not None and description.speech.text_in_parts
         if options.text == STDIN:
             options.text = "" if in_parts else sys.stdin.read()
         prompt, modalities = _prompt(options, description)
-        stream = client.submit(
-            prompt,
-            modalities=modalities,
-            voice=options.voice,
-            seed=options.seed,
-            timeout=options.timeout,
-            more_text=in_parts,
-        )
+        given = {name: getattr(options, name) for name in ("voice", "seed", "timeout")}
+        stream = client.submit(prompt, modalities=modalities, more_text=in_parts, **given)
         if in_parts:
             threading.Thread(target=_read_on, args=(stream,), daemon=True).start()
-        for item in stream:
-            if isinstance(item, Audio):
-                pieces.append(item.samples)
-                rate = item.sample_rate
-    save(options.save.expanduser(), pieces, rate)
+        output = stream.result()
+    save(options.save.expanduser(), [] if output.audio is None else [output.audio], output.sample_rate)
 
 
 def _read_on(stream: SyncRequestStream) -> None:

@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from omni_actors import flags
-from omni_actors.cli.connection import Connection, add_connection, connection, duration, run, size, state
+from omni_actors.cli.connection import add_connection, connection, duration, run, size, state
 from omni_actors.client import AsyncOmniClient
 from omni_actors.host.processes import EXIT_OK
 from omni_actors.protocol.messages import Operation, Report
-from omni_actors.telemetry import metrics as metrics
+from omni_actors.telemetry import metrics
 from omni_actors.telemetry.metrics import Metric
 
 STATE_COLOURS = {"ready": "green", "draining": "yellow", "dead": "red", "waiting": "red"}
@@ -79,7 +79,7 @@ class Rates:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 no answer, 2 wrong usage)."""
     try:
-        return run(parser(), arguments, lambda options: asyncio.run(_run(connection(options), options)))
+        return run(parser(), arguments, lambda options: asyncio.run(_run(options)))
     except KeyboardInterrupt:
         return EXIT_OK
 
@@ -97,10 +97,10 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _run(pipeline: Connection, options: argparse.Namespace) -> None:
+async def _run(options: argparse.Namespace) -> None:
     interval = max(0.1, options.interval)
     console = Console()
-    async with AsyncOmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
+    async with AsyncOmniClient(**connection(options)) as client:
         before = await scrape(client)
         if options.once:
             await asyncio.sleep(interval)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from omni_actors import flags
-from omni_actors.cli.connection import Connection, add_connection, connection, duration, run, size
+from omni_actors.cli.connection import add_connection, connection, duration, run, size
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.fields import ATTEMPTS
@@ -31,7 +31,7 @@ STYLES = {  # character and colour of each phase
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 no such request or no answer, 2 wrong usage)."""
-    return run(parser(), arguments, lambda options: asyncio.run(_show(connection(options), options.request)))
+    return run(parser(), arguments, lambda options: asyncio.run(_show(options)))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,9 +44,9 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _show(pipeline: Connection, request_id: str) -> None:
-    async with AsyncOmniClient(pipeline.endpoint, keys=pipeline.keys) as client:
-        found = await client.recent(1) if request_id == LAST else [await client.timeline(request_id)]
+async def _show(options: argparse.Namespace) -> None:
+    async with AsyncOmniClient(**connection(options)) as client:
+        found = await client.recent(1) if options.request == LAST else [await client.timeline(options.request)]
     if not found:
         raise InvalidRequest("No request has ended yet.", hint="Send one first.")
     show(found[0], Console())

@@ -115,7 +115,7 @@ class Reports:
             window.messages_out if window is not None else 0,
             window.bytes_out if window is not None else 0,
             link.backlog if link is not None else 0,
-            self.fleet.health.restarts(replica),
+            replica.history.restarts if replica.history is not None else 0,
             now - replica.heard,
             now - replica.moved,
             replica.phase,
@@ -135,20 +135,8 @@ class Reports:
 
     def gather(self) -> Meters:
         """All metrics of the pipeline."""
-        replicas = {
-            (replica.stage, replica.index): (replica.ready, replica.spare, len(replica.requests))
-            for replica in self.fleet.replicas
-        }
-        return self.collector.gather(
-            self.requests.in_flight,
-            self.requests.queued,
-            self.requests.retained.used,
-            replicas,
-            self.links.metrics(),
-            {channel: decoder.rejected for channel, decoder in self.decoders.items()},
-            self._all_dropped(),
-            self.requests.planner.router.chosen,
-        )
+        rejected = {channel: decoder.rejected for channel, decoder in self.decoders.items()}
+        return self.collector.gather(self.requests, self.links.metrics(), rejected, self._all_dropped())
 
 
 NO_OPERATOR = "Use an operator's folder of keys, made with `omni-actors keys DIR --operator NAME`."

@@ -1,6 +1,7 @@
 """The coordinator's shell: sockets and timers around two pure machines. It carries out what they decide.
 
-Without it, which is until an operator changes something, the pipeline is as configured. The next launch removes it.
+What a restarted coordinator must know is in a file. Without it, which is until an operator changes something, the
+pipeline is as configured. The next launch removes it.
 
 `core.requests` decides about requests, `core.fleet` about processes. Three bound sockets: clients (ROUTER), control
 (ROUTER, to every stage process and node agent) and results (PULL, from every stage process); one PUSH link to each
@@ -19,25 +20,21 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.fleet import TICK_SECONDS as FLEET_TICK_SECONDS
 from omni_actors.coordinator.core.fleet import Fleet
 from omni_actors.coordinator.core.instructions import (
-    VERSION,
     Announce,
     FleetInstruction,
-    FleetMemory,
     GiveUp,
     Instruction,
     Log,
     Measured,
     Remember,
+    RememberedReplica,
     ReplicaHolds,
     ReplicaLost,
     ReplicaReady,
     ReplicaRegistered,
-    ReplicaRemoved,
-    ReplicaSpawned,
     ServeClients,
     ShowProgress,
     TellNode,
@@ -87,48 +84,38 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class MemoryFile:
-    """One per coordinator."""
+def read_memory(file: Path) -> list[RememberedReplica]:
+    """What the coordinator before this one has written; nothing if it had nothing to remember.
 
-    def __init__(self, run_dir: str) -> None:
-        self._path = Path(run_dir) / FLEET
+    Raises:
+        StartupError: the file is broken.
+    """
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=list[RememberedReplica])
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
+        raise StartupError(
+            f"Cannot read {file}, by which the coordinator remembers how stages were scaled and what was drained: "
+            f"{error}.",
+            hint="Put the file back as it was; or remove it, and the pipeline goes on with the replicas of its "
+            "configuration.",
+        ) from error
 
-    def read(self, pipeline: PipelineConfig) -> FleetMemory | None:
-        """Return what was remembered, `None` if nothing was.
 
-        Raises:
-            StartupError: the file is broken, or not of this pipeline.
-        """
-        try:
-            memory = msgspec.json.decode(self._path.read_bytes(), type=FleetMemory)
-            if memory.version != VERSION:
-                raise ValueError(f"it has version {memory.version}, and this coordinator reads {VERSION}")
-            if memory.config != pipeline.digest():
-                raise ValueError("it belongs to another configuration")
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
-            raise StartupError(
-                f"Cannot read {self._path}, by which the coordinator remembers how stages were scaled and what was "
-                f"drained: {error}.",
-                hint="Put the file back as it was; or remove it, and the pipeline goes on with the replicas of its "
-                "configuration.",
-            ) from error
-        return memory
-
-    def write(self, memory: FleetMemory) -> None:
-        """Replace the file. If that fails, the log says what a restarted coordinator would not know."""
-        new = self._path.with_suffix(".new")
-        try:
-            new.write_bytes(msgspec.json.encode(memory))
-            os.replace(new, self._path)
-        except OSError as error:
-            logger.error(
-                "a restarted coordinator would not know of the last scaling or drain: cannot write %s: %s; make room, "
-                "and give the command again",
-                self._path,
-                error,
-            )
+def write_memory(file: Path, replicas: Sequence[RememberedReplica]) -> None:
+    """Replace the file. If that fails, the log says what a restarted coordinator would not know."""
+    new = file.with_suffix(".new")
+    try:
+        new.write_bytes(msgspec.json.encode(replicas))
+        os.replace(new, file)
+    except OSError as error:
+        logger.error(
+            "a restarted coordinator would not know of the last scaling or drain: cannot write %s: %s; make room, and "
+            "give the command again",
+            file,
+            error,
+        )
 
 
 TICK_SECONDS = 0.1
@@ -151,8 +138,8 @@ class Coordinator:
 
     def __init__(self, spec: CoordinatorSpec, exporter: OtlpExporter | None = None) -> None:
         self._pipeline = pipeline = spec.pipeline
-        self._memory = MemoryFile(spec.run_dir)
-        remembered = self._memory.read(pipeline)
+        self._memory = Path(spec.run_dir) / FLEET
+        remembered = read_memory(self._memory)
         limits = pipeline.limits
         keys = load_keys(pipeline.coordinator.keys_dir)
         self._key_owners = KeyOwners(keys)
@@ -443,8 +430,6 @@ class Coordinator:
                 except OmniError as error:
                     self._obey(self.fleet.unreachable(peer, str(error), time.monotonic()))
                 self._control_reader.poke()
-            case ReplicaSpawned(stage, index, spawn_epoch):
-                self._collector.replica_spawned(stage, index, spawn_epoch)
             case ReplicaRegistered(replica):
                 try:
                     self._stages.open(replica)
@@ -459,12 +444,10 @@ class Coordinator:
                 self._client_reader.resume()
             case ReplicaLost(replica, why, evidence):
                 self._stages.close(replica.replica_id)
-                self._collector.replica_ended(replica.stage, replica.index)
+                self._collector.process_ended(replica.name)
                 self._do(self._requests.replica_lost(replica, STEADY(), why, evidence))
-            case ReplicaRemoved(stage, index):
-                self._collector.replica_removed(stage, index)
-            case Remember(state):
-                self._memory.write(state)
+            case Remember(replicas):
+                write_memory(self._memory, replicas)
             case Measured(replica, snapshot):
                 self._collector.take_snapshot(replica.stage, replica.index, snapshot)
             case GiveUp():
@@ -494,7 +477,7 @@ class Coordinator:
         self._do(self._requests.tick(STEADY()))
         self._flush_control()
         self._client_links.flush()
-        self._collector.tick()
+        self._collector.requests.tick()
         self._stages.grant(everything=True)
         for replica_id in self._stages.peers.cut(time.monotonic()):
             if replica_id is not None:

@@ -126,39 +126,21 @@ SERVER_LOST = 255  # exit code of a process, perhaps still alive, whose fork ser
 KILL_SECONDS = 2.0  # for the system to remove a killed process
 
 
-class WithoutMainModule:
-    """A context in which processes are started that do not import this process's main module.
-
-    multiprocessing would have them do so before anything else: the launcher's main module, with all that it imports,
-    took longer than all else that a stage does before it has its engine. Several threads may be inside: a start waits
-    for the imports of its fork server, and must not hold up those of another one.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._main_module = self._none = types.ModuleType("__main__")
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._main_module, sys.modules["__main__"] = sys.modules["__main__"], self._none
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                sys.modules["__main__"] = self._main_module
-
-
-without_main_module = WithoutMainModule()
+_starting = threading.Lock()
 
 
 def start_light(process: ForkServerProcess) -> None:
-    """Start a process without this one's main module."""
-    with without_main_module:
-        process.start()
+    """Start a process that does not import this process's main module.
+
+    multiprocessing would have it do so before anything else: the launcher's main module, with all that it imports, took
+    longer than all else that a stage does before it has its engine.
+    """
+    with _starting:
+        main_module, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+        try:
+            process.start()
+        finally:
+            sys.modules["__main__"] = main_module
 
 
 def _fork_servers() -> list[psutil.Process]:
@@ -235,9 +217,7 @@ class ReplicaProcesses:
         process = self._context.Process(target=main, args=(self.spec(identity, slot),), name=f"omni:{identity.stage}")
         loop = asyncio.get_running_loop()
         starting = loop.run_in_executor(None, start_light, process)
-        await until_done(
-            starting, _fork_servers
-        )  # with a fork server all its stages end, and the next start has another
+        await until_done(starting, _fork_servers)  # with one all its stages end, and the next start has another
         await starting
         self._processes[identity] = process
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already

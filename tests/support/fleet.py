@@ -13,9 +13,9 @@ from omni_actors.coordinator.core.fleet import TICK_SECONDS, Fleet
 from omni_actors.coordinator.core.instructions import (
     Announce,
     FleetInstruction,
-    FleetMemory,
     GiveUp,
     Remember,
+    RememberedReplica,
     ReplicaLost,
     ShowProgress,
     TellNode,
@@ -66,7 +66,7 @@ class World:
         self.pipeline = msgspec.convert({**(data or one_host()), "coordinator": coordinator}, PipelineConfig)
         self.now = T
         self.epochs = itertools.count(FIRST_EPOCH)
-        self.memory: FleetMemory | None = None  # what a restarted coordinator finds
+        self.memory: list[RememberedReplica] = []  # what a restarted coordinator finds
         self.fleet = self.new_fleet()
         self.in_flight = 0
         self.wanted = {stage.name: stage.replicas for stage in self.pipeline.stages}  # as configured, then as scaled
@@ -80,16 +80,8 @@ class World:
 
     def new_fleet(self) -> Fleet:
         new_epoch = lambda: next(self.epochs)  # noqa: E731
-        return Fleet(
-            self.pipeline,
-            ReplicaTable(),
-            "ipc:///client",
-            "ipc:///results",
-            new_epoch,
-            T - 1,
-            self.now,
-            memory=self.memory,
-        )
+        endpoints = ("ipc:///client", "ipc:///results")
+        return Fleet(self.pipeline, ReplicaTable(), *endpoints, new_epoch, T - 1, self.now, T - 1, self.memory)
 
     def restart_coordinator(self) -> None:
         """Another coordinator takes over what runs on the nodes; the stages have not registered with it yet."""
@@ -234,8 +226,8 @@ class World:
             case TellNode(_, KillReplica() as kill):
                 assert kill.process not in self.killed, "killed once"
                 self.killed.add(kill.process)
-            case Remember(memory):
-                self.memory = msgspec.json.decode(msgspec.json.encode(memory), type=FleetMemory)
+            case Remember(replicas):
+                self.memory = list(replicas)
             case TellReplica(replica_id, Peers() as peers):
                 assert not self.was_ending
                 self.peers[replica_id] = peers

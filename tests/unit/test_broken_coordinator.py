@@ -14,9 +14,9 @@ import pytest
 
 import omni_actors
 from omni_actors.client import AsyncOmniClient
-from omni_actors.coordinator.core.instructions import FleetMemory
+from omni_actors.coordinator import shell
 from omni_actors.coordinator.process_spec import CoordinatorSpec
-from omni_actors.coordinator.shell import Coordinator, MemoryFile
+from omni_actors.coordinator.shell import Coordinator
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.fields import PROTOCOL_VERSION, Header, identity_of
 from omni_actors.protocol.messages import Abort, NodeHello, Operation
@@ -50,7 +50,7 @@ def spec_in(folder: Path) -> CoordinatorSpec:
     )
 
 
-def break_memory(file: MemoryFile, memory: FleetMemory) -> None:
+def break_memory(*_: object) -> None:
     """Fail for a reason of which nobody has thought."""
     raise RuntimeError("the memory is broken")
 
@@ -58,7 +58,7 @@ def break_memory(file: MemoryFile, memory: FleetMemory) -> None:
 async def test_an_instruction_that_fails_ends_the_coordinator(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MemoryFile, "write", break_memory)
+    monkeypatch.setattr(shell, "write_memory", break_memory)
     coordinator = Coordinator(spec_in(short_path))
     running = asyncio.create_task(coordinator.run())
     config = pipeline()

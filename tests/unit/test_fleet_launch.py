@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import omni_actors
 from omni_actors.coordinator.core.fleet import ABSENT_SECONDS, RESTORE_SECONDS
 from omni_actors.coordinator.core.instructions import (
@@ -13,7 +15,8 @@ from omni_actors.coordinator.core.instructions import (
     ServeClients,
     ShowProgress,
 )
-from omni_actors.coordinator.core.replicas import LaunchState, ReplicaState
+from omni_actors.coordinator.core.nodes import Node, silent
+from omni_actors.coordinator.core.replicas import LaunchState, NodeEvent, ReplicaState, ReplicaTable
 from omni_actors.protocol.fields import PROTOCOL_VERSION, ReplicaId
 from omni_actors.protocol.messages import (
     Fatal,
@@ -35,6 +38,7 @@ from omni_actors.protocol.messages import (
 )
 from tests.support.fleet import (
     STAGES,
+    T,
     World,
     announced,
     gives_up,
@@ -281,6 +285,42 @@ def test_a_node_that_does_not_come_back_is_given_up() -> None:
     assert starts(world.node_hello(rank=1), 1) == ["talker/1"]
 
 
+# -- hellos of stages -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spawn_epoch", "epoch", "expected"),
+    [(7, 7, "expected"), (7, 9, "renewed"), (7, 6, "repeated"), (8, 8, "foreign"), (6, 9, "foreign")],
+)
+def test_hello_of_a_process(spawn_epoch: int, epoch: int, expected: str) -> None:
+    world = World()
+    world.node_hello()
+    started = world.replica("talker").spawn_epoch
+    assert answer(world, started - 7 + epoch, started - 7 + spawn_epoch) == expected
+
+
+def test_a_hello_may_not_reset_what_works_but_may_renew_what_was_lost() -> None:
+    world = World(one_host(talker={"restarts": 0}))
+    world.launch()
+    for state in ("ready", "dead"):
+        if state == "dead":
+            world.ended("talker")
+        replica = world.replica("talker")
+        assert replica.state == state
+        assert answer(world, replica.epoch, replica.spawn_epoch) == "repeated"
+        assert answer(world, replica.epoch + 1, replica.spawn_epoch) == "renewed"
+        world.says("talker", Ready(seconds=0.5))
+
+
+def answer(world: World, epoch: int, spawn_epoch: int) -> str:
+    """What becomes of a talker's hello."""
+    before = world.replica("talker").epoch
+    instructions = world.hello("talker", epoch=epoch, spawn_epoch=spawn_epoch)
+    if to_stage(instructions, Welcome):
+        return "renewed" if world.replica("talker").epoch > before else "expected"
+    return "foreign" if to_stage(instructions, Shutdown) else "repeated"
+
+
 # -- nodes ------------------------------------------------------------------------------------------------------------
 
 
@@ -318,3 +358,19 @@ def test_a_replica_does_not_restart_while_its_node_is_away() -> None:
     assert not starts(world.wait(1.0), 1)
     world.node_hello(rank=1)
     assert world.state("talker", 1) is ReplicaState.STARTING
+
+
+def test_a_silent_agent_whose_stages_beat_is_not_lost() -> None:
+    replicas = ReplicaTable()
+    master, node = nodes = [Node(rank, heard=T) for rank in (0, 1)]
+    master.on(NodeEvent.HELLO)
+    node.on(NodeEvent.HELLO)
+    talker = replicas.add("talker", 0, 7, node=1)
+    assert not silent(nodes, replicas, T + 3.9, 4)
+    assert silent(nodes, replicas, T + 4.1, 4) == [node], "not the coordinator's own host"
+    talker.heard = T + 2
+    assert not silent(nodes, replicas, T + 4.1, 4)
+    talker.state = ReplicaState.DEAD
+    assert silent(nodes, replicas, T + 4.1, 4) == [node]
+    node.on(NodeEvent.LOST)
+    assert not silent(nodes, replicas, T + 9, 4)

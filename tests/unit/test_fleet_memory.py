@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from omni_actors.coordinator.core.instructions import FleetMemory
 from omni_actors.coordinator.core.replicas import ReplicaState
-from omni_actors.coordinator.shell import MemoryFile
+from omni_actors.coordinator.shell import read_memory, write_memory
 from omni_actors.errors import StartupError
 from omni_actors.host.run_directory import FLEET
 from omni_actors.protocol.messages import KillReplica, Operation, Shutdown, StartReplica
@@ -81,47 +80,28 @@ def test_a_drain_and_a_restart_are_remembered(operation: Operation) -> None:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def memory_of(world: World) -> FleetMemory:
-    assert world.memory is not None
-    return world.memory
+BROKEN = {  # what becomes of the file, and the words for it
+    "half of it": (lambda whole: whole[: len(whole) // 2], "truncated"),
+    "nothing": (lambda whole: b"", "truncated"),
+    "no text": (lambda whole: b"\xff\x00", "malformed"),
+    "an unknown key": (lambda whole: whole.replace(b'"stage"', b'"stages"'), "unknown field"),
+    "a node that cannot be": (lambda whole: whole.replace(b'"node":0', b'"node":-1', 1), ">= 0"),
+}
 
 
-def test_the_file_gives_back_what_was_written(tmp_path: Path) -> None:
-    world = scaled()
-    file = MemoryFile(str(tmp_path))
-    assert file.read(world.pipeline) is None
-    file.write(memory_of(world))
-    assert file.read(world.pipeline) == memory_of(world)
+@pytest.mark.parametrize(("broken", "words"), BROKEN.values(), ids=list(BROKEN))
+def test_the_file_gives_back_what_was_written_and_a_broken_one_is_refused_with_what_to_do(
+    tmp_path: Path, broken: Callable[[bytes], bytes], words: str
+) -> None:
+    file, memory = tmp_path / FLEET, scaled().memory
+    assert read_memory(file) == []
+    write_memory(file, memory)
+    assert read_memory(file) == memory
     assert [path.name for path in tmp_path.iterdir()] == [FLEET]
-
-
-def broken_files() -> dict[str, tuple[bytes, str]]:
-    memory = memory_of(scaled())
-    changed = {
-        "a newer version": ({"version": 2}, "it has version 2, and this coordinator reads 1"),
-        "another pipeline": ({"config": "x"}, "it belongs to another configuration"),
-    }
-    found = {
-        name: (msgspec.json.encode(msgspec.structs.replace(memory, **change)), words)
-        for name, (change, words) in changed.items()
-    }
-    whole = msgspec.json.encode(memory)
-    return found | {
-        "half of it": (whole[: len(whole) // 2], "truncated"),
-        "nothing": (b"", "truncated"),
-        "no text": (b"\xff\x00", "malformed"),
-        "an unknown key": (whole.replace(b'"version"', b'"versions"'), "unknown field"),
-        "a node that cannot be": (whole.replace(b'"node":0', b'"node":-1', 1), ">= 0"),
-    }
-
-
-@pytest.mark.parametrize("name", list(broken_files()))
-def test_a_broken_file_is_refused_with_what_to_do(name: str, tmp_path: Path) -> None:
-    content, words = broken_files()[name]
-    (tmp_path / FLEET).write_bytes(content)
+    content = broken(file.read_bytes())
+    file.write_bytes(content)
     with pytest.raises(StartupError) as refused:
-        MemoryFile(str(tmp_path)).read(World().pipeline)
-    assert words in str(refused.value)
-    assert str(tmp_path / FLEET) in str(refused.value)
-    assert "remove it, and the pipeline goes on with the replicas of its configuration" in str(refused.value)
-    assert (tmp_path / FLEET).read_bytes() == content
+        read_memory(file)
+    for part in (words, str(file), "remove it, and the pipeline goes on with the replicas of its configuration"):
+        assert part in str(refused.value)
+    assert file.read_bytes() == content

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omni_actors.coordinator.core.fleet import TICK_SECONDS
-from omni_actors.coordinator.core.nodes import HealthPolicy
+from omni_actors.coordinator.core.nodes import plan_restart, why_stuck
 from omni_actors.coordinator.core.replicas import (
     LAUNCH_TRANSITIONS,
     NODE_TRANSITIONS,
@@ -26,79 +26,54 @@ from scripts.state_diagrams import TARGET, document
 from tests.support.builders import pipeline
 
 T = 100.0
+CONFIG = pipeline()
 
 
-class World:
-    def __init__(self, **coordinator: object) -> None:
-        self.table = ReplicaTable()
-        self.supervision = HealthPolicy(pipeline(**coordinator), self.table)
-
-    def spawn(self, stage: str = "talker", epoch: int = 1, now: float = T) -> Replica:
-        replica = self.table.add(stage, 0, epoch)
-        self.supervision.spawned(replica, now)
-        return replica
-
-    def ready(self, now: float = T, epoch: int = 1) -> Replica:
-        replica = self.spawn(epoch=epoch, now=now)
-        replica.on(ReplicaEvent.HELLO)
-        replica.on(ReplicaEvent.READY)
-        return replica
-
-    def look(self, until: float, since: float = T) -> dict[float, str]:
-        """What is found stuck, looking ten times a second."""
-        found = {}
-        for tenth in range(int((until - since) * 10)):
-            now = since + tenth / 10
-            for _, why in self.supervision.stuck(now):
-                found.setdefault(round(now - since, 1), why)
-        return found
+def spawned(table: ReplicaTable, epoch: int = 1, now: float = T) -> Replica:
+    return table.add("talker", 0, epoch, now=now)
 
 
-def test_a_loop_that_does_not_turn_is_noticed_only_with_work() -> None:
-    for requests, expected in (({"r"}, 4.3), (set(), None)):
-        world = World()
-        replica = world.ready()
+def ready(table: ReplicaTable, epoch: int = 1, now: float = T) -> Replica:
+    replica = spawned(table, epoch, now)
+    replica.on(ReplicaEvent.HELLO)
+    replica.on(ReplicaEvent.READY)
+    return replica
+
+
+def test_with_defaults_a_stuck_loop_is_known_within_five_seconds_and_only_with_work() -> None:
+    """It hangs right after a heartbeat, so that the next one still shows that it had turned."""
+    beats = CONFIG.coordinator.heartbeat_interval
+    for requests in ({"r"}, set()):
+        replica = ready(ReplicaTable())
         replica.requests = requests
-        found = {}
-        for tenth in range(80):
-            now = T + tenth / 10
-            world.supervision.beat(replica, 7, now)
-            for _, why in world.supervision.stuck(now):
-                found.setdefault(round(now - T, 1), why)
-        assert min(found, default=None) == (pytest.approx(expected) if expected else None)
+        found, next_beat = {}, T + beats
+        for hundredth in range(1000):
+            now = T + hundredth / 100
+            if now >= next_beat:
+                replica.beat(1, now)
+                next_beat += beats
+            if why := why_stuck(CONFIG, replica, now):
+                found.setdefault(now - T, why)
+        if not requests:
+            assert found == {}
+            continue
+        assert 4.0 < min(found) <= 5.0 - TICK_SECONDS
         assert all("no progress" in why and why.endswith("with 1 request") for why in found.values())
+    assert CONFIG.coordinator.heartbeat_timeout <= 5.0 - TICK_SECONDS
 
 
-def test_with_defaults_whoever_is_stuck_is_known_within_five_seconds() -> None:
-    """A loop that hangs right after a heartbeat, so that the next one still shows that it had turned."""
-    config = pipeline()
-    beats = config.coordinator.heartbeat_interval
-    world = World()
-    replica = world.ready()
-    replica.requests = {"r"}
-    found, next_beat, progress = 0.0, T + beats, 1
-    for hundredth in range(1000):
-        now = T + hundredth / 100
-        if now >= next_beat:
-            world.supervision.beat(replica, progress, now)
-            next_beat += beats
-        if world.supervision.stuck(now):
-            found = now - T
-            break
-    assert 4.0 < found <= 5.0 - TICK_SECONDS
-    assert config.coordinator.heartbeat_timeout <= 5.0 - TICK_SECONDS
-
-
-def restart_delays(world: World, losses: int, every: float, *, ready: bool, productive: bool = False) -> list[float]:
+def restart_delays(
+    table: ReplicaTable, losses: int, every: float, *, becomes_ready: bool = True, productive: bool = False
+) -> list[float]:
     """The delays of all restarts of one replica that is lost so many times, or until it is given up."""
     delays = []
     for life in range(1, losses + 1):
         now = T + life * every
-        replica = world.ready(now, epoch=life) if ready else world.spawn(epoch=life, now=now)
+        replica = ready(table, life, now) if becomes_ready else spawned(table, life, now)
         if productive:
             replica.hold("r")
             replica.finished("r")
-        restarts = world.supervision.plan(replica, now)
+        restarts = plan_restart(CONFIG, replica, now)
         replica.on(ReplicaEvent.LOST if restarts else ReplicaEvent.GIVEN_UP)
         if not restarts:
             break
@@ -106,40 +81,36 @@ def restart_delays(world: World, losses: int, every: float, *, ready: bool, prod
     return delays
 
 
-def test_twenty_losses_within_twenty_seconds_do_not_end_a_stage_that_becomes_ready_each_time() -> None:
-    assert restart_delays(World(), 20, 1.0, ready=True) == [0.0] + 19 * [0.5]
-
-
-def test_a_stage_that_becomes_ready_but_never_finishes_a_request_is_given_up() -> None:
-    assert restart_delays(World(), 100, 60.0, ready=True) == [0.0] + 29 * [0.5]
-
-
-def test_a_loss_of_a_ready_replica_begins_a_series_of_restarts() -> None:
-    world = World()
-    replica = world.ready()
-    assert world.supervision.plan(replica, T)
+def test_a_stage_is_given_up_that_does_not_start_or_becomes_ready_and_never_finishes_a_request() -> None:
+    assert restart_delays(ReplicaTable(), 20, 1.0) == [0.0] + 19 * [0.5], "20 kills in 20 s end no stage"
+    assert restart_delays(ReplicaTable(), 100, 60.0) == [0.0] + 29 * [0.5]
+    assert restart_delays(ReplicaTable(), 100, 60.0, productive=True) == 100 * [0.0]
+    table = ReplicaTable()
+    replica = ready(table)
+    assert plan_restart(CONFIG, replica, T)
     replica.on(ReplicaEvent.LOST)
-    assert restart_delays(world, 5, 1.0, ready=False) == [0.5, 1.0], "three restarts in all"
+    assert restart_delays(table, 5, 1.0, becomes_ready=False) == [0.5, 1.0], "three restarts in all"
 
 
 def test_a_restart_that_was_asked_for_counts_nothing() -> None:
-    world = World()
+    table = ReplicaTable()
     for epoch in range(1, 11):
-        replica = world.ready(epoch=epoch)
+        replica = ready(table, epoch)
         replica.on(ReplicaEvent.DRAIN)
-        assert world.supervision.drained(T) == []
+        assert not replica.should_stop(T)
         replica.orders.restart, replica.orders.drain_until = True, T + 5
         replica.requests = {"r"}
-        assert world.supervision.drained(T) == []
-        assert world.supervision.drained(T + 5) == [replica]
+        assert not replica.should_stop(T)
+        assert replica.should_stop(T + 5)
         replica.requests = set()
-        assert world.supervision.drained(T) == [replica]
+        assert replica.should_stop(T)
         replica.stopping = True
-        assert world.supervision.drained(T) == []
-        assert world.supervision.plan(replica, T)
+        assert not replica.should_stop(T)
+        assert plan_restart(CONFIG, replica, T)
         replica.on(ReplicaEvent.LOST)
-        assert world.supervision.due(T) == [replica]
-    assert world.supervision.restarts(replica) == 0
+        assert replica.restart_at == T
+    assert replica.history is None
+    assert replica.restarted == 9
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

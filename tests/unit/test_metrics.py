@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from omni_actors.errors import InvalidPayload
+from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.fields import Header, Limits, ReplicaId
 from omni_actors.protocol.messages import HistogramSample, Sample, Snapshot
@@ -20,13 +21,14 @@ from omni_actors.stage.engine_interface import BudgetStatistics, EngineStatistic
 from omni_actors.stage.meter import KEPT_TIMELINES, StageMeter
 from omni_actors.stage.session import process_values
 from omni_actors.telemetry import metrics as table
-from omni_actors.telemetry.collector import ProcessMeters, TelemetryCollector
+from omni_actors.telemetry.collector import TelemetryCollector
 from omni_actors.telemetry.endpoint import render
 from omni_actors.telemetry.metrics import TABLE, Kind, Meters, edge_metrics
 from omni_actors.transport.link import EdgeMetrics, Traffic
 from tests.support.builders import pipeline
 from tests.support.clock import Clock
 from tests.support.paths import REPOSITORY
+from tests.support.requests import ask, bring_back, lose, ready
 
 LABELS = ("talker", "0")
 
@@ -91,26 +93,30 @@ def snapshot(tokens: float = 0, steps: tuple[int, ...] | None = None, held: floa
     )
 
 
-def totals(stages: ProcessMeters) -> Meters:
-    meters = Meters()
-    stages.add_to(meters)
-    return meters
+def values_of(collector: TelemetryCollector, state: RequestMachine | None = None, **counts: Any) -> dict[Any, float]:
+    """What a collector has gathered, without the coordinator's own metrics."""
+    rejected, dropped = counts.get("rejected", {}), counts.get("dropped", {})
+    return collector.gather(state or ready(), {}, rejected, dropped).values
+
+
+TOKENS, HELD = (table.OUTPUT_TOKENS.name, LABELS), (table.STAGE_HELD.name, LABELS)
 
 
 def test_counters_go_on_after_a_restart_and_gauges_do_not() -> None:
-    stages = ProcessMeters()
-    tokens, held = (table.OUTPUT_TOKENS.name, LABELS), (table.STAGE_HELD.name, LABELS)
+    collector = TelemetryCollector()
     steps = (2,) + (0,) * len(table.STEP_SECONDS.bounds)
-    stages.take("talker/0", snapshot(5, steps, held=3))
-    stages.take("talker/0", snapshot(7, steps, held=3))  # the same process, later
-    assert totals(stages).values == {tokens: 7, held: 3}
-    stages.process_ended("talker/0")
-    stages.process_ended("talker/0")
-    assert totals(stages).values == {tokens: 7}
-    stages.take("talker/0", snapshot(1, steps, held=1))
-    assert totals(stages).values == {tokens: 8, held: 1}
-    assert totals(stages).histograms[(table.STEP_SECONDS.name, LABELS)].counts[0] == 4
-    assert totals(stages).values == {tokens: 8, held: 1}, "asking changes nothing"
+    for tokens in (5, 7):  # the same process, later
+        collector.take_snapshot("talker", 0, snapshot(tokens, steps, held=3))
+    for _ in range(2):
+        assert (values_of(collector)[TOKENS], values_of(collector)[HELD]) == (7, 3)
+    for _ in range(2):
+        collector.process_ended("talker/0")
+        assert values_of(collector)[TOKENS] == 7
+        assert HELD not in values_of(collector)
+    collector.take_snapshot("talker", 0, snapshot(1, steps, held=1))
+    assert (values_of(collector)[TOKENS], values_of(collector)[HELD]) == (8, 1)
+    gathered = collector.gather(ready(), {}, {}, {})
+    assert gathered.histograms[(table.STEP_SECONDS.name, LABELS)].counts[0] == 4
 
 
 @pytest.mark.parametrize(
@@ -126,12 +132,12 @@ def test_counters_go_on_after_a_restart_and_gauges_do_not() -> None:
     ],
     ids=["name", "labels", "negative counter", "not a number", "a histogram", "buckets", "no histogram"],
 )
-def test_a_snapshot_that_does_not_fit_the_table_changes_nothing(wrong: Snapshot) -> None:
-    stages = ProcessMeters()
-    stages.take("talker/0", snapshot(5))
-    with pytest.raises(InvalidPayload):
-        stages.take("talker/0", wrong)
-    assert totals(stages).values[(table.OUTPUT_TOKENS.name, LABELS)] == 5
+def test_a_snapshot_that_does_not_fit_the_table_is_counted_and_changes_nothing(wrong: Snapshot) -> None:
+    collector = TelemetryCollector()
+    collector.take_snapshot("talker", 0, snapshot(5))
+    collector.take_snapshot("talker", 0, wrong)
+    assert values_of(collector)[TOKENS] == 5
+    assert values_of(collector)[(table.REJECTED.name, (*table.COORDINATOR, "control", "wrong_snapshot"))] == 1
 
 
 def test_http_servers_report_their_own_metrics_and_no_others() -> None:
@@ -142,36 +148,28 @@ def test_http_servers_report_their_own_metrics_and_no_others() -> None:
         collector.take_clients(client, Snapshot(samples=own))
     collector.take_clients(b"c", Snapshot(samples=(Sample(table.OUTPUT_TOKENS.name, LABELS, 1.0),)))
     collector.client_gone(b"b")
-    value = collector.gather(0, 0, 0, {}, {}, {}, {}, {}).values
-    assert value[sessions] == 2
-    assert value[answers] == 50
-    assert (table.OUTPUT_TOKENS.name, LABELS) not in value
-    assert value[(table.REJECTED.name, ("coordinator", "0", "client", "wrong_snapshot"))] == 1
+    value = values_of(collector)
+    assert (value[sessions], value[answers]) == (2, 50)
+    assert TOKENS not in value
+    assert value[(table.REJECTED.name, (*table.COORDINATOR, "client", "wrong_snapshot"))] == 1
 
 
-def test_a_wrong_snapshot_is_counted_and_does_not_hide_the_others() -> None:
-    collector = TelemetryCollector()
-    collector.replica_spawned("talker", 0, 0)
-    collector.replica_spawned("talker", 0, 7)
-    collector.take_snapshot("talker", 0, snapshot(5))
-    collector.take_snapshot("talker", 0, Snapshot(samples=(Sample("omni_unheard_of", LABELS, 1.0),)))
-    collector.replica_spawned("talker", 0, 7)
-    collector.replica_spawned("talker", 0, 8)
-    everything = collector.gather(
-        3, 2, 4, {("talker", 0): (False, True, 2)}, {}, {"client": {"magic": 6}}, {"late": 7}, {"load": 8}
-    )
-    value = everything.values
-    assert value[(table.OUTPUT_TOKENS.name, LABELS)] == 5
-    assert value[(table.REJECTED.name, ("coordinator", "0", "control", "wrong_snapshot"))] == 1
-    assert value[(table.REJECTED.name, ("coordinator", "0", "client", "magic"))] == 6
-    assert value[(table.DROPPED.name, ("coordinator", "0", "late"))] == 7
-    assert value[(table.ROUTED.name, ("load",))] == 8
-    assert value[(table.IN_FLIGHT.name, ())] == 3
+def test_the_coordinators_own_metrics_are_those_of_requests_and_replicas() -> None:
+    state = ready(max_in_flight=1)
+    for name in "abc":
+        ask(state, name)
+    lose(state, "code2wav")
+    bring_back(state, "code2wav")
+    value = values_of(TelemetryCollector(), state, rejected={"client": {"magic": 6}}, dropped={"late": 7})
+    assert value[(table.REJECTED.name, (*table.COORDINATOR, "client", "magic"))] == 6
+    assert value[(table.DROPPED.name, (*table.COORDINATOR, "late"))] == 7
+    assert value[(table.ROUTED.name, ("load",))] == 5
+    assert value[(table.IN_FLIGHT.name, ())] == 1
     assert value[(table.QUEUED.name, ())] == 2
-    assert value[(table.RETAINED.name, ())] == 4
-    assert value[(table.READY.name, LABELS)] == 0
-    assert value[(table.BOUND.name, LABELS)] == 2
-    assert value[(table.RESTARTS.name, LABELS)] == 1, "the first start is no restart"
+    assert value[(table.RETAINED.name, ())] == state.retained.used > 0
+    assert (value[(table.READY.name, LABELS)], value[(table.BOUND.name, LABELS)]) == (1, 1)
+    restarts = {labels[0]: count for (name, labels), count in value.items() if name == table.RESTARTS.name}
+    assert restarts == {"prompt": 0, "thinker": 0, "talker": 0, "code2wav": 1}, "the first start is no restart"
 
 
 def test_rendered_text_is_what_prometheus_reads() -> None:

@@ -2,14 +2,14 @@
 
 The fleet starts no process itself: node agents do, and report. What it must know after the coordinator was restarted
 comes from the nodes, too: the hello of each lists the processes that run there. What no node knows, which is how stages
-were scaled and what was drained, the coordinator keeps in a file (`core/memory.py`). The commands of operators are in
+were scaled and what was drained, the coordinator keeps in a file. The commands of operators are in
 `core/operations.py`.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -19,11 +19,9 @@ from omni_actors.config.placement import node_devices
 from omni_actors.coordinator.core.instructions import (
     DEBUG,
     ERROR,
-    VERSION,
     WARNING,
     Announce,
     FleetInstruction,
-    FleetMemory,
     GiveUp,
     Log,
     Measured,
@@ -33,8 +31,6 @@ from omni_actors.coordinator.core.instructions import (
     ReplicaLost,
     ReplicaReady,
     ReplicaRegistered,
-    ReplicaRemoved,
-    ReplicaSpawned,
     ServeClients,
     TellNode,
     TellReplica,
@@ -42,13 +38,14 @@ from omni_actors.coordinator.core.instructions import (
 )
 from omni_actors.coordinator.core.nodes import (
     Culprit,
-    HealthPolicy,
     Launch,
     Node,
-    Seats,
     explain_end,
+    find_seat,
+    plan_restart,
     silent,
     take_over,
+    why_stuck,
 )
 from omni_actors.coordinator.core.replicas import (
     Evidence,
@@ -60,6 +57,7 @@ from omni_actors.coordinator.core.replicas import (
     ReplicaEvent,
     ReplicaState,
     ReplicaTable,
+    Seat,
     evidence_of,
 )
 from omni_actors.coordinator.core.routing import StageGraph
@@ -113,7 +111,7 @@ class Fleet:
         began: when the launch began.
         started: when the launcher's process started, for the times that are shown.
         now: as of all events, in seconds of one monotonic clock.
-        memory: what the coordinator before this one has left, if there was one and it had changed anything.
+        memory: what the coordinator before this one has left; nothing if there was none, or it had changed nothing.
     """
 
     def __init__(
@@ -125,8 +123,8 @@ class Fleet:
         new_epoch: Callable[[], int],
         began: float,
         now: float,
-        started: float | None = None,
-        memory: FleetMemory | None = None,
+        started: float,
+        memory: Sequence[RememberedReplica] = (),
     ) -> None:
         self.pipeline = pipeline
         self._settings = pipeline.coordinator
@@ -134,18 +132,16 @@ class Fleet:
         self._client = client
         self._results = results
         self._new_epoch = new_epoch
-        remembered = (memory or as_configured(pipeline)).replicas
+        remembered = memory or as_configured(pipeline)
         self._remembered = {(item.stage, item.index): item for item in remembered}  # until their processes are found
         self._created = self._ticked = self._next_move = now
         self.restoring = True  # processes of the coordinator before may still register, each on its own
         self._awaited: set[ReplicaId] = set()  # those that run, as their nodes say
         self._early: dict[tuple[str, int], tuple[ReplicaId, Hello]] = {}  # hellos of processes before their node's
         self.replicas = replicas
-        self.health = HealthPolicy(pipeline, replicas)
-        self.seats = Seats(pipeline, remembered)
-        ranks = sorted(self.seats.nodes() | {*placement.ranks(pipeline)})
+        ranks = sorted({item.node for item in remembered} | {*placement.ranks(pipeline)})
         self.nodes = {rank: Node(rank, heard=now) for rank in ranks}
-        self.launch = Launch(replicas, self.nodes, self.health, began, now, started)
+        self.launch = Launch(replicas, self.nodes, pipeline, began, now, started)
         self.dropped: collections.Counter[str] = collections.Counter()
 
     # -- the launch ---------------------------------------------------------------------------------------------------
@@ -154,7 +150,7 @@ class Fleet:
         """Expect all replicas of the pipeline. The hellos of the nodes say which of them run already."""
         done: Instructions = []
         for item in self._remembered.values():
-            replica, expected = self._expect(item.stage, item.index, 0, now)
+            replica, expected = self._expect(item.stage, item.index, Seat(item.node, item.slot), 0, now)
             replica.spare, replica.joining = item.spare, item.joining
             replica.phase = f"waiting for node {replica.node}"
             done += expected
@@ -262,7 +258,7 @@ class Fleet:
             for replica in self.replicas
             if not replica.leaving
         ]
-        return [Remember(FleetMemory(VERSION, self.pipeline.digest(), tuple(kept)))]
+        return [Remember(kept)]
 
     # -- nodes --------------------------------------------------------------------------------------------------------
 
@@ -313,8 +309,8 @@ class Fleet:
             done.append(TellNode(node.rank, Launched()))
         takeover = take_over(self.replicas.on(node.rank), hello.processes)
         done += [TellNode(node.rank, KillReplica(process)) for process in takeover.kill]
-        for process in takeover.adopt:
-            done += self._adopt(process, now)
+        for process, seat in takeover.adopt.items():
+            done += self._adopt(process, seat, now)
         where = f" on node {node.rank}" if len(self.nodes) > 1 else ""
         if takeover.adopt:
             names = ", ".join(process.name for process in takeover.adopt)
@@ -323,7 +319,7 @@ class Fleet:
             names = ", ".join(replica.name for replica in takeover.start)
             done.append(Announce(f"starting {names}{where}"))
             for replica in takeover.start:
-                done += self.start_replica(replica.stage, replica.index, now)
+                done += self.start_replica(replica.stage, replica.index, replica.seat, now)
         for replica in takeover.ended:  # last: a death restarts all that is due
             done += self._died(replica, "its node knows nothing of it", "", now, Evidence.KILLED)
         return done + self._restored(now)
@@ -413,15 +409,16 @@ class Fleet:
     def _move(self, replica: Replica, now: float) -> Instructions:
         try:
             staying = [node for node in self.nodes.values() if node.stays]
-            seat = self.seats.move(replica.stage, replica.index, staying)
+            others = {(other.stage, other.index): other.seat for other in self.replicas if other is not replica}
+            seat = find_seat(self.pipeline, others, replica.stage, staying)
         except InvalidRequest as error:
             if replica.phase == NO_ROOM:
                 return []
             replica.phase = NO_ROOM
             return [Announce(f"degraded: {replica.name} cannot move from node {replica.node}: {error}")]
         moves = Announce(f"{replica.name} moves from node {replica.node} to node {seat.node}")
-        self.health.forget(replica)
-        return [moves, *self.start_replica(replica.stage, replica.index, now), *self.remember()]
+        replica.history = None
+        return [moves, *self.start_replica(replica.stage, replica.index, seat, now), *self.remember()]
 
     # -- messages of stage processes ----------------------------------------------------------------------------------
 
@@ -438,9 +435,21 @@ class Fleet:
             return done
         if replica.state is ReplicaState.STARTING:  # this is about a registration that is over
             return [TellReplica(replica_id, Reregister())]
-        if isinstance(body, Ready) and replica.state is not ReplicaState.LOADING:
-            return self._drop_disorder(replica, kind)
-        return self._from_registered(replica, body, now)
+        match body:
+            case Heartbeat():
+                replica.beat(body.progress, now)
+                replica.counts = body.counts
+            case Snapshot():
+                return [Measured(replica, body)]
+            case Loading(phase=phase):
+                replica.phase = phase
+            case Fatal(message=message, device=device):
+                replica.last_words, replica.device_failed = message, device
+            case Ready() if replica.state is ReplicaState.LOADING:
+                return self._on_ready(replica, body, now)
+            case Ready():
+                return self._drop_disorder(replica, kind)
+        return []
 
     def link_cut(self, replica_id: ReplicaId) -> Instructions:
         """Ask a stage process whose link was cut to register again."""
@@ -476,9 +485,8 @@ class Fleet:
             again: Instructions = []
             if current.registered:
                 again += self.lose(current, "it has registered again", restart=True)
-            renewed = self.replicas.add(*place, replica_id.epoch, current.spawn_epoch, current.node, current.slot)
+            renewed = self.replicas.add(*place, replica_id.epoch, current.spawn_epoch, current.node, current.slot, now)
             renewed.phase = "registering again"
-            self.health.spawned(renewed, now)
             return again + self._welcome(renewed, hello)
         if replica_id.epoch == current.epoch and current.state is ReplicaState.STARTING:
             return self._welcome(current, hello)
@@ -502,23 +510,6 @@ class Fleet:
         ours = (PROTOCOL_VERSION, omni_actors.__version__, self.pipeline.digest())
         theirs = (hello.protocol, hello.package, hello.config)
         return "" if ours == theirs else f"protocol, package and configuration are {theirs} there and {ours} here"
-
-    def _from_registered(self, replica: Replica, body: StageToCoordinator, now: float) -> Instructions:
-        match body:
-            case Heartbeat():
-                self.health.beat(replica, body.progress, now)
-                replica.counts = body.counts
-            case Snapshot():
-                return [Measured(replica, body)]
-            case Loading(phase=phase):
-                replica.phase = phase
-            case Fatal(message=message, device=device):
-                replica.last_words, replica.device_failed = message, device
-            case Ready():
-                return self._on_ready(replica, body, now)
-            case Hello():  # not of a registered process
-                pass
-        return []
 
     def _on_ready(self, replica: Replica, facts: Ready, now: float) -> Instructions:
         replica.heard = replica.moved = now
@@ -558,28 +549,23 @@ class Fleet:
 
     # -- starts -------------------------------------------------------------------------------------------------------
 
-    def start_replica(self, stage: str, index: int, now: float) -> Instructions:
+    def start_replica(self, stage: str, index: int, seat: Seat, now: float) -> Instructions:
         """Have a node start a process for a replica."""
         former = self.replicas.current(stage, index)
         spawn_epoch = max(former.epoch + 1 if former is not None else 1, self._new_epoch())
-        replica, done = self._expect(stage, index, spawn_epoch, now)
+        replica, done = self._expect(stage, index, seat, spawn_epoch, now)
         return [*done, TellNode(replica.node, StartReplica(replica.process, replica.slot))]
 
-    def _expect(self, stage: str, index: int, spawn_epoch: int, now: float) -> tuple[Replica, Instructions]:
+    def _expect(self, stage: str, index: int, seat: Seat, spawn_epoch: int, now: float) -> tuple[Replica, Instructions]:
         """Expect the hello of a process, which may have come before its node's; `spawn_epoch` 0: none is known yet."""
-        node, slot = self.seats[(stage, index)]
-        replica = self.replicas.add(stage, index, spawn_epoch, node=node, slot=slot)
-        self.health.spawned(replica, now)
-        done: Instructions = [ReplicaSpawned(stage, index, spawn_epoch)]
+        replica = self.replicas.add(stage, index, spawn_epoch, node=seat.node, slot=seat.slot, now=now)
         early = self._early.pop((stage, index), None) if spawn_epoch else None
-        if early is not None:
-            done += self._hello(*early, now)
-        return replica, done
+        return replica, self._hello(*early, now) if early is not None else []
 
-    def _adopt(self, process: ReplicaId, now: float) -> Instructions:
+    def _adopt(self, process: ReplicaId, seat: Seat, now: float) -> Instructions:
         """Expect the registration of a process that runs. What was ordered of it holds."""
         self._awaited.add(process)
-        replica, done = self._expect(process.stage, process.replica, process.epoch, now)
+        replica, done = self._expect(process.stage, process.replica, seat, process.epoch, now)
         if replica.state is ReplicaState.STARTING:  # its hello may have been here before its node's
             replica.phase = "registering again"
         item = self._remembered.pop((process.stage, process.replica), None)
@@ -592,10 +578,11 @@ class Fleet:
     def restart_due(self, now: float) -> Instructions:
         """Start the replicas again whose back-off is over."""
         done: Instructions = []
-        for dead in self.health.due(now):
-            if self.nodes[dead.node].stays:
+        for dead in list(self.replicas):
+            due = dead.state is ReplicaState.WAITING and dead.restart_at <= now
+            if due and self.nodes[dead.node].stays:
                 done.append(Announce(f"starting {dead.name} again"))
-                done += self.start_replica(dead.stage, dead.index, now)
+                done += self.start_replica(dead.stage, dead.index, dead.seat, now)
         return done
 
     def ready_again(self, replica: Replica) -> Instructions:
@@ -617,7 +604,7 @@ class Fleet:
         killed = replica.orders.clear_kill()
         cause, evidence = (f"{killed}; {how}", Evidence.CRASHED) if killed else (how, evidence)
         asked = replica.orders.restart or replica.leaving
-        restart = not self.launch.ending and not replica.leaving and self.health.plan(replica, now)
+        restart = not self.launch.ending and not replica.leaving and plan_restart(self.pipeline, replica, now)
         level = DEBUG if asked or self.launch.ending else ERROR
         done: Instructions = [Log(level, f"ended: {cause}", replica.name)]
         done += self.lose(replica, cause, restart, Evidence.NONE if asked else evidence)
@@ -666,9 +653,7 @@ class Fleet:
     def forget(self, replica: Replica) -> Instructions:
         """Take a replica that has left out of the pipeline. What it held was replayed before."""
         self.replicas.remove(replica)
-        self.health.forget(replica)
-        self.seats.leave(replica.stage, replica.index)
-        return [ReplicaRemoved(replica.stage, replica.index), Announce(f"{replica.name} has left")]
+        return [Announce(f"{replica.name} has left")]
 
     def drain(self, replica: Replica) -> Instructions:
         """Have a ready replica finish what it holds and take nothing new."""
@@ -678,7 +663,7 @@ class Fleet:
     def stop_drained(self, now: float) -> Instructions:
         """Ask replicas to end that have drained for a restart, or to leave."""
         done: Instructions = []
-        for replica in self.health.drained(now):
+        for replica in filter(lambda replica: replica.should_stop(now), self.replicas):
             replica.stopping = True
             replica.orders.stop_until = now + STOP_SECONDS
             reason = "it leaves" if replica.leaving else "it is restarted"
@@ -688,13 +673,14 @@ class Fleet:
     def _kill_stuck(self, now: float) -> Instructions:
         """Kill what is stuck. While the pipeline starts, the startup timeout ends the launch instead."""
         done: Instructions = []
-        for replica, why in self.health.stuck(now) if self.launch.serving else ():
+        for replica in self.replicas if self.launch.serving else ():
+            if replica.orders.killed or not (why := why_stuck(self.pipeline, replica, now)):
+                continue
             node_silent = self.nodes[replica.node].heard + 3 * self._settings.heartbeat_interval < now
             if node_silent and now < replica.heard + self._settings.heartbeat_timeout + KILL_SECONDS:
                 continue  # it may be the link: the order would reach a healthy process once the link is back
-            if not replica.orders.killed:
-                done.append(Log(ERROR, f"killing {replica.name}: {why}", replica.name))
-                done += self.kill(replica, why, now)
+            done.append(Log(ERROR, f"killing {replica.name}: {why}", replica.name))
+            done += self.kill(replica, why, now)
         return done
 
     def kill(self, replica: Replica, why: str, now: float) -> Instructions:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from omni_actors.config import PipelineConfig
 from omni_actors.config.placement import slot_of
@@ -24,8 +23,6 @@ from omni_actors.protocol.messages import (
     Submit,
 )
 
-VERSION = 1
-
 
 class RememberedReplica(Struct, frozen=True, forbid_unknown_fields=True):
     """A replica or spare of a pipeline, and what was ordered of its process `spawn_epoch`; 0 for no process."""
@@ -41,24 +38,15 @@ class RememberedReplica(Struct, frozen=True, forbid_unknown_fields=True):
     restart: bool = False
 
 
-class FleetMemory(Struct, frozen=True, forbid_unknown_fields=True):
-    """All replicas that the stages of a pipeline are to have. `config` is the digest of its configuration."""
-
-    version: int
-    config: str
-    replicas: Annotated[tuple[RememberedReplica, ...], Meta(max_length=65_536)]
-
-
-def as_configured(pipeline: PipelineConfig) -> FleetMemory:
-    """What there is to know of a pipeline in which no operator has changed anything."""
-    replicas = [
+def as_configured(pipeline: PipelineConfig) -> list[RememberedReplica]:
+    """All replicas of a pipeline in which no operator has changed anything."""
+    return [
         RememberedReplica(
             stage.name, index, stage.node_of(index), slot_of(stage, index), 0, spare=index >= stage.replicas
         )
         for stage in pipeline.stages
         for index in range(stage.processes)
     ]
-    return FleetMemory(VERSION, pipeline.digest(), tuple(replicas))
 
 
 # -- about requests ---------------------------------------------------------------------------------------------------
@@ -140,15 +128,6 @@ class TellReplica:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaSpawned:
-    """Expect a process in metrics: it is about to start, or runs and will register; `spawn_epoch` 0: none is known."""
-
-    stage: str
-    index: int
-    spawn_epoch: int
-
-
-@dataclass(frozen=True, slots=True)
 class ReplicaRegistered:
     """Connect to the inbox of a replica."""
 
@@ -185,18 +164,10 @@ class ReplicaLost:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaRemoved:
-    """Leave a replica out of metrics: its stage was scaled, and it is gone for good."""
-
-    stage: str
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
 class Remember:
-    """Keep this for the coordinator after this one, in place of what was kept before."""
+    """Keep these, which are all, for the coordinator after this one, in place of what was kept before."""
 
-    memory: FleetMemory
+    replicas: Sequence[RememberedReplica]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +191,11 @@ FleetInstruction = (
     | Log
     | TellNode
     | TellReplica
-    | ReplicaSpawned
     | ReplicaRegistered
     | ReplicaReady
     | ReplicaHolds
     | ServeClients
     | ReplicaLost
-    | ReplicaRemoved
     | Remember
     | Measured
     | GiveUp

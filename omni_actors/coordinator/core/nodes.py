@@ -6,14 +6,12 @@ Times are seconds of one monotonic clock.
 from __future__ import annotations
 
 import collections
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from omni_actors.config import PipelineConfig, StageConfig
 from omni_actors.config.placement import devices_by_slot, memory_share, node_devices, slot_devices, stage_devices
-from omni_actors.coordinator.core.instructions import RememberedReplica, ShowProgress
+from omni_actors.coordinator.core.instructions import ShowProgress
 from omni_actors.coordinator.core.replicas import (
     LAUNCH_TRANSITIONS,
     NODE_TRANSITIONS,
@@ -24,9 +22,10 @@ from omni_actors.coordinator.core.replicas import (
     Replica,
     ReplicaState,
     ReplicaTable,
+    RestartHistory,
+    Seat,
 )
 from omni_actors.errors import InvalidRequest, counted
-from omni_actors.host.processes import Backoff
 from omni_actors.protocol.fields import ReplicaId
 from omni_actors.transitions import advance
 
@@ -60,7 +59,7 @@ class Node:
 class Takeover:
     """Consequences of a node's hello."""
 
-    adopt: list[ReplicaId]  # they run, and will register
+    adopt: dict[ReplicaId, Seat]  # they run, and will register
     start: list[Replica]
     ended: list[Replica]  # believed to run, and do not
     kill: list[ReplicaId]  # they run, and the pipeline does not need them
@@ -83,12 +82,13 @@ def silent(nodes: Iterable[Node], replicas: ReplicaTable, now: float, seconds: f
 def take_over(replicas: Iterable[Replica], running: Iterable[ReplicaId]) -> Takeover:
     """Decide about the `running` processes of a node that has come or come back; `replicas` are placed there."""
     listed = {process.name: process for process in running}
-    adopt, start, ended = [], [], []
+    adopt: dict[ReplicaId, Seat] = {}
+    start, ended = [], []
     for replica in replicas:
         process = listed.pop(replica.name, None)
         if process is not None and not (process == replica.process and replica.alive):
             # It counted as lost, or is older than this coordinator.
-            adopt.append(process)
+            adopt[process] = replica.seat
         elif process is None and (replica.spawn_epoch == 0 or replica.left_with_node):
             start.append(replica)
         elif process is None and replica.alive:
@@ -96,121 +96,45 @@ def take_over(replicas: Iterable[Replica], running: Iterable[ReplicaId]) -> Take
     return Takeover(adopt, start, ended, list(listed.values()))
 
 
-MAXIMUM_BACKOFF = 30.0  # seconds
-FRUITLESS = 10  # times `restarts`: losses in a row of a replica that becomes ready and finishes no request
+# -- restarts and signs of life ---------------------------------------------------------------------------------------
 
 
-class RestartHistory:
-    """Decides whether one replica restarts, and after how long. Losses of healthy processes are no reason to stop.
+def plan_restart(pipeline: PipelineConfig, replica: Replica, now: float) -> bool:
+    """Decide whether a lost replica restarts, at `replica.restart_at`. Call it before the replica leaves its state.
 
-    A series of restarts ends when the replica becomes ready: at most `restarts` of them start a process that does not.
-    A replica that becomes ready, but is lost again and again before it has finished a request, is given up as well,
-    after `FRUITLESS` times as many losses: that many are possible if something else kills it.
+    A restart that an operator asked for does not count.
     """
-
-    def __init__(self, first: float, restarts: int, window: float) -> None:
-        self._starts = Backoff(first, MAXIMUM_BACKOFF, restarts, window)
-        self._fruitless = Backoff(first, first, FRUITLESS * restarts, FRUITLESS * window)
-
-    def next(self, now: float, was_ready: bool, productive: bool) -> float | None:
-        """Count a loss and return the seconds until the restart; `None` for no restart."""
-        delay: float | None = 0.0
-        if was_ready:
-            self._starts.reset()
-            if productive:
-                self._fruitless.reset()
-            delay = self._fruitless.next(now)
-        after = self._starts.next(now)
-        return None if delay is None or after is None else max(delay, after)
-
-    @property
-    def restarts(self) -> int:
-        """Restarts that count towards one of the limits."""
-        return max(self._starts.restarts, self._fruitless.restarts)
+    delay: float | None = 0.0
+    if not replica.orders.restart:
+        stage, window = pipeline.stage(replica.stage), pipeline.coordinator.restart_window
+        replica.history = replica.history or RestartHistory(stage.restart_backoff, stage.restarts, window)
+        was_ready = replica.state in (ReplicaState.READY, ReplicaState.DRAINING)
+        delay = replica.history.next(now, was_ready, replica.productive)
+    replica.restart_at = now + (delay or 0.0)
+    return delay is not None
 
 
-class HealthPolicy:
-    """Keeps the restart history and the signs of life of all replicas."""
-
-    def __init__(self, pipeline: PipelineConfig, replicas: ReplicaTable) -> None:
-        self._pipeline = pipeline
-        self._replicas = replicas
-        self._histories: dict[tuple[str, int], RestartHistory] = {}
-
-    def spawned(self, replica: Replica, now: float) -> None:
-        """Start all clocks of a process that was started now."""
-        replica.spawned = replica.heard = replica.moved = now
-
-    def beat(self, replica: Replica, progress: int, now: float) -> None:
-        """Take a heartbeat with the progress of the engine loop."""
-        replica.heard = now
-        if progress != replica.progress:
-            replica.progress, replica.moved = progress, now
-
-    def plan(self, replica: Replica, now: float) -> bool:
-        """Decide whether a lost replica restarts, at `replica.restart_at`. Call it before the replica leaves its state.
-
-        A restart that an operator asked for does not count.
-        """
-        delay: float | None = 0.0
-        if not replica.orders.restart:
-            stage, window = self._pipeline.stage(replica.stage), self._pipeline.coordinator.restart_window
-            history = self._histories.setdefault(
-                (replica.stage, replica.index), RestartHistory(stage.restart_backoff, stage.restarts, window)
-            )
-            was_ready = replica.state in (ReplicaState.READY, ReplicaState.DRAINING)
-            delay = history.next(now, was_ready, replica.productive)
-        replica.restart_at = now + (delay or 0.0)
-        return delay is not None
-
-    def forget(self, replica: Replica) -> None:
-        """Forget the restarts of a replica."""
-        self._histories.pop((replica.stage, replica.index), None)
-
-    def restarts(self, replica: Replica) -> int:
-        """Restarts of a replica that count towards its limit."""
-        history = self._histories.get((replica.stage, replica.index))
-        return history.restarts if history is not None else 0
-
-    def due(self, now: float) -> list[Replica]:
-        """Replicas whose restart is due."""
-        return [
-            replica for replica in self._replicas if replica.state is ReplicaState.WAITING and replica.restart_at <= now
-        ]
-
-    def drained(self, now: float) -> list[Replica]:
-        """Replicas that drain for a restart or to leave, and are empty or have drained for too long."""
-        return [
-            replica
-            for replica in self._replicas
-            if replica.state is ReplicaState.DRAINING
-            and (replica.orders.restart or replica.leaving)
-            and not replica.stopping
-            and (not replica.requests or replica.orders.drain_until <= now)
-        ]
-
-    def stuck(self, now: float) -> list[tuple[Replica, str]]:
-        """Replicas whose process lives but does nothing, each with the reason."""
-        return [(replica, why) for replica in self._replicas if (why := self._why_stuck(replica, now))]
-
-    def _why_stuck(self, replica: Replica, now: float) -> str:
-        stage, coordinator = self._pipeline.stage(replica.stage), self._pipeline.coordinator
-        if replica.state in (ReplicaState.STARTING, ReplicaState.LOADING):
-            limit = self.startup_timeout(replica)
-            return f"not ready after {limit:g} s" if now > replica.spawned + limit else ""
-        if replica.state not in (ReplicaState.READY, ReplicaState.DRAINING):
-            return ""
-        if now > replica.heard + coordinator.heartbeat_timeout:
-            return f"no sign of life for {now - replica.heard:.1f} s"
-        if replica.requests and now > replica.moved + stage.stall_timeout:
-            return f"no progress for {now - replica.moved:.1f} s with {counted(len(replica.requests), 'request')}"
+def why_stuck(pipeline: PipelineConfig, replica: Replica, now: float) -> str:
+    """Say why a replica whose process lives does nothing; "" if nothing is known against it."""
+    if replica.state in (ReplicaState.STARTING, ReplicaState.LOADING):
+        limit = startup_timeout(pipeline, replica)
+        return f"not ready after {limit:g} s" if now > replica.spawned + limit else ""
+    if replica.state not in (ReplicaState.READY, ReplicaState.DRAINING):
         return ""
+    if now > replica.heard + pipeline.coordinator.heartbeat_timeout:
+        return f"no sign of life for {now - replica.heard:.1f} s"
+    if replica.requests and now > replica.moved + pipeline.stage(replica.stage).stall_timeout:
+        return f"no progress for {now - replica.moved:.1f} s with {counted(len(replica.requests), 'request')}"
+    return ""
 
-    def startup_timeout(self, replica: Replica) -> float:
-        """Seconds that a replica may take from its start until it is ready."""
-        own = self._pipeline.stage(replica.stage).startup_timeout
-        return own if own is not None else self._pipeline.coordinator.startup_timeout
 
+def startup_timeout(pipeline: PipelineConfig, replica: Replica) -> float:
+    """Seconds that a replica may take from its start until it is ready."""
+    own = pipeline.stage(replica.stage).startup_timeout
+    return own if own is not None else pipeline.coordinator.startup_timeout
+
+
+# -- the launch -------------------------------------------------------------------------------------------------------
 
 REDRAW_SECONDS = 0.5  # between two progress reports on a terminal
 PROGRESS_SECONDS = 5.0  # until the first one elsewhere; each further one takes twice as long
@@ -240,16 +164,16 @@ class Launch:
         self,
         replicas: ReplicaTable,
         nodes: Mapping[int, Node],
-        health: HealthPolicy,
+        pipeline: PipelineConfig,
         began: float,
         now: float,
-        started: float | None = None,
+        started: float,
     ) -> None:
         self._replicas = replicas
         self._nodes = nodes
-        self._health = health
+        self._pipeline = pipeline
         self.began = began
-        self._started = began if started is None else started
+        self._started = started
         self._next_redraw = now + REDRAW_SECONDS
         self._next_line = now + PROGRESS_SECONDS
         self._line_seconds = PROGRESS_SECONDS
@@ -289,7 +213,7 @@ class Launch:
     def overdue(self, now: float) -> Replica | None:
         """The first replica that is not ready within its startup timeout."""
         for replica in self.missing():
-            if now > self.began + self._health.startup_timeout(replica):
+            if now > self.began + startup_timeout(self._pipeline, replica):
                 return replica
         return None
 
@@ -321,107 +245,68 @@ class Launch:
         return ", ".join([*away, *(f"{replica.name} ({replica.phase})" for replica in self._replicas.missing())])
 
 
+# -- seats ------------------------------------------------------------------------------------------------------------
+
 ROUNDING = 1e-9  # of sums of shares
 
 
-class Seat(NamedTuple):
-    """A node, and which of the stage's GPUs a replica takes there (`config.devices.slot_devices`)."""
-
-    node: int
-    slot: int
+Seats = dict[tuple[str, int], Seat]  # of all replicas and spares, by stage and number
 
 
-class Seats:
-    """The seats of all replicas and spares, by stage and number."""
+def find_seat(pipeline: PipelineConfig, seats: Seats, stage: str, nodes: Iterable[Node]) -> Seat:
+    """A free seat for one more replica of a stage on one of these nodes, which are present.
 
-    def __init__(self, pipeline: PipelineConfig, replicas: Iterable[RememberedReplica]) -> None:
-        self._pipeline = pipeline
-        self._seats = {(item.stage, item.index): Seat(item.node, item.slot) for item in replicas}
+    The stage's own nodes come first, of those the one with the fewest of its replicas.
 
-    def __getitem__(self, place: tuple[str, int]) -> Seat:
-        return self._seats[place]
+    Raises:
+        InvalidRequest: none of them has room; says why, for each.
+    """
+    config, reasons = pipeline.stage(stage), []
+    counts = collections.Counter(seat.node for (name, _), seat in seats.items() if name == stage)
+    for node in sorted(nodes, key=lambda node: (node.rank not in config.nodes, counts[node.rank], node.rank)):
+        seat = _seat_on(pipeline, seats, config, node)
+        if isinstance(seat, Seat):
+            return seat
+        reasons.append(seat)
+    raise InvalidRequest(
+        f"No node has room for one more replica of {stage}: {'; '.join(reasons) or 'none is present'}.",
+        hint="Scale another stage down, let a node with free GPUs join, or lower engine.gpu_memory_utilization "
+        "and start the pipeline again.",
+        stage=stage,
+    )
 
-    def nodes(self) -> set[int]:
-        """Ranks of the nodes on which replicas are placed."""
-        return {seat.node for seat in self._seats.values()}
 
-    def take(self, stage: str, nodes: Iterable[Node]) -> int:
-        """Seat one more replica of a stage on one of these nodes, which are present, and return its number.
+def _seat_on(pipeline: PipelineConfig, seats: Seats, stage: StageConfig, node: Node) -> Seat | str:
+    """The emptiest slot of a node with room for a replica, or why there is none."""
+    highest = max(stage_devices(stage, node.devices), default=-1)
+    if highest >= node.devices:
+        has = node_devices(node.devices)
+        return f"stages.{stage.name}.devices names GPU {highest}, and node {node.rank} has {has}"
+    count, reasons = len(devices_by_slot(stage, node.devices)), []
+    taken = collections.Counter(
+        seat.slot % count for (name, _), seat in seats.items() if (name, seat.node) == (stage.name, node.rank)
+    )
+    for slot in sorted(range(count), key=lambda slot: (taken[slot], slot)):
+        reason = _why_full(pipeline, seats, stage, slot, node)
+        if not reason:
+            return Seat(node.rank, slot)
+        reasons.append(reason)
+    return "; ".join(reasons)
 
-        Raises:
-            InvalidRequest: none of them has room; says why, for each.
-        """
-        seat = self._choose(stage, nodes)
-        index = next(number for number in itertools.count() if (stage, number) not in self._seats)
-        self._seats[(stage, index)] = seat
-        return index
 
-    def move(self, stage: str, index: int, nodes: Iterable[Node]) -> Seat:
-        """Seat a replica on one of these nodes instead of its own. Raises `InvalidRequest` as `take`."""
-        former = self._seats.pop((stage, index))
-        try:
-            former = self._choose(stage, nodes)
-        finally:
-            self._seats[(stage, index)] = former
-        return former
-
-    def _choose(self, stage: str, nodes: Iterable[Node]) -> Seat:
-        """A free seat. The stage's own nodes come first, of those the one with the fewest of its replicas."""
-        config, reasons = self._pipeline.stage(stage), []
-        counts = collections.Counter(seat.node for (name, _), seat in self._seats.items() if name == stage)
-        for node in sorted(nodes, key=lambda node: (node.rank not in config.nodes, counts[node.rank], node.rank)):
-            seat = self._find(config, node)
-            if isinstance(seat, Seat):
-                return seat
-            reasons.append(seat)
-        raise InvalidRequest(
-            f"No node has room for one more replica of {stage}: {'; '.join(reasons) or 'none is present'}.",
-            hint="Scale another stage down, let a node with free GPUs join, or lower engine.gpu_memory_utilization "
-            "and start the pipeline again.",
-            stage=stage,
-        )
-
-    def leave(self, stage: str, index: int) -> None:
-        """Free the seat of a replica that is gone for good."""
-        del self._seats[(stage, index)]
-
-    def _find(self, stage: StageConfig, node: Node) -> Seat | str:
-        """The emptiest slot of a node with room for a replica, or why there is none."""
-        highest = max(stage_devices(stage, node.devices), default=-1)
-        if highest >= node.devices:
-            has = node_devices(node.devices)
-            return f"stages.{stage.name}.devices names GPU {highest}, and node {node.rank} has {has}"
-        count, reasons = len(devices_by_slot(stage, node.devices)), []
-        taken = collections.Counter(
-            seat.slot % count for (name, _), seat in self._seats.items() if (name, seat.node) == (stage.name, node.rank)
-        )
-        for slot in sorted(range(count), key=lambda slot: (taken[slot], slot)):
-            reason = self._full(stage, slot, node)
-            if not reason:
-                return Seat(node.rank, slot)
-            reasons.append(reason)
-        return "; ".join(reasons)
-
-    def _full(self, stage: StageConfig, slot: int, node: Node) -> str:
-        """Why a slot has no room for one more replica, by the shares that vLLM takes of its GPUs; "" if it has."""
-        share = memory_share(stage)
-        if share is None:
-            return ""
-        for device in slot_devices(stage, slot, node.devices):
-            users = self._users(node, device)
-            if sum(users.values()) + share > 1 + ROUNDING:
-                listed = ", ".join(f"{name} {taken:g}" for name, taken in users.items())
-                where = f"GPU {device} of node {node.rank}"
-                return f"{where} is promised to {listed or 'nothing'}, and a {stage.name} takes {share:g} of its memory"
-        return ""
-
-    def _users(self, node: Node, device: int) -> dict[str, float]:
-        """The shares that the replicas on a GPU take, by their names."""
-        users = {}
-        for (name, index), seat in self._seats.items():
-            stage = self._pipeline.stage(name)
-            share = memory_share(stage)
-            here = node.rank == seat.node and device in slot_devices(stage, seat.slot, node.devices)
-            if here and share is not None:
-                users[f"{name}/{index}"] = share
-        return users
+def _why_full(pipeline: PipelineConfig, seats: Seats, stage: StageConfig, slot: int, node: Node) -> str:
+    """Why a slot has no room for one more replica, by the shares that vLLM takes of its GPUs; "" if it has."""
+    share = memory_share(stage)
+    for device in slot_devices(stage, slot, node.devices) if share is not None else ():
+        users = {}  # the shares of the replicas on this GPU, by their names
+        for (name, index), seat in seats.items():
+            other = pipeline.stage(name)
+            taken = memory_share(other)
+            here = node.rank == seat.node and device in slot_devices(other, seat.slot, node.devices)
+            if here and taken is not None:
+                users[f"{name}/{index}"] = taken
+        if share is not None and sum(users.values()) + share > 1 + ROUNDING:
+            listed = ", ".join(f"{name} {taken:g}" for name, taken in users.items())
+            where = f"GPU {device} of node {node.rank}"
+            return f"{where} is promised to {listed or 'nothing'}, and a {stage.name} takes {share:g} of its memory"
+    return ""

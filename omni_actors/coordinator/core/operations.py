@@ -5,11 +5,12 @@ Each is refused with an error before anything has changed, or carried out whole.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from omni_actors.coordinator.core.fleet import Fleet, Instructions
 from omni_actors.coordinator.core.instructions import Announce
-from omni_actors.coordinator.core.nodes import Node
+from omni_actors.coordinator.core.nodes import Node, find_seat
 from omni_actors.coordinator.core.replicas import LaunchState, Replica, ReplicaEvent, ReplicaState
 from omni_actors.errors import InvalidRequest, StageUnavailable, counted, suggest
 from omni_actors.protocol.messages import Operate, Operation
@@ -49,7 +50,7 @@ def _drain_or_restart(fleet: Fleet, order: Operate, now: float) -> tuple[str, In
         text = f"{replica.name} leaves the pipeline, as {replica.stage} was scaled."
         raise InvalidRequest(text, hint="Scale the stage again to have more replicas.")
     if order.operation is Operation.RESTART and replica.state is ReplicaState.DEAD:
-        fleet.health.forget(replica)
+        replica.history = None
         replica.on(ReplicaEvent.REVIVED)
         replica.restart_at = now
         return f"{replica.name} restarts.", fleet.restart_due(now) if fleet.launch.wanted else []
@@ -111,14 +112,12 @@ def _grow(fleet: Fleet, stage: str, more: int, nodes: Sequence[Node], now: float
     """Keep replicas that were about to leave, and start others."""
     ranks = {node.rank for node in nodes}
     kept = [item for item in fleet.replicas.of(stage) if _may_stay(item) and item.node in ranks][:more]
+    seats = {(item.stage, item.index): item.seat for item in fleet.replicas}
     taken: list[int] = []
-    try:
-        while len(taken) < more - len(kept):
-            taken.append(fleet.seats.take(stage, nodes))
-    except InvalidRequest:
-        for index in taken:
-            fleet.seats.leave(stage, index)
-        raise
+    while len(taken) < more - len(kept):
+        index = next(number for number in itertools.count() if (stage, number) not in seats)
+        seats[(stage, index)] = find_seat(fleet.pipeline, seats, stage, nodes)
+        taken.append(index)
     done: Instructions = []
     for replica in kept:
         replica.orders.stay()
@@ -126,13 +125,13 @@ def _grow(fleet: Fleet, stage: str, more: int, nodes: Sequence[Node], now: float
             replica.on(ReplicaEvent.STAY)
             done += fleet.ready_again(replica)
     for index in taken:
-        done += fleet.start_replica(stage, index, now)
+        done += fleet.start_replica(stage, index, seats[(stage, index)], now)
         added = fleet.replicas.current(stage, index)
         if added is not None:
             added.joining = True
     done += fleet.fill_places(stage)
     changes = [f"{replica.name} stays" for replica in kept]
-    changes += [f"{stage}/{index} starts on node {fleet.seats[(stage, index)].node}" for index in taken]
+    changes += [f"{stage}/{index} starts on node {seats[(stage, index)].node}" for index in taken]
     return changes, [*done, Announce(f"{stage} is scaled: {', '.join(changes)}")]
 
 

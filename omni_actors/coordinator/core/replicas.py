@@ -13,7 +13,9 @@ import signal
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
+from omni_actors.host.processes import Backoff
 from omni_actors.protocol.fields import ReplicaId
 from omni_actors.protocol.messages import ArenaAddress, Peer, Ready, StageStatus
 from omni_actors.transitions import advance
@@ -163,7 +165,47 @@ def evidence_of(exit_code: int | None) -> Evidence:
     return Evidence.KILLED if exit_code is None or exit_code in _FROM_OUTSIDE else Evidence.CRASHED
 
 
+MAXIMUM_BACKOFF = 30.0  # seconds
+FRUITLESS = 10  # times `restarts`: losses in a row of a replica that becomes ready and finishes no request
+
+
+class RestartHistory:
+    """Decides whether one replica restarts, and after how long. Losses of healthy processes are no reason to stop.
+
+    A series of restarts ends when the replica becomes ready: at most `restarts` of them start a process that does not.
+    A replica that becomes ready, but is lost again and again before it has finished a request, is given up as well,
+    after `FRUITLESS` times as many losses: that many are possible if something else kills it.
+    """
+
+    def __init__(self, first: float, restarts: int, window: float) -> None:
+        self._starts = Backoff(first, MAXIMUM_BACKOFF, restarts, window)
+        self._fruitless = Backoff(first, first, FRUITLESS * restarts, FRUITLESS * window)
+
+    def next(self, now: float, was_ready: bool, productive: bool) -> float | None:
+        """Count a loss and return the seconds until the restart; `None` for no restart."""
+        delay: float | None = 0.0
+        if was_ready:
+            self._starts.reset()
+            if productive:
+                self._fruitless.reset()
+            delay = self._fruitless.next(now)
+        after = self._starts.next(now)
+        return None if delay is None or after is None else max(delay, after)
+
+    @property
+    def restarts(self) -> int:
+        """Restarts that count towards one of the limits."""
+        return max(self._starts.restarts, self._fruitless.restarts)
+
+
 NO_FACTS = Ready(seconds=0.0)  # until a replica has reported them
+
+
+class Seat(NamedTuple):
+    """A node, and which of the stage's GPUs a replica takes there (`config.placement.slot_devices`)."""
+
+    node: int
+    slot: int
 
 
 @dataclass
@@ -229,7 +271,9 @@ class Replica:
     productive: bool = False  # this process has finished a request
     congested: bool = False  # it has granted no credit for more input
     reserved: bool = False  # kept for suspects
-    # Times of the health policy's clock: the process was started, was last heard of, its engine loop last advanced.
+    restarted: int = 0  # how often it was given another process, for whatever reason
+    history: RestartHistory | None = None  # of its losses, from the first one on
+    # Times of one monotonic clock: the process was started, was last heard of, its engine loop last advanced.
     spawned: float = 0.0
     heard: float = 0.0
     moved: float = 0.0
@@ -254,6 +298,11 @@ class Replica:
     def name(self) -> str:
         """Its name in logs and commands, as talker/0."""
         return f"{self.stage}/{self.index}"
+
+    @property
+    def seat(self) -> Seat:
+        """Where it runs."""
+        return Seat(self.node, self.slot)
 
     def inbox_for(self, node: int) -> str:
         """Where senders on `node` reach its inbox: over the network only from another one."""
@@ -292,6 +341,17 @@ class Replica:
     def on(self, event: ReplicaEvent) -> None:
         """Enter the state that follows."""
         self.state = advance(REPLICA_TRANSITIONS, self.state, event)
+
+    def beat(self, progress: int, now: float) -> None:
+        """Take a heartbeat with the progress of the engine loop."""
+        self.heard = now
+        if progress != self.progress:
+            self.progress, self.moved = progress, now
+
+    def should_stop(self, now: float) -> bool:
+        """Whether it drains for a restart or to leave, and is empty or has drained for too long."""
+        asked = self.state is ReplicaState.DRAINING and (self.orders.restart or self.leaving) and not self.stopping
+        return asked and (not self.requests or self.orders.drain_until <= now)
 
     def become_ready(self, facts: Ready) -> None:
         """Take what a replica reports when its model is loaded."""
@@ -347,17 +407,26 @@ class ReplicaTable:
         return (replica for replicas in self._by_stage.values() for replica in replicas.values())
 
     def add(
-        self, stage: str, index: int, epoch: int, spawn_epoch: int | None = None, node: int = 0, slot: int = 0
+        self,
+        stage: str,
+        index: int,
+        epoch: int,
+        spawn_epoch: int | None = None,
+        node: int = 0,
+        slot: int = 0,
+        now: float = 0.0,
     ) -> Replica:
         """Add a new registration of a replica, in place of the one before. `spawn_epoch`: `epoch` unless given."""
         others = self._by_stage.setdefault(stage, {})
         before = others.get(index)
         spawn_epoch = epoch if spawn_epoch is None else spawn_epoch
         replica = others[index] = Replica(stage, index, epoch, spawn_epoch, node, slot)
+        replica.spawned = replica.heard = replica.moved = now
         if before is None:
             self._by_stage[stage] = dict(sorted(others.items()))
             return replica
-        replica.spare, replica.joining = before.spare, before.joining
+        replica.spare, replica.joining, replica.history = before.spare, before.joining, before.history
+        replica.restarted = before.restarted + (0 < before.spawn_epoch < spawn_epoch)
         if before.spawn_epoch == spawn_epoch:  # the same process
             replica.orders, replica.productive = before.orders, before.productive
         return replica
