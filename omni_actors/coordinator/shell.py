@@ -22,6 +22,7 @@ import msgspec
 
 from omni_actors.coordinator.core.fleet import TICK_SECONDS as FLEET_TICK_SECONDS
 from omni_actors.coordinator.core.fleet import Fleet
+from omni_actors.coordinator.core.hosts import from_node
 from omni_actors.coordinator.core.instructions import (
     Announce,
     FleetInstruction,
@@ -381,7 +382,7 @@ class Coordinator:
 
     def from_node(self, rank: int, body: NodeToCoordinator) -> None:
         """Take a message of a node's agent."""
-        self._obey(self.fleet.from_node(rank, body, time.monotonic()))
+        self._obey(from_node(self.fleet, rank, body, time.monotonic()))
 
     # -- outbound -----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import msgspec
 import omni_actors
 from omni_actors.config import PipelineConfig, placement
 from omni_actors.coordinator.core.fleet import TICK_SECONDS, Fleet
+from omni_actors.coordinator.core.hosts import from_node
 from omni_actors.coordinator.core.instructions import (
     Announce,
     FleetInstruction,
@@ -111,7 +112,7 @@ class World:
         return instructions
 
     def node(self, body: NodeToCoordinator, rank: int = 0) -> list[FleetInstruction]:
-        return self.take(self.fleet.from_node(rank, body, self.now))
+        return self.take(from_node(self.fleet, rank, body, self.now))
 
     def node_hello(
         self, *running: ReplicaId, rank: int = 0, launched: bool = False, devices: int = 0

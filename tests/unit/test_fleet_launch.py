@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import omni_actors
-from omni_actors.coordinator.core.fleet import ABSENT_SECONDS, RESTORE_SECONDS
+from omni_actors.coordinator.core.fleet import RESTORE_SECONDS
+from omni_actors.coordinator.core.hosts import ABSENT_SECONDS, silent
 from omni_actors.coordinator.core.instructions import (
     FleetInstruction,
     ReplicaHolds,
@@ -15,7 +16,7 @@ from omni_actors.coordinator.core.instructions import (
     ServeClients,
     ShowProgress,
 )
-from omni_actors.coordinator.core.nodes import Node, silent
+from omni_actors.coordinator.core.nodes import Node
 from omni_actors.coordinator.core.replicas import LaunchState, NodeEvent, ReplicaState, ReplicaTable
 from omni_actors.protocol.fields import PROTOCOL_VERSION, ReplicaId
 from omni_actors.protocol.messages import (

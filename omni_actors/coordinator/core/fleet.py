@@ -15,7 +15,7 @@ import msgspec
 
 import omni_actors
 from omni_actors.config import PipelineConfig, placement
-from omni_actors.config.placement import node_devices
+from omni_actors.coordinator.core import hosts
 from omni_actors.coordinator.core.instructions import (
     DEBUG,
     ERROR,
@@ -36,32 +36,18 @@ from omni_actors.coordinator.core.instructions import (
     TellReplica,
     as_configured,
 )
-from omni_actors.coordinator.core.nodes import (
-    Culprit,
-    Launch,
-    Node,
-    explain_end,
-    find_seat,
-    plan_restart,
-    silent,
-    take_over,
-    why_stuck,
-)
+from omni_actors.coordinator.core.nodes import Culprit, Launch, Node, explain_end, plan_restart, why_stuck
 from omni_actors.coordinator.core.replicas import (
     Evidence,
     LaunchEvent,
-    LaunchState,
-    NodeEvent,
     NodeState,
     Replica,
     ReplicaEvent,
     ReplicaState,
     ReplicaTable,
     Seat,
-    evidence_of,
 )
 from omni_actors.coordinator.core.routing import StageGraph
-from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.fields import PROTOCOL_VERSION, ControlPeer, ReplicaId
 from omni_actors.protocol.messages import (
     Fatal,
@@ -70,14 +56,9 @@ from omni_actors.protocol.messages import (
     KillReplica,
     Launched,
     Loading,
-    NodeBeat,
     NodeHello,
-    NodeLeaving,
-    NodeToCoordinator,
-    NodeWelcome,
     Peers,
     Ready,
-    ReplicaEnded,
     Reregister,
     Shutdown,
     Snapshot,
@@ -89,11 +70,8 @@ from omni_actors.protocol.messages import (
 TICK_SECONDS = 0.05  # between two calls of `tick`
 LATE_TICK_SECONDS = 1.0  # after a longer pause it is this process that had stopped
 RESTORE_SECONDS = 3.0  # for what runs to register with a coordinator that was restarted, before it serves clients
-ABSENT_SECONDS = 10.0  # for a node to come back to a coordinator that was restarted
 LAST_LOG_SECONDS = 1.0  # for a node to report the log of the replica that fails the launch
 STOP_SECONDS = 4.0  # that one stage may take to stop before it is killed
-MOVE_SECONDS = 2.0  # between two looks for replicas that have to move
-NO_ROOM = "lost with its node; no other has room"
 KILL_SECONDS = 2.0  # for a node to report the end of a process that it had to kill
 
 Instructions = list[FleetInstruction]
@@ -127,14 +105,14 @@ class Fleet:
         memory: Sequence[RememberedReplica] = (),
     ) -> None:
         self.pipeline = pipeline
-        self._settings = pipeline.coordinator
+        self.settings = pipeline.coordinator
         self._graph = StageGraph(pipeline)
         self._client = client
         self._results = results
         self._new_epoch = new_epoch
         remembered = memory or as_configured(pipeline)
         self._remembered = {(item.stage, item.index): item for item in remembered}  # until their processes are found
-        self._created = self._ticked = self._next_move = now
+        self.created = self._ticked = self.next_move = now
         self.restoring = True  # processes of the coordinator before may still register, each on its own
         self._awaited: set[ReplicaId] = set()  # those that run, as their nodes say
         self._early: dict[tuple[str, int], tuple[ReplicaId, Hello]] = {}  # hellos of processes before their node's
@@ -187,12 +165,12 @@ class Fleet:
             for replica in self.replicas:
                 replica.moved = now
         else:
-            done += self._give_up_nodes(now)
+            done += hosts.give_up_nodes(self, now)
             done += self._kill_stuck(now)
-            done += self._move_lost(now)
-        done += self._restored(now)
+            done += hosts.move_lost(self, now)
+        done += self.restored(now)
         done += self.stop_drained(now)
-        done += self._release_drained()
+        done += hosts.release_drained(self)
         done += self._enforce_ends(now)
         if self.launch.wanted or (self.launch.serving and in_flight):
             done += self.restart_due(now)
@@ -200,7 +178,7 @@ class Fleet:
             done += self._check_launch(now)
         return done
 
-    def _restored(self, now: float) -> Instructions:
+    def restored(self, now: float) -> Instructions:
         """Serve clients once everything is here that the coordinator before had, or does not come.
 
         Until then stages hear of no peers: a stage closes its link to those that are not among them.
@@ -208,7 +186,7 @@ class Fleet:
         if not self.restoring or not self.nodes[0].present:
             return []
         absent = self.launch.serving and any(node.state is NodeState.EXPECTED for node in self.nodes.values())
-        if (self._awaited or absent) and now < self._created + RESTORE_SECONDS:
+        if (self._awaited or absent) and now < self.created + RESTORE_SECONDS:
             return []
         self.restoring = False
         self._awaited.clear()
@@ -218,7 +196,7 @@ class Fleet:
         launch = self.launch
         if launch.culprit is not None:
             if now > launch.culprit.until:
-                return self._fail(explain_end(launch.culprit.replica, launch.culprit.what, ""))
+                return self.fail(explain_end(launch.culprit.replica, launch.culprit.what, ""))
             return []
         overdue = launch.overdue(now)
         if overdue is not None:
@@ -233,7 +211,7 @@ class Fleet:
         done += [TellNode(rank, Launched()) for rank, node in self.nodes.items() if node.present]
         return [*done, Announce(f"ready after {launch.after(now):.1f} s, clients connect to {self._client}")]
 
-    def _fail(self, reason: str) -> Instructions:
+    def fail(self, reason: str) -> Instructions:
         """Give up a pipeline that has not been launched; one that has been goes on degraded."""
         if not self.launch.starting:
             return []
@@ -259,166 +237,6 @@ class Fleet:
             if not replica.leaving
         ]
         return [Remember(kept)]
-
-    # -- nodes --------------------------------------------------------------------------------------------------------
-
-    def from_node(self, rank: int, body: NodeToCoordinator, now: float) -> Instructions:
-        """Take a message of a node's agent."""
-        node = self.nodes.get(rank) or Node(rank)
-        node.heard = now
-        if isinstance(body, NodeHello):
-            self.nodes[rank] = node
-        elif not node.present:
-            return [TellNode(rank, Reregister())]
-        match body:
-            case NodeHello():
-                return self._node_hello(node, body, now)
-            case NodeBeat():
-                return [TellNode(rank, NodeBeat())]
-            case NodeLeaving(drains=True):
-                return self._drain_node(node)
-            case NodeLeaving(reason=reason):
-                return self._lose_node(node, f"it leaves: {reason}", now)
-            case ReplicaEnded():
-                return self._replica_ended(body, now)
-
-    def _replica_ended(self, body: ReplicaEnded, now: float) -> Instructions:
-        replica = self.replicas.current(body.process.stage, body.process.replica)
-        if replica is None or replica.process != body.process or not replica.alive:
-            return []
-        return self._died(replica, body.how, body.log, now, evidence_of(body.exit_code))
-
-    def _node_hello(self, node: Node, hello: NodeHello, now: float) -> Instructions:
-        difference = self._difference(hello)
-        if difference:
-            text = f"Node {node.rank} is refused: {difference}."
-            refused: Instructions = [Announce(text), TellNode(node.rank, Shutdown(reason=text, failed=True))]
-            if self._is_needed(node):
-                refused += self._fail(text)
-            self._forget_node(node)
-            return refused
-        done: Instructions = []
-        if not node.present and not self._is_needed(node) and self.launch.serving:
-            done.append(Announce(f"node {node.rank} has joined with {node_devices(hello.devices)}"))
-        node.on(NodeEvent.HELLO)
-        node.devices = hello.devices
-        if hello.launched and node.rank == 0 and self.launch.starting:
-            self.launch.on(LaunchEvent.ALL_READY)  # under a coordinator before this one
-        done.append(TellNode(node.rank, NodeWelcome()))
-        if self.launch.serving:
-            done.append(TellNode(node.rank, Launched()))
-        takeover = take_over(self.replicas.on(node.rank), hello.processes)
-        done += [TellNode(node.rank, KillReplica(process)) for process in takeover.kill]
-        for process, seat in takeover.adopt.items():
-            done += self._adopt(process, seat, now)
-        where = f" on node {node.rank}" if len(self.nodes) > 1 else ""
-        if takeover.adopt:
-            names = ", ".join(process.name for process in takeover.adopt)
-            done.append(Announce(f"{names} still running{where}"))
-        if takeover.start and not self.launch.ending:
-            names = ", ".join(replica.name for replica in takeover.start)
-            done.append(Announce(f"starting {names}{where}"))
-            for replica in takeover.start:
-                done += self.start_replica(replica.stage, replica.index, replica.seat, now)
-        for replica in takeover.ended:  # last: a death restarts all that is due
-            done += self._died(replica, "its node knows nothing of it", "", now, Evidence.KILLED)
-        return done + self._restored(now)
-
-    def _give_up_nodes(self, now: float) -> Instructions:
-        done: Instructions = []
-        for node in silent(self.nodes.values(), self.replicas, now, self._settings.heartbeat_timeout):
-            done += self._lose_node(node, f"silent for {now - node.heard:.1f} s", now)
-        if self.launch.serving and now > self._created + ABSENT_SECONDS:
-            for node in list(self.nodes.values()):
-                if not node.present and any(replica.alive for replica in self.replicas.on(node.rank)):
-                    done += self._lose_node(node, "it has not come back to the restarted coordinator", now)
-        return done
-
-    def _drain_node(self, node: Node) -> Instructions:
-        """Have the replicas of a node that stops finish what they hold. Others take new requests.
-
-        While the whole pipeline drains they go on: what is in flight may still come to them.
-        """
-        if not node.stays:
-            return []
-        node.on(NodeEvent.DRAIN)
-        if not self.launch.wanted:
-            return []
-        replicas = self.replicas.on(node.rank)
-        held = {request for replica in replicas for request in replica.requests}
-        done: Instructions = [Announce(f"node {node.rank} stops; requests on its replicas: {len(held)}")]
-        for replica in replicas:
-            replica.orders.drain = True
-            if replica.ready:
-                done += self.drain(replica)
-        return done
-
-    def _release_drained(self) -> Instructions:
-        """Let nodes end whose replicas have finished. If the whole pipeline drains, they end with it."""
-        done: Instructions = []
-        for node in self.nodes.values() if self.launch.wanted else ():
-            empty = not any(replica.requests for replica in self.replicas.on(node.rank))
-            if node.state is NodeState.DRAINING and empty:
-                node.on(NodeEvent.RELEASED)
-                done.append(TellNode(node.rank, Shutdown(reason="its requests are finished")))
-        return done
-
-    def _lose_node(self, node: Node, why: str, now: float) -> Instructions:
-        """Count the replicas of a node as dead until it is back or they have moved."""
-        node.on(NodeEvent.LOST)
-        node.away_since = now
-        away = f"node {node.rank} is away: {why}"
-        done: Instructions = [Announce(away)]
-        for replica in self.replicas.on(node.rank):
-            if replica.alive or replica.state is ReplicaState.WAITING:
-                replica.orders.clear_kill()
-                replica.left_with_node = True
-                done.append(Log(ERROR, f"lost: {away}", replica.name))
-                done += self.lose(replica, away, restart=False)
-                if replica.leaving:
-                    done += self.forget(replica)
-        if self._is_needed(node):
-            done += self._fail(f"Node {node.rank} was lost while the pipeline started: {why}")
-        self._forget_node(node)
-        return done
-
-    def _is_needed(self, node: Node) -> bool:
-        """Whether anything is placed on a node; node 0 runs the coordinator."""
-        return node.rank == 0 or bool(self.replicas.on(node.rank))
-
-    def _forget_node(self, node: Node) -> None:
-        """Forget a node on which nothing is placed; it may join again."""
-        if not self._is_needed(node):
-            del self.nodes[node.rank]
-
-    def _move_lost(self, now: float) -> Instructions:
-        """Move the replicas of nodes that are gone for good to nodes that have room; look for it every few seconds."""
-        if self.launch.state is not LaunchState.LAUNCHED or now < self._next_move:
-            return []
-        self._next_move = now + MOVE_SECONDS
-        done: Instructions = []
-        for node in list(self.nodes.values()):
-            if node.state is not NodeState.AWAY or now <= node.away_since + self._settings.move_after:
-                continue
-            for replica in self.replicas.on(node.rank):
-                if replica.left_with_node:
-                    done += self._move(replica, now)
-            self._forget_node(node)
-        return done
-
-    def _move(self, replica: Replica, now: float) -> Instructions:
-        try:
-            staying = [node for node in self.nodes.values() if node.stays]
-            others = {(other.stage, other.index): other.seat for other in self.replicas if other is not replica}
-            seat = find_seat(self.pipeline, others, replica.stage, staying)
-        except InvalidRequest as error:
-            if replica.phase == NO_ROOM:
-                return []
-            replica.phase = NO_ROOM
-            return [Announce(f"degraded: {replica.name} cannot move from node {replica.node}: {error}")]
-        moves = Announce(f"{replica.name} moves from node {replica.node} to node {seat.node}")
-        replica.history = None
-        return [moves, *self.start_replica(replica.stage, replica.index, seat, now), *self.remember()]
 
     # -- messages of stage processes ----------------------------------------------------------------------------------
 
@@ -465,7 +283,7 @@ class Fleet:
             return []
         if isinstance(peer, int):
             node = self.nodes.get(peer)
-            return self._lose_node(node, why, now) if node is not None and node.present else []
+            return hosts.lose_node(self, node, why, now) if node is not None and node.present else []
         replica = self.replicas.at(peer)
         if replica is None or not replica.alive or replica.orders.killed:
             return []
@@ -496,7 +314,7 @@ class Fleet:
         return done
 
     def _welcome(self, replica: Replica, hello: Hello) -> Instructions:
-        difference = self._difference(hello)
+        difference = self.difference(hello)
         if difference:
             replica.last_words = f"{replica.name}: {difference}."
             return [TellReplica(replica.replica_id, Shutdown(reason=difference))]
@@ -505,7 +323,7 @@ class Fleet:
         welcome = TellReplica(replica.replica_id, Welcome(results=self._results))
         return [ReplicaRegistered(replica), welcome, *self._announce_peers()]
 
-    def _difference(self, hello: Hello | NodeHello) -> str:
+    def difference(self, hello: Hello | NodeHello) -> str:
         """What keeps a process from working with this one, "" for nothing."""
         ours = (PROTOCOL_VERSION, omni_actors.__version__, self.pipeline.digest())
         theirs = (hello.protocol, hello.package, hello.config)
@@ -523,7 +341,7 @@ class Fleet:
         if self.launch.starting:
             done += self._check_launch(now)
         self._awaited.discard(replica.process)
-        return done + self._restored(now)
+        return done + self.restored(now)
 
     def _announce_peers(self) -> Instructions:
         """Tell every stage the addresses of the stages after and before it."""
@@ -562,7 +380,7 @@ class Fleet:
         early = self._early.pop((stage, index), None) if spawn_epoch else None
         return replica, self._hello(*early, now) if early is not None else []
 
-    def _adopt(self, process: ReplicaId, seat: Seat, now: float) -> Instructions:
+    def adopt(self, process: ReplicaId, seat: Seat, now: float) -> Instructions:
         """Expect the registration of a process that runs. What was ordered of it holds."""
         self._awaited.add(process)
         replica, done = self._expect(process.stage, process.replica, seat, process.epoch, now)
@@ -572,7 +390,7 @@ class Fleet:
         if item is not None and item.spawn_epoch == process.epoch:
             replica.orders.drain, replica.orders.restart = item.drain, item.restart
             if item.restart:
-                replica.orders.drain_until = now + self._settings.default_timeout
+                replica.orders.drain_until = now + self.settings.default_timeout
         return done
 
     def restart_due(self, now: float) -> Instructions:
@@ -599,7 +417,7 @@ class Fleet:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def _died(self, replica: Replica, how: str, log: str, now: float, evidence: Evidence) -> Instructions:
+    def died(self, replica: Replica, how: str, log: str, now: float, evidence: Evidence) -> Instructions:
         """Plan a restart. While the pipeline starts, a stage that is left without any replica ends the launch."""
         killed = replica.orders.clear_kill()
         cause, evidence = (f"{killed}; {how}", Evidence.CRASHED) if killed else (how, evidence)
@@ -618,9 +436,9 @@ class Fleet:
         if asked:
             done.append(Announce(f"{replica.name} has stopped and restarts"))
         elif culprit is not None and culprit.replica is replica:
-            done += self._fail(explain_end(replica, culprit.what, log))
+            done += self.fail(explain_end(replica, culprit.what, log))
         elif self.launch.starting and not any(peer.alive for peer in self.replicas.of(replica.stage)):
-            done += self._fail(text)
+            done += self.fail(text)
         elif restart:
             done.append(Announce(f"{text}\n{replica.name} restarts in {replica.restart_at - now:.1f} s"))
         else:
@@ -676,8 +494,8 @@ class Fleet:
         for replica in self.replicas if self.launch.serving else ():
             if replica.orders.killed or not (why := why_stuck(self.pipeline, replica, now)):
                 continue
-            node_silent = self.nodes[replica.node].heard + 3 * self._settings.heartbeat_interval < now
-            if node_silent and now < replica.heard + self._settings.heartbeat_timeout + KILL_SECONDS:
+            node_silent = self.nodes[replica.node].heard + 3 * self.settings.heartbeat_interval < now
+            if node_silent and now < replica.heard + self.settings.heartbeat_timeout + KILL_SECONDS:
                 continue  # it may be the link: the order would reach a healthy process once the link is back
             done.append(Log(ERROR, f"killing {replica.name}: {why}", replica.name))
             done += self.kill(replica, why, now)
@@ -695,5 +513,5 @@ class Fleet:
             if replica.orders.stop_until <= now:
                 done += self.kill(replica, "it did not stop", now)
             if replica.orders.kill_until <= now and replica.alive:
-                done += self._died(replica, "its node does not answer", "", now, Evidence.NONE)
+                done += self.died(replica, "its node does not answer", "", now, Evidence.NONE)
         return done

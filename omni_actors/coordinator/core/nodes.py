@@ -1,4 +1,4 @@
-"""Nodes, the processes on them and the places of replicas; the launch as a whole, and which replicas restart.
+"""Nodes and the places of replicas on them; the launch as a whole, and which replicas restart.
 
 Times are seconds of one monotonic clock.
 """
@@ -26,7 +26,6 @@ from omni_actors.coordinator.core.replicas import (
     Seat,
 )
 from omni_actors.errors import InvalidRequest, counted
-from omni_actors.protocol.fields import ReplicaId
 from omni_actors.transitions import advance
 
 
@@ -53,47 +52,6 @@ class Node:
     def on(self, event: NodeEvent) -> None:
         """Enter the state that follows."""
         self.state = advance(NODE_TRANSITIONS, self.state, event)
-
-
-@dataclass(frozen=True)
-class Takeover:
-    """Consequences of a node's hello."""
-
-    adopt: dict[ReplicaId, Seat]  # they run, and will register
-    start: list[Replica]
-    ended: list[Replica]  # believed to run, and do not
-    kill: list[ReplicaId]  # they run, and the pipeline does not need them
-
-
-def silent(nodes: Iterable[Node], replicas: ReplicaTable, now: float, seconds: float) -> list[Node]:
-    """Nodes that were silent for `seconds`, neither of their agents nor of any process on them.
-
-    An agent that was stopped for a while does not take along the stages that work. Node 0 is never silent: if its
-    launcher ends, the coordinator ends too, and no network link is between them.
-    """
-    found = []
-    for node in nodes:
-        heard = [replica.heard for replica in replicas.on(node.rank) if replica.alive]
-        if node.present and node.rank > 0 and max([node.heard, *heard]) + seconds < now:
-            found.append(node)
-    return found
-
-
-def take_over(replicas: Iterable[Replica], running: Iterable[ReplicaId]) -> Takeover:
-    """Decide about the `running` processes of a node that has come or come back; `replicas` are placed there."""
-    listed = {process.name: process for process in running}
-    adopt: dict[ReplicaId, Seat] = {}
-    start, ended = [], []
-    for replica in replicas:
-        process = listed.pop(replica.name, None)
-        if process is not None and not (process == replica.process and replica.alive):
-            # It counted as lost, or is older than this coordinator.
-            adopt[process] = replica.seat
-        elif process is None and (replica.spawn_epoch == 0 or replica.left_with_node):
-            start.append(replica)
-        elif process is None and replica.alive:
-            ended.append(replica)
-    return Takeover(adopt, start, ended, list(listed.values()))
 
 
 # -- restarts and signs of life ---------------------------------------------------------------------------------------
