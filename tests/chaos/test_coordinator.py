@@ -16,14 +16,10 @@ from omni_actors.host.run_directory import FLEET
 from omni_actors.protocol.messages import Operation
 from tests.support.launcher import EchoLauncher
 from tests.support.load import ask_and_check, disturbed_chain, replicas, text_of, until_healthy, until_in_flight
-from tests.support.processes import assert_nothing_left, processes_of
+from tests.support.processes import assert_nothing_left, coordinator_of
 from tests.support.waiting import PATIENCE, until
 
 Launch = Callable[..., EchoLauncher]
-
-
-def coordinator_of(folder: Path) -> int:
-    return next((pid for pid, title in processes_of(folder).items() if title == "omni:coordinator"), 0)
 
 
 def next_coordinator(folder: Path, former: int) -> int:

@@ -14,7 +14,7 @@ from omni_actors.client.streams import RequestStream
 from omni_actors.errors import InvalidPayload, InvalidRequest
 from tests.support.builders import chain
 from tests.support.load import replicas, until_healthy
-from tests.support.processes import processes_of
+from tests.support.processes import coordinator_of
 
 TEXT = "Those who speak while they think are heard sooner, and 4 words are enough to begin. "
 
@@ -77,8 +77,7 @@ async def test_speech_follows_its_text_and_outlives_its_stage_and_the_coordinato
         (pid,) = [status.pid for status in (await replicas(watcher)).values()]
         psutil.Process(pid).kill()
         await write()
-        (former,) = [pid for pid, title in processes_of(short_path).items() if title == "omni:coordinator"]
-        psutil.Process(former).kill()
+        psutil.Process(coordinator_of(short_path)).kill()
         await stream.append_text(TEXT)  # nobody is there to take it
         written += TEXT
         await until_healthy(watcher)

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.support.launcher import READY
+from tests.support.launcher import EchoLauncher
 from tests.support.network import Network, Unavailable
-from tests.support.paths import REPOSITORY, import_path
 from tests.support.processes import end_all, processes_of
 from tests.support.waiting import until
-
-PORT = 29600
 
 
 class Cluster:
@@ -27,69 +21,33 @@ class Cluster:
     def __init__(self, network: Network, folder: Path, data: Any) -> None:
         self._network = network
         self._folder = folder
-        self._config = folder / "pipeline.yaml"
-        self._config.write_text(yaml.safe_dump(data, sort_keys=False))
-        self.launchers: dict[int, subprocess.Popen[bytes]] = {}
+        self._data = data
+        self.launchers: dict[int, EchoLauncher] = {}
 
-    def start(self, rank: int, keys: Path, *arguments: str) -> None:
-        host = self._network.hosts[rank]
+    def start(self, rank: int, keys: Path) -> None:
         folder = self._folder / f"host{rank}"
-        folder.mkdir(exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "omni_actors.launch",
-            str(self._config),
-            "--nnodes",
-            "2",
-            "--node-rank",
-            str(rank),
-            "--master-addr",
-            self._network.hosts[0].address,
-            "--master-port",
-            str(PORT),
-            "--run-dir",
-            str(folder / "run"),
-            "--keys",
-            str(keys),
-            *arguments,
-        ]
-        with (folder / "output").open("wb") as output:
-            self.launchers[rank] = subprocess.Popen(
-                host.command(*command),
-                cwd=REPOSITORY,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": import_path()},
-            )
+        folder.mkdir()
+        arguments = f"--nnodes 2 --node-rank {rank} --master-addr {self._network.hosts[0].address}".split()
+        arguments += ["--run-dir", str(folder / "run"), "--keys", str(keys)]
+        within = self._network.hosts[rank].command
+        self.launchers[rank] = EchoLauncher(folder, self._data, *arguments, within=within)
 
-    def output(self, rank: int) -> str:
-        return (self._folder / f"host{rank}" / "output").read_text(errors="replace")
-
-    def wait_ready(self, seconds: float = 60.0) -> None:
-        def ready() -> bool:
-            assert all(launcher.poll() is None for launcher in self.launchers.values()), self.outputs()
-            return READY.search(self.output(0)) is not None
-
-        until(ready, seconds, self.outputs)
+    def wait_ready(self) -> None:
+        self.launchers[0].wait_ready()
 
     def outputs(self) -> str:
-        return "\n".join(f"--- host {rank}\n{self.output(rank)[-3000:]}" for rank in self.launchers)
+        return "\n".join(f"--- host {rank}\n{one.output[-3000:]}" for rank, one in self.launchers.items())
 
     @property
     def endpoint(self) -> str:
-        found = READY.search(self.output(0))
-        assert found is not None
-        return found[1]
+        return self.launchers[0].endpoint
 
     def end(self) -> None:
         for rank in sorted(self.launchers, reverse=True):
-            if self.launchers[rank].poll() is None:
-                os.killpg(self.launchers[rank].pid, signal.SIGTERM)
+            if self.launchers[rank].process.poll() is None:
+                os.killpg(self.launchers[rank].process.pid, signal.SIGTERM)
         for launcher in self.launchers.values():
-            launcher.wait(15)
+            launcher.wait_end(15)
         until(lambda: not processes_of(self._folder), 5, lambda: f"left behind: {processes_of(self._folder)}")
 
 

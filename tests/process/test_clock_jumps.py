@@ -13,7 +13,7 @@ from omni_actors.client import OmniClient
 from omni_actors.errors import DeadlineExceeded, OmniError
 from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher
-from tests.support.processes import processes_titled
+from tests.support.processes import coordinator_of
 from tests.support.waiting import until
 
 # Python imports this at the start of every process of the pipeline. The offset is the target of a link.
@@ -64,8 +64,7 @@ def test_requests_outlive_jumps_of_the_clock_and_deadlines_hold(
             assert client.generate("a", timeout=60).text == "a"
             with pytest.raises(DeadlineExceeded):
                 client.generate("y" * 100, timeout=0.3)
-        (coordinator,) = processes_titled("omni:coordinator", launcher.process.pid)
-        psutil.Process(coordinator).kill()
+        psutil.Process(coordinator_of(short_path)).kill()
         until(lambda: answers_in_time(client), 20, "a coordinator that was started after the jumps")
         with OmniClient(launcher.endpoint) as later:
             assert later.generate("l", timeout=60).text == "l"

@@ -12,10 +12,9 @@ import pytest
 from omni_actors.cli import ctl, top, trace
 from omni_actors.client import OmniClient
 from omni_actors.errors import Unauthorized
-from omni_actors.launch import main
 from omni_actors.protocol.messages import Operation
 from omni_actors.transport.curve import make_client, make_cluster
-from tests.support.builders import chain, write
+from tests.support.builders import chain
 from tests.support.processes import processes_of
 from tests.support.waiting import until
 
@@ -108,31 +107,3 @@ def test_only_operators_change_what_runs_and_a_locked_out_client_learns_why(shor
     assert capsys.readouterr().out == "The pipeline shuts down.\n"
     assert launcher.wait_end() == 0
     assert "an operator asked for it" in launcher.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--listen", "tcp://0.0.0.0:0"], "omni-actors keys DIR"),
-        (["--keys", "nowhere"], "No such file"),
-        (["--keys", "open"], "chmod -R go="),
-        (["--check", "--keys", "keys"], ""),
-    ],
-)
-def test_a_launch_says_why_it_cannot_start_and_a_check_shows_the_folder_and_no_key(short_path, arguments, said, capsys):
-    make_cluster(short_path / "keys")
-    make_cluster(short_path / "open")
-    (short_path / "open").chmod(0o755)
-    arguments = [str(short_path / word) if word in ("keys", "open") else word for word in arguments]
-    code = main([str(write(short_path, chain())), *arguments])
-    shown = capsys.readouterr()
-    if said:
-        assert code == 2
-        assert shown.err.startswith("configuration error: ")
-        assert said in shown.err
-        return
-    assert code == 0, shown.err
-    assert str(short_path / "keys") in shown.out
-    for path in (short_path / "keys").glob("cluster.*"):
-        for key in re.findall(r'-key = "(.*)"', path.read_text()):
-            assert key not in shown.out

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,15 @@ class EchoLauncher:
         *arguments: str,
         program: Sequence[str] = ("-m", "omni_actors.launch"),
         path: str = "",
+        within: Callable[..., list[str]] = lambda *command: [*command],
     ) -> None:
+        """`within` makes the command line of one that runs elsewhere, as on a host of its own."""
         self.folder = folder
         number = len(list(folder.glob("*.yaml")))
         config = folder / f"{number}.yaml"
         config.write_text(yaml.safe_dump(data, sort_keys=False))
         self._output = folder / f"{number}.out"
-        command = [sys.executable, *program, str(config), *arguments]
+        command = within(sys.executable, *program, str(config), *arguments)
         # TMPDIR: a run directory that is not given lies in the folder as well.
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(

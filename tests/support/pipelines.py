@@ -13,6 +13,7 @@ from pathlib import Path
 
 from omni_actors.client import OmniClient
 from omni_actors.errors import OmniError
+from tests.support.launcher import held
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import PATIENCE
 
@@ -72,18 +73,8 @@ class RunningPipeline:
         """All counts of all stages return to zero."""
         deadline = time.monotonic() + timeout * PATIENCE
         with OmniClient(self.endpoint) as client:
-            while True:
-                stages = client.describe(timeout=10 * PATIENCE).stages
-                held = {
-                    f"{stage.stage}.{name}": count
-                    for stage in stages
-                    for name, count in stage.counts.items()
-                    if count and not name.startswith(("dropped_", "rejected_", "total_"))
-                }
-                if not held and not any(stage.in_flight for stage in stages):
-                    return
-                if time.monotonic() > deadline:
-                    raise AssertionError(f"still held: {held}")
+            while left := held(client.describe(timeout=10 * PATIENCE)):
+                assert time.monotonic() < deadline, f"still held: {left}"
                 time.sleep(0.1)
 
     def stop(self) -> str:

@@ -44,18 +44,13 @@ def shared_memory_of(pids: Mapping[int, str]) -> set[str]:
 
 def processes_titled(title: str, parent: int) -> list[int]:
     """Children of `parent` whose process title begins with `title`."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            command = (entry / "cmdline").read_bytes().decode(errors="replace")
-            status = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has just ended
-        if command.startswith(title) and int(status[1]) == parent and int(entry.name) != os.getpid():
-            found.append(int(entry.name))
-    return found
+    children = psutil.Process(parent).children()
+    return [child.pid for child in children if " ".join(child.cmdline()).startswith(title)]
+
+
+def coordinator_of(folder: Path) -> int:
+    """The coordinator of the launcher whose log is in `folder`; 0 if there is none now."""
+    return next((pid for pid, title in processes_of(folder).items() if title == "omni:coordinator"), 0)
 
 
 def end_all(folder: Path) -> None:

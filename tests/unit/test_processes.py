@@ -1,4 +1,4 @@
-"""Ending with the parent, restarting with back-off, exit codes."""
+"""Ending with the parent, open files, and the clock of a process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import time
 
 import psutil
 
-from omni_actors.host.processes import raise_file_limit
+from omni_actors.host.processes import AnchoredClock, raise_file_limit
+from tests.support.clock import Clock
 
 CHILD = "import time; from omni_actors.host.processes import die_with_parent; die_with_parent(); print(1, flush=True); "
 PARENT = f"""
@@ -47,3 +48,11 @@ def test_the_file_limit_is_raised_as_far_as_it_may_be() -> None:
     )
     assert int(limited.stdout) == 512 - 64
     assert raise_file_limit(64) <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_a_clock_does_not_follow_when_the_wall_clock_is_set() -> None:
+    wall, monotonic = Clock(5000.0), Clock(10.0)
+    clock = AnchoredClock(wall, monotonic)
+    wall.now, monotonic.now = 0.0, 12.5
+    assert clock() == 5002.5
+    assert clock.of(11.0) == 5001.0

@@ -44,18 +44,6 @@ def hold() -> Iterator[Start]:
         process.communicate()
 
 
-def test_what_a_dead_replica_held_is_removed(tmp_path: Path, path: str, hold: Start) -> None:
-    ledger = SegmentLedger(tmp_path / "segments")
-    talker = hold(path)
-    ledger.look({TALKER: talker.pid})
-    ledger.sweep([])
-    assert os.path.exists(path), "it lives"
-    talker.kill()
-    ledger.look({})
-    ledger.sweep([TALKER])
-    assert not os.path.exists(path)
-
-
 def test_what_two_replicas_hold_stays_until_both_are_dead(tmp_path: Path, path: str, hold: Start) -> None:
     ledger = SegmentLedger(tmp_path / "segments")
     ledger.look({TALKER: hold(path).pid, OTHER: hold(path).pid})

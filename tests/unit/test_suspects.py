@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from omni_actors.coordinator.core.instructions import Instruction, ToClient
-from omni_actors.coordinator.core.replicas import Evidence, ReplicaEvent, ReplicaState
+from omni_actors.coordinator.core.replicas import Evidence
 from omni_actors.coordinator.core.requests import RequestMachine
-from omni_actors.coordinator.core.suspects import EMPTY_SECONDS, GUILTY, MARGIN_SECONDS, SUSPECT
+from omni_actors.coordinator.core.suspects import EMPTY_SECONDS, MARGIN_SECONDS
 from omni_actors.errors import ErrorCode
-from omni_actors.protocol.fields import ReplicaId
-from omni_actors.protocol.messages import Abort, Done, Failed, OpenRequest
-from tests.support.builders import done, header_from
 from tests.support.requests import (
     ALICE,
     NOW,
@@ -214,113 +206,3 @@ def test_a_group_whose_members_wait_for_another_stage_lets_others_in() -> None:
     ask_all(state, "n")
     bring_back(state, "prompt")
     assert on(state) == "n", "the suspects wait for the talker"
-
-
-# -- figures ----------------------------------------------------------------------------------------------------------
-
-STEP = 0.1
-RESTART_SECONDS = 0.5
-
-
-class Storm:
-    """Text requests on replicas of the thinker that crash and are killed. Time goes by in steps."""
-
-    def __init__(self, replicas: int, work: list[float], fuse: float | None, kills: dict[float, int]) -> None:
-        self.state = ready(replicas=replicas, max_in_flight=100)
-        self.now = NOW
-        self.work = {f"r{number}": seconds for number, seconds in enumerate(work)}
-        self.fuse = fuse  # seconds after which the poison crashes its replica
-        self.kills = sorted((NOW + seconds, index) for seconds, index in kills.items())
-        self.running: dict[str, tuple[ReplicaId, int, float]] = {}
-        self.back: dict[int, float] = {}
-        self.ends: dict[str, str] = {}
-        self.evidence: dict[str, list[tuple[int, bool]]] = {}  # of each request: how much, and whether it was alone
-        self.crashes = 0
-        for name in [*self.work, *(["poison"] if fuse is not None else [])]:
-            self.take(ask(self.state, name, ALICE, "text"))
-
-    def take(self, instructions: list[Instruction]) -> None:
-        for item in instructions:
-            if isinstance(item, ToClient):
-                if isinstance(item.body, Done | Failed):
-                    self.ends[item.request_id] = "done" if isinstance(item.body, Done) else item.body.code.value
-                    self.running.pop(item.request_id, None)
-            elif isinstance(item.body, Abort) and item.replica_id.stage == "thinker":
-                self.running.pop(item.request_id, None)
-            elif isinstance(item.body, OpenRequest) and item.replica_id.stage == "thinker":
-                self.running[item.request_id] = item.replica_id, item.attempt, self.now
-            elif isinstance(item.body, OpenRequest):
-                header = header_from(item.replica_id, item.request_id, 0, item.attempt)
-                self.take(self.state.from_stage(header, done(), (), self.now))
-
-    def lose(self, index: int, evidence: Evidence) -> None:
-        replica = self.state.replicas.current("thinker", index)
-        if replica.state is not ReplicaState.READY:
-            return
-        names = [name for name, (replica_id, _, _) in self.running.items() if replica_id == replica.replica_id]
-        for name in names:
-            self.evidence.setdefault(name, []).append((int(evidence), len(names) == 1))
-            del self.running[name]
-        self.back[index] = self.now + RESTART_SECONDS
-        replica.on(ReplicaEvent.LOST)
-        self.take(self.state.replica_lost(replica, self.now, "storm", evidence))
-
-    def step(self) -> None:
-        self.now += STEP
-        for index, when in list(self.back.items()):
-            if self.now >= when:
-                del self.back[index]
-                self.take(bring_back(self.state, "thinker", index, self.now))
-        while self.kills and self.kills[0][0] <= self.now:
-            self.lose(self.kills.pop(0)[1], Evidence.KILLED)
-        for name, (replica_id, attempt, since) in list(self.running.items()):
-            if name not in self.running:
-                continue  # it was on a replica that has crashed in this step
-            if name == "poison":
-                if self.now >= since + self.fuse:
-                    self.crashes += 1
-                    self.lose(replica_id.replica, Evidence.CRASHED)
-            elif self.now >= since + self.work[name]:
-                del self.running[name]
-                self.take(self.state.from_stage(header_from(replica_id, name, 0, attempt), done(), (), self.now))
-        self.take(self.state.tick(self.now))
-
-    def run(self) -> float:
-        """Returns the seconds that it took until all had ended."""
-        while self.state.in_flight and self.now < NOW + 600:
-            self.step()
-        return self.now - NOW
-
-
-def most_crashes(requests: int) -> int:
-    """By which a poison among so many is found: two, one more for each time they are halved, and one alone."""
-    return 2 + math.ceil(math.log2(requests)) + 1
-
-
-@given(
-    replicas=st.integers(1, 4),
-    work=st.lists(st.sampled_from([0.2, 1.0, 3.0, 20.0]), min_size=1, max_size=30),
-    fuse=st.sampled_from([None, 0.0, 0.5, 2.0]),
-    kills=st.dictionaries(st.floats(0, 30), st.integers(0, 3), max_size=20),
-)
-@settings(max_examples=60, deadline=None)
-def test_in_any_storm_all_end_and_only_evidence_condemns(
-    replicas: int, work: list[float], fuse: float | None, kills: dict[float, int]
-) -> None:
-    kills = {when: index % replicas for when, index in kills.items()}
-    storm = Storm(replicas, work, fuse, kills)
-    seconds = storm.run()
-    assert len(storm.ends) == len(work) + (fuse is not None)
-    for name, end in storm.ends.items():
-        records = storm.evidence.get(name, [])
-        if end != "poison":
-            assert end == "done"
-            assert name != "poison"
-            continue
-        assert sum(evidence for evidence, _ in records) >= SUSPECT
-        assert sum(evidence for evidence, alone in records if alone) >= GUILTY
-    if fuse is not None:
-        assert storm.ends["poison"] == "poison"
-        assert storm.crashes <= most_crashes(len(work) + 1) + len(kills)
-    losses = storm.crashes + len(kills)
-    assert seconds <= (losses + 2) * (EMPTY_SECONDS + 2 * max(work) + 2 * MARGIN_SECONDS + RESTART_SECONDS)
