@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -106,8 +105,7 @@ async def run(options: argparse.Namespace) -> None:
         save(options.out, await answers(endpoint, options))
 
 
-def main() -> int:
-    """Run the command line; returns the exit code."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?")
     command_line.add_flags(parser)
@@ -123,8 +121,3 @@ def main() -> int:
         asyncio.run(run(options))
     else:
         parser.error("give a configuration and --out, or --compare")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -93,10 +93,11 @@ class ClientAsker(Asker):
 
     async def __call__(self, index: int) -> Sample:
         began = time.perf_counter()
+        given = {"modalities": self._modalities, "params": self._params, "timeout": self._options.timeout}
+        return await self._heard(await self._client.submit(self.prompt(), seed=index, **given), began)
+
+    async def _heard(self, stream: RequestStream, began: float) -> Sample:
         sample = Sample()
-        stream = await self._client.submit(
-            self.prompt(), modalities=self._modalities, params=self._params, seed=index, timeout=self._options.timeout
-        )
         async for item in stream:
             now = time.perf_counter() - began
             if isinstance(item, Text):
@@ -114,24 +115,13 @@ class WordsAsker(ClientAsker):
     """Has texts spoken while they are written, a word each `--word-seconds`; times count from the third word."""
 
     async def __call__(self, index: int) -> Sample:
-        sample = Sample()
-        words = self.prompt().split()
-        stream = await self._client.submit(
-            "",
-            more_text=True,
-            modalities=["audio"],
-            params={"talker": self._params["talker"]},
-            seed=index,
-            timeout=self._options.timeout,
-        )
+        params = {"talker": self._params["talker"]}
+        given = {"modalities": ["audio"], "params": params, "timeout": self._options.timeout}
+        stream = await self._client.submit("", more_text=True, seed=index, **given)
         began = time.perf_counter() + 2 * self._options.word_seconds
-        writing = asyncio.create_task(self._write(stream, words))
-        async for item in stream:
-            if isinstance(item, Audio):
-                sample.playback.add(time.perf_counter() - began, len(item.samples) / item.sample_rate)
+        writing = asyncio.create_task(self._write(stream, self.prompt().split()))
+        sample = await self._heard(stream, began)
         await writing
-        sample.total = time.perf_counter() - began
-        sample.stages = {stage: (usage.first_output, usage.finished) for stage, usage in stream.usage.items()}
         return sample
 
     async def _write(self, stream: RequestStream, words: list[str]) -> None:
@@ -147,13 +137,8 @@ class HttpAsker(Asker):
     def __init__(self, client: aiohttp.ClientSession, model: str, options: argparse.Namespace) -> None:
         super().__init__(options)
         self._client = client
-        self._body: dict[str, Any] = {
-            "model": model,
-            "modalities": self._modalities,
-            "stage_params": self._params,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        self._body: dict[str, Any] = {"model": model, "modalities": self._modalities, "stage_params": self._params}
+        self._body |= {"stream": True, "stream_options": {"include_usage": True}}
 
     async def __call__(self, index: int) -> Sample:
         began = time.perf_counter()

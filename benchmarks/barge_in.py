@@ -14,14 +14,14 @@ import asyncio
 import base64
 import contextlib
 import json
-import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
+import workload
 from websockets.asyncio.client import ClientConnection, connect
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -34,16 +34,6 @@ PIECE_SECONDS = 0.032
 PATIENCE = 60.0  # seconds for any one wait
 ECHO = {f"stages.{stage}.engine.step_seconds": 0.05 for stage in ("thinker", "code2wav")}
 QUESTION = "Tell me everything that you know about the sea, at length. " * 8
-
-
-@contextlib.contextmanager
-def server(url: str | None) -> Iterator[str]:
-    """The server at a URL, or one of echo stages."""
-    if url is not None:
-        yield url
-        return
-    with HttpPipeline(overrides=ECHO) as pipeline:
-        yield pipeline.url
 
 
 class Talk:
@@ -131,21 +121,14 @@ async def ended_timeline(url: str, http: httpx.AsyncClient, request_id: str) -> 
 async def measure(url: str, times: int) -> None:
     async with httpx.AsyncClient() as http:
         found = [await interrupt(url, http) for _ in range(times)]
-    print("| ms from the moment at which speech is noticed | median | 95 % | most |\n|---|---|---|---|")
-    for name in found[0]:
-        values = sorted(one[name] for one in found)
-        high = values[min(len(values) - 1, round(0.95 * len(values)))]
-        print(f"| {name} | {statistics.median(values):.0f} | {high:.0f} | {values[-1]:.0f} |")
+    title = "ms from the moment at which speech is noticed: p50 / p95 / p99"
+    print(workload.table([{title: name, "": workload.quantiles([one[name] for one in found], 0)} for name in found[0]]))
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="of a server on this host; by default one of echo stages is started")
     parser.add_argument("--times", type=int, default=20, help="interruptions to measure")
     options = parser.parse_args()
-    with server(options.url) as url:
-        asyncio.run(measure(url, options.times))
-
-
-if __name__ == "__main__":
-    main()
+    with contextlib.nullcontext(options) if options.url else HttpPipeline(overrides=ECHO) as server:
+        asyncio.run(measure(server.url, options.times))

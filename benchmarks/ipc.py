@@ -1,6 +1,6 @@
 """Measures the wire on one host: one command, one table.
 
-    python benchmarks/ipc.py [--sizes 64 7168 ...] [--messages 3000] [--rounds 3] [--only-arena] [--skip-start]
+    python benchmarks/ipc.py [--sizes 64 7168 ...] [--messages 3000] [--rounds 3] [--only-arena]
 
 A hop is everything between two stages: the sender's queue, `Outbound`, codec, socket or arena, `Inbound` with all
 checks, the receiver's queue, credit and the return of blocks. It is measured one way, from the call that sends to the
@@ -12,7 +12,6 @@ message as the signal).
 from __future__ import annotations
 
 import argparse
-import asyncio
 import collections
 import mmap
 import multiprocessing
@@ -24,18 +23,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 import numpy
 import zmq
 
 from omni_actors import __version__
-from omni_actors.config import FlowConfig, PipelineConfig
-from omni_actors.launch import Launcher
+from omni_actors.config import FlowConfig
 from omni_actors.protocol.codec import BufferList, Decoder, encode
 from omni_actors.protocol.fields import DType, Header, HostTensor, Limits, ReplicaId
-from omni_actors.protocol.messages import ArenaAddress, Chunk, Hello, IntoStage, Peer, Peers
+from omni_actors.protocol.messages import Chunk, Hello, IntoStage, Peer, Peers
 from omni_actors.protocol.payloads import PromptEmbedsPayload
 from omni_actors.stage.inbound import Inbound, Inbox, Received
 from omni_actors.stage.outbound import Outbound, Outgoing
@@ -53,21 +50,16 @@ LARGE_PAUSE = 0.005
 COLUMNS = ("zmq", "ring", "arena", "ipc", "tcp")
 
 
-class Plan(NamedTuple):
-    """Small messages come from 64 streams in turn, at their pace; large ones each a little after the last has come."""
+class Plan:
+    """Small messages come from 64 streams in turn, at their pace; large ones each a little after the last has come.
 
-    size: int
-    total: int
-    burst: int = 1  # messages that one step sends at once
+    `burst` of them are sent at once by a step.
+    """
 
-    @property
-    def paced(self) -> bool:
-        return self.size < LARGE
-
-
-def plan(size: int, messages: int, burst: int = 1) -> Plan:
-    count = messages if size < LARGE else max(20, min(messages, (4 << 30) // size))
-    return Plan(size, (count + WARM_UP) // burst * burst, burst)
+    def __init__(self, size: int, messages: int, burst: int = 1) -> None:
+        self.size, self.burst, self.paced = size, burst, size < LARGE
+        count = messages if self.paced else max(20, min(messages, (4 << 30) // size))
+        self.total = (count + WARM_UP) // burst * burst
 
 
 class End:
@@ -82,20 +74,9 @@ class End:
         self.arenas = ArenaReader(lambda: self.outbound.wake())
         inbox = f"ipc://{folder}/{me.stage}" if transport == "ipc" else "tcp://127.0.0.1:0"
         self.endpoint: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.inbound = Inbound(
-            Sockets(self.sockets.context),
-            me,
-            control,
-            inbox,
-            self._hello,
-            self.inbox,
-            Limits(),
-            1.0,
-            os.getpid(),
-            lambda: None,
-            self.arenas,
-            lambda receiver, credit: self.outbound.granted(receiver, credit),
-        )
+        wiring = Sockets(self.sockets.context), me, control, inbox, self._hello, self.inbox, Limits(), 1.0, os.getpid()
+        granted = lambda receiver, credit: self.outbound.granted(receiver, credit)  # noqa: E731
+        self.inbound = Inbound(*wiring, lambda: None, self.arenas, granted)
         self.outbound = Outbound(self.sockets, me, results, Limits(), flow, self.inbox.put, self.arena, self.arenas)
         self.inbound.start()
         self.outbound.start()
@@ -119,7 +100,7 @@ def receive_hop(pipe: Connection, came: Any, folder: str, flow: FlowConfig, tran
     pipe.send(end.endpoint.get())
     inbox, address = pipe.recv()
     end.arenas.attach({SENDER: address})
-    end.outbound.set_peers(Peers(peers=(), sources=(peer(SENDER, inbox, address),)))
+    end.outbound.set_peers(Peers(peers=(), sources=(Peer(SENDER, inbox, address),)))
     latencies: list[float] = []
     last = time.monotonic()
     while len(latencies) < total:
@@ -143,10 +124,6 @@ def receive_hop(pipe: Connection, came: Any, folder: str, flow: FlowConfig, tran
     end.close()
 
 
-def peer(replica_id: ReplicaId, inbox: str, address: ArenaAddress | None = None) -> Peer:
-    return Peer(replica_id, inbox, address)
-
-
 def measure_hop(steps: Plan, transport: str, arena: bool, calls: list[float] | None = None) -> list[float]:
     """Latencies in seconds of hops with `size` bytes of rows; into `calls`, how long each call held up its thread."""
     size = steps.size
@@ -154,7 +131,7 @@ def measure_hop(steps: Plan, transport: str, arena: bool, calls: list[float] | N
     with tempfile.TemporaryDirectory(prefix="ipc-") as folder:
         end = End(folder, SENDER, flow, transport)
         pipe, came, process = start(receive_hop, folder, flow, transport, steps.total)
-        end.outbound.set_peers(Peers(peers=(peer(RECEIVER, pipe.recv()),)))
+        end.outbound.set_peers(Peers(peers=(Peer(RECEIVER, pipe.recv(), None),)))
         pipe.send((end.endpoint.get(), end.arena.address if end.arena is not None else None))
         deadline = time.monotonic() + 30
         while arena and RECEIVER not in end.outbound.readers:
@@ -285,23 +262,6 @@ def codec_seconds() -> float:
     return best
 
 
-async def start_seconds() -> float:
-    """Spawn to ready of three echo stages, in a process that has not started any yet."""
-    names = ["first", "second", "third"]
-    stages: list[dict[str, Any]] = [{"name": name, "kind": "echo"} for name in names]
-    for stage, source in zip(stages[1:], names, strict=False):
-        stage["inputs"] = {"from": source}
-    stages[-1]["outputs"] = ["text"]
-    pipeline = msgspec.convert({"name": "echo", "model": "echo", "stages": stages}, PipelineConfig)
-    began = time.perf_counter()
-    launcher = Launcher(pipeline)
-    try:
-        await launcher.start()
-        return time.perf_counter() - began
-    finally:
-        await launcher.close()
-
-
 def microseconds(latencies: list[float]) -> tuple[float, float]:
     """Median and 99th percentile."""
     ordered = sorted(latencies)
@@ -325,7 +285,7 @@ def main(options: argparse.Namespace) -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     calls: list[float] = []
     for size in options.sizes:
-        steps = plan(size, options.messages // options.rounds)
+        steps = Plan(size, options.messages // options.rounds)
         pooled: dict[str, list[float]] = collections.defaultdict(list)
         calls.clear()
         for _ in range(options.rounds):  # in turn: the load of a shared machine comes and goes
@@ -341,11 +301,9 @@ def main(options: argparse.Namespace) -> None:
         ratios = [f"{hop / columns[name][0]:.2f}" for name in ("zmq", "ring")]
         call = f"{microseconds(calls)[0]:.0f}"
         print(f"| {name_of(size)} | {' | '.join([*cells, *ratios, call])} |", flush=True)
-    middle, late = microseconds(measure_hop(plan(7 << 10, options.messages, burst=STREAMS), "ipc", arena=True))
+    middle, late = microseconds(measure_hop(Plan(7 << 10, options.messages, burst=STREAMS), "ipc", arena=True))
     print(f"\n{STREAMS} messages of 7 KiB in one step: {middle:.0f} / {late:.0f} us each")
     print(f"encode + validate + decode of a 7 KiB row message: {1e6 * codec_seconds():.1f} us")
-    if not options.skip_start:
-        print(f"three echo stages, spawn to ready: {asyncio.run(start_seconds()):.2f} s")
 
 
 if __name__ == "__main__":
@@ -354,5 +312,4 @@ if __name__ == "__main__":
     parser.add_argument("--messages", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only-arena", action="store_true", help="leave out the hops without arena and by tcp")
-    parser.add_argument("--skip-start", action="store_true")
     main(parser.parse_args())

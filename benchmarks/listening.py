@@ -147,8 +147,7 @@ async def measure(url: str, count: int, recordings: list[list[str]], seconds: fl
     return row
 
 
-def main() -> None:
-    """Run the command line."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--speech", nargs="+", type=Path, required=True)
@@ -161,7 +160,3 @@ def main() -> None:
         rows.append(asyncio.run(measure(options.url, count, recordings, options.seconds)))
         print(workload.table(rows[-1:]), flush=True)
     print(workload.table(rows))
-
-
-if __name__ == "__main__":
-    main()

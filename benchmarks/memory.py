@@ -33,21 +33,8 @@ import workload
 from omni_actors import config
 
 GIB, MIB = 1 << 30, 1 << 20
-COLUMNS = {
-    "stage": "stage",
-    "tokens": "tokens",
-    "requests": "requests",
-    "embeddings_mib": "embeddings MiB",
-    "held_mib": "held MiB",
-    "weights_gib": "weights GiB",
-    "kv_cache_gib": "KV cache GiB",
-    "profile_gib": "profile GiB",
-    "allocated_gib": "peak allocated GiB",
-    "reserved_gib": "peak reserved GiB",
-    "device_bytes_gib": "device_bytes GiB",
-    "device_gib": "device GiB",
-    "rss_gib": "peak RSS GiB",
-}
+COLUMNS = ("stage", "tokens", "requests", "embeddings_mib", "held_mib", "weights_gib", "kv_cache_gib", "profile_gib")
+COLUMNS += ("allocated_gib", "reserved_gib", "device_bytes_gib", "device_gib", "rss_gib")
 MODEL_KINDS = (config.StageKind.AUTOREGRESSIVE, config.StageKind.DIFFUSION)
 
 
@@ -58,11 +45,11 @@ def gib(count: float) -> float:
 def load_pipeline(options: argparse.Namespace) -> config.PipelineConfig:
     """The pipeline of the command line, with `--load-format` in every stage that has a model."""
     overrides = command_line.overrides(options)
-    pipeline = config.load(Path(options.config), overrides).pipeline
-    if not options.load_format:
-        return pipeline
-    formats = {f"stages.{stage.name}.engine.load_format": options.load_format for stage in model_stages(pipeline)}
-    return config.load(Path(options.config), {**formats, **overrides}).pipeline
+    pipeline = config.load(options.config, overrides).pipeline
+    if options.load_format:
+        formats = {f"stages.{stage.name}.engine.load_format": options.load_format for stage in model_stages(pipeline)}
+        pipeline = config.load(options.config, {**formats, **overrides}).pipeline
+    return pipeline
 
 
 def model_stages(pipeline: config.PipelineConfig, names: Sequence[str] = ()) -> list[config.StageConfig]:
@@ -232,9 +219,9 @@ def main(options: argparse.Namespace) -> None:
     stages = model_stages(load_pipeline(options), options.stages)
     rows = [row for stage in stages for row in rows_of(stage, options.stage_timeout, failures.append)]
     if rows:
-        shown = {name: title for name, title in COLUMNS.items() if any(name in row for row in rows)}
-        print(", ".join(f"{name} {value}" for name, value in workload.versions().items()))
-        print(workload.table([{title: row.get(name, "-") for name, title in shown.items()} for row in rows]))
+        shown = [name for name in COLUMNS if any(name in row for row in rows)]
+        print(workload.versions_line())
+        print(workload.table([{name: row.get(name, "-") for name in shown} for row in rows]))
     if options.json:
         options.json.write_text(workload.report(rows))
     if failures:

@@ -26,7 +26,7 @@ import math
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,6 @@ from omni_actors.engine.models.flux2.dit import Flux2Condition, Flux2Network  # 
 from omni_actors.engine.models.pictures.denoising import (  # noqa: E402
     Denoiser,
     FlowSchedule,
-    PackedNetwork,
     Picture,
     PictureSpec,
     fastest_attention,
@@ -52,7 +51,7 @@ from omni_actors.engine.models.pictures.denoising import (  # noqa: E402
 from omni_actors.engine.models.qwen_image.dit import Condition, Prefix, QwenImageNetwork  # noqa: E402
 from omni_actors.engine.models.qwen_image.vae import QwenImageVae  # noqa: E402
 from omni_actors.engine.models.z_image.dit import ZImageNetwork  # noqa: E402
-from tools.checkpoints.pictures import FLUX2_KLEIN, QWEN_IMAGE, Z_IMAGE  # noqa: E402
+from tools.checkpoints.pictures import FLUX2_KLEIN, QWEN_IMAGE, Z_IMAGE, PictureFamily  # noqa: E402
 
 SIZES = {"tiny": ((64, 96), (128, 64), (96, 96)), "published": ((512, 512), (256, 384), (512, 768))}  # height, width
 PROMPTS = (40, 77, 100)  # tokens
@@ -76,28 +75,40 @@ class Family(ABC):
     """diffusers' parts of a model, and ours with the same weights.
 
     Attributes:
-        text_width: of the states of a prompt.
-        channels: of the latents.
+        schedule: arguments of our schedule beside diffusers' own.
         latent_pixels: pixels along an edge of a latent pixel.
         branches: parts of the names of the matrices whose output is added to a layer's input.
     """
 
-    text_width: int
-    channels: int
+    network_class: type[Any]
+    tools: PictureFamily
     latent_pixels: int
     branches: tuple[str, ...]
+    schedule: Mapping[str, Any] = {}
 
     def __init__(self, transformer: Any, vae: Any, device: torch.device, dtype: torch.dtype) -> None:
         self.reference, self.vae = transformer, vae
         self.device, self.dtype = device, dtype
+        self.config = self.network_class.read_config(json.loads(transformer.to_json_string()))
+        self.text_width, self.channels = self.config.text_width, self.config.channels
+        self.pipeline = self.tools.pipeline_of(transformer, vae)
+        self.pipeline.set_progress_bar_config(disable=True)
 
-    @abstractmethod
     def denoiser(self) -> Denoiser:
-        """Ours, in the type of numbers that is measured."""
+        """Ours with the weights of diffusers', in the type of numbers that is measured."""
+        network = without_weights(lambda: self.network_class(self.config), self.device, self.dtype)
+        network.load(self.reference.state_dict().items())
+        network.attend = fastest_attention(self.device.type, self.dtype)
+        return Denoiser(network, FlowSchedule.from_config(self.pipeline.scheduler.config, **self.schedule))
 
-    @abstractmethod
     def spec(self, wanted: Wanted) -> PictureSpec:
         """What our denoiser takes."""
+        size = wanted.height // 16, wanted.width // 16
+        return PictureSpec(size, wanted.steps, wanted.seed, self.condition(wanted.states))
+
+    @abstractmethod
+    def condition(self, states: torch.Tensor) -> Any:
+        """What our network takes of a prompt."""
 
     @abstractmethod
     def paint(self, transformer: Any, vae: Any, wanted: Wanted, noise: torch.Tensor) -> torch.Tensor:
@@ -107,12 +118,11 @@ class Family(ABC):
     def decode(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
         """The picture [channels, height, width], -1 to 1."""
 
-    def network(self, make: Callable[[], PackedNetwork]) -> PackedNetwork:
-        """Ours, with the weights of diffusers'."""
-        network = without_weights(make, self.device, self.dtype)
-        network.load(self.reference.state_dict().items())
-        network.attend = fastest_attention(self.device.type, self.dtype)
-        return network
+    def painted(self, transformer: Any, vae: Any, wanted: Wanted, *prompt: str, **given: Any) -> Any:
+        """diffusers' own latents, as its pipeline gives them."""
+        self.pipeline.register_modules(transformer=transformer, vae=vae)
+        size = {"height": wanted.height, "width": wanted.width, "num_inference_steps": wanted.steps}
+        return self.pipeline(*prompt, **size, **given, output_type="latent").images[0]
 
     def noise(self, wanted: Wanted) -> torch.Tensor:
         """The noise that our denoiser draws for a picture, f32 [channels, height, width]."""
@@ -135,34 +145,16 @@ class Family(ABC):
 class ZImage(Family):
     """Z-Image and Z-Image-Turbo, which have the same sizes."""
 
-    latent_pixels = 8
+    network_class, tools, latent_pixels = ZImageNetwork, Z_IMAGE, 8
     branches = ("attention.to_out", "feed_forward.w2")
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.config = ZImageNetwork.read_config(written_config(self.reference))
-        self.text_width, self.channels = self.config.text_width, self.config.channels
-        self.scheduler = Z_IMAGE.make_scheduler()
-
-    def denoiser(self) -> Denoiser:
-        network = self.network(lambda: ZImageNetwork(self.config))
-        return Denoiser(network, FlowSchedule.from_config(self.scheduler.config))
-
-    def spec(self, wanted: Wanted) -> PictureSpec:
-        return PictureSpec((wanted.height // 16, wanted.width // 16), wanted.steps, wanted.seed, wanted.states)
+    def condition(self, states: torch.Tensor) -> torch.Tensor:
+        return states
 
     def paint(self, transformer: Any, vae: Any, wanted: Wanted, noise: torch.Tensor) -> torch.Tensor:
-        from diffusers import ZImagePipeline
-
-        pipeline = ZImagePipeline(
-            scheduler=self.scheduler, vae=vae, text_encoder=None, tokenizer=None, transformer=transformer
-        )
-        pipeline.set_progress_bar_config(disable=True)
-        states = wanted.states.to(self.device, next(transformer.parameters()).dtype)
-        latents: torch.Tensor = pipeline(
-            prompt_embeds=[states], height=wanted.height, width=wanted.width, num_inference_steps=wanted.steps,
-            guidance_scale=0.0, latents=noise[None].to(self.device), output_type="latent",
-        ).images[0]  # fmt: skip
+        states = [wanted.states.to(self.device, next(transformer.parameters()).dtype)]
+        given = {"guidance_scale": 0.0, "latents": noise[None].to(self.device)}
+        latents: torch.Tensor = self.painted(transformer, vae, wanted, prompt_embeds=states, **given)
         return latents
 
     def decode(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -174,36 +166,20 @@ class ZImage(Family):
 class QwenImage(Family):
     """Qwen-Image-2.1."""
 
-    latent_pixels = 16
+    network_class, tools, latent_pixels = QwenImageNetwork, QWEN_IMAGE, 16
     branches = ("attn.to_out", "img_mlp.out")
+    schedule: Mapping[str, Any] = {"rising": False}
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.config = QwenImageNetwork.read_config(written_config(self.reference))
-        self.text_width, self.channels = self.config.text_width, self.config.channels
-        self.pipeline = QWEN_IMAGE.pipeline_of(self.reference, self.vae)
-
-    def denoiser(self) -> Denoiser:
-        network = self.network(lambda: QwenImageNetwork(self.config))
-        return Denoiser(network, FlowSchedule.from_config(self.pipeline.scheduler.config, rising=False))
-
-    def spec(self, wanted: Wanted) -> PictureSpec:
-        condition = Prefix(Condition(wanted.states, (len(wanted.states),)))
-        return PictureSpec((wanted.height // 16, wanted.width // 16), wanted.steps, wanted.seed, condition)
+    def condition(self, states: torch.Tensor) -> Prefix:
+        return Prefix(Condition(states, (len(states),)))
 
     def paint(self, transformer: Any, vae: Any, wanted: Wanted, noise: torch.Tensor) -> torch.Tensor:
-        pipeline, dtype = self.pipeline, next(transformer.parameters()).dtype
-        pipeline.register_modules(transformer=transformer, vae=vae)
-        pipeline.set_progress_bar_config(disable=True)
-        states = wanted.states[None].to(self.device, dtype)
+        states = wanted.states[None].to(self.device, next(transformer.parameters()).dtype)
         shown = torch.zeros(states.shape[:2], dtype=torch.bool, device=self.device)
-        pipeline.encode_prompt = lambda **_: (states, None, shown)
-        tokens = pipeline(
-            "", height=wanted.height, width=wanted.width, num_inference_steps=wanted.steps,
-            latents=noise.flatten(1).T[None].to(self.device), output_type="latent",
-        ).images[0]  # fmt: skip
-        latents: torch.Tensor = tokens.T.reshape(noise.shape)
-        return latents
+        self.pipeline.encode_prompt = lambda **_: (states, None, shown)
+        given = noise.flatten(1).T[None].to(self.device)
+        tokens: torch.Tensor = self.painted(transformer, vae, wanted, "", latents=given)
+        return tokens.T.reshape(noise.shape)
 
     def decoder(self) -> Callable[[torch.Tensor], torch.Tensor]:
         ours = QwenImageVae({**self.vae.config, "_class_name": QwenImageVae.class_name})
@@ -219,34 +195,19 @@ class QwenImage(Family):
 class Flux2Klein(Family):
     """FLUX.2 klein."""
 
-    latent_pixels = 16
+    network_class, tools, latent_pixels = Flux2Network, FLUX2_KLEIN, 16
     branches = ("attn.to_out", "attn.to_add_out", "linear_out")
+    schedule: Mapping[str, Any] = {"rising": False, "log_shift": flux2_stage.log_shift}
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.config = Flux2Network.read_config(written_config(self.reference))
-        self.text_width, self.channels = self.config.text_width, self.config.channels
-        self.pipeline = FLUX2_KLEIN.pipeline_of(self.reference, self.vae)
-        self.pipeline.set_progress_bar_config(disable=True)
-
-    def denoiser(self) -> Denoiser:
-        schedule = FlowSchedule.from_config(
-            self.pipeline.scheduler.config, rising=False, log_shift=flux2_stage.log_shift
-        )
-        return Denoiser(self.network(lambda: Flux2Network(self.config)), schedule)
-
-    def spec(self, wanted: Wanted) -> PictureSpec:
-        size = wanted.height // 16, wanted.width // 16
-        return PictureSpec(size, wanted.steps, wanted.seed, Flux2Condition(wanted.states))
+    def condition(self, states: torch.Tensor) -> Flux2Condition:
+        return Flux2Condition(states)
 
     def paint(self, transformer: Any, vae: Any, wanted: Wanted, noise: torch.Tensor) -> torch.Tensor:
-        pipeline, dtype = self.pipeline, next(transformer.parameters()).dtype
-        pipeline.register_modules(transformer=transformer, vae=vae)
-        latents: torch.Tensor = pipeline(
-            prompt_embeds=wanted.states[None].to(self.device, dtype), height=wanted.height, width=wanted.width,
-            num_inference_steps=wanted.steps, guidance_scale=1.0, latents=noise[None].to(self.device, dtype),
-            output_type="latent",
-        ).images[0]  # fmt: skip
+        dtype = next(transformer.parameters()).dtype
+        states, given = wanted.states[None].to(self.device, dtype), noise[None].to(self.device, dtype)
+        latents: torch.Tensor = self.painted(
+            transformer, vae, wanted, prompt_embeds=states, latents=given, guidance_scale=1.0
+        )
         return latents  # as the VAE has them, which `decode` takes
 
     def decode(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -256,12 +217,6 @@ class Flux2Klein(Family):
             latents = torch.nn.functional.pixel_shuffle(latents * spread + mean, 2)
         picture: torch.Tensor = vae.decode(latents[None], return_dict=False)[0][0]
         return picture
-
-
-def written_config(model: Any) -> dict[str, Any]:
-    """What diffusers would write to config.json."""
-    written: dict[str, Any] = json.loads(model.to_json_string())
-    return written
 
 
 @torch.no_grad()
@@ -276,16 +231,13 @@ def drawn(model: Any, branches: Sequence[str], layers: int) -> Any:
     return model.eval().requires_grad_(False)
 
 
-FAMILIES = {
-    "z-image": (ZImage, Z_IMAGE),
-    "qwen-image": (QwenImage, QWEN_IMAGE),
-    "flux2-klein": (Flux2Klein, FLUX2_KLEIN),
-}
+FAMILIES: dict[str, type[Family]] = {"z-image": ZImage, "qwen-image": QwenImage, "flux2-klein": Flux2Klein}
 
 
 def family(model: str, size: str, device: torch.device, dtype: torch.dtype) -> Family:
     """The parts of a model; its weights can be written in bfloat16, whatever their type."""
-    chosen, module = FAMILIES[model]
+    chosen = FAMILIES[model]
+    module = chosen.tools
     if size == "tiny":
         parts = module.tiny_transformer().to(device), module.tiny_vae().to(device)
     else:

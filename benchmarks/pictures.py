@@ -6,8 +6,8 @@
 Closed loop, as in serve.py: always so many requests in flight, whose sizes take turns. Columns, each 'p50 / p95 / p99':
 `first_progress_ms` is the time from the request to its first finished step, `step_ms` that between steps as the client
 learns of them, on average of a picture, `after_ms` that from the last step to the whole picture at the client, and
-`picture_s` from the request to it, for all and by size; `pictures_per_s` is the throughput. images.py measures the
-denoising step alone. A warm-up round precedes each load. With `--references N` each picture is made from N others,
+`picture_s` from the request to it, for all and by size; `pictures_per_s` is the throughput.
+A warm-up round precedes each load. With `--references N` each picture is made from N others,
 noise of 1024 x 1024 pixels, where the model takes any (qwen_image). With `--during 2048x2048` one picture of that size
 is always in the making, too, which the figures leave out. `--json FILE` writes the results with versions and flags.
 """
@@ -81,13 +81,11 @@ class Orders:
         self._sizes = itertools.cycle(sizes)
         self._numbers = itertools.count()
         self._body: dict[str, Any] = {"stream": True, "progress": True, "num_inference_steps": options.steps}
-        if options.guidance is not None:
-            self._body["guidance_scale"] = options.guidance
-        if options.negative_prompt is not None:
-            self._body["negative_prompt"] = options.negative_prompt
+        more = {"guidance_scale": options.guidance, "negative_prompt": options.negative_prompt}
+        self._body |= {name: value for name, value in more.items() if value is not None}
         self._files = [noise(index) for index in range(options.references)]
 
-    async def __call__(self) -> Picture:
+    async def __call__(self, index: int) -> Picture:
         """Raises `RuntimeError` for an answer without a picture."""
         picture, number = Picture(next(self._sizes)), next(self._numbers)
         body = self._body | {"prompt": workload.prompt(number), "seed": number, "size": picture.size}
@@ -107,26 +105,13 @@ class Orders:
         return picture
 
 
-async def closed_loop(order: Orders, concurrency: int, count: int) -> tuple[list[Picture], float]:
-    """Ask for `count` pictures, always `concurrency` in flight; return them and the wall time in seconds."""
-    gate = asyncio.Semaphore(concurrency)
-
-    async def one() -> Picture:
-        async with gate:
-            return await order()
-
-    began = time.perf_counter()
-    pictures = await asyncio.gather(*(one() for _ in range(count)))
-    return pictures, time.perf_counter() - began
-
-
 @contextlib.asynccontextmanager
 async def others(order: Orders | None) -> AsyncIterator[None]:
     """One further picture is in the making all the time."""
 
     async def again() -> None:
         while order is not None:
-            await order()
+            await order(0)
 
     task = asyncio.create_task(again())
     try:
@@ -162,16 +147,15 @@ async def main(options: argparse.Namespace) -> None:
     async with http_client(options.http, options.timeout) as client:
         for concurrency in options.concurrency:
             order = Orders(client, options, options.sizes)
-            await closed_loop(order, concurrency, max(concurrency, len(options.sizes)))
+            await workload.closed_loop(order, concurrency, max(concurrency, len(options.sizes)))
             count = max(options.rounds * concurrency, 3 * len(options.sizes))
             large = Orders(client, options, [options.during]) if options.during else None
             async with others(large):
-                pictures, wall = await closed_loop(order, concurrency, count)
+                pictures, wall = await workload.closed_loop(order, concurrency, count)
             during = f" during {options.during}" if options.during else ""
             rows.append(summary(f"c={concurrency}{during}", pictures, wall))
             print(json.dumps(rows[-1]), flush=True)
-    print(workload.table(rows))
-    print(", ".join(f"{name} {value}" for name, value in workload.versions().items()))
+    print(f"{workload.table(rows)}\n{workload.versions_line()}")
     if options.json:
         options.json.write_text(workload.report(rows))
 

@@ -34,6 +34,7 @@ from omni_actors.engine.platform import prepare
 prepare()
 
 import torch  # noqa: E402
+import workload  # noqa: E402
 
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig  # noqa: E402
 from omni_actors.engine.diffusion import DiffusionEngine  # noqa: E402
@@ -62,10 +63,6 @@ class Way:
     engine: dict[str, Any] = field(default_factory=dict)
 
 
-def chunks(first: int, largest: int, ahead: int) -> dict[str, Any]:
-    return {"first_blocks": first, "largest_blocks": largest, "look_ahead_blocks": ahead}
-
-
 WHOLE = {"policy": "whole", "precision": "float32"}
 CHEAPER = [("midpoint", 10), ("midpoint", 6), ("euler", 20), ("euler", 10)]
 WAYS = [
@@ -77,11 +74,8 @@ WAYS = [
     Way("bf16", {"precision": "bf16"}),
     Way("look-ahead 0", {"look_ahead_blocks": 0}),
     Way("look-ahead 2", {"look_ahead_blocks": 2}),
-    Way("chunks of 1", chunks(1, 1, 1)),
-    Way("chunks of 4", chunks(4, 4, 1)),
-    Way("4 points", WHOLE, points=4),
-    Way("6 points", WHOLE, points=6),
-    Way("20 points", WHOLE, points=20),
+    *(Way(f"chunks of {n}", {"first_blocks": n, "largest_blocks": n, "look_ahead_blocks": 1}) for n in (1, 4)),
+    *(Way(f"{points} points", WHOLE, points=points) for points in (4, 6, 20)),
     *(Way(f"{solver}, {points} points", WHOLE | {"solver": solver}, points=points) for solver, points in CHEAPER),
     Way("16 at once", {}, batch=16),
     Way("eager", {}, engine={"enforce_eager": True}),
@@ -158,14 +152,7 @@ def measure(lines: list[Line], sounds: list[list[np.ndarray]], wholes: list[np.n
     if hear is not None:
         counts = [word_errors(line.text, hear(wave)) for wave, line in zip(waves, lines, strict=True)]
         row["words"] = sum(wrong for wrong, _ in counts) / sum(total for _, total in counts)
-    return {name: round(float(value), 4) for name, value in row.items()}
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    columns = [name for name in rows[0] if name != "way"]
-    print(f"| way | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
-    for row in rows:
-        print(f"| {row['way']} | {' | '.join(f'{row[name]:.3f}' for name in columns)} |")
+    return {name: round(float(value), 3) for name, value in row.items()}
 
 
 def main(options: argparse.Namespace) -> None:
@@ -184,7 +171,7 @@ def main(options: argparse.Namespace) -> None:
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         if options.json:
             options.json.write_text(json.dumps({"sentences": len(lines), "rows": rows}, indent=1) + "\n")
-    print_table(rows)
+    print(workload.table(rows))
 
 
 if __name__ == "__main__":

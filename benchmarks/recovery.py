@@ -25,7 +25,6 @@ import json
 import signal
 import socket
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +33,7 @@ from typing import Any
 import command_line
 import httpx
 import psutil
-from recovery_load import print_load, ready, start
+from recovery_load import print_load, ready, running
 
 from omni_actors.client import AsyncOmniClient, Audio
 from omni_actors.errors import OmniError
@@ -89,25 +88,17 @@ async def runs(client: AsyncOmniClient) -> dict[str, int]:
 
 async def measure(arguments: argparse.Namespace, keep: bool) -> Measurements:
     measured = Measurements()
-    with tempfile.TemporaryDirectory(prefix="recovery-") as run_dir:
-        process = start(arguments.config, command_line.overrides(arguments), run_dir, {} if keep else NOT_KEPT)
-        try:
-            async with AsyncOmniClient(f"ipc://{run_dir}/client") as client:
-                await ready(client, process)
-                await answer(client, arguments, 0, Measurements())  # warms up
-                whole = await answer(client, arguments, 0, measured)
-                before = await runs(client)
-                for _ in range(arguments.runs):
-                    again = await answer(client, arguments, 1, measured)
-                    if again != whole:
-                        raise SystemExit(f"{again} samples instead of {whole}")
-                    await ready(client, process)
-                after = await runs(client)
-                others = [name for name in after if name != arguments.stage]
-                measured.runs = {name: after[name] - before[name] for name in others}
-        finally:
-            process.terminate()
-            process.wait(60)
+    async with running(arguments, {} if keep else NOT_KEPT, {}) as (client, process, _):
+        await answer(client, arguments, 0, Measurements())  # warms up
+        whole = await answer(client, arguments, 0, measured)
+        before = await runs(client)
+        for _ in range(arguments.runs):
+            again = await answer(client, arguments, 1, measured)
+            if again != whole:
+                raise SystemExit(f"{again} samples instead of {whole}")
+            await ready(client, process)
+        after = await runs(client)
+        measured.runs = {name: after[name] - before[name] for name in after if name != arguments.stage}
     return measured
 
 
@@ -148,33 +139,26 @@ async def detect(arguments: argparse.Namespace, loss: str) -> tuple[list[float],
     name, _, number = loss.partition(":")
     with socket.create_server(("127.0.0.1", 0)) as free:
         http = ["--http", f"127.0.0.1:{free.getsockname()[1]}"] if name == "http" else []
-    with tempfile.TemporaryDirectory(prefix="recovery-") as run_dir:
-        process = start(arguments.config, command_line.overrides(arguments), run_dir, {}, None, *http)
-        try:
-            async with AsyncOmniClient(f"ipc://{run_dir}/client") as client:
-                await ready(client, process)
-                for _ in range(arguments.runs):
-                    await served(*http[1:])
-                    statuses = (await client.describe()).stages
-                    before = next(status for status in statuses if status.stage == arguments.stage)
-                    began = time.monotonic()
-                    if name in ("coordinator", "http", "forkserver"):
-                        child_named(process.pid, name).send_signal(signal.Signals[number or "SIGKILL"])
-                    elif loss == "hang":
-                        before = statuses[0]
-                        await client.submit({"prompt_token_ids": [HANG_TOKEN]}, modalities=["text"])
-                    else:
-                        psutil.Process(before.pid).send_signal(signal.Signals[loss])
-                    if name not in ("coordinator", "http"):
-                        while not await lost(client, before):  # noqa: ASYNC110 - the state is another process's
-                            await asyncio.sleep(0.005)
-                        noticed.append(time.monotonic() - began)
-                    await ready(client, process)
-                    await served(*http[1:])
-                    back.append(time.monotonic() - began)
-        finally:
-            process.terminate()
-            process.wait(60)
+    async with running(arguments, {}, {}, *http) as (client, process, _):
+        for _ in range(arguments.runs):
+            await served(*http[1:])
+            statuses = (await client.describe()).stages
+            before = next(status for status in statuses if status.stage == arguments.stage)
+            began = time.monotonic()
+            if name in ("coordinator", "http", "forkserver"):
+                child_named(process.pid, name).send_signal(signal.Signals[number or "SIGKILL"])
+            elif loss == "hang":
+                before = statuses[0]
+                await client.submit({"prompt_token_ids": [HANG_TOKEN]}, modalities=["text"])
+            else:
+                psutil.Process(before.pid).send_signal(signal.Signals[loss])
+            if name not in ("coordinator", "http"):
+                while not await lost(client, before):  # noqa: ASYNC110 - the state is another process's
+                    await asyncio.sleep(0.005)
+                noticed.append(time.monotonic() - began)
+            await ready(client, process)
+            await served(*http[1:])
+            back.append(time.monotonic() - began)
     return noticed, back
 
 
@@ -193,15 +177,9 @@ async def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--streams", type=int, default=0, help="measure under the load of so many listeners")
     parser.add_argument("--spares", type=int, nargs="*", default=[0, 1], help="of each stage that is killed")
-    parser.add_argument(
-        "--stages",
-        nargs="*",
-        default=["thinker", "talker", "code2wav"],
-        help="to kill under load, `coordinator`, `all`, `fault:STAGE`",
-    )
-    parser.add_argument(
-        "--every", type=float, default=2.0, help="seconds from when all is ready again until the next kill"
-    )
+    stages = ["thinker", "talker", "code2wav"]
+    parser.add_argument("--stages", nargs="*", default=stages, help="to kill, or `coordinator`, `all`, `fault:STAGE`")
+    parser.add_argument("--every", type=float, default=2.0, help="seconds from when all is ready until the next kill")
     parser.add_argument("--text-tokens", type=int, default=96)
     parser.add_argument("--codec-tokens", type=int, default=480)
     arguments = parser.parse_args()

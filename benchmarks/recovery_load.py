@@ -47,7 +47,7 @@ def start(
     overrides: Mapping[str, str],
     run_dir: str,
     stages: Mapping[str, str],
-    spared: Mapping[str, int] | None = None,
+    spared: Mapping[str, int],
     *arguments: str,
 ) -> subprocess.Popen[bytes]:
     """Start a pipeline whose stages restart at once and without limit.
@@ -62,10 +62,27 @@ def start(
     for stage in config.load(path, overrides).pipeline.stages:
         of_stage = {"restarts": "1000", "restart_backoff": "0.01", **stages}
         overrides |= {f"stages.{stage.name}.{key}": value for key, value in of_stage.items()}
-    overrides |= {f"stages.{name}.spares": str(count) for name, count in (spared or {}).items()}
+    overrides |= {f"stages.{name}.spares": str(count) for name, count in spared.items()}
     command = [sys.executable, "-m", "omni_actors.launch", path, "--run-dir", run_dir]
     command += [*command_line.set_arguments(overrides), *arguments]
     return subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    arguments: argparse.Namespace, stages: Mapping[str, str], spared: Mapping[str, int], *more: str
+) -> AsyncIterator[tuple[AsyncOmniClient, subprocess.Popen[bytes], str]]:
+    """A pipeline of `start`, once it is ready: a client, the launcher and the run directory."""
+    with tempfile.TemporaryDirectory(prefix="recovery-") as run_dir:
+        os.environ[FAULT_FOLDER] = run_dir
+        process = start(arguments.config, command_line.overrides(arguments), run_dir, stages, spared, *more)
+        try:
+            async with AsyncOmniClient(f"ipc://{run_dir}/client") as client:
+                await ready(client, process)
+                yield client, process, run_dir
+        finally:
+            process.terminate()
+            process.wait(60)
 
 
 async def ready(client: AsyncOmniClient, process: subprocess.Popen[bytes]) -> None:
@@ -170,28 +187,17 @@ class Listeners:
 
 async def print_load(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Kill each stage in turn, with each number of spares; print the table and return its rows."""
-    print(
-        "| spares | killed | ready s | silence s: p50 | p95 | longest | done | failed | short | other | start |\n|---"
-        + "|---" * 10
-        + "|"
-    )
+    print("| spares | killed | ready s | silence s: p50 | p95 | longest | done | failed | short | other | start |")
+    print("|---" * 11 + "|")
     rows: list[dict[str, Any]] = []
     for spares in arguments.spares:
-        with tempfile.TemporaryDirectory(prefix="recovery-") as run_dir:
-            known = {stage.name for stage in config.load(arguments.config).pipeline.stages}
-            spared = dict.fromkeys(known.intersection(arguments.stages), spares)
-            os.environ[FAULT_FOLDER] = run_dir
-            process = start(arguments.config, command_line.overrides(arguments), run_dir, {}, spared)
-            try:
-                async with AsyncOmniClient(f"ipc://{run_dir}/client") as client:
-                    await ready(client, process)
-                    print_start(spares, (await client.describe()).stages)
-                    async for loss in kills(client, process, arguments, spares, run_dir):
-                        rows.append(vars(loss))
-                        print_loss(loss)
-            finally:
-                process.terminate()
-                process.wait(60)
+        known = {stage.name for stage in config.load(arguments.config).pipeline.stages}
+        spared = dict.fromkeys(known.intersection(arguments.stages), spares)
+        async with running(arguments, {}, spared) as (client, process, run_dir):
+            print_start(spares, (await client.describe()).stages)
+            async for loss in kills(client, process, arguments, spares, run_dir):
+                rows.append(vars(loss))
+                print_loss(loss)
     return rows
 
 

@@ -91,7 +91,7 @@ async def measure(
             askers[" over HTTP"] = asker(http, description.pipeline, options)
         for concurrency in options.concurrency:
             for way, ask in askers.items():
-                await workload.closed_loop(ask, concurrency, concurrency)
+                await workload.closed_loop(ask, concurrency, concurrency)  # before the counters are read
                 count = max(options.rounds * concurrency, 3)
                 await keep(f"c={concurrency}{way}", workload.closed_loop(ask, concurrency, count))
         for rate in options.rate:
@@ -106,7 +106,9 @@ async def pipeline(options: argparse.Namespace, *, stages: Sequence[str] = ()):
     """Start the pipeline of `options` (only `stages`, if given); yield its endpoint and the seconds to ready."""
     loaded = config.load(Path(options.config), command_line.overrides(options)).pipeline
     if stages:
-        loaded = msgspec.structs.replace(loaded, stages=[stage for stage in loaded.stages if stage.name in stages])
+        kept = [stage for stage in loaded.stages if stage.name in stages]
+        first = msgspec.structs.replace(kept[0], inputs=None)  # of which the one that it reads from may be left out
+        loaded = msgspec.structs.replace(loaded, stages=[first, *kept[1:]])
     launcher = Launcher(loaded)
     try:
         began = time.perf_counter()
@@ -144,7 +146,7 @@ async def main(options: argparse.Namespace) -> None:
                 rows = await measure(endpoint, options)
     facts["peak_device_memory_gib"] = [round(gib, 1) for gib in memory.peak_gib]
     print(workload.table(rows))
-    print(f"peak memory: {memory}; {', '.join(f'{name} {value}' for name, value in workload.versions().items())}")
+    print(f"peak memory: {memory}; {workload.versions_line()}")
     if options.json:
         options.json.write_text(workload.report(rows, **facts))
 

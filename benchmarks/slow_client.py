@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from omni_actors.protocol.messages import Submit
 from omni_actors.protocol.payloads import Prompt
 from omni_actors.transport.sockets import Sockets, try_send
 from tests.support.builders import chain
-from tests.support.launcher import EchoLauncher
+from tests.support.launcher import EchoLauncher, launched
 
 
 async def run(launcher: EchoLauncher, seconds: float) -> None:
@@ -67,14 +66,8 @@ def main(seconds: float) -> None:
     data = chain()
     for stage in data["stages"]:
         stage["engine"] = {"samples_per_token": 4800}
-    with tempfile.TemporaryDirectory(prefix="sl-", dir="/tmp") as name:
-        launcher = EchoLauncher(Path(name), data).wait_ready()
-        try:
-            asyncio.run(run(launcher, seconds))
-            launcher.end()
-        finally:
-            if launcher.process.poll() is None:
-                launcher.process.kill()
+    with launched(data) as launcher:
+        asyncio.run(run(launcher, seconds))
 
 
 if __name__ == "__main__":

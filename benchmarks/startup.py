@@ -11,117 +11,71 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import subprocess
 import sys
 import time
-from pathlib import Path
+from typing import Any
 
 import command_line
 import psutil
+import serve
+import workload
 
-import omni_actors
 from omni_actors import config
 from omni_actors.client import AsyncOmniClient, Audio, Text
-from omni_actors.coordinator.process_spec import CoordinatorSpec
-from omni_actors.coordinator.shell import Coordinator
-from omni_actors.host.run_directory import RunDirectory
-from omni_actors.launch import Launcher
-from omni_actors.launcher.replica_processes import ReplicaProcesses
-from omni_actors.protocol.fields import PROTOCOL_VERSION, ReplicaId
-from omni_actors.protocol.messages import NodeHello
 
 MIB = 1 << 20
 
 
-async def whole_pipeline(pipeline: config.PipelineConfig) -> tuple[dict[str, float], list[tuple[str, float, float]]]:
-    """Milestones in seconds, and (process, RSS MiB, PSS MiB) after the first answer."""
-    began = time.perf_counter()
-    times: dict[str, float] = {}
-    launcher = Launcher(pipeline)
-    try:
-        await launcher.start()
-        times["ready"] = time.perf_counter() - began
-        async with AsyncOmniClient(launcher.endpoint) as client:
-            for attempt in ("first request", "second request"):
-                asked = time.perf_counter()
-                async for item in await client.submit("What is the capital of France?", seed=1):
-                    now = time.perf_counter() - asked
-                    if isinstance(item, Text):
-                        times.setdefault(f"{attempt}: first text", now)
-                    elif isinstance(item, Audio):
-                        times.setdefault(f"{attempt}: first audio", now)
-                times[f"{attempt}: end"] = time.perf_counter() - asked
-            stages = [(f"{stage.stage}/{stage.replica}", stage.pid) for stage in (await client.describe()).stages]
+async def whole_pipeline(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Milestones in seconds, and the memory of each process after the first answers."""
+    async with serve.pipeline(options) as (endpoint, ready), AsyncOmniClient(endpoint) as client:
+        times = {"ready": ready}
+        for attempt in ("first request", "second request"):
+            asked = time.perf_counter()
+            async for item in await client.submit("What is the capital of France?", seed=1):
+                now = time.perf_counter() - asked
+                if isinstance(item, Text):
+                    times.setdefault(f"{attempt}: first text", now)
+                elif isinstance(item, Audio):
+                    times.setdefault(f"{attempt}: first audio", now)
+            times[f"{attempt}: end"] = time.perf_counter() - asked
+        stages = [(f"{stage.stage}/{stage.replica}", stage.pid) for stage in (await client.describe()).stages]
         own = psutil.Process()
         coordinators = [child for child in own.children() if "omni:coordinator" in " ".join(child.cmdline())]
         processes = [("launcher", own.pid), *(("coordinator", child.pid) for child in coordinators), *stages]
         return times, [process_memory(name, pid) for name, pid in processes]
-    finally:
-        await launcher.close()
 
 
-def process_memory(name: str, pid: int) -> tuple[str, float, float]:
+def process_memory(name: str, pid: int) -> dict[str, Any]:
     info = psutil.Process(pid).memory_full_info()
-    return name, info.rss / MIB, info.pss / MIB
-
-
-async def start_stages(pipeline: config.PipelineConfig, stages: list[str]) -> float:
-    """Seconds from the spawn of these stages until all are ready."""
-    run_directory = RunDirectory()
-    endpoints = [run_directory.endpoint(name) for name in ("client", "control", "results")]
-    run_dir, now = str(run_directory.path), time.monotonic()
-    coordinator = Coordinator(CoordinatorSpec(pipeline, *endpoints, os.getpid(), run_dir, True, now, now))
-    node = ReplicaProcesses(pipeline, run_directory, coordinator.control_endpoint)
-    try:
-        running = tuple(ReplicaId(stage, 0, 1) for stage in stages)
-        hello = NodeHello(PROTOCOL_VERSION, omni_actors.__version__, pipeline.digest(), running)
-        coordinator.from_node(0, hello)
-        began = time.perf_counter()
-        for stage in stages:
-            await node.start(ReplicaId(stage, 0, 1))
-        while not all(replica.ready for stage in stages for replica in coordinator.fleet.replicas.of(stage)):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        return time.perf_counter() - began
-    finally:
-        coordinator.stop()
-        closing = asyncio.create_task(coordinator.run())
-        await node.stop(10)
-        await closing
-        run_directory.close()
+    return {"process": name, "RSS MiB": round(info.rss / MIB), "PSS MiB": round(info.pss / MIB)}
 
 
 def cold_start(options: argparse.Namespace, stages: list[str]) -> float:
-    """`start_stages` in a new process, with a new fork server."""
+    """Seconds until these stages are ready, in a new process with a new fork server."""
     changes = command_line.set_arguments(command_line.overrides(options))
     command = [sys.executable, __file__, options.config, *changes, "--only", *stages]
-    output = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=300)
-    return float(output)
+    return float(subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=300))
 
 
 async def main(options: argparse.Namespace) -> None:
-    pipeline = config.load(Path(options.config), command_line.overrides(options)).pipeline
     if options.only:
-        print(await start_stages(pipeline, options.only))
+        async with serve.pipeline(options, stages=options.only) as (_, ready):
+            print(ready)
         return
-    times, memory = await whole_pipeline(pipeline)
-    print("| milestone | seconds |\n|---|---|")
-    for name, seconds in times.items():
-        print(f"| {name} | {seconds:.2f} |")
-    print("\n| process | RSS MiB | PSS MiB |\n|---|---|---|")
-    for name, rss, pss in memory:
-        print(f"| {name} | {rss:.0f} | {pss:.0f} |")
+    times, memory = await whole_pipeline(options)
+    print(f"{table('milestone', times)}\n\n{workload.table(memory)}")
     if options.alone:
-        print_overlap(options, [stage.name for stage in pipeline.stages])
+        names = [stage.name for stage in config.load(options.config, command_line.overrides(options)).pipeline.stages]
+        starts = {f"{name} alone": cold_start(options, [name]) for name in names}
+        slowest, together = max(starts.values()), cold_start(options, names)
+        starts |= {"all together": together, "together / slowest alone": together / slowest}
+        print(f"\n{table('cold start to ready', starts)}")
 
 
-def print_overlap(options: argparse.Namespace, names: list[str]) -> None:
-    alone = {name: cold_start(options, [name]) for name in names}
-    together = cold_start(options, names)
-    print("\n| cold start to ready | seconds |\n|---|---|")
-    for name, seconds in alone.items():
-        print(f"| {name} alone | {seconds:.2f} |")
-    print(f"| all together | {together:.2f} |\n| together / slowest alone | {together / max(alone.values()):.2f} |")
+def table(title: str, seconds: dict[str, float]) -> str:
+    return workload.table([{title: name, "seconds": f"{value:.2f}"} for name, value in seconds.items()])
 
 
 if __name__ == "__main__":

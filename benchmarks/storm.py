@@ -16,7 +16,6 @@ import collections
 import contextlib
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError, Poison
 from omni_actors.stage.echo import CRASH_TOKEN
-from tests.support.launcher import EchoLauncher
+from tests.support.launcher import launched
 from tests.support.load import ask_and_check, disturbed_chain, text_of
 
 STEP_SECONDS = 0.1
@@ -51,12 +50,10 @@ async def ask(client: AsyncOmniClient, numbers: Iterator[int], ends: collections
 
 
 async def poison(client: AsyncOmniClient) -> bool:
-    try:
+    with contextlib.suppress(Poison):
         await client.generate({"prompt_token_ids": [65] * 5 + [CRASH_TOKEN]})
-    except Poison as error:
-        print(f"poison: {error}")
-        return True
-    return False
+        return False
+    return True
 
 
 async def kill(client: AsyncOmniClient, stage: str, count: int, chance: random.Random) -> None:
@@ -69,30 +66,25 @@ async def kill(client: AsyncOmniClient, stage: str, count: int, chance: random.R
             count -= 1
 
 
-async def run(launcher: EchoLauncher, options: argparse.Namespace) -> bool:
+async def run(endpoint: str, options: argparse.Namespace) -> bool:
     ends: collections.Counter[str] = collections.Counter()
     numbers = iter(range(options.requests))
     began = time.monotonic()
-    async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as watcher:
+    async with AsyncOmniClient(endpoint) as client, AsyncOmniClient(endpoint) as watcher:
         killing = asyncio.create_task(kill(watcher, options.stage, options.kills, random.Random(options.seed)))
         poisoning = asyncio.create_task(poison(client)) if options.poison else None
         slowest = max(await asyncio.gather(*(ask(client, numbers, ends) for _ in range(options.streams))))
         await killing
         found = poisoning is None or await poisoning
-    print(f"{dict(ends)} after {time.monotonic() - began:.0f} s, the slowest in {slowest:.0f} s")
+    print(f"{dict(ends)} after {time.monotonic() - began:.0f} s, the slowest in {slowest:.0f} s, poison found: {found}")
     return found and ends["answered"] >= ANSWERED * options.requests
 
 
 def main(options: argparse.Namespace) -> int:
     data = disturbed_chain(STEP_SECONDS, replicas=options.replicas)
     data["coordinator"] = {}  # a busy machine is no reason for more losses
-    with tempfile.TemporaryDirectory(prefix="st-", dir="/tmp") as name:
-        launcher = EchoLauncher(Path(name), data).wait_ready()
-        try:
-            good = asyncio.run(run(launcher, options))
-        finally:
-            launcher.end()
-    return 0 if good else 1
+    with launched(data, loses_stages=True) as launcher:
+        return 0 if asyncio.run(run(launcher.endpoint, options)) else 1
 
 
 if __name__ == "__main__":

@@ -55,44 +55,28 @@ class Round:
                 if isinstance(event, StreamEvent):
                     self.tokens[int(event.request_id)] += event.token_ids
 
-    def drain(self) -> None:
-        """Let the engine free what has ended."""
-        while self.engine.runnable():
+    def timed(self, warm: int = 0) -> tuple[float, float]:
+        """Run to the end; wall and host milliseconds per step, without the first `warm` ones."""
+        self.run(warm)
+        steps = self.total - len(self.tokens[0])
+        began, cpu = time.perf_counter(), time.thread_time()
+        self.run(self.total)
+        wall, host = time.perf_counter() - began, time.thread_time() - cpu
+        while self.engine.runnable():  # so that it frees what has ended
             self.engine.step()
+        return round(1000 * wall / steps, 3), round(1000 * host / steps, 3)
 
 
-def timed(engine: AutoregressiveEngine, batch: int, tokens: int) -> dict[str, float]:
-    """Wall and host milliseconds per step."""
-    work = Round(engine, batch, tokens)
-    work.run(WARM)
-    had = len(work.tokens[0])
-    began, cpu = time.perf_counter(), time.thread_time()
-    work.run(tokens)
-    wall, host = time.perf_counter() - began, time.thread_time() - cpu
-    work.drain()
-    return {"wall": round(1000 * wall / (tokens - had), 3), "host": round(1000 * host / (tokens - had), 3)}
-
-
-def device_ms(engine: AutoregressiveEngine, batch: int, tokens: int) -> float | None:
-    """Milliseconds of the device per step; None without one."""
-    if not torch.cuda.is_available():
-        return None
+def device_ms(engine: AutoregressiveEngine, batch: int, tokens: int) -> float:
+    """Milliseconds of the device per step."""
     work = Round(engine, batch, tokens)
     work.run(WARM)
     had = len(work.tokens[0])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        work.run(tokens)
+        work.timed()
         torch.cuda.synchronize()
-    work.drain()
     busy = sum(event.self_device_time_total for event in profile.key_averages())
     return round(busy / 1000 / (tokens - had), 3)
-
-
-def all_tokens(engine: AutoregressiveEngine, batch: int, tokens: int, temperature: float | None) -> list[list[int]]:
-    work = Round(engine, batch, tokens, temperature)
-    work.run(tokens)
-    work.drain()
-    return work.tokens
 
 
 def same(given: list[list[int]], expected: list[list[int]]) -> float:
@@ -113,14 +97,15 @@ def main(options: argparse.Namespace) -> None:
         single: dict[str, list[list[int]]] = {}
         for steps in options.steps:
             scheduler.steps_per_schedule = steps
-            line: dict[str, object] = {"batch": batch, "steps": steps}
+            line: dict[str, float] = {"batch": batch, "steps": steps}
             for name, temperature in (("greedy", 0.0), ("sampled", None)):  # which also warms up
-                tokens = all_tokens(engine, batch, options.checked, temperature)
-                line[f"same_{name}"] = same(tokens, single.setdefault(name, tokens))
-            line |= timed(engine, batch, options.tokens)
-            device = device_ms(engine, batch, options.tokens // 2)
-            if device is not None:
-                line |= {"device": device, "over_device": round(line["wall"] - device, 3)}  # type: ignore[operator]
+                work = Round(engine, batch, options.checked, temperature)
+                work.timed()
+                line[f"same_{name}"] = same(work.tokens, single.setdefault(name, work.tokens))
+            line["wall"], line["host"] = Round(engine, batch, options.tokens).timed(WARM)
+            if torch.cuda.is_available():
+                line["device"] = device_ms(engine, batch, options.tokens // 2)
+                line["over_device"] = round(line["wall"] - line["device"], 3)
             print(json.dumps(line), flush=True)
     engine.shutdown()
 

@@ -41,14 +41,9 @@ async def talk(client: AsyncOmniClient, person: int, options: argparse.Namespace
             if isinstance(item, Text):
                 text += item.text
         messages.append({"role": "assistant", "content": text})
-        rows.append(
-            {
-                "turn": turn + 1,
-                "prompt_tokens": stream.usage["thinker"].input_tokens,
-                "first_text_ms": round(1000 * first[Text], 1),
-                "first_sound_ms": round(1000 * first.get(Audio, float("nan")), 1),
-            }
-        )
+        row = {"turn": turn + 1, "prompt_tokens": stream.usage["thinker"].input_tokens}
+        row["first_text_ms"] = round(1000 * first[Text], 1)
+        rows.append(row | {"first_sound_ms": round(1000 * first.get(Audio, float("nan")), 1)})
     return rows
 
 
@@ -57,10 +52,8 @@ async def measure(endpoint: str, options: argparse.Namespace) -> list[dict[str, 
     async with AsyncOmniClient(endpoint) as client:
         await talk(client, options.people, argparse.Namespace(**{**vars(options), "turns": 2}))  # warms up
         spoken = await asyncio.gather(*(talk(client, person, options) for person in range(options.people)))
-    columns = ("turn", "prompt_tokens", "first_text_ms", "first_sound_ms")
-    return [
-        {name: statistics.median(row[name] for row in rows) for name in columns} for rows in zip(*spoken, strict=True)
-    ]
+    turns = zip(*spoken, strict=True)
+    return [{name: statistics.median(row[name] for row in rows) for name in rows[0]} for rows in turns]
 
 
 async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -73,8 +66,7 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         return await measure(endpoint, options)
 
 
-def main() -> None:
-    """Run the command line."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?")
     parser.add_argument("--endpoint", help="of a pipeline that runs, in place of a configuration")
@@ -94,7 +86,3 @@ def main() -> None:
     if options.json:
         options.json.write_text(workload.report(rows) + "\n")
     print(workload.table(rows))
-
-
-if __name__ == "__main__":
-    main()

@@ -97,15 +97,8 @@ class Programs:
         with self._log(name).open("wb") as log:
             log.write(f"$ {' '.join(command)}\n".encode())
             log.flush()
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=given,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            out: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(command, cwd=ROOT, env=given, start_new_session=True, **out)
         self._processes.append((name, process))
         self.latest_start = time.perf_counter()
 
@@ -130,7 +123,7 @@ class Programs:
 
     def end(self) -> None:
         """End all in order, those that started last first, then by force whatever is left. Keeps the stages' logs."""
-        for number, log in enumerate(folder for name, _ in self._processes for folder in self._stage_logs(name)):
+        for number, log in enumerate(STAGE_LOGS.findall("".join(self._text(name) for name, _ in self._processes))):
             with contextlib.suppress(OSError):  # they go with a launcher that has ended
                 shutil.copytree(log, self.folder / f"stages-{number}", dirs_exist_ok=True)
         for _, process in reversed(self._processes):
@@ -155,9 +148,6 @@ class Programs:
             lines = self._text(name).splitlines()[-TAIL_LINES:]
             yield "\n".join([f"--- {self._log(name)}", *lines])
 
-    def _stage_logs(self, name: str) -> list[str]:
-        return STAGE_LOGS.findall(self._text(name))
-
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
@@ -168,18 +158,14 @@ class Programs:
 def settings(part: str, options: argparse.Namespace, gpus: int) -> list[str]:
     """The `--set` arguments that make the pipeline of a part from the one of `options`."""
     found = {f"stages.{name}.engine.load_format": options.load_format for name in MODEL_STAGES if options.load_format}
-    if part in "abc":
-        for name in MODEL_STAGES[1:]:
-            found[f"stages.{name}.replicas"] = "2"
-            if part != "a":
-                found[f"stages.{name}.node"] = "[0, 1]"
-            elif gpus:
-                found[f"stages.{name}.devices"] = "[0, 1]"
-    else:
+    for name in MODEL_STAGES[1:] if part in "abc" else ():
+        found[f"stages.{name}.replicas"] = "2"
+        if part != "a" or gpus:
+            found[f"stages.{name}.{'devices' if part == 'a' else 'node'}"] = "[0, 1]"
+    if part == "d":
         found["stages.thinker.engine.tensor_parallel_size"] = "2"
-        if gpus:
-            found |= {"stages.thinker.devices": "[0, 1]", "stages.code2wav.devices": "[1]"}
-        else:
+        found |= {"stages.thinker.devices": "[0, 1]", "stages.code2wav.devices": "[1]"} if gpus else {}
+        if not gpus:
             found["stages.thinker.environment"] = '{VLLM_CPU_OMP_THREADS_BIND: "0|1"}'  # the cores of the ranks
     given = [f"{key}={value}" for key, value in found.items()] + options.set
     return [argument for item in given for argument in ("--set", item)]
@@ -300,8 +286,7 @@ async def main(options: argparse.Namespace) -> int:
     for outcome in outcomes:
         if outcome.problem:
             print(f"\n{outcome.part} failed: {outcome.problem}")
-    print(f"\n{table(outcomes)}\n{', '.join(f'{name} {value}' for name, value in workload.versions().items())}")
-    print(f"logs: {options.logs}")
+    print(f"\n{table(outcomes)}\n{workload.versions_line()}\nlogs: {options.logs}")
     if options.json:
         options.json.write_text(workload.report([outcome._asdict() for outcome in outcomes]))
     return int(any(outcome.problem for outcome in outcomes))

@@ -17,7 +17,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import command_line
@@ -30,12 +29,6 @@ from omni_actors import config
 STAGES = ("prompt", "thinker")
 
 
-def thinker_arguments(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The model and the engine arguments of the configuration's thinker."""
-    pipeline = config.load(Path(options.config), command_line.overrides(options)).pipeline
-    return pipeline.model, pipeline.stage("thinker").engine
-
-
 async def bare(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The loads against vLLM's own engine, with none of our code in its processes."""
     from transformers import AutoTokenizer
@@ -44,19 +37,16 @@ async def bare(options: argparse.Namespace) -> list[dict[str, Any]]:
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    model, engine = thinker_arguments(options)
+    pipeline = config.load(options.config, command_line.overrides(options)).pipeline
+    model, engine = pipeline.model, pipeline.stage("thinker").engine
     same = {"generation_config": "vllm", "enable_prefix_caching": True}  # as our thinker has it
     numbers = itertools.count()
     began = time.perf_counter()
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **{**same, **engine}))
     tokenizer = AutoTokenizer.from_pretrained(model)
     print(f"bare vLLM is ready after {time.perf_counter() - began:.1f} s", file=sys.stderr)
-    params = SamplingParams(
-        max_tokens=options.text_tokens,
-        min_tokens=options.text_tokens,
-        temperature=0.0,
-        output_kind=RequestOutputKind.DELTA,
-    )
+    count, kind = options.text_tokens, RequestOutputKind.DELTA
+    params = SamplingParams(max_tokens=count, min_tokens=count, temperature=0.0, output_kind=kind)
 
     async def ask(index: int) -> Sample:
         began = time.perf_counter()
@@ -70,21 +60,17 @@ async def bare(options: argparse.Namespace) -> list[dict[str, Any]]:
         sample.total = time.perf_counter() - began
         return sample
 
-    rows = []
     try:
-        for concurrency in options.concurrency:
-            await workload.closed_loop(ask, concurrency, concurrency)
-            count = max(options.rounds * concurrency, 3)
-            rows.append(workload.summary(f"c={concurrency}", *await workload.closed_loop(ask, concurrency, count)))
+        loads = {f"c={count}": await workload.warm_loop(ask, count, options.rounds) for count in options.concurrency}
     finally:
         llm.shutdown()
-    return rows
+    return [workload.summary(load, *measured) for load, measured in loads.items()]
 
 
 def bare_in_a_process() -> list[dict[str, Any]]:
     """`bare` in a new interpreter, so that both systems start from scratch."""
-    done = subprocess.run([sys.executable, *sys.argv, "--bare"], stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    output = subprocess.check_output([sys.executable, *sys.argv, "--bare"], text=True)
+    return json.loads(output.strip().splitlines()[-1])
 
 
 async def ours(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -92,19 +78,14 @@ async def ours(options: argparse.Namespace) -> list[dict[str, Any]]:
         return await serve.measure(endpoint, options)
 
 
-def median(cell: str) -> float:
-    return float(cell.split(" / ")[0])
-
-
 def ratios(ours_rows: list[dict[str, Any]], bare_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "load": mine["load"],
-            "throughput, ours : vLLM": round(mine["text_tok_per_s"] / theirs["text_tok_per_s"], 3),
-            "median TTFT, ours : vLLM": round(median(mine["ttft_ms"]) / max(median(theirs["ttft_ms"]), 1e-9), 3),
-        }
-        for mine, theirs in zip(ours_rows, bare_rows, strict=True)
-    ]
+    rows = []
+    for mine, theirs in zip(ours_rows, bare_rows, strict=True):
+        times = [float(row["ttft_ms"].split(" / ")[0]) for row in (mine, theirs)]
+        row = {"load": mine["load"]}
+        row["throughput, ours : vLLM"] = round(mine["text_tok_per_s"] / theirs["text_tok_per_s"], 3)
+        rows.append(row | {"median TTFT, ours : vLLM": round(times[0] / max(times[1], 1e-9), 3)})
+    return rows
 
 
 def main(options: argparse.Namespace) -> None:

@@ -46,26 +46,14 @@ STAGES = ("thinker", "talker", "code2wav")
 
 def qwen2_5(options: argparse.Namespace) -> dict[str, Any]:
     """vllm-omni's description of Qwen2.5-Omni's stages; code2wav takes one request at a time."""
-    common = {
-        "max_num_batched_tokens": 8192,
-        "max_model_len": 4096,
-        "max_num_seqs": 32,
-        "enforce_eager": True,
-        "trust_remote_code": True,
-        "enable_prefix_caching": False,
-        "devices": "0",
-        "load_format": options.load_format,
-    }
+    common = {"max_num_batched_tokens": 8192, "max_model_len": 4096, "max_num_seqs": 32, "enforce_eager": True}
+    common |= {"trust_remote_code": True, "enable_prefix_caching": False, "devices": "0"}
+    common["load_format"] = options.load_format
+    code2wav = {"max_num_seqs": 1, "dtype": "float32", "async_scheduling": False, "enable_flashinfer_autotune": False}
     own: tuple[dict[str, Any], ...] = (
         {"gpu_memory_utilization": 0.35, "mm_processor_cache_gb": 0},
         {"gpu_memory_utilization": 0.25},
-        {
-            "gpu_memory_utilization": 0.15,
-            "max_num_seqs": 1,
-            "dtype": "float32",
-            "async_scheduling": False,
-            "enable_flashinfer_autotune": False,
-        },
+        {"gpu_memory_utilization": 0.15, **code2wav},
     )
     return {"async_chunk": False, "stages": [{"stage_id": n, **common, **stage} for n, stage in enumerate(own)]}
 
@@ -75,13 +63,8 @@ def qwen3(options: argparse.Namespace) -> dict[str, Any]:
     shared_memory = "connector_of_shared_memory"
     weights = bool(list(Path(options.peer_model or options.model).glob("*.safetensors")))
     common = {"devices": "0", "max_num_seqs": 64, "trust_remote_code": True, "enable_prefix_caching": False}
-    writes = {
-        **common,
-        "load_format": options.load_format,
-        "max_num_batched_tokens": 32768,
-        "max_model_len": 8192,
-        "moe_backend": "triton",
-    }
+    writes = {**common, "load_format": options.load_format, "max_num_batched_tokens": 32768, "max_model_len": 8192}
+    writes["moe_backend"] = "triton"
     sizes = [1, 2, 4, *range(8, 65, 8)]
     thinker = {
         "gpu_memory_utilization": 0.62,

@@ -22,12 +22,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from omni_actors.telemetry.request_log import Playback
 
 PROMPT = "Tell me about the sea and the sky today please. "
 QUANTILES = (50, 95, 99)
+T = TypeVar("T")
 
 
 @dataclass
@@ -50,31 +51,33 @@ def prompt(number: int, repeats: int = 1) -> str:
 Ask = Callable[[int], Awaitable[Sample]]
 
 
-async def closed_loop(ask: Ask, concurrency: int, count: int) -> tuple[list[Sample], float]:
-    """Send `count` requests, always `concurrency` in flight; return the samples and the wall time in seconds."""
+async def closed_loop(ask: Callable[[int], Awaitable[T]], concurrency: int, count: int) -> tuple[list[T], float]:
+    """Send `count` requests, always `concurrency` in flight; return the answers and the wall time in seconds."""
     gate = asyncio.Semaphore(concurrency)
 
-    async def one(index: int) -> Sample:
+    async def one(index: int) -> T:
         async with gate:
             return await ask(index)
 
     began = time.perf_counter()
-    samples = await asyncio.gather(*(one(index) for index in range(count)))
-    return samples, time.perf_counter() - began
+    return await asyncio.gather(*map(one, range(count))), time.perf_counter() - began
 
 
-async def poisson(ask: Ask, rate: float, count: int, seed: int = 0) -> tuple[list[Sample], float]:
+async def warm_loop(ask: Ask, concurrency: int, rounds: int) -> tuple[list[Sample], float]:
+    """A closed loop of so many rounds, and at least three requests, after one that does not count."""
+    await closed_loop(ask, concurrency, concurrency)
+    return await closed_loop(ask, concurrency, max(rounds * concurrency, 3))
+
+
+async def poisson(ask: Ask, rate: float, count: int) -> tuple[list[Sample], float]:
     """Send `count` requests, `rate` per second on average; return the samples and the wall time in seconds."""
-    gaps = random.Random(seed)
-    tasks = []
+    gaps, tasks, due = random.Random(0), [], 0.0
     began = time.perf_counter()
-    due = 0.0
     for index in range(count):
         due += gaps.expovariate(rate)
         await asyncio.sleep(max(0.0, began + due - time.perf_counter()))
         tasks.append(asyncio.create_task(ask(index)))
-    samples = await asyncio.gather(*tasks)
-    return samples, time.perf_counter() - began
+    return await asyncio.gather(*tasks), time.perf_counter() - began
 
 
 def summary(load: str, samples: Sequence[Sample], wall: float) -> dict[str, Any]:
@@ -114,6 +117,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([header, "|" + "---|" * len(rows[0]), *lines])
 
 
+def versions_line() -> str:
+    return ", ".join(f"{name} {value}" for name, value in versions().items())
+
+
 def versions() -> dict[str, str]:
     """Versions on which results depend: packages, interpreter, device."""
     found = {"python": platform.python_version(), "machine": platform.processor() or platform.machine()}
@@ -122,10 +129,7 @@ def versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    gpus = nvidia_smi("name")
-    if gpus:
-        found["gpu"] = ", ".join(gpus)
-    return found
+    return found | ({"gpu": ", ".join(gpus)} if (gpus := nvidia_smi("name")) else {})
 
 
 def report(rows: Sequence[dict[str, Any]], **facts: Any) -> str:

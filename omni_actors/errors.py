@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+S = TypeVar("S", bound=enum.StrEnum)
+E = TypeVar("E", bound=enum.StrEnum)
 
 
 class ErrorCode(enum.StrEnum):
@@ -262,3 +265,11 @@ def suggest(word: str, known: Iterable[str]) -> str:
 def counted(count: int, noun: str) -> str:
     """A count for messages: "1 answer", "2 answers"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def advance(table: Mapping[tuple[S, E], S], state: S, event: E) -> S:
+    """Return the state of a machine after `event`; raises `ProtocolError` where its table has none for `state`."""
+    following = table.get((state, event))
+    if following is None:
+        raise ProtocolError(f"{event.value} cannot happen while {state.value}.")
+    return following

@@ -21,7 +21,7 @@ import msgspec
 
 from omni_actors.config import PipelineConfig, StageConfig
 from omni_actors.config.checks import sends_text
-from omni_actors.errors import DeadlineExceeded, EngineError, OmniError, Overloaded, ProtocolError, StageLost
+from omni_actors.errors import DeadlineExceeded, EngineError, OmniError, Overloaded, ProtocolError, StageLost, advance
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.codec import Envelope, Frame
 from omni_actors.protocol.fields import Body, Header, ReplicaId
@@ -70,7 +70,6 @@ from omni_actors.stage.processors import (
     start_of,
 )
 from omni_actors.stage.resend_buffer import Receiver, ResendBuffer, stage_of
-from omni_actors.transitions import advance
 from omni_actors.transport.link import wire_size
 
 logger = get_logger(__name__)

@@ -20,8 +20,7 @@ from omni_actors.coordinator.core.replicas import (
     RequestEvent,
     RequestState,
 )
-from omni_actors.errors import ProtocolError
-from omni_actors.transitions import advance
+from omni_actors.errors import ProtocolError, advance
 from scripts.state_diagrams import TARGET, document
 from tests.support.builders import pipeline
 

@@ -25,8 +25,7 @@ from omni_actors.coordinator.core.replicas import (
     RestartHistory,
     Seat,
 )
-from omni_actors.errors import InvalidRequest, counted
-from omni_actors.transitions import advance
+from omni_actors.errors import InvalidRequest, advance, counted
 
 
 @dataclass

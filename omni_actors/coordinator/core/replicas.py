@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
+from omni_actors.errors import advance
 from omni_actors.host.processes import Backoff
 from omni_actors.protocol.fields import ReplicaId
 from omni_actors.protocol.messages import ArenaAddress, Peer, Ready, StageStatus
-from omni_actors.transitions import advance
 
 
 class ReplicaState(enum.StrEnum):

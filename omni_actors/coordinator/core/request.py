@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from omni_actors.coordinator.core.replicas import REQUEST_TRANSITIONS, Evidence, RequestEvent, RequestState
+from omni_actors.errors import advance
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.delivery import Delivery
 from omni_actors.protocol.fields import ATTEMPTS, ReplicaId
@@ -21,7 +22,6 @@ from omni_actors.protocol.payloads import (
     text_prompt,
 )
 from omni_actors.sharing import Ticket
-from omni_actors.transitions import advance
 
 LISTED_LOSSES = 8  # the newest ones, for operators
 
