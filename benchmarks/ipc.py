@@ -68,7 +68,6 @@ class End:
     def __init__(self, folder: str, me: ReplicaId, flow: FlowConfig, transport: str) -> None:
         self.sockets = Sockets()
         self._control, control = self.sockets.router(f"ipc://{folder}/control-{me.stage}")
-        self._results, results = self.sockets.pull(f"ipc://{folder}/results-{me.stage}")
         self.inbox = Inbox()
         self.arena = Arena(flow.arena_bytes) if flow.arena_bytes and me == SENDER else None
         self.arenas = ArenaReader(lambda: self.outbound.wake())
@@ -77,7 +76,7 @@ class End:
         wiring = Sockets(self.sockets.context), me, control, inbox, self._hello, self.inbox, Limits(), 1.0, os.getpid()
         granted = lambda receiver, credit: self.outbound.granted(receiver, credit)  # noqa: E731
         self.inbound = Inbound(*wiring, lambda: None, self.arenas, granted)
-        self.outbound = Outbound(self.sockets, me, results, Limits(), flow, self.inbox.put, self.arena, self.arenas)
+        self.outbound = Outbound(self.sockets, me, Limits(), flow, self.inbox.put, self.arena, self.arenas)
         self.inbound.start()
         self.outbound.start()
 

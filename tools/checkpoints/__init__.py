@@ -1,11 +1,9 @@
 """Writes checkpoints without a network: tiny ones that run, and full-sized ones without weights.
 
-    python -m tools.checkpoints tiny|tiny-qwen3|tiny-z-image|tiny-qwen-image|tiny-flux2-klein OUT_DIR [--seed N]
-    python -m tools.checkpoints full|full-qwen3|full-z-image|full-qwen-image|full-flux2-klein OUT_DIR
-    python -m tools.checkpoints tiny-qwen3-asr|tiny-qwen3-aligner OUT_DIR [--seed N]
-    python -m tools.checkpoints full-qwen3-asr|full-qwen3-aligner OUT_DIR [--size 1b7|0b6, of the first]
-    python -m tools.checkpoints tiny-qwen3-tts|full-qwen3-tts OUT_DIR [--kind KIND] [--size 1b7|0b6]
-    python -m tools.checkpoints tiny-minicpm-o|full-minicpm-o OUT_DIR
+    python -m tools.checkpoints tiny|tiny-FAMILY OUT_DIR [--seed N]
+    python -m tools.checkpoints full|full-FAMILY OUT_DIR
+
+`--help` lists the families, and that of a kind its other flags.
 
 `tiny` has the real architecture at toy size and random weights, scaled so that the outputs are useful in tests: greedy
 tokens vary with the prompt and do not fall into a cycle, the waveform has amplitude and is not clipped

@@ -17,32 +17,24 @@ from tools.checkpoints import CheckpointError, FolderError, asr, minicpm, omni, 
 from tools.checkpoints.measure import print_answers, quiet_transformers
 from tools.checkpoints.pictures import FLUX2_KLEIN, QWEN_IMAGE, Z_IMAGE
 
-# Each takes the folder and the options of its command, and may return answers.
+# By family, what it is and who writes it (`write_tiny`, `write_full`) with which further arguments.
+FAMILIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "": ("Qwen2.5-Omni-7B", omni, {}),
+    "-qwen3": ("Qwen3-Omni-30B-A3B", omni, {"family": omni.QWEN3_OMNI}),
+    "-qwen3-tts": ("Qwen3-TTS", tts, {}),
+    "-qwen3-asr": ("Qwen3-ASR", asr, {}),
+    "-qwen3-aligner": ("Qwen3-ForcedAligner", asr, {"aligner": True}),
+    "-minicpm-o": ("MiniCPM-o 4.5 (if full, with weights of the vocoder)", minicpm, {}),
+    "-z-image": ("Z-Image", Z_IMAGE, {}),
+    "-qwen-image": ("Qwen-Image-2.1", QWEN_IMAGE, {}),
+    "-flux2-klein": ("FLUX.2 klein 4B", FLUX2_KLEIN, {}),
+}
+SIZES = {"tiny": "toy size, random weights, runnable", "full": "published sizes, no weights (vLLM: load_format dummy)"}
+# By kind, its help, and what takes the folder and the options of its command, and may return answers.
 WRITERS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "tiny": ("Qwen2.5-Omni at toy size, random weights, runnable", omni.write_tiny),
-    "tiny-qwen3": (
-        "Qwen3-Omni at toy size, random weights, runnable",
-        partial(omni.write_tiny, family=omni.QWEN3_OMNI),
-    ),
-    "tiny-qwen3-tts": ("Qwen3-TTS at toy size, random weights, runnable", tts.write_tiny),
-    "tiny-qwen3-asr": ("Qwen3-ASR at toy size, random weights, runnable", asr.write_tiny),
-    "tiny-qwen3-aligner": ("Qwen3-ForcedAligner, likewise", partial(asr.write_tiny, aligner=True)),
-    "tiny-minicpm-o": ("MiniCPM-o 4.5 at toy size, random weights, runnable", minicpm.write_tiny),
-    "tiny-z-image": ("Z-Image at toy size, random weights, runnable", Z_IMAGE.write_tiny),
-    "tiny-qwen-image": ("Qwen-Image-2.1 at toy size, random weights, runnable", QWEN_IMAGE.write_tiny),
-    "tiny-flux2-klein": ("FLUX.2 klein at toy size, random weights, runnable", FLUX2_KLEIN.write_tiny),
-    "full": ("published sizes of Qwen2.5-Omni-7B, no weights (vLLM: load_format dummy)", omni.write_full),
-    "full-qwen3": (
-        "published sizes of Qwen3-Omni-30B-A3B, no weights",
-        partial(omni.write_full, family=omni.QWEN3_OMNI),
-    ),
-    "full-qwen3-tts": ("published sizes of Qwen3-TTS, no weights", tts.write_full),
-    "full-qwen3-asr": ("published sizes of Qwen3-ASR, no weights", asr.write_full),
-    "full-qwen3-aligner": ("published sizes of its aligner, no weights", partial(asr.write_full, aligner=True)),
-    "full-minicpm-o": ("published sizes of MiniCPM-o 4.5, weights of the vocoder alone", minicpm.write_full),
-    "full-z-image": ("published sizes of Z-Image, no weights", Z_IMAGE.write_full),
-    "full-qwen-image": ("published sizes of Qwen-Image-2.1, no weights", QWEN_IMAGE.write_full),
-    "full-flux2-klein": ("published sizes of FLUX.2 klein 4B, no weights", FLUX2_KLEIN.write_full),
+    f"{size}{name}": (f"{about}: {text}", partial(getattr(writer, f"write_{size}"), **given))
+    for size, text in SIZES.items()
+    for name, (about, writer, given) in FAMILIES.items()
 }
 
 
@@ -75,12 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if answers := WRITERS[name][1](folder, **options):
             print_answers(answers)
-    except (FolderError, OSError) as error:
+    except (CheckpointError, OSError) as error:
         print(f"checkpoints: {error}", file=sys.stderr)
-        return 2
-    except CheckpointError as error:
-        print(f"checkpoints: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, FolderError | OSError) else 1
     print(f"checkpoints: wrote {name} to {folder} in {time.monotonic() - started:.1f} s")
     return 0
 

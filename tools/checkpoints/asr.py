@@ -54,10 +54,8 @@ def transformers_config(config: dict[str, Any]) -> Any:
     from transformers import Qwen3ASRConfig
 
     thinker = config["thinker_config"]
-    parts = {
-        part: {name: value for name, value in thinker[part].items() if name not in UNKNOWN}
-        for part in ("audio_config", "text_config")
-    }
+    both = {part: thinker[part] for part in ("audio_config", "text_config")}
+    parts = {part: {n: value for n, value in given.items() if n not in UNKNOWN} for part, given in both.items()}
     tied = parts["text_config"]["tie_word_embeddings"]
     labels = {"num_labels": thinker["classify_num"]} if "classify_num" in thinker else {}
     return Qwen3ASRConfig(**parts, audio_token_id=thinker["audio_token_id"], tie_word_embeddings=tied, **labels)

@@ -51,10 +51,7 @@ def keep_talker_attention_mask(model: Any) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """The checkpoint's answer to one prompt in one voice, and how clear its greedy choices were.
-
-    The gaps are the smallest differences between the best and the second best logit over all steps.
-    """
+    """The checkpoint's answer to one prompt in one voice."""
 
     prompt: str
     voice: str
@@ -62,22 +59,7 @@ class Answer:
     codec_tokens: tuple[int, ...]  # of the first codebook
     peak: float
     samples: int
-    thinker_gap: float
-    codec_gap: float
     other_codes: tuple[tuple[int, ...], ...] = ()  # of the other codebooks, where there are any
-
-
-class GapRecorder:
-    """A logits processor that changes nothing and records the smallest gap between the two best logits."""
-
-    def __init__(self) -> None:
-        self.smallest = float("inf")
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Take the logits [1, vocabulary] of a step and return them unchanged."""
-        best, second = scores.topk(2, dim=-1).values[0].tolist()
-        self.smallest = min(self.smallest, best - second)
-        return scores
 
 
 def generate_arguments(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -119,15 +101,12 @@ def voices_of(model: Any) -> tuple[str, ...]:
 def measure_answer(model: Any, inputs: dict[str, Any], prompt: str, voice: str) -> Answer:
     """Runs the whole model greedily, for 32 tokens of the thinker and 64 of the talker."""
     talker = model.config.talker_config
-    gaps = GapRecorder(), GapRecorder()
     codes: list[torch.Tensor] = []  # [1, codes] or [1, codebooks, codes]
     if hasattr(model, "token2wav"):
         vocoder, arguments = model.token2wav, generate_arguments(inputs)
         thinker = model.config.thinker_config
-        ends = (
-            [thinker.eos_token_id, thinker.pad_token_id],
-            [talker.tts_codec_end_token_id, talker.tts_codec_pad_token_id],
-        )
+        codec_ends = [talker.tts_codec_end_token_id, talker.tts_codec_pad_token_id]
+        ends = [thinker.eos_token_id, thinker.pad_token_id], codec_ends
     else:
         vocoder, arguments, ends = model.code2wav, inputs, ([NO_END], [NO_END])
     hook = vocoder.register_forward_pre_hook(lambda module, args: codes.append(torch.atleast_2d(args[0][0])))
@@ -143,11 +122,9 @@ def measure_answer(model: Any, inputs: dict[str, Any], prompt: str, voice: str) 
                 thinker_max_new_tokens=THINKER_TOKENS,
                 thinker_do_sample=False,
                 thinker_eos_token_id=ends[0],
-                thinker_logits_processor=[gaps[0]],
                 talker_max_new_tokens=CODEC_TOKENS,
                 talker_do_sample=False,
                 talker_eos_token_id=ends[1],
-                talker_logits_processor=[gaps[1]],
             )
     finally:
         hook.remove()
@@ -160,8 +137,6 @@ def measure_answer(model: Any, inputs: dict[str, Any], prompt: str, voice: str) 
         codec_tokens=first,
         peak=float(waveform.abs().max()),
         samples=waveform.numel(),
-        thinker_gap=gaps[0].smallest,
-        codec_gap=gaps[1].smallest,
         other_codes=tuple(others),
     )
 
@@ -202,9 +177,8 @@ def failed_checks(answers: list[Answer]) -> list[str]:
     missed = []
     for answer in answers:
         who = f"{answer.prompt!r} ({answer.voice})"
-        codec_tokens, wanted_samples = CODEC_TOKENS, CODEC_TOKENS * SAMPLES_PER_CODEC_TOKEN
-        if answer.other_codes:
-            codec_tokens, wanted_samples = FRAMES, FRAME_SAMPLES
+        older = CODEC_TOKENS, CODEC_TOKENS * SAMPLES_PER_CODEC_TOKEN
+        codec_tokens, wanted_samples = (FRAMES, FRAME_SAMPLES) if answer.other_codes else older
         if len(answer.thinker_tokens) != THINKER_TOKENS or len(answer.codec_tokens) != codec_tokens:
             missed.append(f"{who}: a reply ended before its length limit")
         if len(set(answer.thinker_tokens)) < MIN_DISTINCT:
@@ -216,8 +190,7 @@ def failed_checks(answers: list[Answer]) -> list[str]:
             missed.append(f"{who}: waveform peak {answer.peak:.3f} outside {PEAK_RANGE}")
         if answer.samples != wanted_samples:
             missed.append(f"{who}: {answer.samples} samples instead of {wanted_samples}")
-    texts = {answer.thinker_tokens for answer in answers}
-    prompts = {answer.prompt for answer in answers}
+    texts, prompts = ({one.thinker_tokens for one in answers}, {one.prompt for one in answers})
     if len(texts) != len(prompts):
         missed.append(f"{len(prompts)} prompts, but only {len(texts)} different replies")
     if len({answer.codec_tokens for answer in answers}) != len(answers):
@@ -227,13 +200,10 @@ def failed_checks(answers: list[Answer]) -> list[str]:
 
 def print_answers(answers: list[Answer]) -> None:
     """Prints one line per answer."""
-    print(f"{'prompt':32} {'voice':8} {'texts':>5} {'codes':>5} {'peak':>6} {'text gap':>9} {'code gap':>9}")
+    print(f"{'prompt':32} {'voice':8} {'texts':>5} {'codes':>5} {'peak':>6}")
     for answer in answers:
         distinct = len(set(answer.thinker_tokens)), len(set(answer.codec_tokens))
-        print(
-            f"{answer.prompt:32} {answer.voice:8} {distinct[0]:5} {distinct[1]:5} {answer.peak:6.3f} "
-            f"{answer.thinker_gap:9.5f} {answer.codec_gap:9.5f}"
-        )
+        print(f"{answer.prompt:32} {answer.voice:8} {distinct[0]:5} {distinct[1]:5} {answer.peak:6.3f}")
 
 
 def quiet_transformers() -> None:

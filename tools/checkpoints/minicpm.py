@@ -90,23 +90,16 @@ def own_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, torch.Size]]:
     """All parameters but the vocoder's."""
-    from transformers import (
-        LlamaModel,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        SiglipVisionConfig,
-        SiglipVisionModel,
-        WhisperConfig,
-    )
+    import transformers
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
     speech, hearing, seeing = config["tts_config"], config["audio_config"], config["vision_config"]
     with torch.device("meta"):
         models = {
-            "llm.": Qwen3ForCausalLM(Qwen3Config(**own_settings(config))),
-            "tts.model.": LlamaModel(talker_config(config)),
-            "apm.": WhisperEncoder(WhisperConfig(**hearing)),
-            "vpm.": SiglipVisionModel(SiglipVisionConfig(**seeing, vision_use_head=False)),
+            "llm.": transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**own_settings(config))),
+            "tts.model.": transformers.LlamaModel(talker_config(config)),
+            "apm.": WhisperEncoder(transformers.WhisperConfig(**hearing)),
+            "vpm.": transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**seeing, vision_use_head=False)),
             "resampler.": resampler(config),
         }
     for prefix, model in models.items():

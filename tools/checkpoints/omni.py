@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +68,16 @@ ARCHITECTURES = {QWEN2_5_OMNI: "Qwen2_5OmniModel", QWEN3_OMNI: "Qwen3OmniMoeForC
 MARKS = {QWEN2_5_OMNI: "", QWEN3_OMNI: "-qwen3"}
 
 
-def make_config(family: Family, sizes: Sizes, roles: Mapping[str, int]) -> Any:
-    """Returns the configuration of a model of these sizes; `roles` are the ids of the words that name them."""
+def make_config(family: Family, sizes: Sizes, tokenizer: Any) -> Any:
+    """Returns the configuration of a model of these sizes."""
     from transformers import Qwen2_5OmniConfig, Qwen3OmniMoeConfig
 
+    roles = {role: tokenizer.convert_tokens_to_ids(role) for role in ROLES}
     config_class = Qwen2_5OmniConfig if family is QWEN2_5_OMNI else Qwen3OmniMoeConfig
     config = config_class(**family.fill("configuration", sizes, roles))
     config.architectures = [ARCHITECTURES[family]]
     config.dtype = sizes["dtype"]
     return config
-
-
-def role_ids(tokenizer: Any) -> dict[str, int]:
-    """Returns the id of the one token of every role."""
-    return {role: tokenizer.convert_tokens_to_ids(role) for role in ROLES}
 
 
 def make_generation_config(layout: TokenLayout) -> Any:
@@ -103,23 +98,15 @@ def make_processor(family: Family, sizes: Sizes, tokenizer: Any) -> Any:
 
     Qwen2.5-Omni pads audio to `audio_seconds`. Images are scaled down to `max_pixels`.
     """
-    from transformers import (
-        Qwen2_5OmniProcessor,
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
-        Qwen3OmniMoeProcessor,
-        WhisperFeatureExtractor,
-    )
+    import transformers
 
     patch = family.table["configuration"]["thinker_config"]["vision_config"]["patch_size"]
     vision = {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 56 * 56}
-    processor_class = Qwen2_5OmniProcessor if family is QWEN2_5_OMNI else Qwen3OmniMoeProcessor
-    return processor_class(
-        image_processor=Qwen2VLImageProcessor(**vision, max_pixels=sizes["max_pixels"]),
-        video_processor=Qwen2VLVideoProcessor(**vision, max_pixels=sizes["max_pixels"]),
-        feature_extractor=WhisperFeatureExtractor(
-            feature_size=128, sampling_rate=AUDIO_RATE, hop_length=160, chunk_length=sizes["audio_seconds"], n_fft=400
-        ),
+    mels = {"feature_size": 128, "sampling_rate": AUDIO_RATE, "hop_length": 160, "n_fft": 400}
+    return getattr(transformers, "Qwen2_5OmniProcessor" if family is QWEN2_5_OMNI else "Qwen3OmniMoeProcessor")(
+        image_processor=transformers.Qwen2VLImageProcessor(**vision, max_pixels=sizes["max_pixels"]),
+        video_processor=transformers.Qwen2VLVideoProcessor(**vision, max_pixels=sizes["max_pixels"]),
+        feature_extractor=transformers.WhisperFeatureExtractor(**mels, chunk_length=sizes["audio_seconds"]),
         tokenizer=tokenizer,
         chat_template=tokenizer.chat_template,
     )
@@ -149,7 +136,7 @@ def write_tiny(
     chosen = family.tiny_sizes(sizes)
     layout = family.layout(chosen)
     tokenizer = make_tokenizer(layout)
-    config = make_config(family, chosen, role_ids(tokenizer))
+    config = make_config(family, chosen, tokenizer)
     old = family is QWEN2_5_OMNI
     model_class = Qwen2_5OmniForConditionalGeneration if old else Qwen3OmniMoeForConditionalGeneration
     model = model_class(config).to(torch.float32)
@@ -173,6 +160,6 @@ def write_full(folder: Path, *, family: Family = QWEN2_5_OMNI) -> None:
     claim_folder(folder, {"kind": f"full{MARKS[family]}"})
     layout = family.layout(family.published)
     tokenizer = make_tokenizer(layout)
-    config = make_config(family, family.published, role_ids(tokenizer))
+    config = make_config(family, family.published, tokenizer)
     make_generation_config(layout).save_pretrained(folder)
     _write_rest(family, folder, family.published, tokenizer, config, 0)

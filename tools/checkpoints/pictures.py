@@ -5,13 +5,12 @@ A latent pixel is 8 pixels wide in Z-Image and 16 in the others, as published; Q
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tools.checkpoints import claim_folder
+from tools.checkpoints import claim_folder, write_json
 from tools.checkpoints.families import Family, Sizes
 from tools.checkpoints.omni import QWEN2_5_OMNI, QWEN3_OMNI
 from tools.checkpoints.tokenizer import make_tokenizer
@@ -138,12 +137,12 @@ class PictureFamily:
         transformer.save_config(folder / "transformer")
         vae.save_config(folder / "vae")
         self.make_scheduler().save_config(folder / "scheduler")
-        fields = self._fields("text_encoder", None, published=True)
-        self._class("text_config")(**fields).save_pretrained(folder / "text_encoder")
+        text_config = self._class("text_config")(**self._fields("text_encoder", None, published=True))
+        text_config.save_pretrained(folder / "text_encoder")
         for name, part in self._texts(published=True).items():
             part.save_pretrained(folder / name)
-        index = json.dumps({"_class_name": self.family.table["classes"]["pipeline"], **self._options})
-        (folder / "model_index.json").write_text(f"{index}\n", encoding="utf-8")
+        index = {"_class_name": self.family.table["classes"]["pipeline"], **self._options}
+        write_json(folder / "model_index.json", index)
 
 
 Z_IMAGE = PictureFamily("z_image", QWEN2_5_OMNI)

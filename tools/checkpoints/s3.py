@@ -21,30 +21,10 @@ VOICES = {"alto": (220.0, 1.2), "bass": (90.0, 2.0)}  # Hz, and seconds
 RATE = 16_000
 FLOAT32, INT32, INT64 = 1, 6, 7  # of ONNX
 IR_VERSION, OPSET = 8, 17
-PUBLISHED = {
-    "tokens": 6561,
-    "width": 512,
-    "layers": 6,
-    "wide_layers": 4,
-    "heads": 8,
-    "between": 2048,
-    "blocks": 16,
-    "head_size": 64,
-    "channels": 512,
-    "pitch": 512,
-}
-TINY = {
-    "tokens": 60,
-    "width": 32,
-    "layers": 2,
-    "wide_layers": 1,
-    "heads": 4,
-    "between": 48,
-    "blocks": 2,
-    "head_size": 16,
-    "channels": 32,
-    "pitch": 24,
-}
+PUBLISHED = {"tokens": 6561, "width": 512, "layers": 6, "wide_layers": 4, "heads": 8, "between": 2048, "blocks": 16}
+PUBLISHED |= {"head_size": 64, "channels": 512, "pitch": 512}
+TINY = {"tokens": 60, "width": 32, "layers": 2, "wide_layers": 1, "heads": 4, "between": 48, "blocks": 2}
+TINY |= {"head_size": 16, "channels": 32, "pitch": 24}
 KERNELS = (3, 7, 11)
 HARMONICS = 9
 SPECTRUM = 18  # magnitudes and phases of a window of 16 samples

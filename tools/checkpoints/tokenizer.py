@@ -31,35 +31,23 @@ def chat_template(named: Mapping[str, str], system: str | None) -> str:
     """
     image, video = (f"{named['vision_bos_token']}{named[name]}{named['vision_eos_token']}" for name in _SEEN)
     audio = f"{named['audio_bos_token']}{named['audio_token']}{named['audio_eos_token']}"
-    beginning = (
-        "{%- if loop.first and message['role'] != 'system' -%}"
-        f"{{{{ '<|im_start|>system\\n{system}<|im_end|>\\n' }}}}"
-        "{%- endif -%}"
-    )
+    beginning = "{%- if loop.first and message['role'] != 'system' -%}"
+    beginning += f"{{{{ '<|im_start|>system\\n{system}<|im_end|>\\n' }}}}{{%- endif -%}}"
     return (
         "{%- for message in messages -%}"
         f"{beginning if system else ''}"
         "{{ '<|im_start|>' + message['role'] + '\\n' }}"
-        "{%- if message['content'] is string -%}"
-        "{{ message['content'] }}"
-        "{%- else -%}"
-        "{%- for part in message['content'] -%}"
+        "{%- if message['content'] is string -%}{{ message['content'] }}"
+        "{%- else -%}{%- for part in message['content'] -%}"
         "{%- if part['type'] in ('image', 'image_url') or 'image' in part or 'image_url' in part -%}"
         f"{{{{ '{image}' }}}}"
         "{%- elif part['type'] in ('audio', 'audio_url', 'input_audio') or 'audio' in part or 'audio_url' in part -%}"
         f"{{{{ '{audio}' }}}}"
         "{%- elif part['type'] in ('video', 'video_url') or 'video' in part or 'video_url' in part -%}"
         f"{{{{ '{video}' }}}}"
-        "{%- elif 'text' in part -%}"
-        "{{ part['text'] }}"
-        "{%- endif -%}"
-        "{%- endfor -%}"
-        "{%- endif -%}"
-        "{{ '<|im_end|>\\n' }}"
-        "{%- endfor -%}"
-        "{%- if add_generation_prompt -%}"
-        "{{ '<|im_start|>assistant\\n' }}"
-        "{%- endif -%}"
+        "{%- elif 'text' in part -%}{{ part['text'] }}"
+        "{%- endif -%}{%- endfor -%}{%- endif -%}{{ '<|im_end|>\\n' }}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
     )
 
 

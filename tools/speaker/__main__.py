@@ -64,11 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         elif given.command == "evaluate":
             evaluate(given)
         else:
-            options = {
-                name: getattr(given, name)
-                for name in ("wordnet", "steps", "seconds", "batch", "rate", "device", "workers")
-            }
-            train(given.part, given.folder, **options)
+            train(given.part, given.folder, given)
     except (SpeakerError, FolderError, OSError) as error:
         print(f"speaker: {error}", file=sys.stderr)
         return 1

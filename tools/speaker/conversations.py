@@ -61,10 +61,11 @@ def prompt_of(processor: Any, conversation: Conversation) -> str:
     """Returns the whole prompt up to the reply."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": conversation.system}] * bool(conversation.system)
     for turn in conversation.turns:
-        content = [{"type": "audio"}] * (turn.sound is not None) + [{"type": "image"}] * (turn.picture is not None)
-        messages.append(
-            {"role": "user", "content": [*content, *[{"type": "text", "text": turn.text}] * bool(turn.text)]}
+        content: list[dict[str, str]] = [{"type": "audio"}] * (turn.sound is not None) + [{"type": "image"}] * (
+            turn.picture is not None
         )
+        content += [{"type": "text", "text": turn.text}] * bool(turn.text)
+        messages.append({"role": "user", "content": content})
         if turn is not conversation.turns[-1] and not turn.silent:
             messages.append({"role": "assistant", "content": turn.wanted if turn.said is None else turn.said})
     return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
@@ -103,11 +104,8 @@ def inputs_of(processor: Any, asked: Sequence[Conversation], *, replies: bool) -
         made["labels"] = torch.full_like(made["input_ids"], IGNORED)
         for row, one in enumerate(asked):
             ids = made["input_ids"][row].tolist()
-            answers = [
-                at + len(begin)
-                for at, first in enumerate(ids)
-                if first == begin[0] and ids[at : at + len(begin)] == begin
-            ]
+            size = len(begin)
+            answers = [at + size for at in range(len(ids)) if ids[at : at + size] == begin]
             for at, turn in zip(answers, (turn for turn in one.turns if not turn.silent), strict=True):
                 if turn.said is None:
                     span = slice(at, ids.index(end, at) + 1)

@@ -19,6 +19,8 @@ from tools.speaker.sound import Wave
 from tools.speaker.texts import COLORS, SHAPES, TOY, lines_of, pairs_of
 
 MAX_TEXT_TOKENS, MAX_CODES = 96, 900
+LENGTHS = {"thinker_max_new_tokens": MAX_TEXT_TOKENS, "talker_max_new_tokens": MAX_CODES}
+GREEDY = {"thinker_do_sample": False, "talker_do_sample": False}
 GUIDANCE = 1.0  # as in stage_configs/tiny_speaker.yaml
 PLAIN = {
     **{"see": "What do you see?", "see color": "What color is it?", "see shape": "What shape is it?"},
@@ -54,16 +56,8 @@ class Speaker:
         hook = self.model.token2wav.register_forward_pre_hook(lambda module, args: codes.append(args[0]))
         torch.manual_seed(0)
         try:
-            sequences, wave = self.model.generate(
-                **generate_arguments(inputs),
-                speaker=voice,
-                thinker_max_new_tokens=MAX_TEXT_TOKENS,
-                thinker_do_sample=False,
-                talker_max_new_tokens=MAX_CODES,
-                talker_do_sample=False,
-                talker_eos_token_id=self.ends,
-                token2wav_guidance_scale=GUIDANCE,
-            )
+            given = {"speaker": voice, "talker_eos_token_id": self.ends, "token2wav_guidance_scale": GUIDANCE}
+            sequences, wave = self.model.generate(**generate_arguments(inputs), **given, **LENGTHS, **GREEDY)
         finally:
             hook.remove()
         return self.decode(sequences, inputs), codes[0][0].tolist(), wave.numpy().reshape(-1)

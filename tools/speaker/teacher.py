@@ -23,17 +23,16 @@ def speak(lines: Sequence[str], voice: Voice, *, wave: bool, stretch: float | No
     Raises:
         SpeakerError: the program is not built or ended with an error.
     """
-    program = PROGRAM
-    if not program.exists():
-        raise SpeakerError(f"{program} is missing; build it with tools/speaker/flite/build.sh.")
+    if not PROGRAM.exists():
+        raise SpeakerError(f"{PROGRAM} is missing; build it with tools/speaker/flite/build.sh.")
     text = "".join(" ".join(line.split()) + "\n" for line in lines)
-    command = [str(program), voice.teacher, str(int(wave)), str(voice.stretch if stretch is None else stretch)]
+    command = [str(PROGRAM), voice.teacher, str(int(wave)), str(voice.stretch if stretch is None else stretch)]
     done = subprocess.run(command, input=text.encode(), capture_output=True, check=False)
     if done.returncode:
-        raise SpeakerError(f"{program} ended with {done.returncode}: {done.stderr.decode(errors='replace')[-500:]}")
+        raise SpeakerError(f"{PROGRAM} ended with {done.returncode}: {done.stderr.decode(errors='replace')[-500:]}")
     utterances = list(read_records(done.stdout))
     if len(utterances) != len(lines):
-        raise SpeakerError(f"{program} gave {len(utterances)} records for {len(lines)} lines; build it again.")
+        raise SpeakerError(f"{PROGRAM} gave {len(utterances)} records for {len(lines)} lines; build it again.")
     return utterances
 
 

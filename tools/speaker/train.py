@@ -6,6 +6,7 @@ import math
 import os
 import random
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -65,21 +66,10 @@ class Stream(IterableDataset[dict[str, npt.NDArray[Any]]]):
             yield {name: value.numpy() for name, value in batch.items()}
 
 
-def train(
-    name: str,
-    folder: Path,
-    wordnet: Path,
-    *,
-    steps: int,
-    seconds: float,
-    batch: int | None,
-    rate: float | None,
-    device: str,
-    workers: int,
-) -> list[float]:
-    """Trains a part and writes it into the checkpoint; returns the mean loss of each line that was printed.
+def train(name: str, folder: Path, options: Namespace) -> None:
+    """Trains a part and writes it into the checkpoint.
 
-    It ends after so many steps or seconds, whichever comes first.
+    It ends after so many steps or seconds of the command's options, whichever comes first.
     Raises SpeakerError if there is no checkpoint, the teacher or WordNet is missing, or a weight is not finite.
     """
     from transformers import Qwen2_5OmniProcessor
@@ -89,19 +79,22 @@ def train(
         raise SpeakerError(f"{folder} holds no checkpoint: python -m tools.speaker new {folder}, or copy one.")
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) - workers))  # threads that wait for the workers are far slower
-    model = load_reference_model(folder).to(device)
+    torch.set_num_threads(
+        max(1, (os.cpu_count() or 1) - options.workers)
+    )  # threads that wait for the workers are far slower
+    model = load_reference_model(folder).to(options.device)
     processor = Qwen2_5OmniProcessor.from_pretrained(folder)
-    part = PARTS[name](model.requires_grad_(False), processor, Texts.read(wordnet), batch or BATCHES[name], steps)
+    texts, batch, steps = Texts.read(options.wordnet), options.batch or BATCHES[name], options.steps
+    part = PARTS[name](model.requires_grad_(False), processor, texts, batch, steps)
     prefix = next(path for path, module in model.named_modules() if module is part.module)
     parameters = list(part.module.requires_grad_(True).train().parameters())
-    peak = rate or part.rate
+    peak = options.rate or part.rate
     optimizer = torch.optim.AdamW(parameters, lr=peak, betas=part.betas, weight_decay=part.decay)
     mean = AveragedModel(part.module, multi_avg_fn=average)
-    loader = DataLoader(Stream(part), batch_size=None, num_workers=workers, collate_fn=dict)
-    lines, losses, done = list[float](), list[Tensor](), 0.0
+    loader = DataLoader(Stream(part), batch_size=None, num_workers=options.workers, collate_fn=dict)
+    losses, done = list[Tensor](), 0.0
     for step, examples in enumerate(loader, 1):
-        moved = {key: torch.from_numpy(value).to(device) for key, value in examples.items()}
+        moved = {key: torch.from_numpy(value).to(options.device) for key, value in examples.items()}
         loss = part.loss(moved, done)
         loss.backward()
         for group in optimizer.param_groups:
@@ -113,17 +106,16 @@ def train(
         mean.update_parameters(part.module)
         losses.append(loss.detach())
         now = time.monotonic()
-        before, done = done, min(1.0, max(step / steps, (now - begin) / seconds))
+        before, done = done, min(1.0, max(step / steps, (now - begin) / options.seconds))
         if int(REPORTS * done) > int(REPORTS * before):
-            lines.append(float(torch.stack(losses).mean()))
-            print(f"[{name}] step {step}, {now - begin:.0f} s: loss {lines[-1]:.4f}", flush=True)
+            mean_loss = float(torch.stack(losses).mean())
+            print(f"[{name}] step {step}, {now - begin:.0f} s: loss {mean_loss:.4f}", flush=True)
             losses.clear()
         if done == 1 or now - saved > SAVE_SECONDS:
             save({f"{prefix}.{key}": value for key, value in mean.module.state_dict().items()}, folder)
             saved = now
         if done == 1:
             break
-    return lines
 
 
 @torch.no_grad()

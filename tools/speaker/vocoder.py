@@ -91,10 +91,8 @@ class Vocoder:
         loss = SPECTRAL_WEIGHT * spectral_distance(made, truth)
         loss = loss + LOUDNESS_WEIGHT * (made.abs() - 1).clamp(min=0).mean()
         verdicts = [(judge(truth)[-1], judge(made.detach())[-1]) for judge in self.judges]
-        own = torch.stack(
-            [(1 - real.float()).square().mean() + fake.float().square().mean() for real, fake in verdicts]
-        )
-        own.sum().backward()
+        own = [(1 - real.float()).square().mean() + fake.float().square().mean() for real, fake in verdicts]
+        torch.stack(own).sum().backward()
         nn.utils.clip_grad_norm_(self.judges.parameters(), 10.0)
         self.learner.step()
         self.learner.zero_grad()
