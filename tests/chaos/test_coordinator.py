@@ -59,19 +59,6 @@ async def test_a_killed_coordinator_comes_back_and_its_requests_go_on(launch, sh
     assert launcher.end() == 0
 
 
-@pytest.mark.nightly
-async def test_ten_coordinators_that_die_in_a_row_cost_no_answer(launch, short_path):
-    launcher = launch(disturbed_chain(0.25)).wait_ready()  # of 60 to 140 letters, each 1 s in all four stages
-    async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as watcher:
-        asked = [asyncio.create_task(ask_and_check(client, text_of(number) * 5, timeout=300)) for number in range(200)]
-        await until_in_flight(watcher, 200)
-        for _ in range(10):
-            psutil.Process(coordinator_of(short_path)).kill()
-            await until_healthy(watcher)
-            await asyncio.sleep(5.0)
-        await asyncio.gather(*asked)
-
-
 async def test_a_stage_that_dies_with_the_coordinator_runs_its_part_again(launch, short_path, monkeypatch):
     """However long the next coordinator takes, by the measure of the client."""
     monkeypatch.setattr("omni_actors.client.async_client.PING_SECONDS", 0.1)

@@ -21,8 +21,9 @@ from tests.support.paths import REPOSITORY
 from tests.support.pipelines import RunningPipeline
 from tests.support.ray_nodes import RayNodes, spread_chain
 from tests.support.scripts import Started
+from tests.support.waiting import PATIENCE
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]  # each wait below alone may take minutes on a busy machine
 
 API_KEY = "not-for-command-lines"
 
@@ -65,7 +66,7 @@ def test_a_request_goes_through_both_nodes_and_a_cancelled_job_leaves_nothing(cl
     running, too_large = job("--keys", str(keys), OMNI_ACTORS_API_KEY=API_KEY), job("--nnodes", "3")
     endpoint = serving(running)
     with OmniClient(endpoint, keys=keys) as client:
-        answer = client.generate("over two nodes", modalities=["text", "audio"], timeout=60)
+        answer = client.generate("over two nodes", modalities=["text", "audio"], timeout=60 * PATIENCE)
     assert answer.text == "over two nodes"
     assert answer.audio is not None
     assert "starting talker/0, code2wav/0 on node 1" in running.output
@@ -100,15 +101,15 @@ def test_a_stage_on_two_of_rays_nodes_answers_as_in_one_process(cluster, tiny_ll
         "VLLM_PLUGINS": ray_platform.NAME,
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[-2:]),
     }
+    given = {"model": tiny_llama, **overrides}
     wanted, *_ = llama_answer(tiny_llama, "The tide is full.", 16)
     with (
-        RunningPipeline("stage_configs/chat.yaml", {"model": tiny_llama, **overrides}, environment=environment) as chat,
+        RunningPipeline("stage_configs/chat.yaml", given, environment=environment, timeout=600.0) as chat,
         OmniClient(chat.endpoint) as client,
     ):
         workers = cluster.workers()
         assert len({parent for parent, _ in workers}) == 2
-        answer = client.generate(
-            "The tide is full.", params={"thinker": {"max_tokens": 16, "temperature": 0.0}}, timeout=60
-        )
+        params = {"thinker": {"max_tokens": 16, "temperature": 0.0}}
+        answer = client.generate("The tide is full.", params=params, timeout=60 * PATIENCE)
         assert answer.token_ids == wanted
     cluster.until_no_workers_are_left()

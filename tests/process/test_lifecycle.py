@@ -22,7 +22,7 @@ from omni_actors.stage.echo import CRASH_TOKEN
 from tests.support.builders import chain
 from tests.support.nightly import nightly
 from tests.support.processes import assert_nothing_left, processes_of
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 
 def slow(stage, **options):
@@ -121,6 +121,7 @@ import omni_actors.engine.workers.preload
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)  # with the checkpoint, if no test before it has made one
 @pytest.mark.parametrize("preload", ["import time; time.sleep(600)", BROKEN], ids=["slow", "broken"])
 def test_a_signal_does_not_wait_for_imports_in_the_fork_server_and_one_that_fails_is_named(
     launch, short_path, tiny_checkpoint, preload
@@ -153,7 +154,7 @@ def test_a_second_signal_ends_at_once(launch, short_path):
     time.sleep(launcher_module.SAME_STOP_SECONDS + 0.1)  # signals that are closer together count as one
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(3) == 128 + signal.SIGINT
+    assert started.wait_end(3) == 128 + signal.SIGINT
 
 
 @pytest.mark.parametrize("own_folder", [nightly(True), False])
@@ -170,7 +171,7 @@ def test_a_killed_launcher_leaves_nothing_and_ends_its_requests(launch, short_pa
         if own_folder:  # a supervisor starts the next one at once, while the stages of the first still end
             again = launch(chain(), *arguments).wait_ready()
             with OmniClient(again.endpoint) as other:
-                assert other.generate("second life", timeout=10).text == "second life"
+                assert other.generate("second life", timeout=10 * PATIENCE).text == "second life"
             assert again.describe().healthy
             assert not {status.epoch for status in again.describe().stages} & epochs
             assert again.end() == 0

@@ -45,8 +45,6 @@ class RayNodes:
                 "RAY_TMPDIR": str(folder),
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_worker_niceness": "0",
-                "RAY_health_check_initial_delay_ms": "1000",
-                "RAY_health_check_period_ms": "1000",  # a node is lost after five that fail
                 **environment,
             },
             stdin=subprocess.PIPE,

@@ -27,19 +27,6 @@ def with_stage(number: int, **fields: Any) -> dict[str, Any]:
     return data
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"modle": "x"}, ["modle: unknown key", "Did you mean 'model'"]),
-        ({"coordinator": {"max_inflight": 3}}, ["max_inflight: unknown key", "Did you mean 'max_in_flight'"]),
-        ({"limits": {"buffer_byte": 3}}, ["limits.buffer_byte: unknown key", "Did you mean 'buffer_bytes'"]),
-    ],
-)
-def test_unknown_keys_name_the_nearest(tmp_path: Path, change: dict, words: list[str]) -> None:
-    text = refused(tmp_path, {**chain(), **change})
-    assert all(word in text for word in words)
-
-
 def test_missing_stage_cycle_double_names_and_entries(tmp_path: Path) -> None:
     assert "no stage 'thinkr'. Did you mean 'thinker'" in refused(tmp_path, with_stage(2, inputs={"from": "thinkr"}))
     assert "cycle" in refused(tmp_path, with_stage(1, inputs={"from": ["prompt", "code2wav"]}))
@@ -69,15 +56,13 @@ def test_fan_in_and_fan_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["mine", "mine."])
-def test_prefixes_are_whole_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+def test_plugins_are_allowed_by_prefixes_of_whole_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    assert "plugins: 'mine' is outside the allowed" in refused(tmp_path, {**chain(), "plugins": ["mine"]})
     monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", prefix)
     load(tmp_path, {**chain(), "plugins": ["mine", "mine.models"]})
     assert "'mined.models' is outside" in refused(tmp_path, {**chain(), "plugins": ["mined.models"]})
-
-
-@pytest.mark.parametrize("name", ["os", "subprocess", "mine"])
-def test_plugins_outside_the_allow_list(tmp_path: Path, name: str) -> None:
-    assert f"plugins: '{name}' is outside the allowed" in refused(tmp_path, {**chain(), "plugins": [name]})
 
 
 @pytest.mark.parametrize(
@@ -139,11 +124,9 @@ def test_parameters_must_fit_the_kind_of_stage(tmp_path: Path) -> None:
         ({"decode": {"policy": "whole", "first_blocks": 2}}, ["no chunks"]),
         ({"decode": {"first_blocks": 4, "largest_blocks": 2}}, ["largest_blocks (2)", "first_blocks (4)"]),
         ({"kind": "echo", "decode": {}}, ["only diffusion stages decode"]),
-        ({"environment": {"lower": "1"}}, ["environment"]),
-        ({"environment": {"LIST": [1]}}, ["environment"]),
     ],
 )
-def test_decoding_and_environment(tmp_path: Path, fields: dict, words: list[str]) -> None:
+def test_decoding(tmp_path: Path, fields: dict, words: list[str]) -> None:
     text = refused(tmp_path, with_stage(3, **{"kind": "diffusion", **fields}))
     assert all(word in text for word in words), text
 

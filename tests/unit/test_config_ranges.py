@@ -59,6 +59,8 @@ BOUNDED_BY_THE_READER = {"stages.NAME": {"environment": [int], "engine": [str]}}
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
+        ({"modle": "x"}, "modle: unknown key. Did you mean 'model'?"),
+        ({"coordinator": {"max_inflight": 3}}, "unknown key. Did you mean 'max_in_flight'?"),
         (
             {"limits": {"message_bytes": 1 << 20}},
             "limits.message_bytes (1048576) is less than header_bytes, body_bytes",
@@ -88,7 +90,9 @@ def test_values_that_do_not_fit(tmp_path: Path, change: dict[str, Any], problem:
     assert problem in refused(tmp_path, {**chain(), **change})
 
 
-@pytest.mark.parametrize(("name", "text"), [("X=Y", "1"), ("X", "a\0b"), ("X", [1]), ("X\n", "1"), ("X", "y" * 40_000)])
+@pytest.mark.parametrize(
+    ("name", "text"), [("X=Y", "1"), ("lower", "1"), ("X", "a\0b"), ("X", [1]), ("X\n", "1"), ("X", "y" * 40_000)]
+)
 def test_environments_that_no_process_can_have(tmp_path: Path, name: str, text: Any) -> None:
     data = chain()
     data["stages"][0]["environment"] = {name: text}

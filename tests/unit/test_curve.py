@@ -14,7 +14,6 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from omni_actors.cli.keys import main
 from omni_actors.client import AsyncOmniClient
 from omni_actors.client import async_client as client_module
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, Unauthorized
@@ -34,22 +33,6 @@ from tests.support.waiting import PATIENCE, until
 
 REFUSED_SECONDS = 5.0  # within which a peer knows that it was refused
 TCP = "tcp://127.0.0.1:0"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pipeline's keys with the clients alice and bob."""
-    made = tmp_path_factory.mktemp("keys") / "pipeline"
-    assert main([str(made), "--client", "alice", "--client", "bob"]) == 0
-    return made
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Keys of another pipeline, with a client."""
-    made = tmp_path_factory.mktemp("keys") / "other"
-    assert main([str(made), "--client", "carol"]) == 0
-    return made
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +112,14 @@ def holders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | None]:
     }
 
 
+@pytest.fixture(scope="module")
+def folder(holders: dict[str, Path | None]) -> Path:
+    """The pipeline's keys, with the client alice."""
+    folder = holders[MEMBER]
+    assert folder is not None
+    return folder
+
+
 @pytest.mark.parametrize(
     ("holder", "on_clients", "on_others"),
     [
@@ -206,7 +197,7 @@ def test_what_is_readable_can_be_read(folder: Path, contexts: list[Sockets]) -> 
     mine.close(linger=0)
 
 
-def test_deleting_a_file_locks_a_client_out(
+def test_deleting_or_breaking_a_file_locks_one_client_out(
     tmp_path: Path, contexts: list[Sockets], caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("omni_actors").propagate = True
@@ -215,19 +206,12 @@ def test_deleting_a_file_locks_a_client_out(
     coordinator = Coordinator(contexts, tmp_path / "k")
     assert refusal_of(contexts, handed, coordinator.client_endpoint, coordinator.clients) is None
     (tmp_path / "k" / "allowed" / "alice.key").unlink()
+    (tmp_path / "k" / "allowed" / "aaa.key").write_bytes(b"\xff\x00 public-key = nonsense")
     with caplog.at_level(logging.WARNING):
         assert isinstance(refusal_of(contexts, handed, coordinator.client_endpoint, coordinator.clients), Unauthorized)
     assert "refused a peer at 127.0.0.1" in caplog.text
     bob = make_client(tmp_path / "k", "bob")  # and a new one needs no restart
     assert refusal_of(contexts, bob, coordinator.client_endpoint, coordinator.clients) is None
-
-
-def test_a_broken_file_locks_out_one(tmp_path: Path, contexts: list[Sockets]) -> None:
-    make_cluster(tmp_path / "k")
-    handed = make_client(tmp_path / "k", "bob")
-    (tmp_path / "k" / "allowed" / "aaa.key").write_bytes(b"\xff\x00 public-key = nonsense")
-    coordinator = Coordinator(contexts, tmp_path / "k")
-    assert refusal_of(contexts, handed, coordinator.client_endpoint, coordinator.clients) is None
 
 
 def test_without_an_authenticator_every_peer_is_refused(
@@ -284,44 +268,26 @@ def test_a_wiretap_cannot_read_what_is_encrypted(folder: Path, contexts: list[So
 # -- where keys are needed --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0", "tcp://10.1.2.3:0"])
-def test_without_keys_only_loopback_is_bound(contexts: list[Sockets], endpoint: str) -> None:
-    contexts.append(Sockets())
-    for bind in (contexts[0].pull, contexts[0].router):
-        with pytest.raises(ConfigError, match=r"omni-actors keys DIR"):
-            bind(endpoint)
-
-
-def test_without_keys_nothing_is_sent_to_other_hosts(contexts: list[Sockets]) -> None:
-    contexts.append(Sockets())
+def test_without_keys_only_loopback_is_used_and_a_client_binds_nothing(
+    holders: dict[str, Path | None], contexts: list[Sockets]
+) -> None:
+    contexts += [Sockets(), Sockets(keys=load_keys(holders[CLIENT]))]
+    for endpoint in ("tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0", "tcp://10.1.2.3:0"):
+        for bind in (contexts[0].pull, contexts[0].router):
+            with pytest.raises(ConfigError, match=r"omni-actors keys DIR"):
+                bind(endpoint)
     with pytest.raises(ConfigError, match="require keys"):
         contexts[0].push("tcp://node1:5555")
-
-
-def test_a_client_binds_nothing(folder: Path, contexts: list[Sockets]) -> None:
-    contexts.append(Sockets(keys=load_keys(folder / "clients" / "alice")))
     with pytest.raises(ConfigError, match="client's keys"):
-        contexts[0].pull(TCP)
-
-
-@pytest.mark.parametrize(
-    "endpoint", ["udp://1.2.3.4:5", "tcp://host", "tcp://host:x", "tcp://:5", "tcp://h:70000", "x"]
-)
-def test_other_schemes_are_refused(contexts: list[Sockets], endpoint: str) -> None:
-    contexts.append(Sockets())
-    with pytest.raises(InvalidRequest, match="is not an endpoint"):
-        contexts[0].push(endpoint)
-
-
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [("localhost", True), ("127.9.9.9", True), ("::1", True), ("10.0.0.1", False), ("example.com", False), ("", False)],
-)
-def test_loopback_hosts(host: str, loopback: bool) -> None:
-    assert is_loopback(host) is loopback
+        contexts[1].pull(TCP)
+    for endpoint in ("udp://1.2.3.4:5", "tcp://host", "tcp://host:x", "tcp://:5", "tcp://h:70000", "x"):
+        with pytest.raises(InvalidRequest, match="is not an endpoint"):
+            contexts[0].push(endpoint)
 
 
 def test_hosts_of_endpoints() -> None:
+    hosts = ("localhost", "127.9.9.9", "::1", "10.0.0.1", "example.com", "")
+    assert [is_loopback(host) for host in hosts] == [True, True, True, False, False, False]
     assert tcp_host("tcp://[fe80::1]:5") == "fe80::1"
     assert tcp_host("tcp://127.0.0.1@evil:5") == "127.0.0.1@evil"
     assert not stays_on_host("tcp://127.0.0.1@evil:5")
@@ -332,22 +298,13 @@ def test_hosts_of_endpoints() -> None:
 # -- clients ----------------------------------------------------------------------------------------------------------
 
 
-def revoked_client(tmp_path: Path, folder: Path) -> Path:
-    """Keys of a client that knows the pipeline of `folder` but is not allowed there."""
-    make_cluster(tmp_path / "x")
-    given = make_client(tmp_path / "x", "dave")
-    (given / "cluster.key").write_bytes((folder / "cluster.key").read_bytes())
-    return given
-
-
-@pytest.mark.parametrize("keys", ["none", "other", "revoked"])
+@pytest.mark.parametrize("holder", [NONE, OTHER, FORGED])
 async def test_a_refused_client_knows_why_at_once_in_every_wait(
-    tmp_path: Path, folder: Path, other: Path, contexts: list[Sockets], keys: str, monkeypatch: pytest.MonkeyPatch
+    holders: dict[str, Path | None], contexts: list[Sockets], holder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "PING_SECONDS", 60.0)  # a ping would find out too, but later
-    coordinator = Coordinator(contexts, folder)
-    given = {"none": None, "other": other / "clients" / "carol", "revoked": revoked_client(tmp_path, folder)}[keys]
-    async with AsyncOmniClient(coordinator.client_endpoint, keys=given) as client:
+    coordinator = Coordinator(contexts, holders[MEMBER])
+    async with AsyncOmniClient(coordinator.client_endpoint, keys=holders[holder]) as client:
         began = time.monotonic()
         answer = client.generate("hello", modalities=["text"])
         outcomes = await asyncio.gather(client.describe(), answer, return_exceptions=True)
@@ -360,9 +317,9 @@ async def test_a_refused_client_knows_why_at_once_in_every_wait(
 # -- stages -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stage_with_wrong_keys_ends_its_start(folder: Path, other: Path, contexts: list[Sockets]) -> None:
-    coordinator = Coordinator(contexts, folder)
-    for keys, said in ((other, "hangs up"), (None, "asks for keys")):
+def test_a_stage_with_wrong_keys_ends_its_start(holders: dict[str, Path | None], contexts: list[Sockets]) -> None:
+    coordinator = Coordinator(contexts, holders[MEMBER])
+    for keys, said in ((holders[OTHER], HANGS_UP), (None, ASKS)):
         contexts.append(Sockets(keys=load_keys(keys)))
         inbox = Inbox()
         inbound = Inbound(

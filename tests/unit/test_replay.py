@@ -254,7 +254,7 @@ def test_a_replay_sends_the_rest_of_a_call_under_its_first_id() -> None:
     assert whole.body == last
 
 
-def test_a_replay_sends_log_probabilities_once() -> None:
+def test_a_replay_sends_log_probabilities_of_tokens_and_of_the_prompt_once() -> None:
     def with_logprobs(text: str, *tokens: int) -> TextDelta:
         logprobs = tuple(PositionLogprobs(TokenLogprob(token, "x", -0.5)) for token in tokens)
         return TextDelta(text=text, token_ids=pack_token_ids(tokens), logprobs=logprobs)
@@ -267,8 +267,6 @@ def test_a_replay_sends_log_probabilities_once() -> None:
     (rest,) = again(state, "thinker", with_logprobs("ab", 0, 1), 0, 2)
     assert rest.body == with_logprobs("ab", 1)
 
-
-def test_a_replay_sends_the_log_probabilities_of_the_prompt_once() -> None:
     def of_prompt(*tokens: int) -> TextDelta:
         return TextDelta(
             text="", prompt_logprobs=tuple(PromptPosition(TokenLogprob(token, "x", -0.5), 1) for token in tokens)
