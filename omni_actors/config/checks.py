@@ -183,7 +183,7 @@ def _check_engine_class(stage: StageConfig, where: str) -> None:
     if stage.engine_class is not None:
         if "." not in stage.engine_class:
             raise ConfigError(f"{where}: {stage.engine_class!r} is not the dotted path of a class.")
-        check_importable(stage.engine_class, where)
+        check_allowed(stage.engine_class, where)
 
 
 def _check_ray(stage: StageConfig, where: str) -> None:
@@ -199,8 +199,9 @@ def _check_ray(stage: StageConfig, where: str) -> None:
 
 
 def _check_processor(name: str, where: str) -> None:
-    check_importable(name, where)
-    if "." not in name and name not in BUILT_IN_PROCESSORS:
+    if "." in name:
+        check_allowed(name, where)
+    elif name not in BUILT_IN_PROCESSORS:
         raise ConfigError(f"{where}: unknown name {name!r}.{suggest(name, BUILT_IN_PROCESSORS)}")
 
 
@@ -265,12 +266,6 @@ def device_name(pipeline: PipelineConfig, rank: int, device: int) -> str:
 # Modules and classes named in the YAML
 
 
-def check_importable(name: str, where: str) -> None:
-    """Raise `ConfigError` for a dotted `name` without an allowed prefix. Plain names are found in a registry."""
-    if "." in name:
-        check_allowed(name, where)
-
-
 def check_allowed(name: str, where: str) -> None:
     """Raise `ConfigError` unless a module or class lies below an allowed prefix, compared by whole words."""
     allowed = BUILT_IN_IMPORT_PREFIXES + envs.allowed_import_prefixes()
@@ -291,7 +286,7 @@ def resolve_class(name: str, registry: Mapping[str, type], base: type, where: st
         if name not in registry:
             raise ConfigError(f"{where}: unknown name {name!r}.{suggest(name, registry)}")
         return registry[name]
-    check_importable(name, where)
+    check_allowed(name, where)
     module, _, attribute = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), attribute)
