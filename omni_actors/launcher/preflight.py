@@ -206,17 +206,9 @@ def failure_of(stdout: str, stderr: str) -> OmniError:
     return ERROR_CLASSES[ErrorCode(code)](message, hint=hint)
 
 
+ANSWER_FLAGS = ("--save-audio", "--save-image", "--modalities", "--voice", "--seed", "--timeout")
 MISSING_WITHOUT = {  # flag -> those that mean nothing without it
-    "--prompt": (
-        "--audio",
-        "--image",
-        "--save-audio",
-        "--save-image",
-        "--modalities",
-        "--voice",
-        "--seed",
-        "--timeout",
-    ),
+    "--prompt": ("--audio", "--image", *ANSWER_FLAGS),
     "--http": ("--http-insecure", "--served-name", "--voice-alias", "--media-host"),
     "--metrics": ("--metrics-insecure",),
     "--check": ("--gpus",),
