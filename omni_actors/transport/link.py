@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import zmq
@@ -46,45 +47,42 @@ class EdgeMetrics(NamedTuple):
     waiting: int = 0  # messages
 
 
+@dataclass(slots=True)
 class Traffic:
     """Totals of one receiver since the process began, over all links to it. Other threads may read them."""
 
-    __slots__ = ("bytes", "messages", "shared_bytes")
-
-    def __init__(self) -> None:
-        self.messages = 0
-        self.bytes = 0  # of all frames
-        self.shared_bytes = 0  # of blocks in shared memory
+    messages: int = 0
+    bytes: int = 0  # of all frames
+    shared_bytes: int = 0  # of blocks in shared memory
 
     def metrics(self) -> EdgeMetrics:
         """Return the metrics of an edge without a link."""
         return EdgeMetrics(self.messages, self.bytes, self.shared_bytes)
 
 
+@dataclass(slots=True)
 class Window:
     """The sender's side of one edge: how much may be sent without more credit, in messages and bytes."""
 
-    def __init__(self, messages: int, size: int) -> None:
-        self._messages = messages
-        self._size = size
-        self.messages_out = 0  # sent, without credit for them yet
-        self.bytes_out = 0
+    messages: int
+    size: int
+    messages_out: int = 0  # sent, without credit for them yet
+    bytes_out: int = 0
 
     def admits(self, size: int) -> bool:
         """Whether a message of `size` bytes may be sent now. When nothing else is out, any size may."""
-        if not self.messages_out:
-            return True
-        return self.messages_out < self._messages and self.bytes_out + size <= self._size
+        fits = self.messages_out < self.messages and self.bytes_out + size <= self.size
+        return fits or not self.messages_out
 
     @property
     def messages_left(self) -> int:
         """Messages that may be sent without more credit, if their bytes allow it."""
-        return max(0, self._messages - self.messages_out)
+        return max(0, self.messages - self.messages_out)
 
     @property
     def exhausted(self) -> bool:
         """Whether nothing more may be sent before credit comes."""
-        return self.messages_out >= self._messages or self.bytes_out >= self._size
+        return self.messages_out >= self.messages or self.bytes_out >= self.size
 
     def sent(self, size: int) -> None:
         """Count a message of `size` bytes as out."""
@@ -135,6 +133,7 @@ class Waiting(NamedTuple):
     size: int
 
 
+@dataclass(eq=False)
 class Link:
     """Not thread-safe: it belongs to one thread, or to the threads that share one lock.
 
@@ -147,28 +146,19 @@ class Link:
         traffic: counts what is sent.
     """
 
-    def __init__(
-        self,
-        socket: Socket,
-        clock: Callable[[], float],
-        stall_seconds: float = STALL_SECONDS,
-        window: Window | None = None,
-        needs_credit: bool = False,
-        outbox_messages: int = OUTBOX_MESSAGES,
-        outbox_bytes: int = OUTBOX_BYTES,
-        traffic: Traffic | None = None,
-    ) -> None:
-        self.socket = socket
-        self.window = window
-        self.traffic = traffic or Traffic()
-        self.moved = clock()  # when a message last left, or began to wait in an empty outbox
+    socket: Socket
+    clock: Callable[[], float]
+    stall_seconds: float = STALL_SECONDS
+    window: Window | None = None
+    needs_credit: bool = False
+    outbox_messages: int = OUTBOX_MESSAGES
+    outbox_bytes: int = OUTBOX_BYTES
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def __post_init__(self) -> None:
+        self.moved = self.clock()  # when a message last left, or began to wait in an empty outbox
         self.refused = False  # the socket took no more at the last attempt
         self.backlog_bytes = 0
-        self._clock = clock
-        self._stall_seconds = stall_seconds
-        self._needs_credit = needs_credit
-        self._outbox_messages = outbox_messages
-        self._outbox_bytes = outbox_bytes
         self._outbox: collections.deque[Waiting] = collections.deque()
         self._urgent: collections.deque[Waiting] = collections.deque()
 
@@ -199,10 +189,10 @@ class Link:
         """
         size = wire_size(frames) if size is None else size
         if not self.backlog:
-            self.moved = self._clock()
+            self.moved = self.clock()
             if self._try_with_credit(frames, size):
                 return True
-        full = len(self._outbox) >= self._outbox_messages or self.backlog_bytes + size > self._outbox_bytes
+        full = len(self._outbox) >= self.outbox_messages or self.backlog_bytes + size > self.outbox_bytes
         if full and self._outbox:  # a single message may be larger than the bound; the codec limits it
             return False
         self._outbox.append(Waiting(request_id, frames, size))
@@ -217,7 +207,7 @@ class Link:
         size = wire_size(frames)
         if self._urgent or not self._try(frames, size):
             if not self.backlog:
-                self.moved = self._clock()
+                self.moved = self.clock()
             self._urgent.append(Waiting(request_id, frames, size))
             self.backlog_bytes += size
         elif self._outbox:  # the socket takes messages again, and trying it used up the signal that says so
@@ -249,8 +239,8 @@ class Link:
 
     def stalled(self) -> bool:
         """Whether the peer has taken nothing for too long. Between stages, granting no credit is not a stall."""
-        waits = bool(self.backlog) and (self.refused or self._needs_credit)
-        return waits and self.moved + self._stall_seconds < self._clock()
+        waits = bool(self.backlog) and (self.refused or self.needs_credit)
+        return waits and self.moved + self.stall_seconds < self.clock()
 
     def give_up(self) -> list[str]:
         """Empty the outbox and return the ids of the requests whose messages are lost, each once."""
@@ -262,12 +252,10 @@ class Link:
 
     def metrics(self) -> EdgeMetrics:
         """Return the edge's metrics. Thread-safe."""
-        metrics = self.traffic.metrics()._replace(open=True, waiting=self.backlog)
-        if (window := self.window) is None:
-            return metrics
-        return metrics._replace(
-            messages_out=window.messages_out, bytes_out=window.bytes_out, credit=window.messages_left
-        )
+        totals = self.traffic.metrics()
+        window = self.window or Window(0, 0)
+        state = window.messages_out, window.bytes_out, window.messages_left, self.backlog
+        return EdgeMetrics(totals.messages, totals.bytes, totals.shared_bytes, True, *state)
 
     def close(self) -> None:
         """Close the socket. What waits in the link is lost."""
@@ -275,7 +263,7 @@ class Link:
 
     def _left(self, waiting: Waiting) -> None:
         self.backlog_bytes -= waiting.size
-        self.moved = self._clock()
+        self.moved = self.clock()
 
     def _try_with_credit(self, frames: Sequence[Frame], size: int) -> bool:
         if self.window is not None and not self.window.admits(size):
@@ -305,6 +293,7 @@ def name_of(peer: Peer) -> str:
     return peer.name if peer is not None else COORDINATOR
 
 
+@dataclass(eq=False)
 class PeerLinks:
     """Links to the inboxes of replicas, and of a stage to the coordinator. Not thread-safe.
 
@@ -312,21 +301,21 @@ class PeerLinks:
         traffic: by receiver, for metrics; outlives the links.
     """
 
-    def __init__(self, sockets: Sockets, flow: FlowConfig, traffic: dict[str, Traffic] | None = None) -> None:
-        self._sockets = sockets
-        self._flow = flow
-        self._traffic = traffic if traffic is not None else {}
+    sockets: Sockets
+    flow: FlowConfig
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._monitors: dict[Peer, Socket] = {}  # of TCP links: those of this host cannot be cut
         self._lost: dict[Peer, float] = {}  # since when a link is cut
         self.links: dict[Peer, Link] = {}  # those that are open
 
     def open(self, peer: Peer, endpoint: str, only_credit: bool = False) -> Link:
         """Connect to a peer. A link that carries only credit has no window, and is not counted."""
-        window = traffic = None
+        link = self.links[peer] = Link(self.sockets.push(endpoint), time.monotonic)
         if not only_credit:
-            window = Window(self._flow.edge_messages, self._flow.edge_bytes)
-            traffic = self._traffic.setdefault(name_of(peer), Traffic())
-        link = self.links[peer] = Link(self._sockets.push(endpoint), time.monotonic, window=window, traffic=traffic)
+            link.window = Window(self.flow.edge_messages, self.flow.edge_bytes)
+            link.traffic = self.traffic.setdefault(name_of(peer), link.traffic)
         if is_tcp(endpoint):
             self._monitors[peer] = link.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         return link
@@ -367,6 +356,6 @@ class PeerLinks:
 
     def metrics(self) -> dict[str, EdgeMetrics]:
         """What has left and what waits, by receiver."""
-        closed = {name: traffic.metrics() for name, traffic in self._traffic.items()}
+        closed = {name: traffic.metrics() for name, traffic in self.traffic.items()}
         open_now = {name_of(peer): link.metrics() for peer, link in self.links.items() if link.window is not None}
         return closed | open_now

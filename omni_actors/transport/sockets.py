@@ -25,6 +25,7 @@ import errno
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -385,6 +386,7 @@ def _check_form(endpoint: str) -> None:
 BATCH = 256  # messages before other tasks get a turn
 
 
+@dataclass(eq=False)
 class SocketReader:
     """Calls `on_message(frames)` for every message until `close`, and `on_quiet()` when all that had come was read.
 
@@ -395,21 +397,15 @@ class SocketReader:
         paused: reads nothing before `resume`.
     """
 
-    def __init__(
-        self,
-        socket: Socket,
-        on_message: Callable[[Sequence[bytes]], None],
-        on_quiet: Callable[[], None] = lambda: None,
-        receive: Callable[[Socket], Sequence[bytes]] = receive,
-        paused: bool = False,
-    ) -> None:
-        self._paused = paused
-        self._socket = socket
-        self._on_message = on_message
-        self._on_quiet = on_quiet
-        self._receive = receive
+    socket: Socket
+    on_message: Callable[[Sequence[bytes]], None]
+    on_quiet: Callable[[], None] = lambda: None
+    receive: Callable[[Socket], Sequence[bytes]] = receive
+    paused: bool = False
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._descriptor = descriptor(socket)
+        self._descriptor = descriptor(self.socket)
         self._closed = False
         self._scheduled = False
         self._loop.add_reader(self._descriptor, self.drain)
@@ -423,7 +419,7 @@ class SocketReader:
 
     def resume(self) -> None:
         """Read what has come and what will come. Idempotent."""
-        self._paused = False
+        self.paused = False
         self.poke()
 
     def _run_scheduled(self) -> None:
@@ -433,17 +429,17 @@ class SocketReader:
     def drain(self) -> None:
         """Read what has arrived, without waiting: one batch now, the rest soon."""
         for _ in range(BATCH):
-            if self._closed or self._paused:
+            if self._closed or self.paused:
                 return
             try:
-                frames = self._receive(self._socket)
+                frames = self.receive(self.socket)
             except Discarded:
                 continue
             except zmq.Again:
-                self._on_quiet()
+                self.on_quiet()
                 return
             try:
-                self._on_message(frames)
+                self.on_message(frames)
             except BaseException:
                 self.poke()  # the edge is used up: without this the messages behind would wait for the next one
                 raise
@@ -459,13 +455,6 @@ class SocketReader:
 GRACE_SECONDS = 1.0  # for the coordinator to announce the death of a peer whose link is cut
 
 
-class PeerConnection(NamedTuple):
-    """An accepted connection: its descriptor in this process, and its inode, which no other connection has."""
-
-    descriptor: int
-    inode: int
-
-
 class PeerConnections:
     """Finds the peers of a ROUTER whose connection was closed, although nothing is sent to them.
 
@@ -474,7 +463,8 @@ class PeerConnections:
     """
 
     def __init__(self) -> None:
-        self._connections: dict[bytes, PeerConnection] = {}
+        # The descriptor of a peer's connection in this process, and its inode, which no other connection has.
+        self._connections: dict[bytes, tuple[int, int]] = {}
         self._since: dict[bytes, float] = {}
 
     def heard(self, peer: bytes, descriptor: bytes) -> bool:
@@ -484,20 +474,20 @@ class PeerConnections:
         """
         if not descriptor:
             return False
-        connection = PeerConnection(int(descriptor), _inode(int(descriptor)))
-        before = self._connections.get(peer)
+        connection = int(descriptor), _inode(int(descriptor))
+        before = self._connections.get(peer, connection)
         self._connections[peer] = connection
-        if connection.inode:  # else it is closed already
+        if connection[1]:  # else it is closed already
             self._since.pop(peer, None)
-        return before is not None and before != connection
+        return before != connection
 
     def gone(self, now: float) -> list[bytes]:
         """Return the peers whose connection was closed `GRACE_SECONDS` ago or earlier, and forget them.
 
         Those that were heard on another connection since then are not among them.
         """
-        for peer, connection in self._connections.items():
-            if _inode(connection.descriptor) != connection.inode or not connection.inode:
+        for peer, (descriptor, inode) in self._connections.items():
+            if _inode(descriptor) != inode or not inode:
                 self._since.setdefault(peer, now)
         found = [peer for peer, since in self._since.items() if since + GRACE_SECONDS <= now]
         for peer in found:
