@@ -54,7 +54,7 @@ def check_token_ids(data: bytes) -> None:
         raise InvalidPayload(f"token_ids are int32, so their length must be a multiple of 4 bytes; got {len(data)}.")
 
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_BUFFERS = 4096  # per message, in frames and in blocks
 MAX_BLOCKS = 16  # per message; further buffers travel as frames
 

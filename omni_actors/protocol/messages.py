@@ -40,8 +40,8 @@ from omni_actors.protocol.fields import (
 )
 from omni_actors.protocol.payloads import (
     MAX_CALLS,
-    MAX_PARAMETERS,
     AdditionalInformationPayload,
+    EngineFacts,
     FrameRate,
     HearingAbility,
     Parameter,
@@ -616,22 +616,11 @@ class HeldRequest(Struct, frozen=True, array_like=True):
 class Ready(Body, tag="ready", frozen=True):
     """Stage -> coordinator: the engine takes requests, `seconds` after its process was ordered.
 
-    `held` are the former coordinator's requests whose results it still has, to be fetched by `Resend`. The rest
-    are facts about the model, empty or 0 where they do not apply: voices, `sample_rate` in Hz, the longest input in
-    tokens, the names of the additional information that this stage wants, how many media a prompt may have, by
-    modality, the parameters that the model declares, and what a stage that speaks a given text, or a pipeline that
-    writes down what it hears, can do.
+    `held` are the former coordinator's requests whose results it still has, to be fetched by `Resend`.
     """
 
     seconds: float
-    voices: tuple[str, ...] = ()
-    sample_rate: int = 0
-    max_input_tokens: int = 0
-    wants_information: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
-    max_media: dict[Name, Count] = {}
-    parameters: Annotated[tuple[Parameter, ...], Meta(max_length=MAX_PARAMETERS)] | None = None
-    speech: SpeechAbility | None = None
-    hearing: HearingAbility | None = None
+    facts: EngineFacts = EngineFacts()
     held: Annotated[tuple[HeldRequest, ...], Meta(max_length=MAX_HELD)] = ()
 
 

@@ -645,3 +645,29 @@ class HearingAbility(Struct, frozen=True, forbid_unknown_fields=True):
 
     languages: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
     max_seconds: Seconds = 1200.0
+
+
+class EngineFacts(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Properties of a loaded engine, against which requests are checked before the engine sees them.
+
+    Args:
+        sample_rate: of the sound that it makes, in Hz; 0 for none.
+        max_input_tokens: longest input in tokens, 0 for unknown.
+        embeds_width: width of the prompt embeddings that it takes as the entry stage; 0 if it takes none.
+        wants_information: names of the additional information that a client may send to it.
+        max_media: how many media a prompt may have, by modality; no limit for those that are missing.
+        parameters: what requests may set for this stage besides `seed`; `None` for the parameters of its kind.
+        speech: what it can do if it is an entry stage that speaks the text it is given.
+        hearing: what the pipeline can do if this is its entry stage and it writes down what it hears; of a stage that
+            gives words their times, for which recordings.
+    """
+
+    voices: tuple[str, ...] = ()
+    sample_rate: int = 0
+    max_input_tokens: int = 0
+    embeds_width: int = 0
+    wants_information: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()
+    max_media: dict[str, Annotated[int, Meta(ge=0)]] = {}
+    parameters: Annotated[tuple[Parameter, ...], Meta(max_length=MAX_PARAMETERS)] | None = None
+    speech: SpeechAbility | None = None
+    hearing: HearingAbility | None = None

@@ -13,14 +13,12 @@ from omni_actors.config import StageConfig
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.protocol.fields import HostTensor, Scalar
 from omni_actors.protocol.messages import FinishReason
+from omni_actors.protocol.payloads import EngineFacts as EngineFacts  # what `StageEngine.facts` returns
 from omni_actors.protocol.payloads import (
-    HearingAbility,
     InformationValue,
-    Parameter,
     PositionLogprobs,
     Prompt,
     PromptPosition,
-    SpeechAbility,
     StageParams,
     ToolCallPiece,
     WordTime,
@@ -241,32 +239,6 @@ class EngineStatistics:
     prefix_queries: int
     prefix_hits: int
     budget: BudgetStatistics | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """Properties of a loaded engine, against which requests are checked before the engine sees them.
-
-    Args:
-        max_input_tokens: longest input in tokens, 0 for unknown.
-        embeds_width: width of the prompt embeddings that it takes as the entry stage; 0 if it takes none.
-        wants_information: names of the additional information that a client may send to it.
-        max_media: how many media a prompt may have, by modality; no limit for those that are missing.
-        parameters: what requests may set for this stage besides `seed`; `None` for the parameters of its kind.
-        speech: what it can do if it is an entry stage that speaks the text it is given.
-        hearing: what the pipeline can do if this is its entry stage and it writes down what it hears; of a stage that
-            gives words their times, for which recordings.
-    """
-
-    voices: tuple[str, ...] = ()
-    sample_rate: int = 0
-    max_input_tokens: int = 0
-    embeds_width: int = 0
-    wants_information: tuple[str, ...] = ()
-    max_media: Mapping[str, int] = field(default_factory=dict)
-    parameters: tuple[Parameter, ...] | None = None
-    speech: SpeechAbility | None = None
-    hearing: HearingAbility | None = None
 
 
 class EngineLost(EngineError):

@@ -371,17 +371,9 @@ class Session:
         self._actor = StageActor(self._pipeline, self._stage, self._identity, engine, processor, STEADY, self._meter)
         facts = engine.facts
         wants = (*facts.wants_information, *(processor.wants_information if processor is not None else ()))
-        ready = Ready(
-            seconds=load_seconds,
-            voices=facts.voices,
-            sample_rate=facts.sample_rate,
-            max_input_tokens=facts.max_input_tokens,
-            wants_information=tuple(dict.fromkeys(wants)),
-            max_media=dict(facts.max_media),
-            parameters=with_defaults(facts.parameters, self._stage.sampling),
-            speech=facts.speech,
-            hearing=facts.hearing,
-        )
+        parameters = with_defaults(facts.parameters, self._stage.sampling)
+        facts = msgspec.structs.replace(facts, wants_information=tuple(dict.fromkeys(wants)), parameters=parameters)
+        ready = Ready(load_seconds, facts)
         self._inbound.serving = True
         self.tell(ready)
         return EngineLoop(

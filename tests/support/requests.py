@@ -23,13 +23,12 @@ from omni_actors.protocol.messages import (
     Done,
     Failed,
     OpenRequest,
-    Ready,
     Resend,
     StageDone,
     Submit,
     TextDelta,
 )
-from omni_actors.protocol.payloads import Prompt
+from omni_actors.protocol.payloads import EngineFacts, Prompt
 from tests.support.builders import chain, done, header_from, submit
 
 STAGES = ("prompt", "thinker", "talker", "code2wav")
@@ -204,7 +203,7 @@ def ready(replicas: int = 1, outputs: Sequence[str] = ("audio",), **coordinator:
             replica = state.replicas.add(stage, index, 1)
             replica.state = ReplicaState.READY
             if stage == "code2wav":
-                replica.facts = Ready(seconds=0.0, voices=("Chelsie", "Ethan"), sample_rate=24_000)
+                replica.facts = EngineFacts(voices=("Chelsie", "Ethan"), sample_rate=24_000)
     return state
 
 

@@ -12,7 +12,7 @@ from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.errors import ErrorCode, InvalidPayload
 from omni_actors.protocol.codec import BufferList, Decoder, Envelope, encode
 from omni_actors.protocol.fields import DType, Header, HostTensor, TensorRef, pack_token_ids
-from omni_actors.protocol.messages import Chunk, IntoStage, OpenRequest, Ready, Submit
+from omni_actors.protocol.messages import Chunk, IntoStage, OpenRequest, Submit
 from omni_actors.protocol.payloads import AdditionalInformationPayload, Prompt, PromptEmbedsPayload, StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StreamEvent
 from omni_actors.stage.outbound import chunk_of
@@ -42,7 +42,7 @@ def ask(state: RequestMachine, values: dict[str, Any], embeds: HostTensor | None
 
 def wanting(state: RequestMachine, **wants: tuple[str, ...]) -> RequestMachine:
     for replica in state.replicas:
-        replica.facts = Ready(seconds=0.0, wants_information=wants.get(replica.stage, ()))
+        replica.facts = EngineFacts(wants_information=wants.get(replica.stage, ()))
     return state
 
 
@@ -107,9 +107,9 @@ def test_a_later_stage_that_starts_again_gets_its_information_again() -> None:
     lose(state, "talker")
     for replica in state.replicas:
         wants = ("speed", "table") if replica.stage == "talker" else ()
-        replica.facts = Ready(seconds=0.0, wants_information=wants)
+        replica.facts = EngineFacts(wants_information=wants)
     before = state.replicas.current("talker", 0)
-    state.replicas.add("talker", 0, before.epoch + 1).facts = Ready(seconds=0.0, wants_information=("speed", "table"))
+    state.replicas.add("talker", 0, before.epoch + 1).facts = EngineFacts(wants_information=("speed", "table"))
     state.replicas.current("talker", 0).state = ReplicaState.READY
     opened = state.reopen(NOW)
     assert opened_stages(opened) == [("code2wav", 1), ("talker", 1)]

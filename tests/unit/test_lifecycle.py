@@ -13,8 +13,16 @@ from omni_actors.coordinator.core.instructions import Instruction, ToClient
 from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, InvalidRequest, SlowClient
 from omni_actors.protocol.fields import DType, Header, TensorRef, pack_token_ids
-from omni_actors.protocol.messages import Done, Failed, OpenRequest, Ready, TextDelta, Tombstones
-from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
+from omni_actors.protocol.messages import Done, Failed, OpenRequest, TextDelta, Tombstones
+from omni_actors.protocol.payloads import (
+    ChatMessage,
+    ContentPart,
+    EngineFacts,
+    Media,
+    MediaEncoding,
+    Prompt,
+    StageParams,
+)
 from tests.support.builders import done, header_from, pipeline, submit
 from tests.support.requests import (
     ALICE,
@@ -73,7 +81,7 @@ def test_prompts_that_no_replica_takes_are_refused_before_any_stage_sees_them() 
     assert len(ask(state, "r0", ALICE, "text", prompt=tokens(1000))) == 2, "no limit is known"
     for replica in state.replicas:
         longest = {"prompt": 20 - replica.index, "code2wav": 3}.get(replica.stage, 0)
-        replica.facts = Ready(seconds=0.0, max_input_tokens=longest, max_media={"image": 3 - replica.index})
+        replica.facts = EngineFacts(max_input_tokens=longest, max_media={"image": 3 - replica.index})
     for prompt, code, words in (
         (tokens(20), ErrorCode.PROMPT_TOO_LONG, "20 tokens; at most 19"),
         (images(3), ErrorCode.INVALID_REQUEST, "3 media of the kind image; at most 2"),

@@ -9,7 +9,7 @@ from omni_actors.config import check_parameters
 from omni_actors.config.checks import with_defaults
 from omni_actors.errors import ErrorCode, InvalidRequest
 from omni_actors.protocol.messages import Ready
-from omni_actors.protocol.payloads import Parameter, StageParams
+from omni_actors.protocol.payloads import EngineFacts, Parameter, StageParams
 from tests.support.requests import ask, failure, opened_requests, ready
 
 WIDTH = Parameter("width", "int", least=64, most=2048, multiple_of=16)
@@ -76,7 +76,7 @@ def test_a_request_is_checked_before_any_stage_hears_of_it() -> None:
     replica = state.replicas.current("code2wav", 0)
     assert replica is not None
     replica.state = replica.state.LOADING
-    replica.become_ready(Ready(seconds=1.0, parameters=DECLARED))
+    replica.become_ready(Ready(1.0, EngineFacts(parameters=DECLARED)))
     refused = failure(ask(state, params={"code2wav": StageParams(width=100)}))
     assert (refused.code, refused.field) == (ErrorCode.INVALID_REQUEST, "width")
     assert "r2" in opened_requests(ask(state, "r2", params={"code2wav": StageParams(width=128)}))

@@ -12,8 +12,8 @@ from omni_actors.coordinator.core.replicas import Evidence, ReplicaState
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.fields import Header
-from omni_actors.protocol.messages import Delivered, Failed, HeldRequest, MoreText, OpenRequest, Ready
-from omni_actors.protocol.payloads import SpeechAbility, text_prompt
+from omni_actors.protocol.messages import Delivered, Failed, HeldRequest, MoreText, OpenRequest
+from omni_actors.protocol.payloads import EngineFacts, SpeechAbility, text_prompt
 from omni_actors.stage.processors import ExtendText, InputPiece, Skip, Start, Text2Speech, settled
 from tests.support.builders import submit
 from tests.support.requests import ALICE, BOB, NOW, CheckedRequestMachine, bring_back, lose, ready, replica_id
@@ -87,7 +87,7 @@ def speaking(state: RequestMachine) -> RequestMachine:
     """Have the entry stage say that it takes text in parts."""
     for replica in state.replicas:
         if replica.stage == "prompt":
-            replica.facts = Ready(seconds=1.0, speech=SpeechAbility(text_in_parts=True))
+            replica.facts = EngineFacts(speech=SpeechAbility(text_in_parts=True))
     return state
 
 

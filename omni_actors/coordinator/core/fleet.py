@@ -11,8 +11,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 import omni_actors
 from omni_actors.config import PipelineConfig, placement
 from omni_actors.coordinator.core import hosts
@@ -329,14 +327,14 @@ class Fleet:
         theirs = (hello.protocol, hello.package, hello.config)
         return "" if ours == theirs else f"protocol, package and configuration are {theirs} there and {ours} here"
 
-    def _on_ready(self, replica: Replica, facts: Ready, now: float) -> Instructions:
+    def _on_ready(self, replica: Replica, ready: Ready, now: float) -> Instructions:
         replica.heard = replica.moved = now
-        replica.become_ready(msgspec.structs.replace(facts, held=()))
-        done: Instructions = [ReplicaHolds(replica, facts.held)] if facts.held else []
+        replica.become_ready(ready)
+        done: Instructions = [ReplicaHolds(replica, ready.held)] if ready.held else []
         if replica.orders.drain:  # given before it registered again
             done += self.drain(replica)
         else:
-            done.append(Announce(f"{replica.name} ready in {facts.seconds:.1f} s"))
+            done.append(Announce(f"{replica.name} ready in {ready.seconds:.1f} s"))
         done += self.ready_again(replica)
         if self.launch.starting:
             done += self._check_launch(now)

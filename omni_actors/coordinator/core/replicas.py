@@ -19,6 +19,7 @@ from omni_actors.errors import advance
 from omni_actors.host.processes import Backoff
 from omni_actors.protocol.fields import ReplicaId
 from omni_actors.protocol.messages import ArenaAddress, Peer, Ready, StageStatus
+from omni_actors.protocol.payloads import EngineFacts
 
 
 class ReplicaState(enum.StrEnum):
@@ -198,7 +199,7 @@ class RestartHistory:
         return max(self._starts.restarts, self._fruitless.restarts)
 
 
-NO_FACTS = Ready(seconds=0.0)  # until a replica has reported them
+NO_FACTS = EngineFacts()  # until a replica has reported them
 
 
 class Seat(NamedTuple):
@@ -263,7 +264,8 @@ class Replica:
     arena: ArenaAddress | None = None
     pid: int = 0
     phase: str = "starting process"
-    facts: Ready = NO_FACTS  # of its model
+    facts: EngineFacts = NO_FACTS
+    start_seconds: float = 0.0  # that it took to be ready
     progress: int = -1
     counts: dict[str, int] = field(default_factory=dict)
     requests: set[str] = field(default_factory=set)  # bound to it; change it with `hold` and `release`
@@ -353,9 +355,9 @@ class Replica:
         asked = self.state is ReplicaState.DRAINING and (self.orders.restart or self.leaving) and not self.stopping
         return asked and (not self.requests or self.orders.drain_until <= now)
 
-    def become_ready(self, facts: Ready) -> None:
+    def become_ready(self, ready: Ready) -> None:
         """Take what a replica reports when its model is loaded."""
-        self.joining, self.phase, self.facts = False, "ready", facts
+        self.joining, self.phase, self.facts, self.start_seconds = False, "ready", ready.facts, ready.seconds
         self.on(ReplicaEvent.READY)
 
     def hold(self, request_id: str) -> None:
@@ -389,7 +391,7 @@ class Replica:
             len(self.requests),
             dict(self.counts),
             self.spare,
-            self.facts.seconds,
+            self.start_seconds,
             self.node,
             self.joining,
             self.leaving,
