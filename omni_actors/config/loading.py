@@ -16,7 +16,7 @@ import re
 import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Struct, ValidationError
@@ -176,6 +176,18 @@ def _converted(data: dict[str, Any], places: _Places) -> PipelineConfig:
         place, problem = explain(error, PipelineConfig)
         key = dotted(data, place)
         raise ConfigError(f"{places(place)}: {f'{key}: ' if key else ''}{problem}") from error
+
+
+OptionsT = TypeVar("OptionsT", bound=Struct)
+
+
+def engine_options(stage: StageConfig, struct: type[OptionsT]) -> OptionsT:
+    """Read a stage's `engine` mapping. Raises `ConfigError` for an unknown option or a wrong type."""
+    try:
+        return msgspec.convert(stage.engine, struct, strict=True)
+    except ValidationError as error:
+        place, problem = explain(error, struct)
+        raise ConfigError(f"{'.'.join(map(str, ('stages', stage.name, 'engine', *place)))}: {problem}") from error
 
 
 def explain(error: ValidationError, struct: type[Struct]) -> tuple[Place, str]:

@@ -19,6 +19,7 @@ from vllm.config import VllmConfig
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from omni_actors.config import Executor, PipelineConfig, StageConfig, StageKind, unknown_adapter
 from omni_actors.config.checkpoint import model_of
@@ -299,6 +300,17 @@ class OmniEngineArgs:
         if self.kind not in (spec.kind, "prompt"):
             raise ConfigError(f"Stage {stage!r} is {spec.kind}, not {self.kind}.")
         return spec
+
+    def adapter_class(self, base: type) -> Any:
+        """The model's adapter. Raises `ConfigError` if it is no subclass of `base`."""
+        name = self.model_spec().adapter
+        found = resolve_obj_by_qualname(name)
+        if isinstance(found, type) and issubclass(found, base):
+            return found
+        raise ConfigError(
+            f"{name} is not an {base.__name__}.",
+            hint="Name a subclass of it as `adapter` in the model's ModelSpec (docs/extending.md).",
+        )
 
     def create_engine_config(self) -> VllmConfig:
         """vLLM's configuration of this stage; also registers its models with vLLM.

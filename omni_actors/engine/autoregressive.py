@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from vllm.utils import length_from_prompt_token_ids_or_embeds
-from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
@@ -18,7 +17,7 @@ from omni_actors.engine.core import StepFailed, VllmCore, VllmEngine
 from omni_actors.engine.rows import FollowedRows
 from omni_actors.engine.sampling import GrammarCompiler, Prepared, TimedGrammar, needs_grammar
 from omni_actors.engine.workers.base import attach, attachment_of
-from omni_actors.errors import ConfigError, EngineError, InvalidPayload, ModelOutputInvalid, OmniError
+from omni_actors.errors import EngineError, InvalidPayload, ModelOutputInvalid, OmniError
 from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import StageParams
@@ -70,15 +69,9 @@ class AutoregressiveEngine(VllmEngine[_Running]):
     """
 
     def __init__(self, arguments: OmniEngineArgs) -> None:
-        spec = arguments.model_spec()
         vllm_config = arguments.create_engine_config()
-        adapter_class = resolve_obj_by_qualname(spec.adapter)
-        if not (isinstance(adapter_class, type) and issubclass(adapter_class, AutoregressiveAdapter)):
-            raise ConfigError(
-                f"{spec.adapter} is not an AutoregressiveAdapter.",
-                hint="Name a subclass of it as `adapter` in the model's ModelSpec (docs/extending.md).",
-            )
-        self.adapter: AutoregressiveAdapter = adapter_class(vllm_config, arguments.model_config, spec.params)
+        adapter_class = arguments.adapter_class(AutoregressiveAdapter)
+        self.adapter: AutoregressiveAdapter = adapter_class(vllm_config, arguments.model_config, arguments.model_spec().params)
         super().__init__(VllmCore(vllm_config))
         for adapter in self.adapter.lora.all():
             self.core.load_adapter(adapter)

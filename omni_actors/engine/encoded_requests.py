@@ -29,28 +29,22 @@ FEATURES, LENGTHS, MASK = "input_audio_features", "audio_feature_lengths", "feat
 PictureEmbeddings = Callable[[str, Mapping[str, Any]], int]
 
 
-class RequestWriter:
-    """Writes what the stage of the model reads (`RequestReader`)."""
+def request_tensors(request: EngineCoreRequest) -> dict[str, HostTensor]:
+    """A request as tensors for `RequestReader`, which share the memory of its features; nothing may change these.
 
-    def __init__(self) -> None:
-        self._encoder = MsgpackEncoder()
-
-    def write(self, request: EngineCoreRequest) -> dict[str, HostTensor]:
-        """A request as tensors, which share the memory of its features; nothing may change these any more.
-
-        Raises:
-            InvalidRequest: its media are too many.
-        """
-        frames = self._encoder.encode(request)
-        if len(frames) > MAX_SENT_FRAMES:
-            raise InvalidRequest(
-                f"The media of the prompt make {len(frames)} tensors; at most {MAX_SENT_FRAMES} are allowed."
-            )
-        encoded = {}
-        for index, frame in enumerate(frames):
-            data = memoryview(cast("bytes | bytearray | memoryview", frame)).cast("B")  # never the frame of a socket
-            encoded[f"{FRAME_PREFIX}{index}"] = HostTensor(DType.U8, (data.nbytes,), data)
-        return encoded
+    Raises:
+        InvalidRequest: its media are too many.
+    """
+    frames = MsgpackEncoder().encode(request)
+    if len(frames) > MAX_SENT_FRAMES:
+        raise InvalidRequest(
+            f"The media of the prompt make {len(frames)} tensors; at most {MAX_SENT_FRAMES} are allowed."
+        )
+    encoded = {}
+    for index, frame in enumerate(frames):
+        data = memoryview(cast("bytes | bytearray | memoryview", frame)).cast("B")  # never the frame of a socket
+        encoded[f"{FRAME_PREFIX}{index}"] = HostTensor(DType.U8, (data.nbytes,), data)
+    return encoded
 
 
 class RequestReader:

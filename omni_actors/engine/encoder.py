@@ -10,7 +10,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sampling_params import SamplingParams
-from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
@@ -19,8 +18,7 @@ from omni_actors.engine.core import StepFailed, VllmCore, VllmEngine, make_reque
 from omni_actors.engine.models.encoder_state import ENCODED, Encode
 from omni_actors.engine.rows import to_host
 from omni_actors.engine.workers.base import attachment_of
-from omni_actors.errors import ConfigError, EngineError, InvalidRequest, ModelOutputInvalid, OmniError
-from omni_actors.protocol.fields import HostTensor
+from omni_actors.errors import EngineError, InvalidRequest, ModelOutputInvalid, OmniError
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import (
@@ -111,14 +109,7 @@ class EncoderEngine(VllmEngine[_Encoding]):
 
     def __init__(self, arguments: OmniEngineArgs) -> None:
         config = arguments.create_engine_config()
-        name = arguments.model_spec().adapter
-        adapter_class = resolve_obj_by_qualname(name)
-        if not (isinstance(adapter_class, type) and issubclass(adapter_class, EncoderAdapter)):
-            raise ConfigError(
-                f"{name} is not an EncoderAdapter.",
-                hint="Name a subclass of it as `adapter` in the model's ModelSpec (docs/extending.md).",
-            )
-        self.adapter: EncoderAdapter = adapter_class(arguments, config)
+        self.adapter: EncoderAdapter = arguments.adapter_class(EncoderAdapter)(arguments, config)
         super().__init__(VllmCore(config))
 
     @property
@@ -160,13 +151,6 @@ class EncoderEngine(VllmEngine[_Encoding]):
             self.core.add(each)
         tokens = sum(len(sequence.token_ids) for sequence in sequences.values())
         self._requests[request.request_id] = _Encoding(request, sequences, tokens, set(range(len(prepared))))
-
-    def extend(
-        self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
-    ) -> None:
-        """Ignore a late, empty end of the input; refuse any other input, since a prompt comes as a whole."""
-        if rows is not None or token_ids or not complete:
-            raise InvalidRequest(f"Request {request_id!r} got more input; a prompt comes as a whole.")
 
     def abort(self, request_id: str) -> None:
         """Drop a request with all its sequences. Unknown ids are ignored."""

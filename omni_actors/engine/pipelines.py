@@ -28,7 +28,7 @@ from PIL import Image, ImageOps
 
 from omni_actors.config.checkpoint import model_of
 from omni_actors.config.checks import adapted_stages, check_parameters, with_defaults
-from omni_actors.config.loading import explain
+from omni_actors.config.loading import engine_options
 from omni_actors.config.schema import Modality, PipelineConfig, StageConfig
 from omni_actors.engine.models.pictures import ADAPTER, Given, layered_pictures, on_white
 from omni_actors.engine.rows import to_host
@@ -36,7 +36,6 @@ from omni_actors.errors import ConfigError, EngineError, InvalidRequest, ModelOu
 from omni_actors.logs import get_logger
 from omni_actors.media.decoders import DecoderThreads, MediaDecoder
 from omni_actors.media.limits import MediaLimits
-from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import FrameRate, Parameter, StageParams
 from omni_actors.stage.engine_interface import (
@@ -101,15 +100,11 @@ class PipelineOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, stage: StageConfig) -> PipelineOptions:
-        """Read a stage's options. Raises `ConfigError` for an unknown one or a wrong type."""
-        where = f"stages.{stage.name}.engine"
-        try:
-            options = msgspec.convert(stage.engine, cls, strict=True)
-        except msgspec.ValidationError as error:
-            place, problem = explain(error, cls)
-            raise ConfigError(f"{'.'.join(map(str, (where, *place)))}: {problem}") from error
+        """Read a stage's options. Raises `ConfigError` for a wrong one."""
+        options = engine_options(stage, cls)
         for name in options.arguments.keys() & (RESERVED | options.parameters.keys()):
-            raise ConfigError(f"{where}.arguments.{name} is set by the stage itself.", hint="Leave it out.")
+            where = f"stages.{stage.name}.engine.arguments.{name}"
+            raise ConfigError(f"{where} is set by the stage itself.", hint="Leave it out.")
         return options
 
 
@@ -265,12 +260,6 @@ class DiffusersEngine(StageEngine):
     def _needs(self, name: str) -> bool:
         found = self._arguments.get(name)
         return found is not None and found.default is inspect.Parameter.empty
-
-    def extend(
-        self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
-    ) -> None:
-        """Raise `InvalidRequest`: requests come whole."""
-        raise InvalidRequest("A diffusers stage takes whole prompts, and nothing after them.")
 
     def abort(self, request_id: str) -> None:
         """Drop a request; a call ends between two of its steps."""

@@ -34,7 +34,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from omni_actors.config.checks import check_parameters
 from omni_actors.engine.arguments import OmniEngineArgs
-from omni_actors.engine.encoded_requests import RequestWriter, in_pieces
+from omni_actors.engine.encoded_requests import in_pieces, request_tensors
 from omni_actors.engine.models import PromptMedia
 from omni_actors.engine.rows import check_rows, embeds_width
 from omni_actors.errors import (
@@ -365,7 +365,6 @@ class PromptProcessor(TextPromptProcessor):
         self._audio_window = media.audio_window(config.model_config.hf_config)
         self._audio_embeddings = media.audio_embeddings
         self._longest_audio: int = self.processor.feature_extractor.n_samples
-        self._writer = RequestWriter()
         self._one_at_a_time = threading.Lock()
 
     def _longest_sound(self, limits: MediaLimits, config: VllmConfig) -> float:
@@ -474,7 +473,7 @@ class PromptProcessor(TextPromptProcessor):
         if videos := [item for item in media if item.modality == "video"]:
             self._set_video_rates(request, videos)
         request.mm_features = in_pieces(request.mm_features or (), self._audio_window, self._audio_embeddings)
-        return list(request.prompt_token_ids or ()), self._writer.write(request)
+        return list(request.prompt_token_ids or ()), request_tensors(request)
 
     def _tokens_of(self, item: DecodedMedia) -> int:
         """How many tokens an image or a video becomes: known from its size, before the costly processing.
@@ -643,13 +642,6 @@ class PromptEngine(StageEngine):
         waiting = _Waiting(request, prompt, tensors)
         (self._media if prompt.media else self._texts)[request.request_id] = waiting
         self._fill_threads()
-
-    def extend(
-        self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
-    ) -> None:
-        """Ignore a late, empty end of the input; refuse any other input, since a prompt comes as a whole."""
-        if rows is not None or not complete:
-            raise InvalidRequest(f"Request {request_id!r} got more input; a prompt comes as a whole.")
 
     def abort(self, request_id: str) -> None:
         """Forget a prompt, and end what decodes its media. Unknown ids are ignored."""

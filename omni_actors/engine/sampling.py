@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import msgspec
 import torch
 from vllm import envs
 from vllm.config import VllmConfig
@@ -33,41 +34,10 @@ from omni_actors.protocol.payloads import (
     STRUCTURES,
     TEXT_PARAMS,
     StageParams,
-    StructuredOutputs,
 )
 
-# Values of the parameters that are not set: greedy, nothing cut off.
-_NEUTRAL: dict[str, Any] = {
-    "max_tokens": 1024,
-    "min_tokens": 0,
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "ignore_eos": False,
-    "include_stop_str_in_output": False,
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-}
-
-
-def _structured_outputs(given: StructuredOutputs | None) -> StructuredOutputsParams | None:
-    if given is None:
-        return None
-    return StructuredOutputsParams(
-        json=given.json,
-        json_object=given.json_object,
-        regex=given.regex,
-        choice=list(given.choice) if given.choice is not None else None,
-        grammar=given.grammar,
-        structural_tag=given.structural_tag,
-        disable_any_whitespace=given.disable_any_whitespace,
-        disable_additional_properties=given.disable_additional_properties,
-        whitespace_pattern=given.whitespace_pattern,
-    )
+# Values of the parameters that are not set, where they are not those of vLLM.
+_NEUTRAL: dict[str, Any] = {"max_tokens": 1024, "min_tokens": 0, "temperature": 0.0, "ignore_eos": False}
 
 
 def make_sampling_params(
@@ -83,7 +53,8 @@ def make_sampling_params(
     """vLLM's sampling parameters for one request.
 
     Args:
-        params: the request's parameters; those that are `None` take a neutral value (temperature 0, no cuts).
+        params: the request's parameters, by vLLM's names; those that are `None` take a neutral value (temperature 0, no
+            cuts).
         seed: always set, so that the same seed gives the same tokens whatever else is in the batch.
         end_token_ids: tokens at which the model ends, unless `ignore_eos`. An EngineCore does not know them itself.
         vocabulary: number of tokens; ids beyond it would be read out of bounds on the device.
@@ -94,7 +65,7 @@ def make_sampling_params(
         InvalidRequest: a parameter does not apply to the stage, or values contradict one another or are too many. Its
             `field` is the parameter.
     """
-    given = params.given()
+    given: dict[str, Any] = msgspec.to_builtins(params)  # without those that are `None`
     if foreign := sorted(set(given) - AUTOREGRESSIVE_PARAMS):
         raise InvalidRequest(f"Parameters {foreign} do not apply to an autoregressive stage.", field=foreign[0])
     if tokenizer is None and (textual := sorted(set(given) & TEXT_PARAMS)):
@@ -104,7 +75,7 @@ def make_sampling_params(
             raise InvalidRequest(
                 f"{name}: the tokens {beyond[:8]} are outside the vocabulary of {vocabulary}.", field=name
             )
-    values = {name: given.get(name, neutral) for name, neutral in _NEUTRAL.items()}
+    values = {**_NEUTRAL, **given}
     if values["min_tokens"] > values["max_tokens"]:
         raise InvalidRequest(
             f"min_tokens {values['min_tokens']} exceeds max_tokens {values['max_tokens']}.", field="min_tokens"
@@ -121,18 +92,13 @@ def make_sampling_params(
             f"there are {len(stop_token_ids)}.",
             field="stop_token_ids",
         )
+    values.pop("adapter", None)
+    form = values.pop("structured_outputs", None)
+    values |= {"seed": seed, "stop_token_ids": stop_token_ids, "logit_bias": params.logit_bias or None}
     try:
         made = SamplingParams(
             **values,
-            seed=seed,
-            stop=list(params.stop or ()),
-            stop_token_ids=stop_token_ids,
-            logit_bias=params.logit_bias or None,
-            allowed_token_ids=list(params.allowed_token_ids) if params.allowed_token_ids else None,
-            bad_words=list(params.bad_words or ()),
-            logprobs=params.logprobs,
-            prompt_logprobs=params.prompt_logprobs,
-            structured_outputs=_structured_outputs(params.structured_outputs),
+            structured_outputs=StructuredOutputsParams(**form) if form is not None else None,
             # Positions from the prefix cache have no logits.
             skip_reading_prefix_cache=not read_prefix_cache or params.prompt_logprobs is not None,
             extra_args={"omni": payload} if payload is not None else None,
@@ -274,14 +240,11 @@ class GrammarCompiler:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, request: EngineCoreRequest, work: Callable[[], None] | None) -> None:
-        params = request.sampling_params
         try:
-            if params is None:
-                raise EngineError("A request without sampling parameters has no grammar.")
             if work is not None:
                 work()
             if needs_grammar(request):
-                self._verify(params)
+                self._verify(cast("SamplingParams", request.sampling_params))
             prepared = self._prepare(request)
             structured = prepared[0].structured_output_request
             grammar = structured._grammar if structured is not None else None

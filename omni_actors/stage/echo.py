@@ -20,8 +20,8 @@ import resource
 import time
 import zlib
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -31,8 +31,8 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from omni_actors.config import StageConfig, check_parameters
-from omni_actors.config.loading import explain
-from omni_actors.errors import ConfigError, EngineError, InvalidPayload, InvalidRequest, PromptTooLong
+from omni_actors.config.loading import engine_options
+from omni_actors.errors import EngineError, InvalidPayload, InvalidRequest, PromptTooLong
 from omni_actors.protocol.fields import DType, HostTensor, Name, pack_token_ids, unpack_token_ids
 from omni_actors.protocol.messages import LATENTS, FinishReason
 from omni_actors.protocol.payloads import SPEECH_INFORMATION, Parameter, SpeechAbility
@@ -86,84 +86,56 @@ VIDEO_RATE = 8  # frames per second
 Latents = NDArray[numpy.float32]
 
 
-class Drawing:
-    """One request for a picture.
+def drawn(
+    request: StageRequest, tokens: Sequence[int], media: Sequence[HostTensor], outputs: Collection[str]
+) -> Iterator[list[EngineEvent]]:
+    """Draw for one request, a step at a time.
 
     Args:
         media: reference pictures, which change the colours.
         outputs: what to make of the latents: `image`, `latents` or both, or `video`, perhaps with `audio`.
-
-    Raises:
-        InvalidRequest: a parameter is not what an echo stage takes.
     """
-
-    def __init__(
-        self,
-        stage: str,
-        request: StageRequest,
-        tokens: Sequence[int],
-        media: Sequence[HostTensor],
-        outputs: Collection[str],
-    ) -> None:
-        params = request.params
-        extra = params.extra_args or {}
-        check_parameters(stage, VIDEO_PARAMETERS if "video" in outputs else PARAMETERS, params)
-        self._request_id = request.request_id
-        self._outputs = outputs
-        self._steps = params.num_steps or STEPS
-        self._step = 0
-        self._preview_steps = preview_steps(self._steps, params.previews or 0)
-        self._opaque = extra.get("background") != TRANSPARENT
-        self._seconds = float(extra.get("seconds", 1))
-        shape = (CHANNELS, (params.height or SIZE) // SCALE, (params.width or SIZE) // SCALE)
-        self.size = shape[1] * shape[2]
-        about = (params.guidance_scale, params.negative_prompt, request.effective_seed, extra.get("mask"))
-        source = zlib.crc32(pack_token_ids(tokens), zlib.crc32(msgspec.json.encode(about)))
-        for picture in media:
-            source = zlib.crc32(picture.data, source)
-        generator = numpy.random.default_rng(source)
-        self._noise = generator.uniform(-1, 1, shape).astype(numpy.float32)
-        self._pattern = _pattern(generator, shape)
-
-    @property
-    def done(self) -> bool:
-        """Whether the picture is complete."""
-        return self._step == self._steps
-
-    def advance(self) -> list[EngineEvent]:
-        """Do the next step."""
-        self._step += 1
-        events: list[EngineEvent] = [ProgressEvent(self._request_id, self._step, self._steps)]
-        if self.done or self._step in self._preview_steps:
-            part = numpy.float32(self._step / self._steps)
-            latents = part * self._pattern + (1 - part) * self._noise
-            if self._opaque:
+    request_id, params, extra = request.request_id, request.params, request.params.extra_args or {}
+    steps = params.num_steps or STEPS
+    shape = (CHANNELS, (params.height or SIZE) // SCALE, (params.width or SIZE) // SCALE)
+    about = (params.guidance_scale, params.negative_prompt, request.effective_seed, extra.get("mask"))
+    source = zlib.crc32(pack_token_ids(tokens), zlib.crc32(msgspec.json.encode(about)))
+    for picture in media:
+        source = zlib.crc32(picture.data, source)
+    generator = numpy.random.default_rng(source)
+    noise = generator.uniform(-1, 1, shape).astype(numpy.float32)
+    pattern = _pattern(generator, shape)
+    shown = {steps, *preview_steps(steps, params.previews or 0)}
+    for step in range(1, steps + 1):
+        events: list[EngineEvent] = [ProgressEvent(request_id, step, steps)]
+        preview = step < steps
+        if step in shown:
+            latents = numpy.float32(step / steps) * pattern + (1 - numpy.float32(step / steps)) * noise
+            if extra.get("background") != TRANSPARENT:
                 latents[3] = 1
             tensor = HostTensor(DType.F32, latents.shape, latents.tobytes())
-            preview = not self.done
-            if "image" in self._outputs:
-                events.append(ImageEvent(self._request_id, decoded(tensor), preview))
-            if "latents" in self._outputs:
-                events.append(LatentsEvent(self._request_id, tensor, preview))
-            if "video" in self._outputs and not preview:
-                events += self._video(decoded(tensor))
-        return events
+            if "image" in outputs:
+                events.append(ImageEvent(request_id, decoded(tensor), preview))
+            if "latents" in outputs:
+                events.append(LatentsEvent(request_id, tensor, preview))
+            if "video" in outputs and not preview:
+                events += _moving(request_id, decoded(tensor), float(extra.get("seconds", 1)), "audio" in outputs)
+        if not preview:
+            events.append(FinishedEvent(request_id, FinishReason.STOP, len(tokens), shape[1] * shape[2]))
+        yield events
 
-    def _video(self, picture: HostTensor) -> list[EngineEvent]:
-        """A picture that moves to the right, in two parts, after its tone."""
-        pixels = numpy.frombuffer(picture.data, numpy.uint8).reshape(picture.shape)
-        count = round(self._seconds * VIDEO_RATE) + 1
-        frames = numpy.stack([numpy.roll(pixels, index, axis=1) for index in range(count)])
-        parts = [part for part in numpy.array_split(frames, 2) if len(part)]
+
+def _moving(request_id: str, picture: HostTensor, seconds: float, sounds: bool) -> Iterator[EngineEvent]:
+    """A picture that moves to the right, in two parts, after its tone."""
+    pixels = numpy.frombuffer(picture.data, numpy.uint8).reshape(picture.shape)
+    count = round(seconds * VIDEO_RATE) + 1
+    if sounds:
         tone = numpy.sin(numpy.arange(SAMPLE_RATE * count // VIDEO_RATE, dtype=numpy.float32) / 8) / 4
-        sound = AudioEvent(self._request_id, HostTensor(DType.F32, tone.shape, tone.tobytes()), SAMPLE_RATE)
-        return [
-            *([sound] if "audio" in self._outputs else []),
-            *(
-                VideoEvent(self._request_id, HostTensor(DType.U8, one.shape, one.tobytes()), VIDEO_RATE)
-                for one in parts
-            ),
-        ]
+        yield AudioEvent(request_id, HostTensor(DType.F32, tone.shape, tone.tobytes()), SAMPLE_RATE)
+    frames = numpy.stack([numpy.roll(pixels, index, axis=1) for index in range(count)])
+    for part in numpy.array_split(frames, 2):
+        if len(part):
+            yield VideoEvent(request_id, HostTensor(DType.U8, part.shape, part.tobytes()), VIDEO_RATE)
 
 
 def _pattern(generator: numpy.random.Generator, shape: tuple[int, int, int]) -> Latents:
@@ -224,27 +196,17 @@ class EchoOptions(Struct, frozen=True, forbid_unknown_fields=True):
     fail_shutdown: Text = ""  # with which the end of the engine fails
     memory_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 0  # that the process may add to its address space; 0: any
 
-    @classmethod
-    def of(cls, stage: StageConfig) -> EchoOptions:
-        """Read a stage's options. Raises `ConfigError` for an unknown one or a wrong type."""
-        where = f"stages.{stage.name}.engine"
-        try:
-            return msgspec.convert(stage.engine, cls, strict=True)
-        except msgspec.ValidationError as error:
-            place, problem = explain(error, cls)
-            raise ConfigError(f"{'.'.join(map(str, (where, *place)))}: {problem}") from error
-
 
 @dataclass
 class _Echo:
-    """A request. `drawing` is the picture that it makes of tokens, `pictures` are those that it has from latents."""
+    """A request: `events` are those of each step, `pictures` those that it has from latents."""
 
     request: StageRequest
     tokens: list[int]
     sent: int = 0
     complete: bool = True  # no more text comes
-    drawing: Drawing | None = None
     pictures: deque[tuple[HostTensor, bool]] | None = None  # with whether they are previews
+    events: Iterator[list[EngineEvent]] = field(init=False)
 
     @property
     def waits(self) -> bool:
@@ -258,7 +220,7 @@ class EchoEngine(StageEngine):
     """The engine that this module describes."""
 
     def __init__(self, stage: StageConfig) -> None:
-        self._options = EchoOptions.of(stage)
+        self._options = engine_options(stage, EchoOptions)
         self._outputs = frozenset(stage.outputs)
         self._name = stage.name
         self._sounds = "audio" in self._outputs or self._options.sound
@@ -276,7 +238,7 @@ class EchoEngine(StageEngine):
     @classmethod
     def check_options(cls, stage: StageConfig) -> bool:
         """See `StageEngine.check_options`."""
-        EchoOptions.of(stage)
+        engine_options(stage, EchoOptions)
         return True
 
     @property
@@ -294,10 +256,12 @@ class EchoEngine(StageEngine):
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
         """Take tokens, a prompt's text as bytes, or latents. Raises `InvalidRequest` if there are none."""
-        if (latents := inputs.tensors.get(LATENTS)) is not None:
+        if self._draws:
             check_parameters(self._name, self.facts.parameters, request.params)
-            waiting = deque([(decoded(latents), not inputs.complete)])
-            self._active[request.request_id] = _Echo(request, [0], pictures=waiting)
+        if (latents := inputs.tensors.get(LATENTS)) is not None:
+            pictures = deque([(decoded(latents), not inputs.complete)])
+            echo = self._active[request.request_id] = _Echo(request, [0], pictures=pictures)
+            echo.events = self._shown(request.request_id, pictures)
             return
         tokens = list(inputs.token_ids)
         if inputs.prompt is not None:
@@ -318,10 +282,9 @@ class EchoEngine(StageEngine):
         _check_row(inputs.tensors.get("rows"), tokens[-1])
         if request.params.max_tokens is not None:
             tokens = tokens[: request.params.max_tokens]
-        drawing = None
-        if self._draws:
-            drawing = Drawing(self._name, request, tokens, inputs.media, {*self._draws, *self._outputs})
-        self._active[request.request_id] = _Echo(request, tokens, complete=inputs.complete, drawing=drawing)
+        echo = self._active[request.request_id] = _Echo(request, tokens, complete=inputs.complete)
+        outputs = {*self._draws, *self._outputs}
+        echo.events = drawn(request, tokens, inputs.media, outputs) if self._draws else self._spoken(echo)
 
     def extend_text(self, request_id: str, text: str, *, complete: bool) -> None:
         """Take more of a text that is spoken."""
@@ -363,10 +326,7 @@ class EchoEngine(StageEngine):
 
     def _advance(self, echo: _Echo) -> list[EngineEvent]:
         request_id = echo.request.request_id
-        if not echo.tokens:  # only the prompt was asked for
-            del self._active[request_id]
-            return [FinishedEvent(request_id, FinishReason.LENGTH, 0, 0)]
-        token = echo.tokens[echo.sent % len(echo.tokens)]
+        token = echo.tokens[echo.sent % len(echo.tokens)] if echo.tokens else 0
         if token == CRASH_TOKEN:
             raise EngineError("A test asked this stage to end.")
         if token == HANG_TOKEN:
@@ -380,40 +340,43 @@ class EchoEngine(StageEngine):
         if token == FAIL_TOKEN:
             del self._active[request_id]
             return [ErrorEvent(request_id, EngineError("A test asked this request to fail."))]
-        if echo.drawing is not None:
-            return self._draw(echo, echo.drawing)
-        if echo.pictures is not None:
-            picture, preview = echo.pictures.popleft()
-            shown: list[EngineEvent] = [ImageEvent(request_id, picture, preview)]
-            return shown if preview else shown + self._drawn(echo, picture.shape[0] * picture.shape[1] // SCALE**2)
-        final = echo.complete and echo.sent + 1 == len(echo.tokens)
-        events: list[EngineEvent] = []
-        if "text" in self._outputs:
-            events.append(TextEvent(request_id, chr(token) if token < 0xD800 else "?", [token]))
-        if self._sounds:
-            count = self._options.samples_per_token
-            samples = array.array("f", [(token % 256) / 256.0]) * count
-            events.append(AudioEvent(request_id, HostTensor(DType.F32, (count,), samples.tobytes()), SAMPLE_RATE))
-        if echo.request.streams and not self._options.sound:
-            width = self._options.row_width
-            row = {"rows": HostTensor(DType.BF16, (1, width), _row(token, width))} if width else {}
-            events.append(StreamEvent(request_id, [token], row, {}, echo.sent, final))
+        events = next(echo.events)
         echo.sent += 1
-        if final:
+        if isinstance(events[-1], FinishedEvent):
             del self._active[request_id]
-            events.append(FinishedEvent(request_id, FinishReason.STOP, len(echo.tokens), len(echo.tokens)))
         return events
 
-    def _draw(self, echo: _Echo, drawing: Drawing) -> list[EngineEvent]:
-        """Do a step of a picture."""
-        echo.sent += 1
-        events = drawing.advance()
-        return events + self._drawn(echo, drawing.size) if drawing.done else events
+    def _spoken(self, echo: _Echo) -> Iterator[list[EngineEvent]]:
+        """A token in each step, as text, as sound, and for the next stage."""
+        request_id, width, count = echo.request.request_id, self._options.row_width, self._options.samples_per_token
+        if not echo.tokens:  # only the prompt was asked for
+            yield [FinishedEvent(request_id, FinishReason.LENGTH, 0, 0)]
+        final = False
+        while not final:
+            token, final = echo.tokens[echo.sent], echo.complete and echo.sent + 1 == len(echo.tokens)
+            events: list[EngineEvent] = []
+            if "text" in self._outputs:
+                events.append(TextEvent(request_id, chr(token) if token < 0xD800 else "?", [token]))
+            if self._sounds:
+                samples = array.array("f", [(token % 256) / 256.0]) * count
+                events.append(AudioEvent(request_id, HostTensor(DType.F32, (count,), samples.tobytes()), SAMPLE_RATE))
+            if echo.request.streams and not self._options.sound:
+                row = {"rows": HostTensor(DType.BF16, (1, width), _row(token, width))} if width else {}
+                events.append(StreamEvent(request_id, [token], row, {}, echo.sent, final))
+            if final:
+                events.append(FinishedEvent(request_id, FinishReason.STOP, len(echo.tokens), len(echo.tokens)))
+            yield events
 
-    def _drawn(self, echo: _Echo, size: int) -> list[EngineEvent]:
-        request_id = echo.request.request_id
-        del self._active[request_id]
-        return [FinishedEvent(request_id, FinishReason.STOP, len(echo.tokens), size)]
+    def _shown(self, request_id: str, pictures: deque[tuple[HostTensor, bool]]) -> Iterator[list[EngineEvent]]:
+        """The pictures of latents, in each step one."""
+        preview = True
+        while preview:
+            picture, preview = pictures.popleft()
+            events: list[EngineEvent] = [ImageEvent(request_id, picture, preview)]
+            if not preview:
+                size = picture.shape[0] * picture.shape[1] // SCALE**2
+                events.append(FinishedEvent(request_id, FinishReason.STOP, 1, size))
+            yield events
 
     def counts(self) -> dict[str, int]:
         """Requests that have not ended."""

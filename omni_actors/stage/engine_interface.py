@@ -278,15 +278,16 @@ class StageEngine(ABC):
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
         """Start a request. Raises `OmniError` for input that this model cannot take."""
 
-    @abstractmethod
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
     ) -> None:
-        """Append streamed input of a started request: tokens or rows, whichever the stage takes.
+        """Append streamed input of a started request: tokens or rows, whichever the stage takes; by default neither.
 
         Rows are a tensor [n, width], or the next one of those that the stage before streams, such as latents.
         `complete` says that no more follows. Raises `OmniError`, also for rows where it takes tokens and vice versa.
         """
+        if rows is not None or token_ids or not complete:
+            raise InvalidRequest(f"Request {request_id!r} got more input; this stage takes it as a whole.")
 
     def extend_text(self, request_id: str, text: str, *, complete: bool) -> None:
         """Append text to the prompt of a started request, of an engine whose facts say `text_in_parts`.

@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from omni_actors.engine.encoded_requests import RequestWriter
+from omni_actors.engine.encoded_requests import request_tensors
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.pictures import NEGATIVE_TOKENS, on_white, picture
 from omni_actors.engine.models.pictures.prompts import NEGATIVE_PROMPT, PicturePrompts
@@ -45,7 +45,6 @@ class QwenImagePrompts(PicturePrompts):
         super().__init__(config, limits)
         self._picture_token: int = self._tokenizer.convert_tokens_to_ids(PICTURE_TOKEN)
         self._input_processor = InputProcessor(config)
-        self._writer = RequestWriter()
         self._one_at_a_time = threading.Lock()  # vLLM's objects are not made for several threads
 
     def write(self, text: str, pictures: int) -> str:
@@ -98,7 +97,7 @@ class QwenImagePrompts(PicturePrompts):
                 request_id, engine_input, SamplingParams(), supported_tasks=("generate",)
             )
         lengths = [feature.mm_position.length for feature in request.mm_features or ()]
-        return list(request.prompt_token_ids or ()), self._writer.write(request), lengths
+        return list(request.prompt_token_ids or ()), request_tensors(request), lengths
 
     def _filled(self, token_ids: Sequence[int], lengths: Sequence[int]) -> list[int]:
         """The ids with as many placeholders for each picture as it has tokens."""
