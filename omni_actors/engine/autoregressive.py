@@ -70,8 +70,8 @@ class AutoregressiveEngine(VllmEngine[_Running]):
 
     def __init__(self, arguments: OmniEngineArgs) -> None:
         vllm_config = arguments.create_engine_config()
-        adapter_class = arguments.adapter_class(AutoregressiveAdapter)
-        self.adapter: AutoregressiveAdapter = adapter_class(vllm_config, arguments.model_config, arguments.model_spec().params)
+        adapter_class, defaults = arguments.adapter_class(AutoregressiveAdapter), arguments.model_spec().params
+        self.adapter: AutoregressiveAdapter = adapter_class(vllm_config, arguments.model_config, defaults)
         super().__init__(VllmCore(vllm_config))
         for adapter in self.adapter.lora.all():
             self.core.load_adapter(adapter)

@@ -22,7 +22,8 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig, build_engine
 from omni_actors.engine.encoded_requests import RequestReader, merged_patches
 from omni_actors.engine.models.qwen2_5_omni.thinker import MIN_AUDIO_SAMPLES
-from omni_actors.engine.prompt import PromptEngine, seconds_per_patch
+from omni_actors.engine.prompt import PromptEngine
+from omni_actors.engine.prompt_processors import seconds_per_patch
 from omni_actors.engine.rows import FRAME_PREFIX
 from omni_actors.errors import (
     EngineError,

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from omni_actors.config import PipelineConfig, StageConfig
-from omni_actors.engine.prompt import ChatTemplate
+from omni_actors.engine.prompt_processors import ChatTemplate
 from omni_actors.engine.tool_calls import ToolCallReader, parser_class
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.messages import FinishReason

@@ -16,7 +16,7 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 from omni_actors.engine.adapter import TextDecoder
 from omni_actors.engine.core import make_request
 from omni_actors.engine.models.thinker_adapter import RowOutputs
-from omni_actors.engine.prompt import ChatTemplate
+from omni_actors.engine.prompt_processors import ChatTemplate
 from omni_actors.engine.tool_calls import ToolCallReader, parser_class
 from omni_actors.errors import ConfigError, InvalidRequest
 from omni_actors.protocol.fields import DType, TensorRef

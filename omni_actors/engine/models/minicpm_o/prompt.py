@@ -37,7 +37,7 @@ from omni_actors.engine.models.minicpm_o.pictures import (
     places_of,
 )
 from omni_actors.engine.models.registry import PromptMedia
-from omni_actors.engine.prompt import ChatTemplate, PromptProcessor
+from omni_actors.engine.prompt_processors import ChatTemplate, PromptProcessor
 from omni_actors.media.limits import AUDIO_RATE, MediaLimits
 from omni_actors.protocol.payloads import ContentPart, Prompt
 

@@ -12,7 +12,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.models.pictures import MAX_REFERENCES, layered_pictures, text_of
-from omni_actors.engine.prompt import TextPromptProcessor
+from omni_actors.engine.prompt_processors import TextPromptProcessor
 from omni_actors.errors import InvalidRequest
 from omni_actors.media.decoders import MediaDecoder
 from omni_actors.media.limits import MediaLimits

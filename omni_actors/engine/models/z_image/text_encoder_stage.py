@@ -15,7 +15,7 @@ from omni_actors.engine.encoder import EncoderAdapter, EncoderSequence
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.encoder_state import EncoderState, Residual
 from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES
-from omni_actors.engine.prompt import TextPromptProcessor
+from omni_actors.engine.prompt_processors import TextPromptProcessor
 from omni_actors.errors import InvalidRequest
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Parameter, Prompt
