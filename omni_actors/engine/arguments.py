@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, cast, get_type_hints
 
 import msgspec
 import vllm.config
@@ -409,29 +409,23 @@ class OmniEngineArgs:
     def _classes(self, platform: Platform) -> dict[str, str]:
         if self.kind == "prompt":  # only reads the configuration, runs no core
             return {}
+        worker = "cpu.OmniCPUWorker" if platform is Platform.CPU else "gpu.OmniGPUWorker"
         if self.kind == "diffusion":
-            worker = "omni_actors.engine.workers.diffusion.DiffusionWorker"
-        else:
-            name = "cpu.OmniCPUWorker" if platform is Platform.CPU else "gpu.OmniGPUWorker"
-            worker = f"omni_actors.engine.workers.{name}"
-        return {"worker_cls": worker, "scheduler_cls": self._scheduler(asynchronous=False)}
+            worker = "diffusion.DiffusionWorker"
+        scheduler = self._scheduler(asynchronous=False)
+        return {"worker_cls": f"omni_actors.engine.workers.{worker}", "scheduler_cls": scheduler}
 
     def _scheduler(self, *, asynchronous: bool) -> str:
-        if self.kind == "diffusion":
-            name = "scheduler.Diffusion"
-        else:
-            name = "scheduler.Omni"
-        return f"omni_actors.engine.{name}{'Async' if asynchronous else ''}Scheduler"
+        kind = "Diffusion" if self.kind == "diffusion" else "Omni"
+        return f"omni_actors.engine.scheduler.{kind}{'Async' if asynchronous else ''}Scheduler"
 
 
-ENGINE_KINDS: dict[StageKind, ModelKind] = {
-    StageKind.PROMPT: "prompt",
-    StageKind.AUTOREGRESSIVE: "autoregressive",
-    StageKind.ENCODER: "encoder",
-    StageKind.DIFFUSION: "diffusion",
+ENGINES: dict[ModelKind, str] = {  # imported by name, so that a process loads only the one it runs
+    "prompt": "omni_actors.engine.prompt.PromptEngine",
+    "autoregressive": "omni_actors.engine.autoregressive.AutoregressiveEngine",
+    "encoder": "omni_actors.engine.encoder.EncoderEngine",
+    "diffusion": "omni_actors.engine.diffusion.DiffusionEngine",
 }
-# vLLM and Triton have separate code for one request, for few, and for multiples of 16.
-WARM_UP_BATCHES = (1, 2, 9, 16, 17)
 
 
 def build_stage_engine(pipeline: PipelineConfig, stage: StageConfig, report: Callable[[str], None]) -> StageEngine:
@@ -472,9 +466,8 @@ def stage_arguments(pipeline: PipelineConfig, stage: StageConfig) -> OmniEngineA
         tool_call_parser=pipeline.tool_call_parser,
         tool_chat_template=pipeline.tool_chat_template,
     )
-    return OmniEngineArgs(
-        model, ENGINE_KINDS[stage.kind], engine, where=f"stages.{stage.name}.engine", executor=stage.executor
-    )
+    where = f"stages.{stage.name}.engine"
+    return OmniEngineArgs(model, cast("ModelKind", stage.kind.value), engine, where=where, executor=stage.executor)
 
 
 def check_arguments(pipeline: PipelineConfig, stages: Sequence[StageConfig], *, with_checkpoint: bool) -> None:
@@ -487,12 +480,8 @@ def check_arguments(pipeline: PipelineConfig, stages: Sequence[StageConfig], *, 
         ConfigError: an argument is unknown, of the wrong type or refused by vLLM; with its dotted path.
     """
     for stage in stages:  # first each one's own: the prompt stage has arguments of the stage after it, too
-        OmniEngineArgs(
-            OmniModelConfig(model_of(pipeline, stage), stage.part),
-            ENGINE_KINDS[stage.kind],
-            stage.engine,
-            where=f"stages.{stage.name}.engine",
-        ).check()
+        model, kind = OmniModelConfig(model_of(pipeline, stage), stage.part), cast("ModelKind", stage.kind.value)
+        OmniEngineArgs(model, kind, stage.engine, where=f"stages.{stage.name}.engine").check()
     load_plugins(pipeline.plugins)
     for stage in stages if with_checkpoint else ():
         stage_arguments(pipeline, stage).create_engine_config()
@@ -507,28 +496,6 @@ def build_engine(arguments: OmniEngineArgs) -> StageEngine:
     """
     # vLLM runs the garbage collector eight times while it starts; without this each pass scans every import (0.3 s).
     gc.freeze()
-    # The engines are imported here, so that a process loads only the one it runs.
-    if arguments.kind == "prompt":
-        from omni_actors.engine.prompt import PromptEngine
-
-        prompts = PromptEngine(arguments)
-        prompts.warm_up()
-        return prompts
-    if arguments.kind == "diffusion":
-        from omni_actors.engine.diffusion import DiffusionEngine
-
-        return DiffusionEngine(arguments)
-    if arguments.kind == "encoder":
-        from omni_actors.engine.encoder import EncoderEngine
-
-        encoder = EncoderEngine(arguments)
-        encoder.warm_up()
-        return encoder
-    from omni_actors.engine.autoregressive import AutoregressiveEngine
-
-    engine = AutoregressiveEngine(arguments)
-    # Nothing is compiled on the CPU; one request is enough to make a model that cannot run fail at the start.
-    most = engine.core.vllm_config.scheduler_config.max_num_seqs
-    cuda = engine.core.vllm_config.device_config.device_type == "cuda"
-    engine.warm_up([size for size in WARM_UP_BATCHES if size <= most] if cuda else [1])
+    engine: StageEngine = resolve_obj_by_qualname(ENGINES[arguments.kind])(arguments)
+    engine.warm_up()
     return engine

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from vllm.utils import length_from_prompt_token_ids_or_embeds
@@ -21,14 +21,8 @@ from omni_actors.errors import EngineError, InvalidPayload, ModelOutputInvalid, 
 from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.stage.engine_interface import (
-    EngineEvent,
-    EngineFacts,
-    EngineStatistics,
-    ErrorEvent,
-    StageInputs,
-    StageRequest,
-)
+from omni_actors.stage.engine_interface import EngineEvent, EngineFacts, ErrorEvent, StageInputs, StageRequest
+from omni_actors.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
     from omni_actors.engine.scheduler import OmniSchedulerMixin
@@ -44,6 +38,8 @@ _REASONS = {
 
 WAIT_SECONDS = 60.0  # of a step that has nothing to do but to wait for grammars
 WARM_UP_LENGTH = 24
+# vLLM and Triton have separate code for one request, for few, and for multiples of 16.
+WARM_UP_BATCHES = (1, 2, 9, 16, 17)
 WARM_UP_SECONDS = 20.0  # after which prompts that compile kernels are left to requests
 WARM_UP_PARAMS = (
     StageParams(max_tokens=3, min_tokens=3, temperature=0.9, top_k=40, top_p=0.8, min_p=0.01, repetition_penalty=1.05),
@@ -88,7 +84,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         """What the coordinator learns when the stage is ready."""
         return self.adapter.facts
 
-    def warm_up(self, batches: Sequence[int]) -> None:
+    def warm_up(self, batches: Sequence[int] = ()) -> None:
         """Run batches like those of real requests, and prompts of more tokens: no request is to wait for a compiler.
 
         Compiling takes many seconds if nothing is cached; a stage that did it while it holds requests would look stuck.
@@ -96,12 +92,12 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         a model's experts by the number of tokens (`workers/gpu.py`).
 
         Args:
-            batches: the numbers of requests to run at a time, one batch after the other.
+            batches: the numbers of requests to run at a time, one batch after the other; by default those that matter.
 
         Raises:
             EngineError: a request of the warm-up fails, as all later ones would.
         """
-        for size in batches:
+        for size in batches or self._batches():
             for index in range(size):
                 request = StageRequest(f"_warm_up/{index}", WARM_UP_PARAMS[index % len(WARM_UP_PARAMS)], seed=index)
                 self.start(request, self.adapter.warm_up_inputs(WARM_UP_LENGTH))
@@ -111,6 +107,12 @@ class AutoregressiveEngine(VllmEngine[_Running]):
                         raise event.error
         self.core.compile_prompt_kernels(WARM_UP_SECONDS)
         self.core.forget_warm_up()
+
+    def _batches(self) -> list[int]:
+        """Nothing is compiled on the CPU; one request is enough to make a model that cannot run fail at the start."""
+        config = self.core.vllm_config
+        compiles = config.device_config.device_type == "cuda"
+        return [size for size in WARM_UP_BATCHES if size <= (config.scheduler_config.max_num_seqs if compiles else 1)]
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
         """Have the adapter check the request, and give it to vLLM; see `StageEngine.start`."""
@@ -171,9 +173,9 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         """Whether requests, those that wait included, hold more rows than the budget admits."""
         return not self._scheduler.budget.rows.fits()
 
-    def statistics(self) -> EngineStatistics:
+    def statistics(self) -> Mapping[Metric, float]:
         """Totals of vLLM's scheduler, and the state of the budget of rows."""
-        return replace(super().statistics(), budget=self._scheduler.budget.statistics())
+        return {**super().statistics(), **self._scheduler.budget.statistics()}
 
     def waits_for_input(self, request_id: str) -> bool:
         """Whether the request's next row is missing."""

@@ -24,7 +24,9 @@ from omni_actors.engine.workers.ray import place_workers
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniError, StartupError
 from omni_actors.host.processes import STEADY
 from omni_actors.protocol.messages import FinishReason
-from omni_actors.stage.engine_interface import EngineLost, EngineStatistics, ErrorEvent, FinishedEvent, StageEngine
+from omni_actors.stage.engine_interface import EngineLost, ErrorEvent, FinishedEvent, StageEngine
+from omni_actors.telemetry import metrics as table
+from omni_actors.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -90,20 +92,20 @@ class CoreStatistics:
         taken, self._scheduled = list(self._scheduled.items()), {}
         return taken
 
-    def now(self, scheduler: Scheduler) -> EngineStatistics:
+    def now(self, scheduler: Scheduler) -> dict[Metric, float]:
         """The totals, with the scheduler's present state."""
         stats = scheduler.make_stats()
         if stats is not None:
             self._add_stats(stats)
         running, waiting = scheduler.get_request_counts()
-        return EngineStatistics(
-            running=running,
-            waiting=waiting,
-            kv_usage=stats.kv_cache_usage if stats is not None else 0.0,
-            preemptions=self._preemptions,
-            prefix_queries=self._queries,
-            prefix_hits=self._hits,
-        )
+        return {
+            table.VLLM_RUNNING: running,
+            table.VLLM_WAITING: waiting,
+            table.VLLM_KV: stats.kv_cache_usage if stats is not None else 0.0,
+            table.VLLM_PREEMPTIONS: self._preemptions,
+            table.VLLM_QUERIES: self._queries,
+            table.VLLM_HITS: self._hits,
+        }
 
 
 # The cores of a process share vLLM's process groups, which a core's shutdown destroys, so they shut down when the last
@@ -374,7 +376,7 @@ class VllmEngine(StageEngine, Generic[RunningT]):
         """Requests that vLLM scheduled for the first time, and when."""
         return self.core.statistics.take_scheduled()
 
-    def statistics(self) -> EngineStatistics:
+    def statistics(self) -> Mapping[Metric, float]:
         """Totals of vLLM's scheduler."""
         return self.core.statistics.now(self.core.scheduler)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,7 +22,6 @@ from omni_actors.stage.engine_interface import (
     AudioEvent,
     EngineEvent,
     EngineFacts,
-    EngineStatistics,
     ErrorEvent,
     ImageEvent,
     LatentsEvent,
@@ -32,6 +31,7 @@ from omni_actors.stage.engine_interface import (
     StreamEvent,
 )
 from omni_actors.stage.sound import FIRST_SECONDS, Ahead, Arrivals, Costs, Outlook, foresee
+from omni_actors.telemetry.metrics import Metric
 from omni_actors.telemetry.request_log import Playback
 
 if TYPE_CHECKING:
@@ -364,9 +364,9 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         now = self._scheduler.clock() if self._keeping else 0.0
         return super().runnable() or any(running.leaves <= now for running in self._keeping.values())
 
-    def statistics(self) -> EngineStatistics:
+    def statistics(self) -> Mapping[Metric, float]:
         """Totals of vLLM's scheduler, and the state of the budget."""
-        return replace(super().statistics(), budget=self._scheduler.budget.statistics())
+        return {**super().statistics(), **self._scheduler.budget.statistics()}
 
     def take_scheduled(self) -> Sequence[tuple[str, float]]:
         """Requests whose first job was scheduled since the last call, and when (monotonic clock, seconds)."""

@@ -23,7 +23,8 @@ from vllm.config import ModelConfig
 from omni_actors.errors import EngineError, InvalidPayload
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.sharing import Budget
-from omni_actors.stage.engine_interface import BudgetStatistics
+from omni_actors.telemetry import metrics as table
+from omni_actors.telemetry.metrics import Metric
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.BF16: torch.bfloat16,
@@ -80,6 +81,24 @@ def check_rows(tensor: HostTensor, width: int, what: str, *, minimum: int = 0) -
         raise InvalidPayload(f"{what}: needs the shape [n >= {minimum}, {width}]; got {list(tensor.shape)}.")
 
 
+def budget_values(held: Budget, step_bytes: int, waiting: int, deferrals: int) -> dict[Metric, float]:
+    """The metrics of a stage's budget.
+
+    Args:
+        held: for requests, in a step or not; in an autoregressive stage also for those not yet admitted.
+        step_bytes: needed by the latest step in addition.
+        waiting: requests, or chunks of sound, that the latest step left out.
+        deferrals: how often, since the engine was made, work was left out of a step.
+    """
+    return {
+        table.BUDGET_BYTES: held.limit,
+        table.BUDGET_HELD: held.used,
+        table.BUDGET_STEP: step_bytes,
+        table.BUDGET_WAITING: waiting,
+        table.BUDGET_DEFERRALS: deferrals,
+    }
+
+
 class RowBudget:
     """Decides which requests are admitted. Not thread-safe.
 
@@ -130,9 +149,9 @@ class RowBudget:
         self.admitted.discard(request_id)
         self._refused.discard(request_id)
 
-    def statistics(self) -> BudgetStatistics:
+    def statistics(self) -> dict[Metric, float]:
         """The figures for the metrics."""
-        return BudgetStatistics(self.rows.limit, self.rows.used, 0, self.waiting, self.deferrals)
+        return budget_values(self.rows, 0, self.waiting, self.deferrals)
 
 
 class Hashed(Protocol):

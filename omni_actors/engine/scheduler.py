@@ -44,13 +44,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from omni_actors.engine.models.registry import SpeechLimit
-from omni_actors.engine.rows import FollowedRows, RowBudget, RowCache
+from omni_actors.engine.rows import FollowedRows, RowBudget, RowCache, budget_values
 from omni_actors.engine.workers.base import DRAFT, mark_burst, omni_options
 from omni_actors.engine.workers.diffusion import DiffusionJob, diffusion_entry, diffusion_job
 from omni_actors.errors import InvalidRequest
 from omni_actors.sharing import Budget
-from omni_actors.stage.engine_interface import BudgetStatistics
 from omni_actors.stage.sound import LONG_STEP_TOKENS, Piece, choose, picture_due
+from omni_actors.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
     VllmScheduler = Scheduler
@@ -442,9 +442,9 @@ class DeviceBudget:
         self._claims.pop(request_id, None)
         self.held.release(("request", request_id))
 
-    def statistics(self) -> BudgetStatistics:
+    def statistics(self) -> dict[Metric, float]:
         """The figures for the metrics."""
-        return BudgetStatistics(self.held.limit, self.held.used, self.step_bytes, self.deferred, self.deferrals)
+        return budget_values(self.held, self.step_bytes, self.deferred, self.deferrals)
 
     def _fits_request(self, claim: Claim) -> bool:
         claims = [*self._claims.values(), claim]

@@ -48,6 +48,7 @@ from omni_actors.stage.engine_interface import (
     VideoEvent,
     WordsEvent,
 )
+from omni_actors.stage.processors import concatenate_rows
 
 StagePrompt = StageInputs | OmniTokensPrompt
 
@@ -316,13 +317,5 @@ class _Answer:
         """The result, with its pieces joined."""
         if self._audio:
             self._output.audio = np.concatenate(self._audio)
-        self._output.tensors = {name: join(parts) for name, parts in self._tensors.items()}
+        self._output.tensors = {name: concatenate_rows(parts) for name, parts in self._tensors.items()}
         return self._output
-
-
-def join(parts: Sequence[HostTensor]) -> HostTensor:
-    """Join tensors along their first dimension; they agree in dtype and in the other dimensions."""
-    if len(parts) == 1:
-        return parts[0]
-    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    return HostTensor(parts[0].dtype, shape, b"".join(bytes(part.data) for part in parts))

@@ -23,6 +23,7 @@ from omni_actors.protocol.payloads import (
     ToolCallPiece,
     WordTime,
 )
+from omni_actors.telemetry.metrics import Metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,41 +207,6 @@ OutputEvent = TextEvent | AudioEvent | ImageEvent | VideoEvent | LatentsEvent | 
 EngineEvent = OutputEvent | FinishedEvent | ErrorEvent
 
 
-@dataclass(frozen=True, slots=True)
-class BudgetStatistics:
-    """The memory that an engine accounts for its requests, in bytes.
-
-    Args:
-        limit_bytes: the budget.
-        held_bytes: held for requests, in a step or not; in an autoregressive stage also for those not yet admitted.
-        step_bytes: needed by the latest step in addition.
-        waiting: requests, or chunks of sound in a diffusion stage, that the latest step left out for lack of budget.
-        deferrals: how often, since the engine was made, work was left out of a step for that reason.
-    """
-
-    limit_bytes: int
-    held_bytes: int
-    step_bytes: int
-    waiting: int
-    deferrals: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatistics:
-    """Statistics of vLLM's scheduler and cache since the engine was made; `kv_usage` from 0 to 1.
-
-    `budget` is set by engines that account for the memory of their requests.
-    """
-
-    running: int
-    waiting: int
-    kv_usage: float
-    preemptions: int
-    prefix_queries: int
-    prefix_hits: int
-    budget: BudgetStatistics | None = None
-
-
 class EngineLost(EngineError):
     """The device is in an undefined state; only a new process can continue."""
 
@@ -273,6 +239,9 @@ class StageEngine(ABC):
     @abstractmethod
     def facts(self) -> EngineFacts:
         """What the coordinator learns when the stage is ready."""
+
+    def warm_up(self) -> None:  # noqa: B027 - not every engine has something to warm up
+        """Do what would delay the first requests. Raises `EngineError` if it fails, as all requests would."""
 
     @abstractmethod
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
@@ -330,9 +299,9 @@ class StageEngine(ABC):
         """
         return None
 
-    def statistics(self) -> EngineStatistics | None:
-        """Return statistics for metrics, once per heartbeat interval; `None` for an engine without a scheduler."""
-        return None
+    def statistics(self) -> Mapping[Metric, float]:
+        """Return values of metrics of a replica, once per heartbeat interval; counters since the engine was made."""
+        return {}
 
     def over_budget(self) -> bool:
         """Whether the requests, admitted or not, hold more than the stage's budget; more input should then wait."""

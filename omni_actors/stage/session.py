@@ -45,30 +45,12 @@ ENDED_BYTES = len(msgspec.msgpack.encode("ended")) + 3  # the field, which is le
 
 def process_values(engine: StageEngine) -> dict[Metric, float]:
     """What this process and its engine count and hold; the counters go on from session to session."""
-    values = {
+    return {
         table.RESIDENT: psutil.Process().memory_info().rss,
         table.CPU_SECONDS: time.process_time(),
         table.DEVICE_BYTES: engine.device_bytes(),
+        **engine.statistics(),
     }
-    statistics = engine.statistics()
-    if statistics is not None:
-        values |= {
-            table.VLLM_RUNNING: statistics.running,
-            table.VLLM_WAITING: statistics.waiting,
-            table.VLLM_KV: statistics.kv_usage,
-            table.VLLM_PREEMPTIONS: statistics.preemptions,
-            table.VLLM_QUERIES: statistics.prefix_queries,
-            table.VLLM_HITS: statistics.prefix_hits,
-        }
-        if (budget := statistics.budget) is not None:
-            values |= {
-                table.BUDGET_BYTES: budget.limit_bytes,
-                table.BUDGET_HELD: budget.held_bytes,
-                table.BUDGET_STEP: budget.step_bytes,
-                table.BUDGET_WAITING: budget.waiting,
-                table.BUDGET_DEFERRALS: budget.deferrals,
-            }
-    return values
 
 
 def snapshot(

@@ -16,6 +16,7 @@ from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.fields import DType, HostTensor, TensorRef
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
+from omni_actors.telemetry import metrics as table
 from tests.support.stage_driver import SMALL, encode_media_prompt, prompt_length, token_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -26,7 +27,7 @@ MEL = 160  # samples of a frame of features
 
 
 def cached(driver):
-    return driver.engine.statistics().prefix_hits
+    return driver.engine.statistics()[table.VLLM_HITS]
 
 
 def check(driver, name, answer, tokens):

@@ -13,6 +13,7 @@ from omni_actors.errors import InvalidPayload, PromptTooLong
 from omni_actors.protocol.fields import DType, HostTensor, TensorRef, pack_token_ids
 from omni_actors.protocol.payloads import Prompt, PromptEmbedsPayload, StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
+from omni_actors.telemetry.metrics import VLLM_HITS
 from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.stage_driver import SMALL, prompt_length, token_inputs
 
@@ -57,11 +58,11 @@ def test_the_embeddings_count_and_not_the_tokens_that_they_name(thinker, answers
     thinker.run()
     assert thinker.tokens("tokens") != answer.thinker_tokens[:8]
     for name in ("first", "cached"):
-        before = thinker.engine.statistics().prefix_hits
+        before = thinker.engine.statistics()[VLLM_HITS]
         thinker.start(name, inputs, max_tokens=8, streams=False)
         thinker.run()
         assert thinker.tokens(name) == answer.thinker_tokens[:8]
-        assert (thinker.engine.statistics().prefix_hits > before) == (name == "cached")
+        assert (thinker.engine.statistics()[VLLM_HITS] > before) == (name == "cached")
     thinker.start("rows", inputs, max_tokens=8)
     thinker.run()
     rows = thinker.rows("rows")

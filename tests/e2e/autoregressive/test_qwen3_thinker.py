@@ -23,6 +23,7 @@ from omni_actors.protocol.fields import DType, HostTensor, TensorRef
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, StageParams
 from omni_actors.stage.engine_interface import ErrorEvent, StageInputs, StageRequest
+from omni_actors.telemetry import metrics as table
 from tests.support.qwen3_reference import Qwen3Result
 from tests.support.stage_driver import encode_media_prompt, make_engine
 from tools.checkpoints.omni import QWEN3_OMNI
@@ -152,12 +153,12 @@ def test_a_text_that_is_spoken_reads_the_prefix_cache_and_media_that_are_spoken_
     hits = {}
     for name in ("other text", "video"):
         for _ in range(2):
-            before = thinker.engine.statistics().prefix_hits
+            before = thinker.engine.statistics()[table.VLLM_HITS]
             thinker.clear()
             thinker.start(name, cases[name].inputs, max_tokens=REPLY)
             thinker.run()
             check(thinker, name, cases[name], cases[name].answer.thinker_tokens)
-            hits[name] = thinker.engine.statistics().prefix_hits - before
+            hits[name] = thinker.engine.statistics()[table.VLLM_HITS] - before
     assert hits["other text"] > 0
     assert hits["video"] == 0
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from omni_actors.engine.rows import to_host
 from omni_actors.errors import EngineError, InvalidPayload, InvalidRequest, OmniError, PromptTooLong, UnknownVoice
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.stage.engine_interface import StageInputs
+from omni_actors.telemetry import metrics as table
 from tests.support.code2wav import assert_out_of_memory, out_of_memory
 from tests.support.stage_driver import SMALL, prompt_length, talker_inputs, token_inputs
 from tools.checkpoints.omni import QWEN2_5_OMNI
@@ -78,7 +77,8 @@ def test_warm_up_runs_whole_batches_and_leaves_nothing(stage, monkeypatch):
     assert not any(engine.counts().values())
     assert pool.get_num_free_blocks() == free
     assert not len(pool.cached_block_hash_to_block)
-    assert engine.statistics() == replace(before, prefix_queries=0, prefix_hits=0, preemptions=0)
+    counted = dict.fromkeys((table.VLLM_QUERIES, table.VLLM_HITS, table.VLLM_PREEMPTIONS), 0)
+    assert engine.statistics() == {**before, **counted}
     assert engine.take_scheduled() == []
     cache = [layer.clone() for layer in worker.model_runner.kv_caches]
     for size in (33, 48):
@@ -220,7 +220,7 @@ def test_an_urgent_request_overtakes_in_a_full_stage(stage):
     stage.engine.take_scheduled()
     for number in range(places):
         stage.start(f"running{number}", stage.inputs, max_tokens=6, temperature=0.0, ignore_eos=True)
-    while stage.engine.statistics().running < places:  # not all prompts fit into one step
+    while stage.engine.statistics()[table.VLLM_RUNNING] < places:  # not all prompts fit into one step
         stage.step()
     for name, priority in (("first", 0), ("second", 0), ("urgent", -1)):
         stage.start(name, stage.inputs, max_tokens=1, temperature=0.0, priority=priority)

@@ -15,6 +15,7 @@ from omni_actors.errors import InvalidPayload, ModelOutputInvalid
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.stage.engine_interface import StageInputs
+from omni_actors.telemetry import metrics as table
 from tests.support.stage_driver import encode_media_prompt, prompt_length, talker_inputs, token_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -56,13 +57,13 @@ def test_preempted_requests_and_prompts_in_chunks_give_each_row_once(tight, answ
     tight = tight("thinker")
     names = [f"r{number}" for number in range(6)]
     tight.engine.take_scheduled()
-    before = tight.engine.statistics().preemptions
+    before = tight.engine.statistics()[table.VLLM_PREEMPTIONS]
     for number, name in enumerate(names):
         tight.start(name, token_inputs(answers[number % 3].prompt_token_ids), max_tokens=32)
     tight.run()
     assert prompt_length(answers[2]) > 64
     assert tight.preempted
-    assert tight.engine.statistics().preemptions - before == len(tight.preempted)
+    assert tight.engine.statistics()[table.VLLM_PREEMPTIONS] - before == len(tight.preempted)
     assert sorted(name for name, _ in tight.engine.take_scheduled()) == names, "once each"
     for number, name in enumerate(names):
         assert tight.tokens(name) == answers[number % 3].thinker_tokens

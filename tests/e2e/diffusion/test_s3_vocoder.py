@@ -17,6 +17,7 @@ from omni_actors.engine.rows import to_torch
 from omni_actors.errors import InvalidPayload, InvalidRequest, StartupError, UnknownVoice
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import AudioEvent, FinishedEvent, StageInputs, StageRequest
+from omni_actors.telemetry import metrics as table
 from tests.support.code2wav import WHOLE, arguments, difference, run_dry, sound_of
 from tests.support.s3_reference import S3Reference, cut, seconds
 from tools.checkpoints.s3 import TINY, VOICES
@@ -153,9 +154,7 @@ def test_voices_and_tokens_that_there_are_not_are_refused(engine):
 def test_the_budget_counts_what_an_utterance_keeps(engine):
     engine.start(request("r"), StageInputs(token_ids=tokens(60), complete=False))
     drain(engine)
-    statistics = engine.statistics().budget
-    assert statistics is not None
-    assert statistics.held_bytes >= engine.counts()["allocated_bytes"] > 0
+    assert engine.statistics()[table.BUDGET_HELD] >= engine.counts()["allocated_bytes"] > 0
     engine.abort("r")
 
 

@@ -13,6 +13,7 @@ from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.workers.diffusion import DiffusionJob
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
+from omni_actors.telemetry import metrics as table
 from tests.support.code2wav import CHUNKS, difference, run_dry
 from tests.support.speech import STEPS, Spec, Speech
 
@@ -122,7 +123,7 @@ def test_requests_wait_until_those_before_them_have_ended(engine, watch, monkeyp
     watch.steps.clear()
     watch.done.clear()
     budget = limit(engine, monkeypatch, 2)
-    before = engine.statistics().budget
+    before = engine.statistics()
     speech = Speech(engine)
     for name, spec in specs.items():
         speech.start(name, spec)
@@ -135,10 +136,10 @@ def test_requests_wait_until_those_before_them_have_ended(engine, watch, monkeyp
         assert step.allocated <= step.held
         assert sum(first[name] <= number <= last[name] for name in specs) <= 2, "requests admitted at a time"
     assert any(len(step.jobs) == 2 for step in watch.steps)
-    after = engine.statistics().budget
-    assert after.limit_bytes == budget
-    assert after.deferrals > before.deferrals
-    assert after.held_bytes == after.step_bytes == 0
+    after = engine.statistics()
+    assert after[table.BUDGET_BYTES] == budget
+    assert after[table.BUDGET_DEFERRALS] > before[table.BUDGET_DEFERRALS]
+    assert after[table.BUDGET_HELD] == after[table.BUDGET_STEP] == 0
     for name in specs:
         assert difference(speech.wave(name), free.wave(name)) <= 5e-6
 
