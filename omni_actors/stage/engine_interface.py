@@ -241,7 +241,10 @@ class StageEngine(ABC):
         """What the coordinator learns when the stage is ready."""
 
     def warm_up(self) -> None:  # noqa: B027 - not every engine has something to warm up
-        """Do what would delay the first requests. Raises `EngineError` if it fails, as all requests would."""
+        """Do what would delay the first requests; called once after the engine of a model was made.
+
+        Raises `EngineError` if it fails, as all requests would.
+        """
 
     @abstractmethod
     def start(self, request: StageRequest, inputs: StageInputs) -> None:

@@ -37,25 +37,13 @@ class InputPiece:
         tensors = {name: envelope.tensor(ref) for name, ref in chunk.tensors.items()}
         if chunk.rows is not None:
             tensors[ROWS] = envelope.tensor(chunk.rows.tensor)
-        scalars: dict[str, Scalar] = {}
-        lists: dict[str, Sequence[Scalar]] = {}
-        for name, value in chunk.information.values(envelope.tensor).items() if chunk.information is not None else ():
-            if isinstance(value, HostTensor):
-                if name in tensors:
-                    raise InvalidPayload(f"Two tensors of a chunk are called {name!r}.")
-                tensors[name] = value
-            elif isinstance(value, Scalar):
-                scalars[name] = value
-            else:
-                lists[name] = value
-        return cls(
-            token_ids=unpack_token_ids(chunk.token_ids),
-            tensors=tensors,
-            scalars=scalars,
-            start=chunk.start,
-            final=chunk.final,
-            lists=lists,
-        )
+        named = chunk.information.values(envelope.tensor) if chunk.information is not None else {}
+        more = {name: value for name, value in named.items() if isinstance(value, HostTensor)}
+        if twice := tensors.keys() & more.keys():
+            raise InvalidPayload(f"Two tensors of a chunk are called {min(twice)!r}.")
+        scalars = {name: value for name, value in named.items() if isinstance(value, Scalar)}
+        lists = {name: value for name, value in named.items() if not isinstance(value, HostTensor | Scalar)}
+        return cls(unpack_token_ids(chunk.token_ids), tensors | more, scalars, chunk.start, chunk.final, lists)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +108,14 @@ class StreamProcessor(ABC):
     Attributes:
         wants_information: names of the additional information that a client may send to this class.
         information: what the client sent for this stage: scalars, lists and tensors, set before the first `feed`.
+        started: whether a `Start` was returned.
+        received: positions, tokens or characters so far.
     """
 
     wants_information: ClassVar[tuple[str, ...]] = ()
     information: Mapping[str, InformationValue] = {}
+    started = False
+    received = 0
 
     def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
         self.start_after = start_after
@@ -151,7 +143,7 @@ class Passthrough(StreamProcessor):
     def feed(self, source: str, piece: InputPiece) -> list[Action]:
         """Collect the piece; start when every source has sent its last."""
         tokens = self._token_ids[source]
-        tokens.extend(_unseen_tokens(piece, len(tokens)))
+        tokens += _unseen_tokens(piece, len(tokens))
         self._tensors.update(piece.tensors)
         self._scalars.update(piece.scalars)
         self._lists.update(piece.lists)
@@ -188,9 +180,7 @@ class Thinker2Talker(StreamProcessor):
         self._rows: list[HostTensor] = []
         self._token_ids: list[int] = []
         self._tensors: dict[str, HostTensor] = {}
-        self._received = 0
         self._prompt_tokens: int | None = None
-        self._started = False
 
     def feed(self, source: str, piece: InputPiece) -> list[Action]:
         """Collect positions until the talker can start, then pass on those that it has not had."""
@@ -198,11 +188,11 @@ class Thinker2Talker(StreamProcessor):
             self._prompt_tokens = _whole_number(piece.scalars["prompt_tokens"], "prompt_tokens")
         self._tensors |= {name: tensor for name, tensor in piece.tensors.items() if name != "rows"}
         rows = self._unseen_rows(piece)
-        token_ids = _unseen_tokens(piece, self._received)
+        token_ids = _unseen_tokens(piece, self.received)
         if rows is not None and token_ids:
             raise InvalidPayload("Positions came as rows and as token ids in one piece.")
-        self._received += len(token_ids) if rows is None else rows.shape[0]
-        if self._started:
+        self.received += len(token_ids) if rows is None else rows.shape[0]
+        if self.started:
             news = rows is not None or token_ids or piece.final
             return [Extend(rows, piece.final, token_ids)] if news else []
         self._token_ids += token_ids
@@ -218,15 +208,15 @@ class Thinker2Talker(StreamProcessor):
             raise InvalidPayload(f"Rows need the shape [rows, width], got {list(rows.shape)}.")
         if rows.shape[0] == 0:
             return None
-        if piece.start > self._received:
-            raise InvalidPayload(f"Rows from position {piece.start} came where {self._received} was due.")
-        fresh = slice_rows(rows, self._received - piece.start)
+        if piece.start > self.received:
+            raise InvalidPayload(f"Rows from position {piece.start} came where {self.received} was due.")
+        fresh = slice_rows(rows, self.received - piece.start)
         return fresh if fresh.shape[0] else None
 
     def _start_if_enough(self, final: bool) -> list[Action]:
         prompt = self._prompt_tokens
-        reply = self._received - prompt if prompt is not None else 0
-        if prompt is None and self._received:
+        reply = self.received - prompt if prompt is not None else 0
+        if prompt is None and self.received:
             raise InvalidPayload("Positions came without prompt_tokens, which says where the reply begins.")
         if final and reply < 1:
             return [Skip()]
@@ -240,7 +230,7 @@ class Thinker2Talker(StreamProcessor):
             if reply > 1:
                 tensors["reply_rows"] = slice_rows(rows, prompt + 1)
         self._rows.clear()
-        self._started = True
+        self.started = True
         inputs = StageInputs(self._token_ids, tensors, {"prompt_tokens": prompt}, complete=final)
         return [Start(inputs)]
 
@@ -256,23 +246,21 @@ class Talker2Code2Wav(StreamProcessor):
         super().__init__(start_after, sources)
         self._waiting: list[int] = []
         self._scalars: dict[str, Scalar] = {}
-        self._received = 0
-        self._started = False
 
     def feed(self, source: str, piece: InputPiece) -> list[Action]:
         """Collect codec tokens until the vocoder can start, then pass on those that it has not had."""
-        tokens = _unseen_tokens(piece, self._received)
-        self._received += len(tokens)
-        if self._started:
+        tokens = _unseen_tokens(piece, self.received)
+        self.received += len(tokens)
+        if self.started:
             return [Extend(None, piece.final, tokens)] if tokens or piece.final else []
         self._waiting.extend(tokens)
         if UNHEARD in piece.scalars:
             self._scalars[UNHEARD] = _whole_number(piece.scalars[UNHEARD], UNHEARD)
         if piece.final and not self._waiting:
             return [Skip()]
-        if not piece.final and not 0 < self.start_after <= self._received:
+        if not piece.final and not 0 < self.start_after <= self.received:
             return []
-        self._started = True
+        self.started = True
         return [Start(StageInputs(token_ids=self._waiting, scalars=self._scalars, complete=piece.final))]
 
 
@@ -282,10 +270,6 @@ class Latents2Image(StreamProcessor):
     The engine gets each as it comes; only those of the picture itself come with `complete`.
     """
 
-    def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
-        super().__init__(start_after, sources)
-        self._started = False
-
     def feed(self, source: str, piece: InputPiece) -> list[Action]:
         """Pass on latents. Raises `InvalidPayload` if the source ends without those of the picture."""
         latents = piece.tensors.get(LATENTS)
@@ -293,9 +277,9 @@ class Latents2Image(StreamProcessor):
             if piece.final:
                 raise InvalidPayload(f"Stage {source!r} ended without the latents of the picture.")
             return []
-        if self._started:
+        if self.started:
             return [Extend(latents, piece.final)]
-        self._started = True
+        self.started = True
         inputs = StageInputs(piece.token_ids, {LATENTS: latents}, piece.scalars, complete=piece.final)
         return [Start(inputs)]
 
@@ -319,11 +303,7 @@ class Text2Speech(StreamProcessor):
     White space around the text is left out.
     """
 
-    def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
-        super().__init__(start_after, sources)
-        self._waiting = ""
-        self._received = 0
-        self._started = False
+    _waiting = ""
 
     def feed(self, source: str, piece: InputPiece) -> list[Action]:
         """Take the text of the stage before."""
@@ -334,18 +314,18 @@ class Text2Speech(StreamProcessor):
 
     def add(self, text: str, start: int, final: bool) -> list[Action]:
         """Take text from character `start` on. Raises `InvalidPayload` for a gap."""
-        if start > self._received:
-            raise InvalidPayload(f"{TEXT} from character {start} came where text from {self._received} was due.")
-        fresh = text[self._received - start :]
-        self._received += len(fresh)
-        waiting = self._waiting + fresh if self._started else (self._waiting + fresh).lstrip()
+        if start > self.received:
+            raise InvalidPayload(f"{TEXT} from character {start} came where text from {self.received} was due.")
+        fresh = text[self.received - start :]
+        self.received += len(fresh)
+        waiting = self._waiting + fresh if self.started else (self._waiting + fresh).lstrip()
         cut = len(waiting.rstrip()) if final else settled(waiting)
         words, self._waiting = waiting[:cut], waiting[cut:]
-        if self._started:
+        if self.started:
             return [ExtendText(words, final)] if words or final else []
         if not words:
             return [Skip()] if final else []
-        self._started = True
+        self.started = True
         return [Start(StageInputs(prompt=text_prompt(words), complete=final, in_parts=True))]
 
 
@@ -353,10 +333,7 @@ class Sound2Words(Passthrough):
     """Brings the sound of a prompt stage together with the text of another stage, or with one that the client sent."""
 
     wants_information = (TRANSCRIPT,)
-
-    def __init__(self, start_after: int, sources: tuple[str, ...]) -> None:
-        super().__init__(start_after, sources)
-        self._text = ""
+    _text = ""
 
     def feed(self, source: str, piece: InputPiece) -> list[Action]:
         """Collect a piece; start with the whole, or skip if nothing is said."""
