@@ -225,6 +225,7 @@ RESENT_MESSAGES, RESENT_BYTES = 1024, 8 << 20  # per step: more than a stage mak
 FORGET_SECONDS = 10.0  # after its deadline a request is over, even if its end was never announced
 
 
+@dataclass(eq=False)
 class StageActor:
     """Drives `engine` for one replica.
 
@@ -235,35 +236,29 @@ class StageActor:
         meter: counts and takes times; without one nothing is measured.
     """
 
-    def __init__(
-        self,
-        pipeline: PipelineConfig,
-        stage: StageConfig,
-        identity: ReplicaId,
-        engine: StageEngine,
-        processor_class: type[StreamProcessor] | None,
-        clock: Callable[[], float],
-        meter: StageMeter | None = None,
-    ) -> None:
-        self._meter = meter or StageMeter(identity)
-        self._stage = stage
-        self._downstream = pipeline.downstream(stage.name)
-        self._sends_text = sends_text(pipeline, stage.name)
-        self._identity = identity
-        self._engine = engine
-        self._processor_class = processor_class
-        self._clock = clock
+    pipeline: PipelineConfig
+    stage: StageConfig
+    identity: ReplicaId
+    engine: StageEngine
+    processor_class: type[StreamProcessor] | None
+    clock: Callable[[], float]
+    meter: StageMeter | None = None
+
+    def __post_init__(self) -> None:
+        self._meter = self.meter or StageMeter(self.identity)
+        self._downstream = self.pipeline.downstream(self.stage.name)
+        self._sends_text = sends_text(self.pipeline, self.stage.name)
         self._attempts: dict[str, Attempt] = {}  # those that have not ended, by request
         self._by_engine_id: dict[str, Attempt] = {}  # the live ones, by the engine's id
         self._in_state: collections.Counter[AttemptState] = collections.Counter()  # asked for with every message
-        self._early = EarlyChunks(pipeline.flow.early_chunk_seconds)
-        self._tombstones = Tombstones(pipeline.coordinator.tombstone_ttl)
-        self._retained = Budget(stage.retain_bytes)
+        self._early = EarlyChunks(self.pipeline.flow.early_chunk_seconds)
+        self._tombstones = Tombstones(self.pipeline.coordinator.tombstone_ttl)
+        self._retained = Budget(self.stage.retain_bytes)
         self._unretained = 0  # attempts too large to retain
         self._resending: collections.deque[tuple[Attempt, ResendBuffer, Receiver]] = collections.deque()
         self._runs = 0
-        self._backlog_requests = pipeline.flow.backlog_requests
-        self._bounds = pipeline.coordinator
+        self._backlog_requests = self.pipeline.flow.backlog_requests
+        self._bounds = self.pipeline.coordinator
         self.dropped: collections.Counter[str] = collections.Counter()
 
     # -- events -------------------------------------------------------------------------------------------------------
@@ -316,15 +311,15 @@ class StageActor:
     def step(self) -> list[Outgoing]:
         """Send some of what is to be sent again, then do one step of the engine; its events as messages."""
         messages = self._send_again()
-        if self._engine.runnable():
+        if self.engine.runnable():
             for event in self._step_engine():
                 messages += self._on_event(event)
         return messages
 
     def _step_engine(self) -> Sequence[EngineEvent]:
         began = self._meter.clock()
-        events = self._engine.step()
-        scheduled = self._engine.take_scheduled()
+        events = self.engine.step()
+        scheduled = self.engine.take_scheduled()
         self._meter.stepped(began, took_all=scheduled is None)
         for engine_id, moment in scheduled or ():
             if (attempt := self._by_engine_id.get(engine_id)) is not None:
@@ -333,7 +328,7 @@ class StageActor:
 
     def tick(self) -> list[Outgoing]:
         """End requests past their deadline and refuse early chunks whose announcement did not come."""
-        now = self._clock()
+        now = self.clock()
         self._tombstones.expire(now)
         messages = []
         for attempt in list(self._attempts.values()):
@@ -348,7 +343,7 @@ class StageActor:
 
     def runnable(self) -> bool:
         """Whether there is output to send again, or the engine can do a step."""
-        return bool(self._resending) or self._engine.runnable()
+        return bool(self._resending) or self.engine.runnable()
 
     @property
     def saturated(self) -> bool:
@@ -360,10 +355,10 @@ class StageActor:
         nothing left to do, and either way its senders get credit. By the same argument the stage after this one gives
         credit to this one, so what the engine makes never waits for ever.
         """
-        if not (self._engine.runnable() or self._engine.busy()):
+        if not (self.engine.runnable() or self.engine.busy()):
             return False
         complete = self._in_state[AttemptState.INPUT_COMPLETE]
-        return complete > self._backlog_requests or self._engine.over_budget()
+        return complete > self._backlog_requests or self.engine.over_budget()
 
     def held(self) -> dict[str, int]:
         """What this stage holds now outside its engine; all zero when it is idle."""
@@ -380,7 +375,7 @@ class StageActor:
             **self.held(),
             "total_runs": self._runs,
             "dropped_retained": self._unretained,
-            **{f"engine_{name}": value for name, value in self._engine.counts().items()},
+            **{f"engine_{name}": value for name, value in self.engine.counts().items()},
         }
 
     def _live(self, request_id: str) -> Attempt | None:
@@ -402,7 +397,7 @@ class StageActor:
 
     def _open(self, header: Header, request: OpenRequest, envelope: Envelope[IntoStage]) -> list[Outgoing]:
         request_id, number = header.request_id, header.attempt
-        if self._identity not in request.route:
+        if self.identity not in request.route:
             self.dropped["foreign_epoch"] += 1
             return []
         previous = self._attempts.get(request_id)
@@ -412,7 +407,7 @@ class StageActor:
             return []
         if previous is not None:  # its abort comes later, or not at all
             self._end(previous)
-        now = self._clock()
+        now = self.clock()
         if not header.deadline <= now + self._bounds.max_timeout + CLOCK_SECONDS:  # this refuses NaN, too
             text = f"Deadline must be a finite Unix timestamp, not too far away; got {header.deadline}."
             return self._refuse(header, ProtocolError(text))
@@ -425,15 +420,15 @@ class StageActor:
         if (prompt := request.prompt) is not None and request.more_text is not None:
             return self._take_text(header, MoreText(prompt.only_text or "", final=not request.more_text))
         if prompt is not None:
-            return self._apply(attempt, lambda: [start_of(prompt, envelope, self._engine.facts)])
+            return self._apply(attempt, lambda: [start_of(prompt, envelope, self.engine.facts)])
         return [message for early in self._early.take(request_id) for message in self.receive(early)]
 
     def _attempt(self, header: Header, request: OpenRequest, envelope: Envelope[IntoStage], now: float) -> Attempt:
         receivers = [replica_id for replica_id in request.route if replica_id.stage in self._downstream]
         information = request.information.values(envelope.tensor) if request.information is not None else {}
         processor: StreamProcessor | None = Text2Speech(0, (CLIENT,)) if request.more_text is not None else None
-        if self._processor_class is not None and self._stage.inputs is not None:
-            processor = self._processor_class(self._stage.inputs.start_after, self._stage.source_names)
+        if self.processor_class is not None and self.stage.inputs is not None:
+            processor = self.processor_class(self.stage.inputs.start_after, self.stage.source_names)
             processor.information = information
         return Attempt(
             header.request_id,
@@ -450,7 +445,7 @@ class StageActor:
             header.attempt,
             header.deadline or now + self._bounds.default_timeout,
             now,
-            InputOrder(self._stage.source_names if request.more_text is None else (CLIENT,)),
+            InputOrder(self.stage.source_names if request.more_text is None else (CLIENT,)),
             processor,
             self._meter.opened(header.attempt, has_input=request.prompt is not None),
             ResendBuffer(self._retained, receivers, header.attempt),
@@ -478,7 +473,7 @@ class StageActor:
             self.dropped["foreign_epoch"] += 1
             return []
         processor = attempt.processor
-        if header.stage not in self._stage.source_names or processor is None:
+        if header.stage not in self.stage.source_names or processor is None:
             self.dropped["unexpected_source"] += 1
             return []
         try:
@@ -496,13 +491,13 @@ class StageActor:
                 match action:
                     case Start(inputs=inputs):
                         self._runs += 1
-                        self._engine.start(attempt.request, inputs)
+                        self.engine.start(attempt.request, inputs)
                         self._advance(attempt, AttemptEvent.STARTED)
                         self._meter.started(attempt.timings)
                     case Extend(rows=rows, token_ids=token_ids, complete=complete):
-                        self._engine.extend(attempt.request.request_id, rows, token_ids=token_ids, complete=complete)
+                        self.engine.extend(attempt.request.request_id, rows, token_ids=token_ids, complete=complete)
                     case ExtendText(text=text, complete=complete):
-                        self._engine.extend_text(attempt.request.request_id, text, complete=complete)
+                        self.engine.extend_text(attempt.request.request_id, text, complete=complete)
                     case Skip():
                         nothing = FinishedEvent(attempt.request.request_id, FinishReason.STOP, 0, 0)
                         return self._finish(attempt, nothing)
@@ -520,7 +515,7 @@ class StageActor:
         if self._tombstones.covers(header.request_id, header.attempt):
             self.dropped["late"] += 1
             return []
-        if self._early.put(envelope, self._clock()):
+        if self._early.put(envelope, self.clock()):
             return []
         self.dropped["early_overflow"] += 1
         return self._refuse(header, ProtocolError("Too much input came before its announcement."))
@@ -537,9 +532,9 @@ class StageActor:
         if isinstance(event, FinishedEvent):
             return self._finish(attempt, event)
         if not attempt.first_output and not isinstance(event, ProgressEvent):
-            attempt.first_output = self._clock()
-        moment = self._meter.output(attempt.timings, event, self._stage.outputs)
-        result, stream, length = divide(event, self._stage.outputs, attempt.streamed, sends_text=self._sends_text)
+            attempt.first_output = self.clock()
+        moment = self._meter.output(attempt.timings, event, self.stage.outputs)
+        result, stream, length = divide(event, self.stage.outputs, attempt.streamed, sends_text=self._sends_text)
         messages = self._result(attempt, *result_of(result, moment)) if result is not None else []
         if stream is not None and attempt.live:
             attempt.streamed += length
@@ -559,7 +554,7 @@ class StageActor:
         behind = [stage for stage, receiver in output.receivers.items() if receiver.behind]
         if behind and not output.intact:
             text = f"A replica of {behind[0]!r} is not there, and this stage cannot keep more for its successor."
-            return self._fail(attempt.request_id, StageLost(text, stage=self._stage.name))
+            return self._fail(attempt.request_id, StageLost(text, stage=self.stage.name))
         return [self._send_to(attempt, one, chunk, buffers) for one in receivers if not one.behind]
 
     def _finish(self, attempt: Attempt, event: FinishedEvent) -> list[Outgoing]:
@@ -575,7 +570,7 @@ class StageActor:
             input_tokens=event.input_tokens,
             output_tokens=event.output_tokens,
             first_output=max(0.0, attempt.first_output - attempt.opened) if attempt.first_output else 0.0,
-            finished=max(0.0, self._clock() - attempt.opened),
+            finished=max(0.0, self.clock() - attempt.opened),
             stop_reason=event.stop_reason,
             picture_tokens=event.picture_tokens,
             language=event.language,
@@ -597,7 +592,7 @@ class StageActor:
             self.dropped["error_of_unknown_request"] += 1
             return []
         logger.info("request failed: %s", error.code.value, extra={"request_id": request_id})
-        messages = self._result(attempt, Failed.from_error(error, self._stage.name))
+        messages = self._result(attempt, Failed.from_error(error, self.stage.name))
         self._end(attempt, error.code.value)
         return messages
 
@@ -606,7 +601,7 @@ class StageActor:
         self._release(header.request_id)  # an attempt before
         self._bury(header.request_id, header.attempt)
         own_header = self._header(header.request_id, header.attempt)
-        return [Outgoing(None, own_header, Failed.from_error(error, self._stage.name))]
+        return [Outgoing(None, own_header, Failed.from_error(error, self.stage.name))]
 
     def _result(self, attempt: Attempt, body: Body, buffers: Sequence[Frame] = ()) -> list[Outgoing]:
         """Keep a result, and send it to the coordinator if that has all results before it."""
@@ -616,7 +611,7 @@ class StageActor:
             self._unretained += 1
             if coordinator.resend_from is not None:
                 text = "The coordinator does not have all results yet, and this stage cannot keep more of them."
-                return self._fail(attempt.request_id, StageLost(text, stage=self._stage.name))
+                return self._fail(attempt.request_id, StageLost(text, stage=self.stage.name))
         if coordinator.unreachable or (coordinator.behind and not isinstance(body, Failed)):  # that ends it all
             return []
         return [self._send_to(attempt, coordinator, body, buffers)]
@@ -627,7 +622,7 @@ class StageActor:
         return Outgoing(receiver.replica_id, header, body, buffers)
 
     def _header(self, request_id: str, attempt: int, seq: int = 0, deadline: float = 0.0) -> Header:
-        return Header.of(self._identity, request_id, attempt, seq, deadline)
+        return Header.of(self.identity, request_id, attempt, seq, deadline)
 
     # -- sending again ------------------------------------------------------------------------------------------------
 
@@ -718,7 +713,7 @@ class StageActor:
         """End an attempt in any state; release all it holds."""
         if attempt.live:
             self._meter.failed(attempt.request_id, attempt.timings, outcome)
-            self._engine.abort(attempt.request.request_id)
+            self.engine.abort(attempt.request.request_id)
             self._bury(attempt.request_id, attempt.number)
         attempt.output.release()
         attempt.results.release()
@@ -726,5 +721,5 @@ class StageActor:
 
     def _bury(self, request_id: str, attempt: int) -> None:
         """Ignore what still comes for attempts up to this one; early chunks of a later one stay."""
-        self._tombstones.add(request_id, self._clock(), attempt)
+        self._tombstones.add(request_id, self.clock(), attempt)
         self._early.drop(request_id, attempt)

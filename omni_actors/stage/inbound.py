@@ -222,6 +222,7 @@ MAXIMUM_POLL_SECONDS = 0.1
 ORPHAN_SECONDS = 3.0  # how long the main thread may take to end once the launcher is gone
 
 
+@dataclass(eq=False, repr=False)
 class Inbound(threading.Thread):
     """Feeds `inbox` from the control connection and, while the main thread computes, from the inbox's socket.
 
@@ -232,39 +233,26 @@ class Inbound(threading.Thread):
         on_orphaned: called before this thread ends a process whose launcher is gone and whose main thread hangs.
     """
 
-    def __init__(
-        self,
-        sockets: Sockets,
-        identity: ReplicaId,
-        control_endpoint: str,
-        inbox_endpoint: str,
-        hello: Callable[[str, str], Hello],
-        inbox: Inbox,
-        limits: Limits,
-        heartbeat_interval: float,
-        launcher_pid: int,
-        on_orphaned: Callable[[], None],
-        arenas: ArenaReader,
-        on_credit: Callable[[ReplicaId | None, Credit], None],
-        remote_endpoint: str = "",
-    ) -> None:
+    sockets: Sockets
+    identity: ReplicaId
+    control_endpoint: str
+    inbox_endpoint: str
+    hello: Callable[[str, str], Hello]
+    inbox: Inbox
+    limits: Limits
+    heartbeat_interval: float
+    launcher_pid: int
+    on_orphaned: Callable[[], None]
+    arenas: ArenaReader
+    on_credit: Callable[[ReplicaId | None, Credit], None]
+    remote_endpoint: str = ""
+
+    def __post_init__(self) -> None:
         super().__init__(name="inbound", daemon=True)
-        self._arenas = arenas
-        self._on_credit = on_credit
-        self._sockets = sockets
-        self._identity = identity
-        self._control_endpoint = control_endpoint
-        self._inbox_endpoint, self._remote_endpoint = inbox_endpoint, remote_endpoint
-        self._hello = hello
-        self._inbox = inbox
-        self._limits = limits
-        self._heartbeat_interval = heartbeat_interval
-        self._launcher_pid = launcher_pid
-        self._on_orphaned = on_orphaned
         self._outbox: collections.deque[Body | None] = collections.deque()  # its methods are atomic
         self._wakeup = Wakeup()  # something is in the outbox
-        self._decoder: Decoder[IntoStage] = Decoder(IntoStage, limits, arenas.open)
-        self._control_decoder: Decoder[CoordinatorToStage] = Decoder(CoordinatorToStage, limits)
+        self._decoder: Decoder[IntoStage] = Decoder(IntoStage, self.limits, self.arenas.open)
+        self._control_decoder: Decoder[CoordinatorToStage] = Decoder(CoordinatorToStage, self.limits)
         self._orphaned_at = math.inf  # when the launcher was found gone
         self._received = 0  # messages that came to the inbox, of any kind
         self._welcomed = False
@@ -298,26 +286,26 @@ class Inbound(threading.Thread):
         except Exception as error:
             # This thread must not end unnoticed: the main thread ends the process.
             logger.exception("the inbound thread failed")
-            self._inbox.put(Stop(f"inbound thread: {type(error).__name__}: {error}", failed=True))
+            self.inbox.put(Stop(f"inbound thread: {type(error).__name__}: {error}", failed=True))
 
     def _run(self) -> None:
         launcher = -1
         try:
-            launcher = os.pidfd_open(self._launcher_pid)
-            self._inbox.epoll.register(launcher, select.EPOLLIN)
-            self._inbox.epoll.register(self._wakeup.fileno(), select.EPOLLIN)
-            socket, endpoint = self._sockets.pull(self._inbox_endpoint)
-            remote = self._sockets.bind(socket, self._remote_endpoint) if self._remote_endpoint else ""
-            self._inbox.open(socket, self._decode)
-            hello = self._hello(endpoint, remote)
+            launcher = os.pidfd_open(self.launcher_pid)
+            self.inbox.epoll.register(launcher, select.EPOLLIN)
+            self.inbox.epoll.register(self._wakeup.fileno(), select.EPOLLIN)
+            socket, endpoint = self.sockets.pull(self.inbox_endpoint)
+            remote = self.sockets.bind(socket, self.remote_endpoint) if self.remote_endpoint else ""
+            self.inbox.open(socket, self._decode)
+            hello = self.hello(endpoint, remote)
             while self._serve_connection(hello, launcher):
                 hello = msgspec.structs.replace(hello, again=True)
                 self._welcomed = False
-                self._inbox.put(Detached())
+                self.inbox.put(Detached())
         finally:
             if launcher >= 0:
                 os.close(launcher)
-            self._inbox.close()
+            self.inbox.close()
 
     def _serve_connection(self, hello: Hello, launcher: int) -> bool:
         """Say hello over a new connection to the coordinator and serve it. True when the next coordinator is due.
@@ -325,8 +313,8 @@ class Inbound(threading.Thread):
         A new one each time: what is still queued in the old one must not follow. Nor may it connect once more to send
         that: it has the same identity, so what is for the new one would go there.
         """
-        control, handshake = self._sockets.dealer(self._control_endpoint, identity_of(self._identity))
-        epoll = self._inbox.epoll
+        control, handshake = self.sockets.dealer(self.control_endpoint, identity_of(self.identity))
+        epoll = self.inbox.epoll
         watched = (descriptor(control), descriptor(handshake.socket))
         try:
             for number in watched:
@@ -344,18 +332,18 @@ class Inbound(threading.Thread):
             control.close()
 
     def _loop(self, control: Link, handshake: HandshakeMonitor, launcher: int, others: Set[int]) -> bool:
-        epoll = self._inbox.epoll
+        epoll = self.inbox.epoll
         next_beat = 0.0
         while True:
             ready = {number for number, _ in epoll.poll(MAXIMUM_POLL_SECONDS)}
             if ready - others:  # first, because the engine may be waiting for it
-                self._inbox.read()
+                self.inbox.read()
             if launcher in ready:
-                self._inbox.put(Stop("the launcher is gone"))
+                self.inbox.put(Stop("the launcher is gone"))
                 epoll.unregister(launcher)
                 self._orphaned_at = time.monotonic()
             if time.monotonic() > self._orphaned_at + ORPHAN_SECONDS:
-                self._on_orphaned()
+                self.on_orphaned()
                 os._exit(1)  # the main thread loads or hangs, and an orphan must not keep its GPU memory
             control.flush()
             self._wakeup.clear()
@@ -364,7 +352,7 @@ class Inbound(threading.Thread):
                     return False
                 self._send(control, body)
             if self._welcomed and time.monotonic() >= next_beat:
-                next_beat = time.monotonic() + self._heartbeat_interval
+                next_beat = time.monotonic() + self.heartbeat_interval
                 if self._orphaned_at == math.inf:
                     self._restore_files()
                 pulse, counts = self.pulse, {**self.pulse.counts, **self.rejected()}
@@ -377,21 +365,21 @@ class Inbound(threading.Thread):
                 return True
 
     def _restore_files(self) -> None:
-        with self._inbox.paused():  # the main thread may be reading from the socket
-            restored = self._sockets.restore_files()
+        with self.inbox.paused():  # the main thread may be reading from the socket
+            restored = self.sockets.restore_files()
         for path in restored:
             logger.warning("%s was removed; bound it again", path)
-            self._inbox.read()  # binding may have consumed the descriptor's signal
+            self.inbox.read()  # binding may have consumed the descriptor's signal
 
     def _is_lost(self, handshake: HandshakeMonitor, refusal: OmniError | None) -> bool:
         """Whether the coordinator that this connection led to is gone, and the stage goes on without it."""
         if refusal is not None and (handshake.final or not self._welcomed):
-            self._inbox.put(Stop(str(refusal), failed=True))
+            self.inbox.put(Stop(str(refusal), failed=True))
         elif handshake.disconnected:
             handshake.disconnected = False
             if self.serving:
                 return True
-            self._inbox.put(Lost("the coordinator is not connected any more"))
+            self.inbox.put(Lost("the coordinator is not connected any more"))
         return False
 
     def _send(self, control: Link, body: Body) -> None:
@@ -399,7 +387,7 @@ class Inbound(threading.Thread):
         if control.backlog and isinstance(body, Heartbeat):
             return
         try:
-            frames = encode(Header.of(self._identity), body, limits=self._limits)
+            frames = encode(Header.of(self.identity), body, limits=self.limits)
         except OmniError as error:
             if not isinstance(body, Snapshot):
                 raise
@@ -418,14 +406,14 @@ class Inbound(threading.Thread):
                 logger.error("dropped a control message: %s", error)
                 continue
             if isinstance(body, Reregister):
-                self._inbox.put(Lost("the coordinator does not know this replica"))
+                self.inbox.put(Lost("the coordinator does not know this replica"))
                 continue
             if isinstance(body, Welcome):
                 self._welcomed = True
             if isinstance(body, Peers):
-                with self._inbox.paused():  # a message decoded meanwhile could find half of them mapped
-                    self._arenas.attach({peer.replica_id: peer.arena for peer in body.sources})
-            self._inbox.put(body)
+                with self.inbox.paused():  # a message decoded meanwhile could find half of them mapped
+                    self.arenas.attach({peer.replica_id: peer.arena for peer in body.sources})
+            self.inbox.put(body)
 
     def _decode(self, frames: Sequence[Frame]) -> Event | None:
         """Turn a message into an event for the main thread; credit does not go there. Runs on either thread."""
@@ -438,6 +426,6 @@ class Inbound(threading.Thread):
         except BadBody as error:
             return Rejected(error.header, error.error, wire_size(frames))
         if isinstance(envelope.body, Credit):
-            self._on_credit(envelope.header.sender, envelope.body)
+            self.on_credit(envelope.header.sender, envelope.body)
             return None
         return Received(envelope, wire_size(frames))

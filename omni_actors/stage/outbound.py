@@ -173,6 +173,7 @@ ADDRESS_SECONDS = 5.0  # how long a message waits for the address of a replica t
 NO_DEADLINE_SECONDS = 600.0  # for which a block of a request without deadline is kept
 
 
+@dataclass(eq=False, repr=False)
 class Outbound(threading.Thread):
     """Sends `Outgoing` messages. One that may not be sent comes back as `Rejected`: the actor ends its request.
 
@@ -185,30 +186,23 @@ class Outbound(threading.Thread):
         arenas: those of the sources, whose blocks are returned with the credit.
     """
 
-    def __init__(
-        self,
-        sockets: Sockets,
-        identity: ReplicaId,
-        limits: Limits,
-        flow: FlowConfig,
-        on_event: Callable[[Event], None],
-        arena: Arena | None,
-        arenas: ArenaReader,
-    ) -> None:
+    sockets: Sockets
+    identity: ReplicaId  # it holds a block until its message is sent
+    limits: Limits
+    flow: FlowConfig
+    on_event: Callable[[Event], None]
+    arena: Arena | None
+    arenas: ArenaReader
+
+    def __post_init__(self) -> None:
         super().__init__(name="outbound", daemon=True)
-        self._flow = flow
-        self._on_event = on_event
-        self._arenas = arenas
         self._wakeup = Wakeup()
         self._lock = threading.Lock()
-        self._header = Header.of(identity)  # of credit
-        self._peers = PeerLinks(sockets, flow)
+        self._header = Header.of(self.identity)  # of credit
+        self._peers = PeerLinks(self.sockets, self.flow)
         self._newest: dict[tuple[str, int], int] = {}  # the last epoch that was announced, by stage and replica
         self._polled: frozenset[Link] = frozenset()  # those on whose sockets the thread waits
         self._waiting, self._waiting_bytes = 0, 0  # messages that wait for their receivers, as of the last `_account`
-        self._identity = identity  # holds a block until its message is sent
-        self._limits = limits
-        self._arena = arena
         self.readers: set[ReplicaId] = set()  # those that have mapped the arena
         self._unaddressed: list[tuple[float, Outgoing]] = []  # since when, and what waits for an address
         # Left to the thread, in order. While anything is here, nothing may be sent directly: it would overtake.
@@ -278,11 +272,11 @@ class Outbound(threading.Thread):
                 self._unknown_peers += 1
                 return
             link.granted(credit.messages, credit.bytes)
-            if receiver is not None and self._arena is not None:
+            if receiver is not None and self.arena is not None:
                 if credit.mapped:
                     self.readers.add(receiver)
                 for ticket in credit.released:
-                    self._arena.release(receiver, ticket)
+                    self.arena.release(receiver, ticket)
             wake = self._account()
         if wake:
             self._wakeup.set()
@@ -317,17 +311,17 @@ class Outbound(threading.Thread):
     @property
     def congested(self) -> bool:
         """Whether so much waits for its receivers that no more may be made."""
-        if self.waiting > self._flow.outbox_messages:
+        if self.waiting > self.flow.outbox_messages:
             return True
-        return self._queued_bytes + self._waiting_bytes > self._flow.outbox_bytes
+        return self._queued_bytes + self._waiting_bytes > self.flow.outbox_bytes
 
     def counts(self) -> dict[str, int]:
         """Messages, blocks and connections held, and totals of what was dropped."""
         unknown = {"dropped_credit_of_unknown_peer": self._unknown_peers} if self._unknown_peers else {}
         if self._detached_results:
             unknown["dropped_results_of_lost_coordinator"] = self._detached_results
-        own = self._arena.counts() if self._arena is not None else {}
-        return {"outbox": self.waiting, **own, **unknown, **self._arenas.counts()}
+        own = self.arena.counts() if self.arena is not None else {}
+        return {"outbox": self.waiting, **own, **unknown, **self.arenas.counts()}
 
     def edges(self) -> dict[str, EdgeMetrics]:
         """What has left and what waits, by receiver, as "talker/0" or "coordinator"."""
@@ -347,7 +341,7 @@ class Outbound(threading.Thread):
             self._linger()
         except Exception as error:  # this thread must not end unnoticed: the main thread ends the process
             logger.exception("the outbound thread failed")
-            self._on_event(Stop(f"outbound thread: {type(error).__name__}: {error}", failed=True))
+            self.on_event(Stop(f"outbound thread: {type(error).__name__}: {error}", failed=True))
         finally:
             with self._lock:
                 self._closed = True
@@ -397,16 +391,16 @@ class Outbound(threading.Thread):
         """Do what becomes due with time, not with a message."""
         if now >= self._next_release:
             self._next_release = now + RELEASE_SECONDS
-            self._return_blocks(self._arenas.take_released())
-            if self._arena is not None:
-                self._arena.expire(STEADY())
+            self._return_blocks(self.arenas.take_released())
+            if self.arena is not None:
+                self.arena.expire(STEADY())
             while self._unaddressed and self._unaddressed[0][0] + ADDRESS_SECONDS < now:  # the oldest come first
                 _, message = self._unaddressed.pop(0)
                 self._lose(message, "was never announced")
             for peer in self._peers.cut(now):
-                self._on_event(Lost(f"the link to {name_of(peer)} was cut"))
+                self.on_event(Lost(f"the link to {name_of(peer)} was cut"))
         for receiver, request_id in self._peers.flush():
-            self._on_event(Undelivered(request_id, receiver, StageLost(f"{receiver.name} takes no messages.")))
+            self.on_event(Undelivered(request_id, receiver, StageLost(f"{receiver.name} takes no messages.")))
         self._account()
 
     def _linger(self) -> None:
@@ -431,8 +425,8 @@ class Outbound(threading.Thread):
                 self._polled -= {link}
                 self._peers.close(peer)
                 self.readers.discard(peer)
-                if self._arena is not None:
-                    self._arena.forget(peer)
+                if self.arena is not None:
+                    self.arena.forget(peer)
         for replica_id, inbox in receivers.items():
             if replica_id not in self._peers.links:
                 self._peers.open(replica_id, inbox)
@@ -449,7 +443,7 @@ class Outbound(threading.Thread):
 
     def _credit(self, sender: Peer, messages: int = 0, size: int = 0) -> None:
         """Grant credit to a sender, and return all unused blocks."""
-        released = self._arenas.take_released()
+        released = self.arenas.take_released()
         self._send_credit(sender, messages, size, released.pop(sender, []) if sender is not None else [])
         self._return_blocks(released)
 
@@ -461,9 +455,9 @@ class Outbound(threading.Thread):
         link = self._peers.links.get(sender)
         if link is not None:  # else the sender is gone, and its account with it
             # Every time: a source may hear of this stage only after the first message.
-            mapped = sender is not None and self._arenas.is_mapped(sender)
+            mapped = sender is not None and self.arenas.is_mapped(sender)
             credit = Credit(messages, size, tuple(released), mapped)
-            link.send_urgent("", encode(self._header, credit, limits=self._limits))
+            link.send_urgent("", encode(self._header, credit, limits=self.limits))
 
     def _account(self) -> bool:
         """Note what waits; whether a link waits for its socket that the thread does not poll yet."""
@@ -490,9 +484,9 @@ class Outbound(threading.Thread):
             return None
         blocks, unfilled = self._place(message, placed)
         try:  # before the copy, which drives what this needs out of the processor's cache
-            frames = encode(message.header, message.body, message.buffers, self._limits, blocks)
+            frames = encode(message.header, message.body, message.buffers, self.limits, blocks)
         except OmniError as error:  # larger than the limits
-            self._on_event(Rejected(message.header, error))
+            self.on_event(Rejected(message.header, error))
             return None
         return Prepared(message, frames, blocks, unfilled)
 
@@ -504,19 +498,19 @@ class Outbound(threading.Thread):
         self, message: Outgoing, placed: dict[int, Block]
     ) -> tuple[tuple[Block, ...], Sequence[tuple[Block, Frame]]]:
         """Reserve blocks for large buffers, as far as there is room: the blocks, and which of them are to be filled."""
-        arena = self._arena
+        arena = self.arena
         if arena is None or message.destination not in self.readers:
             return (), ()
         blocks: list[Block] = []
         unfilled: list[tuple[Block, Frame]] = []
         for index, buffer in enumerate(message.buffers):
             size = wire_size([buffer])
-            if size <= self._flow.inline_bytes or len(blocks) == MAX_BLOCKS:
+            if size <= self.flow.inline_bytes or len(blocks) == MAX_BLOCKS:
                 continue
             block = placed.get(id(buffer))
             if block is None:
                 expires = (message.header.deadline or STEADY() + NO_DEADLINE_SECONDS) + GRACE_SECONDS
-                block = arena.reserve(size, self._identity, expires)
+                block = arena.reserve(size, self.identity, expires)
                 if block is None:
                     continue
                 unfilled.append((block, buffer))
@@ -526,9 +520,9 @@ class Outbound(threading.Thread):
 
     def _fill(self, prepared: Prepared) -> None:
         """Copy the buffers, which may take milliseconds. Needs no lock: only the outbound thread expires blocks."""
-        if self._arena is not None:
+        if self.arena is not None:
             for block, buffer in prepared.unfilled:
-                self._arena.write(block, buffer)
+                self.arena.write(block, buffer)
 
     def _deliver(self, prepared: Prepared) -> None:
         """Hand a message whose blocks are filled to its link."""
@@ -540,21 +534,21 @@ class Outbound(threading.Thread):
             self._lose(message, "has no link")
         elif not link.send(message.header.request_id, prepared.frames):
             self._lose(message, "has taken no messages for so long that its outbox is full")
-        elif self._arena is not None and target is not None:
+        elif self.arena is not None and target is not None:
             for block in prepared.blocks:
-                self._arena.share(block, target)
+                self.arena.share(block, target)
                 link.traffic.shared_bytes += block.length
 
     def _lose(self, message: Outgoing, what: str) -> None:
         """Report that a message did not leave, and why."""
         header, target = message.header, message.destination
         if target is None:
-            self._on_event(Rejected(header, StageLost(f"The coordinator {what}.")))
+            self.on_event(Rejected(header, StageLost(f"The coordinator {what}.")))
         else:
-            self._on_event(Undelivered(header.request_id, target, StageLost(f"{target.name} {what}.")))
+            self.on_event(Undelivered(header.request_id, target, StageLost(f"{target.name} {what}.")))
 
     def _release_batch(self, placed: dict[int, Block]) -> None:
         """Leave a batch's blocks to their receivers. Those without any become free."""
-        if self._arena is not None:
+        if self.arena is not None:
             for block in placed.values():
-                self._arena.release(self._identity, block.ticket)
+                self.arena.release(self.identity, block.ticket)
