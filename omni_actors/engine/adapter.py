@@ -199,7 +199,8 @@ class TextDecoder:
         kept = cast("list[dict[int, Logprob]]", self._logprobs.logprobs)
         positions = kept[-len(output.new_token_ids) :][:count]
         del kept[:-CONTEXT]
-        return tuple(_position(position, wanted) for position in positions)
+        ranked = (_ranked(position, wanted) for position in positions)
+        return tuple(PositionLogprobs(token, top) for token, _, top in ranked)
 
     def prompt_logprobs(self, output: EngineCoreOutput) -> Iterator[tuple[PromptPosition, ...]]:
         """The log probabilities of the prompt, which come with the first output, in pieces for a message each.
@@ -216,7 +217,7 @@ class TextDecoder:
         self._logprobs.prompt_logprobs = []
         size = PIECE_LOGPROBS // (wanted + 1)
         for start in range(0, len(found), size):
-            yield tuple(_prompt_position(position, wanted) for position in found[start : start + size])
+            yield tuple(PromptPosition(*_ranked(position, wanted)) for position in found[start : start + size])
 
     def _release(self, finished: bool) -> None:
         if self.stopped:
@@ -232,18 +233,8 @@ class TextDecoder:
             self._held.popleft()
 
 
-def _position(position: dict[int, Logprob], wanted: int) -> PositionLogprobs:
-    """One position from vLLM's, which has the token taken first, and ranks."""
-    token, _, top = _ranked(position, wanted)
-    return PositionLogprobs(token, top)
-
-
-def _prompt_position(position: dict[int, Logprob], wanted: int) -> PromptPosition:
-    return PromptPosition(*_ranked(position, wanted))
-
-
 def _ranked(position: dict[int, Logprob], wanted: int) -> tuple[TokenLogprob, int, tuple[TokenLogprob, ...]]:
-    """The token that is there, its rank, and the `wanted` likeliest in order."""
+    """The token that is there, which vLLM has first, its rank, and the `wanted` likeliest in order."""
     entries = [TokenLogprob(token, entry.decoded_token or "", entry.logprob) for token, entry in position.items()]
     ranks = [entry.rank or 0 for entry in position.values()]
     ranked = sorted(zip(ranks, entries, strict=True), key=lambda pair: pair[0])

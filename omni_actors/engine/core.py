@@ -186,9 +186,8 @@ class VllmCore:
         try:
             self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=True)
         except Exception as error:  # vLLM and the model's loader raise anything
-            known = error if isinstance(error, OmniError) else None
-            cause = known.message if known is not None else f"{type(error).__name__}: {error}"
-            hint = known.hint if known is not None else None
+            known = (error.message, error.hint) if isinstance(error, OmniError) else None
+            cause, hint = known or (f"{type(error).__name__}: {error}", None)
             raise StartupError(
                 f"The engine core for {vllm_config.model_config.model} does not start: {cause}",
                 hint=hint or "The chained exception names the cause; a checkpoint that is cut off is one of them.",

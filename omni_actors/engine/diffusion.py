@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore, VllmEngine, make_request
-from omni_actors.engine.rows import to_host
+from omni_actors.engine.rows import check_finite, to_host
 from omni_actors.engine.scheduler import Claim
 from omni_actors.engine.workers.base import attachment_of
 from omni_actors.engine.workers.diffusion import FAILED_TOKEN, STEP_TOKEN, DiffusionJob, DiffusionStream
@@ -56,8 +56,7 @@ def picture_events(request_id: str, result: Mapping[str, Any], *, preview: bool)
     for name in ("preview", "latents"):
         latents: torch.Tensor | None = result.get(name)
         if latents is not None:
-            if not torch.isfinite(latents).all():
-                raise ModelOutputInvalid("The model's latents hold NaN or infinite values.")
+            check_finite(latents, "latents")
             events.append(LatentsEvent(request_id, to_host(latents), preview=preview or name == "preview"))
     pixels: torch.Tensor | None = result.get("image")
     if pixels is not None:
@@ -80,8 +79,7 @@ def other_tensors(request_id: str, result: Mapping[str, Any], *, final: bool) ->
     """
     others = {name: tensor for name, tensor in result.items() if name not in KNOWN}
     for name, tensor in others.items():
-        if not torch.isfinite(tensor).all():
-            raise ModelOutputInvalid(f"The model's {name} holds NaN or infinite values.")
+        check_finite(tensor, name)
     hosted = {name: to_host(tensor) for name, tensor in others.items()}
     return [StreamEvent(request_id, tensors=hosted, final=final)] if hosted else []
 
@@ -320,8 +318,7 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         """Check a piece of sound, and keep it until it leaves."""
         if audio is None:  # held back until the next chunk, or not a sound
             return
-        if not torch.isfinite(audio).all():
-            raise ModelOutputInvalid("The model's waveform holds NaN or infinite samples.")
+        check_finite(audio, "waveform")
         seconds = audio.shape[-1] / self._facts.sample_rate
         running.made.add(self._scheduler.clock(), seconds)
         if job is not None:

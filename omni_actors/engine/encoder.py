@@ -16,9 +16,9 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore, VllmEngine, make_request
 from omni_actors.engine.models.encoder_state import ENCODED, Encode
-from omni_actors.engine.rows import to_host
+from omni_actors.engine.rows import check_finite, to_host
 from omni_actors.engine.workers.base import attachment_of
-from omni_actors.errors import EngineError, InvalidRequest, ModelOutputInvalid, OmniError
+from omni_actors.errors import EngineError, InvalidRequest, OmniError
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import (
@@ -180,9 +180,9 @@ class EncoderEngine(VllmEngine[_Encoding]):
         if output.finish_reason in (VllmFinishReason.ERROR, VllmFinishReason.ABORT):
             running.waiting.discard(index)
             raise EngineError(f"vLLM ended the request: {output.finish_reason}.")
-        states: torch.Tensor | None = attachment_of(output).get(ENCODED)
-        if states is not None:
-            running.parts.setdefault(index, []).append(states)
+        encoded: torch.Tensor | None = attachment_of(output).get(ENCODED)
+        if encoded is not None:
+            running.parts.setdefault(index, []).append(encoded)
         if output.finish_reason is None:
             return []
         running.waiting.discard(index)
@@ -191,8 +191,8 @@ class EncoderEngine(VllmEngine[_Encoding]):
         tensors: dict[str, torch.Tensor] = {}
         for place, (name, sequence) in enumerate(running.sequences.items()):
             tensors |= sequence.tensors(name, torch.cat(running.parts.get(place, [])))
-        if not all(torch.isfinite(states).all() for states in tensors.values()):
-            raise ModelOutputInvalid("The encoder's hidden states hold NaN or infinite values.")
+        for name, states in tensors.items():
+            check_finite(states, name)
         request_id = running.request.request_id
         events = self.adapter.events(request_id, running.sequences, tensors)
         media = [feature for one in running.sequences.values() for feature in one.features]

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -31,7 +32,7 @@ from omni_actors.config.checks import adapted_stages, check_parameters, with_def
 from omni_actors.config.loading import engine_options
 from omni_actors.config.schema import Modality, PipelineConfig, StageConfig
 from omni_actors.engine.models.pictures import ADAPTER, Given, layered_pictures, on_white
-from omni_actors.engine.rows import to_host
+from omni_actors.engine.rows import check_finite, to_host
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, ModelOutputInvalid, OmniError, StartupError
 from omni_actors.logs import get_logger
 from omni_actors.media.decoders import DecoderThreads, MediaDecoder
@@ -157,20 +158,20 @@ class SteppedCall:
             raise CallStopped
 
 
+@dataclass(eq=False)
 class PipelineRequest:
     """A request: what it asks for, its pictures once they are decoded, and its call once it has one."""
 
-    def __init__(self, request: StageRequest, text: str, params: StageParams, arrival: int) -> None:
-        self.request = request
-        self.text = text
-        self.params = params
-        self.arrival = arrival
-        self.decoding: MediaDecoder | None = None
-        self.pictures: list[Image.Image] = []
-        self.call: SteppedCall | None = None
-        self.rate = 0.0  # frames per second
-        self.steps = 0
-        self.turn = 0  # number of its latest turn, among those of all requests
+    request: StageRequest
+    text: str
+    params: StageParams
+    arrival: int
+    decoding: MediaDecoder | None = None
+    pictures: list[Image.Image] = field(default_factory=list)
+    call: SteppedCall | None = None
+    rate: float = 0.0  # frames per second
+    steps: int = 0
+    turn: int = 0  # number of its latest turn, among those of all requests
 
     @property
     def ready(self) -> bool:
@@ -391,8 +392,7 @@ class DiffusersEngine(StageEngine):
         if sounds is not None and self._facts.sample_rate:
             samples = torch.as_tensor(sounds[0]).float().cpu()
             samples = samples.mean(0) if samples.ndim == 2 else samples  # [channels, samples]: one channel is sent
-            if not torch.isfinite(samples).all():
-                raise ModelOutputInvalid("The model's waveform holds NaN or infinite samples.")
+            check_finite(samples, "waveform")
             events.append(AudioEvent(request_id, to_host(samples.contiguous()), self._facts.sample_rate))
         if videos is not None:
             frames = torch.from_numpy(_frames(videos[0]))

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from vllm.config import ModelConfig
 
-from omni_actors.errors import EngineError, InvalidPayload
+from omni_actors.errors import EngineError, InvalidPayload, ModelOutputInvalid
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.sharing import Budget
 from omni_actors.telemetry import metrics as table
@@ -65,6 +65,12 @@ def to_host(tensor: torch.Tensor) -> HostTensor:
     contiguous = tensor.detach().contiguous()
     data = contiguous.view(-1).view(torch.uint8).numpy().data if contiguous.numel() else memoryview(b"")
     return HostTensor(dtype, tuple(contiguous.shape), data)
+
+
+def check_finite(tensor: torch.Tensor, what: str) -> None:
+    """Raise `ModelOutputInvalid` for an output that is no number."""
+    if not torch.isfinite(tensor).all():
+        raise ModelOutputInvalid(f"There are NaN or infinite values in the model's {what}.")
 
 
 def embeds_width(config: ModelConfig) -> int:

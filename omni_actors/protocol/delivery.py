@@ -56,10 +56,7 @@ class Delivery:
         before = delivered or Delivered()
         self._delivered = collections.Counter(before.counts)  # what the client has
         self._to_skip: collections.Counter[str] = collections.Counter()  # of that, what a replay still brings again
-        self._checksum, self._checksum_again = (
-            before.checksum,
-            0,
-        )  # of the tokens that the client has, and of those that came again
+        self._checksum, self._checksum_again = (before.checksum, 0)  # of the client's tokens; of those that came again
         self._calls = dict(before.calls)  # characters of arguments that the client has, by the index of the call
         self._calls_to_skip: dict[int, int] = {}  # those that come again, with the call's name
         self._steps = dict(before.steps)  # by stage: the progress that the client knows of

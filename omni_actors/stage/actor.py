@@ -24,6 +24,7 @@ from omni_actors.config.checks import sends_text
 from omni_actors.errors import DeadlineExceeded, EngineError, OmniError, Overloaded, ProtocolError, StageLost, advance
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.codec import Envelope, Frame
+from omni_actors.protocol.delivery import COUNTED, Delivery
 from omni_actors.protocol.fields import Body, Header, ReplicaId
 from omni_actors.protocol.messages import (
     MAX_HELD,
@@ -638,10 +639,12 @@ class StageActor:
         kept = attempt.output if body.receiver is not None else attempt.results
         if stage not in kept.receivers or not kept.intact:
             return self._fail(header.request_id, StageLost(f"Stage {stage} needs output that is not kept here."))
-        if body.receiver is not None:
-            receiver = kept.restart(body.receiver, body.attempt)
-        else:
-            receiver = kept.restart_results(attempt.number, body.delivered, body.first_seq)
+        receiver = Receiver(body.receiver, body.attempt)
+        if body.receiver is None:
+            delivery = Delivery(body.delivered)
+            delivery.replay(COUNTED.values())
+            receiver = Receiver(None, attempt.number, body.first_seq, delivery=delivery)
+        kept.restart(receiver)
         self._resending.append((attempt, kept, receiver))
         return []
 

@@ -13,9 +13,9 @@ from typing import TypeGuard
 import msgspec
 
 from omni_actors.protocol.codec import Frame
-from omni_actors.protocol.delivery import COUNTED, Delivery
+from omni_actors.protocol.delivery import Delivery
 from omni_actors.protocol.fields import TOKEN_BYTES, Body, ReplicaId
-from omni_actors.protocol.messages import Chunk, Delivered, Output
+from omni_actors.protocol.messages import Chunk, Output
 from omni_actors.sharing import Budget
 
 COPIED_BYTES = 1 << 20  # buffers up to this size
@@ -99,22 +99,12 @@ class ResendBuffer:
         self.intact = False
         self._entries.clear()
 
-    def restart(self, replica_id: ReplicaId, attempt: int) -> Receiver:
-        """Put `replica_id`, which has got nothing yet, in the place of its stage's former receiver."""
-        return self._restart(Receiver(replica_id, attempt))
-
-    def restart_results(self, attempt: int, delivered: Delivered | None, first_seq: int) -> Receiver:
-        """Put another coordinator, whose client has what was `delivered`, in the place of the one before."""
-        delivery = Delivery(delivered)
-        delivery.replay(COUNTED.values())
-        return self._restart(Receiver(None, attempt, first_seq, delivery=delivery))
-
-    def _restart(self, receiver: Receiver) -> Receiver:
+    def restart(self, receiver: Receiver) -> None:
+        """Put a receiver, which has got nothing yet, in the place of its stage's former one."""
         stage = stage_of(receiver.replica_id)
         self.receivers[stage].resend_from = None
         receiver.resend_from = 0 if self._entries else None
         self.receivers[stage] = receiver
-        return receiver
 
     def next_resend(self, receiver: Receiver) -> tuple[Body, Sequence[Frame]] | None:
         """Return the next message to send again to a receiver; `None` if it has all.

@@ -22,11 +22,11 @@ import psutil
 import omni_actors
 from omni_actors.config import PipelineConfig
 from omni_actors.config.checks import with_defaults
-from omni_actors.errors import ProtocolError, StartupError
+from omni_actors.errors import StartupError
 from omni_actors.host.processes import STEADY
 from omni_actors.host.run_directory import clear_abandoned
 from omni_actors.protocol.fields import PROTOCOL_VERSION, Body, ReplicaId
-from omni_actors.protocol.messages import Credit, Hello, Peers, Ready, Reregister, Shutdown, Snapshot, Welcome
+from omni_actors.protocol.messages import Hello, Peers, Ready, Reregister, Shutdown, Snapshot, Welcome
 from omni_actors.stage.actor import StageActor
 from omni_actors.stage.engine_interface import StageEngine
 from omni_actors.stage.inbound import Detached, Event, Inbound, Inbox, Lost, Received, Rejected, Stop, Undelivered
@@ -257,8 +257,11 @@ class Session:
         flow = pipeline.flow
         sends = bool(pipeline.downstream(identity.stage)) and flow.arena_bytes > 0
         self._arena = Arena(flow.arena_bytes) if sends else None
-        self._arenas = ArenaReader(self._on_release_due)
+        self._arenas = ArenaReader(lambda: self._outbound.wake())
         self._meter = StageMeter(identity)
+        self._outbound = Outbound(
+            self._sockets, identity, pipeline.limits, flow, self._inbox.put, self._arena, self._arenas
+        )
         self._inbound = Inbound(
             self._sockets,
             identity,
@@ -271,10 +274,9 @@ class Session:
             spec.launcher_pid,
             on_orphaned=spec.leave_no_files,
             arenas=self._arenas,
-            on_credit=self._on_credit,
+            on_credit=self._outbound.granted,
             remote_endpoint=spec.remote_endpoint,
         )
-        self._outbound: Outbound | None = None
         self._actor: StageActor | None = None
         self._closed = False
 
@@ -303,18 +305,8 @@ class Session:
             if isinstance(event, Shutdown):
                 raise StartupError(f"The coordinator refused this stage: {event.reason}.")
             if isinstance(event, Welcome):
-                outbound = Outbound(
-                    self._sockets,
-                    self._identity,
-                    self._pipeline.limits,
-                    self._pipeline.flow,
-                    self._inbox.put,
-                    self._arena,
-                    self._arenas,
-                )
-                outbound.attach(event.results)
-                outbound.start()
-                self._outbound = outbound
+                self._outbound.attach(event.results)
+                self._outbound.start()
                 return None
         raise StartupError(f"The coordinator did not answer within {seconds:g} s.")
 
@@ -330,16 +322,6 @@ class Session:
             remote=remote,
         )
 
-    def _on_credit(self, receiver: ReplicaId | None, credit: Credit) -> None:
-        """On the inbound thread."""
-        if self._outbound is not None:
-            self._outbound.granted(receiver, credit)
-
-    def _on_release_due(self) -> None:
-        """On any thread."""
-        if self._outbound is not None:
-            self._outbound.wake()
-
     # -- loop ---------------------------------------------------------------------------------------------------------
 
     def serve(self, engine: StageEngine, processor: type[StreamProcessor] | None, load_seconds: float) -> Stop | Lost:
@@ -348,8 +330,6 @@ class Session:
         Args:
             load_seconds: from the order to start the process until its engine was ready.
         """
-        if self._outbound is None:
-            raise ProtocolError("The stage cannot serve: no coordinator has welcomed it.")
         self._actor = StageActor(self._pipeline, self._stage, self._identity, engine, processor, STEADY, self._meter)
         facts = engine.facts
         wants = (*facts.wants_information, *(processor.wants_information if processor is not None else ()))
@@ -383,6 +363,6 @@ class Session:
             if self._inbound.is_alive():
                 last_first.callback(self._inbound.join, CLOSE_SECONDS)
                 last_first.callback(self._inbound.finish)
-            if self._outbound is not None:
+            if self._outbound.is_alive():
                 last_first.callback(self._outbound.join, CLOSE_SECONDS)
                 last_first.callback(self._outbound.finish, last_messages)

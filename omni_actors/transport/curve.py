@@ -195,6 +195,7 @@ class KeyOwner(NamedTuple):
     may_operate: bool = True
 
 
+@dataclass(eq=False)
 class KeyOwners:
     """Finds the owner of a public key (Z85). Deleting a client's file locks it out.
 
@@ -202,9 +203,10 @@ class KeyOwners:
         keys: `None` for a pipeline without keys; then every peer may do everything.
     """
 
-    def __init__(self, keys: Keys | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._keys = keys
-        self._clock = clock
+    keys: Keys | None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._known: dict[bytes, KeyOwner | None] = {}
         self._outdated = 0.0
         self._broken: set[Path] = set()
@@ -227,14 +229,14 @@ class KeyOwners:
 
         The files are read at most once in `REVOKED_SECONDS` for each key.
         """
-        if not key or self._keys is None:
+        if not key or self.keys is None:
             return KeyOwner()
-        now = self._clock()
+        now = self.clock()
         if now >= self._outdated:
             self._known.clear()
             self._outdated = now + REVOKED_SECONDS
         if key not in self._known:
-            self._known[key] = self.read(self._keys).get(key)
+            self._known[key] = self.read(self.keys).get(key)
         return self._known[key]
 
 

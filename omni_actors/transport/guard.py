@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -153,6 +153,7 @@ class GuardedConnection:
     counted: int = 0
 
 
+@dataclass(eq=False)
 class Connections:
     """Decides which connections to close, and forgets those. Pure: the kernel's counters are arguments.
 
@@ -162,20 +163,19 @@ class Connections:
         encrypted: they use keys, so that what was sent to one tells whether its key was accepted.
     """
 
-    def __init__(self, limit: int, message_bytes: int, encrypted: bool) -> None:
-        self._limit = limit
-        self._message_bytes = message_bytes
-        self._encrypted = encrypted
-        self.open: dict[int, GuardedConnection] = {}  # by descriptor, the oldest first
+    limit: int
+    message_bytes: int
+    encrypted: bool
+    open: dict[int, GuardedConnection] = field(default_factory=dict)  # by descriptor, the oldest first
 
     def add(self, connection: GuardedConnection) -> tuple[GuardedConnection, str] | None:
         """Take note of a new connection and return which one has to make room, if any, and why."""
         self.open.pop(connection.descriptor, None)  # its end was not seen
         self.open[connection.descriptor] = connection
-        if len(self.open) <= self._limit:
+        if len(self.open) <= self.limit:
             return None
         leaving = next((other for other in self.open.values() if not other.accepted), connection)
-        return self.open.pop(leaving.descriptor), f"all {self._limit} connections are in use"
+        return self.open.pop(leaving.descriptor), f"all {self.limit} connections are in use"
 
     def heard(self, descriptor: int, received: int) -> None:
         """Take note that a connection has completed a message; `received` are its bytes until now."""
@@ -192,16 +192,16 @@ class Connections:
         unfinished: dict[int, int] = {}
         for descriptor, (sent, received) in counters.items():
             connection = self.open[descriptor]
-            if self._encrypted and sent > SENT_BEFORE_ACCEPTED:
+            if self.encrypted and sent > SENT_BEFORE_ACCEPTED:
                 connection.accepted = True
-            if self._encrypted and not connection.accepted and received > HANDSHAKE_BYTES:
+            if self.encrypted and not connection.accepted and received > HANDSHAKE_BYTES:
                 yield self.open.pop(descriptor), f"it sent {received} bytes before it showed its key"
-            elif connection.watched and self._message_bytes >= 0:
+            elif connection.watched and self.message_bytes >= 0:
                 unfinished[descriptor] = received - connection.counted
         total = sum(unfinished.values())
         for descriptor, size in sorted(unfinished.items(), key=lambda item: -item[1]):
             # Encryption and framing add a little to what the codec counts.
-            if size <= self._message_bytes + (self._message_bytes >> 4) and total <= UNFINISHED * self._message_bytes:
+            if size <= self.message_bytes + (self.message_bytes >> 4) and total <= UNFINISHED * self.message_bytes:
                 return
             total -= size
             yield self.open.pop(descriptor), f"it sent {size} bytes without completing a message"

@@ -27,7 +27,7 @@ from omni_actors.sharing import Budget
 from omni_actors.stage import actor as actor_module
 from omni_actors.stage.engine_interface import ErrorEvent, FinishedEvent, StreamEvent, TextEvent
 from omni_actors.stage.outbound import Outgoing
-from omni_actors.stage.resend_buffer import COPIED_BYTES, ENTRY_BYTES, JOINED_BYTES, ResendBuffer
+from omni_actors.stage.resend_buffer import COPIED_BYTES, ENTRY_BYTES, JOINED_BYTES, Receiver, ResendBuffer
 from tests.support.builders import pipeline
 from tests.support.stage import EMPTY, ROUTE, StageUnderTest
 
@@ -216,7 +216,7 @@ def test_small_buffers_are_copied_and_large_ones_referred_to() -> None:
     large = memoryview(bytearray(COPIED_BYTES + 1))
     output.keep(Chunk(tensors={"x": TensorRef(DType.U8, (8,), 0)}), [small])
     output.keep(Chunk(tensors={"x": TensorRef(DType.U8, (len(large),), 0)}), [large])
-    receiver = output.restart(AGAIN, 1)
+    output.restart(receiver := Receiver(AGAIN, 1))
     first, second = (output.next_resend(receiver)[1][0] for _ in range(2))
     assert first == bytes(8)
     assert first is not small
@@ -230,7 +230,7 @@ def test_only_consecutive_tokens_are_joined_and_not_without_end() -> None:
     many = JOINED_BYTES // 4
     for begin, count in ((0, 2), (2, 1), (9, 1), (10, many), (10 + many, 1)):
         output.keep(Chunk(token_ids=bytes(4 * count), start=begin), [])
-    receiver = output.restart(AGAIN, 1)
+    output.restart(receiver := Receiver(AGAIN, 1))
     got = []
     while (entry := output.next_resend(receiver)) is not None:
         got.append((entry[0].start, len(entry[0].token_ids) // 4))
