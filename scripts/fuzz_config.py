@@ -249,9 +249,9 @@ def check(path: Path, arguments: Sequence[str], devices: int, engines: bool) -> 
 
 
 def check_arguments(pipeline: PipelineConfig) -> None:
-    from omni_actors.engine.arguments import ENGINE_KINDS, check_arguments
+    from omni_actors.engine.arguments import ENGINES, check_arguments
 
-    check_arguments(pipeline, [stage for stage in pipeline.stages if stage.kind in ENGINE_KINDS], with_checkpoint=False)
+    check_arguments(pipeline, [stage for stage in pipeline.stages if stage.kind in ENGINES], with_checkpoint=False)
 
 
 def one(path: Path, arguments: Sequence[str], devices: int, options: argparse.Namespace) -> str:

@@ -182,13 +182,6 @@ class AdditionalInformationPayload(Struct, frozen=True, omit_defaults=True, forb
         """References to the tensors whose bytes travel as buffers of the message."""
         return tuple(entry.tensor for entry in self.entries.values() if entry.tensor is not None)
 
-    def scalar(self, name: str) -> Scalar:
-        """Return the scalar called `name`. Raises `InvalidPayload` if there is none."""
-        entry = self.entries.get(name)
-        if entry is None or entry.scalar is None:
-            raise InvalidPayload(f"Additional information lacks the scalar {name!r}; it has {sorted(self.entries)}.")
-        return entry.scalar
-
 
 class PromptEmbedsPayload(Struct, frozen=True, forbid_unknown_fields=True):
     """Embeddings that stand in for prompt tokens: a floating-point tensor [positions >= 1, width >= 1]."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from omni_actors.config import FlowConfig, PipelineConfig, StageConfig
 from omni_actors.protocol.codec import BufferList, Envelope
-from omni_actors.protocol.fields import Body, Header, HostTensor, ReplicaId, pack_token_ids
-from omni_actors.protocol.messages import Abort, Chunk, Ended, Failed, OpenRequest
+from omni_actors.protocol.fields import Body, Header, HostTensor, Limits, ReplicaId, pack_token_ids
+from omni_actors.protocol.messages import Abort, Chunk, Ended, Failed, Hello, OpenRequest
 from omni_actors.protocol.payloads import Prompt, PromptEmbedsPayload, StageParams
 from omni_actors.stage.actor import StageActor
 from omni_actors.stage.engine_interface import EngineEvent, EngineFacts, StageEngine, StageInputs, StageRequest
+from omni_actors.stage.inbound import Inbound, Inbox
 from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outbound import Outgoing
 from omni_actors.stage.processors import PROCESSORS
+from omni_actors.transport.arena import ArenaReader
+from omni_actors.transport.sockets import Sockets
 from tests.support.builders import pipeline
 from tests.support.clock import Clock
 
@@ -104,11 +109,12 @@ class StageUnderTest:
         prompt: str = "",
         route: tuple[ReplicaId, ...] = ROUTE,
         deadline: float = 0.0,
+        attempt: int = 0,
         **fields: object,
     ) -> list[Outgoing]:
         given = Prompt(token_ids=pack_token_ids(list(prompt.encode()))) if prompt else None
         body = OpenRequest(route=route, params=StageParams(), seed=3, prompt=given, **fields)
-        return self.actor.receive(Envelope(Header("expect", request_id, deadline=deadline), body))
+        return self.actor.receive(Envelope(Header("expect", request_id, attempt=attempt, deadline=deadline), body))
 
     def chunk(
         self,
@@ -128,12 +134,13 @@ class StageUnderTest:
         return self.actor.receive(Envelope(header, Chunk(tensors=refs, **fields), tuple(buffers.buffers)))
 
     def tokens(
-        self, text: str, seq: int = 0, request_id: str = "r1", final: bool = True, start: int = 0
+        self, text: str, seq: int = 0, request_id: str = "r1", final: bool = True, start: int = 0, attempt: int = 0
     ) -> list[Outgoing]:
-        return self.chunk(request_id, seq, token_ids=pack_token_ids(list(text.encode())), start=start, final=final)
+        token_ids = pack_token_ids(list(text.encode()))
+        return self.chunk(request_id, seq, attempt=attempt, token_ids=token_ids, start=start, final=final)
 
-    def abort(self, request_id: str = "r1") -> list[Outgoing]:
-        return self.actor.receive(Envelope(Header("abort", request_id), Abort()))
+    def abort(self, request_id: str = "r1", attempt: int = 0) -> list[Outgoing]:
+        return self.actor.receive(Envelope(Header("abort", request_id, attempt=attempt), Abort()))
 
     def ended(self, *request_ids: str) -> None:
         """The coordinator says that these are over everywhere."""
@@ -157,3 +164,19 @@ def failed(messages: list[Outgoing]) -> Failed:
     assert isinstance(message.body, Failed)
     assert message.destination is None
     return message.body
+
+
+def inbound_of(
+    sockets: Sockets, identity: ReplicaId, control: str, endpoint: str, inbox: Inbox, **changes: Any
+) -> Inbound:
+    """The thread that receives for a stage, not started, of a launcher that is this process."""
+    given: dict[str, Any] = {
+        "hello": lambda inbox, remote: Hello(1, "p", "c", 1, inbox, remote=remote),
+        "limits": Limits(),
+        "heartbeat_interval": 0.05,
+        "launcher_pid": os.getpid(),
+        "on_orphaned": lambda: None,
+        "arenas": ArenaReader(lambda: None),
+        "on_credit": lambda receiver, credit: None,
+    }
+    return Inbound(sockets, identity, control, endpoint, inbox=inbox, **{**given, **changes})

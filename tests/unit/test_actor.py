@@ -5,17 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from omni_actors.config import FlowConfig
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, PromptTooLong
 from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.fields import DType, Header, HostTensor, ReplicaId, TensorRef, pack_token_ids
 from omni_actors.protocol.messages import AudioChunk, Chunk, Failed, FinishReason, OpenRequest, StageDone, TextDelta
-from omni_actors.protocol.payloads import (
-    AdditionalInformationEntry,
-    AdditionalInformationPayload,
-    Prompt,
-    PromptEmbedsPayload,
-    StageParams,
-)
+from omni_actors.protocol.payloads import AdditionalInformationEntry, AdditionalInformationPayload, Prompt, StageParams
 from omni_actors.stage import actor
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.engine_interface import (
@@ -152,17 +147,6 @@ def test_usage_has_times_since_the_announcement_and_an_error_ends_its_own_reques
     assert (usage.input_tokens, usage.output_tokens) == (7, 9)
 
 
-def test_tensors_and_scalars_of_a_stream_event_travel_together() -> None:
-    stage = StageUnderTest("thinker")
-    stage.expect()
-    rows = HostTensor(DType.F32, (1, 1), b"abcd")
-    (message,) = stage.do(StreamEvent("r1", [5], {"rows": rows}, {"prompt_tokens": 3}, 2, False))
-    assert message.body.rows == PromptEmbedsPayload(TensorRef(DType.F32, (1, 1), 0))
-    assert message.body.tensors == {}
-    assert list(message.buffers) == [b"abcd"]
-    assert message.body.information.scalar("prompt_tokens") == 3
-
-
 def test_other_sound_is_input_of_the_next_stage_which_hears_of_its_end() -> None:
     stage = StageUnderTest("talker")
     stage.expect()
@@ -175,7 +159,7 @@ def test_other_sound_is_input_of_the_next_stage_which_hears_of_its_end() -> None
         assert message.destination == ROUTE[3]
         assert message.body.tensors == {"samples": TensorRef(DType.F32, (2,), 0)}
         assert list(message.buffers) == [sound.data]
-        assert message.body.information.scalar("sample_rate") == 24_000
+        assert message.body.information.entries["sample_rate"].scalar == 24_000
         assert message.body.start == start
         assert not message.body.final
     assert last.destination == ROUTE[3]
@@ -306,6 +290,108 @@ def test_undecodable_messages_fail_their_request_known_or_not() -> None:
     assert stage.actor.reject(Header("expect", "r2"), InvalidPayload("again")) == []
     assert stage.actor.reject(Header("expect"), InvalidPayload("no request at all")) == []
     assert stage.held() == EMPTY
+
+
+# -- several attempts, deadlines, bounds ------------------------------------------------------------------------------
+
+
+def test_a_new_attempt_is_another_request_to_the_engine() -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect(attempt=0)
+    stage.tokens("ab", attempt=0)
+    stage.abort(attempt=0)
+    stage.expect(attempt=1)
+    stage.tokens("ab", attempt=0)
+    assert stage.actor.dropped == {"foreign_epoch": 1}
+    stage.tokens("ab", attempt=1)
+    assert [call[:2] for call in stage.engine.calls if call[0] == "abort"] == [("abort", "r1")]
+    assert stage.engine.held == {"r1~1"}
+    assert stage.do(TextEvent("r1", "late", [1])) == []
+    assert stage.actor.dropped["event_of_ended_request"] == 1
+    (message,) = stage.do(TextEvent("r1~1", "x", [1]))
+    assert message.header.request_id == "r1"
+    assert message.header.attempt == 1
+    assert message.header.seq == 0
+    stage.engine.held.clear()
+    stage.do(FinishedEvent("r1~1", FinishReason.STOP, 1, 1))
+    stage.ended()
+    assert stage.held() == EMPTY
+    assert stage.do(TextEvent("r1~1", "late", [1])) == []
+    assert stage.actor.dropped["event_of_ended_request"] == 2
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_chunks_of_the_next_attempt_may_come_first(aborted: bool) -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect(attempt=0)
+    stage.tokens("old", attempt=0)
+    stage.tokens("new", attempt=1)
+    if aborted:
+        stage.abort(attempt=0)
+        assert stage.held()["early_requests"] == 1
+    stage.expect(attempt=1)
+    assert [bytes(inputs.token_ids) for inputs in stage.engine.started()] == [b"old", b"new"]
+    assert ("abort", "r1") in stage.engine.calls
+    assert stage.engine.held == {"r1~1"}
+
+
+def test_old_attempts_touch_nothing() -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect(attempt=1)
+    stage.tokens("ab", attempt=1)
+    stage.expect(attempt=0)
+    stage.abort(attempt=0)
+    own = Header("", "r1", "thinker", 0, 5, 0)
+    assert stage.actor.reject(own, EngineError("could not be sent")) == []
+    assert stage.engine.held == {"r1~1"}
+    stage.abort(attempt=1)
+    stage.expect(attempt=1)
+    assert stage.engine.held == set()
+    assert stage.actor.dropped == {"opened_twice": 2, "late": 1}
+
+
+def test_request_without_a_deadline_gets_one() -> None:
+    stage = StageUnderTest("talker", default_timeout=50.0)
+    stage.expect()
+    stage.clock.now += 49.9
+    assert stage.actor.tick() == []
+    stage.clock.now += 0.1
+    assert failed(stage.actor.tick()).code is ErrorCode.DEADLINE_EXCEEDED
+
+
+def test_open_requests_are_bounded() -> None:
+    stage = StageUnderTest("talker", max_in_flight=2)
+    for number in range(4):
+        assert stage.expect(f"r{number}") == []
+    assert failed(stage.expect("r4")).code is ErrorCode.OVERLOADED
+    stage.abort("r0")
+    assert stage.expect("r5") == []
+
+
+def test_saturated_only_by_whole_requests_and_while_the_engine_can_work() -> None:
+    stage = StageUnderTest("talker", flow=FlowConfig(backlog_requests=2))
+    for number in range(4):
+        stage.expect(f"r{number}")
+        stage.tokens("ab", request_id=f"r{number}", final=False)
+    stage.engine.events.append(FinishedEvent("other", FinishReason.STOP, 1, 1))  # makes it runnable
+    assert not stage.actor.saturated, "all of them wait for more input, which must not be held back"
+    for number in range(3):
+        stage.tokens("c", 1, f"r{number}", start=2)
+    assert stage.actor.saturated
+    stage.engine.events.clear()
+    assert not stage.actor.saturated, "an engine that cannot work must get what it waits for"
+    stage.engine.events.append(FinishedEvent("r0", FinishReason.STOP, 1, 1))
+    assert stage.actor.saturated
+    stage.actor.step()
+    stage.engine.events.append(FinishedEvent("other", FinishReason.STOP, 1, 1))
+    assert not stage.actor.saturated
+    stage.abort("r1")
+    stage.abort("r1")
+    stage.tokens("c", 1, "r3", start=2)
+    assert not stage.actor.saturated, "r2 and r3"
+    stage.expect("r4")
+    stage.tokens("c", request_id="r4")
+    assert stage.actor.saturated
 
 
 # -- with the echo engine ---------------------------------------------------------------------------------------------

@@ -61,18 +61,6 @@ def test_bytes_arrive_in_place_and_are_given_back_with_the_last_view(arena: Aren
     assert {"arena_blocks": 0, "arena_bytes": 0}.items() <= arena.counts().items()
 
 
-def test_fan_out_is_published_once_and_freed_by_the_last_consumer(arena: Arena) -> None:
-    block = publish(arena, bytes(1000), ME, 1e12)
-    arena.share(block, OTHER)
-    arena.release(ReplicaId("stranger", 0, 1), block.ticket)
-    arena.release(ME, block.ticket)
-    arena.release(ME, block.ticket)
-    assert arena.counts()["arena_blocks"] == 1
-    arena.release(OTHER, block.ticket)
-    assert arena.counts()["arena_blocks"] == 0
-    arena.release(OTHER, 12345)
-
-
 def test_death_of_the_consumer_and_time_free_blocks(arena: Arena) -> None:
     for _ in range(3):
         publish(arena, bytes(1000), ME, 100.0)

@@ -11,12 +11,20 @@ from pathlib import Path
 import pytest
 import zmq
 
+from omni_actors.errors import Unauthorized
 from omni_actors.protocol.codec import FIXED_FRAMES
 from omni_actors.protocol.fields import MAX_BUFFERS
 from omni_actors.transport import guard as guard_module
 from omni_actors.transport import sockets as sockets_module
 from omni_actors.transport.curve import EVERYONE, load_keys, make_cluster
-from omni_actors.transport.guard import HANDSHAKE_BYTES, SENT_BEFORE_ACCEPTED, Connections, GuardedConnection
+from omni_actors.transport.guard import (
+    HANDSHAKE_BYTES,
+    HANG_UP_SECONDS,
+    SENT_BEFORE_ACCEPTED,
+    Connections,
+    GuardedConnection,
+    HandshakeMonitor,
+)
 from omni_actors.transport.sockets import MAX_FRAMES, MAX_IDENTITY, Discarded, Socket, Sockets, try_send
 from tests.support.tcp import closed
 from tests.support.waiting import until
@@ -204,17 +212,18 @@ def test_the_oldest_connection_that_showed_no_key_makes_room() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "received", "closes"),
+    ("sent", "received", "watched", "closes"),
     [
-        (SENT_BEFORE_ACCEPTED, HANDSHAKE_BYTES, False),
-        (SENT_BEFORE_ACCEPTED, HANDSHAKE_BYTES + 1, True),
-        (SENT_BEFORE_ACCEPTED + 1, HANDSHAKE_BYTES + 1, False),
-        (SENT_BEFORE_ACCEPTED + 1, 2 * MESSAGE_BYTES, True),
+        (SENT_BEFORE_ACCEPTED, HANDSHAKE_BYTES, True, False),
+        (SENT_BEFORE_ACCEPTED, HANDSHAKE_BYTES + 1, True, True),
+        (SENT_BEFORE_ACCEPTED + 1, HANDSHAKE_BYTES + 1, True, False),
+        (SENT_BEFORE_ACCEPTED + 1, 2 * MESSAGE_BYTES, True, True),
+        (SENT_BEFORE_ACCEPTED + 1, 100 * MESSAGE_BYTES, False, False),  # members may queue what they like
     ],
 )
-def test_what_a_connection_may_send(sent: int, received: int, closes: bool) -> None:
+def test_what_a_connection_may_send(sent: int, received: int, watched: bool, closes: bool) -> None:
     connections = Connections(9, MESSAGE_BYTES, encrypted=True)
-    connections.add(connection(1))
+    connections.add(connection(1, watched))
     assert closed_of(connections, {1: (sent, received)}) == [1] * closes
     assert (1 in connections.open) != closes
 
@@ -230,7 +239,31 @@ def test_all_together_send_a_few_messages_without_ending_one_and_the_largest_lea
     assert closed_of(connections, {number: counters[number] for number in range(2, 6)}) == []
 
 
-def test_connections_of_members_may_queue_what_they_like() -> None:
-    connections = Connections(9, MESSAGE_BYTES, encrypted=True)
-    connections.add(connection(1, watched=False))
-    assert closed_of(connections, {1: (SENT_BEFORE_ACCEPTED + 1, 100 * MESSAGE_BYTES)}) == []
+# -- what the events of a connection mean -----------------------------------------------------------------------------
+
+HUNG_UP, CAME_UP, GONE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
+
+
+@pytest.mark.parametrize(
+    ("events", "refused", "lost"),
+    [
+        ([(0.0, HUNG_UP), (0.1, HUNG_UP), (1.9, HUNG_UP)], False, False),  # a peer that goes away
+        ([(0.0, HUNG_UP), (9.0, HUNG_UP)], False, False),
+        ([(0.0, HUNG_UP), (0.1, HUNG_UP), (1.5, CAME_UP), (2.1, HUNG_UP)], False, False),
+        ([(0.0, HUNG_UP), (0.1, HUNG_UP), (2.1, HUNG_UP)], True, False),
+        ([(0.0, HUNG_UP), (0.1, HUNG_UP), (2.1, HUNG_UP), (3.0, CAME_UP)], False, False),
+        ([(0.0, HUNG_UP), (0.0, GONE)], False, False),  # it was not there
+        ([(0.0, CAME_UP), (1.0, GONE)], False, True),
+        ([(0.0, CAME_UP), (1.0, GONE), (2.0, CAME_UP)], False, True),  # until it is read
+    ],
+)
+def test_many_hang_ups_are_a_refusal_and_only_an_established_connection_is_lost(
+    sockets: Sockets, events: list[tuple[float, int]], refused: bool, lost: bool
+) -> None:
+    monitor = HandshakeMonitor(sockets.context.socket(zmq.DEALER), "tcp://x:1", None)
+    for now, event in events:
+        monitor.note(event, now)
+    assert isinstance(monitor.refusal, Unauthorized) is refused
+    assert not monitor.final
+    assert monitor.disconnected is lost
+    assert HANG_UP_SECONDS < 4, "a refused peer must know within 5 s"

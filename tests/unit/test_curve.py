@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket as plain_sockets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,16 +17,15 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.client import async_client as client_module
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, Unauthorized
 from omni_actors.host.addresses import is_loopback, stays_on_host, tcp_host
-from omni_actors.protocol.fields import Limits, ReplicaId
-from omni_actors.protocol.messages import Hello
-from omni_actors.stage.inbound import Inbound, Inbox, Stop
+from omni_actors.protocol.fields import ReplicaId
+from omni_actors.stage.inbound import Inbox, Stop
 from omni_actors.transport import guard as handshake_module
 from omni_actors.transport import sockets as sockets_module
-from omni_actors.transport.arena import ArenaReader
 from omni_actors.transport.curve import EVERYONE, LOCAL, MEMBERS, ZapAuthenticator, load_keys, make_client, make_cluster
 from omni_actors.transport.guard import HandshakeMonitor
 from omni_actors.transport.sockets import Sockets, drain, try_send
 from tests.support import zmtp
+from tests.support.stage import inbound_of
 from tests.support.tcp import closed
 from tests.support.waiting import PATIENCE, until
 
@@ -37,7 +35,7 @@ TCP = "tcp://127.0.0.1:0"
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten a wait of two seconds. Its real length is tested by test_handshake_monitor.py and tests/nodes."""
+    """Shorten a wait of two seconds. Its real length is tested by test_connection_guard.py and tests/nodes."""
     monkeypatch.setattr(handshake_module, "HANG_UP_SECONDS", 0.4)
 
 
@@ -233,38 +231,6 @@ def test_without_an_authenticator_every_peer_is_refused(
     assert "hangs up" in str(refusal)
 
 
-def test_a_wiretap_cannot_read_what_is_encrypted(folder: Path, contexts: list[Sockets]) -> None:
-    """It sees the message of a pipeline without keys."""
-    for keys, readable in ((None, True), (folder, False)):
-        coordinator = Coordinator(contexts, keys)
-        heard = bytearray()
-        port = int(coordinator.control_endpoint.rpartition(":")[2])
-        with plain_sockets.create_server(("127.0.0.1", 0)) as tap:
-            sockets = Sockets(keys=load_keys(keys))
-            contexts.append(sockets)
-            mine, handshake = sockets.dealer(f"tcp://127.0.0.1:{tap.getsockname()[1]}", b"me")
-            near, _ = tap.accept()
-            far = plain_sockets.create_connection(("127.0.0.1", port))
-            for end in (near, far):
-                end.setblocking(False)
-            mine.send(b"plain words")
-            deadline = time.monotonic() + 20
-            while not (arrived := drain(coordinator.control)) and time.monotonic() < deadline:
-                for source, target in ((near, far), (far, near)):
-                    try:
-                        data = source.recv(65536)
-                    except BlockingIOError:
-                        continue
-                    heard += data
-                    target.sendall(data)
-            near.close()
-            far.close()
-            handshake.close()
-            mine.close(linger=0)
-        assert arrived == [[b"me", b"plain words"]]
-        assert (b"plain words" in heard) is readable
-
-
 # -- where keys are needed --------------------------------------------------------------------------------------------
 
 
@@ -322,20 +288,7 @@ def test_a_stage_with_wrong_keys_ends_its_start(holders: dict[str, Path | None],
     for keys, said in ((holders[OTHER], HANGS_UP), (None, ASKS)):
         contexts.append(Sockets(keys=load_keys(keys)))
         inbox = Inbox()
-        inbound = Inbound(
-            contexts[-1],
-            ReplicaId("talker", 0, 1),
-            coordinator.control_endpoint,
-            TCP,
-            lambda inbox, remote: Hello(1, "p", "c", 1, inbox),
-            inbox,
-            Limits(),
-            0.05,
-            os.getpid(),
-            on_orphaned=lambda: None,
-            arenas=ArenaReader(lambda: None),
-            on_credit=lambda receiver, credit: None,
-        )
+        inbound = inbound_of(contexts[-1], ReplicaId("talker", 0, 1), coordinator.control_endpoint, TCP, inbox)
         inbound.start()
         stop = next(iter(inbox.take(REFUSED_SECONDS)), None)
         assert isinstance(stop, Stop)

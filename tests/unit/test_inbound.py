@@ -27,9 +27,9 @@ from omni_actors.protocol.messages import (
     Welcome,
 )
 from omni_actors.stage import inbound
-from omni_actors.stage.inbound import Event, Inbound, Inbox, Lost, Received, Rejected, Stop
-from omni_actors.transport.arena import ArenaReader
+from omni_actors.stage.inbound import Event, Inbox, Lost, Received, Rejected, Stop
 from omni_actors.transport.sockets import HIGH_WATER_MARK, Socket, Sockets, drain, try_send
+from tests.support.stage import inbound_of
 from tests.support.waiting import PATIENCE, until
 
 IDENTITY = ReplicaId("thinker", 0, 5)
@@ -51,21 +51,14 @@ class Harness:
         self.sockets = Sockets()
         self.control, endpoint = self.sockets.router(f"ipc://{folder}/control")
         self.inbox = Inbox()
-        self.orphaned = False
-        self.credit: list = []
-        self.inbound = Inbound(
+        self.inbound = inbound_of(
             Sockets(),
             IDENTITY,
             endpoint,
             f"ipc://{folder}/{inbox}",
-            lambda inbox, remote: Hello(1, "p", "c", 1, inbox, remote=remote),
             self.inbox,
-            limits or Limits(),
-            0.05,
-            launcher_pid,
-            on_orphaned=lambda: setattr(self, "orphaned", True),
-            arenas=ArenaReader(lambda: None),
-            on_credit=lambda receiver, credit: self.credit.append((receiver, credit)),
+            limits=limits or Limits(),
+            launcher_pid=launcher_pid,
         )
         self.inbound.start()
 

@@ -134,8 +134,9 @@ def test_who_may_operate(tmp_path: Path) -> None:
     assert of("alice") == KeyOwner("alice", may_operate=False)
     assert of("olga") == KeyOwner("olga", may_operate=True)
     assert owners.of(b"x" * 40) is None
+    (tmp_path / "k" / "allowed" / "aaa.key").write_bytes(b"\xff\x00 public-key = nonsense")
     make_client(tmp_path / "k", "bob")
-    assert of("bob") == KeyOwner("bob", may_operate=False), "a new one is known at once"
+    assert of("bob") == KeyOwner("bob", may_operate=False), "at once, whatever is in the file of another"
     (tmp_path / "k" / "allowed" / "alice.key").unlink()
     assert of("alice") is not None, "the files are not read for every message"
     now += REVOKED_SECONDS

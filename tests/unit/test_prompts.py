@@ -168,7 +168,7 @@ def test_messages_may_be_a_mapping_to_which_more_is_added() -> None:
     prompt, information, _ = convert({"messages": [MESSAGE], "additional_information": {"style": "calm"}})
     assert prompt == convert([MESSAGE])[0]
     assert information is not None
-    assert information.scalar("style") == "calm"
+    assert information.entries["style"].scalar == "calm"
     with pytest.raises(InvalidRequest, match="given twice"):
         convert({"messages": [MESSAGE], "additional_information": {}}, additional_information={})
 

@@ -11,18 +11,16 @@ from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, StageLost
 from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.fields import DType, Header, HostTensor, ReplicaId, TensorRef, pack_token_ids
 from omni_actors.protocol.messages import (
-    Abort,
     Chunk,
     Delivered,
     FinishReason,
     HeldRequest,
-    OpenRequest,
     Resend,
     StageDone,
     TextDelta,
     Unreachable,
 )
-from omni_actors.protocol.payloads import PromptEmbedsPayload, StageParams
+from omni_actors.protocol.payloads import PromptEmbedsPayload
 from omni_actors.sharing import Budget
 from omni_actors.stage import actor as actor_module
 from omni_actors.stage.engine_interface import ErrorEvent, FinishedEvent, StreamEvent, TextEvent
@@ -139,9 +137,8 @@ def test_nothing_is_kept_of_what_is_over(how: str) -> None:
             (told,) = stage.actor.reject(Header("", "r1", "thinker", 0, 5), InvalidPayload("too large to send"))
             assert told.body.code is ErrorCode.INVALID_PAYLOAD, "also when it is finished here"
         else:
-            body = OpenRequest(route=ROUTE, params=StageParams(), seed=3)
-            stage.actor.receive(Envelope(Header("expect", "r1", attempt=1), body))
-            stage.actor.receive(Envelope(Header("abort", "r1", attempt=1), Abort()))
+            stage.expect(attempt=1)
+            stage.abort(attempt=1)
         assert stage.held() == EMPTY
         assert stage.actor.step() == []
         assert not stage.actor.runnable()
@@ -189,8 +186,7 @@ def test_a_resend_of_another_attempt_is_not_for_this_one() -> None:
     (refused,) = resend(stage, own=1)
     assert refused.body.code is ErrorCode.STAGE_LOST
     assert refused.header.attempt == 1
-    body = OpenRequest(route=ROUTE, params=StageParams(), seed=3)
-    stage.actor.receive(Envelope(Header("expect", "r1", attempt=2), body))
+    stage.expect(attempt=2)
     assert resend(stage, own=1) == []
     assert stage.held()["requests"] == 1
 
@@ -256,17 +252,12 @@ def test_results_are_kept_while_there_is_no_coordinator_and_the_next_one_gets_wh
     stage = started()
     assert results(stage.do(text(0), text(1))) == [(0, "a"), (1, "b")]
     stage.actor.detach()
-    assert results(stage.do(text(2), token(0))) == []
+    (sent,) = stage.do(text(2), token(0))
+    assert chunks([sent]) == [(TALKER, 0, 0, pack_token_ids([0]), False)], "the stages after it go on"
     assert stage.actor.held_requests() == (HeldRequest("r1", 0, 3, ((TALKER, 0),)),)
     assert fetch(stage, 1) == []
     assert results(stage.do(text(3))) == [(0, "b"), (1, "c"), (2, "d")]
     assert results(stage.do(text(4))) == [(3, "e")]
-
-
-def test_the_stages_after_it_go_on_without_a_coordinator() -> None:
-    stage = started()
-    stage.actor.detach()
-    assert chunks(stage.do(token(0))) == [(TALKER, 0, 0, pack_token_ids([0]), False)]
 
 
 def test_a_request_that_ends_meanwhile_is_held_with_its_end() -> None:

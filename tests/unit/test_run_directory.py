@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,58 @@ def run(short_path: Path) -> Iterator[RunDirectory]:
     opened = RunDirectory(str(short_path / "run"))
     yield opened
     opened.close()
+
+
+def leave_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(path))
+
+
+def test_temporary_folder_is_private_and_removed() -> None:
+    run = RunDirectory()
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+    assert run.temporary
+    leave_socket(run.path / "inbox")
+    run.close()
+    assert not run.path.exists()
+    run.close()
+
+
+def test_given_folder_is_swept_locked_and_kept(short_path: Path) -> None:
+    folder = short_path / "run"
+    folder.mkdir(mode=0o755)
+    leave_socket(folder / "client")
+    (folder / "note").write_text("mine")
+    run = RunDirectory(str(folder))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not (folder / "client").exists()
+    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+        RunDirectory(str(folder))
+    leave_socket(folder / "inbox")
+    run.close()
+    assert sorted(entry.name for entry in folder.iterdir()) == ["logs", "note"]
+    RunDirectory(str(folder)).close()
+
+
+@pytest.mark.parametrize("temporary", [True, False])
+def test_an_abandoned_folder_is_cleared_but_not_one_in_use(short_path: Path, temporary: bool) -> None:
+    folder = short_path / "run"
+    hold = (
+        "import sys, time; from omni_actors.host.run_directory import RunDirectory;"
+        "run = RunDirectory(sys.argv[1]); print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold, str(folder)], stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == b"held\n"
+        leave_socket(folder / "client")
+        clear_abandoned(folder, temporary)
+        assert (folder / "client").exists(), "its launcher is running"
+        launcher.kill()
+    clear_abandoned(folder, temporary)
+    assert folder.exists() is not temporary
+    if not temporary:
+        assert [entry.name for entry in folder.iterdir()] == ["logs"]
+    clear_abandoned(folder, temporary)
 
 
 def test_a_folder_that_others_made_in_its_place_is_not_taken_for_ours_and_stays(short_path: Path) -> None:
