@@ -1,4 +1,4 @@
-"""What many share: bytes within a limit (`Budget`), and slots (`FairQueue`).
+"""What many share: bytes within a limit (`Budget`), slots (`FairQueue`), and which requests have ended (`Tombstones`).
 
 A request in flight has a slot; the others wait in a line of bounded length. Slots are shared among owners (a key, or a
 connection without one), and an owner's slots among its tenants: its connections, and the names that it gives to its own
@@ -8,6 +8,7 @@ users. No request loses its slot, so the last ones are kept for those who hold n
 from __future__ import annotations
 
 import bisect
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Hashable
@@ -281,3 +282,41 @@ class FairQueue:
         for of, name in ((self._all.parts[ticket.owner], ticket.tenant), (self._all, ticket.owner)):
             if not of.parts[name].held and not of.parts[name].waiting:
                 del of.parts[name]
+
+
+MAX_TOMBSTONES = 100_000
+
+
+class Tombstones:
+    """Ids of ended requests, bounded by age (`ttl` seconds) and by number; the oldest are forgotten first."""
+
+    def __init__(self, ttl: float, maximum: int = MAX_TOMBSTONES) -> None:
+        self._ttl = ttl
+        self._maximum = maximum
+        # (time, attempt), in order of time. A plain dict looks for its first entry among all that were deleted.
+        self._ended: collections.OrderedDict[str, tuple[float, int]] = collections.OrderedDict()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._ended
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    def covers(self, request_id: str, attempt: int) -> bool:
+        """Whether this attempt, or a later one, has ended."""
+        return request_id in self._ended and attempt <= self._ended[request_id][1]
+
+    def add(self, request_id: str, now: float, attempt: int = 0) -> None:
+        """Remember an end; the oldest is forgotten when there are too many."""
+        _, before = self._ended.pop(request_id, (0.0, 0))
+        self._ended[request_id] = (now, max(before, attempt))
+        while len(self._ended) > self._maximum:
+            self._ended.popitem(last=False)
+
+    def expire(self, now: float) -> None:
+        """Forget the requests that ended `ttl` seconds ago or earlier."""
+        while self._ended:
+            oldest = next(iter(self._ended))
+            if self._ended[oldest][0] + self._ttl > now:
+                return
+            self._ended.popitem(last=False)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from omni_actors.coordinator.core import replicas
-from omni_actors.stage.actor import ATTEMPT_TRANSITIONS, AttemptState
+from omni_actors.stage.attempts import ATTEMPT_TRANSITIONS, AttemptState
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
 BEGIN, END = "<!-- written by scripts/state_diagrams.py -->\n", "<!-- end of what is written -->\n"
@@ -34,7 +34,7 @@ def diagrams() -> str:
 ## State machines
 
 Written by `scripts/state_diagrams.py` from the tables in `omni_actors/coordinator/core/replicas.py` and
-`omni_actors/stage/actor.py`; a test compares them.
+`omni_actors/stage/attempts.py`; a test compares them.
 
 ### A replica
 

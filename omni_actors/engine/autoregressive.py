@@ -21,7 +21,14 @@ from omni_actors.errors import EngineError, InvalidPayload, ModelOutputInvalid, 
 from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.stage.engine_interface import EngineEvent, EngineFacts, ErrorEvent, StageInputs, StageRequest
+from omni_actors.stage.engine_interface import (
+    EngineEvent,
+    EngineFacts,
+    ErrorEvent,
+    FinishedEvent,
+    StageInputs,
+    StageRequest,
+)
 from omni_actors.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
@@ -269,5 +276,5 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         reason = FinishReason.STOP if output.finish_reason is None or stopped else _REASONS[output.finish_reason]
         ended_by, language = running.outputs.stop_reason, running.outputs.language
         tokens = running.input_tokens, running.output_tokens
-        events.append(self._finished(request_id, reason, *tokens, ended_by, language=language))
-        return events
+        done = FinishedEvent(request_id, reason, *tokens, ended_by, language=language)
+        return [*events, self._finished(done)]

@@ -23,7 +23,6 @@ from omni_actors.engine.workers.base import memory_hint
 from omni_actors.engine.workers.ray import place_workers
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniError, StartupError
 from omni_actors.host.processes import STEADY
-from omni_actors.protocol.messages import FinishReason
 from omni_actors.stage.engine_interface import EngineLost, ErrorEvent, FinishedEvent, StageEngine
 from omni_actors.telemetry import metrics as table
 from omni_actors.telemetry.metrics import Metric
@@ -337,19 +336,10 @@ class VllmEngine(StageEngine, Generic[RunningT]):
         if request_id in self._requests:
             raise InvalidRequest(f"Request {request_id!r} is already running.")
 
-    def _finished(
-        self,
-        request_id: str,
-        reason: FinishReason,
-        input_tokens: int,
-        output_tokens: int,
-        stop_reason: int | str | None = None,
-        picture_tokens: int = 0,
-        language: str = "",
-    ) -> FinishedEvent:
+    def _finished(self, event: FinishedEvent) -> FinishedEvent:
         """End a request that the core has finished."""
-        del self._requests[request_id]
-        return FinishedEvent(request_id, reason, input_tokens, output_tokens, stop_reason, picture_tokens, language)
+        del self._requests[event.request_id]
+        return event
 
     def _failed(self, request_id: str, error: OmniError) -> ErrorEvent:
         """End a request that the core may still compute."""

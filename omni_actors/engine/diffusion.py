@@ -23,6 +23,7 @@ from omni_actors.stage.engine_interface import (
     EngineEvent,
     EngineFacts,
     ErrorEvent,
+    FinishedEvent,
     ImageEvent,
     LatentsEvent,
     ProgressEvent,
@@ -309,8 +310,8 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
             return [*self._let_go(running), self._failed(request_id, error)]
         self._release(running)
         events += self._let_go(running)
-        done = self._finished(request_id, FinishReason.STOP, running.stream.input_tokens, running.steps)
-        return [*events, done]
+        done = FinishedEvent(request_id, FinishReason.STOP, running.stream.input_tokens, running.steps)
+        return [*events, self._finished(done)]
 
     def _take_audio(
         self, request_id: str, running: _RunningStream, job: DiffusionJob | None, audio: torch.Tensor | None

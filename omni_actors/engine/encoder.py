@@ -197,8 +197,8 @@ class EncoderEngine(VllmEngine[_Encoding]):
         events = self.adapter.events(request_id, running.sequences, tensors)
         media = [feature for one in running.sequences.values() for feature in one.features]
         shown = sum(feature.mm_position.length for feature in media if feature.modality == "image")
-        done: FinishedEvent = self._finished(request_id, FinishReason.STOP, running.tokens, 0, picture_tokens=shown)
-        return [*events, done]
+        done = FinishedEvent(request_id, FinishReason.STOP, running.tokens, 0, picture_tokens=shown)
+        return [*events, self._finished(done)]
 
     def take_scheduled(self) -> Sequence[tuple[str, float]]:
         """Requests whose first sequence was scheduled since the last call, and when (monotonic clock, seconds)."""

@@ -6,7 +6,6 @@ was started with (`spawn_epoch`), under which it may register again and again.
 
 from __future__ import annotations
 
-import collections
 import enum
 from typing import Annotated, ClassVar
 
@@ -124,44 +123,6 @@ class Failed(Body, tag="failed", frozen=True):
         return ERROR_CLASSES[self.code](
             self.message, hint=self.hint, stage=self.stage, retry_after=self.retry_after, field=self.field
         )
-
-
-MAX_TOMBSTONES = 100_000
-
-
-class Tombstones:
-    """Ids of ended requests, bounded by age (`ttl` seconds) and by number; the oldest are forgotten first."""
-
-    def __init__(self, ttl: float, maximum: int = MAX_TOMBSTONES) -> None:
-        self._ttl = ttl
-        self._maximum = maximum
-        # (time, attempt), in order of time. A plain dict looks for its first entry among all that were deleted.
-        self._ended: collections.OrderedDict[str, tuple[float, int]] = collections.OrderedDict()
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._ended
-
-    def __len__(self) -> int:
-        return len(self._ended)
-
-    def covers(self, request_id: str, attempt: int) -> bool:
-        """Whether this attempt, or a later one, has ended."""
-        return request_id in self._ended and attempt <= self._ended[request_id][1]
-
-    def add(self, request_id: str, now: float, attempt: int = 0) -> None:
-        """Remember an end; the oldest is forgotten when there are too many."""
-        _, before = self._ended.pop(request_id, (0.0, 0))
-        self._ended[request_id] = (now, max(before, attempt))
-        while len(self._ended) > self._maximum:
-            self._ended.popitem(last=False)
-
-    def expire(self, now: float) -> None:
-        """Forget the requests that ended `ttl` seconds ago or earlier."""
-        while self._ended:
-            oldest = next(iter(self._ended))
-            if self._ended[oldest][0] + self._ttl > now:
-                return
-            self._ended.popitem(last=False)
 
 
 class TransferTimeline(Struct, array_like=True):
@@ -879,16 +840,14 @@ class Operate(Body, tag="operate", frozen=True):
     def __post_init__(self) -> None:
         scales = self.operation is Operation.SCALE
         needs_stage = scales or self.operation in (Operation.DRAIN, Operation.RESTART)
-        if needs_stage != bool(self.stage):
-            raise InvalidPayload(
-                f"The operation {self.operation} {'needs a' if needs_stage else 'does not take a'} stage."
-            )
-        if scales != (self.count is not None):
-            raise InvalidPayload(
-                f"The operation {self.operation} {'needs a' if scales else 'does not take a'} count.", field="count"
-            )
-        if self.node is not None and not scales:
-            raise InvalidPayload(f"The operation {self.operation} does not take a node.", field="node")
+        for field, needed, given in (
+            ("stage", needs_stage, bool(self.stage)),
+            ("count", scales, self.count is not None),
+            ("node", scales and self.node is not None, self.node is not None),
+        ):
+            if needed != given:
+                verb = "needs" if needed else "does not take"
+                raise InvalidPayload(f"The operation {self.operation} {verb} a {field}.", field=field)
 
 
 class EdgeStatus(Struct, frozen=True):

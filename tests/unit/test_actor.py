@@ -11,7 +11,7 @@ from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.fields import DType, Header, HostTensor, ReplicaId, TensorRef, pack_token_ids
 from omni_actors.protocol.messages import AudioChunk, Chunk, Failed, FinishReason, OpenRequest, StageDone, TextDelta
 from omni_actors.protocol.payloads import AdditionalInformationEntry, AdditionalInformationPayload, Prompt, StageParams
-from omni_actors.stage import actor
+from omni_actors.stage import attempts
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.engine_interface import (
     AudioEvent,
@@ -73,7 +73,7 @@ def test_chunks_whose_announcement_does_not_come_are_answered_and_remembered() -
 
 
 def test_early_chunks_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor, "MAX_EARLY_BYTES", 4000)
+    monkeypatch.setattr(attempts, "MAX_EARLY_BYTES", 4000)
     stage = StageUnderTest("thinker")
     stage.tokens("a", 0, "small", final=False)
     rows = HostTensor(DType.F32, (750, 1), bytes(3000))

@@ -24,7 +24,7 @@ from omni_actors.http_server.store import MAX_FILES, MAX_VIDEOS
 from omni_actors.media import decoders
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.fields import Limits
-from omni_actors.stage import actor
+from omni_actors.stage import attempts
 from omni_actors.telemetry import endpoint
 from omni_actors.transport import guard, sockets
 from scripts import reference_docs
@@ -216,7 +216,7 @@ def test_the_known_limits_are_those_of_the_code() -> None:
         "pixels of a frame in a video file": media.film_pixels,
         "frames in a video file": media.film_frames,
         "audio channels in a file": media.channels,
-        "input that waits for its announcement, per replica": actor.MAX_EARLY_BYTES,
+        "input that waits for its announcement, per replica": attempts.MAX_EARLY_BYTES,
     }
 
 

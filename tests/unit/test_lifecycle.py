@@ -13,7 +13,7 @@ from omni_actors.coordinator.core.instructions import Instruction, ToClient
 from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, InvalidRequest, SlowClient
 from omni_actors.protocol.fields import DType, Header, TensorRef, pack_token_ids
-from omni_actors.protocol.messages import Done, Failed, OpenRequest, TextDelta, Tombstones
+from omni_actors.protocol.messages import Done, Failed, OpenRequest, TextDelta
 from omni_actors.protocol.payloads import (
     ChatMessage,
     ContentPart,
@@ -23,6 +23,7 @@ from omni_actors.protocol.payloads import (
     Prompt,
     StageParams,
 )
+from omni_actors.sharing import Tombstones
 from tests.support.builders import done, header_from, pipeline, submit
 from tests.support.requests import (
     ALICE,

@@ -53,10 +53,9 @@ from omni_actors.protocol.messages import (
     StageUsage,
     StepsDone,
     Submit,
-    Tombstones,
     Unreachable,
 )
-from omni_actors.sharing import Budget
+from omni_actors.sharing import Budget, Tombstones
 
 LISTED_REQUESTS = 1000
 CLAIM_SECONDS = 10.0  # after which a client has noticed that there is another coordinator
