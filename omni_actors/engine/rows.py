@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from vllm.config import ModelConfig
+from vllm.v1.request import Request
 
 from omni_actors.errors import EngineError, InvalidPayload, ModelOutputInvalid
 from omni_actors.protocol.fields import DType, HostTensor
@@ -160,17 +161,6 @@ class RowBudget:
         return budget_values(self.rows, 0, self.waiting, self.deferrals)
 
 
-class Hashed(Protocol):
-    """A request of vLLM: the hashes of its full blocks; each covers all tokens up to the block's end."""
-
-    request_id: str
-    num_prompt_tokens: int
-
-    @property
-    def block_hashes(self) -> Sequence[Hashable]:
-        """By block; grows with the answer."""
-
-
 class RowCache:
     """Rows [block_size, width] on the CPU by block; evicts the least recently used. Not thread-safe.
 
@@ -236,9 +226,13 @@ class RowCache:
 
 
 class FollowedRows:
-    """The rows of one request from its first position on, those of its prefix included."""
+    """The rows of one request from its first position on, those of its prefix included.
 
-    def __init__(self, cache: RowCache, request: Hashed) -> None:
+    vLLM gives a request the hashes of its full blocks, which grow with the answer; each covers all tokens up to the
+    block's end.
+    """
+
+    def __init__(self, cache: RowCache, request: Request) -> None:
         self.request_id = request.request_id
         self._cache = cache
         self._request = request

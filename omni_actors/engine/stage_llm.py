@@ -28,9 +28,9 @@ from omni_actors.config import StageKind
 from omni_actors.engine.arguments import OmniEngineArgs, build_engine
 from omni_actors.engine.prompt import PromptEngine
 from omni_actors.errors import EngineError, InvalidRequest, OmniError, suggest
-from omni_actors.protocol.codec import BufferList
-from omni_actors.protocol.fields import HostTensor, Priority, TensorRef
-from omni_actors.protocol.messages import StageUsage
+from omni_actors.protocol.codec import BufferList, Envelope
+from omni_actors.protocol.fields import Header, HostTensor, Priority
+from omni_actors.protocol.messages import StageUsage, Submit
 from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, PROMPT_EMBEDS, InformationValue, StageParams
 from omni_actors.stage.engine_interface import (
     AudioEvent,
@@ -48,7 +48,7 @@ from omni_actors.stage.engine_interface import (
     VideoEvent,
     WordsEvent,
 )
-from omni_actors.stage.processors import concatenate_rows
+from omni_actors.stage.processors import concatenate_rows, start_of
 
 StagePrompt = StageInputs | OmniTokensPrompt
 
@@ -64,7 +64,7 @@ class StagePrompts:
     def __init__(self, arguments: OmniEngineArgs, facts: EngineFacts) -> None:
         self._arguments = arguments
         self._stage = arguments.model_config.model_stage
-        self._wanted = facts.wants_information
+        self._facts = facts
         self._prompt_engine: PromptEngine | None = None
 
     def read(self, prompt: StagePrompt) -> tuple[StageInputs, dict[str, InformationValue]]:
@@ -92,11 +92,9 @@ class StagePrompts:
     def _information(self, given: Any) -> dict[str, InformationValue]:
         values = information_values(given) if given is not None else {}
         for name in values:
-            if name not in self._wanted:
-                raise InvalidRequest(
-                    f"{ADDITIONAL_INFORMATION}: the stage {self._stage!r} does not want {name!r}."
-                    f"{suggest(name, self._wanted)}"
-                )
+            if name not in (wanted := self._facts.wants_information):
+                message = f"{ADDITIONAL_INFORMATION}: the stage {self._stage!r} does not want {name!r}."
+                raise InvalidRequest(message + suggest(name, wanted))
         return values
 
     def _prompt_inputs(self, given: Mapping[str, Any]) -> StageInputs:
@@ -104,13 +102,8 @@ class StagePrompts:
         buffers = BufferList()
         of_prompt = {key: given[key] for key in PROMPT_KEYS if key in given and key != ADDITIONAL_INFORMATION}
         prompt, _ = to_prompt(of_prompt, (), (), (), None, buffers)
-
-        def tensor(ref: TensorRef) -> HostTensor:
-            return HostTensor(ref.dtype, ref.shape, buffers.buffers[ref.buffer])
-
-        media = [tensor(item.tensor) for item in prompt.media]
-        tensors = {PROMPT_EMBEDS: tensor(prompt.embeds.tensor)} if prompt.embeds is not None else {}
-        return StageInputs(prompt=prompt, media=media, tensors=tensors)
+        envelope = Envelope(Header(""), Submit(prompt), tuple(buffers.buffers))
+        return start_of(prompt, envelope, self._facts).inputs
 
     def _prepare(self, given: Mapping[str, Any]) -> StreamEvent:
         """What the prompt stage would send to this one for a prompt with media."""

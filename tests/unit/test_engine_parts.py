@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from omni_actors.engine.encoded_requests import check_feature, merged_patches
 from omni_actors.engine.models import chat, checkpoint_architecture, find_model_spec, load_plugins, registry
 from omni_actors.engine.models.qwen2_5_omni.thinker import Qwen2_5OmniThinkerAdapter
 from omni_actors.engine.rows import check_rows, to_host, to_torch
-from omni_actors.engine.sampling import check_prompt_logprobs, make_sampling_params
+from omni_actors.engine.sampling import GrammarCompiler, check_prompt_logprobs, make_sampling_params
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.payloads import StageParams
@@ -264,3 +267,27 @@ def test_a_checkpoint_without_a_talker_says_what_to_do():
         with pytest.raises(ConfigError, match="has no talker") as refused:
             SPEC.hf_overrides(PretrainedConfig(thinker_config=PretrainedConfig(), **parts))
         assert "Leave the stages after the thinker out" in (refused.value.hint or "")
+
+
+def test_grammars_are_compiled_at_the_lowest_priority_and_so_is_what_their_thread_starts() -> None:
+    seen: list[int] = []
+
+    def note() -> None:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    def work() -> None:
+        note()
+        thread = threading.Thread(target=note)
+        thread.start()
+        thread.join()
+
+    config: Any = None  # of no request with a grammar
+    request: Any = type("Request", (), {"sampling_params": type("Params", (), {"structured_outputs": None})})
+    prepared: Any = type("Prepared", (), {"structured_output_request": None})
+    compiler = GrammarCompiler(config, lambda _: (prepared, 0))
+    compiler.start(request, work)
+    (done,) = compiler.take(10)
+    compiler.close()
+    note()
+    assert done.error is None
+    assert seen == [19, 19, os.getpriority(os.PRIO_PROCESS, 0)] != [19, 19, 19]

@@ -16,8 +16,7 @@ CLOCKS = {"time", "monotonic", "perf_counter"}
 NAMED_TUPLE = {"_asdict", "_fields", "_replace"}  # public, whatever their names look like
 ALLOWED_PRIVATE = {
     # Moments between two threads that a test cannot hit from outside.
-    "unit/test_inbound.py": {"_receive_control"},
-    "unit/test_inbox.py": {"_waiting", "_wakeup"},
+    "unit/test_inbound.py": {"_receive_control", "_waiting", "_wakeup"},
     # The kernel's arguments, compared with the module that computes the same.
     "unit/test_token2wav.py": {"_Activation"},
     # pytest ends fixtures, and xdist shares out files, in no public way.
