@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
+from msgspec import Struct
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
@@ -38,6 +39,15 @@ from omni_actors.protocol.payloads import (
 
 # Values of the parameters that are not set, where they are not those of vLLM.
 _NEUTRAL: dict[str, Any] = {"max_tokens": 1024, "min_tokens": 0, "temperature": 0.0, "ignore_eos": False}
+
+
+def _given(params: Struct) -> dict[str, Any]:
+    """The fields that are set, with lists in the place of tuples and mappings in that of structs, as vLLM has them."""
+    fields = {name: value for name, value in msgspec.structs.asdict(params).items() if value is not None}
+    return {
+        name: list(value) if isinstance(value, tuple) else _given(value) if isinstance(value, Struct) else value
+        for name, value in fields.items()
+    }
 
 
 def make_sampling_params(
@@ -65,7 +75,7 @@ def make_sampling_params(
         InvalidRequest: a parameter does not apply to the stage, or values contradict one another or are too many. Its
             `field` is the parameter.
     """
-    given: dict[str, Any] = msgspec.to_builtins(params)  # without those that are `None`
+    given = _given(params)
     if foreign := sorted(set(given) - AUTOREGRESSIVE_PARAMS):
         raise InvalidRequest(f"Parameters {foreign} do not apply to an autoregressive stage.", field=foreign[0])
     if tokenizer is None and (textual := sorted(set(given) & TEXT_PARAMS)):

@@ -58,7 +58,16 @@ def make(params: StageParams, **options):
 
 def test_sampling_carries_what_is_given():
     made = make(
-        StageParams(max_tokens=5, min_tokens=2, temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, stop_token_ids=(9, 3)),
+        StageParams(
+            max_tokens=5,
+            min_tokens=2,
+            temperature=0.5,
+            top_p=0.9,
+            top_k=4,
+            min_p=0.1,
+            stop_token_ids=(9, 3),
+            allowed_token_ids=(1, 2),
+        ),
         payload="payload",
         read_prefix_cache=False,
     )
@@ -68,6 +77,7 @@ def test_sampling_carries_what_is_given():
     assert made.top_k == 4
     assert made.min_p == 0.1
     assert made.stop_token_ids == [2, 3, 9]
+    assert made.allowed_token_ids == [1, 2], "a list, as vLLM wants it"
     assert made.extra_args == {"omni": "payload"}
     assert made.skip_reading_prefix_cache
 

@@ -21,9 +21,10 @@ from tests.support.waiting import eventually, until
 
 
 def test_bad_endpoints_are_typed_errors(sockets: Sockets, short_path: Path) -> None:
-    for make in (lambda: sockets.push("nonsense"), lambda: sockets.dealer("tcp://nowhere", b"x")):
-        with pytest.raises(InvalidRequest, match="is not an endpoint"):
-            make()
+    for endpoint in ("udp://1.2.3.4:5", "tcp://host", "tcp://host:x", "tcp://:5", "tcp://h:70000", "x"):
+        for make in (sockets.push, lambda endpoint: sockets.dealer(endpoint, b"x")):
+            with pytest.raises(InvalidRequest, match="is not an endpoint"):
+                make(endpoint)
     with pytest.raises(ProtocolError, match="Cannot bind"):
         sockets.pull(f"ipc://{short_path}/missing/inbox")
 
