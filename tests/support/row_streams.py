@@ -1,4 +1,4 @@
-"""Row streams without vLLM: our scheduler on one that only counts, and an engine around it."""
+"""Our schedulers on one that only counts, and an engine of row streams around it. Without vLLM."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from omni_actors.stage.engine_interface import (
 
 @dataclass
 class CountedRequest:
-    """The part of vLLM's request that the scheduler reads; it ends with its `last` token."""
+    """The part of vLLM's request that the schedulers read; it ends with the last of its `max_tokens`."""
 
     request_id: str
     num_prompt_tokens: int = 1
     priority: int = 0
-    last: int = 1 << 30
     num_computed_tokens: int = 0
     num_tokens: int = 0
     max_tokens: int = 1 << 30
-    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    sampling_params: Any = field(default_factory=SamplingParams)
     next_decode_eligible_step: int = 0
+    num_output_placeholders: int = 0
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or self.num_prompt_tokens
@@ -44,10 +44,10 @@ class CountedRequest:
 class CountingScheduler:
     """What vLLM's scheduler does around the hooks: advance, run the eligible, then admit by priority and arrival."""
 
-    def __init__(self, budget_bytes: int, places: int) -> None:
-        self.vllm_config = SimpleNamespace(additional_config={"omni": {"budget_bytes": budget_bytes}})
+    def __init__(self, vllm_config: SimpleNamespace, places: int = 1 << 20) -> None:
+        self.vllm_config = vllm_config
         self.hash_block_size = 1
-        self.places = places
+        self.most_running = places
         self.requests: dict[str, CountedRequest] = {}
         self.running: list[CountedRequest] = []
         self.waiting: list[CountedRequest] = []
@@ -60,7 +60,7 @@ class CountingScheduler:
         batch = {r.request_id: 1 for r in self.running if self.current_step >= r.next_decode_eligible_step}
         admitted = []
         for request in sorted(self.waiting, key=lambda waiting: waiting.priority):
-            if len(self.running) >= self.places:
+            if len(self.running) >= self.most_running:
                 break
             if self._handle_blocked_waiting_request(request):
                 self.waiting.remove(request)
@@ -71,6 +71,8 @@ class CountingScheduler:
             request = self.requests[request_id]
             request.num_computed_tokens += count
             request.num_tokens = request.num_computed_tokens + 1
+            if request.num_computed_tokens == request.max_tokens:
+                self._free_request(request)
         return SimpleNamespace(
             num_scheduled_tokens=batch, total_num_scheduled_tokens=sum(batch.values()), scheduled_new_reqs=admitted
         )
@@ -97,6 +99,9 @@ class CountingScheduler:
         del self.requests[request.request_id]
         (self.running if request in self.running else self.waiting).remove(request)
 
+    def has_requests(self) -> bool:
+        return bool(self.requests)
+
     def get_request_counts(self) -> tuple[int, int]:
         return len(self.running), len(self.waiting)
 
@@ -106,7 +111,7 @@ class StreamScheduler(OmniSchedulerMixin, CountingScheduler):
 
     def __init__(self, budget_bytes: int = 1 << 20, places: int = 1 << 20) -> None:
         # CountingScheduler sets vllm_config before the mixin reads it, as vLLM's scheduler does.
-        super().__init__(budget_bytes, places)
+        super().__init__(SimpleNamespace(additional_config={"omni": {"budget_bytes": budget_bytes}}), places)
 
     def running_ids(self) -> set[str]:
         return {request.request_id for request in self.running}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,72 +12,17 @@ from hypothesis import strategies as st
 from omni_actors.engine.scheduler import Claim, DiffusionMixin
 from omni_actors.engine.workers.diffusion import DiffusionJob
 from omni_actors.stage.sound import LONG_STEP_TOKENS, STRETCH, TOKENS_PER_SECOND
+from tests.support.row_streams import CountedRequest, CountingScheduler
 
 NOW, SOON, LATER = 100.0, 100.1, 110.0
 
 
-@dataclass
-class FakeRequest:
-    request_id: str
-    sampling_params: Any
-    num_prompt_tokens: int = 1
-    num_computed_tokens: int = 0
-    next_decode_eligible_step: int = 0
-    num_output_placeholders: int = 0
-    priority: int = 0
-
-
-@dataclass
-class FakeOutput:
-    scheduled: list[str]
-
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        return len(self.scheduled)
-
-
-@dataclass
-class FakeScheduler:
-    """Does what vLLM's scheduler does around the hooks: advance, run the eligible, then admit in order."""
-
-    vllm_config: Any
-    running: list[FakeRequest] = field(default_factory=list)
-    waiting: list[FakeRequest] = field(default_factory=list)
-    current_step: int = 0
-
-    def schedule(self) -> FakeOutput:
-        self.current_step += 1
-        chosen = [request for request in self.running if self.current_step >= request.next_decode_eligible_step]
-        for request in list(self.waiting):
-            if self._handle_blocked_waiting_request(request):
-                self.waiting.remove(request)
-                self.running.append(request)
-                chosen.append(request)
-        for request in chosen:
-            request.num_computed_tokens += 1
-            if request.num_computed_tokens == request.sampling_params.max_tokens:
-                self._free_request(request)
-        return FakeOutput([request.request_id for request in chosen])
-
-    def add_request(self, request: FakeRequest) -> None:
-        self.waiting.append(request)
-
-    def has_requests(self) -> bool:
-        return bool(self.waiting or self.running)
-
-    def _free_request(self, request: FakeRequest) -> None:
-        self.running.remove(request)
-
-    def _handle_blocked_waiting_request(self, request: FakeRequest) -> bool:
-        return True
-
-
-class Scheduler(DiffusionMixin, FakeScheduler):
+class Scheduler(DiffusionMixin, CountingScheduler):
     """The mixin under test."""
 
-    def names(self) -> set[str]:
-        """Of all requests."""
-        return {request.request_id for request in (*self.running, *self.waiting)}
+    def step(self) -> list[str]:
+        """Schedule one; the requests in it."""
+        return list(self.schedule().num_scheduled_tokens)
 
 
 def config(places: int = 64, policy: str = "priority", step_tokens: int = 4096, **options: int) -> SimpleNamespace:
@@ -95,30 +38,31 @@ def diffusion(
     due: float = 0.0,
     share: float = 0.0,
     **counted: int,
-) -> FakeRequest:
+) -> CountedRequest:
     final = step_bytes if final_bytes is None else final_bytes
     job = DiffusionJob(None, steps, step_bytes, final, share=share, **counted)
-    params = SimpleNamespace(max_tokens=steps, extra_args={"omni": {"diffusion": job, "due": due}})
-    return FakeRequest(request_id, params)
+    params = SimpleNamespace(extra_args={"omni": {"diffusion": job, "due": due}})
+    return CountedRequest(request_id, max_tokens=steps, sampling_params=params)
 
 
-def autoregressive(request_id: str, tokens: int) -> FakeRequest:
-    return FakeRequest(request_id, SimpleNamespace(max_tokens=tokens, extra_args=None))
+def autoregressive(request_id: str, tokens: int) -> CountedRequest:
+    return CountedRequest(request_id, max_tokens=tokens, sampling_params=SimpleNamespace(extra_args=None))
 
 
 def run(
-    budget: int, *requests: FakeRequest, arrivals: dict[int, FakeRequest] | None = None, places: int = 64
+    budget: int, *requests: CountedRequest, arrivals: dict[int, CountedRequest] | None = None, places: int = 64
 ) -> list[list[str]]:
     scheduler = Scheduler(config(places, budget_bytes=budget))
     scheduler.clock = lambda: NOW
-    scheduler.waiting = list(requests)
+    for request in requests:
+        scheduler.add_request(request)
     steps = []
     for number in range(100):
         if arrivals and number in arrivals:
-            scheduler.waiting.append(arrivals[number])
-        if not scheduler.running and not scheduler.waiting:
+            scheduler.add_request(arrivals[number])
+        if not scheduler.requests:
             return steps
-        steps.append(scheduler.schedule().scheduled)
+        steps.append(scheduler.step())
     pytest.fail(f"starved: {steps}")
 
 
@@ -132,7 +76,7 @@ def test_of_two_jobs_in_progress_the_more_urgent_takes_the_step_that_has_room_fo
     patient, urgent = diffusion("patient", 3, 2, 9), diffusion("urgent", 3, 2, 9)
     patient.priority, urgent.priority = 5, 1
     steps = run(10, patient, urgent)
-    assert steps == [["patient", "urgent"], ["patient", "urgent"], ["urgent"], ["patient"]]
+    assert steps == [["urgent", "patient"], ["urgent", "patient"], ["urgent"], ["patient"]]
 
 
 def test_while_requests_wait_for_memory_that_waits_for_input_there_is_nothing_to_do():
@@ -142,8 +86,8 @@ def test_while_requests_wait_for_memory_that_waits_for_input_there_is_nothing_to
         request.sampling_params.extra_args["omni"]["claim"] = Claim(name, 6, 1)
         scheduler.add_request(request)
     assert scheduler.has_runnable()
-    assert scheduler.schedule().scheduled == ["a/0"]
-    assert scheduler.schedule().scheduled == []
+    assert scheduler.step() == ["a/0"]
+    assert scheduler.step() == []
     assert not scheduler.has_runnable(), "the first has no job now, and the second no room"
     scheduler.add_request(diffusion("c/0", 1, 1))
     assert scheduler.has_runnable()
@@ -152,7 +96,7 @@ def test_while_requests_wait_for_memory_that_waits_for_input_there_is_nothing_to
     assert not scheduler.has_runnable()
     scheduler.release("a")
     assert scheduler.has_runnable()
-    assert scheduler.schedule().scheduled == ["b/0"]
+    assert scheduler.step() == ["b/0"]
 
 
 def test_autoregressive_requests_are_never_counted_nor_deferred():
@@ -162,8 +106,9 @@ def test_autoregressive_requests_are_never_counted_nor_deferred():
 
 def test_without_a_budget_nothing_is_deferred():
     scheduler = Scheduler(config())
-    scheduler.waiting = [diffusion(str(index), 1, 1 << 50) for index in range(5)]
-    assert len(scheduler.schedule().scheduled) == 5
+    for index in range(5):
+        scheduler.add_request(diffusion(str(index), 1, 1 << 50))
+    assert len(scheduler.step()) == 5
     assert scheduler.budget.deferrals == 0
 
 
@@ -177,9 +122,11 @@ def test_a_full_step_makes_room_for_who_falls_silent_earlier_and_goes_on_afterwa
 def test_priority_counts_before_deadlines_unless_the_stage_ignores_it(policy, first):
     scheduler = Scheduler(config(1, policy))
     scheduler.clock = lambda: NOW
-    scheduler.waiting = [diffusion("urgent", 1, 1, due=LATER), diffusion("silent", 1, 1, due=SOON)]
-    scheduler.waiting[0].priority = -1
-    assert scheduler.schedule().scheduled == [first]
+    urgent = diffusion("urgent", 1, 1, due=LATER)
+    urgent.priority = -1
+    for request in (urgent, diffusion("silent", 1, 1, due=SOON)):
+        scheduler.add_request(request)
+    assert scheduler.step() == [first]
 
 
 def test_who_has_sound_in_hand_skips_steps_that_must_stay_light():
@@ -197,21 +144,24 @@ def test_who_waits_for_memory_in_vain_does_not_stop_those_that_hold_it():
         request.sampling_params.extra_args["omni"]["claim"] = Claim(name, 6, 1)
         scheduler.schedule()
         scheduler.add_request(request)
-    assert scheduler.schedule().scheduled == ["a/0"]
-    assert scheduler.schedule().scheduled == ["a/0"]
+    assert scheduler.step() == ["a/0"]
+    assert scheduler.step() == ["a/0"]
     scheduler.release("a")
-    assert scheduler.schedule().scheduled == ["b/0"]
+    assert scheduler.step() == ["b/0"]
 
 
 def test_a_job_whose_last_step_is_in_flight_takes_no_place():
     scheduler = Scheduler(config(places=1))
     flying, waiting = diffusion("flying", 2, 1, due=SOON), diffusion("waiting", 1, 1, due=LATER)
     flying.num_computed_tokens = 2
-    scheduler.running, scheduler.waiting = [flying], [waiting]
-    assert "waiting" in scheduler.schedule().scheduled
+    for request in (flying, waiting):
+        scheduler.add_request(request)
+    scheduler.waiting.remove(flying)
+    scheduler.running.append(flying)
+    assert "waiting" in scheduler.step()
 
 
-def picture(name: str, steps: int, tokens: int, arrived: float = NOW, **others: int) -> FakeRequest:
+def picture(name: str, steps: int, tokens: int, arrived: float = NOW, **others: int) -> CountedRequest:
     return diffusion(name, steps, 1, due=arrived, tokens=tokens, **others)
 
 
@@ -246,12 +196,12 @@ def test_behind_a_long_step_none_is_queued(tokens, behind):
     scheduler, large = Scheduler(config()), picture("large", 3, tokens)
     scheduler.clock = lambda: NOW
     scheduler.add_request(large)
-    assert scheduler.schedule().scheduled == ["large"]
+    assert scheduler.step() == ["large"]
     large.num_output_placeholders = 1
-    assert scheduler.schedule().scheduled == behind
+    assert scheduler.step() == behind
     large.num_output_placeholders = 0
     scheduler.add_request(picture("small", 1, 1000))
-    assert scheduler.schedule().scheduled == ["small"]
+    assert scheduler.step() == ["small"]
 
 
 @given(
@@ -266,10 +216,10 @@ def test_no_picture_waits_for_ever_however_many_smaller_ones_keep_coming(large, 
     scheduler.add_request(picture("large", *large, now))
     steps, tokens = large
     for number in itertools.count():
-        if not any(request.request_id == "large" for request in (*scheduler.running, *scheduler.waiting)):
+        if "large" not in scheduler.requests:
             break
         scheduler.add_request(picture(str(number), *others[number % len(others)], now))
-        done = scheduler.schedule().scheduled
+        done = scheduler.step()
         assert done, "a step with work to do does some"
         now += 0.1
         # Only those that came before it is due go before it; each of their steps takes a tenth of a second.
