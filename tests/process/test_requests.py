@@ -109,6 +109,7 @@ async def test_a_request_id_is_used_once_and_only_by_its_client(echo):
         stream = await client.submit("x" * 100, request_id="mine")
         with pytest.raises(InvalidRequest, match="in use"):
             await client.submit("y", request_id="mine")
+        await eventually(lambda: stream.unread, what="the coordinator has the first")  # they come over two connections
         with pytest.raises(InvalidRequest, match="used before"):
             await other.generate("y", request_id="mine")
         other.abort("mine")
