@@ -26,7 +26,7 @@ from omni_actors.config import PipelineConfig
 from omni_actors.config.schema import meanings
 from omni_actors.errors import ERROR_CLASSES, ErrorCode
 from omni_actors.http_server import chat
-from omni_actors.http_server.bodies import ANY, INSTEAD, OF_CHATS, OF_COMPLETIONS, Ignored
+from omni_actors.http_server.bodies import ANY, INSTEAD, NOTHING, OF_CHATS, OF_COMPLETIONS, Ignored
 from omni_actors.http_server.errors import status_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -198,7 +198,7 @@ def treatment(request: type[Struct], ignored: Ignored, name: str) -> str:
     if accepted is ANY:
         return "no effect"
     values = [f"`{msgspec.json.encode(value).decode()}`" for value in accepted]
-    return f"only {', '.join(values)}" if values else "no"
+    return "no" if accepted is NOTHING else f"only {', '.join(values)}"
 
 
 PARTS = {

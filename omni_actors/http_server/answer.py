@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -17,6 +18,7 @@ from omni_actors.errors import Aborted, OmniError
 from omni_actors.http_server.bodies import Submission, reserve
 from omni_actors.http_server.encoders import Samples, Tempo
 from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.generation import AudioParameters
 from omni_actors.http_server.state import ServerState
 from omni_actors.logs import get_logger
 from omni_actors.protocol.messages import Description, FinishReason, StageUsage
@@ -25,6 +27,7 @@ from omni_actors.protocol.payloads import CollectedCalls, PositionLogprobs, Prom
 logger = get_logger(__name__)
 
 PICTURES = ("image", "latents")  # modalities
+STREAM_FORMAT = "pcm16"  # of sound in events
 EVENTS = "text/event-stream"
 LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; vLLM's value
 JOINED_BYTES = 65_536  # of ready pieces that wait for one write
@@ -256,15 +259,15 @@ class AnswerResponse(Response):
                 await self._answer.close()
 
 
+@dataclass
 class WholeAnswer:
     """Keeps what comes of an answer, for a response that is sent whole."""
 
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.pieces: list[Samples] = []
-        self.calls = CollectedCalls()
-        self.logprobs: list[msgspec.Raw] = []
-        self.prompt_logprobs: list[PromptPosition] = []
+    texts: list[str] = field(default_factory=list)
+    pieces: list[Samples] = field(default_factory=list)
+    calls: CollectedCalls = field(default_factory=CollectedCalls)
+    logprobs: list[msgspec.Raw] = field(default_factory=list)
+    prompt_logprobs: list[PromptPosition] = field(default_factory=list)
 
     def add(self, item: StreamItem) -> None:
         """Keep an item. Log probabilities count as bytes of the request until the response is sent."""
@@ -289,22 +292,37 @@ class WholeAnswer:
         return numpy.concatenate(self.pieces) if self.pieces else numpy.zeros(0, numpy.float32)
 
 
-def text_or_sound(modalities: Sequence[str] | None, audio: object) -> list[str]:
-    """The modalities of an answer that is a message.
+def speech_of(
+    modalities: Sequence[str] | None,
+    audio: AudioParameters | None,
+    stream: bool | None,
+    description: Description,
+    state: ServerState,
+) -> tuple[str | None, dict[str, Any]]:
+    """How an answer that is a message is spoken.
 
     Args:
+        modalities: of the answer; text alone by default.
         audio: how it is to be spoken, if the request says so.
 
+    Returns:
+        The format of its sound, `None` if it is not spoken; and options of `Answer.begin`.
+
     Raises:
-        HttpError: they are those of pictures, or `audio` is given for an answer that is not spoken.
+        HttpError: they do not go together, or `modalities` are those of pictures.
     """
-    for modality in modalities or ():
-        if modality in PICTURES:
-            message = "A message has no pictures: ask /v1/images/generations for them."
-            raise bad_field("modalities", message, "unknown_modality")
-    if audio is not None and "audio" not in (modalities or ()):
+    spoken, given = "audio" in (modalities or ()), audio or AudioParameters()
+    if set(modalities or ()) & set(PICTURES):
+        message = "A message has no pictures: ask /v1/images/generations for them."
+        raise bad_field("modalities", message, "unknown_modality")
+    if audio is not None and not spoken:
         raise bad_field("audio", 'audio needs "audio" among the modalities: modalities: ["text", "audio"].')
-    return list(modalities or ["text"])
+    if stream and given.format not in (None, STREAM_FORMAT):
+        message = f"With stream: true the format must be {STREAM_FORMAT!r}."
+        raise bad_field("audio.format", message, "unsupported_value")
+    voice = state.voice(given.voice, description, "audio.voice")
+    options = {"modalities": list(modalities or ["text"]), "voice": voice, "speed": given.speed or 1}
+    return (STREAM_FORMAT if stream else given.format or "wav") if spoken else None, options
 
 
 async def _nothing() -> None:

@@ -443,7 +443,7 @@ def create_routes(settings: ServerSettings, bodies: Budget, fetcher: Fetcher | N
                 await connections.enter_async_context(client)
             app.state.server = state
             tasks = [
-                asyncio.create_task(state.report(), name="metrics"),
+                asyncio.create_task(state.refresh(), name="refresh"),
                 asyncio.create_task(state.sweep(), name="sweep"),
             ]
             yield

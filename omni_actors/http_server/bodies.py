@@ -280,64 +280,58 @@ Nothing = Annotated[list[Any], Meta(max_length=0)] | None
 # for what is not here: null and the listed values ask for nothing, and everything else is refused.
 
 ANY = None
+NOTHING: tuple[Any, ...] = (False, "", [], {})  # and 0, which equals the first one
 Ignored = Mapping[str, tuple[Any, ...] | None]
 
 
-def _only(names: str, *values: Any) -> dict[str, tuple[Any, ...] | None]:
-    return dict.fromkeys(names.split(), values)
+def _ignored(*of: Ignored, effectless: str = "", absent: str = "", **only: tuple[Any, ...]) -> Ignored:
+    """Join fields: those that take every value, those that must be empty, and the others with their values."""
+    joined: dict[str, tuple[Any, ...] | None] = {}
+    for fields in (*of, dict.fromkeys(effectless.split(), ANY), dict.fromkeys(absent.split(), NOTHING), only):
+        joined |= fields
+    return joined
 
 
-OF_OPENAI: Ignored = {
-    **dict.fromkeys(("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), ANY),
-    **_only("prompt_cache_options", {}),
-}
-OF_TEXTS: Ignored = {
-    **OF_OPENAI,
-    **dict.fromkeys(("user", "metadata", "store", "session_id", "truncation_side"), ANY),
-    **_only("cache_salt repetition_detection request_id thinking_token_budget truncate_prompt_tokens"),
-    **_only("echo return_mm_kwargs return_token_ids return_token_offsets return_tokens_as_token_ids", False),
-    **_only("use_beam_search watermarking", False),
-    **_only("length_penalty stream_interval", 1),
-    **_only("routed_experts_prompt_start", 0),
-    **_only("mm_payload", "tensors"),
-    **_only("logprob_token_ids", []),
-    **_only("ec_transfer_params kv_transfer_params vllm_xargs", {}),
-}
-OF_CHATS: Ignored = {
-    **OF_TEXTS,
-    **dict.fromkeys(("include_reasoning", "reasoning_effort", "verbosity"), ANY),
-    **_only("chat_template moderation prediction web_search_options"),
-    **_only("add_special_tokens continue_final_message return_prompt_text", False),
-    **_only("add_generation_prompt", True),
-    **_only("documents functions", []),
-    **_only("media_io_kwargs", {}),
-    **_only("function_call", "none", "auto"),
-    **_only("chat_template_kwargs", {}, {"enable_thinking": False}, {"add_generation_prompt": True}),
-}
-OF_COMPLETIONS: Ignored = {
-    **OF_TEXTS,
-    **_only("prompt_embeds"),
-    **_only("add_special_tokens", True),
-    **_only("best_of", 1),
-    **_only("suffix", ""),
-    **_only("mm_processor_kwargs", {}, {"use_audio_in_video": False}),
-}
-OF_RESPONSES: Ignored = {
-    **OF_OPENAI,
-    **_only("conversation max_tool_calls moderation prompt"),
-    **_only("background", False),
-    **_only("context_management", []),
-    **_only("reasoning", {}),
-    **_only("truncation", "disabled"),
-}
-OF_IMAGES: Ignored = {
-    **dict.fromkeys(("user", "safety_identifier", "moderation"), ANY),
-    **_only("complexity frame_count frame_duration_ms svg"),
-    "quality": ANY,
-}
-OF_NEW_IMAGES: Ignored = {**OF_IMAGES, **_only("style")}
-OF_EDITS: Ignored = {**OF_IMAGES, **_only("markup input_fidelity")}
-OF_TRANSCRIPTIONS: Ignored = _only("include keywords languages known_speaker_names known_speaker_references", [])
+OF_OPENAI = _ignored(
+    effectless="service_tier safety_identifier prompt_cache_key prompt_cache_retention", absent="prompt_cache_options"
+)
+OF_TEXTS = _ignored(
+    OF_OPENAI,
+    effectless="user metadata store session_id truncation_side",
+    absent="cache_salt repetition_detection request_id thinking_token_budget truncate_prompt_tokens echo "
+    "return_mm_kwargs return_token_ids return_token_offsets return_tokens_as_token_ids use_beam_search watermarking "
+    "routed_experts_prompt_start logprob_token_ids ec_transfer_params kv_transfer_params vllm_xargs",
+    length_penalty=(1,),
+    stream_interval=(1,),
+    mm_payload=("tensors",),
+)
+OF_CHATS = _ignored(
+    OF_TEXTS,
+    effectless="include_reasoning reasoning_effort verbosity",
+    absent="chat_template moderation prediction web_search_options add_special_tokens continue_final_message "
+    "return_prompt_text documents functions media_io_kwargs",
+    add_generation_prompt=(True,),
+    function_call=("none", "auto"),
+    chat_template_kwargs=({}, {"enable_thinking": False}, {"add_generation_prompt": True}),
+)
+OF_COMPLETIONS = _ignored(
+    OF_TEXTS,
+    absent="prompt_embeds suffix",
+    add_special_tokens=(True,),
+    best_of=(1,),
+    mm_processor_kwargs=({}, {"use_audio_in_video": False}),
+)
+OF_RESPONSES = _ignored(
+    OF_OPENAI,
+    absent="conversation max_tool_calls moderation prompt background context_management reasoning",
+    truncation=("disabled",),
+)
+OF_IMAGES = _ignored(
+    effectless="user safety_identifier moderation quality", absent="complexity frame_count frame_duration_ms svg"
+)
+OF_NEW_IMAGES = _ignored(OF_IMAGES, absent="style")
+OF_EDITS = _ignored(OF_IMAGES, absent="markup input_fidelity")
+OF_TRANSCRIPTIONS = _ignored(absent="include keywords languages known_speaker_names known_speaker_references")
 
 INSTEAD = {
     "chat_template": "The template is the model's own.",
@@ -379,8 +373,8 @@ def refuse_effects(body: Strict, ignored: Ignored) -> None:
             continue
         if len(memoryview(value)) <= MAX_IGNORED and decode(value, object) in values:
             continue
-        only = " or ".join(json.encode(each).decode() for each in values)
-        hint = INSTEAD.get(name) or (f"Leave it out, or give {only}." if only else "Leave it out.")
+        only = "" if values is NOTHING else ", or give " + " or ".join(json.encode(each).decode() for each in values)
+        hint = INSTEAD.get(name) or f"Leave it out{only}."
         raise bad_field(name, f"{name} is not supported. {hint}", "unsupported_parameter")
 
 
@@ -454,6 +448,7 @@ REFERENCE = "#/components/schemas/{name}"
 JSON, FORM = "application/json", "multipart/form-data"
 
 FILE = "file"
+ONE_FILE = {FILE: 1}
 LIST = "[]"  # at the end of the name of each item of a list in a form
 MAX_FIELDS = 64  # of a form
 
@@ -489,43 +484,37 @@ class JsonBody(Generic[StrictT]):
         return {"required": True, "content": {JSON: {"schema": schema}}}
 
 
+class FormFile(NamedTuple):
+    """A file of a form, and the field that it came in."""
+
+    field: str
+    name: str
+    data: bytes
+
+
 class Form(NamedTuple, Generic[StrictT]):
     """A form that a client has sent."""
 
     fields: StrictT
-    files: list[bytes]
-    names: list[str]
-    further: bytes | None = None  # the file of the body's `further` field
+    files: list[FormFile]
 
 
 class FormBody(Generic[StrictT]):
-    """A multipart body: one or several files, and fields that are decoded into a struct.
+    """A multipart body: files, and fields that are decoded into a struct.
 
     Args:
         ignored: further fields that are accepted.
-        file: name of the field that holds a file; with `[]` at its end, of each of several. `None` for fields alone.
-        max_files: how many there may be.
-        needs_file: whether there must be one.
-        further: name of another field, which may hold a file.
+        files: how many files each field may have, by its name. `[]` at the end of a name is no part of it.
+        needed: the field that must have one.
     """
 
     def __init__(
-        self,
-        kind: type[StrictT],
-        ignored: Ignored,
-        file: str | None = FILE,
-        max_files: int = 1,
-        *,
-        needs_file: bool = True,
-        further: str = "",
+        self, kind: type[StrictT], ignored: Ignored, files: Mapping[str, int] = ONE_FILE, needed: str | None = FILE
     ) -> None:
-        self.kind = ignoring(kind, ignored)
-        self._ignored = ignored
-        self._file = file or ""
-        self._max_files = max_files
-        self._needs_file = file is not None and needs_file
-        self._further = further
-        self._names = (file,) if max_files == 1 else (file, f"{file}{LIST}")
+        self._json = JsonBody(kind, ignored)
+        self.kind = self._json.kind
+        self._files = files
+        self._needed = needed
 
     async def read(self, request: Request, settings: ServerSettings) -> Form[StrictT]:
         """Receive and decode the body. Raises `HttpError` for the first thing that is wrong with it."""
@@ -541,40 +530,36 @@ class FormBody(Generic[StrictT]):
         except MultiPartException as error:
             raise HttpError(400, f"{error.message.rstrip('.')}.", code="http_400") from None
         fields: dict[str, Any] = {}
-        files: list[bytes] = []
-        names: list[str] = []
-        further: bytes | None = None
+        files: list[FormFile] = []
         try:
-            for name, value in form.multi_items():
-                if not isinstance(value, str) and name == self._further and further is None:
-                    further = await value.read()
-                elif not isinstance(value, str):
-                    if name not in self._names:
-                        raise bad_field(
-                            name[:100],
-                            f"Only the field {self._file} may be a file."
-                            if self._file
-                            else "The field must be a text.",
-                        )
-                    if len(files) == self._max_files:
-                        raise bad_field(self._file, f"{self._file}: there may be {self._max_files} at most.")
-                    files.append(await value.read())
-                    names.append(value.filename or "file")
-                elif name in (*self._names, self._further):
+            for full_name, value in form.multi_items():
+                name = full_name.removesuffix(LIST)
+                if not isinstance(value, str):
+                    files.append(FormFile(name, value.filename or "file", await value.read()))
+                    self._check_files(files)
+                elif name in self._files:
                     raise bad_field(name, f"{name}: must be a file.")
-                elif name.endswith(LIST):
-                    fields.setdefault(name.removesuffix(LIST), []).append(value)
+                elif name != full_name:
+                    fields.setdefault(name, []).append(value)
                 elif name in fields:
                     raise bad_field(name[:100], "The field is given twice.")
                 else:
                     fields[name] = value
         finally:
             await form.close()
-        if self._needs_file and not files:
-            raise bad_field(self._file, f"{self._file}: the field is missing.", "missing_required_parameter")
-        decoded = decode(msgspec.json.encode(fields), self.kind)
-        refuse_effects(decoded, self._ignored)
-        return Form(decoded, files, names, further)
+        if self._needed is not None and all(file.field != self._needed for file in files):
+            raise bad_field(self._needed, f"{self._needed}: the field is missing.", "missing_required_parameter")
+        return Form(self._json.decoded(json.encode(fields)), files)
+
+    def _check_files(self, files: list[FormFile]) -> None:
+        """Raise `HttpError` 400 if the last one is one too many."""
+        name = files[-1].field
+        most = self._files.get(name, 0)
+        if not most:
+            only = f"Only {' and '.join(self._files)} may be a file." if self._files else "The field must be a text."
+            raise bad_field(name[:100], only)
+        if sum(file.field == name for file in files) > most:
+            raise bad_field(name, f"{name}: there may be {most} at most.")
 
     def described(self) -> dict[str, Any]:
         """The OpenAPI `requestBody`."""
@@ -582,13 +567,13 @@ class FormBody(Generic[StrictT]):
         lists = {name for name, field in own["properties"].items() if "array" in str(field)}
         properties = {f"{name}{LIST}" if name in lists else name: field for name, field in own["properties"].items()}
         one: dict[str, Any] = {"type": "string", "format": "binary"}
-        several = {"type": "array", "items": one, "minItems": 1, "maxItems": self._max_files}
-        files = {self._file: one if self._max_files == 1 else several} if self._file else {}
-        more = {self._further: one} if self._further else {}
+        for name, most in self._files.items():
+            several = {"type": "array", "items": one, "minItems": 1, "maxItems": most}
+            properties[name] = one if most == 1 else several
         schema = {
             "type": "object",
-            "properties": {**files, **more, **properties},
-            "required": [*(files if self._needs_file else ()), *own.get("required", ())],
+            "properties": properties,
+            "required": [*([self._needed] if self._needed is not None else ()), *own.get("required", ())],
             "additionalProperties": False,
         }
         return {"required": True, "content": {FORM: {"schema": schema}}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from msgspec import Meta, Raw, json
@@ -24,7 +25,7 @@ from omni_actors.http_server.answer import (
     ending,
     event,
     prompt_logprobs,
-    text_or_sound,
+    speech_of,
     token_logprobs,
     usage_of,
 )
@@ -51,10 +52,11 @@ from omni_actors.http_server.generation import (
     Sampling,
     ToolMode,
     Tools,
-    audio_format,
+    answers_of,
     tool_options,
 )
 from omni_actors.http_server.state import ServerState, json_response
+from omni_actors.http_server.store import Store
 from omni_actors.protocol.fields import PositiveInt, TokenId
 from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import USE_AUDIO_IN_VIDEO, PositionLogprobs, PromptPosition, ToolCall, ToolCallPiece
@@ -106,6 +108,7 @@ async def completions(request: Request, state: ServerState, body: CompletionRequ
     body.check()
     prompt = body.text_or_tokens()
     description, model = await state.model(body.model)
+    fields = {"max_tokens": DEFAULT_MAX_TOKENS, **body.stage_fields()}
     answer = await Answer.begin(
         request,
         state,
@@ -113,47 +116,42 @@ async def completions(request: Request, state: ServerState, body: CompletionRequ
         prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt},
         {**COMPLETION_FIELDS, **body.error_fields()},
         modalities=["text"],
-        params=state.stage_params(
-            body.model, body.params_by_stage(), description, {"max_tokens": DEFAULT_MAX_TOKENS, **body.stage_fields()}
-        ),
-        n=body.answers(description.max_in_flight),
+        params=state.stage_params(body.model, body.params_by_stage(), description, fields),
+        n=answers_of(body.n, description.max_in_flight),
     )
-    head: dict[str, Any] = {"id": f"cmpl-{request.state.request_id}", "object": "text_completion", "model": model}
-    head["created"] = int(time.time())
-    reply = TextReply(head, [CompletionChoice(index) for index in range(len(answer.usages))], answer, description)
-    if body.stream:
-        include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        return AnswerResponse(answer, reply.events(head, include_usage), EVENTS, state.settings.write_timeout)
-    async with answer:
-        whole = await reply.whole()
-        if body.prompt_logprobs is not None:  # each choice has the prompt's, as with vLLM
-            whole["choices"] = [{**choice, "prompt_logprobs": reply.of_prompt()} for choice in whole["choices"]]
-        return json_response(whole)
+    head = _head("cmpl", "text_completion", request, model)
+    choices = [CompletionChoice(index) for index in range(len(answer.usages))]
+    return await TextReply(body, head, choices, answer, description).response(state)
 
 
+def _head(prefix: str, kind: str, request: Request, model: str) -> dict[str, Any]:
+    """What all objects of an answer begin with."""
+    return {"id": f"{prefix}-{request.state.request_id}", "object": kind, "created": int(time.time()), "model": model}
+
+
+@dataclass
 class CompletionChoice:
     """One of the answers to a text completion. The offsets of its `logprobs` count characters of the tokens' texts."""
 
-    def __init__(self, index: int) -> None:
-        self._index = index
-        self._offset = 0
-        self._texts: list[str] = []
-        self._logprobs: dict[str, list[Any]] = {}
-        self.prompt_logprobs: list[PromptPosition] = []
+    index: int
+    offset: int = 0
+    texts: list[str] = field(default_factory=list)
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    prompt_logprobs: list[PromptPosition] = field(default_factory=list)
 
     def keep(self, item: StreamItem) -> None:
         """Keep an item of an answer that is sent whole. Log probabilities count as bytes of the request until then."""
         if isinstance(item, Text):
-            self._texts.append(item.text)
+            self.texts.append(item.text)
             self.prompt_logprobs.extend(item.prompt_logprobs)
             if likely := self._likely(item.logprobs):
                 reserve(sum(memoryview(likeliest).nbytes for likeliest in likely["top_logprobs"]))
                 for name, values in likely.items():
-                    self._logprobs.setdefault(name, []).extend(values)
+                    self.logprobs.setdefault(name, []).extend(values)
 
     async def whole(self, end: Mapping[str, Any]) -> dict[str, Any]:
         """The choice of a whole text_completion object."""
-        return {"index": self._index, "text": "".join(self._texts), **end, "logprobs": self._logprobs or None}
+        return {"index": self.index, "text": "".join(self.texts), **end, "logprobs": self.logprobs or None}
 
     def begin(self) -> Iterator[dict[str, Any]]:
         """The first choices of a stream: none."""
@@ -162,11 +160,11 @@ class CompletionChoice:
     def chunks(self, item: StreamItem) -> Iterator[dict[str, Any]]:
         """The choices of the objects that an item becomes in a stream."""
         if isinstance(item, Text):
-            yield {"index": self._index, "text": item.text, **GOES_ON, "logprobs": self._likely(item.logprobs)}
+            yield {"index": self.index, "text": item.text, **GOES_ON, "logprobs": self._likely(item.logprobs)}
 
     def end(self, end: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The last choices of a stream."""
-        yield {"index": self._index, "text": "", **end, "logprobs": None}
+        yield {"index": self.index, "text": "", **end, "logprobs": None}
 
     def _likely(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
         """The next positions; `None` for none."""
@@ -174,8 +172,8 @@ class CompletionChoice:
             return None
         offsets = []
         for position in positions:
-            offsets.append(self._offset)
-            self._offset += len(position.token.text)
+            offsets.append(self.offset)
+            self.offset += len(position.token.text)
         return {
             "text_offset": offsets,
             "token_logprobs": [max(position.token.logprob, LEAST_LOGPROB) for position in positions],
@@ -243,8 +241,7 @@ async def chat_completions(request: Request, state: ServerState, body: ChatReque
     """Answer a chat in text, or in text and speech; complete or as server-sent events."""
     body.check()
     description, model = await state.model(body.model)
-    spoken = "audio" in (body.modalities or ())
-    form = audio_format(body.audio, spoken, body.stream)
+    form, options = speech_of(body.modalities, body.audio, body.stream, description, state)
     params = state.stage_params(body.model, body.params_by_stage(), description, body.stage_fields())
     sound_in_video = bool(body.mm_processor_kwargs and body.mm_processor_kwargs.use_audio_in_video)
     messages = await state.media.messages(body.messages, description.max_media, sound_in_video=sound_in_video)
@@ -254,143 +251,146 @@ async def chat_completions(request: Request, state: ServerState, body: ChatReque
         body,
         {"messages": messages, **body.tool_options()},
         {**FIELDS, **body.error_fields()},
-        modalities=text_or_sound(body.modalities, body.audio),
-        voice=state.voice(body.audio.voice, description, "audio.voice") if spoken and body.audio else None,
         params=params,
-        n=body.answers(description.max_in_flight),
-        speed=(body.audio and body.audio.speed) or 1,
+        n=answers_of(body.n, description.max_in_flight),
+        **options,
     )
     rate = description.sample_rate or 24_000
     ids = [f"audio_{request.state.request_id}{f'-{index}' if index else ''}" for index in range(len(answer.usages))]
-    choices = [ChatChoice(index, audio_id, form if spoken else None, rate, state) for index, audio_id in enumerate(ids)]
-    head = {"id": f"chatcmpl-{request.state.request_id}", "created": int(time.time()), "model": model}
-    reply = TextReply({**head, "object": "chat.completion"}, choices, answer, description)
-    if body.stream:
-        include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        chunk = {**head, "object": "chat.completion.chunk", **({"usage": None} if include_usage else {})}
-        return AnswerResponse(answer, reply.events(chunk, include_usage), EVENTS, state.settings.write_timeout)
-    async with answer:
-        whole = await reply.whole()
-        if body.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = reply.of_prompt()
-        return json_response(whole)
+    choices = [ChatChoice(index, audio_id, form, rate, state.transcripts) for index, audio_id in enumerate(ids)]
+    head = _head("chatcmpl", "chat.completion", request, model)
+    return await TextReply(body, head, choices, answer, description).response(state)
 
 
+@dataclass
 class ChatChoice:
     """One of the answers to a chat: what has come of it, and its objects in OpenAI's form.
 
     As with OpenAI, the text of a spoken answer is its transcript.
 
     Args:
-        audio_format: of the sound; `None` for an answer that is not spoken.
+        form: format of the sound; `None` for an answer that is not spoken.
         rate: of the sound, in Hz.
+        came: of a stream, texts and calls.
     """
 
-    def __init__(self, index: int, audio_id: str, audio_format: str | None, rate: int, state: ServerState) -> None:
-        self._index = index
-        self._audio_id = audio_id
-        self._format, self._rate = audio_format, rate
-        self._transcripts = state.transcripts
-        self._came = WholeAnswer()  # of a stream, texts and calls
-        self.keep = self._came.add
-        self.prompt_logprobs = self._came.prompt_logprobs
+    index: int
+    audio_id: str
+    form: str | None
+    rate: int
+    transcripts: Store[str]
+    came: WholeAnswer = field(default_factory=WholeAnswer)
+
+    def keep(self, item: StreamItem) -> None:
+        """Keep an item of an answer that is sent whole."""
+        self.came.add(item)
+
+    @property
+    def prompt_logprobs(self) -> Sequence[PromptPosition]:
+        """Those of the prompt, which come with the first answer."""
+        return self.came.prompt_logprobs
 
     async def whole(self, end: Mapping[str, Any]) -> dict[str, Any]:
         """The choice of a chat.completion object."""
-        came, text = self._came, self._came.text
+        came, text = self.came, self.came.text
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if came.calls:
             message["content"] = text or None
             message["tool_calls"] = [_call(call) for call in came.calls.whole()]
-        if self._format and (text or came.pieces or not came.calls):
+        if self.form and (text or came.pieces or not came.calls):
             message["content"] = None
             message["audio"] = {
-                "id": self._audio_id,
-                "data": await encoded_base64(came.samples, self._format, self._rate),
-                "expires_at": self._transcripts.add(self._audio_id, text, len(text)),
+                "id": self.audio_id,
+                "data": await encoded_base64(came.samples, self.form, self.rate),
+                "expires_at": self.transcripts.add(self.audio_id, text, len(text)),
                 "transcript": text,
             }
-        return {"index": self._index, "message": message, **self._end(end), "logprobs": chat_logprobs(came.logprobs)}
+        return {"index": self.index, "message": message, **self._end(end), "logprobs": chat_logprobs(came.logprobs)}
 
     def begin(self) -> Iterator[dict[str, Any]]:
         """The first choice of a stream."""
-        first = {"audio": {"id": self._audio_id, "transcript": ""}} if self._format else {"content": ""}
+        first = {"audio": {"id": self.audio_id, "transcript": ""}} if self.form else {"content": ""}
         yield self._chunk({"role": "assistant", "refusal": None, **first})
 
     def chunks(self, item: StreamItem) -> Iterator[dict[str, Any]]:
         """The choices of the chunks that an item becomes."""
         if isinstance(item, Audio):
-            yield self._chunk({"audio": {"id": self._audio_id, "data": pcm16(item.samples)}})
+            yield self._chunk({"audio": {"id": self.audio_id, "data": pcm16(item.samples)}})
         if not isinstance(item, Text):
             return
-        self._came.texts.append(item.text)
+        self.came.texts.append(item.text)
         if item.text or item.logprobs:  # there is no text where the tokens so far end inside a character
-            transcript = {"audio": {"id": self._audio_id, "transcript": item.text}}
-            yield self._chunk(transcript if self._format else {"content": item.text}, logprobs=item.logprobs)
+            transcript = {"audio": {"id": self.audio_id, "transcript": item.text}}
+            yield self._chunk(transcript if self.form else {"content": item.text}, logprobs=item.logprobs)
         if item.tool_calls:
-            self._came.calls.add(item.tool_calls)
+            self.came.calls.add(item.tool_calls)
             yield self._chunk({"tool_calls": [_call_delta(piece) for piece in item.tool_calls]})
 
     def end(self, end: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The last choices of a stream."""
-        if self._format:
-            text = self._came.text
-            expires = self._transcripts.add(self._audio_id, text, len(text))
-            yield self._chunk({"audio": {"id": self._audio_id, "expires_at": expires}})
+        if self.form:
+            text = self.came.text
+            expires = self.transcripts.add(self.audio_id, text, len(text))
+            yield self._chunk({"audio": {"id": self.audio_id, "expires_at": expires}})
         yield self._chunk({}, self._end(end))
 
     def _chunk(
         self, delta: dict[str, Any], end: Mapping[str, Any] = GOES_ON, logprobs: Sequence[PositionLogprobs] = ()
     ) -> dict[str, Any]:
-        return {"index": self._index, "delta": delta, **end, "logprobs": chat_logprobs(token_logprobs(logprobs))}
+        return {"index": self.index, "delta": delta, **end, "logprobs": chat_logprobs(token_logprobs(logprobs))}
 
     def _end(self, end: Mapping[str, Any]) -> Mapping[str, Any]:
-        called = bool(self._came.calls) and end["finish_reason"] == "stop"
+        called = bool(self.came.calls) and end["finish_reason"] == "stop"
         return {**end, "finish_reason": "tool_calls"} if called else end
 
 
+@dataclass(frozen=True)
 class TextReply:
     """Converts the answers to a chat or a text completion to OpenAI's objects."""
 
-    def __init__(
-        self,
-        head: Mapping[str, Any],
-        choices: Sequence[ChatChoice | CompletionChoice],
-        answer: Answer,
-        description: Description,
-    ) -> None:
-        self._head = head
-        self._choices = choices
-        self._answer = answer
-        self._description = description
+    body: ChatRequest | CompletionRequest
+    head: Mapping[str, Any]
+    choices: Sequence[ChatChoice | CompletionChoice]
+    answer: Answer
+    description: Description
 
-    async def whole(self) -> dict[str, Any]:
-        """The whole answers as one object."""
-        async for index, item in self._answer.choices():
+    async def response(self, state: ServerState) -> Response:
+        """The answers as one object, or as events. Raises `HttpError`."""
+        if self.body.stream:
+            return AnswerResponse(self.answer, self._events(), EVENTS, state.settings.write_timeout)
+        async with self.answer:
+            return json_response(await self._whole())
+
+    async def _whole(self) -> dict[str, Any]:
+        async for index, item in self.answer.choices():
             if item is not None:
-                self._choices[index].keep(item)
-        choices = [await choice.whole(self._ending(index)) for index, choice in enumerate(self._choices)]
-        return {**self._head, "choices": choices, "usage": usage_of(self._answer.usages, self._description)}
+                self.choices[index].keep(item)
+        choices = [await choice.whole(self._ending(index)) for index, choice in enumerate(self.choices)]
+        whole = {**self.head, "choices": choices, "usage": usage_of(self.answer.usages, self.description)}
+        if self.body.prompt_logprobs is not None:  # where vLLM has them
+            likely = Raw(json.encode(prompt_logprobs(self.choices[0].prompt_logprobs)))
+            for part in [whole] if isinstance(self.body, ChatRequest) else choices:
+                part["prompt_logprobs"] = likely
+        return whole
 
-    def of_prompt(self) -> Raw:
-        """The log probabilities of the prompt, which come with the first answer."""
-        return Raw(json.encode(prompt_logprobs(self._choices[0].prompt_logprobs)))
-
-    async def events(self, head: Mapping[str, Any], include_usage: bool) -> AsyncIterator[bytes]:
-        """Stream objects with this head as server-sent events."""
-        for choice in self._choices:
+    async def _events(self) -> AsyncIterator[bytes]:
+        include_usage = bool(self.body.stream_options and self.body.stream_options.include_usage)
+        head = {**self.head, **({"usage": None} if include_usage else {})}
+        if isinstance(self.body, ChatRequest):
+            head["object"] = "chat.completion.chunk"
+        for choice in self.choices:
             for piece in choice.begin():
                 yield event({**head, "choices": [piece]})
-        async for index, item in self._answer.choices():
-            choice = self._choices[index]
+        async for index, item in self.answer.choices():
+            choice = self.choices[index]
             for piece in choice.end(self._ending(index)) if item is None else choice.chunks(item):
                 yield event({**head, "choices": [piece]})
         if include_usage:
-            yield event({**head, "choices": [], "usage": usage_of(self._answer.usages, self._description)})
+            yield event({**head, "choices": [], "usage": usage_of(self.answer.usages, self.description)})
         yield DONE_EVENT
 
     def _ending(self, index: int) -> dict[str, Any]:
-        return ending(self._answer.usages[index], self._description)
+        return ending(self.answer.usages[index], self.description)
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -207,7 +207,6 @@ AnyMessage = UserMessage | SystemMessage | DeveloperMessage | AssistantMessage |
 
 
 AudioFormat = Literal["wav", "pcm16", "flac", "mp3", "opus", "aac"]
-STREAM_FORMAT = "pcm16"
 Speed = Annotated[float, Meta(ge=0.25, le=4)]  # OpenAI's range for speech
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Likeliest = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
@@ -246,17 +245,6 @@ def voice_name(
         raise bad_field(where, message, "unknown_voice")
     found = alias_of or name
     return None if found == "default" else found
-
-
-def audio_format(audio: AudioParameters | None, spoken: bool, stream: bool | None) -> str:
-    """The format of a spoken answer. Raises `HttpError` 400 for one that cannot be streamed."""
-    given = audio.format if audio is not None else None
-    if not stream:
-        return given or "wav"
-    if spoken and given not in (None, STREAM_FORMAT):
-        message = f"With stream: true the format must be {STREAM_FORMAT!r}."
-        raise bad_field("audio.format", message, "unsupported_value")
-    return STREAM_FORMAT
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -430,6 +418,13 @@ def _object(value: Raw, name: str) -> str:
 # Sampling
 
 
+def answers_of(n: int | None, slots: int) -> int:
+    """How many answers are wanted. Raises `HttpError` for more than the pipeline has slots."""
+    if (n or 1) > slots:
+        raise bad_field("n", f"n is {n}, and this pipeline has {slots} requests at a time.")
+    return n or 1
+
+
 class StreamOptions(Strict, frozen=True):
     """What a streamed answer contains besides the tokens."""
 
@@ -474,13 +469,6 @@ class Sampling(StagedSubmission, frozen=True, kw_only=True):
         if self.prompt_logprobs is not None and self.stream:
             message = "prompt_logprobs is not supported with stream: true. Ask for the whole answer."
             raise bad_field("prompt_logprobs", message, "unsupported_parameter")
-
-    def answers(self, slots: int) -> int:
-        """How many answers are wanted. Raises `HttpError` for more than the pipeline has slots."""
-        wanted = self.n or 1
-        if wanted > slots:
-            raise bad_field("n", f"n is {wanted}, and this pipeline has {slots} requests at a time.")
-        return wanted
 
     def stage_fields(self) -> dict[str, Any]:
         """The fields that are set, under the names of `StageParams`; not `seed`, which goes to all stages."""

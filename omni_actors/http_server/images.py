@@ -9,6 +9,7 @@ import re
 import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -27,6 +28,7 @@ from omni_actors.http_server.bodies import (
     OF_NEW_IMAGES,
     Form,
     FormBody,
+    FormFile,
     JsonBody,
     ParamsByStage,
     Submission,
@@ -34,6 +36,7 @@ from omni_actors.http_server.bodies import (
     decoded_params,
 )
 from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.generation import answers_of
 from omni_actors.http_server.state import ServerState, json_response, keep_picture
 from omni_actors.protocol.messages import Description, StageUsage
 from omni_actors.protocol.payloads import Parameter, StageParams
@@ -213,8 +216,8 @@ def _not_declared(name: str, declared: Mapping[str, Sequence[Parameter]]) -> Htt
 
 GENERATION = JsonBody(ImageRequest, OF_NEW_IMAGES)
 MAX_REFERENCES = 16
-EDIT = FormBody(ImageFields, OF_EDITS, "image", MAX_REFERENCES, further="mask")
-MODALITY = "image"
+MODALITY, MASK = "image", "mask"
+EDIT = FormBody(ImageFields, OF_EDITS, {"image": MAX_REFERENCES, MASK: 1}, "image")
 TOKEN_PIXELS = 16  # of a token's side, as the models here have it
 FIELDS: dict[str, str] = {
     **FIELD_OF,
@@ -226,38 +229,19 @@ FIELDS: dict[str, str] = {
 
 async def generations(request: Request, state: ServerState, body: ImageRequest) -> Response:
     """Make pictures of a text."""
-    return await _respond(body, (), None, "image_generation", request, state)
+    return await _respond(body, (), "image_generation", request, state)
 
 
 async def edits(request: Request, state: ServerState, form: Form[ImageFields]) -> Response:
     """Make pictures of a text and of other pictures; a mask says which part of them changes."""
-    return await _respond(form.fields, form.files, form.further, "image_edit", request, state)
+    return await _respond(form.fields, form.files, "image_edit", request, state)
 
 
 async def _respond(
-    fields: ImageFields,
-    references: Sequence[bytes],
-    mask: bytes | None,
-    kind: str,
-    request: Request,
-    state: ServerState,
+    fields: ImageFields, files: Sequence[FormFile], kind: str, request: Request, state: ServerState
 ) -> Response:
-    fields.check()
-    description = await state.facts()
-    state.model_name(fields.model, description)
-    if MODALITY not in description.modalities:
-        offered = ", ".join(description.modalities)
-        raise bad_field("model", f"This model makes no pictures; it answers in {offered}.", "unknown_modality")
-    n = fields.n or 1
-    if n > description.max_in_flight:
-        raise bad_field("n", f"n: at most {description.max_in_flight} pictures can be made at a time.")
-    params = params_of(fields, description, **({"mask": True} if mask is not None else {}))
-    prompt: Any = fields.prompt
-    if references:
-        parts = await state.media.pictures(references, "image", description.max_media)
-        if mask is not None:
-            parts += await state.media.pictures([mask], "mask", description.max_media)
-        prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": fields.prompt}]}]
+    description, prompt, params = await drawing(fields, files, MODALITY, state)
+    n = answers_of(fields.n, description.max_in_flight)
     answer = await Answer.begin(request, state, fields, prompt, FIELDS, n=n, modalities=[MODALITY], params=params)
     keep = partial(keep_picture, request, state) if fields.response_format == "url" else None
     pictures = Pictures(fields, kind, answer, description, keep)
@@ -267,50 +251,72 @@ async def _respond(
         return json_response(await pictures.whole())
 
 
+async def drawing(
+    fields: DrawingFields, files: Sequence[FormFile], modality: str, state: ServerState
+) -> tuple[Description, Any, dict[str, StageParams]]:
+    """The pipeline, and what a request for pictures or videos asks of it: the prompt, and parameters by stage.
+
+    Args:
+        files: pictures that go with the text.
+
+    Raises:
+        HttpError: the model makes none, or does not take a field or a file.
+    """
+    fields.check()
+    description = await state.facts()
+    state.model_name(fields.model, description)
+    if modality not in description.modalities:
+        made = "pictures" if modality == MODALITY else f"{modality}s"
+        message = f"This model makes no {made}; it answers in {', '.join(description.modalities)}."
+        raise bad_field("model", message, "unknown_modality")
+    params = params_of(fields, description, **({"mask": True} if any(file.field == MASK for file in files) else {}))
+    if not files:
+        return description, fields.prompt, params
+    parts = await state.media.pictures(files, description.max_media)
+    return description, [{"role": "user", "content": [*parts, {"type": "text", "text": fields.prompt}]}], params
+
+
+@dataclass(frozen=True)
 class Pictures:
     """Converts an answer to OpenAI's objects.
 
     Args:
+        kind: how the types of the events begin.
         keep: keeps a file of a format and returns its URL, if the client wants that.
     """
 
-    def __init__(
-        self,
-        fields: ImageFields,
-        kind: str,
-        answer: Answer,
-        description: Description,
-        keep: Callable[[bytes, str], Awaitable[str]] | None,
-    ) -> None:
-        self._keep = keep
-        self._fields = fields
-        self._kind = kind
-        self._answer = answer
-        self._description = description
-        self._format = fields.output_format or "png"
+    fields: ImageFields
+    kind: str
+    answer: Answer
+    description: Description
+    keep: Callable[[bytes, str], Awaitable[str]] | None
+
+    @property
+    def _format(self) -> ImageFormat:
+        return self.fields.output_format or "png"
 
     async def whole(self) -> dict[str, Any]:
         """All pictures as an ImagesResponse."""
         found: dict[int, NDArray[numpy.uint8]] = {}
-        async for index, item in self._answer.choices():
+        async for index, item in self.answer.choices():
             if isinstance(item, Image) and not item.preview:
                 found[index] = item.pixels
-        if len(found) < len(self._answer.usages):
+        if len(found) < len(self.answer.usages):
             raise _no_picture()
         pictures = [found[index] for index in sorted(found)]
         return {
             "created": int(time.time()),
             "data": await asyncio.gather(*map(self._shown, pictures)),
             **self._about(pictures[0]),
-            "usage": image_usage(self._answer.usages[0], pictures, self._description),
+            "usage": image_usage(self.answer.usages[0], pictures, self.description),
         }
 
     async def events(self) -> AsyncIterator[bytes]:
         """Stream previews and the picture, and progress if it is asked for."""
         previews = 0
         last: dict[str, Any] | None = None
-        async for item in self._answer:
-            if isinstance(item, Progress) and self._fields.progress:
+        async for item in self.answer:
+            if isinstance(item, Progress) and self.fields.progress:
                 yield self._event("progress", step=item.step, steps=item.steps, stage=item.stage)
             elif isinstance(item, Image):
                 picture = {**await self._shown(item.pixels), **self._about(item.pixels)}
@@ -322,27 +328,27 @@ class Pictures:
                     last, pixels = picture, item.pixels
         if last is None:
             raise _no_picture()
-        usage = image_usage(self._answer.usages[0], [pixels], self._description)
+        usage = image_usage(self.answer.usages[0], [pixels], self.description)
         yield self._event("completed", **last, usage=usage)
 
     def _event(self, name: str, **fields: Any) -> bytes:
-        return event({"type": f"{self._kind}.{name}", **fields})
+        return event({"type": f"{self.kind}.{name}", **fields})
 
     def _about(self, pixels: NDArray[numpy.uint8]) -> dict[str, Any]:
         height, width, _ = pixels.shape
-        opaque = self._fields.background == "opaque" or self._format == "jpeg"
+        opaque = self.fields.background == "opaque" or self._format == "jpeg"
         background = "opaque" if opaque else background_of(pixels)
         return {"size": f"{width}x{height}", "output_format": self._format, "background": background, "quality": "auto"}
 
     async def _shown(self, pixels: NDArray[numpy.uint8]) -> dict[str, Any]:
         """The picture as a file: its base64, or a URL."""
-        if self._keep is None:
+        if self.keep is None:
             return {"b64_json": await asyncio.to_thread(lambda: base64_string(self._file(pixels)))}
-        return {"url": await self._keep(await asyncio.to_thread(self._file, pixels), self._format)}
+        return {"url": await self.keep(await asyncio.to_thread(self._file, pixels), self._format)}
 
     def _file(self, pixels: NDArray[numpy.uint8]) -> bytes:
-        given = flattened(pixels) if self._fields.background == "opaque" else pixels
-        return encoded_image(given, self._format, self._fields.output_compression)
+        given = flattened(pixels) if self.fields.background == "opaque" else pixels
+        return encoded_image(given, self._format, self.fields.output_compression)
 
 
 def image_usage(

@@ -23,7 +23,7 @@ import msgspec
 import numpy
 
 from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError
-from omni_actors.http_server.bodies import decode, reserve
+from omni_actors.http_server.bodies import FormFile, decode, reserve
 from omni_actors.http_server.errors import HttpError, bad_field, too_large
 from omni_actors.http_server.generation import (
     AnyMessage,
@@ -320,20 +320,20 @@ class MediaReader:
         (samples,) = await self._on_decoder(lambda decoder: decoder.decode(items, limits), param)
         return samples
 
-    async def pictures(self, files: Sequence[bytes], param: str, max_media: Mapping[str, int]) -> list[dict[str, Any]]:
+    async def pictures(self, files: Sequence[FormFile], max_media: Mapping[str, int]) -> list[dict[str, Any]]:
         """The parts of a message with uploaded pictures.
 
         Raises:
             HttpError: 400 or 413, as for the media of messages.
         """
-        most = min(self._settings.media_parts, max_media.get("image", len(files)))
+        param, most = files[0].field, min(self._settings.media_parts, max_media.get("image", len(files)))
         if not most:
             raise bad_field(param, "This model takes no pictures, only a text.", "unsupported_parameter")
         if len(files) > most:
             raise bad_field(param, f"There are {len(files)} pictures; at most {most} are allowed.")
-        for data in files:
-            self._check_file(data, param)
-        values = await self._checked([_Medium("image", data, param) for data in files])
+        for file in files:
+            self._check_file(file.data, file.field)
+        values = await self._checked([_Medium("image", file.data, file.field) for file in files])
         return [{"type": "image", "image": value} for value in values]
 
     def _check_count(self, messages: Sequence[AnyMessage]) -> None:

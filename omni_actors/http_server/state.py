@@ -1,26 +1,19 @@
-"""What the routes share: the client, the pipeline's description, files and voices.
-
-A file has a line of JSON, then the samples. It is written under another name and then renamed, so readers see all of it
-or nothing. Its name is the voice's id, which follows from the voice's name.
-"""
+"""What the routes share: the client, the pipeline's description, files and voices."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
 import ipaddress
 import itertools
 import os
 import re
-import stat
-import tempfile
+import sqlite3
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 import numpy
@@ -29,9 +22,9 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response, StreamingResponse
 
 from omni_actors.client import AsyncOmniClient
-from omni_actors.errors import ConfigError, OmniError, RequestTimeout
+from omni_actors.errors import ConfigError, OmniError
 from omni_actors.host.run_directory import check_own_folder, expanded
-from omni_actors.http_server.bodies import Form, FormBody, Strict
+from omni_actors.http_server.bodies import Form, FormBody, FormFile, Strict
 from omni_actors.http_server.ears import Ears, hearing, is_deaf
 from omni_actors.http_server.errors import HttpError, bad_field, too_large
 from omni_actors.http_server.generation import VoiceId, voice_name
@@ -61,8 +54,9 @@ from omni_actors.sharing import Budget
 
 logger = get_logger(__name__)
 
-SUFFIX = ".voice"
-MAX_HEAD = 64 << 10
+VOICES = "voices.db"
+MAX_VOICES = 10_000  # that the key http.voices may allow
+FOREVER = 1e9  # seconds
 ID = "voice_"
 ID_BYTES = 12
 VOICE_ID = re.compile(rf"{ID}[0-9a-f]{{{2 * ID_BYTES}}}")
@@ -102,39 +96,33 @@ def id_of(name: str) -> str:
 
 
 class VoiceStore:
-    """Reads and writes voices. Its methods use files; call them on threads.
+    """Voices in a database. Its methods use files; call them on threads.
 
     Args:
-        folder: where the voices are, made with the first of them; `None` if this server keeps none.
+        folder: where the database is, made with the first voice; `None` if this server keeps none.
         most: how many there may be.
-
     """
 
     def __init__(self, folder: str | None, most: int) -> None:
         self._folder = expanded(folder, "http.voices_dir") if folder is not None else None
         self._most = most
-        self._damaged: set[Path] = set()  # those that the log has named
+        self._opened: Store[Voice] | None = None
 
     def all(self) -> list[Voice]:
         """All voices, by name."""
-        if self._folder is None or not self._folder.is_dir():
-            return []
-        found = (self._head(path) for path in self._folder.glob(f"*{SUFFIX}"))
-        return sorted((voice for voice in found if voice is not None), key=lambda voice: voice.name)
+        return sorted(self._store.values() if self._store is not None else (), key=lambda voice: voice.name)
 
     def find(self, name: str) -> Voice | None:
         """The voice with this name, in any case, or with this id."""
-        return next(filter(None, map(self._head, self._paths(name))), None)
+        ids = [name, id_of(name)] if VOICE_ID.fullmatch(name) else [id_of(name)]
+        return next(filter(None, map(self._store.find, ids)), None) if self._store is not None else None
 
     def samples(self, voice: Voice) -> numpy.ndarray:
         """The recording: f32 [samples], mono. Raises `HttpError` 404 if another server has just deleted it."""
-        (path,) = self._paths(voice.id)
-        try:
-            with _opened(path) as file:
-                data = file.read()
-        except FileNotFoundError:
-            raise no_voice(voice.name) from None
-        return numpy.frombuffer(data[data.index(b"\n") + 1 :], numpy.float32)
+        data = self._store.data(voice.id) if self._store is not None else b""
+        if not data:
+            raise no_voice(voice.name)
+        return numpy.frombuffer(data, numpy.float32)
 
     def add(self, voice: Voice, samples: numpy.ndarray) -> None:
         """Keep a voice with its recording.
@@ -146,83 +134,38 @@ class VoiceStore:
         if self._folder is None:
             message = "This server keeps no voices: its operator must name a folder with --http-voices-dir."
             raise HttpError(400, message, code="unsupported_parameter")
-        path = self._folder / f"{voice.id}{SUFFIX}"
+        kept, data = False, samples.astype(numpy.float32).tobytes()
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_own_folder(self._folder, "The folder of voices")
-            with _lock(self._folder):
-                if self._head(path) is not None:
-                    raise bad_field("name", f"There is a voice {voice.name!r}: choose another name, or delete it.")
-                if len(self.all()) >= self._most:
-                    message = f"There are {self._most} voices, as many as this server keeps: delete one."
-                    raise bad_field("name", message, "too_many_voices")
-                file, draft = tempfile.mkstemp(dir=self._folder)  # a new file, which follows no link
-                try:
-                    with open(file, "wb") as stream:
-                        stream.write(msgspec.json.encode(voice) + b"\n" + samples.astype(numpy.float32).tobytes())
-                        stream.flush()
-                        os.fsync(file)
-                    os.rename(draft, path)
-                except BaseException:
-                    os.unlink(draft)
-                    raise
-        except OSError as error:
+            os.close(os.open(self._folder / VOICES, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+            if self.find(voice.name) is not None:
+                raise bad_field("name", f"There is a voice {voice.name!r}: choose another name, or delete it.")
+            if len(self.all()) >= self._most:
+                message = f"There are {self._most} voices, as many as this server keeps: delete one."
+                raise bad_field("name", message, "too_many_voices")
+            kept = self._store is not None and self._store.add(voice.id, voice, 0, data, there=False) > 0
+        except (OSError, sqlite3.Error) as error:
             logger.error("cannot write a voice to %s: %s", self._folder, error)
-            message = f"The server cannot write the voice: {error.strerror}. Its operator must make room for it."
-            raise HttpError(507, message, code="internal_error") from error
         except ConfigError as error:
             logger.error("cannot keep a voice: %s", error)
             message = "The server cannot keep the voice: its operator must give it another folder, as its log says."
             raise HttpError(500, message, code="internal_error") from error
+        if not kept:
+            message = "The server cannot write the voice: its operator must make room, as its log says."
+            raise HttpError(507, message, code="internal_error")
 
     def remove(self, name: str) -> Voice | None:
         """Delete the voice with this name or id, and return it; `None` if there is none."""
         voice = self.find(name)
-        for path in self._paths(voice.id) if voice is not None else ():
-            path.unlink(missing_ok=True)
-        return voice
+        return voice if voice is not None and self._store is not None and self._store.remove(voice.id) else None
 
-    def _paths(self, name: str) -> list[Path]:
-        if self._folder is None:
-            return []
-        ids = [name, id_of(name)] if VOICE_ID.fullmatch(name) else [id_of(name)]
-        return [path for each in ids if (path := self._folder / f"{each}{SUFFIX}").exists()]
-
-    def _head(self, path: Path) -> Voice | None:
-        try:
-            with _opened(path) as file:
-                voice = msgspec.json.decode(file.readline(MAX_HEAD), type=Voice)
-                if file.tell() + 4 * voice.samples == os.fstat(file.fileno()).st_size and voice.rate > 0:
-                    return voice
-            reason = "it has another length than it says"
-        except FileNotFoundError:
-            return None  # deleted since the folder was read
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            reason = str(error)
-        if path not in self._damaged:
-            self._damaged.add(path)
-            logger.error("%s is not a voice and is left out: %s", path, reason)
-        return None
-
-
-def _opened(path: Path) -> BinaryIO:
-    """Open a regular file, without following a link to it or waiting for the other end of a pipe. Raises `OSError`."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError("it is not a regular file")
-    return file
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Keep other servers from adding voices meanwhile."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    @property
+    def _store(self) -> Store[Voice] | None:
+        """The database, once there is one."""
+        if self._opened is None and self._folder is not None and (self._folder / VOICES).exists():
+            self._opened = Store(str(self._folder), "voices", Voice, MAX_VOICES, 0, FOREVER, durable=True)
+        return self._opened
 
 
 def no_voice(name: str) -> HttpError:
@@ -233,9 +176,8 @@ def no_voice(name: str) -> HttpError:
 
 DESCRIBE_SECONDS = 3.0  # a coordinator that needs longer is not healthy
 FRESH_SECONDS = 0.2  # for which a description may be used again
-REPORT_SECONDS = 1.0  # between reports of metrics to the coordinator
-KNOWN_SECONDS = 2.0  # the same for what does not change while a pipeline runs
-REMEMBERED_SECONDS = 30.0  # the same while the coordinator is too busy to answer
+REPORT_SECONDS = 1.0  # between reports of metrics to the coordinator, and between its descriptions
+REMEMBERED_SECONDS = 30.0  # the same for what does not change while a pipeline runs
 OPENAI_MODEL = re.compile(r"(chatgpt|dall-e|gpt|o\d|tts|whisper)(-[\w.:-]{1,100})?")
 # A new one goes to the end: the others keep their voices.
 OPENAI_VOICES = "alloy ash ballad coral echo fable nova onyx sage shimmer verse marin cedar "
@@ -281,36 +223,22 @@ class ServerState:
         """
         if self._description is not None and time.monotonic() < self._described + FRESH_SECONDS:
             return self._description
-        return await asyncio.shield(self._ask_once())
-
-    async def facts(self, model: str | None = None) -> Description:
-        """The same for names, outputs and stages, which stay while a pipeline runs; rarely waits for an answer.
-
-        An unknown `model` is waited for, because the pipeline may have been started again with more names.
-
-        A description that is older than `FRESH_SECONDS` is asked for again, and used until the answer is there, but
-        not for longer than `KNOWN_SECONDS`. If then no answer comes, requests go on with the last one for a while: a
-        busy coordinator refuses them itself, or takes its time.
-        """
-        known, described = self._description, self._described
-        if known is None or time.monotonic() < described + FRESH_SECONDS:
-            return await self.describe()
-        asking = self._ask_once()
-        is_named = model in (None, *self.model_names(known), *known.adapters) or self._is_openais(model)
-        if is_named and time.monotonic() < described + KNOWN_SECONDS:
-            return known
-        try:
-            return await asyncio.shield(asking)
-        except RequestTimeout:
-            if time.monotonic() >= described + REMEMBERED_SECONDS:
-                raise
-            return known
-
-    def _ask_once(self) -> asyncio.Task[Description]:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask(), name="describe")
             self._asking.add_done_callback(_note)
-        return self._asking
+        return await asyncio.shield(self._asking)
+
+    async def facts(self, model: str | None = None) -> Description:
+        """The same for names, outputs and stages, which stay while a pipeline runs: as `refresh` has found it last.
+
+        A busy coordinator, which does not answer for a while, refuses requests itself, or takes its time. An unknown
+        `model` is waited for, because the pipeline may have been started again with more names.
+        """
+        known = self._description
+        if known is None or time.monotonic() >= self._described + REMEMBERED_SECONDS:
+            return await self.describe()
+        is_named = model in (None, *self.model_names(known), *known.adapters) or self._is_openais(model)
+        return known if is_named else await self.describe()
 
     async def _ask(self) -> Description:
         description = await self.client.describe(DESCRIBE_SECONDS)
@@ -333,11 +261,13 @@ class ServerState:
         """A prompt as the model takes it: see `Ears.heard`. Raises `OmniError`."""
         return prompt if self.ears is None or not self.deaf else await self.ears.heard(prompt, **options)
 
-    async def report(self) -> NoReturn:
-        """Keep the coordinator informed of this process's metrics."""
+    async def refresh(self) -> NoReturn:
+        """Keep the coordinator informed of this process's metrics, and this process of the pipeline."""
         while True:
             await asyncio.sleep(REPORT_SECONDS)
             self._report()
+            with contextlib.suppress(OmniError):  # it is away; requests go on with the last description for a while
+                await self.describe()
 
     async def sweep(self) -> NoReturn:
         """Remove the journals of responses and sessions that nobody goes on with."""
@@ -422,13 +352,6 @@ class ServerState:
         found = zip(theirs.split(), itertools.cycle(voices or ("default",)), strict=False)
         return {**dict(found), **self.settings.voice_aliases}
 
-    def text_stage(self, description: Description) -> str:
-        """The stage that max_tokens, temperature and so on apply to. Raises `HttpError` if no stage produces text."""
-        stage = description.outputs.get("text")
-        if stage is None:
-            raise HttpError(400, "This pipeline produces no text.", param="modalities", code="unknown_modality")
-        return stage
-
     def stage_params(
         self,
         model: str | None,
@@ -436,10 +359,17 @@ class ServerState:
         description: Description,
         text_fields: Mapping[str, Any],
     ) -> dict[str, StageParams]:
-        """Parameters by stage: `text_fields` and the adapter that `model` may be for the text stage, then `given`."""
+        """Parameters by stage: `text_fields` and the adapter that `model` may be for the text stage, then `given`.
+
+        Raises:
+            HttpError: there are some for the text stage, and none produces text.
+        """
         if model in description.adapters:
             text_fields = {**text_fields, "adapter": model}
-        params = {self.text_stage(description): StageParams(**text_fields)} if text_fields else {}
+        stage = description.outputs.get("text")
+        if text_fields and stage is None:
+            raise bad_field("modalities", "This pipeline produces no text.", "unknown_modality")
+        params = {stage: StageParams(**text_fields)} if text_fields and stage is not None else {}
         for stage, fields in given.items():
             params[stage] = fields.merged_over(params.get(stage, StageParams()))
         return params
@@ -471,24 +401,23 @@ BODY = FormBody(UploadForm, {})
 
 async def upload(request: Request, state: ServerState, form: Form[UploadForm]) -> Response:
     """Upload an image, audio or video for `{"type": "file", "file": {"file_id": ...}}`."""
-    data = form.files[0]
-    if not data:
+    file = form.files[0]
+    if not file.data:
         raise bad_field("file", "The file is empty.")
-    if len(data) > state.settings.media_bytes:
+    if len(file.data) > state.settings.media_bytes:
         raise too_large(f"Each file is limited to {state.settings.media_bytes} bytes.", "file")
-    if len(data) > state.settings.files_bytes:
-        raise too_large(f"All files together are limited to {state.settings.files_bytes} bytes.", "file")
-    name = form.names[0]
-    if len(name.encode()) > MAX_NAME_BYTES:
+    if len(file.name.encode()) > MAX_NAME_BYTES:
         raise bad_field("file", f"The file's name has more than {MAX_NAME_BYTES} bytes.")
-    return json_response(_file(await _keep(state, f"file-{uuid.uuid4().hex}", name, form.fields.purpose, data)))
+    return json_response(_file(await _keep(state, f"file-{uuid.uuid4().hex}", file, form.fields.purpose)))
 
 
-async def _keep(state: ServerState, file_id: str, name: str, purpose: str, data: bytes) -> UploadedFile:
-    now = time.time()
-    file = UploadedFile(file_id, name, purpose, len(data), int(now), int(now + state.settings.file_seconds))
-    if not await asyncio.to_thread(state.files.add, file.id, file, len(data), data):
-        raise HttpError(507, "The server cannot write the file: its operator must make room.", code="internal_error")
+async def _keep(state: ServerState, file_id: str, given: FormFile, purpose: str) -> UploadedFile:
+    """Keep a file. Raises `HttpError` 413 if it is larger than all may be together, 507 if it cannot be written."""
+    now, data = time.time(), given.data
+    if len(data) > state.settings.files_bytes:
+        raise too_large(f"All files together are limited to {state.settings.files_bytes} bytes.", given.field)
+    file = UploadedFile(file_id, given.name, purpose, len(data), int(now), int(now + state.settings.file_seconds))
+    await state.files.keep(file.id, file, len(data), data)
     return file
 
 
@@ -496,11 +425,10 @@ async def keep_picture(request: Request, state: ServerState, data: bytes, kind: 
     """Keep a picture as a file, and return its URL. Whoever has that needs no key: nobody can guess it.
 
     Raises:
-        HttpError: 413 if it is larger than all files may be together, 507 if it cannot be written.
+        HttpError: as for other files.
     """
-    if len(data) > state.settings.files_bytes:
-        raise too_large(f"All files together are limited to {state.settings.files_bytes} bytes.", "response_format")
-    file = await _keep(state, f"picture-{uuid.uuid4().hex}", f"picture.{kind}", "assistants_output", data)
+    made = FormFile("response_format", f"picture.{kind}", data)
+    file = await _keep(state, f"picture-{uuid.uuid4().hex}", made, "assistants_output")
     return f"{request.base_url}v1/files/{file.id}/content"
 
 
@@ -512,36 +440,22 @@ async def files(request: Request, state: ServerState) -> Response:
 
 async def file(request: Request, state: ServerState) -> Response:
     """One file, without its content."""
-    file_id = request.path_params["file_id"]
-    found = await asyncio.to_thread(state.files.find, file_id)
-    if found is None:
-        raise _no_file(file_id)
-    return json_response(_file(found))
+    return json_response(_file(await state.files.get(request.path_params["file_id"])))
 
 
 async def content(request: Request, state: ServerState) -> Response:
     """The content of a file: a picture that was made as such, what was uploaded as a download."""
-    file_id = request.path_params["file_id"]
-    found = await asyncio.to_thread(state.files.find, file_id)
-    if found is None:
-        raise _no_file(file_id)
+    found = await state.files.get(request.path_params["file_id"])
     made = PICTURE_PATH.fullmatch(request.url.path) is not None
     kind = f"image/{found.name.rpartition('.')[2]}" if made else "application/octet-stream"
     headers = {"x-content-type-options": "nosniff", "content-disposition": "inline" if made else "attachment"}
     headers["content-length"] = str(found.bytes)
-    return StreamingResponse(state.files.pieces(file_id, found.bytes), 200, headers, kind)
+    return StreamingResponse(state.files.pieces(found.id, found.bytes), 200, headers, kind)
 
 
 async def delete(request: Request, state: ServerState) -> Response:
     """Delete a file."""
-    file_id = request.path_params["file_id"]
-    if not await asyncio.to_thread(state.files.remove, file_id):
-        raise _no_file(file_id)
-    return json_response({"id": file_id, "object": "file", "deleted": True})
-
-
-def _no_file(file_id: str) -> HttpError:
-    return HttpError(404, f"There is no file {file_id[:100]!r}.", param="file_id", code="file_not_found")
+    return json_response(await state.files.delete(request.path_params["file_id"]))
 
 
 def _file(file: UploadedFile) -> dict[str, Any]:

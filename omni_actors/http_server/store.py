@@ -49,9 +49,9 @@ SECRET_BYTES = 32
 PIECE_BYTES = 256 << 10  # of data that are read at once for a client
 FRAMES = 1  # code of an array u8 in msgpack
 
+FAST = "PRAGMA journal_mode = WAL; PRAGMA synchronous = OFF;"  # survives a process, not the host
+DURABLE = "PRAGMA journal_mode = DELETE; PRAGMA synchronous = FULL;"  # survives both, and may be on another host
 TABLES = """
-PRAGMA journal_mode = WAL;
-PRAGMA synchronous = OFF;
 PRAGMA secure_delete = ON;
 CREATE TABLE IF NOT EXISTS kept (
     number INTEGER PRIMARY KEY, key TEXT UNIQUE, until REAL, size INTEGER, value BLOB, data BLOB
@@ -116,12 +116,21 @@ class Store(Generic[T]):
         folder: where the database `name` is; `None` for one that only this process has.
         kind: type of the values, as msgspec decodes them.
         most, most_bytes, seconds: how many are kept, their bytes, and for how long.
+        durable: what is kept must survive the host.
     """
 
     def __init__(
-        self, folder: str | None, name: str, kind: type[T], most: int, most_bytes: int, seconds: float
+        self,
+        folder: str | None,
+        name: str,
+        kind: type[T],
+        most: int,
+        most_bytes: int,
+        seconds: float,
+        *,
+        durable: bool = False,
     ) -> None:
-        self._most, self._most_bytes, self._seconds = most, most_bytes, seconds
+        self._kind, self._most, self._most_bytes, self._seconds = name.removesuffix("s"), most, most_bytes, seconds
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_packed)
         self._decoder = msgspec.msgpack.Decoder(kind, ext_hook=_unpacked)
         self._lock = threading.Lock()
@@ -131,13 +140,13 @@ class Store(Generic[T]):
             isolation_level=None,
             check_same_thread=False,
         )
-        self._database.executescript(TABLES)
+        self._database.executescript((DURABLE if durable else FAST) + TABLES)
 
-    def add(self, key: str, value: T, size: int, data: bytes = b"", *, again: bool = False) -> int:
+    def add(self, key: str, value: T, size: int, data: bytes = b"", *, there: bool | None = None) -> int:
         """Keep a value and its data, which count `size` bytes, unless they alone are too large.
 
-        Returns the Unix time until which they are kept; 0 if they cannot be written: the log says why. With `again`
-        also if there is no value with this id, whose place they take.
+        Returns the Unix time until which they are kept; 0 if they cannot be written: the log says why. Also 0 unless
+        there is a value with this id, whose place they take, or is none, as `there` says.
         """
         if size <= self._most_bytes:
             now, run = time.monotonic(), self._database.execute
@@ -145,7 +154,7 @@ class Store(Generic[T]):
             try:
                 with self._lock, self._database:
                     run("BEGIN IMMEDIATE")
-                    if again and run(FIND, (key, now)).fetchone() is None:
+                    if there is not None and there != (run(FIND, (key, now)).fetchone() is not None):
                         return 0
                     run("DELETE FROM kept WHERE until < ? OR key = ?", (now, key))
                     run("INSERT INTO kept (key, until, size, value, data) VALUES (?, ?, ?, ?, ?)", row)
@@ -155,6 +164,29 @@ class Store(Generic[T]):
                 logger.error("cannot keep %s: %s", key, error)
                 return 0
         return int(time.time() + self._seconds)
+
+    async def keep(self, key: str, value: T, size: int, data: bytes = b"") -> None:
+        """The same as `add`, on a thread. Raises `HttpError` 507 if it cannot be written."""
+        if not await asyncio.to_thread(self.add, key, value, size, data):
+            message = f"The server cannot write the {self._kind}: its operator must make room."
+            raise HttpError(507, message, code="internal_error")
+
+    async def get(self, key: str) -> T:
+        """The value with this id. Raises `HttpError` 404 if it is not kept, or no longer."""
+        if (found := await asyncio.to_thread(self.find, key)) is None:
+            raise self.unknown(key)
+        return found
+
+    async def delete(self, key: str) -> dict[str, Any]:
+        """Remove a value; returns what to answer. Raises `HttpError` 404 if there is none with this id."""
+        if not await asyncio.to_thread(self.remove, key):
+            raise self.unknown(key)
+        return {"id": key, "object": self._kind, "deleted": True}
+
+    def unknown(self, key: str) -> HttpError:
+        """The refusal of an id."""
+        message = f"There is no {self._kind} {key[:100]!r}, or no longer."
+        return HttpError(404, message, param=f"{self._kind}_id", code=f"{self._kind}_not_found")
 
     def find(self, key: str) -> T | None:
         """The value with this id, if it is still kept."""

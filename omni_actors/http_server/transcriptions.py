@@ -81,13 +81,13 @@ TRANSLATION = FormBody(TranslationForm, {})
 async def transcriptions(request: Request, state: ServerState, form: Form[TranscriptionForm]) -> Response:
     """Write down what is said in a recording."""
     question = transcription_question(form.fields.language, form.fields.prompt)
-    return await _respond(form.fields, form.files[0], "transcribe", question, request, state)
+    return await _respond(form.fields, form.files[0].data, "transcribe", question, request, state)
 
 
 async def translations(request: Request, state: ServerState, form: Form[TranslationForm]) -> Response:
     """Write down in English what is said in a recording."""
     return await _respond(
-        form.fields, form.files[0], "translate", translation_question(form.fields.prompt), request, state
+        form.fields, form.files[0].data, "translate", translation_question(form.fields.prompt), request, state
     )
 
 

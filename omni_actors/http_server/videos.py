@@ -30,7 +30,7 @@ from omni_actors.http_server.answer import request_options
 from omni_actors.http_server.bodies import Form, FormBody
 from omni_actors.http_server.encoders import AacEncoder, pyav
 from omni_actors.http_server.errors import HttpError, bad_field, internal_error, too_large
-from omni_actors.http_server.images import FIELD_OF, DrawingFields, params_of
+from omni_actors.http_server.images import FIELD_OF, DrawingFields, drawing
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.http_server.store import VideoJob
 from omni_actors.logs import get_logger
@@ -40,6 +40,7 @@ logger = get_logger(__name__)
 MODALITY = "video"
 REFERENCE = "input_reference"
 MAX_JOBS = 16  # that a process has under way
+SHOWN = ("id", "completed_at", "expires_at", "model", "prompt", "seconds", "size", "progress")
 FIELDS: dict[str, str] = {**FIELD_OF, ErrorCode.PROMPT_TOO_LONG: "prompt", ErrorCode.MALFORMED_MEDIA: REFERENCE}
 
 
@@ -53,7 +54,7 @@ class VideoRequest(DrawingFields, frozen=True, kw_only=True):
         return super().parameters() | ({"seconds": self.seconds} if self.seconds is not None else {})
 
 
-BODY = FormBody(VideoRequest, {}, REFERENCE, needs_file=False)
+BODY = FormBody(VideoRequest, {}, {REFERENCE: 1}, None)
 
 
 class ListQuery(msgspec.Struct):
@@ -73,36 +74,25 @@ class ContentQuery(msgspec.Struct):
 async def create(request: Request, state: ServerState, form: Form[VideoRequest]) -> Response:
     """Begin a video. It is made whether or not the client stays."""
     fields = form.fields
-    fields.check()
-    description = await state.facts()
-    model = state.model_name(fields.model, description)
-    if MODALITY not in description.modalities:
-        offered = ", ".join(description.modalities)
-        raise bad_field("model", f"This model makes no videos; it answers in {offered}.", "unknown_modality")
-    params = params_of(fields, description)
+    description, prompt, params = await drawing(fields, form.files, MODALITY, state)
     for stage, own in params.items():
         try:
             check_parameters(stage, description.parameters[stage], own)
         except OmniError as error:
             raise HttpError.of(error, FIELDS) from error
-    prompt: Any = fields.prompt
-    if form.files:
-        pictures = await state.media.pictures(form.files, REFERENCE, description.max_media)
-        prompt = [{"role": "user", "content": [*pictures, {"type": "text", "text": fields.prompt}]}]
     defaults = {one.name: one.default for those in description.parameters.values() for one in those}
     given = {**defaults, **fields.parameters()}
     sides = [given.get(name) for name in ("width", "height")]
     job = VideoJob(
         id=f"video_{uuid.uuid4().hex}",
         created=time.time(),
-        model=model,
+        model=state.model_name(fields.model, description),
         prompt=fields.prompt,
         seconds=f"{given['seconds']:g}" if given.get("seconds") is not None else "",
         size="" if None in sides else "x".join(map(str, sides)),
         process=os.getpid(),
     )
-    if not await asyncio.to_thread(state.videos.add, job.id, job, len(job.prompt)):
-        raise HttpError(507, "The server cannot write the job: its operator must make room.", code="internal_error")
+    await state.videos.keep(job.id, job, len(job.prompt))
     try:
         if len(state.video_jobs) >= MAX_JOBS:  # from here on nothing is waited for
             message = f"{MAX_JOBS} videos are being made: try again when one of them is done, or has been deleted."
@@ -126,7 +116,7 @@ async def create(request: Request, state: ServerState, form: Form[VideoRequest])
 
 async def retrieve(request: Request, state: ServerState) -> Response:
     """A video's job: its status and progress."""
-    return json_response(_shown(await _job(request, state)))
+    return json_response(_shown(await state.videos.get(request.path_params["video_id"])))
 
 
 async def listed(request: Request, state: ServerState, query: ListQuery) -> Response:
@@ -145,7 +135,7 @@ async def listed(request: Request, state: ServerState, query: ListQuery) -> Resp
 
 async def content(request: Request, state: ServerState, query: ContentQuery) -> Response:
     """The video as an MP4 file."""
-    job = await _job(request, state)
+    job = await state.videos.get(request.path_params["video_id"])
     if _shown(job)["status"] != "completed":
         raise HttpError(400, f"The video is {_shown(job)['status']}.", param="video_id", code="video_not_completed")
     headers = {"content-length": str(job.bytes), "x-content-type-options": "nosniff"}
@@ -154,19 +144,10 @@ async def content(request: Request, state: ServerState, query: ContentQuery) -> 
 
 async def delete(request: Request, state: ServerState) -> Response:
     """Delete a video. A job that is under way ends, at its next step if another process has it."""
-    job = await _job(request, state)
-    await asyncio.to_thread(state.videos.remove, job.id)
-    if (making := state.video_jobs.get(job.id)) is not None:
+    deleted = await state.videos.delete(request.path_params["video_id"])
+    if (making := state.video_jobs.get(deleted["id"])) is not None:
         making.cancel()
-    return json_response({"id": job.id, "object": "video.deleted", "deleted": True})
-
-
-async def _job(request: Request, state: ServerState) -> VideoJob:
-    video_id = request.path_params["video_id"]
-    job = await asyncio.to_thread(state.videos.find, video_id)
-    if job is None:
-        raise HttpError(404, f"There is no video {video_id[:100]!r}.", param="video_id", code="video_not_found")
-    return job
+    return json_response({**deleted, "object": "video.deleted"})
 
 
 def _shown(job: VideoJob) -> dict[str, Any]:
@@ -175,21 +156,8 @@ def _shown(job: VideoJob) -> dict[str, Any]:
     if status in ("queued", "in_progress") and not psutil.pid_exists(job.process):
         message = "The process of the server that made this video has died: ask for it once more."
         status, error = "failed", {"code": ErrorCode.STAGE_LOST.value, "message": message}
-    return {
-        "id": job.id,
-        "object": "video",
-        "created_at": int(job.created),
-        "completed_at": job.completed_at,
-        "expires_at": job.expires_at,
-        "model": job.model,
-        "prompt": job.prompt,
-        "seconds": job.seconds,
-        "size": job.size,
-        "status": status,
-        "progress": job.progress,
-        "error": error,
-        "remixed_from_video_id": None,
-    }
+    own = {"object": "video", "created_at": int(job.created), "status": status, "error": error}
+    return {**{name: getattr(job, name) for name in SHOWN}, **own, "remixed_from_video_id": None}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -202,7 +170,7 @@ async def _make(job: VideoJob, stream: RequestStream, state: ServerState) -> Non
     async def note(data: bytes = b"", **changed: Any) -> None:
         nonlocal job
         job = msgspec.structs.replace(job, **changed)
-        if not await asyncio.to_thread(state.videos.add, job.id, job, len(job.prompt) + len(data), data, again=True):
+        if not await asyncio.to_thread(state.videos.add, job.id, job, len(job.prompt) + len(data), data, there=True):
             raise asyncio.CancelledError(f"{job.id} has been deleted, or cannot be written")
 
     sounds: list[Audio] = []

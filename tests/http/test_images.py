@@ -213,7 +213,7 @@ def test_references_that_are_none_or_too_large(pictures: HttpPipeline) -> None:
         client.edit(prompt="blue", image=[])
     files = {name: ("a.png", picture()) for name in ("image", "style")}
     answer = httpx.post(f"{pictures.url}/v1/images/edits", data={"prompt": "blue"}, files=files)
-    assert (answer.status_code, "Only the field image may be a file" in answer.text) == (400, True)
+    assert (answer.status_code, "Only image and mask may be a file" in answer.text) == (400, True)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

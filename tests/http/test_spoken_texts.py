@@ -10,7 +10,6 @@ import contextlib
 import io
 import itertools
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -317,15 +316,6 @@ def test_voices_outlive_the_server_and_other_servers_have_them(cloning: HttpPipe
     until(lambda: not psutil.pid_exists(server), what="the end of the server")
     wait_healthy(cloning.url)
     assert speak(cloning, voice="Ben") == f"{TOLD}{TEXT}"
-
-
-def test_a_damaged_voice_is_left_out_and_can_be_replaced(cloning: HttpPipeline) -> None:
-    made = create(cloning.url).json()
-    (path,) = Path(cloning.run_dir / "voices").glob(f"{made['id']}*")
-    assert path.stat().st_mode & 0o777 == 0o600
-    os.truncate(path, path.stat().st_size - 4)
-    assert voices(cloning.url)["created"] == []
-    assert create(cloning.url).json()["name"] == "Mara"
 
 
 def test_a_server_without_a_folder_makes_no_voices(cloning: HttpPipeline) -> None:

@@ -13,6 +13,7 @@ import numpy
 import pytest
 from PIL import Image
 
+from omni_actors.http_server.bodies import FormFile
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import AnyMessage
 from omni_actors.http_server.media import Fetcher, MediaReader
@@ -162,9 +163,9 @@ async def test_more_reference_pictures_than_the_model_takes_are_refused(
     reader: MediaReader, most: dict[str, int], message: str
 ) -> None:
     with pytest.raises(HttpError, match=message) as caught:
-        await reader.pictures([picture(8, 8)] * 2, "image", most)
+        await reader.pictures([FormFile("image", "a", picture(8, 8))] * 2, most)
     assert caught.value.param == "image"
-    parts = await reader.pictures([picture(8, 8)], "image", {})
+    parts = await reader.pictures([FormFile("image", "a", picture(8, 8))], {})
     assert [part["type"] for part in parts] == ["image"]
 
 

@@ -173,10 +173,10 @@ def test_journals_are_removed_a_minute_after_their_last_writer_and_the_oldest_be
 
 def test_what_has_been_removed_is_not_kept_again(tmp_path: Path) -> None:
     store = files(tmp_path)
-    assert store.add("file-1", uploaded(1), 3, again=True) == 0
+    assert store.add("file-1", uploaded(1), 3, there=True) == 0
     store.add("file-1", uploaded(1), 3)
-    assert store.add("file-1", uploaded(1), 3, b"abc", again=True) > 0
+    assert store.add("file-1", uploaded(1), 3, b"abc", there=True) > 0
     assert store.data("file-1") == b"abc"
     store.remove("file-1")
-    assert store.add("file-1", uploaded(1), 3, again=True) == 0
+    assert store.add("file-1", uploaded(1), 3, there=True) == 0
     assert store.find("file-1") is None

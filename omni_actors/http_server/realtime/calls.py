@@ -44,7 +44,7 @@ class OfferBody:
     """An offer alone, or in a form with the session's configuration."""
 
     kind = Offer
-    form = FormBody(Offer, {}, file=None)
+    form = FormBody(Offer, {}, {}, None)
 
     async def read(self, request: Request, settings: ServerSettings) -> Offer:
         """Receive the body. Raises `HttpError` for the first thing that is wrong with it."""

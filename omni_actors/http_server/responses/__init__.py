@@ -15,10 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from omni_actors.errors import ErrorCode
-from omni_actors.http_server.answer import EVENTS, Answer, AnswerResponse, text_or_sound
+from omni_actors.http_server.answer import EVENTS, Answer, AnswerResponse, speech_of
 from omni_actors.http_server.bodies import Strict, reserve
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.generation import audio_format
 from omni_actors.http_server.responses.events import END, Keep, ResponseReply, SentEvents
 from omni_actors.http_server.responses.items import BODY, Located, ResponsesRequest, messages_of
 from omni_actors.http_server.state import ServerState, json_response
@@ -78,8 +77,7 @@ async def _begun(
 ) -> tuple[Answer, ResponseReply, Keep]:
     """Ask for an answer. Returns it with what makes a response of it, and what keeps that at its end, as JSON."""
     description, model = await state.model(body.model)
-    spoken = "audio" in (body.modalities or ())
-    form = audio_format(body.audio, spoken, body.stream)
+    form, options = speech_of(body.modalities, body.audio, body.stream, description, state)
     before = await _before(body, state)
     asked = await _converted(messages_of(body.input), before, description, state)
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -89,12 +87,10 @@ async def _begun(
         body,
         {"messages": [*instructions, *before, *asked], **body.tool_options()},
         FIELDS,
-        modalities=text_or_sound(body.modalities, body.audio),
-        voice=state.voice(body.audio.voice, description, "audio.voice") if spoken and body.audio else None,
         params=state.stage_params(body.model, body.params_by_stage(), description, body.stage_fields()),
-        speed=(body.audio and body.audio.speed) or 1,
+        **options,
     )
-    reply = ResponseReply(sent, model, form if spoken else None, body, description)
+    reply = ResponseReply(sent, model, form, body, description)
 
     async def keep() -> bytes:
         content = msgspec.json.encode(reply.object("completed"))
@@ -131,7 +127,7 @@ async def retrieve(request: Request, state: ServerState, query: RetrieveQuery) -
         return await _resumed(request, state, response_id, _last_event(request, query))
     if query.starting_after is not None:
         raise bad_field("starting_after", "starting_after needs stream=true.")
-    found = await _kept(response_id, state)
+    found = await state.responses.get(response_id)
     headers = {"content-length": str(found.size)}
     return StreamingResponse(state.responses.pieces(response_id, found.size), 200, headers, "application/json")
 
@@ -149,7 +145,7 @@ def _last_event(request: Request, query: RetrieveQuery) -> int:
 async def _resumed(request: Request, state: ServerState, response_id: str, after: int) -> Response:
     journal = await asyncio.to_thread(state.streams.find, response_id)
     if journal is None:
-        await _kept(response_id, state)
+        await state.responses.get(response_id)
         message = f"The stream of {response_id[:100]!r} is not kept any more, or there was none: leave out stream."
         raise bad_field("stream", message, "response_not_resumable")
     pieces = _rest(request, state, response_id, journal, after)
@@ -189,22 +185,9 @@ async def delete(request: Request, state: ServerState) -> Response:
     if (journal := await asyncio.to_thread(state.streams.find, response_id)) is not None:
         journal.remove()
         journal.close()
-    if not await asyncio.to_thread(state.responses.remove, response_id) and journal is None:
-        raise _no_response(response_id)
-    return json_response({"id": response_id, "object": "response", "deleted": True})
-
-
-async def _kept(response_id: str, state: ServerState) -> KeptResponse:
-    """The response with this id. Raises `HttpError` 404 if it is not kept, or no longer."""
-    found = await asyncio.to_thread(state.responses.find, response_id)
-    if found is None:
-        raise _no_response(response_id)
-    return found
-
-
-def _no_response(response_id: str) -> HttpError:
-    message = f"There is no response {response_id[:100]!r}, or no longer: send its items again."
-    return HttpError(404, message, param="response_id", code="response_not_found")
+        await asyncio.to_thread(state.responses.remove, response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+    return json_response(await state.responses.delete(response_id))
 
 
 def _size(value: Any) -> int:
@@ -222,10 +205,10 @@ async def _before(body: ResponsesRequest, state: ServerState) -> Conversation:
     """The turns that the request continues. They are sent to the pipeline again, so they count as if in the body."""
     if body.previous_response_id is None:
         return []
-    try:
-        found = await _kept(body.previous_response_id, state)
-    except HttpError as error:
-        raise bad_field("previous_response_id", error.message, "previous_response_not_found") from None
+    found = await asyncio.to_thread(state.responses.find, body.previous_response_id)
+    if found is None:
+        message = f"{state.responses.unknown(body.previous_response_id).message} Send its items again."
+        raise bad_field("previous_response_id", message, "previous_response_not_found")
     reserve(found.conversation_bytes)
     return found.conversation
 

@@ -35,7 +35,7 @@ class VoiceForm(Strict, frozen=True, kw_only=True):
     type: Literal["audio_sample"] | None = None
 
 
-VOICE_BODY = FormBody(VoiceForm, {"consent": ANY}, SAMPLE)
+VOICE_BODY = FormBody(VoiceForm, {"consent": ANY}, {SAMPLE: 1}, SAMPLE)
 
 
 async def voices(request: Request, state: ServerState) -> Response:
@@ -60,7 +60,7 @@ async def create(request: Request, state: ServerState, form: Form[VoiceForm]) ->
     if name.casefold() in taken or name.startswith(ID):
         raise bad_field("name", f"{name!r} is a name of this pipeline's own: choose another one.")
     rate = description.sample_rate
-    samples = await state.media.samples(form.files[0], SAMPLE, rate, ability.max_clip_seconds)
+    samples = await state.media.samples(form.files[0].data, SAMPLE, rate, ability.max_clip_seconds)
     if len(samples) < ability.min_clip_seconds * rate:
         seconds = f"{len(samples) / rate:.2f} s; it takes {ability.min_clip_seconds:g} s to know a voice."
         raise bad_field(SAMPLE, f"The recording lasts {seconds}")
