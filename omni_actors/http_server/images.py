@@ -99,6 +99,9 @@ FIELD_OF = {
 }
 
 
+NO_CHANGE = (("background", "auto"), ("previews", 0))
+
+
 class DrawingFields(Submission, frozen=True, kw_only=True):
     """The fields of pictures and videos: first OpenAI's, then those of diffusion models."""
 
@@ -113,18 +116,6 @@ class DrawingFields(Submission, frozen=True, kw_only=True):
         """Raise `HttpError` 400 for a field with an unsupported value."""
         if self.size is not None and not SIZE.match(self.size):
             raise bad_field("size", "size must be WIDTHxHEIGHT in pixels, such as 1024x1024, or auto.")
-
-    def parameters(self) -> dict[str, Any]:
-        """The parameters of the pipeline that the fields set, by name."""
-        width, _, height = (self.size or "auto").partition("x")
-        given = {
-            "width": int(width) if height else None,
-            "height": int(height) if height else None,
-            "num_steps": self.num_inference_steps,
-            "guidance_scale": self.guidance_scale,
-            "negative_prompt": self.negative_prompt,
-        }
-        return {name: value for name, value in given.items() if value is not None}
 
 
 class ImageFields(DrawingFields, frozen=True, kw_only=True):
@@ -154,15 +145,6 @@ class ImageFields(DrawingFields, frozen=True, kw_only=True):
         if self.background == TRANSPARENT and self.output_format == "jpeg":
             raise bad_field("background", "A transparent background needs an output_format of png or webp.")
 
-    def parameters(self) -> dict[str, Any]:
-        """The parameters of the pipeline that the fields set, by name."""
-        given = super().parameters()
-        if self.partial_images:
-            given["previews"] = self.partial_images
-        if self.background not in (None, "auto"):
-            given["background"] = self.background
-        return given
-
 
 class ImageRequest(ImageFields, frozen=True, kw_only=True):
     """Body of POST /v1/images/generations."""
@@ -170,35 +152,44 @@ class ImageRequest(ImageFields, frozen=True, kw_only=True):
     stage_params: ParamsByStage = ABSENT
 
 
-def params_of(fields: DrawingFields, description: Description, **further: Any) -> dict[str, StageParams]:
+def parameters_of(fields: DrawingFields) -> dict[str, Any]:
+    """The parameters of the pipeline that the fields set, by name."""
+    given = {name: getattr(fields, field, None) for name, field in FIELD_OF.items() if name != "adapter"}
+    width, _, height = (fields.size or "auto").partition("x")
+    given |= {"width": int(width) if height else None, "height": int(height) if height else None}
+    # `auto` and no previews are what a model does anyway.
+    return {name: value for name, value in given.items() if (name, value) not in NO_CHANGE and value is not None}
+
+
+def params_of(fields: DrawingFields, description: Description, mask: bool = False) -> dict[str, StageParams]:
     """The parameters of a request by stage: each field goes to all stages whose model declares its parameter.
 
     So does the LoRA adapter that the request's model may be.
 
     Args:
-        further: parameters that no field sets.
+        mask: one of its pictures is a mask.
 
     Raises:
         HttpError: no stage does, or `stage_params` are wrong.
     """
     params: dict[str, dict[str, Any]] = {}
     declared = description.parameters
+    given = parameters_of(fields)
+    if mask:
+        given["mask"] = True
     if fields.model in description.adapters:
-        further["adapter"] = fields.model
-    for name, value in {**fields.parameters(), **further}.items():
+        given["adapter"] = fields.model
+    for name, value in given.items():
         stages = [stage for stage, those in declared.items() if any(one.name == name for one in those)]
         if not stages and not (name == "background" and value != TRANSPARENT):  # pictures are opaque anyway
             raise _not_declared(name, declared)
         for stage in stages:
             own = params.setdefault(stage, {})
-            if name in StageParams.__struct_fields__:
-                own[name] = value
-            else:
-                own.setdefault("extra_args", {})[name] = value
+            (own if name in StageParams.__struct_fields__ else own.setdefault("extra_args", {}))[name] = value
     found = {stage: StageParams(**own) for stage, own in params.items()}
     by_stage = decoded_params(fields.stage_params) if isinstance(fields, ImageRequest) else {}
-    for stage, given in by_stage.items():
-        found[stage] = given.merged_over(found.get(stage, StageParams()))
+    for stage, own_params in by_stage.items():
+        found[stage] = own_params.merged_over(found.get(stage, StageParams()))
     return found
 
 
@@ -269,7 +260,7 @@ async def drawing(
         made = "pictures" if modality == MODALITY else f"{modality}s"
         message = f"This model makes no {made}; it answers in {', '.join(description.modalities)}."
         raise bad_field("model", message, "unknown_modality")
-    params = params_of(fields, description, **({"mask": True} if any(file.field == MASK for file in files) else {}))
+    params = params_of(fields, description, mask=any(file.field == MASK for file in files))
     if not files:
         return description, fields.prompt, params
     parts = await state.media.pictures(files, description.max_media)

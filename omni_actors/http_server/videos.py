@@ -30,7 +30,7 @@ from omni_actors.http_server.answer import request_options
 from omni_actors.http_server.bodies import Form, FormBody
 from omni_actors.http_server.encoders import AacEncoder, pyav
 from omni_actors.http_server.errors import HttpError, bad_field, internal_error, too_large
-from omni_actors.http_server.images import FIELD_OF, DrawingFields, drawing
+from omni_actors.http_server.images import FIELD_OF, DrawingFields, drawing, parameters_of
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.http_server.store import VideoJob
 from omni_actors.logs import get_logger
@@ -48,10 +48,6 @@ class VideoRequest(DrawingFields, frozen=True, kw_only=True):
     """Body of POST /v1/videos: first OpenAI's fields, then those of diffusion models."""
 
     seconds: Annotated[float, Meta(gt=0, le=3600)] | None = None
-
-    def parameters(self) -> dict[str, Any]:
-        """The parameters of the pipeline that the fields set, by name."""
-        return super().parameters() | ({"seconds": self.seconds} if self.seconds is not None else {})
 
 
 BODY = FormBody(VideoRequest, {}, {REFERENCE: 1}, None)
@@ -81,7 +77,7 @@ async def create(request: Request, state: ServerState, form: Form[VideoRequest])
         except OmniError as error:
             raise HttpError.of(error, FIELDS) from error
     defaults = {one.name: one.default for those in description.parameters.values() for one in those}
-    given = {**defaults, **fields.parameters()}
+    given = {**defaults, **parameters_of(fields)}
     sides = [given.get(name) for name in ("width", "height")]
     job = VideoJob(
         id=f"video_{uuid.uuid4().hex}",

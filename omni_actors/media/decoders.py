@@ -157,11 +157,8 @@ def _killed_after(process: subprocess.Popen[bytes], seconds: float) -> Iterator[
 def _end(process: subprocess.Popen[bytes]) -> str:
     """End a decoder and return how it ended."""
     process.kill()  # does nothing to one that has ended by itself
-    for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # what is left in the buffer cannot be written any more
-            if pipe is not None:
-                pipe.close()
-    return describe_exit(process.wait())
+    process.communicate()  # which closes the pipes
+    return describe_exit(process.returncode)
 
 
 class MediaDecoder:

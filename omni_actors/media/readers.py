@@ -150,7 +150,8 @@ def measure(kind: str, data: bytes, limits: MediaLimits, what: str) -> Announced
     """
     with _reading(what):
         if kind == AUDIO_FILE:
-            return _measure_audio(data, limits, what)
+            with _sound(data, limits, what) as sound:
+                return Announced(round(sound.seconds * sound.rate * sound.channels * SAMPLE_BYTES), sound.seconds)
         if kind in IMAGE_MODES:
             with _open_image(data, limits, what) as image:
                 return Announced(image.width * image.height * len(IMAGE_MODES[kind]))
@@ -177,7 +178,8 @@ def decode(kind: str, data: bytes, rate: int, limits: MediaLimits, budget: Budge
             blocks = (samples[at : at + step] for at in range(0, len(samples), step))
             return resampled(blocks, rate, limits.audio_rate, what)
         if kind == AUDIO_FILE:
-            return _decode_audio(data, limits, what, budget)
+            with _sound(data, limits, what) as sound:
+                return resampled(_mono(sound, limits, what, budget), sound.rate, limits.audio_rate, what)
         if kind == DOCUMENT_FILE:
             return _decode_document(data, limits, what, budget)
         if kind not in IMAGE_MODES:
@@ -259,58 +261,46 @@ class _Stream(soundfile.SoundFile):  # type: ignore[misc]
         return False
 
 
-def _is_known(data: bytes) -> bool:
-    """Whether libsndfile knows the format of a file (WAV, FLAC, Ogg, MP3), be the file in order or not."""
-    try:
-        _Stream(io.BytesIO(data)).close()
-    except soundfile.LibsndfileError as error:
-        return bool(error.code != UNKNOWN_FORMAT)
-    return True
+class Sound(NamedTuple):
+    """A sound that is being read, as its header says: its rate in Hz, and its length, 0 if it does not say that.
+
+    Blocks are f32 [channels, samples].
+    """
+
+    rate: int
+    channels: int
+    seconds: float
+    blocks: Iterator[Samples]
 
 
-def _measure_audio(data: bytes, limits: MediaLimits, what: str) -> Announced:
-    if not _is_known(data):
-        with _opened(data) as container:
-            return _sound_of(container, limits, what)[1]
-    with _Stream(io.BytesIO(data)) as file:
-        return _check_sound(file, limits, what)
+@contextlib.contextmanager
+def _sound(data: bytes, limits: MediaLimits, what: str) -> Iterator[Sound]:
+    """Open a sound by libsndfile (WAV, FLAC, Ogg, MP3) or, if it does not know the format, by FFmpeg."""
+    with contextlib.ExitStack() as opened:
+        try:
+            file = opened.enter_context(_Stream(io.BytesIO(data)))
+        except soundfile.LibsndfileError as error:
+            if error.code != UNKNOWN_FORMAT:
+                raise
+            sound = _sound_of(opened.enter_context(_opened(data)), what)
+        else:
+            frames = file.frames if file.frames < UNKNOWN_FRAMES else 0
+            sound = Sound(file.samplerate, file.channels, frames / file.samplerate, _blocks(file))
+        check_rate(sound.rate, limits, what)
+        if sound.channels > limits.channels:
+            raise InvalidRequest(f"{what} has {sound.channels} channels; at most {limits.channels} are allowed.")
+        check_seconds(sound.seconds, limits.audio_seconds, what)
+        yield sound
 
 
-def _check_sound(file: soundfile.SoundFile, limits: MediaLimits, what: str) -> Announced:
-    frames = file.frames if file.frames < UNKNOWN_FRAMES else 0
-    return _announced(file.samplerate, file.channels, frames / file.samplerate, limits, what)
-
-
-def _sound_of(container: InputContainer, limits: MediaLimits, what: str) -> tuple[Any, Announced]:
-    """The first stream of sound of a file that FFmpeg reads, and what its header says."""
+def _sound_of(container: InputContainer, what: str) -> Sound:
+    """The first sound of a file that FFmpeg reads."""
     if not container.streams.audio:
         raise MalformedMedia(f"{what} is missing: the file has no sound.")
     stream = container.streams.audio[0]
     stream.codec_context.thread_count = 1
     length = stream.duration * stream.time_base if stream.duration is not None and stream.time_base else 0
-    return stream, _announced(stream.rate, stream.channels, max(0.0, float(length)), limits, what)
-
-
-def _announced(rate: int, channels: int, seconds: float, limits: MediaLimits, what: str) -> Announced:
-    """Check the header of a sound; `seconds` is 0 if it does not say its length."""
-    check_rate(rate, limits, what)
-    if channels > limits.channels:
-        raise InvalidRequest(f"{what} has {channels} channels; at most {limits.channels} are allowed.")
-    check_seconds(seconds, limits.audio_seconds, what)
-    return Announced(round(seconds * rate * channels * SAMPLE_BYTES), seconds)
-
-
-def _decode_audio(data: bytes, limits: MediaLimits, what: str, budget: Budget) -> Samples:
-    """Mono f32 [samples] at `limits.audio_rate` from a file that libsndfile or FFmpeg knows."""
-    if not _is_known(data):
-        with _opened(data) as container:
-            stream, _ = _sound_of(container, limits, what)
-            blocks = _mono(_planar(container, stream), stream.rate, limits, what, budget)
-            return resampled(blocks, stream.rate, limits.audio_rate, what)
-    with _Stream(io.BytesIO(data)) as file:
-        _check_sound(file, limits, what)
-        blocks = _mono(_blocks(file), file.samplerate, limits, what, budget)
-        return resampled(blocks, file.samplerate, limits.audio_rate, what)
+    return Sound(stream.rate, stream.channels, max(0.0, float(length)), _planar(container, stream))
 
 
 def _blocks(file: soundfile.SoundFile) -> Iterator[Samples]:
@@ -330,13 +320,13 @@ def _planar(container: InputContainer, stream: Any) -> Iterator[Samples]:
             yield part.to_ndarray().astype(np.float32, copy=False)
 
 
-def _mono(blocks: Iterable[Samples], rate: int, limits: MediaLimits, what: str, budget: Budget) -> Iterator[Samples]:
-    """Average the channels of blocks f32 [channels, samples], and count them."""
+def _mono(sound: Sound, limits: MediaLimits, what: str, budget: Budget) -> Iterator[Samples]:
+    """Average the channels of a sound, block by block, and count its samples."""
     total = 0
-    for block in blocks:
+    for block in sound.blocks:
         take_decoded(budget, block.nbytes, what)
         total += block.shape[1]
-        check_seconds(total / rate, limits.audio_seconds, what)
+        check_seconds(total / sound.rate, limits.audio_seconds, what)
         yield block.mean(axis=0, dtype=np.float32)
     if not total:
         raise MalformedMedia(f"{what} holds no samples.")
