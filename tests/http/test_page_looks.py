@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import io
-import os
 
 import numpy
 import pytest
 from PIL import Image
 from playwright.sync_api import Page, Route, expect
 
-from tests.support.browser import answered, ask, axe_violations, needs_chromium, open_page
-from tests.support.paths import REPOSITORY
+from tests.support.browser import (
+    SIZES,
+    answered,
+    ask,
+    axe_violations,
+    looks_good,
+    needs_chromium,
+    open_page,
+    resize,
+    take_picture,
+)
 from tests.support.servers import HttpPipeline, picture, sound
 
 pytestmark = [needs_chromium, pytest.mark.nightly]
-WIDTHS = {390: 844, 768: 1024, 1280: 800}  # width: height
-SCHEMES = ("light", "dark")
-PICTURES = {(1280, "light"): "web.png", (1280, "dark"): "web-dark.png", (390, "light"): "web-phone.png"}
-IMAGES = REPOSITORY / "docs" / "images"
+TABLET = (768, 1024)
 ANSWER = """Rivers make it salty. Rain dissolves a little of the **rock** it runs over and carries it to the sea:
 
 1. The water evaporates and falls again as rain.
@@ -43,16 +48,6 @@ def seascape() -> bytes:
     return sink.getvalue()
 
 
-def keep(screenshot: bytes, width: int, scheme: str) -> None:
-    """Write a picture if it is one of the documentation's, with few colours so that it is small."""
-    name = PICTURES.get((width, scheme))
-    if name is None:
-        return
-    Image.open(io.BytesIO(screenshot)).convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE).save(
-        IMAGES / name, optimize=True
-    )
-
-
 def attach(page: Page) -> None:
     files = [("sea.png", "image/png", picture()), ("sea.wav", "audio/wav", sound())]
     page.locator("#file").set_input_files([{"name": n, "mimeType": kind, "buffer": data} for n, kind, data in files])
@@ -74,22 +69,16 @@ def test_axe_finds_nothing_at_any_width(echo: HttpPipeline, page: Page) -> None:
     ask(page, "this fails")
     expect(page.locator("#error")).to_be_visible()
     attach(page)
-    for width, height in WIDTHS.items():
-        page.set_viewport_size({"width": width, "height": height})
-        for panel in ("settings-panel", "details-panel", ""):
-            if panel:
-                show(page, panel)
-            else:
-                page.keyboard.press("Escape")
-            page.emulate_media(color_scheme="light")
-            assert axe_violations(page) == []
-            page.emulate_media(color_scheme="dark")
-            assert axe_violations(page, "color-contrast") == []
+    for size in (*SIZES, TABLET):
+        resize(page, size)
+        for panel in ("settings-panel", "details-panel"):
+            show(page, panel)
+            looks_good(page)
+        page.keyboard.press("Escape")
+        looks_good(page)
 
 
 def test_an_example_conversation_fits_every_width(echo: HttpPipeline, page: Page) -> None:
-    """Writes the pictures of the documentation, too, if OMNI_TEST_SCREENSHOTS is set."""
-
     def answer(route: Route) -> None:
         body = route.request.post_data_json
         body["messages"] = [{"role": "user", "content": ANSWER}]  # which the echo stages repeat
@@ -102,16 +91,15 @@ def test_an_example_conversation_fits_every_width(echo: HttpPipeline, page: Page
     ask(page, "Why is the sea salt?")
     answered(page)
     expect(page.locator("#timeline")).to_have_attribute("data-source", "pipeline")
-    for width, height in WIDTHS.items():
-        page.set_viewport_size({"width": width, "height": height})
-        if width == 1280:
+    for size, name in ((TABLET, ""), (SIZES[1], "web-phone.png"), (SIZES[0], "web.png")):
+        resize(page, size)
+        if size == SIZES[0]:
             show(page, "details-panel")
-        assert page.evaluate("document.documentElement.scrollWidth") == width
-        if "OMNI_TEST_SCREENSHOTS" in os.environ:
-            for scheme in SCHEMES:
-                page.emulate_media(color_scheme=scheme)
-                page.locator("#text").focus()
-                keep(page.screenshot(), width, scheme)
+        assert page.evaluate("document.documentElement.scrollWidth") == size[0]
+        page.locator("#text").focus()
+        if name:
+            take_picture(page, name)
+    take_picture(page, "web-dark.png", "dark")
 
 
 def test_answers_are_announced_once_and_whole(echo: HttpPipeline, page: Page) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -11,28 +10,18 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from omni_actors.http_server.app import introduction
-from tests.support.browser import answered, ask, axe_violations, needs_chromium, plays, until
+from tests.support.browser import SIZES, answered, ask, looks_good, needs_chromium, plays, resize, take_picture, until
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, pdf
 
 pytestmark = needs_chromium
-SIZES = [(1280, 800), (390, 844)]
 sizes = pytest.mark.parametrize("size", SIZES, ids=["desk", "phone"])
 
 
 def visit(page: Page, pipeline: HttpPipeline, size: tuple[int, int]) -> None:
-    page.set_viewport_size({"width": size[0], "height": size[1]})
+    resize(page, size)
     page.goto(pipeline.url)
     expect(page.locator("#health")).to_have_text("ready")
-
-
-def is_good(page: Page) -> None:
-    """Nothing is cut off, and axe finds nothing in light or dark."""
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    page.emulate_media(color_scheme="light")
-    assert axe_violations(page) == []
-    page.emulate_media(color_scheme="dark")
-    assert axe_violations(page, "color-contrast") == []
 
 
 @sizes
@@ -42,10 +31,8 @@ def test_an_example_is_sent_by_a_click(echo: HttpPipeline, page: Page, size: tup
     expect(page.locator("#model-name")).to_have_text("echo")
     expect(page.locator("#about")).to_contain_text("pictures, sounds and videos, and answers in text and speech")
     expect(page.locator("#examples button")).to_have_count(6)
-    is_good(page)
-    if "OMNI_TEST_SCREENSHOTS" in os.environ:
-        page.emulate_media(color_scheme="light")
-        page.screenshot(path=REPOSITORY / "docs" / "images" / f"web-first-{size[0]}.png")
+    looks_good(page)
+    take_picture(page, f"web-first-{size[0]}.png")
     page.get_by_role("button", name="What do you see?").click()
     answered(page)
     expect(page.locator("li.user img")).to_have_js_property("naturalWidth", 224)
@@ -75,7 +62,7 @@ def test_a_conversation_survives_a_reload(echo: HttpPipeline, page: Page, size: 
     expect(page.locator(".variants")).to_contain_text("1/2")
     show_list()
     expect(page.locator("#conversations li")).to_have_count(1)
-    is_good(page)
+    looks_good(page)
     page.reload()
     expect(page.locator("#empty")).to_be_attached()
     show_list()
@@ -116,7 +103,7 @@ def test_a_model_on_a_cpu_says_so_once(echo: HttpPipeline, page: Page, size: tup
         answered(page, count)
     pace = re.compile(r"^This model computes on a CPU: \d+\.\d s of sound per second so far\.$")
     expect(page.get_by_text(re.compile("CPU"))).to_have_text([pace])
-    is_good(page)
+    looks_good(page)
     page.unroute_all(behavior="wait")
 
 
@@ -150,7 +137,7 @@ def test_several_pictures_are_made_and_one_is_dragged(
     answered(page)
     expect(page.get_by_label("Download picture")).to_have_count(2)
     assert [fields["size"] for fields in sent] == ["80x56"] * 2
-    is_good(page)
+    looks_good(page)
     page.locator("img.picture").first.drag_to(page.locator("#composer"))
     expect(page.locator("#attachments img")).to_have_count(1)
 

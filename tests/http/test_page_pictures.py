@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.support.browser import answered, ask, axe_violations, in_flight, needs_chromium, open_page, until
-from tests.support.paths import REPOSITORY
+from tests.support.browser import (
+    SIZES,
+    answered,
+    ask,
+    in_flight,
+    looks_good,
+    needs_chromium,
+    open_page,
+    resize,
+    take_picture,
+    until,
+)
 from tests.support.servers import HttpPipeline, picture, sound
 
 pytestmark = [needs_chromium, pytest.mark.nightly]
-SCREENSHOT = REPOSITORY / "docs" / "images" / "web-pictures.png"
 # Notes what is shown while pictures are made, and presses Escape after `window.stopAfter` steps.
 WATCH = """
   window.seen = { previews: 0, steps: [] };
@@ -120,25 +127,19 @@ def test_a_picture_is_stopped_in_every_stage(easel: Page, pictures: HttpPipeline
 
 
 def test_everybody_can_make_pictures_at_any_width(easel: Page) -> None:
-    """Writes the picture of the documentation, too, if OMNI_TEST_SCREENSHOTS is set."""
     fill(easel, width=512, height=320, seed=3)
     ask(easel, "The sea at night")
     answered(easel)
-    check_looks(easel, SCREENSHOT)
+    take_picture(easel, "web-pictures.png")
+    fits_any_width(easel)
 
 
-def check_looks(page: Page, screenshot: Path | None = None) -> None:
-    for width, height in ((1280, 800), (390, 844)):
-        page.set_viewport_size({"width": width, "height": height})
-        if width == 1280 and screenshot is not None and "OMNI_TEST_SCREENSHOTS" in os.environ:
-            page.screenshot(path=screenshot)
-        assert page.evaluate("document.documentElement.scrollWidth") == width
+def fits_any_width(page: Page) -> None:
+    for size in SIZES:
+        resize(page, size)
+        looks_good(page)
         box = page.locator(".picture").bounding_box()
-        assert box is None or box["x"] + box["width"] <= width
-        page.emulate_media(color_scheme="light")
-        assert axe_violations(page) == []
-        page.emulate_media(color_scheme="dark")
-        assert axe_violations(page, "color-contrast") == []
+        assert box is None or box["x"] + box["width"] <= size[0]
 
 
 def test_a_video_is_made_shown_and_kept(videos: HttpPipeline, page: Page) -> None:
@@ -157,8 +158,8 @@ def test_a_video_is_made_shown_and_kept(videos: HttpPipeline, page: Page) -> Non
     file = downloaded(page, page.get_by_label("Download video").click, "video.mp4")
     job = httpx.get(f"{videos.url}/v1/videos?limit=1").json()["data"][0]
     assert file == httpx.get(f"{videos.url}/v1/videos/{job['id']}/content").content
-    check_looks(page)
-    page.set_viewport_size({"width": 1280, "height": 800})
+    fits_any_width(page)
+    resize(page, SIZES[0])
     page.reload()
     page.locator("#toggle-conversations-panel").click()
     page.locator("#conversations .open").click()

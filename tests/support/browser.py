@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,8 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import PATIENCE
 
@@ -127,3 +130,27 @@ def axe_violations(page: Page, *rules: str) -> list[str]:
     options = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
     found = Axe().run(page, options=options).response["violations"]
     return [f"{rule['id']}: {[node['html'][:200] for node in rule['nodes']]}" for rule in found]
+
+
+SIZES = ((1280, 800), (390, 844))  # of a desk and of a phone
+
+
+def resize(page: Page, size: tuple[int, int]) -> None:
+    page.set_viewport_size({"width": size[0], "height": size[1]})
+
+
+def looks_good(page: Page) -> None:
+    """Nothing is cut off, and axe finds nothing in light or dark."""
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.emulate_media(color_scheme="light")
+    assert axe_violations(page) == []
+    page.emulate_media(color_scheme="dark")
+    assert axe_violations(page, "color-contrast") == []
+
+
+def take_picture(page: Page, name: str, scheme: str = "light") -> None:
+    """Write a picture of the documentation, with few colours so that it is small, if scripts/page_pictures.sh asks."""
+    if "OMNI_TEST_SCREENSHOTS" in os.environ:
+        page.emulate_media(color_scheme=scheme)
+        picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+        picture.quantize(method=Image.Quantize.MAXCOVERAGE).save(REPOSITORY / "docs" / "images" / name, optimize=True)
