@@ -14,6 +14,7 @@ from tests.support.paths import REPOSITORY
 from tests.support.printed_examples import EXAMPLES, Example
 from tests.support.servers import HttpPipeline
 
+NEED_MODEL = [example for example in EXAMPLES if example.needs_model]
 NEED_NO_MODEL = [example for example in EXAMPLES if not example.needs_model]
 
 
@@ -33,6 +34,19 @@ def test_example(
     pipeline: HttpPipeline = request.getfixturevalue(name)
     monkeypatch.chdir(tmp_path)
     example.run(pipeline, "echo", tmp_path, capfd)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("example", NEED_MODEL, ids=attrgetter("name"))
+def test_example_of_a_model(
+    tiny_http: HttpPipeline,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    example: Example,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    example.run(tiny_http, "tiny-qwen2.5-omni", tmp_path, capfd)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

@@ -27,8 +27,8 @@ class Run(NamedTuple):
 
     Args:
         said: patterns of what it prints.
-        files: those that it writes: tokens of a sound, for each of which an echo stage makes 480 samples, or the size of
-            a picture.
+        files: those that it writes: tokens of a sound, each of which an echo stage makes 480 samples of, or the size
+            of a picture.
     """
 
     pipeline: str

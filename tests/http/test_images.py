@@ -19,8 +19,6 @@ from omni_actors.http_server.settings import ServerSettings
 from tests.support.servers import HttpPipeline, picture, serving
 from tests.support.waiting import until
 
-SLOW = {"num_inference_steps": 1000}  # takes seconds
-
 
 def decoded(b64_json: str | None) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(b64_json or "")))
@@ -79,15 +77,10 @@ def test_the_formats_of_files(pictures: HttpPipeline, name: str) -> None:
     lossless = decoded(pictures.openai().images.generate(prompt="a fox", extra_body={"seed": 1}).data[0].b64_json)
     difference = numpy.asarray(found.convert("RGB"), int) - numpy.asarray(lossless, int)
     assert numpy.abs(difference).mean() < 6
-
-
-@pytest.mark.parametrize("name", ["jpeg", "webp"])
-def test_a_file_that_is_compressed_more_is_smaller(pictures: HttpPipeline, name: str) -> None:
-    sizes = []
-    for quality in (5, 90):
-        options = {"output_format": name, "output_compression": quality, "extra_body": {"seed": 1}}
-        sizes.append(len(pictures.openai().images.generate(prompt="a fox", **options).data[0].b64_json))
-    assert sizes[0] < sizes[1]
+    if name != "png":
+        options = {"output_format": name, "output_compression": 5, "extra_body": {"seed": 1}}
+        small = pictures.openai().images.generate(prompt="a fox", **options)
+        assert len(small.data[0].b64_json) < len(answer.data[0].b64_json)
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
@@ -116,27 +109,6 @@ def test_progress_comes_with_every_step_if_it_is_asked_for(pictures: HttpPipelin
         ("image_generation.progress", step, 5, "dit") for step in range(1, 6)
     ]
     assert last["type"] == "image_generation.completed"
-
-
-def test_a_failure_in_a_stream_is_an_error_event(pictures: HttpPipeline) -> None:
-    body = {**SLOW, "progress": True, "timeout": 1.0}
-    stream = pictures.openai().images.generate(prompt="a fox", stream=True, extra_body=body)
-    with pytest.raises(openai.APIError) as caught:
-        list(stream)
-    assert caught.value.code == "deadline_exceeded"
-
-
-def test_a_client_that_goes_away_ends_its_picture(pictures: HttpPipeline) -> None:
-    body = {"prompt": "a fox", "stream": True, "progress": True, **SLOW}
-    with httpx.stream("POST", f"{pictures.url}/v1/images/generations", json=body, timeout=20) as response:
-        name = response.headers["x-request-id"]
-        assert "image_generation.progress" in next(response.iter_lines())
-
-    def outcome() -> str:
-        found: str = httpx.get(f"{pictures.url}/v1/requests/{name}/timeline").json()["outcome"]
-        return found
-
-    until(lambda: outcome() == "aborted", what="the request is aborted")
 
 
 def test_pictures_are_counted_without_their_previews(pictures: HttpPipeline) -> None:
@@ -254,24 +226,16 @@ ERRORS = [
     ({"prompt": ""}, "prompt", "invalid_value"),
     ({"prompt": "x" * 32_001}, "prompt", "invalid_value"),
     ({"size": "100x64"}, "size", "invalid_request"),
-    ({"size": "64x8192"}, "size", "invalid_request"),
     ({"size": "large"}, "size", "invalid_value"),
-    ({"size": "064x64"}, "size", "invalid_value"),
-    ({"n": 0}, "n", "invalid_value"),
     ({"n": 11}, "n", "invalid_value"),
     ({"n": 2, "stream": True}, "n", "invalid_value"),
     ({"response_format": "url", "stream": True}, "response_format", "invalid_value"),
-    ({"response_format": "file"}, "response_format", "invalid_value"),
     ({"style": "vivid"}, "style", "unsupported_parameter"),
-    ({"output_format": "gif"}, "output_format", "invalid_value"),
     ({"output_compression": 50}, "output_compression", "invalid_value"),
     ({"background": "transparent", "output_format": "jpeg"}, "background", "invalid_value"),
     ({"partial_images": 1}, "partial_images", "invalid_value"),
-    ({"partial_images": 4, "stream": True}, "partial_images", "invalid_value"),
     ({"extra_body": {"progress": True}}, "progress", "invalid_value"),
     ({"extra_body": {"num_inference_steps": 100_000}}, "num_inference_steps", "invalid_value"),
-    ({"extra_body": {"guidance_scale": -1}}, "guidance_scale", "invalid_value"),
-    ({"extra_body": {"steps": 4}}, "steps", "unknown_parameter"),
     ({"extra_body": {"stage_params": {"dit": {"max_tokens": 4}}}}, "max_tokens", "invalid_request"),
     ({"extra_body": {"stage_params": {"dit": {"extra_args": {"shift": 3}}}}}, "shift", "invalid_request"),
     ({"extra_body": {"stage_params": {"vae": {"width": 60}}}}, "size", "invalid_request"),
@@ -292,15 +256,9 @@ def test_a_pipeline_without_pictures_says_so(echo: HttpPipeline) -> None:
 
 
 def test_a_chat_has_no_pictures(pictures: HttpPipeline) -> None:
-    for route, body in (
-        ("chat/completions", {"messages": [{"role": "user", "content": "a fox"}]}),
-        ("responses", {"input": "a fox"}),
-    ):
-        answer = httpx.post(f"{pictures.url}/v1/{route}", json={**body, "modalities": ["image"]})
-        assert answer.status_code == 400
-        error = answer.json()["error"]
-        assert (error["param"], error["code"]) == ("modalities", "unknown_modality")
-        assert "/v1/images/generations" in error["message"]
+    error = httpx.post(f"{pictures.url}/v1/responses", json={"input": "a", "modalities": ["image"]}).json()["error"]
+    assert (error["param"], error["code"]) == ("modalities", "unknown_modality")
+    assert "/v1/images/generations" in error["message"]
 
 
 def test_the_status_has_what_a_form_for_pictures_needs(pictures: HttpPipeline) -> None:

@@ -11,7 +11,7 @@ import openai
 import pytest
 import soundfile
 
-from tests.support.servers import HttpPipeline, data_uri, picture, sound
+from tests.support.servers import HttpPipeline, sound
 
 HELLO = [{"role": "user", "content": "hello, sea"}]
 SAMPLES_PER_TOKEN = 480
@@ -75,11 +75,8 @@ def test_stream(echo: HttpPipeline) -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 10
     assert all(chunk.usage is None for chunk in chunks[:-1])
-
-
-def test_a_stream_has_usage_only_on_request(echo: HttpPipeline) -> None:
     chunks = list(echo.openai().chat.completions.create(model="echo", messages=HELLO, stream=True))
-    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks), "only on request"
 
 
 def test_a_spoken_stream(echo: HttpPipeline) -> None:
@@ -110,8 +107,9 @@ def test_a_spoken_stream(echo: HttpPipeline) -> None:
     assert list(usage.stages) == ["prompt", "thinker", "talker", "code2wav"]
 
 
-@pytest.mark.parametrize("format", ["wav", "flac", "mp3", "opus", "pcm16", "aac"])
+@pytest.mark.parametrize("format", ["wav", "pcm16", "mp3"])
 def test_a_spoken_answer(echo: HttpPipeline, format: str) -> None:
+    """In formats that are written in different ways; tests/unit/test_audio_formats.py has all of them."""
     answer = echo.openai().chat.completions.create(
         model="echo", messages=HELLO, modalities=["text", "audio"], audio={"voice": "Chelsie", "format": format}
     )
@@ -119,34 +117,14 @@ def test_a_spoken_answer(echo: HttpPipeline, format: str) -> None:
     assert message.content is None
     assert message.audio.transcript == "hello, sea"
     assert message.audio.expires_at > answer.created
-    data = base64.b64decode(message.audio.data)
-    wanted = expected_samples("hello, sea")
-    if format == "aac":
-        assert data[:1] == b"\xff", "the first frame of ADTS"
-        return
-    if format == "pcm16":
-        samples, rate = numpy.frombuffer(data, "<i2") / 32767.0, 24_000
-    else:
-        samples, rate = soundfile.read(io.BytesIO(data))
+    data, wanted = base64.b64decode(message.audio.data), expected_samples("hello, sea")
+    raw = format == "pcm16"
+    samples, rate = (numpy.frombuffer(data, "<i2") / 32767.0, 24_000) if raw else soundfile.read(io.BytesIO(data))
     assert rate == 24_000
-    if format in ("wav", "flac", "pcm16"):
-        numpy.testing.assert_allclose(samples, wanted, atol=1e-4)
-    else:
+    if format == "mp3":
         assert abs(len(samples) - len(wanted)) < 2400
-
-
-def test_media_are_accepted(echo: HttpPipeline) -> None:
-    """Echo stages ignore media, so this proves that they are accepted and counted, not that they are understood."""
-    wav, mp3 = (base64.b64encode(sound(format=name)).decode() for name in ("WAV", "MP3"))
-    parts = [
-        {"type": "input_audio", "input_audio": {"data": wav, "format": "wav"}},
-        {"type": "input_audio", "input_audio": {"data": mp3, "format": "mp3"}},
-        {"type": "image_url", "image_url": {"url": data_uri("image/png", picture()), "detail": "low"}},
-        {"type": "file", "file": {"file_data": data_uri("image/jpeg", picture(format="JPEG")), "filename": "a.jpg"}},
-        {"type": "text", "text": "what?"},
-    ]
-    answer = echo.openai().chat.completions.create(model="echo", messages=[{"role": "user", "content": parts}])
-    assert answer.choices[0].message.content == "what?"
+    else:
+        numpy.testing.assert_allclose(samples, wanted, atol=1e-4)
 
 
 def test_an_uploaded_file(echo: HttpPipeline) -> None:
@@ -184,25 +162,16 @@ def test_completions(echo: HttpPipeline) -> None:
     assert chunks[-1].usage.prompt_tokens == 5
 
 
-@pytest.mark.parametrize("format", ["wav", "pcm", "flac", "mp3", "opus"])
-def test_speech(echo: HttpPipeline, format: str) -> None:
+def test_speech(echo: HttpPipeline) -> None:
+    """The echo repeats the whole instruction, the text included."""
     with echo.openai().audio.speech.with_streaming_response.create(
-        model="echo", input="hello", voice="Chelsie", response_format=format
+        model="echo", input="hello", voice="Chelsie", response_format="wav"
     ) as response:
-        data = b"".join(response.iter_bytes())
+        samples, rate = soundfile.read(io.BytesIO(b"".join(response.iter_bytes())))
         assert response.headers["content-type"].startswith("audio/")
-    if format == "pcm":
-        samples = numpy.frombuffer(data, "<i2") / 32767.0
-    else:
-        samples, rate = soundfile.read(io.BytesIO(data))
-        assert rate == 24_000
-    # The echo repeats the whole instruction, the text included.
-    assert len(samples) > len("hello") * SAMPLES_PER_TOKEN
-    assert len(samples) >= 100 * SAMPLES_PER_TOKEN
-    if format in ("wav", "pcm", "flac"):
-        assert len(samples) % SAMPLES_PER_TOKEN == 0
-        spoken = bytes(numpy.round(samples[::SAMPLES_PER_TOKEN] * 256).astype(numpy.uint8)).decode()
-        assert "<<<\nhello\n>>>" in spoken
+    assert rate == 24_000
+    spoken = bytes(numpy.round(samples[::SAMPLES_PER_TOKEN] * 256).astype(numpy.uint8)).decode()
+    assert "<<<\nhello\n>>>" in spoken
 
 
 def test_speech_events(echo: HttpPipeline) -> None:

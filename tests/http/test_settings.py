@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -34,39 +35,20 @@ from tests.support.servers import HttpPipeline, free_port, serving
 from tests.support.waiting import PATIENCE, until
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
-CHANGED = HttpConfig(
-    workers=2,
-    body_bytes=2000,
-    bodies_bytes=3000,
-    media_parts=1,
-    connections=100,
-    head_bytes=5000,
-    head_timeout=3.5,
-    media_bytes=4000,
-    audio_seconds=1.5,
-    image_pixels=5000,
-    video_seconds=2.5,
-    files_bytes=6000,
-    file_seconds=7.5,
-    request_timeout=8.5,
-    names="openai",
-    transcriber="ipc:///tmp/ears/client",
-    voices=7,
-    voices_dir="voices",
-    read_timeout=9.5,
-    write_timeout=10.5,
-    served_names=["tts-1", "gpt-4o-audio-preview"],
-    voice_aliases={"alloy": "Chelsie", "ash": "Ethan"},
-    realtime_sessions=11,
-    realtime_session_seconds=12.5,
-    realtime_idle_seconds=13.5,
-    realtime_events_per_second=15,
-    cors_origins=["https://a.example", "https://b.example:8443"],
-    certificate="chain.pem",
-    key="key.pem",
-)
+GIVEN: dict[str, Any] = {
+    "names": "openai",
+    "served_names": ["tts-1", "gpt-4o-audio-preview"],
+    "voice_aliases": {"alloy": "Chelsie", "ash": "Ethan"},
+    "cors_origins": ["https://a.example", "https://b.example:8443"],
+}
 
 
+def changed(name: str, default: Any) -> Any:
+    """A value of a key that is not the default."""
+    return GIVEN.get(name, "a text" if default is None else default + 1)
+
+
+CHANGED = HttpConfig(**{name: changed(name, value) for name, value in msgspec.structs.asdict(HttpConfig()).items()})
 FLAGS = {"cors_origins": "--http-cors-origin", "served_names": "--served-name", "voice_aliases": "--voice-alias"}
 
 
@@ -77,11 +59,9 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 
 def test_every_key_is_a_flag() -> None:
-    default = HttpConfig()
     given = []
     for name in HttpConfig.__struct_fields__:
         value = getattr(CHANGED, name)
-        assert value != getattr(default, name), f"{name}: this test has to change it"
         flag = FLAGS.get(name, f"--http-{name.replace('_', '-')}")
         items = [f"{key}={voice}" for key, voice in value.items()] if isinstance(value, dict) else value
         given += [f"{flag}={item}" for item in (items if isinstance(items, list) else [items])]

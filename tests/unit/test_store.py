@@ -180,3 +180,28 @@ def test_what_has_been_removed_is_not_kept_again(tmp_path: Path) -> None:
     store.remove("file-1")
     assert store.add("file-1", uploaded(1), 3, there=True) == 0
     assert store.find("file-1") is None
+
+
+def test_what_is_kept_is_bounded_in_bytes_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: Store[str] = Store(None, "texts", str, 3, 100, 60)
+    kept.add("large", "too large", 101)
+    assert kept.values() == []
+    kept.add("a", "first", 60)
+    kept.add("b", "second", 60)
+    assert kept.values() == ["second"], "the oldest goes first"
+    for number in range(4):
+        kept.add(f"{number}", f"{number}", 1)
+    assert kept.values() == ["1", "2", "3"]
+    assert [kept.remove("2"), kept.remove("2"), kept.find("2")] == [True, False, None]
+    usual, kept_until = time.monotonic, time.time
+    monkeypatch.setattr(time, "time", lambda: kept_until() + 3600)
+    assert kept.find("3") == "3", "a jump of the clock changes nothing"
+    monkeypatch.setattr(time, "monotonic", lambda: usual() + 61)
+    assert kept.find("3") is None
+    kept.add("new", "new", 100)
+    assert kept.values() == ["new"], "what has gone no longer counts"
+
+
+def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    usual = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: usual() + seconds)
