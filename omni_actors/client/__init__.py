@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from omni_actors.client.async_client import MAX_CHOICES, AsyncOmniClient, ChoiceItem, ChoiceStreams
+from omni_actors.client.async_client import AsyncOmniClient
+from omni_actors.client.choices import MAX_CHOICES, ChoiceItem, ChoiceStreams
 from omni_actors.client.prompts import Prompting, spoken
 from omni_actors.client.streams import (
     Audio,

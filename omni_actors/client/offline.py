@@ -118,14 +118,11 @@ def spread_options(options: Mapping[str, Any], count: int) -> list[dict[str, Any
     """
     result: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, given in options.items():
-        if name in _FOR_ALL:
-            values = [given] * count
-        elif name not in _PER_PROMPT:
+        if name not in _PER_PROMPT and name not in _FOR_ALL:
             raise InvalidRequest(f"There is no option {name!r}.{suggest(name, [*_PER_PROMPT, *_FOR_ALL])}")
-        elif name == "modalities" and is_list(given) and all(isinstance(item, str) for item in given):
-            values = spread(name, [given] * count, _PER_PROMPT[name], count)
-        else:
-            values = spread(name, given, _PER_PROMPT[name], count)
+        one = name == "modalities" and is_list(given) and all(isinstance(item, str) for item in given)
+        each = [given] * count if one or name in _FOR_ALL else given
+        values = spread(name, each, _PER_PROMPT.get(name, Any), count)
         for own, value in zip(result, values, strict=True):
             own[name] = value
     return result
@@ -182,17 +179,14 @@ def params_of_prompts(
         "sampling_params_list": sampling_params_list,
         "params_per_prompt": params_per_prompt,
     }
-    names = [name for name, value in given.items() if value is not None]
+    names = [name for name, value in given.items() if value is not None] or ["sampling_params"]
     if len(names) > 1:
         raise InvalidRequest(f"{' and '.join(names)} are given; they exclude one another.", hint="Give one of them.")
-    if params_per_prompt is not None:
-        if not is_list(params_per_prompt) or len(params_per_prompt) != count:
-            raise InvalidRequest(f"params_per_prompt is a list with one entry for each of the {count} prompts.")
-        return [
-            params_by_stage(f"params_per_prompt[{index}]", own, stages) for index, own in enumerate(params_per_prompt)
-        ]
-    name = names[0] if names else "sampling_params"
-    return [params_by_stage(name, given[name], stages)] * count
+    if params_per_prompt is None:
+        return [params_by_stage(names[0], given[names[0]], stages)] * count
+    if not is_list(params_per_prompt) or len(params_per_prompt) != count:
+        raise InvalidRequest(f"params_per_prompt is a list with one entry for each of the {count} prompts.")
+    return [params_by_stage(f"params_per_prompt[{index}]", own, stages) for index, own in enumerate(params_per_prompt)]
 
 
 STOP_SECONDS = 15.0  # for a launcher that has not read its configuration yet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -272,51 +272,39 @@ def _add(modality: str, item: Any, media: list[Media], buffers: BufferList) -> i
     if modality == "video" and isinstance(item, tuple) and len(item) == 3:
         *film, track = item
         item, sound = tuple(film), _add("audio", track, media, buffers)
-    is_file = isinstance(item, bytes | Path) and modality != "video"
-    made = _file(modality, item, buffers) if is_file else MAKERS[modality](item, buffers)
+    if isinstance(item, bytes | Path) and modality != "video":
+        made = Media(modality, MediaEncoding.FILE, buffers.add(_file(item)))
+    elif modality == "audio":
+        samples, rate = item
+        made = Media(modality, MediaEncoding.ARRAY, buffers.add(_samples(samples)), sample_rate=int(rate))
+    elif modality == "video":
+        frames, rate = item
+        made = Media(modality, MediaEncoding.ARRAY, buffers.add(_pixels(frames)), frames_per_second=float(rate))
+    else:
+        made = Media(modality, MediaEncoding.ARRAY, buffers.add(_pixels(item)))
     media.append(made if sound is None else msgspec.structs.replace(made, sound=sound))
     return len(media) - 1
 
 
-def _file(modality: str, value: bytes | Path, buffers: BufferList) -> Media:
-    if isinstance(value, Path):
-        try:
-            value = value.read_bytes()
-        except OSError as error:
-            raise MalformedMedia(f"Cannot read the file {str(value)!r}: {error.strerror}.") from error
-    return Media(modality, MediaEncoding.FILE, buffers.add(HostTensor(DType.U8, (len(value),), value)))
+def _file(value: bytes | Path) -> HostTensor:
+    try:
+        data = value.read_bytes() if isinstance(value, Path) else value
+    except OSError as error:
+        raise MalformedMedia(f"Cannot read the file {str(value)!r}: {error.strerror}.") from error
+    return HostTensor(DType.U8, (len(data),), data)
 
 
-def _audio(value: tuple[NDArray[Any], int], buffers: BufferList) -> Media:
-    samples, rate = value
-    array = numpy.asarray(samples)
-    if array.dtype == numpy.int16:
-        array = array.astype(numpy.float32) / 32768.0
-    return Media(
-        "audio", MediaEncoding.ARRAY, buffers.add(_host(array, numpy.float32, DType.F32)), sample_rate=int(rate)
-    )
+def _samples(value: Any) -> HostTensor:
+    array = numpy.asarray(value)
+    scale = numpy.float32(32768 if array.dtype == numpy.int16 else 1)
+    return host_tensor(array.astype(numpy.float32) / scale, "audio")
 
 
-def _image(value: NDArray[numpy.uint8], buffers: BufferList) -> Media:
-    return Media("image", MediaEncoding.ARRAY, buffers.add(_host(numpy.asarray(value), numpy.uint8, DType.U8)))
-
-
-def _video(value: tuple[NDArray[numpy.uint8], float], buffers: BufferList) -> Media:
-    frames, rate = value
-    tensor = buffers.add(_host(numpy.asarray(frames), numpy.uint8, DType.U8))
-    return Media("video", MediaEncoding.ARRAY, tensor, frames_per_second=float(rate))
-
-
-def _host(array: NDArray[Any], kind: type[numpy.generic], dtype: DType) -> HostTensor:
-    if array.dtype != kind:
-        if dtype is DType.U8:
-            raise MalformedMedia(f"Images and videos are arrays of uint8, got {array.dtype}.")
-        array = array.astype(kind)
-    array = numpy.ascontiguousarray(array)
-    return HostTensor(dtype, array.shape, array.tobytes())
-
-
-MAKERS: dict[str, Callable[[Any, BufferList], Media]] = {"audio": _audio, "image": _image, "video": _video}
+def _pixels(value: Any) -> HostTensor:
+    array = numpy.asarray(value)
+    if array.dtype != numpy.uint8:
+        raise MalformedMedia(f"Images and videos are arrays of uint8, got {array.dtype}.")
+    return host_tensor(array, "pixels")
 
 
 MAX_ENTRIES, MAX_NAME, MAX_LENGTH = 64, 128, 65536  # of additional information; checked again where it arrives

@@ -316,8 +316,7 @@ class MediaReader:
         self._check_file(data, param)
         # Its seconds bound what a decoder holds: sound is averaged and resampled as it is read.
         limits = dataclasses.replace(self._limits, audio_seconds=most_seconds, audio_rate=rate, decoded_bytes=UNLIMITED)
-        items = _items(AUDIO_FILE, "The recording", data)
-        (samples,) = await self._on_decoder(lambda decoder: decoder.decode(items, limits), param)
+        (samples,) = await self._decoded(AUDIO_FILE, "The recording", data, param, limits=limits)
         return samples
 
     async def pictures(self, files: Sequence[FormFile], max_media: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -472,12 +471,14 @@ class MediaReader:
             values.append((frames, DEFAULT_VIDEO_RATE, data) if sound_in_video else (frames, DEFAULT_VIDEO_RATE))
         return values
 
-    async def _decoded(self, kind: str, what: str, data: bytes, param: str, used: int) -> list[numpy.ndarray]:
-        items = _items(kind, what, data)
-        return await self._on_decoder(lambda decoder: decoder.decode(items, self._limits, used), param)
+    async def _decoded(
+        self, kind: str, what: str, data: bytes, param: str, used: int = 0, limits: MediaLimits | None = None
+    ) -> list[numpy.ndarray]:
+        items = [(Item(kind, what, len(data)), data)]
+        return await self._on_decoder(lambda decoder: decoder.decode(items, limits or self._limits, used), param)
 
     async def _measured(self, kind: str, what: str, data: bytes, param: str, used: int = 0) -> Reply:
-        items = _items(kind, what, data)
+        items = [(Item(kind, what, len(data)), data)]
         return await self._on_decoder(lambda decoder: decoder.measure(items, self._limits, used), param)
 
     async def _on_decoder(self, work: Callable[[MediaDecoder], T], param: str) -> T:
@@ -497,10 +498,6 @@ class MediaReader:
         except OmniError as error:
             raise HttpError.of(error) from None
         return result
-
-
-def _items(kind: str, what: str, data: bytes) -> list[tuple[Item, bytes]]:
-    return [(Item(kind, what, len(data)), data)]
 
 
 def _string_of(value: msgspec.Raw, param: str) -> memoryview:

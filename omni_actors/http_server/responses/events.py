@@ -218,16 +218,13 @@ class ResponseReply:
                 if item.text:
                     if not opened:
                         opened = True
-                        for piece in self._open_message():
-                            yield piece
+                        yield self._open_message()
                     likely = came.logprobs[sent:]  # a token may end inside a character
                     sent = len(came.logprobs)
                     yield self._event("response.output_text.delta", **self._part, delta=item.text, logprobs=likely)
                     if self._form is not None:
                         yield self._event("response.audio.transcript.delta", delta=item.text)
-                for call in item.tool_calls:
-                    for piece in self._call_events(call):
-                        yield piece
+                yield b"".join(map(self._call_events, item.tool_calls))
             self._end(answer)
         except HttpError as error:
             if error.code == ErrorCode.ABORTED:  # its client is gone, and may come back for the rest
@@ -237,10 +234,8 @@ class ResponseReply:
             yield failed + self._event("error", **about)
             return
         if not opened and self._has_message:
-            for piece in self._open_message():
-                yield piece
-        for piece in self._close():
-            yield piece
+            yield self._open_message()
+        yield self._close()
         status = "incomplete" if self._length else "completed"
         yield self._event(f"response.{status}", response=msgspec.Raw(await keep()))
 
@@ -248,26 +243,24 @@ class ResponseReply:
     def _part(self) -> dict[str, Any]:
         return {"item_id": f"msg_{self._sent.id[5:]}", "output_index": 0, "content_index": 0}
 
-    def _open_message(self) -> list[bytes]:
+    def _open_message(self) -> bytes:
         item = self._message_item("in_progress")
-        return [
-            self._event("response.output_item.added", output_index=0, item=item),
-            self._event("response.content_part.added", **self._part, part=_text_part("")),
-        ]
+        added = self._event("response.output_item.added", output_index=0, item=item)
+        return added + self._event("response.content_part.added", **self._part, part=_text_part(""))
 
-    def _call_events(self, piece: ToolCallPiece) -> list[bytes]:
+    def _call_events(self, piece: ToolCallPiece) -> bytes:
         """A call's begin, and its arguments. Calls end with the answer."""
         output_index = piece.index + (1 if any(self._came.texts) else 0)
-        found = []
+        found = b""
         if piece.name:
             item = self._call_item(piece.index, piece.id, piece.name, "", "in_progress")
-            found.append(self._event("response.output_item.added", output_index=output_index, item=item))
+            found = self._event("response.output_item.added", output_index=output_index, item=item)
         if piece.arguments:
             where = {"item_id": self._call_item_id(piece.index), "output_index": output_index}
-            found.append(self._event("response.function_call_arguments.delta", **where, delta=piece.arguments))
+            found += self._event("response.function_call_arguments.delta", **where, delta=piece.arguments)
         return found
 
-    def _close(self) -> list[bytes]:
+    def _close(self) -> bytes:
         """The ends of the message and of the calls."""
         found: list[bytes] = []
         status = "incomplete" if self._length else "completed"
@@ -284,7 +277,7 @@ class ResponseReply:
                 named = {"arguments": item["arguments"], "name": item["name"]}
                 found.append(self._event("response.function_call_arguments.done", **where, **named))
             found.append(self._event("response.output_item.done", output_index=index, item=item))
-        return found
+        return b"".join(found)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         """An event, or what was not sent of it; empty if it was."""
