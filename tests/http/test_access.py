@@ -56,16 +56,14 @@ def test_wrong_keys_are_refused(keyed: str, header: str | None) -> None:
     assert response.headers["www-authenticate"] == "Bearer"
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "evil.example:8000", "[", ""])
+FOREIGN = ("evil.example", "127.0.0.1.evil.example", "evil.example:8000", "[", "")
+
+
+@pytest.mark.parametrize("host", [*FOREIGN, "localhost", "127.0.0.1:1", "[::1]:8000"])
 def test_foreign_host_names_are_refused(open_server: str, host: str) -> None:
     """A page of evil.example whose name resolves to 127.0.0.1 reaches the port, but sends its own name."""
-    response = httpx.get(f"{open_server}/v1/models", headers={"host": host})
-    assert response.status_code in (400, 403)
-
-
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:1", "[::1]:8000"])
-def test_loopback_host_names_pass(open_server: str, host: str) -> None:
-    assert httpx.get(f"{open_server}/v1/models", headers={"host": host}).status_code == 200
+    status = httpx.get(f"{open_server}/v1/models", headers={"host": host}).status_code
+    assert status in ((400, 403) if host in FOREIGN else (200,))
 
 
 def test_other_addresses_than_loopback_need_a_key() -> None:
@@ -104,16 +102,11 @@ def test_a_launch_whose_address_is_taken_ends_at_once() -> None:
     assert "Cannot listen" in done.stderr, done.stderr
 
 
-def test_health_names_a_dead_stage_and_the_server_comes_back() -> None:
+def test_health_names_a_dead_stage() -> None:
     # The server keeps a description for 0.2 s, so a talker that came back sooner would never be seen to be away.
     with HttpPipeline(overrides={"stages.talker.engine.start_seconds": 2}) as pipeline:
-        launcher = pipeline.process.pid
-        # The HTTP server dies: the launcher starts it again on the same socket, so no client is refused.
-        (server,) = processes_titled("omni:http", launcher)
-        psutil.Process(server).kill()
-        assert pipeline.openai(max_retries=2, timeout=60).chat.completions.create(**HELLO).choices
-        # A stage dies: /health names it.
-        talker = stage_pid(pipeline, "talker")
+        with OmniClient(pipeline.endpoint) as client:
+            (talker,) = [status.pid for status in client.describe().stages if status.stage == "talker"]
         psutil.Process(talker).kill()
         response = until(lambda: not_well(pipeline.url), 5, "another status than 200")
         assert response.status_code == 503
@@ -151,11 +144,6 @@ def test_killing_the_http_server_loses_its_streams_and_nothing_else(slow: HttpPi
 def not_well(url: str) -> httpx.Response | None:
     response = httpx.get(f"{url}/health")
     return None if response.status_code == 200 else response
-
-
-def stage_pid(pipeline: HttpPipeline, stage: str) -> int:
-    with OmniClient(pipeline.endpoint) as client:
-        return next(status.pid for status in client.describe().stages if status.stage == stage)
 
 
 def test_health_while_the_stages_load() -> None:

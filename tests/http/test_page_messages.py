@@ -160,18 +160,12 @@ def test_settings_that_change_in_a_conversation_count_from_the_next_message(echo
 
 
 def test_settings_are_sent_and_kept(silent: Page) -> None:
-    for name, value in {"system": "Be brief.", "temperature": "0.5", "tokens": "64", "seed": "7"}.items():
+    for name, value in {"temperature": "0.5", "tokens": "64", "seed": "7"}.items():
         silent.locator(f"#{name}").fill(value)
-    silent.locator("#voice").select_option("Ethan")
     body = sent(silent, lambda: ask(silent, "hello"))
-    assert body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
-    assert body["temperature"] == 0.5
-    assert body["max_completion_tokens"] == 64
-    assert body["seed"] == 7
-    assert body["modalities"] == ["text"]
+    assert [body[name] for name in ("temperature", "max_completion_tokens", "seed")] == [0.5, 64, 7]
     answered(silent)
     silent.reload()
-    expect(silent.locator("#voice")).to_have_value("Ethan")
     expect(silent.locator("#speak")).not_to_be_checked()
     expect(silent.locator("#temperature")).to_have_value("0.5")
     silent.locator("#temperature").fill("3")

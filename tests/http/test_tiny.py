@@ -45,27 +45,6 @@ def test_the_status_says_that_the_model_computes_on_a_cpu(tiny: HttpPipeline) ->
     assert httpx.get(f"{tiny.url}/v1/status").json()["on_cpu"] is (host_devices() == 0)
 
 
-@pytest.mark.nightly
-def test_choices_are_the_answers_to_seeds_that_count_up(tiny: HttpPipeline) -> None:
-    """As with vLLM: the answers to `n` and a seed are those that the next seeds give one by one, with their sound."""
-    options: dict = {
-        "model": MODEL,
-        "messages": QUESTION,
-        "modalities": ["text", "audio"],
-        "audio": {"voice": "Ethan", "format": "pcm16"},
-        "temperature": 1.5,
-        "extra_body": {"stage_params": STAGES},
-    }
-    client = tiny.openai()
-    choices = client.chat.completions.create(**options, seed=5, n=2).choices
-    singles = [client.chat.completions.create(**options, seed=5 + index).choices[0] for index in range(2)]
-    assert len({choice.message.audio.transcript for choice in choices}) == 2
-    for choice, single in zip(choices, singles, strict=True):
-        assert choice.message.audio.transcript == single.message.audio.transcript
-        sounds = [numpy.frombuffer(base64.b64decode(one.message.audio.data), "<i2") for one in (choice, single)]
-        numpy.testing.assert_allclose(sounds[0] / 32767.0, sounds[1] / 32767.0, atol=1e-3)
-
-
 def test_speech_ends_where_a_stop_string_ends_the_text(tiny: HttpPipeline) -> None:
     """The stop string spans tokens; the spoken answer is the same as one that has only the tokens before it."""
     options: dict = {

@@ -25,20 +25,17 @@ from omni_actors.media.limits import (
 )
 from omni_actors.media.readers import BLOCK_BYTES, Decoded, decode, measure, sniff
 from omni_actors.sharing import Budget
+from tests.support import servers
 from tests.support.servers import pdf
 
 RANDOM = np.random.default_rng(0)
 
 
-def sound(shape: tuple[int, ...], rate: int, kind: str = "WAV", subtype: str | None = "FLOAT") -> bytes:
+def sound(
+    shape: tuple[int, ...], rate: int, kind: str = "WAV", subtype: str | None = "FLOAT", loud: float = 0.1
+) -> bytes:
     sink = io.BytesIO()
-    soundfile.write(sink, (0.1 * RANDOM.standard_normal(shape)).astype(np.float32), rate, subtype=subtype, format=kind)
-    return sink.getvalue()
-
-
-def silence(rate: int, channels: int, kind: str) -> bytes:
-    sink = io.BytesIO()
-    soundfile.write(sink, np.zeros((rate, channels), np.int16), rate, format=kind)
+    soundfile.write(sink, (loud * RANDOM.standard_normal(shape)).astype(np.float32), rate, subtype=subtype, format=kind)
     return sink.getvalue()
 
 
@@ -49,17 +46,8 @@ def picture(width: int, height: int, kind: str = "PNG", frames: int = 1) -> byte
     return sink.getvalue()
 
 
-def film(frames: int, side: int, rate: int = 10) -> bytes:
-    sink = io.BytesIO()
-    with av.open(sink, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=rate)
-        stream.width = stream.height = side
-        stream.pix_fmt = "yuv420p"
-        picture = av.VideoFrame.from_ndarray(np.zeros((side, side, 3), np.uint8), "rgb24")
-        for _ in range(frames):
-            container.mux(stream.encode(picture))
-        container.mux(stream.encode())
-    return sink.getvalue()
+def film(frames: int, side: int) -> bytes:
+    return servers.film(frames / 10, side)
 
 
 def wav_header(rate: int, channels: int, announced: int) -> bytes:
@@ -97,7 +85,7 @@ def test_files_are_read_mixed_and_resampled_in_blocks_to_the_same_bits(kind: str
 
 
 def test_a_flac_of_a_few_kilobytes_and_many_samples_is_refused_by_its_header() -> None:
-    data = silence(655_350, 8, "FLAC")
+    data = sound((655_350, 8), 655_350, "FLAC", "PCM_16", loud=0.0)
     assert len(data) < 20_000
     assert header(AUDIO_FILE, data) == 655_350 * 8 * 4
     with pytest.raises(MediaTooLarge, match=r"lasts 1.0 s; at most 0.5 s"):
@@ -105,7 +93,7 @@ def test_a_flac_of_a_few_kilobytes_and_many_samples_is_refused_by_its_header() -
 
 
 def test_a_flac_that_hides_its_length_is_refused_at_the_limit() -> None:
-    data = bytearray(silence(48_000, 8, "FLAC"))
+    data = bytearray(sound((48_000, 8), 48_000, "FLAC", "PCM_16", loud=0.0))
     data[21] &= 0xF0  # STREAMINFO: 36 bits of the number of samples, of which 0 is "unknown"
     data[22:26] = bytes(4)
     assert header(AUDIO_FILE, bytes(data)) == 0
