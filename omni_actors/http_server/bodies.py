@@ -42,7 +42,7 @@ MEDIA_KEYS = frozenset({b"data", b"url", b"file_data", b"image_url"})  # whose s
 MEDIA_BYTES = 1024  # a shorter string counts as text under any key
 
 NAME_CHARACTERS = 100  # of an unknown field, in a message
-PATH = re.compile(r"\$((?:\.\w+|\[\d+\]|\[\.\.\.\])+)")  # as msgspec writes it: $.messages[0].content
+PLACE = re.compile(r" - at `(key` in `)?\$((?:\.\w+|\[\d+\]|\[\.\.\.\])+)`\Z")  # such as $.messages[0].content
 EXPECTED = re.compile(
     r"Expected `(?P<kinds>[\w |]+)`(?P<length> of length)?"
     r"(?: (?P<relation>[<>]=?) (?P<limit>\S+?)(?:\.0)?)?(?:, got `(?P<got>\w+)`)?"
@@ -56,7 +56,6 @@ TYPES = {
     "array": "a list",
     "object": "an object",
 }
-OF_A_KEY = "key` in `"
 STEP = re.compile(r"\.(\w+)|\[")
 
 
@@ -149,36 +148,29 @@ def decode(data: bytes | msgspec.Raw | dict[str, Any], kind: type[T], where: str
 
 def _of(message: str, kind: Any, where: str) -> HttpError:
     """Translate an error of msgspec: what is wrong, then at which path."""
-    what, _, path = message.rpartition(" - at `")
-    in_a_key = path.startswith(OF_A_KEY)
-    path = path.removeprefix(OF_A_KEY)
-    found = PATH.fullmatch(path, 0, len(path) - 1) if what else None
-    path = found[1] if found else ""
-    if not found:
-        what = message
+    found = PLACE.search(message)
+    what, in_a_key, path = (message[: found.start()], found[1], found[2]) if found else (message, None, "")
+    place, name = _join(where, path), what.partition("`")[2].removesuffix("`")[:NAME_CHARACTERS]
     if what.startswith("Object contains unknown field `"):
-        name = what.partition("`")[2].removesuffix("`")[:NAME_CHARACTERS]
         nearest = suggest(name, _fields(kind, path))
         return _error(_join(where, f"{path}.{name}"), f"there is no such field.{nearest}", "unknown_parameter")
     if what.startswith("Object missing required field `"):
-        name = what.partition("`")[2].removesuffix("`")
         return _error(_join(where, f"{path}.{name}"), "the field is missing.", "missing_required_parameter")
     if what.startswith("Invalid base64"):
-        return _error(_join(where, path), "this is not valid base64.", "invalid_base64")
+        return _error(place, "this is not valid base64.", "invalid_base64")
     if what.startswith("Invalid "):  # value or enum value
         choices = _choices(kind, path)
         if len(choices) == 1:
-            return _error(_join(where, path), f"must be {choices[0]!r}.")
+            return _error(place, f"must be {choices[0]!r}.")
         given = what.partition("'")[2].removesuffix("'")[:NAME_CHARACTERS]
         close = difflib.get_close_matches(given, [str(choice) for choice in choices], n=1, cutoff=0.5)
         meant = f" Did you mean {close[0]!r}?" if close else ""
-        return _error(_join(where, path), f"must be one of {', '.join(map(repr, choices))}.{meant}")
-    expected = EXPECTED.fullmatch(what)
-    example = ""
+        return _error(place, f"must be one of {', '.join(map(repr, choices))}.{meant}")
+    expected, example = EXPECTED.fullmatch(what), ""
     if expected is not None and expected["kinds"].partition(" ")[0] == "object" and expected["got"] == "str":
         (required, *others) = [node["required"] for node in _nodes(kind, path) if node.get("required")] or [[]]
         example = f', such as {{"{required[0]}": ...}}' if len(required) == 1 and not others else ""
-    return _error(_join(where, path), f"{'each key ' if in_a_key else ''}{in_words(what)}{example}.")
+    return _error(place, f"{'each key ' if in_a_key else ''}{in_words(what)}{example}.")
 
 
 def in_words(what: str) -> str:
