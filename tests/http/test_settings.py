@@ -43,12 +43,13 @@ GIVEN: dict[str, Any] = {
 }
 
 
-def changed(name: str, default: Any) -> Any:
-    """A value of a key that is not the default."""
-    return GIVEN.get(name, "a text" if default is None else default + 1)
-
-
-CHANGED = HttpConfig(**{name: changed(name, value) for name, value in msgspec.structs.asdict(HttpConfig()).items()})
+# Each key has another value than by default.
+CHANGED = HttpConfig(
+    **{
+        name: GIVEN[name] if name in GIVEN else "a text" if default is None else default + 1
+        for name, default in msgspec.structs.asdict(HttpConfig()).items()
+    }
+)
 FLAGS = {"cors_origins": "--http-cors-origin", "served_names": "--served-name", "voice_aliases": "--voice-alias"}
 
 
