@@ -32,13 +32,16 @@ def talker() -> Iterator[HttpPipeline]:
 
 
 @contextmanager
-def conversation(talker: HttpPipeline, folder: Path, says: str) -> Iterator[Page]:
-    """The page, whose microphone hears a turn again and again.
+def conversation(talker: HttpPipeline, folder: Path, says: str, pause: float = 0.0) -> Iterator[Page]:
+    """The page, whose microphone hears a turn, and another one after a pause if there is any, again and again.
 
     On a busy machine the first ones may be over before there is a session.
     """
-    recording, silence = folder / "turns.wav", numpy.zeros(2 * RATE, numpy.int16)
-    soundfile.write(recording, numpy.concatenate([silence, speech(1.0), silence]), RATE)
+    recording = folder / "turns.wav"
+    parts = [numpy.zeros(2 * RATE, numpy.int16), speech(1.0)]
+    if pause:
+        parts += [numpy.zeros(round(pause * RATE), numpy.int16), speech(2.0, seed=1)]
+    soundfile.write(recording, numpy.concatenate([*parts, parts[0]]), RATE)
     with chromium(recording) as browser, watched_page(browser) as page:
         open_page(page, talker)
         page.locator("#system").fill(says)
@@ -66,3 +69,21 @@ def test_a_turn_is_spoken_and_its_answer_is_heard(talker: HttpPipeline, tmp_path
         until(page, lambda: "omni_realtime_sessions 0.0" in page.request.get(f"{talker.url}/metrics").text(), "its end")
         assert "POST /v1/realtime/calls 201" in talker.log()
         assert "WEBSOCKET" not in talker.log()
+
+
+@pytest.mark.nightly
+def test_speech_and_a_key_cut_the_answer_to_what_was_heard(talker: HttpPipeline, tmp_path: Path) -> None:
+    text = f"{SENTENCE} " * 6  # 14 s
+    with conversation(talker, tmp_path, text, pause=4.0) as page:
+        answers = page.locator("li.assistant")
+        expect(answers.nth(1)).to_be_attached()
+        first = answers.nth(0)
+        expect(first.locator("small")).to_contain_text("interrupted")
+        until(page, lambda: 0 < len(first.locator(".say").inner_text()) < len(text) / 2, "the text that was heard", 15)
+        assert text.startswith(first.locator(".say").inner_text())
+        until_playing(page)
+        page.keyboard.press("Escape")
+        expect(page.locator("body")).to_have_attribute("data-playing", "false")
+        expect(answers.nth(1).locator("small")).to_contain_text("interrupted")
+        expect(page.locator("#spoken")).to_be_visible()
+        expect(page.locator("#error")).to_be_hidden()

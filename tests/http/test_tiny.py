@@ -206,6 +206,13 @@ def test_what_only_the_model_can_refuse_names_the_field(tiny: HttpPipeline, fiel
     assert caught.value.code == "invalid_request"
 
 
+def test_a_schema_of_a_response_that_only_the_model_can_refuse_is_named(tiny: HttpPipeline) -> None:
+    form: Any = {"type": "json_schema", "name": "a", "schema": {"type": "sea"}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        tiny.openai().responses.create(model=MODEL, input="x", max_output_tokens=4, text={"format": form})
+    assert caught.value.param == "text.format.schema"
+
+
 async def test_a_spoken_turn_equals_that_of_the_client_library(tiny: HttpPipeline) -> None:
     """Sound in and sound out in a realtime session: same recording, parameters and seed, same text and samples."""
     samples = (tone(1.0, 24_000) * 32767).astype("<i2")
