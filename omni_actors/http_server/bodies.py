@@ -11,9 +11,9 @@ import binascii
 import difflib
 import functools
 import re
-from collections.abc import AsyncGenerator, Hashable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Hashable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta, Raw, Struct, defstruct, field, json
@@ -345,9 +345,9 @@ class Strict(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """A part of a body; unknown fields are errors."""
 
 
-def ignoring(kind: type[S], ignored: Ignored) -> type[S]:
-    """Derive a struct that has the ignored fields beside its own."""
-    fields = []
+def ignoring(kind: type[S], ignored: Ignored, parameters: Iterable[str] = ()) -> type[S]:
+    """Derive a struct that also has ignored fields, and parameters of a stage with the limits that they have there."""
+    fields = [(name, get_type_hints(StageParams, include_extras=True)[name], None) for name in parameters]
     for name, values in ignored.items():
         # The order keeps Python from taking one of two equal types, such as those of [null, 0] and [null, false].
         schema: dict[str, Any] = {} if values is ANY else {"enum": [*values, None]}
@@ -451,10 +451,13 @@ class JsonBody(Generic[StrictT]):
     Args:
         ignored: further fields that are accepted.
         max_values: members of objects and items of lists that a body may have.
+        parameters: further fields, which are parameters of a stage.
     """
 
-    def __init__(self, kind: type[StrictT], ignored: Ignored, max_values: int = MAX_VALUES) -> None:
-        self.kind = ignoring(kind, ignored)
+    def __init__(
+        self, kind: type[StrictT], ignored: Ignored, max_values: int = MAX_VALUES, parameters: Iterable[str] = ()
+    ) -> None:
+        self.kind = ignoring(kind, ignored, parameters)
         self._ignored = ignored
         self._max_values = max_values
 

@@ -45,6 +45,7 @@ from omni_actors.http_server.encoders import encoded_base64, pcm16
 from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.generation import (
     MAX_MESSAGES,
+    PARAMETERS,
     AnyMessage,
     AudioParameters,
     Likeliest,
@@ -96,7 +97,7 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
         return tokens
 
 
-COMPLETION_BODY = JsonBody(CompletionRequest, OF_COMPLETIONS, MAX_TOKEN_VALUES)
+COMPLETION_BODY = JsonBody(CompletionRequest, OF_COMPLETIONS, MAX_TOKEN_VALUES, PARAMETERS)
 
 
 async def completions(request: Request, state: ServerState, body: CompletionRequest) -> Response:
@@ -234,7 +235,7 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
         return {**super().stage_fields(), **newer}
 
 
-BODY = JsonBody(ChatRequest, OF_CHATS)
+BODY = JsonBody(ChatRequest, OF_CHATS, parameters=PARAMETERS)
 
 
 async def chat_completions(request: Request, state: ServerState, body: ChatRequest) -> Response:

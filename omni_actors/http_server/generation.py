@@ -13,7 +13,6 @@ from omni_actors.errors import suggest
 from omni_actors.http_server.bodies import (
     ABSENT,
     MAX_FREE_FORM,
-    MAX_TOKENS,
     NULLABLE_OBJECT,
     Anything,
     BodyText,
@@ -23,7 +22,6 @@ from omni_actors.http_server.bodies import (
     StagedSubmission,
     Strict,
     Temperature,
-    TopP,
     decode,
     free_form,
     is_null,
@@ -35,11 +33,8 @@ from omni_actors.protocol.payloads import (
     MAX_CALLS,
     MAX_LOGPROBS,
     MAX_TOOLS,
-    AllowedTokens,
     CallId,
     Json,
-    LogitBias,
-    StopTokens,
     StructuredOutputs,
     ToolName,
     Word,
@@ -208,7 +203,6 @@ AnyMessage = UserMessage | SystemMessage | DeveloperMessage | AssistantMessage |
 
 AudioFormat = Literal["wav", "pcm16", "flac", "mp3", "opus", "aac"]
 Speed = Annotated[float, Meta(ge=0.25, le=4)]  # OpenAI's range for speech
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Likeliest = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -432,34 +426,25 @@ class StreamOptions(Strict, frozen=True):
     include_obfuscation: bool | None = None  # ignored: nothing is obfuscated
 
 
+# Of a stage that writes text, and fields of the same names. Further ones are fields with other limits or forms.
+OTHERS = ["seed", "adapter", "logprobs", "max_tokens", "temperature", "stop", "structured_outputs", "prompt_logprobs"]
+PARAMETERS = sorted(AUTOREGRESSIVE_PARAMS - {*OTHERS})
+
+
 class Sampling(StagedSubmission, frozen=True, kw_only=True):
-    """The fields of both chat and text completions. Most become the parameter of the text stage that has their name."""
+    """The fields of both chat and text completions besides `PARAMETERS`.
+
+    Most become the parameter of the text stage that has their name.
+    """
 
     max_tokens: PositiveInt | None = None
     temperature: Temperature | None = None
-    top_p: TopP | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: Word | Words | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: LogitBias | None = None
     response_format: AnyResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
-    # vLLM's
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: StopTokens | None = None
-    include_stop_str_in_output: bool | None = None
-    allowed_token_ids: AllowedTokens | None = None
-    bad_words: Words | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    structured_outputs: StructuredFields = ABSENT
+    structured_outputs: StructuredFields = ABSENT  # vLLM's, as is the next one
     prompt_logprobs: Likeliest | None = None
 
     def check(self) -> None:
