@@ -28,6 +28,7 @@ from omni_actors.protocol.payloads import StageParams
 from omni_actors.sharing import Budget
 
 T = TypeVar("T")
+StrictT = TypeVar("StrictT", bound="Strict")
 
 # Bounds of JSON, checked before it is decoded.
 MAX_VALUES = 100_000  # members of objects and items of lists, after the first one of each
@@ -115,9 +116,6 @@ def _beyond(what: str) -> HttpError:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # JSON into structs
-#
-# Messages of msgspec quote what was sent. Those made here do not, and name the values or fields that would be right,
-# which the type's JSON schema knows.
 
 
 def decode(data: bytes | msgspec.Raw | dict[str, Any], kind: type[T], where: str = "") -> T:
@@ -152,7 +150,7 @@ def _of(message: str, kind: Any, where: str) -> HttpError:
     what, in_a_key, path = (message[: found.start()], found[1], found[2]) if found else (message, None, "")
     place, name = _join(where, path), what.partition("`")[2].removesuffix("`")[:NAME_CHARACTERS]
     if what.startswith("Object contains unknown field `"):
-        nearest = suggest(name, _fields(kind, path))
+        nearest = suggest(name, sorted({known for node in _nodes(kind, path) for known in node.get("properties", ())}))
         return _error(_join(where, f"{path}.{name}"), f"there is no such field.{nearest}", "unknown_parameter")
     if what.startswith("Object missing required field `"):
         return _error(_join(where, f"{path}.{name}"), "the field is missing.", "missing_required_parameter")
@@ -202,10 +200,6 @@ def _join(where: str, path: str) -> str:
 # What a type allows at a path
 
 
-def _fields(kind: Any, path: str) -> list[str]:
-    return sorted({name for node in _nodes(kind, path) for name in node.get("properties", ())})
-
-
 def _choices(kind: Any, path: str) -> list[Any]:
     choices = (choice for node in _nodes(kind, path) for choice in node.get("enum", ()))
     return [choice for choice in dict.fromkeys(choices) if choice is not None]
@@ -241,8 +235,6 @@ def base64_string(data: bytes) -> msgspec.Raw:
     """Bytes in base64 as a string of JSON. msgspec takes twice as long for it, and does it on the server's loop."""
     return msgspec.Raw(b'"%b"' % binascii.b2a_base64(data, newline=False))
 
-
-S = TypeVar("S", bound="Strict")
 
 MAX_TEXT = 4_000_000  # characters
 MAX_TOKENS = 1_000_000
@@ -345,7 +337,7 @@ class Strict(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """A part of a body; unknown fields are errors."""
 
 
-def ignoring(kind: type[S], ignored: Ignored, parameters: Iterable[str] = ()) -> type[S]:
+def ignoring(kind: type[StrictT], ignored: Ignored, parameters: Iterable[str] = ()) -> type[StrictT]:
     """Derive a struct that also has ignored fields, and parameters of a stage with the limits that they have there."""
     fields = [(name, get_type_hints(StageParams, include_extras=True)[name], None) for name in parameters]
     for name, values in ignored.items():
@@ -435,7 +427,6 @@ def reserve(size: int) -> None:
         take_bytes(*found, size)
 
 
-StrictT = TypeVar("StrictT", bound=Strict)
 REFERENCE = "#/components/schemas/{name}"
 JSON, FORM = "application/json", "multipart/form-data"
 
