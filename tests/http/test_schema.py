@@ -23,13 +23,13 @@ TYPED = {
 }
 
 NAMES = ["status_code_conformance", "content_type_conformance", "response_schema_conformance"]
-# No text that is made up is an offer of a call, and responses are continued by ids that nobody can make up.
-NOT_MADE_UP = re.compile(r"/v1/(realtime/calls|live/sessions|responses/)")
+# No text that is made up is an offer of a call or the id of a response, and echo stages take no recordings of voices.
+NOT_MADE_UP = re.compile(r"\w+ /v1/(realtime/calls|live/sessions|responses/)|POST /v1/audio/voices")
 PATHS = {endpoint.path.replace(":path}", "}") for endpoint in ENDPOINTS}
 OPERATIONS = [
     (endpoint.method, endpoint.path.replace(":path}", "}"))
     for endpoint in ENDPOINTS
-    if not NOT_MADE_UP.match(endpoint.path)
+    if not NOT_MADE_UP.match(f"{endpoint.method} {endpoint.path}")
 ]
 RECORDINGS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 SOUND = sound(0.1)
