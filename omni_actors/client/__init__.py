@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
-from omni_actors.client.async_client import AsyncOmniClient
-from omni_actors.client.choices import MAX_CHOICES, ChoiceItem, ChoiceStreams
+from omni_actors.client.async_client import MAX_CHOICES, AsyncOmniClient
 from omni_actors.client.prompts import Prompting, spoken
 from omni_actors.client.streams import (
     Audio,
+    ChoiceItem,
+    ChoiceStreams,
     Image,
     Latents,
     Progress,

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from omni_actors.client.choices import SEEDS, ChoiceStreams, check_choices, of_choice
 from omni_actors.client.prompts import AudioInput, ImageInput, Prompting, VideoInput, spoken, to_params, to_prompt
-from omni_actors.client.streams import OmniRequestOutput, RequestStream, item_of
+from omni_actors.client.streams import ChoiceStreams, OmniRequestOutput, RequestStream, item_of
 from omni_actors.errors import Aborted, InvalidRequest, OmniError, ProtocolError, RequestTimeout, StageLost
 from omni_actors.host.addresses import is_tcp
 from omni_actors.host.processes import STEADY, at_most
@@ -51,6 +50,41 @@ from omni_actors.transport.link import wire_size
 from omni_actors.transport.sockets import SocketReader, Sockets, try_send
 
 logger = get_logger(__name__)
+
+
+MAX_CHOICES = 16
+SEEDS = 1 << 63
+
+
+def check_choices(count: int) -> None:
+    """Raise `InvalidRequest` for a number of answers that a request cannot have."""
+    if not 1 <= count <= MAX_CHOICES:
+        raise InvalidRequest(
+            f"n: a prompt has 1 to {MAX_CHOICES} answers; {count} were asked for.",
+            hint="Send the prompt more than once: a prompt that is still in the cache is not computed again.",
+            field="n",
+        )
+
+
+def of_choice(options: Mapping[str, Any], choice: int) -> dict[str, Any]:
+    """The options of `submit` for one of several answers. Seeds count up from the first answer's, as with vLLM.
+
+    Only the first answer comes with the prompt's log probabilities.
+    """
+    own = dict(options)
+    if not choice:
+        return own
+    own["request_id"] = f"{options['request_id']}-{choice}"
+    own["seed"] = _counted(options.get("seed"), choice)
+    own["params"] = {
+        stage: msgspec.structs.replace(given, seed=_counted(given.seed, choice), prompt_logprobs=None)
+        for stage, given in to_params(options.get("params") or {}).items()
+    }
+    return own
+
+
+def _counted(seed: int | None, choice: int) -> int | None:
+    return seed if seed is None else (seed + choice) % SEEDS
 
 
 @dataclass

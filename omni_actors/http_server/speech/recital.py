@@ -18,7 +18,7 @@ from msgspec import Meta
 from starlette.requests import HTTPConnection
 
 from omni_actors.client import Audio, ChoiceItem, RequestStream
-from omni_actors.client.choices import SEEDS
+from omni_actors.client.async_client import SEEDS
 from omni_actors.client.prompts import read_aloud, speech_ability
 from omni_actors.errors import Aborted, ErrorCode, OmniError, suggest
 from omni_actors.http_server.answer import token_counts, usage_of
