@@ -162,9 +162,12 @@ class VoiceStore:
 
     @property
     def _store(self) -> Store[Voice] | None:
-        """The database, once there is one."""
+        """The database, once there is one that can be read."""
         if self._opened is None and self._folder is not None and (self._folder / VOICES).exists():
-            self._opened = Store(str(self._folder), "voices", Voice, MAX_VOICES, 0, FOREVER, durable=True)
+            try:
+                self._opened = Store(str(self._folder), "voices", Voice, MAX_VOICES, 0, FOREVER, durable=True)
+            except sqlite3.DatabaseError as error:
+                logger.error("the voices cannot be read, move %s away: %s", self._folder / VOICES, error)
         return self._opened
 
 

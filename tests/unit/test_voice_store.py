@@ -43,6 +43,18 @@ def test_a_voice_follows_no_link_that_lies_where_it_is_written(
     assert not (tmp_path / "victim").exists()
 
 
+def test_a_damaged_database_costs_its_voices_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "voices.db").write_bytes(bytes(range(256)) * 32)
+    store = VoiceStore(str(tmp_path), 10)
+    assert store.all() == []
+    with pytest.raises(HttpError, match="cannot write the voice"):
+        store.add(voice("Mara"), SAMPLES)
+    assert f"move {tmp_path / 'voices.db'} away: file is not a database" in caplog.text
+    (tmp_path / "voices.db").unlink()
+    store.add(voice("Mara"), SAMPLES)
+    assert store.all() == [voice("Mara")]
+
+
 def test_a_folder_of_others_keeps_no_voices(tmp_path: Path) -> None:
     """Neither at the start, nor if it was opened to others later."""
     folder = tmp_path / "voices"
