@@ -68,12 +68,12 @@ class Stage:
 
     def __init__(self, pipeline: config.PipelineConfig, stage: config.StageConfig, output_tokens: int) -> None:
         from omni_actors.engine.arguments import build_stage_engine
-        from omni_actors.engine.models.qwen2_5_omni.talker import CodeTalkerAdapter
+        from omni_actors.engine.models.qwen2_5_omni.talker import RowTalkerAdapter
 
         self.name = stage.name
         self.engine = build_stage_engine(pipeline, stage, lambda phase: print(phase, file=sys.stderr, flush=True))
         self.diffusion = stage.kind is config.StageKind.DIFFUSION
-        self.takes_rows = not self.diffusion and isinstance(self.engine.adapter, CodeTalkerAdapter)
+        self.takes_rows = not self.diffusion and isinstance(self.engine.adapter, RowTalkerAdapter)
         self._output_tokens = output_tokens
 
     def inputs(self, tokens: int) -> Any:
@@ -86,7 +86,7 @@ class Stage:
         if not self.takes_rows:
             return StageInputs(token_ids=[1 + index % 200 for index in range(tokens)]), 0
         adapter = self.engine.adapter
-        rows = torch.randn(tokens + 1 + self._output_tokens, adapter.row_width).to(adapter.row_dtype)
+        rows = torch.randn(tokens + 1 + self._output_tokens, adapter.row_width).to(adapter.model_dtype)
         tensors = {"prompt_rows": to_host(rows[: tokens + 1]), "reply_rows": to_host(rows[tokens + 1 :])}
         return StageInputs(tensors=tensors), rows.nbytes
 

@@ -41,7 +41,7 @@ class Round:
         for index in range(batch):
             generator = torch.Generator().manual_seed(index)
             rows = torch.randn(PROMPT + TEXT, engine.adapter.row_width, generator=generator)
-            rows = rows.to(engine.adapter.row_dtype)
+            rows = rows.to(engine.adapter.model_dtype)
             params = StageParams(max_tokens=tokens, min_tokens=tokens, temperature=temperature)
             tensors = {"prompt_rows": to_host(rows[:PROMPT]), "reply_rows": to_host(rows[PROMPT:])}
             engine.start(StageRequest(str(index), params, seed=index), StageInputs(tensors=tensors))

@@ -16,7 +16,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
 from omni_actors.engine.models.diffusers_layout import read_tensors
-from omni_actors.engine.models.qwen3_omni.code2wav import MeanEmbedding, codec_sizes
+from omni_actors.engine.models.qwen3_omni.code2wav import decoder_of
 
 WINDOW = 6  # frames that attention sees
 CODEBOOK = 32
@@ -66,8 +66,7 @@ def reference_decoder() -> Qwen3OmniMoeCode2Wav:
 def own_decoder() -> CodecDecoder:
     """Ours, with the weights of `reference_decoder`."""
     reference = reference_decoder()
-    sizes = codec_sizes(reference.config)
-    decoder = CodecDecoder(sizes, MeanEmbedding(sizes.num_quantizers, CODEBOOK, sizes.width), "code_embedding")
+    decoder = decoder_of(reference.config)
     decoder.load_state_dict(reference.state_dict())
     return decoder.eval().requires_grad_(False)
 

@@ -112,7 +112,7 @@ def processed_logits(
 ) -> torch.Tensor:
     """Logits [vocabulary] after a request's penalties and temperature; vLLM adds biases first."""
     row = raw.float().clone()
-    for token, bias in given.get("logit_bias", {}).items():
+    for token, bias in (made.logit_bias or {}).items():  # with ends that a talker is to ignore
         row[token] += bias
     if len(out) < given.get("min_tokens", 0):
         row[sorted(made.all_stop_token_ids)] = -torch.inf

@@ -25,7 +25,7 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 from vllm.v1.executor import multiproc_executor  # noqa: E402
 
-from omni_actors.engine.models.qwen3_omni.talker import TalkerAdapter as FrameTalkerAdapter  # noqa: E402
+from omni_actors.engine.models.frame_talker import FrameTalkerAdapter  # noqa: E402
 from omni_actors.engine.rows import to_host, to_torch  # noqa: E402
 from omni_actors.stage.engine_interface import StageInputs  # noqa: E402
 from tests.support.stage_driver import Driver, encode_media_prompt, make_engine  # noqa: E402

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import msgspec
 import torch
 from torch import nn
 from transformers import PretrainedConfig
@@ -17,8 +19,15 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
-from omni_actors.engine.adapter import RequestOutputs
-from omni_actors.stage.engine_interface import EngineEvent, StreamEvent
+from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, RequestOutputs
+from omni_actors.engine.core import make_request
+from omni_actors.engine.rows import to_torch
+from omni_actors.engine.sampling import make_sampling_params
+from omni_actors.engine.scheduler import RowStream
+from omni_actors.errors import InvalidPayload, UnknownVoice
+from omni_actors.protocol.fields import DType, HostTensor
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.stage.engine_interface import EngineEvent, StageRequest, StreamEvent
 
 # For `support_torch_compile` of layers with M-RoPE, whose positions are [3, tokens]. vLLM's own models declare
 # dimension 0 and cannot be compiled with it.
@@ -86,11 +95,7 @@ class CodeTalker(nn.Module):
 
 
 class ContinuedPositions(SupportsMRoPE):
-    """Takes a request's positions from `next_positions`, because vLLM passes only token ids when it asks for them.
-
-    Attributes:
-        next_positions: i64 [3, P] of the request that is being added; `None` for text alone.
-    """
+    """Takes the positions of a request that is being added from `known_positions`: vLLM passes only its token ids."""
 
     next_positions: torch.Tensor | None = None
 
@@ -104,6 +109,82 @@ class ContinuedPositions(SupportsMRoPE):
         following = int(given.max()) + 1
         tail = torch.arange(following, following + length - given.shape[1]).expand(3, -1)
         return torch.cat([given, tail], dim=1), following - given.shape[1]
+
+
+@contextmanager
+def known_positions(model: ContinuedPositions, positions: torch.Tensor | None) -> Iterator[None]:
+    """While the block runs, requests that are added have these positions i64 [3, P]; `None` for text alone."""
+    model.next_positions = positions
+    try:
+        yield
+    finally:
+        model.next_positions = None
+
+
+def chosen_voice(name: str | None, voices: Iterable[str]) -> str:
+    """The name of a voice, the first where none is given. Raises `UnknownVoice` for one that is not among them."""
+    known = list(voices)
+    if name is None:
+        return known[0]
+    if name not in known:
+        raise UnknownVoice(f"There is no voice {name[:64]!r}; the voices are {', '.join(known)}.", field="voice")
+    return name
+
+
+class CodeTalkerAdapter(AutoregressiveAdapter):
+    """What the adapters of all talkers have in common.
+
+    Attributes:
+        end_token_ids: codes that end the speech. A request that ignores them never draws one, since none has a sound.
+    """
+
+    end_token_ids: frozenset[int]
+
+    def admitted(
+        self,
+        request: StageRequest,
+        token_ids: Sequence[int] | None,
+        outputs: RequestOutputs,
+        stream: RowStream,
+        *,
+        payload: Any = None,
+        params: StageParams | None = None,
+        prompt_embeds: torch.Tensor | None = None,
+        work: Callable[[], None] | None = None,
+    ) -> Admission:
+        """vLLM's request over codes. Raises `OmniError` for a prompt that is too long and for wrong parameters.
+
+        Args:
+            token_ids: the prompt, whose codes count for penalties; `None` for one of embeddings alone.
+            params: the request's, with all defaults; by default those of the stage.
+        """
+        self.check_length(len(prompt_embeds if token_ids is None else token_ids))
+        params = params or request.params.merged_over(self.defaults)
+        if params.ignore_eos:
+            never = dict.fromkeys(self.end_token_ids, float("-inf"))
+            params = msgspec.structs.replace(params, logit_bias={**(params.logit_bias or {}), **never})
+        sampling = make_sampling_params(
+            params,
+            seed=request.effective_seed,
+            end_token_ids=self.end_token_ids,
+            vocabulary=self.vocabulary,
+            payload=payload,
+        )
+        core_request = make_request(
+            request.request_id, token_ids, sampling, priority=request.priority, prompt_embeds=prompt_embeds
+        )
+        return Admission(core_request, outputs, stream, work=work)
+
+    def mrope_positions(self, tensor: HostTensor, length: int) -> torch.Tensor:
+        """The thinker's M-RoPE positions i64 [3, length]. Raises `InvalidPayload` for anything else."""
+        if tensor.dtype is not DType.I64 or tuple(tensor.shape) != (3, length):
+            raise InvalidPayload(f"mrope_positions: needs i64 [3, {length}]; got {tensor.dtype} {list(tensor.shape)}.")
+        positions = to_torch(tensor, "mrope_positions")
+        # vLLM keeps a rotary table of four times this many positions for M-RoPE; beyond it the device would fault.
+        most = 4 * self.vllm_config.model_config.hf_config.max_position_embeddings - self.max_model_len
+        if int(positions.min()) < 0 or int(positions.max()) >= most:
+            raise InvalidPayload(f"mrope_positions: values must lie in [0, {most}).")
+        return positions
 
 
 class CodecOutputs(RequestOutputs):

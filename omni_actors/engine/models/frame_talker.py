@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +17,15 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from omni_actors.engine.adapter import RequestOutputs
+from omni_actors.engine.adapter import Admission, RequestOutputs
 from omni_actors.engine.models.code_predictor import CodePredictor, GraphedPredictor, PredictorConfig, batch_sizes
-from omni_actors.engine.models.code_talker import CodeTalker
-from omni_actors.engine.scheduler import RowUpdate
+from omni_actors.engine.models.code_talker import CodeTalker, CodeTalkerAdapter, ContinuedPositions, known_positions
+from omni_actors.engine.scheduler import RowStream, RowUpdate
 from omni_actors.engine.workers.base import attachment_of
 from omni_actors.engine.workers.runner import Attachments, Emission, EmittingState, Step, StreamedInputState, payload_of
 from omni_actors.errors import EngineError
 from omni_actors.protocol.messages import UNHEARD
-from omni_actors.stage.engine_interface import EngineEvent, StreamEvent
+from omni_actors.stage.engine_interface import EngineEvent, StageRequest, StreamEvent
 
 # A message per frame and request would cost the engine's thread more time than the step that makes the frame; the first
 # ones are sent at once.
@@ -81,6 +80,27 @@ class FrameOutputs(RequestOutputs):
         return (event,)
 
 
+class FrameTalkerAdapter(CodeTalkerAdapter):
+    """What the adapters of talkers of frames have in common."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.config = self.vllm_config.model_config.hf_config
+        self.end_token_ids = frozenset({self.config.codec_end})
+
+    def speak(
+        self, request: StageRequest, payload: FramePayload, outputs: FrameOutputs, text_tokens: int, **options: Any
+    ) -> Admission:
+        """Ask for the frames of a prompt; `text_tokens` of the text are in it. The options are those of `admitted`."""
+        length = len(payload.texts)
+        held_bytes = length * self.config.hidden_size * self.model_dtype.itemsize
+        held_bytes += payload.media.nbytes if payload.media is not None else 0
+        stream = RowStream(len(payload.following), payload.complete, held_bytes, text_tokens)
+        # vLLM's repetition penalty counts the prompt, too; the pad is never sampled.
+        pads = [self.config.codec_pad] * length
+        return self.admitted(request, pads, outputs, stream, payload=payload, **options)
+
+
 SPECIAL_CODES = 1024  # last ids of the vocabulary; only the end is ever sampled
 PROJECTED_AT_ONCE = 8192  # rows of the text table
 
@@ -100,17 +120,19 @@ class Projection(nn.Module):
 
 
 class FrameTalker(CodeTalker):
-    """The model without its layers, with its code predictor, whole on every rank.
+    """The model with its code predictor, whole on every rank; a subclass names vLLM's layers.
 
     Its configuration has, besides what the layers want: `text_sizes` (ids of texts, width of their table, width between
     the layers of their projection), `text_pad`, `codec_end`, `predictor_config` and `predictor_sampling`.
 
     Attributes:
         text_table_name: of the table of texts in the checkpoint.
+        hidden_projection: takes a thinker's states to the talker's width, in families that have one.
     """
 
     text_table_name: ClassVar[str]
     text_table: torch.Tensor
+    hidden_projection: Projection
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
@@ -138,6 +160,11 @@ class FrameTalker(CodeTalker):
         never_sampled[config.codec_end] = False
         self.register_buffer("never_sampled", never_sampled, persistent=False)
 
+    @staticmethod
+    def get_model_state_cls() -> type[FrameTalkerState]:
+        """The class by which vLLM's runner prepares this model's inputs, and that completes the frames."""
+        return FrameTalkerState
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load the talker's part of the whole checkpoint, and project its text table once and for all."""
         tables = []
@@ -157,24 +184,37 @@ class FrameTalker(CodeTalker):
         return loaded
 
 
+NO_CODE = -1
+
+
 @dataclass(slots=True)
-class FramePayload(ABC):
-    """The worker's part of a new request. A family adds what its prompt is made of.
+class FramePayload:
+    """The worker's part of a new request: what the positions of its prompt are made of, and the text of its frames.
 
     Args:
-        text: text ids of frame 0, 1 and so on, as far as they are known at the start.
+        texts: the text id of each position.
+        codes: the code of each of the last positions; `NO_CODE` where something stands in for one.
+        following: text ids of frame 0, 1 and so on, as far as they are known at the start.
         complete: whether they are all; frames without one get the one that pads.
         ending: text ids that follow the last one.
+        voice: f32 [width], what stands for the voice at position `voice_at`.
+        clip: i64 [frames, G], codes that are continued; their frames stand from position `clip_at` on.
+        media: the thinker's states [n, thinker's width], which take the place of texts at `places`.
+        positions: M-RoPE positions i64 [3, n] of the first positions; None where each is its index.
     """
 
-    text: list[int]
-    complete: bool
-    ending: tuple[int, ...]
-
-    @property
-    @abstractmethod
-    def length(self) -> int:
-        """How many positions the prompt has."""
+    texts: list[int]
+    codes: list[int]
+    following: list[int]
+    complete: bool = True
+    ending: tuple[int, ...] = ()
+    voice: torch.Tensor | None = field(default=None, repr=False)  # vLLM prints requests when a step fails
+    voice_at: int = 0
+    clip: torch.Tensor | None = field(default=None, repr=False)
+    clip_at: int = 0
+    media: torch.Tensor | None = field(default=None, repr=False)
+    places: list[int] = field(default_factory=list)
+    positions: torch.Tensor | None = field(default=None, repr=False)
 
 
 @dataclass(slots=True)
@@ -232,20 +272,36 @@ class FrameTalkerState(DefaultModelState, StreamedInputState, EmittingState):
             return
         speech = self._speeches.get(new_req_data.req_id)
         if speech is None:
-            speech = self._speeches[new_req_data.req_id] = _Speech(payload.length, [], payload.ending)
-            speech.extend(payload.text, payload.complete)
-        speech.prompt, speech.summed = self.prompt_inputs(payload), False
+            speech = self._speeches[new_req_data.req_id] = _Speech(len(payload.texts), [], payload.ending)
+            speech.extend(payload.following, payload.complete)
+        speech.prompt, speech.summed = self._prompt_inputs(payload), False
         # A frame whose first code vLLM has dropped with the preemption is sampled again.
         del speech.frames[len(new_req_data.prefill_token_ids or ()) - speech.length :]
         sampling = new_req_data.sampling_params
         if sampling is not None:
             self._seeds[req_index] = sampling.seed or 0
             self._greedy[req_index] = sampling.temperature == 0
-        super().add_request(req_index, new_req_data)
+        with known_positions(cast("ContinuedPositions", self.model), payload.positions):
+            super().add_request(req_index, new_req_data)
 
-    @abstractmethod
-    def prompt_inputs(self, payload: Any) -> torch.Tensor:
-        """The inputs of the prompt's positions [length, width], on the device, of the family's own payload."""
+    @torch.inference_mode()
+    def _prompt_inputs(self, payload: FramePayload) -> torch.Tensor:
+        """The inputs of the prompt's positions [length, width], on the device."""
+        model = self.model
+        rows = model.text_table[async_tensor_h2d(payload.texts, device=self.device, dtype=torch.int64)]
+        if payload.media is not None:
+            places = async_tensor_h2d(payload.places, device=self.device, dtype=torch.int64)
+            rows[places] = model.hidden_projection(payload.media.to(self.device, self.dtype))
+        codes = async_tensor_h2d(payload.codes, device=self.device, dtype=torch.int64)
+        embedded = model.embed_input_ids(codes.clamp(min=0))
+        rows[-len(codes) :] += embedded.masked_fill_((codes == NO_CODE).unsqueeze(1), 0)
+        if payload.voice is not None:
+            rows[payload.voice_at] += payload.voice.to(self.device, self.dtype)
+        if payload.clip is not None:
+            clip = payload.clip.to(self.device)
+            summed = model.code_predictor.embed(clip[:, 1:], model.embed_input_ids(clip[:, 0]))
+            rows[payload.clip_at : payload.clip_at + len(clip)] += summed
+        return rows
 
     def push_rows(self, request_id: str, update: RowUpdate) -> None:
         """Append text ids, which come as rows of one number. Ignores unknown ids."""

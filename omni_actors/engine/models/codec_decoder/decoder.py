@@ -1,6 +1,6 @@
 """The codec decoder's network: frames of codes in, samples out; each chunk continues where the one before ended.
 
-Parameters have the names of the published checkpoints.
+Its layers are those of transformers' Qwen3-Omni, except that whatever looks back keeps what it needs of the past.
 """
 
 from __future__ import annotations
@@ -10,24 +10,41 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from transformers.activations import ACT2FN
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeCausalConvNet,
+    Qwen3OmniMoeCausalTransConvNet,
+    Qwen3OmniMoeCode2WavDecoderBlock,
+    Qwen3OmniMoeCode2WavRMSNorm,
+    Qwen3OmniMoeCode2WavTransformerLayer,
+    Qwen3OmniMoeConvNeXtBlock,
+    Qwen3OmniMoeSnakeBeta,
+)
 
 
-class Context:
+class Past:
     """The past of a batch during one pass: each layer that looks back takes its part, in the order of the layers.
 
     Args:
-        position: i64 [batch], frames before the chunk.
-        state: [batch, size], what the chunks before left; None if these are the first.
+        window: frames that attention sees, the frame itself among them.
     """
 
-    def __init__(self, position: torch.Tensor, state: torch.Tensor | None) -> None:
-        self.position = position
-        self._state = state
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self._state: torch.Tensor | None = None
         self._taken = 0
         self._left: list[torch.Tensor] = []
+
+    def begin(self, state: torch.Tensor | None) -> None:
+        """Begin a pass after chunks that left `state` [batch, size]; None for the first ones."""
+        self._state, self._taken, self._left = state, 0, []
+
+    def end(self) -> torch.Tensor:
+        """[batch, size], what all layers left for the next chunk."""
+        left = torch.cat(self._left, dim=1)
+        self.begin(None)
+        return left
 
     def join(self, chunk: torch.Tensor, length: int, *, dim: int = -1, zeros: bool = True) -> torch.Tensor:
         """Put the last `length` entries of the past before a chunk, and keep the last ones for the next.
@@ -49,58 +66,51 @@ class Context:
         self._left.append(joined.narrow(dim, joined.shape[dim] - length, length).flatten(1))
         return joined
 
-    def state(self) -> torch.Tensor:
-        """[batch, size], what all layers left for the next chunk."""
-        return torch.cat(self._left, dim=1)
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a cache of transformers gives to the attention of a layer: keys and values of the past and the chunk."""
+        return self.join(keys, self.window - 1, dim=2), self.join(values, self.window - 1, dim=2)
 
 
-DILATIONS = (1, 3, 9)
-
-
-class CausalConv(nn.Module):
+class _CausalConv(nn.Module):
     """A convolution whose output depends on the past only: as many samples out as in."""
 
-    def __init__(self, inputs: int, outputs: int, kernel: int, *, dilation: int = 1, groups: int = 1) -> None:
+    def __init__(self, given: Qwen3OmniMoeCausalConvNet, past: Past) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(inputs, outputs, kernel, dilation=dilation, groups=groups)
-        self._past = (kernel - 1) * dilation
+        self.conv, self._length, self._past = given.conv, given.padding, past
 
-    def forward(self, chunk: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(self, chunk: torch.Tensor) -> torch.Tensor:
         """[batch, outputs, time]."""
-        output: torch.Tensor = self.conv(context.join(chunk, self._past) if self._past else chunk)
+        output: torch.Tensor = self.conv(self._past.join(chunk, self._length) if self._length else chunk)
         return output
 
 
-class Upsampling(nn.Module):
+class _Upsampling(nn.Module):
     """A transposed convolution: each entry becomes `stride` samples, which may also depend on the entry before it.
 
     Args:
-        kernel: `stride`, or twice as long for samples that also depend on the entry before.
         trims_start: whether the very first entry only serves as the past of the second, and becomes no samples.
     """
 
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, *, trims_start: bool = False) -> None:
+    def __init__(self, given: Qwen3OmniMoeCausalTransConvNet, past: Past, *, trims_start: bool) -> None:
         super().__init__()
-        self.conv = nn.ConvTranspose1d(inputs, outputs, kernel, stride=stride)
-        self._overlap = kernel - stride
+        self.conv, self._overlap, self._past = given.conv, given.left_pad, past
         self._trims_start = trims_start
 
-    def forward(self, chunk: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(self, chunk: torch.Tensor) -> torch.Tensor:
         """[batch, outputs, stride * time], and `stride` samples less for a first chunk if the start is trimmed."""
         if not self._overlap:
             output: torch.Tensor = self.conv(chunk)
             return output
-        output = self.conv(context.join(chunk, 1, zeros=not self._trims_start))
+        output = self.conv(self._past.join(chunk, 1, zeros=not self._trims_start))
         return output[..., self._overlap : output.shape[-1] - self._overlap]
 
 
-class SnakeBeta(nn.Module):
-    """x + sin(x * exp(alpha))^2 / exp(beta), with an alpha and a beta per channel."""
+class _SnakeBeta(nn.Module):
+    """x + sin(x * exp(alpha))^2 / exp(beta), with an alpha and a beta per channel, in little memory traffic."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, given: Qwen3OmniMoeSnakeBeta) -> None:
         super().__init__()
-        self.alpha = nn.Parameter(torch.zeros(channels))
-        self.beta = nn.Parameter(torch.zeros(channels))
+        self.alpha, self.beta = given.alpha, given.beta
 
     def forward(self, chunk: torch.Tensor) -> torch.Tensor:
         """The same shape."""
@@ -109,282 +119,58 @@ class SnakeBeta(nn.Module):
         return torch.addcmul(chunk, scale, (chunk * frequency).sin_().square_())
 
 
-class ConvNextBlock(nn.Module):
-    """A depthwise convolution and two linear layers, around which the input is added."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.dwconv = CausalConv(width, width, 7, groups=width)
-        self.norm = nn.LayerNorm(width, eps=1e-6)
-        self.pwconv1 = nn.Linear(width, 4 * width)
-        self.act = nn.GELU()
-        self.pwconv2 = nn.Linear(4 * width, width)
-        self.gamma = nn.Parameter(torch.ones(width))
-
-    def forward(self, chunk: torch.Tensor, context: Context) -> torch.Tensor:
-        """The same shape."""
-        hidden = self.norm(self.dwconv(chunk, context).transpose(1, 2))
-        hidden = self.gamma * self.pwconv2(self.act(self.pwconv1(hidden)))
-        output: torch.Tensor = chunk + hidden.transpose(1, 2)
-        return output
-
-
-class ResidualUnit(nn.Module):
-    """Two convolutions with their activations, around which the input is added."""
-
-    def __init__(self, channels: int, dilation: int) -> None:
-        super().__init__()
-        self.act1 = SnakeBeta(channels)
-        self.conv1 = CausalConv(channels, channels, 7, dilation=dilation)
-        self.act2 = SnakeBeta(channels)
-        self.conv2 = CausalConv(channels, channels, 1)
-
-    def forward(self, chunk: torch.Tensor, context: Context) -> torch.Tensor:
-        """The same shape."""
-        hidden: torch.Tensor = self.conv1(self.act1(chunk), context)
-        hidden = self.conv2(self.act2(hidden), context)
-        return chunk + hidden
-
-
-class DecoderBlock(nn.Module):
-    """Upsampling by `rate` to half the channels, and residual units of growing reach."""
-
-    def __init__(self, channels: int, rate: int, *, trims_start: bool) -> None:
-        super().__init__()
-        upsampling = Upsampling(channels, channels // 2, 2 * rate, rate, trims_start=trims_start)
-        units = [ResidualUnit(channels // 2, dilation) for dilation in DILATIONS]
-        self.block = nn.ModuleList([SnakeBeta(channels), upsampling, *units])
-
-    def forward(self, chunk: torch.Tensor, context: Context) -> torch.Tensor:
-        """[batch, channels / 2, rate * time]; see `Upsampling` for a first chunk."""
-        activation, *layers = self.block
-        chunk = activation(chunk)
-        for layer in layers:
-            chunk = layer(chunk, context)
-        return chunk
-
-
-@dataclass(frozen=True)
-class TransformerSizes:
-    """Sizes of the transformer, in the checkpoints' words.
-
-    Args:
-        hidden_size: width of a frame.
-        head_dim: width of an attention head.
-        sliding_window: frames that attention sees, the frame itself among them.
-        rope_theta: base of the rotary positions.
-        latent_dim: width of what comes in and goes out where it differs from `hidden_size`; 0 for no projections.
-    """
-
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    hidden_act: str
-    attention_bias: bool
-    rms_norm_eps: float
-    sliding_window: int
-    rope_theta: float
-    latent_dim: int = 0
-
-
-@dataclass(frozen=True)
-class _Frames:
-    """The rotary `cos` and `sin` [batch, 1, frames, head_dim] of a chunk's frames, and which frames each may see.
-
-    `mask` is bool [batch, 1, frames, window - 1 + frames].
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    mask: torch.Tensor
-
-
-class _RmsNorm(nn.Module):
-    """RMSNorm that squares in float32."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self._eps = eps
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        wide = hidden.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
-        return self.weight * wide.to(hidden.dtype)
-
-
-class _Scale(nn.Module):
-    """A factor per channel."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(width))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.scale * hidden
-
-
-class _Attention(nn.Module):
-    def __init__(self, sizes: TransformerSizes) -> None:
-        super().__init__()
-        width, bias = sizes.hidden_size, sizes.attention_bias
-        self._head_dim = sizes.head_dim
-        self._past = sizes.sliding_window - 1
-        self._grouped = sizes.num_key_value_heads != sizes.num_attention_heads
-        self.q_proj = nn.Linear(width, sizes.num_attention_heads * sizes.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, sizes.num_key_value_heads * sizes.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, sizes.num_key_value_heads * sizes.head_dim, bias=bias)
-        self.o_proj = nn.Linear(sizes.num_attention_heads * sizes.head_dim, width, bias=bias)
-
-    def forward(self, hidden: torch.Tensor, frames: _Frames, context: Context) -> torch.Tensor:
-        shape = (*hidden.shape[:2], -1, self._head_dim)
-        query, key, value = (
-            projection(hidden).view(shape).transpose(1, 2) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = _rotate(query, frames), _rotate(key, frames)
-        key = context.join(key, self._past, dim=2)
-        value = context.join(value, self._past, dim=2)
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=frames.mask, enable_gqa=self._grouped)
-        output: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
-        return output
-
-
-class _Mlp(nn.Module):
-    def __init__(self, sizes: TransformerSizes) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size, bias=False)
-        self.act_fn = ACT2FN[sizes.hidden_act]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
-        return output
-
-
-class _TransformerLayer(nn.Module):
-    def __init__(self, sizes: TransformerSizes) -> None:
-        super().__init__()
-        self.self_attn = _Attention(sizes)
-        self.mlp = _Mlp(sizes)
-        self.input_layernorm = _RmsNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.post_attention_layernorm = _RmsNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.self_attn_layer_scale = _Scale(sizes.hidden_size)
-        self.mlp_layer_scale = _Scale(sizes.hidden_size)
-
-    def forward(self, hidden: torch.Tensor, frames: _Frames, context: Context) -> torch.Tensor:
-        attended = self.self_attn(self.input_layernorm(hidden), frames, context)
-        hidden = hidden + self.self_attn_layer_scale(attended)
-        computed: torch.Tensor = self.mlp_layer_scale(self.mlp(self.post_attention_layernorm(hidden)))
-        return hidden + computed
-
-
 class FrameTransformer(nn.Module):
-    """[batch, frames, width] to the same; every frame sees the `sliding_window - 1` frames before it."""
+    """[batch, frames, width] to the same; every frame sees those of its window."""
 
-    def __init__(self, sizes: TransformerSizes) -> None:
+    def __init__(self, config: Qwen3OmniMoeCode2WavConfig, width: int, past: Past) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_TransformerLayer(sizes) for _ in range(sizes.num_hidden_layers))
-        self.norm = _RmsNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        width, latent = sizes.hidden_size, sizes.latent_dim
-        self.input_proj = nn.Linear(latent, width) if latent else nn.Identity()
-        self.output_proj = nn.Linear(width, latent) if latent else nn.Identity()
-        self._past = sizes.sliding_window - 1
-        self._head_dim = sizes.head_dim
-        self._rope_theta = sizes.rope_theta
+        config._attn_implementation = "sdpa"
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(Qwen3OmniMoeCode2WavTransformerLayer(config, index) for index in layers)
+        inner = config.hidden_size
+        self.norm = Qwen3OmniMoeCode2WavRMSNorm(inner, config.rms_norm_eps)
+        self.input_proj = nn.Linear(width, inner) if width != inner else nn.Identity()
+        self.output_proj = nn.Linear(inner, width) if width != inner else nn.Identity()
+        self._past = past
+        self._head_dim: int = self.layers[0].self_attn.head_dim
+        self._rope_theta: float = config.rope_parameters["rope_theta"]
 
-    def forward(self, hidden: torch.Tensor, context: Context) -> torch.Tensor:
-        """The frames' hidden states after the last layer."""
-        hidden = self.input_proj(hidden)
-        frames = self._frames(hidden, context.position)
+    def forward(self, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """The frames' hidden states after the last layer; `position` i64 [batch] is that of the first frame."""
+        hidden, back = self.input_proj(hidden), self._past.window - 1
+        keys = position[:, None] + torch.arange(-back, hidden.shape[1], device=hidden.device)
+        queries = keys[:, back:, None]
+        seen = keys[:, None, :]
+        mask = ((seen >= 0) & (seen <= queries) & (seen >= queries - back))[:, None]
+        even = torch.arange(0, self._head_dim, 2, dtype=torch.float32, device=hidden.device)
+        # In float32 whatever the model's type, and as no product: the angles of late frames need every digit.
+        angles = queries.float() / self._rope_theta ** (even / self._head_dim)
+        angles = torch.cat([angles, angles], -1)
+        turns = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
         for layer in self.layers:
-            hidden = layer(hidden, frames, context)
+            hidden = layer(hidden, attention_mask=mask, position_embeddings=turns, past_key_values=self._past)
         output: torch.Tensor = self.output_proj(self.norm(hidden))
         return output
-
-    def _frames(self, hidden: torch.Tensor, position: torch.Tensor) -> _Frames:
-        count = hidden.shape[1]
-        offsets = torch.arange(-self._past, count, device=hidden.device)
-        keys = position[:, None] + offsets
-        queries = keys[:, self._past :, None]
-        seen = keys[:, None, :]
-        mask = (seen >= 0) & (seen <= queries) & (seen >= queries - self._past)
-        even = torch.arange(0, self._head_dim, 2, dtype=torch.float32, device=hidden.device)
-        # In float32 whatever the model's type: the angles of late frames need every digit.
-        angles = queries.float() / self._rope_theta ** (even / self._head_dim)
-        angles = torch.cat([angles, angles], -1)[:, None]
-        return _Frames(angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype), mask[:, None])
-
-
-def _rotate(heads: torch.Tensor, frames: _Frames) -> torch.Tensor:
-    first, second = heads.chunk(2, dim=-1)
-    return heads * frames.cos + torch.cat([-second, first], -1) * frames.sin
 
 
 @dataclass(frozen=True)
 class CodecSizes:
-    """Sizes of a codec decoder, in the checkpoints' words.
+    """See `codec_decoder.stream.Sizes`.
 
     Args:
-        num_quantizers: codes of a frame.
-        codebook_size: values that a code can have.
         upsampling_ratios: of frames, before the convolutions.
         upsample_rates: of the convolutions; each halves the channels, from `decoder_dim`.
-        max_position_embeddings: frames of the longest utterance.
         trims_start: whether each convolution that upsamples leaves out the first entry; the sound is then shorter.
-        sample_rate: samples per second.
     """
 
     num_quantizers: int
     codebook_size: int
+    max_position_embeddings: int
     upsampling_ratios: tuple[int, ...]
     upsample_rates: tuple[int, ...]
     decoder_dim: int
-    max_position_embeddings: int
-    transformer: TransformerSizes
     trims_start: bool
-    sample_rate: int = 24_000
-
-    @classmethod
-    def of(cls, config: Any, *, rope_theta: float, latent_dim: int = 0, **own: Any) -> CodecSizes:
-        """From a checkpoint's configuration of the decoder, and what such configurations leave open."""
-        transformer = TransformerSizes(
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            intermediate_size=config.intermediate_size,
-            hidden_act=config.hidden_act,
-            attention_bias=config.attention_bias,
-            rms_norm_eps=config.rms_norm_eps,
-            sliding_window=config.sliding_window,
-            rope_theta=rope_theta,
-            latent_dim=latent_dim,
-        )
-        return cls(
-            num_quantizers=config.num_quantizers,
-            codebook_size=config.codebook_size,
-            upsampling_ratios=tuple(config.upsampling_ratios),
-            upsample_rates=tuple(config.upsample_rates),
-            decoder_dim=config.decoder_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            transformer=transformer,
-            **own,
-        )
-
-    @property
-    def samples_per_frame(self) -> int:
-        """Samples that a frame adds to the sound."""
-        return math.prod(self.upsampling_ratios) * math.prod(self.upsample_rates)
-
-    @property
-    def width(self) -> int:
-        """Width of a frame between the transformer and the convolutions."""
-        return self.transformer.latent_dim or self.transformer.hidden_size
+    sample_rate: int
 
     def samples(self, frames: int) -> int:
         """Length of the sound of `frames` frames."""
@@ -404,30 +190,70 @@ class CodecSizes:
 
 
 class CodecDecoder(nn.Module):
-    """Codes to sound, chunk after chunk.
+    """Codes to sound, chunk after chunk. Parameters have the names of the published checkpoints.
 
     Args:
-        front: turns codes [batch, quantizers, frames] and a `Context` into [batch, frames, width].
+        front: turns codes [batch, quantizers, frames] into [batch, frames, width].
         front_name: its name in the checkpoint.
+        width: of a frame outside of the transformer, where that is another.
+        trims_start: see `CodecSizes`.
     """
 
-    def __init__(self, sizes: CodecSizes, front: nn.Module, front_name: str) -> None:
+    def __init__(
+        self,
+        config: Qwen3OmniMoeCode2WavConfig,
+        front: nn.Module,
+        front_name: str,
+        *,
+        width: int = 0,
+        trims_start: bool,
+        sample_rate: int = 24_000,
+    ) -> None:
         super().__init__()
-        self.sizes = sizes
-        self._front = front_name
-        self.add_module(front_name, front)
-        self.pre_transformer = FrameTransformer(sizes.transformer)
-        width = sizes.width
-        self.upsample = nn.ModuleList(
-            nn.ModuleList([Upsampling(width, width, factor, factor), ConvNextBlock(width)])
-            for factor in sizes.upsampling_ratios
+        ratios, rates = tuple(config.upsampling_ratios), tuple(config.upsample_rates)
+        self.sizes = CodecSizes(
+            config.num_quantizers,
+            config.codebook_size,
+            config.max_position_embeddings,
+            ratios,
+            rates,
+            config.decoder_dim,
+            trims_start,
+            sample_rate,
         )
-        channels = sizes.decoder_dim
-        layers: list[nn.Module] = [CausalConv(sizes.width, channels, 7)]
-        for rate in sizes.upsample_rates:
-            layers.append(DecoderBlock(channels, rate, trims_start=sizes.trims_start))
-            channels //= 2
-        self.decoder = nn.ModuleList([*layers, SnakeBeta(channels), CausalConv(channels, 1, 7)])
+        width = width or config.hidden_size
+        self._past, self._front = Past(config.sliding_window), front_name
+        self.add_module(front_name, front)
+        self.pre_transformer = FrameTransformer(config, width, self._past)
+        self.upsample = nn.ModuleList(
+            nn.ModuleList(
+                [Qwen3OmniMoeCausalTransConvNet(width, width, ratio, ratio), Qwen3OmniMoeConvNeXtBlock(width)]
+            )
+            for ratio in ratios
+        )
+        channels = config.decoder_dim >> len(rates)
+        self.decoder = nn.ModuleList(
+            [
+                Qwen3OmniMoeCausalConvNet(width, config.decoder_dim, 7),
+                *(Qwen3OmniMoeCode2WavDecoderBlock(config, index) for index in range(len(rates))),
+                Qwen3OmniMoeSnakeBeta(channels),
+                Qwen3OmniMoeCausalConvNet(channels, 1, 7),
+            ]
+        )
+        for parent in list(self.modules()):
+            for name, child in list(parent.named_children()):
+                parent.add_module(name, self._continued(child))
+
+    def _continued(self, layer: nn.Module) -> nn.Module:
+        """A layer that continues where the chunk before ended, with the parameters of the one that is given."""
+        match layer:
+            case Qwen3OmniMoeCausalConvNet():
+                return _CausalConv(layer, self._past)
+            case Qwen3OmniMoeCausalTransConvNet():
+                return _Upsampling(layer, self._past, trims_start=self.sizes.trims_start)
+            case Qwen3OmniMoeSnakeBeta():
+                return _SnakeBeta(layer)
+        return layer
 
     def forward(
         self, codes: torch.Tensor, position: torch.Tensor, state: torch.Tensor | None
@@ -442,12 +268,8 @@ class CodecDecoder(nn.Module):
         Returns:
             f32 samples [batch, time], and the state after these frames.
         """
-        context = Context(position, state)
-        hidden = self.get_submodule(self._front)(codes, context)
-        hidden = self.pre_transformer(hidden, context).transpose(1, 2)
-        for stage in self.upsample:
-            for layer in cast(nn.ModuleList, stage):
-                hidden = layer(hidden, context)
-        for layer in self.decoder:
-            hidden = layer(hidden) if isinstance(layer, SnakeBeta) else layer(hidden, context)
-        return hidden.squeeze(1).float().clamp(-1, 1), context.state()
+        self._past.begin(state)
+        hidden = self.pre_transformer(self.get_submodule(self._front)(codes), position).transpose(1, 2)
+        for layer in (*(layer for stage in self.upsample for layer in cast("Any", stage)), *self.decoder):
+            hidden = layer(hidden)
+        return hidden.squeeze(1).float().clamp(-1, 1), self._past.end()

@@ -16,14 +16,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models.llama import LlamaModel
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 
-from omni_actors.engine.adapter import Admission, AutoregressiveAdapter
-from omni_actors.engine.core import make_request
+from omni_actors.engine.adapter import Admission
 from omni_actors.engine.models import ModelSpec, SpeechLimit
-from omni_actors.engine.models.code_talker import CodecOutputs, CodeTalker
+from omni_actors.engine.models.code_talker import CodecOutputs, CodeTalker, CodeTalkerAdapter
 from omni_actors.engine.models.diffusers_layout import read_tensors
 from omni_actors.engine.models.minicpm_o.config import speech_part
 from omni_actors.engine.rows import check_rows, to_host, to_torch
-from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import RowStream
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.payloads import StageParams
@@ -92,14 +90,14 @@ def _talker_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tup
             yield name, weight
 
 
-class MiniCpmOTalkerAdapter(AutoregressiveAdapter):
+class MiniCpmOTalkerAdapter(CodeTalkerAdapter):
     """Turns the rows of an answer into a vLLM request over S3 tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = self.vllm_config.model_config.hf_config
         self._width: int = config.hidden_size
-        self._end_tokens = frozenset({self.vocabulary - 1})
+        self.end_token_ids = frozenset({self.vocabulary - 1})
         self._marks = torch.zeros(2, self._width, dtype=self.model_dtype)  # the end of the text, the begin of the sound
         if self.vllm_config.load_config.load_format != "dummy":
             ((_, table),) = read_tensors(self.vllm_config.model_config.model, "tts.emb_text.")
@@ -122,17 +120,9 @@ class MiniCpmOTalkerAdapter(AutoregressiveAdapter):
                 check_rows(inputs.tensors[name], self._width, name)
                 parts.append(to_torch(inputs.tensors[name], name).to(self.model_dtype))
         embeds = torch.cat([*parts, self._marks])
-        self.check_length(len(embeds))
-        sampling = make_sampling_params(
-            request.params.merged_over(self.defaults),
-            seed=request.effective_seed,
-            end_token_ids=self._end_tokens,
-            vocabulary=self.vocabulary,
-        )
-        core_request = make_request(request.request_id, None, sampling, priority=request.priority, prompt_embeds=embeds)
-        outputs = CodecOutputs(request.request_id, self._end_tokens, BLOCK)
+        outputs = CodecOutputs(request.request_id, self.end_token_ids, BLOCK)
         stream = RowStream(0, complete=True, held_bytes=embeds.nbytes, text_tokens=len(embeds) - 2)
-        return Admission(core_request, outputs, stream)
+        return self.admitted(request, None, outputs, stream, prompt_embeds=embeds)
 
     def warm_up_inputs(self, length: int) -> StageInputs:
         """Rows of zeros for `length` tokens."""

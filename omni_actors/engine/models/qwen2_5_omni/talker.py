@@ -35,16 +35,22 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from omni_actors.engine.adapter import Admission, AutoregressiveAdapter
-from omni_actors.engine.core import make_request
+from omni_actors.engine.adapter import Admission
 from omni_actors.engine.models import ModelSpec, SpeechLimit
-from omni_actors.engine.models.code_talker import MROPE_DIMS, CodecOutputs, CodeTalker, ContinuedPositions
+from omni_actors.engine.models.code_talker import (
+    MROPE_DIMS,
+    CodecOutputs,
+    CodeTalker,
+    CodeTalkerAdapter,
+    ContinuedPositions,
+    chosen_voice,
+    known_positions,
+)
 from omni_actors.engine.rows import check_rows, to_host, to_torch
-from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import RowStream, RowUpdate
 from omni_actors.engine.workers.runner import StreamedInputState, payload_of
-from omni_actors.errors import ConfigError, InvalidPayload, UnknownVoice
-from omni_actors.protocol.fields import DType, HostTensor
+from omni_actors.errors import ConfigError, InvalidPayload
+from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
@@ -70,7 +76,7 @@ def load_voices(model: str) -> dict[str, dict[str, Any]]:
     return voices
 
 
-class CodeTalkerAdapter(AutoregressiveAdapter):
+class RowTalkerAdapter(CodeTalkerAdapter):
     """Turns rows of the thinker into a vLLM request over codec tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -78,14 +84,11 @@ class CodeTalkerAdapter(AutoregressiveAdapter):
         config = self.vllm_config.model_config.hf_config
         self._voices = tuple(load_voices(self.model_config.model))
         self.row_width: int = config.embedding_size
-        self.row_dtype = self.model_dtype
         self._mask: int = config.tts_codec_mask_token_id
         self._block: int = config.vocoder_block
         self._start: tuple[int, int] = (config.tts_codec_pad_token_id, config.tts_codec_start_token_id)
         # `talker_eos_token_id` of transformers' generate.
         self.end_token_ids = frozenset({config.tts_codec_pad_token_id, config.tts_codec_end_token_id})
-        # vLLM keeps a rotary table of four times this many positions for M-RoPE; beyond it the device would fault.
-        self._max_position: int = 4 * config.max_position_embeddings - self.max_model_len
 
     @property
     def facts(self) -> EngineFacts:
@@ -97,65 +100,33 @@ class CodeTalkerAdapter(AutoregressiveAdapter):
 
         The prompt is a mask token per row, then the start, as in transformers: penalties count these tokens, too.
         """
-        voice = self._voice_index(request.voice)
-        given = dict(inputs.tensors)
-        prompt = self._tensor(given, "prompt_rows", minimum=2)
+        voice = self._voices.index(chosen_voice(request.voice, self._voices))
+        if foreign := sorted(inputs.tensors.keys() - {"prompt_rows", "reply_rows", "mrope_positions"}):
+            raise InvalidPayload(f"The talker takes no tensors named {foreign}.")
+        if "prompt_rows" not in inputs.tensors:
+            raise InvalidPayload(f"The talker needs the tensor 'prompt_rows'; it got {sorted(inputs.tensors)}.")
+        prompt = self.read_rows(inputs.tensors["prompt_rows"], "prompt_rows", minimum=2)
         n_prompt = prompt.shape[0] - 1
-        token_ids = [self._mask] * n_prompt + [*self._start]
-        self.check_length(len(token_ids))
-        reply = [prompt[n_prompt:]]
-        if "reply_rows" in given:
-            reply.append(self._tensor(given, "reply_rows"))
-        positions = self._positions(given.pop("mrope_positions", None), n_prompt)
-        if given:
-            raise InvalidPayload(f"The talker takes no tensors named {sorted(given)}.")
-        payload = CodeTalkerPayload(prompt[:n_prompt], voice, torch.cat(reply), inputs.complete, positions)
-        params = request.params.merged_over(self.defaults)
-        sampling = make_sampling_params(
-            params,
-            seed=request.effective_seed,
-            end_token_ids=self.end_token_ids,
-            vocabulary=self.vocabulary,
-            payload=payload,
-        )
-        core_request = make_request(request.request_id, token_ids, sampling, priority=request.priority)
+        reply = prompt[n_prompt:]
+        if "reply_rows" in inputs.tensors:
+            reply = torch.cat([reply, self.read_rows(inputs.tensors["reply_rows"], "reply_rows")])
+        given = inputs.tensors.get("mrope_positions")
+        positions = self.mrope_positions(given, n_prompt) if given is not None else None
+        payload = RowTalkerPayload(prompt[:n_prompt], voice, reply, inputs.complete, positions)
         held_bytes = payload.prompt.nbytes + payload.reply.nbytes
-        stream = RowStream(payload.reply.shape[0] - 1, inputs.complete, held_bytes, text_tokens=1)
-        return Admission(core_request, CodecOutputs(request.request_id, self.end_token_ids, self._block), stream)
+        stream = RowStream(len(reply) - 1, inputs.complete, held_bytes, text_tokens=1)
+        outputs = CodecOutputs(request.request_id, self.end_token_ids, self._block)
+        return self.admitted(request, [self._mask] * n_prompt + [*self._start], outputs, stream, payload=payload)
 
-    def read_rows(self, rows: HostTensor) -> torch.Tensor:
-        """Reply rows [n, H] on the CPU in the model's dtype. Raises `InvalidPayload`."""
-        check_rows(rows, self.row_width, "reply rows")
-        return to_torch(rows).to(self.row_dtype)
+    def read_rows(self, rows: HostTensor, name: str = "reply rows", *, minimum: int = 0) -> torch.Tensor:
+        """Rows [n, H] on the CPU in the model's dtype. Raises `InvalidPayload`."""
+        check_rows(rows, self.row_width, name, minimum=minimum)
+        return to_torch(rows, name).to(self.model_dtype)
 
     def warm_up_inputs(self, length: int) -> StageInputs:
         """Rows of zeros for `length` positions and the first decode steps."""
-        rows = torch.zeros(length, self.row_width, dtype=self.row_dtype)
+        rows = torch.zeros(length, self.row_width, dtype=self.model_dtype)
         return StageInputs(tensors={"prompt_rows": to_host(rows), "reply_rows": to_host(rows[:4])})
-
-    def _tensor(self, tensors: dict[str, HostTensor], name: str, *, minimum: int = 0) -> torch.Tensor:
-        tensor = tensors.pop(name, None)
-        if tensor is None:
-            raise InvalidPayload(f"The talker needs the tensor {name!r}; it got {sorted(tensors)}.")
-        check_rows(tensor, self.row_width, name, minimum=minimum)
-        return to_torch(tensor, name).to(self.row_dtype)
-
-    def _voice_index(self, voice: str | None) -> int:
-        if voice is None:
-            return 0
-        if voice not in self._voices:
-            raise UnknownVoice(f"There is no voice {voice!r}; the voices are {', '.join(self._voices)}.")
-        return self._voices.index(voice)
-
-    def _positions(self, tensor: HostTensor | None, length: int) -> torch.Tensor | None:
-        if tensor is None:
-            return None
-        if tensor.dtype is not DType.I64 or tuple(tensor.shape) != (3, length):
-            raise InvalidPayload(f"mrope_positions: needs i64 [3, {length}]; got {tensor.dtype} {list(tensor.shape)}.")
-        positions = to_torch(tensor, "mrope_positions")
-        if int(positions.min()) < 0 or int(positions.max()) >= self._max_position:
-            raise InvalidPayload(f"mrope_positions: values must lie in [0, {self._max_position}).")
-        return positions
 
 
 ARCHITECTURE = "OmniActorsQwen2_5OmniTalker"
@@ -268,7 +239,7 @@ class Qwen2_5OmniTalker(CodeTalker, ContinuedPositions, SupportsPP):
 
 
 @dataclass(slots=True)
-class CodeTalkerPayload:
+class RowTalkerPayload:
     """The worker's part of a new request.
 
     Args:
@@ -319,19 +290,15 @@ class TalkerModelState(DefaultModelState, StreamedInputState):
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Take a new request, or one that resumes after preemption, into slot `req_index`."""
         payload = payload_of(new_req_data)
-        if not isinstance(payload, CodeTalkerPayload):  # vLLM's own warm-up requests carry none
+        if not isinstance(payload, RowTalkerPayload):  # vLLM's own warm-up requests carry none
             super().add_request(req_index, new_req_data)
             return
         if new_req_data.req_id not in self._text:  # else it resumes after preemption and keeps its streamed rows
             rows = [self._fixed_rows[_FIRST_VOICE + payload.voice], *payload.reply.unbind()]
             self._text[new_req_data.req_id] = _TextSide(len(payload.prompt), rows, payload.complete)
         self._text[new_req_data.req_id].prompt = async_tensor_h2d(payload.prompt, device=self.device)
-        # vLLM passes only token ids when it asks the model for positions, so the request's own are left with the model.
-        self.model.next_positions = payload.positions
-        try:
+        with known_positions(self.model, payload.positions):
             super().add_request(req_index, new_req_data)
-        finally:
-            self.model.next_positions = None
 
     def push_rows(self, request_id: str, update: RowUpdate) -> None:
         """Append reply rows. Ignores unknown ids."""
@@ -410,5 +377,5 @@ SPEC = ModelSpec(
     params=StageParams(max_tokens=4096, temperature=0.9, top_p=0.8, top_k=40, repetition_penalty=1.05),
     steps_per_schedule=4,  # a third of a block of the vocoder, which cannot use less
     speech_limit=SpeechLimit(150, 75),  # 3 s, and 1.5 s for each token of text, at 50 codes a second
-    adapter="omni_actors.engine.models.qwen2_5_omni.talker.CodeTalkerAdapter",
+    adapter="omni_actors.engine.models.qwen2_5_omni.talker.RowTalkerAdapter",
 )

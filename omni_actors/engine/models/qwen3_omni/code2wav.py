@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder, CodecSizes, Context
+from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
 from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS, REQUIRED, CodecRunner
 from omni_actors.engine.models.diffusers_layout import read_tensors
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
@@ -31,16 +31,16 @@ class MeanEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.randn(quantizers * codebook_size, width))
         self._codebook_size = codebook_size
 
-    def forward(self, codes: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes [batch, quantizers, frames] to [batch, frames, width]."""
         books = torch.arange(codes.shape[1], device=codes.device)[:, None] * self._codebook_size
         return F.embedding(codes + books, self.weight).mean(1)
 
 
-def codec_sizes(config: Qwen3OmniMoeCode2WavConfig) -> CodecSizes:
-    """Sizes of the decoder that a checkpoint's configuration describes."""
-    rope: Mapping[str, Any] = config.rope_parameters
-    return CodecSizes.of(config, rope_theta=rope["rope_theta"], trims_start=True)
+def decoder_of(config: Qwen3OmniMoeCode2WavConfig) -> CodecDecoder:
+    """The decoder that a checkpoint's configuration describes, with random weights."""
+    front = MeanEmbedding(config.num_quantizers, config.codebook_size, config.hidden_size)
+    return CodecDecoder(config, front, "code_embedding", trims_start=True)
 
 
 class Qwen3OmniCode2Wav(CodecRunner):
@@ -54,9 +54,7 @@ class Qwen3OmniCode2Wav(CodecRunner):
                 f"The checkpoint {self.model_name!r} has no speech parts.",
                 hint="Leave the talker and code2wav stages out of the YAML, or use an Instruct checkpoint.",
             )
-        sizes = codec_sizes(config.code2wav_config)
-        front = MeanEmbedding(sizes.num_quantizers, sizes.codebook_size, sizes.width)
-        return CodecDecoder(sizes, front, "code_embedding")
+        return decoder_of(config.code2wav_config)
 
     def read_weights(self) -> Mapping[str, torch.Tensor]:
         """See `CodecRunner.read_weights`."""

@@ -17,7 +17,6 @@ A step samples the first code of a frame; the code predictor adds the others (`F
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,20 +24,20 @@ from transformers import PretrainedConfig
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeModel
-from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.core.sched.output import NewRequestData
 
-from omni_actors.engine.adapter import Admission, AutoregressiveAdapter
-from omni_actors.engine.core import make_request
+from omni_actors.engine.adapter import Admission
 from omni_actors.engine.models import ModelSpec, SpeechLimit
-from omni_actors.engine.models.code_talker import MROPE_DIMS, ContinuedPositions
-from omni_actors.engine.models.frame_talker import FrameOutputs, FramePayload, FrameTalker, FrameTalkerState, Projection
+from omni_actors.engine.models.code_talker import MROPE_DIMS, ContinuedPositions, chosen_voice
+from omni_actors.engine.models.frame_talker import (
+    FrameOutputs,
+    FramePayload,
+    FrameTalker,
+    FrameTalkerAdapter,
+    Projection,
+)
 from omni_actors.engine.rows import check_rows, to_torch
-from omni_actors.engine.sampling import make_sampling_params
-from omni_actors.engine.scheduler import RowStream
-from omni_actors.engine.workers.runner import payload_of
-from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, UnknownVoice
-from omni_actors.protocol.fields import DType, HostTensor
+from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
+from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
@@ -46,80 +45,20 @@ HEADER = 3  # tokens that open the assistant's turn
 OPENING = 6  # positions between them and the first frame
 
 
-@dataclass(slots=True)
-class TalkerPayload(FramePayload):
-    """The worker's part of a new request.
-
-    Args:
-        prompt: text ids of the user's turns (U of them) and of the three tokens that open the reply.
-        first: text id that the reply begins with; `text` has the others.
-        voice: the code that stands for the voice.
-        media: the thinker's states [n, thinker's width] at the places of media.
-        places: their positions, below U.
-        positions: M-RoPE positions i64 [3, U]; None for prompts without images and videos.
-    """
-
-    prompt: list[int]
-    first: int
-    voice: int
-    media: torch.Tensor | None = field(default=None, repr=False)  # vLLM prints requests when a step fails
-    places: list[int] = field(default_factory=list)
-    positions: torch.Tensor | None = field(default=None, repr=False)
-
-    @property
-    def length(self) -> int:
-        """See `FramePayload.length`."""
-        return len(self.prompt) + OPENING
-
-
-class TalkerState(FrameTalkerState):
-    """Adds Qwen3-Omni's prompt, and its positions."""
-
-    model: Qwen3OmniTalker
-
-    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """See `FrameTalkerState.add_request`."""
-        payload = payload_of(new_req_data)
-        # vLLM passes only token ids when it asks the model for positions, so the request's own are left with the model.
-        self.model.next_positions = payload.positions if isinstance(payload, TalkerPayload) else None
-        try:
-            super().add_request(req_index, new_req_data)
-        finally:
-            self.model.next_positions = None
-
-    @torch.inference_mode()
-    def prompt_inputs(self, payload: TalkerPayload) -> torch.Tensor:
-        """The inputs of the prompt's positions [length, width], as the table in `talker.py` says."""
-        model, config = self.model, self.model.config
-        ids = [*payload.prompt, *[config.text_pad] * 4, config.text_bos, payload.first]
-        rows = model.text_table[async_tensor_h2d(ids, device=self.device, dtype=torch.int64)]
-        if payload.media is not None:
-            places = async_tensor_h2d(payload.places, device=self.device, dtype=torch.int64)
-            rows[places] = model.hidden_projection(payload.media.to(self.device, self.dtype))
-        codes = [*config.codec_start, payload.voice, config.codec_pad, config.codec_bos]
-        opening = async_tensor_h2d(codes, device=self.device, dtype=torch.int64)
-        rows[-OPENING:] += model.embed_input_ids(opening)
-        return rows
-
-
 DEFAULT_VOICE = "ethan"  # of transformers' generate, where the checkpoint has it
 
 
-class TalkerAdapter(AutoregressiveAdapter):
+class TalkerAdapter(FrameTalkerAdapter):
     """Turns the thinker's tokens, and its states at places of media, into a vLLM request over first codes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = self.vllm_config.model_config.hf_config
-        self._config = config
-        voices = sorted(config.speaker_id, key=lambda name: name != DEFAULT_VOICE)
-        self._voices: dict[str, int] = {name: config.speaker_id[name] for name in voices}
-        self._turn, self._user, self._assistant = config.turn_ids
-        self._media_ids = frozenset(config.media_ids)
-        self._seen_ids = frozenset(config.media_ids[1:])  # of images and videos, whose positions have three dimensions
-        self._end_token_ids = frozenset({config.codec_end})
-        # vLLM keeps a rotary table of four times this many positions for M-RoPE; beyond it the device would fault.
-        self._max_position: int = 4 * config.max_position_embeddings - self.max_model_len
+        voices: dict[str, int] = self.config.speaker_id
+        self._voices = sorted(voices, key=lambda name: name != DEFAULT_VOICE)
+        self._turn, self._user, self._assistant = self.config.turn_ids
+        self._media_ids = frozenset(self.config.media_ids)
+        # Of images and videos, whose positions have three dimensions.
+        self._seen_ids = frozenset(self.config.media_ids[1:])
 
     @property
     def facts(self) -> EngineFacts:
@@ -128,43 +67,30 @@ class TalkerAdapter(AutoregressiveAdapter):
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
         """Check tokens, media, positions and voice; the prompt is a pad per position."""
-        voice = self._voice(request.voice)
+        voice, config = self.config.speaker_id[chosen_voice(request.voice, self._voices)], self.config
         token_ids = self._checked(inputs.token_ids)
         n_prompt = inputs.scalars.get("prompt_tokens")
         if isinstance(n_prompt, bool) or not isinstance(n_prompt, int) or not 0 < n_prompt < len(token_ids):
             raise InvalidPayload(f"prompt_tokens: must lie in 1..{len(token_ids) - 1}; got {n_prompt!r}.")
         if foreign := set(inputs.tensors) - {"media_rows", "mrope_positions"}:
             raise InvalidPayload(f"The talker takes no tensors named {sorted(foreign)}.")
-        begin = self._reply_turn(token_ids[:n_prompt])
-        kept = self._users_turns(token_ids[:n_prompt])
-        media, places = self._media(inputs.tensors.get("media_rows"), token_ids[:n_prompt], kept)
-        reply = token_ids[begin + HEADER :]
-        payload = TalkerPayload(
-            prompt=[*(token_ids[index] for index in kept), *token_ids[begin : begin + HEADER]],
-            first=reply[0],
-            text=reply[1:],
+        prompt = token_ids[:n_prompt]
+        begin = self._reply_turn(prompt)
+        kept = self._users_turns(prompt)
+        media, places = self._media(inputs.tensors.get("media_rows"), prompt, kept)
+        first, *following = token_ids[begin + HEADER :]
+        seen = [*(prompt[index] for index in kept), *prompt[begin : begin + HEADER]]
+        payload = FramePayload(
+            texts=[*seen, *[config.text_pad] * 4, config.text_bos, first],
+            codes=[*config.codec_start, voice, config.codec_pad, config.codec_bos],
+            following=following,
             complete=inputs.complete,
-            ending=(self._config.text_eos,),
-            voice=voice,
+            ending=(config.text_eos,),
             media=media,
             places=places,
-            positions=self._positions(inputs.tensors.get("mrope_positions"), token_ids[:n_prompt], kept),
+            positions=self._positions(inputs.tensors.get("mrope_positions"), prompt, kept),
         )
-        self.check_length(payload.length)
-        sampling = make_sampling_params(
-            request.params.merged_over(self.defaults),
-            seed=request.effective_seed,
-            end_token_ids=self._end_token_ids,
-            vocabulary=self.vocabulary,
-            payload=payload,
-        )
-        # vLLM's repetition penalty counts the prompt, too; the pad is never sampled.
-        pads = [self._config.codec_pad] * payload.length
-        core_request = make_request(request.request_id, pads, sampling, priority=request.priority)
-        held_bytes = payload.length * self._config.hidden_size * self.model_dtype.itemsize
-        held_bytes += media.nbytes if media is not None else 0
-        stream = RowStream(len(payload.text), inputs.complete, held_bytes, text_tokens=1)
-        return Admission(core_request, FrameOutputs(request.request_id), stream)
+        return self.speak(request, payload, FrameOutputs(request.request_id), text_tokens=1)
 
     def read_tokens(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Text ids i32 [n, 1]. Raises `InvalidPayload`."""
@@ -177,18 +103,11 @@ class TalkerAdapter(AutoregressiveAdapter):
 
     # -- checks
 
-    def _voice(self, name: str | None) -> int:
-        if name is None:
-            return next(iter(self._voices.values()))
-        if name not in self._voices:
-            raise UnknownVoice(f"There is no voice {name!r}; the voices are {', '.join(self._voices)}.")
-        return self._voices[name]
-
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         """Text ids that lie in the thinker's vocabulary."""
-        if beyond := [token for token in token_ids if not 0 <= token < self._config.thinker_vocab_size]:
+        if beyond := [token for token in token_ids if not 0 <= token < self.config.thinker_vocab_size]:
             raise InvalidPayload(
-                f"Token ids {beyond[:8]} are outside the thinker's vocabulary of {self._config.thinker_vocab_size}."
+                f"Token ids {beyond[:8]} are outside the thinker's vocabulary of {self.config.thinker_vocab_size}."
             )
         return list(token_ids)
 
@@ -223,7 +142,7 @@ class TalkerAdapter(AutoregressiveAdapter):
             raise InvalidPayload(f"media_rows: the prompt has {len(places)} places of media; got {given} rows.")
         if rows is None:
             return None, []
-        check_rows(rows, self._config.thinker_hidden_size, "media_rows")
+        check_rows(rows, self.config.thinker_hidden_size, "media_rows")
         number = {position: index for index, position in enumerate(places)}
         seen = [(place, number[position]) for place, position in enumerate(kept) if position in number]
         if not seen:
@@ -236,16 +155,11 @@ class TalkerAdapter(AutoregressiveAdapter):
 
         A turn begins with text, which has the same position in all three dimensions, one after the largest before it.
         """
-        length = len(prompt)
         if tensor is None:
             if self._seen_ids.isdisjoint(prompt):
                 return None
             raise InvalidPayload("mrope_positions: a prompt with images or videos needs them.")
-        if tensor.dtype is not DType.I64 or tuple(tensor.shape) != (3, length):
-            raise InvalidPayload(f"mrope_positions: needs i64 [3, {length}]; got {tensor.dtype} {list(tensor.shape)}.")
-        positions = to_torch(tensor, "mrope_positions")
-        if int(positions.min()) < 0 or int(positions.max()) >= self._max_position:
-            raise InvalidPayload(f"mrope_positions: values must lie in [0, {self._max_position}).")
+        positions = self.mrope_positions(tensor, len(prompt))
         turns: list[torch.Tensor] = []
         following = 0
         for turn in _runs(kept):
@@ -321,11 +235,6 @@ class Qwen3OmniTalker(FrameTalker, ContinuedPositions):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = self.config
         self.hidden_projection = Projection(config.thinker_hidden_size, config.intermediate_size, config.hidden_size)
-
-    @staticmethod
-    def get_model_state_cls() -> type[TalkerState]:
-        """The class by which vLLM's runner prepares this model's inputs, and that completes the frames."""
-        return TalkerState
 
 
 SPEC = ModelSpec(

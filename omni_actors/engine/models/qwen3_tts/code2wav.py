@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCausalConvNet
 
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.codec_decoder.decoder import CausalConv, CodecDecoder, CodecSizes, Context
+from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
 from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS, REQUIRED, CodecRunner
 from omni_actors.engine.models.diffusers_layout import read_tensors
 from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
@@ -26,14 +28,14 @@ class SummedCodebooks(nn.Module):
     def __init__(self, quantizers: int, codebook_size: int, size: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(quantizers * codebook_size, size))
-        self.pre_conv = CausalConv(size, width, 3)
+        self.pre_conv = Qwen3OmniMoeCausalConvNet(size, width, 3)
         self._codebook_size = codebook_size
 
-    def forward(self, codes: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes [batch, quantizers, frames] to [batch, frames, width]."""
         books = torch.arange(codes.shape[1], device=codes.device)[:, None] * self._codebook_size
         vectors = F.embedding(codes + books, self.weight).sum(1)
-        joined: torch.Tensor = self.pre_conv(vectors.transpose(1, 2), context)
+        joined: torch.Tensor = self.pre_conv(vectors.transpose(1, 2))
         return joined.transpose(1, 2)
 
 
@@ -58,17 +60,11 @@ class Qwen3TtsCode2Wav(CodecRunner):
 
     def make_decoder(self) -> CodecDecoder:
         """See `CodecRunner.make_decoder`."""
-        config = codec_part(self.model_name, "decoder_config")
+        config = Qwen3OmniMoeCode2WavConfig(**vars(codec_part(self.model_name, "decoder_config")))
         codec = read_json(self.model_name, f"{CODEC_FOLDER}/config.json")
-        sizes = CodecSizes.of(
-            config,
-            rope_theta=float(config.rope_theta),
-            latent_dim=config.latent_dim,
-            trims_start=False,
-            sample_rate=codec["output_sample_rate"],
-        )
-        front = SummedCodebooks(sizes.num_quantizers, sizes.codebook_size, config.codebook_dim, config.latent_dim)
-        return CodecDecoder(sizes, front, "front")
+        front = SummedCodebooks(config.num_quantizers, config.codebook_size, config.codebook_dim, config.latent_dim)
+        rate = codec["output_sample_rate"]
+        return CodecDecoder(config, front, "front", width=config.latent_dim, trims_start=False, sample_rate=rate)
 
     def read_weights(self) -> Mapping[str, torch.Tensor]:
         """See `CodecRunner.read_weights`."""

@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig, Qwen3Config
 from transformers.utils import cached_file
 
+from omni_actors.engine.models.frame_talker import NO_CODE, FramePayload
 from omni_actors.errors import ConfigError, StartupError
 from omni_actors.protocol.payloads import StageParams
 
@@ -131,28 +131,6 @@ def _qwen3(given: dict[str, Any]) -> Qwen3Config:
     return Qwen3Config(**own, rope_parameters=rope, tie_word_embeddings=False)
 
 
-NO_CODE = -1
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLayout:
-    """What the positions of a prompt are made of.
-
-    Args:
-        texts: the text id of each position.
-        codes: the code of each of the last positions; `NO_CODE` where something stands in for one.
-        voice_at: position of a clip's voice, if it has one; `clip_at`: of the clip's first frame.
-        following: text ids of frame 0, 1 and so on, and `ending` those after the last one; later ones get tts_pad.
-    """
-
-    texts: list[int]
-    codes: list[int]
-    voice_at: int
-    clip_at: int
-    following: list[int]
-    ending: tuple[int, ...] = ()
-
-
 def lay_out(
     config: PretrainedConfig,
     *,
@@ -164,36 +142,35 @@ def lay_out(
     clip_text: Sequence[int] = (),
     clip_frames: int = 0,
     in_parts: bool = False,
-) -> PromptLayout:
-    """Lay out the prompt of one request.
+    complete: bool = True,
+) -> FramePayload:
+    """Lay out the prompt of one request. What is made of a clip, its voice and its frames, comes later.
 
     Args:
         opening: the three tokens that open the assistant's turn.
         language: its code; `None` for the model to find out.
         voice: its code; `NO_CODE` for that of a clip, `None` for none.
         clip_frames: of the clip that is continued, whose text is `clip_text`; 0 to start afresh.
-        in_parts: `text` is the beginning of it.
+        in_parts: `text` is the beginning of it; `complete` if no more will come.
     """
     think, nothink, think_bos, think_eos = config.codec_think
     heard = [nothink, think_bos, think_eos] if language is None else [think, think_bos, language, think_eos]
-    voice_at = len(instructions) + len(opening) + len(heard)
+    at = {"voice_at": len(instructions) + len(opening) + len(heard)}
     heard += [voice] if voice is not None else []
     pad, eos = config.text_pad, config.text_eos
     texts = [*instructions, *opening, *[pad] * len(heard), config.text_bos]
     codes = [*heard, config.codec_pad]
-    clip_at = len(texts) + 1
+    at["clip_at"] = len(texts) + 1
     if clip_frames:
         spoken = [*clip_text, *text, eos]
         length = 1 + clip_frames
         texts += [*spoken[:length], *[pad] * (length - len(spoken))]
         codes += [config.codec_bos, *[NO_CODE] * clip_frames]
-        following = spoken[length:]
-    elif voice == NO_CODE or in_parts:
+        return FramePayload(texts, codes, spoken[length:], complete, **at)
+    if voice == NO_CODE or in_parts:
         texts.append(text[0])
         codes.append(config.codec_bos)
-        return PromptLayout(texts, codes, voice_at, clip_at, list(text[1:]), (eos,))
-    else:
-        texts += [*text, eos, pad]
-        codes += [*[config.codec_pad] * (len(text) + 1), config.codec_bos]
-        following = []
-    return PromptLayout(texts, codes, voice_at, clip_at, following)
+        return FramePayload(texts, codes, list(text[1:]), complete, (eos,), **at)
+    texts += [*text, eos, pad]
+    codes += [*[config.codec_pad] * (len(text) + 1), config.codec_bos]
+    return FramePayload(texts, codes, [], complete, **at)

@@ -6,32 +6,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from transformers import AutoTokenizer
 from vllm.model_executor.models.qwen3 import Qwen3Model
-from vllm.utils.torch_utils import async_tensor_h2d
 
-from omni_actors.engine.adapter import Admission, AutoregressiveAdapter
-from omni_actors.engine.core import make_request
+from omni_actors.engine.adapter import Admission
 from omni_actors.engine.models import ModelSpec, SpeechLimit
-from omni_actors.engine.models.frame_talker import FrameOutputs, FramePayload, FrameTalker, FrameTalkerState
+from omni_actors.engine.models.code_talker import chosen_voice
+from omni_actors.engine.models.frame_talker import NO_CODE, FrameOutputs, FrameTalker, FrameTalkerAdapter
 from omni_actors.engine.models.qwen3_tts.clip_encoder import ClipEncoder, clip_frames
 from omni_actors.engine.models.qwen3_tts.prompt import (
     ARCHITECTURE,
-    NO_CODE,
     SAMPLE_RATE,
-    PromptLayout,
     lay_out,
     sampling_defaults,
     talker_config,
 )
 from omni_actors.engine.rows import to_torch
-from omni_actors.engine.sampling import make_sampling_params
-from omni_actors.engine.scheduler import RowStream
 from omni_actors.errors import InvalidRequest, PromptTooLong, UnknownVoice
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.payloads import (
@@ -48,47 +42,6 @@ from omni_actors.protocol.payloads import (
 )
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
-
-@dataclass(slots=True)
-class TextTalkerPayload(FramePayload):
-    """The worker's part of a new request.
-
-    Args:
-        layout: of the prompt.
-        voice: f32 [width], what the speaker encoder makes of a clip.
-        clip: i64 [frames, G], the codes of a clip that is continued.
-    """
-
-    layout: PromptLayout
-    voice: torch.Tensor | None = field(default=None, repr=False)
-    clip: torch.Tensor | None = field(default=None, repr=False)
-
-    @property
-    def length(self) -> int:
-        """See `FramePayload.length`."""
-        return len(self.layout.texts)
-
-
-class TextTalkerState(FrameTalkerState):
-    """Adds Qwen3-TTS's prompt."""
-
-    @torch.inference_mode()
-    def prompt_inputs(self, payload: TextTalkerPayload) -> torch.Tensor:
-        """The inputs of the prompt's positions [length, width], as the table in `prompt.py` says."""
-        model, layout = self.model, payload.layout
-        rows = model.text_table[async_tensor_h2d(layout.texts, device=self.device, dtype=torch.int64)]
-        codes = async_tensor_h2d(layout.codes, device=self.device, dtype=torch.int64)
-        embedded = model.embed_input_ids(codes.clamp(min=0))
-        rows[-len(codes) :] += embedded.masked_fill_((codes == NO_CODE).unsqueeze(1), 0)
-        if payload.voice is not None:
-            rows[layout.voice_at] += payload.voice.to(self.device, self.dtype)
-        if payload.clip is not None:
-            clip = payload.clip.to(self.device)
-            summed = model.code_predictor.embed(clip[:, 1:], model.embed_input_ids(clip[:, 0]))
-            rows[layout.clip_at : layout.clip_at + len(clip)] += summed
-        return rows
-
-
 TURN = "<|im_start|>assistant\n"
 OPENING, CLOSING = 3, 5  # tokens around a text in the form that the model was trained with
 CLIP_CLOSING = 2
@@ -99,13 +52,12 @@ LEAST_CODES = 2  # that are sampled before the one that ends the speech
 CHARACTERS = 16  # more of them a token than any text has: what is longer is not even counted
 
 
-class TextTalkerAdapter(AutoregressiveAdapter):
+class TextTalkerAdapter(FrameTalkerAdapter):
     """Turns a text, and what says how to speak it, into a vLLM request over first codes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config, model = self.vllm_config.model_config.hf_config, self.vllm_config.model_config.model
-        self._config = config
+        config, model = self.config, self.vllm_config.model_config.model
         self.defaults = sampling_defaults(model)[0].merged_over(self.defaults)
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._voices: dict[str, int] = config.voices if config.tts_kind == "custom_voice" else {}
@@ -118,9 +70,9 @@ class TextTalkerAdapter(AutoregressiveAdapter):
 
     @property
     def _instructions(self) -> Literal["none", "optional", "required"]:
-        if self._config.tts_kind == "voice_design":
+        if self.config.tts_kind == "voice_design":
             return "required"
-        return "optional" if self._config.tts_kind == "custom_voice" and self._config.tts_size != SMALL else "none"
+        return "optional" if self.config.tts_kind == "custom_voice" and self.config.tts_size != SMALL else "none"
 
     @property
     def facts(self) -> EngineFacts:
@@ -155,8 +107,8 @@ class TextTalkerAdapter(AutoregressiveAdapter):
                 field="voice",
             )
         voice = self._voice(request.voice)
-        layout = lay_out(
-            self._config,
+        payload = lay_out(
+            self.config,
             opening=opening,
             text=text,
             instructions=self._instructed(given) if inputs.prompt is not None else (),
@@ -165,9 +117,8 @@ class TextTalkerAdapter(AutoregressiveAdapter):
             clip_text=clip_text,
             clip_frames=frames,
             in_parts=inputs.in_parts,
+            complete=inputs.complete,
         )
-        payload = TextTalkerPayload(layout.following, inputs.complete, layout.ending, layout)
-        self.check_length(payload.length)
         outputs = FrameOutputs(request.request_id)
 
         def encode() -> None:
@@ -180,20 +131,9 @@ class TextTalkerAdapter(AutoregressiveAdapter):
         params = request.params.merged_over(self.defaults)
         if params.min_tokens is None and params.max_tokens is not None:
             params = StageParams(min_tokens=min(LEAST_CODES, params.max_tokens)).merged_over(params)
-        sampling = make_sampling_params(
-            params,
-            seed=request.effective_seed,
-            end_token_ids=(self._config.codec_end,),
-            vocabulary=self.vocabulary,
-            payload=payload,
-        )
-        # vLLM's repetition penalty counts the prompt, too; the pad is never sampled.
-        pads = [self._config.codec_pad] * payload.length
-        core_request = make_request(request.request_id, pads, sampling, priority=request.priority)
-        held_bytes = payload.length * self._config.hidden_size * self.model_dtype.itemsize
-        text_tokens = len(text) - len(payload.text)  # most kinds have all of them in the prompt
-        stream = RowStream(len(payload.text), inputs.complete, held_bytes, text_tokens)
-        return Admission(core_request, outputs, stream, work=encode if clip is not None else None)
+        text_tokens = len(text) - len(payload.following)  # most kinds have all of them in the prompt
+        work = encode if clip is not None else None
+        return self.speak(request, payload, outputs, text_tokens, params=params, work=work)
 
     def read_text(self, text: str) -> torch.Tensor:
         """Text ids i32 [n, 1]."""
@@ -270,9 +210,9 @@ class TextTalkerAdapter(AutoregressiveAdapter):
                 hint="Choose one of them, or leave it out.",
                 field="language",
             )
-        if name in (AUTO, "chinese") and voice in self._config.dialects:
-            name = self._config.dialects[voice]
-        code: int | None = self._config.languages.get(name)
+        if name in (AUTO, "chinese") and voice in self.config.dialects:
+            name = self.config.dialects[voice]
+        code: int | None = self.config.languages.get(name)
         return code
 
     def _voice(self, name: str | None) -> str | None:
@@ -286,12 +226,7 @@ class TextTalkerAdapter(AutoregressiveAdapter):
                     field="voice",
                 )
             return None
-        voice = next(iter(self._voices)) if name is None else name.lower()
-        if voice not in self._voices:
-            raise UnknownVoice(
-                f"There is no voice {voice[:64]!r}; the voices are {', '.join(self._voices)}.", field="voice"
-            )
-        return voice
+        return chosen_voice(name.lower() if name is not None else None, self._voices)
 
     def _clip(self, given: Mapping[str, InformationValue]) -> Clip:
         """The clip whose voice is to speak."""
@@ -370,11 +305,6 @@ class Qwen3TtsTalker(FrameTalker):
 
     decoder_class = Qwen3Model
     text_table_name = "talker.model.text_embedding.weight"
-
-    @staticmethod
-    def get_model_state_cls() -> type[TextTalkerState]:
-        """The class by which vLLM's runner prepares this model's inputs, and that completes the frames."""
-        return TextTalkerState
 
 
 SPEC = ModelSpec(
