@@ -48,7 +48,7 @@ from omni_actors.engine.models.pictures.denoising import (  # noqa: E402
     fastest_attention,
     without_weights,
 )
-from omni_actors.engine.models.qwen_image.dit import Condition, Prefix, QwenImageNetwork  # noqa: E402
+from omni_actors.engine.models.qwen_image.dit import Prefix, QwenImageNetwork  # noqa: E402
 from omni_actors.engine.models.qwen_image.vae import QwenImageVae  # noqa: E402
 from omni_actors.engine.models.z_image.dit import ZImageNetwork  # noqa: E402
 from tools.checkpoints.pictures import FLUX2_KLEIN, QWEN_IMAGE, Z_IMAGE, PictureFamily  # noqa: E402
@@ -89,8 +89,10 @@ class Family(ABC):
     def __init__(self, transformer: Any, vae: Any, device: torch.device, dtype: torch.dtype) -> None:
         self.reference, self.vae = transformer, vae
         self.device, self.dtype = device, dtype
-        self.config = self.network_class.read_config(json.loads(transformer.to_json_string()))
-        self.text_width, self.channels = self.config.text_width, self.config.channels
+        self.config = json.loads(transformer.to_json_string())
+        with torch.device("meta"):
+            sizes = self.network_class(self.config)
+        self.text_width, self.channels = sizes.text_width, sizes.channels
         self.pipeline = self.tools.pipeline_of(transformer, vae)
         self.pipeline.set_progress_bar_config(disable=True)
 
@@ -171,7 +173,7 @@ class QwenImage(Family):
     schedule: Mapping[str, Any] = {"rising": False}
 
     def condition(self, states: torch.Tensor) -> Prefix:
-        return Prefix(Condition(states, (len(states),)))
+        return Prefix(states)
 
     def paint(self, transformer: Any, vae: Any, wanted: Wanted, noise: torch.Tensor) -> torch.Tensor:
         states = wanted.states[None].to(self.device, next(transformer.parameters()).dtype)

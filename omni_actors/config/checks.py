@@ -165,9 +165,13 @@ def _check_collector(coordinator: CoordinatorConfig) -> None:
 
 
 def _check_decode(kind: StageKind, decode: DecodeConfig, where: str) -> None:
-    """Check what needs no model; the model checks the rest against its own defaults."""
     if kind is not StageKind.DIFFUSION:
         raise ConfigError(f"{where} does not apply to a stage of kind {kind}; only diffusion stages decode.")
+    check_chunks(decode, where)
+
+
+def check_chunks(decode: DecodeConfig, where: str) -> None:
+    """Check what needs no model; the model checks the rest against its own defaults. Raises `ConfigError`."""
     blocks = (decode.first_blocks, decode.largest_blocks, decode.look_ahead_blocks)
     if decode.policy == "whole" and any(count is not None for count in blocks):
         raise ConfigError(f"{where}.policy 'whole' has no chunks; remove the numbers of blocks.")

@@ -74,6 +74,13 @@ def check_finite(tensor: torch.Tensor, what: str) -> None:
         raise ModelOutputInvalid(f"There are NaN or infinite values in the model's {what}.")
 
 
+def moved(tensor: torch.Tensor, device: torch.device, *, copy: bool = False) -> torch.Tensor:
+    """The tensor on the device, from the CPU through pinned memory: any other copy waits for all work queued there."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True, copy=copy)
+
+
 def embeds_width(config: ModelConfig) -> int:
     """The width of the prompt embeddings that a model takes; 0 if they are turned off."""
     return config.get_inputs_embeds_size() if config.enable_prompt_embeds else 0

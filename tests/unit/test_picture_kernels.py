@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import QwenImage21DupUp3D
 
-from omni_actors.engine.models.pictures.layers import Between, FusedBetween, RmsNorm, rotation_at
-from omni_actors.engine.models.qwen_image.dit import Condition, Prefix, QwenImageConfig, QwenImageNetwork
+from omni_actors.engine.models.pictures.layers import Between, FusedBetween, rotation_at
+from omni_actors.engine.models.qwen_image.dit import Prefix, QwenImageNetwork
 from omni_actors.engine.models.qwen_image.vae import PictureDecoder, sources_of
 from tools.checkpoints.pictures import QWEN_IMAGE
 
@@ -47,7 +49,7 @@ def test_a_branch_is_gated_and_added_before_the_norm(dtype: torch.dtype) -> None
 def test_queries_and_keys_are_turned_and_keys_and_values_go_to_their_places(dtype: torch.dtype) -> None:
     heads, size = 3, 16
     qkv = drawn(7, 3 * heads * size, dtype=dtype)
-    norms = [RmsNorm(size, EPS).to(DEVICE, dtype).requires_grad_(False) for _ in range(2)]
+    norms = [torch.nn.RMSNorm(size, EPS).to(DEVICE, dtype).requires_grad_(False) for _ in range(2)]
     for norm in norms:
         norm.weight.copy_(drawn(size, dtype=dtype) + 2)
         norm.eps *= 1000  # large enough to matter
@@ -81,15 +83,14 @@ def test_a_picture_decoded_in_kernels_is_that_of_diffusers() -> None:
 
 @torch.inference_mode()
 def test_a_step_of_two_pictures_in_kernels_is_that_of_torch() -> None:
-    config = QwenImageConfig(channels=16, layers=2, heads=3, head_width=32, text_width=64, axes=(8, 12, 12))
-    dit = QwenImageNetwork(config).to(DEVICE)
+    dit = QwenImageNetwork(json.loads(QWEN_IMAGE.tiny_transformer().to_json_string())).to(DEVICE)
     torch.manual_seed(0)
     dit.draw()
     sizes = [(2, 3), (3, 4)]
-    patches, moments = drawn(18, config.channels), torch.tensor([0.3, 0.9]).to(DEVICE)
+    patches, moments = drawn(18, dit.channels), torch.tensor([0.3, 0.9]).to(DEVICE)
 
     def velocities() -> torch.Tensor:
-        given = [Prefix(Condition(drawn(length, config.text_width).cpu(), (length,))) for length in (5, 1)]
+        given = [Prefix(drawn(length, dit.text_width).cpu()) for length in (5, 1)]
         return dit(patches, moments, dit.lay_out(sizes, dit.condition(given)))
 
     theirs = velocities()

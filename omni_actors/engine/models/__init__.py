@@ -10,6 +10,7 @@ from omni_actors.engine.models.registry import (
     load_plugins,
     prompted_stage,
     register_models,
+    renamed,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "load_plugins",
     "prompted_stage",
     "register_models",
+    "renamed",
 ]

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omni_actors.errors import ConfigError
+import msgspec
 
-MAX_BLOCKS = 1024
-PRECISIONS = ("auto", "float32", "tf32", "bf16")
+from omni_actors.config.checks import check_chunks
+from omni_actors.config.schema import DecodeConfig
+from omni_actors.engine.workers.diffusion import DiffusionStream
+from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, PromptTooLong
 
 
 @dataclass(frozen=True)
@@ -25,26 +27,11 @@ class ChunkPolicy:
         first: blocks of the first chunk; the first sound waits for them and for the look-ahead.
         largest: blocks of the longest chunk. Longer chunks cost less (each computes its look-ahead) but come later.
         look_ahead: blocks behind a chunk that are computed with it and thrown away.
-
-    Raises:
-        ConfigError: a number out of range.
     """
 
     first: int = 1
     largest: int = 8
     look_ahead: int = 1
-
-    def __post_init__(self) -> None:
-        for name, least in (("first", 1), ("largest", 1), ("look_ahead", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_BLOCKS:
-                limits = f"{least}..{MAX_BLOCKS}"
-                raise ConfigError(f"decode.{name}_blocks must be a whole number in {limits}; got {value!r}.")
-        if self.largest < self.first:
-            raise ConfigError(
-                f"decode.largest_blocks ({self.largest}) is less than decode.first_blocks ({self.first}).",
-                hint="Raise largest_blocks or lower first_blocks.",
-            )
 
     def end(self, begin: int) -> int:
         """End (exclusive) of the chunk that begins at block `begin`."""
@@ -57,7 +44,7 @@ class DecodeOptions:
 
     Args:
         policy: None for whole utterances.
-        precision: one of `PRECISIONS`.
+        precision: see `DecodeConfig`.
         solver: one of those that the model has; empty if it has none.
     """
 
@@ -69,26 +56,76 @@ class DecodeOptions:
     def from_mapping(
         cls, options: Mapping[str, Any], default: ChunkPolicy, solvers: Sequence[str] = ()
     ) -> DecodeOptions:
-        """Options from the configuration; those not given come from the model: its policy and its first solver."""
-        precision = options.get("precision") or "auto"
-        if precision not in PRECISIONS:
-            raise ConfigError(f"decode.precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}.")
-        solver = options.get("solver") or (solvers[0] if solvers else "")
+        """Options from the configuration; those not given come from the model: its policy and its first solver.
+
+        Raises:
+            ConfigError: an option is unknown or out of range, or two contradict one another.
+        """
+        try:
+            given = msgspec.convert(dict(options), DecodeConfig)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"decode: {error}.") from error
+        check_chunks(given, "decode")
+        solver = given.solver or (solvers[0] if solvers else "")
         if solver and not solvers:
             raise ConfigError(f"decode.solver is {solver!r}, but this model has no flow to solve; remove it.")
-        if solver and solver not in solvers:
-            raise ConfigError(f"decode.solver is {solver!r}; it must be one of {', '.join(solvers)}.")
-        name = options.get("policy") or "chunks"
-        if name not in ("chunks", "whole"):
-            raise ConfigError(f"decode.policy is {name!r}; it must be 'chunks' or 'whole'.")
-        named = {field: options.get(f"{field}_blocks") for field in ("first", "largest", "look_ahead")}
-        given = {field: value for field, value in named.items() if value is not None}
-        if name == "whole":
-            if given:
-                names = ", ".join(f"{field}_blocks" for field in given)
-                raise ConfigError(f"decode.policy 'whole' has no chunks; remove {names}.")
-            return cls(None, precision, solver)
-        values = {field: given.get(field, getattr(default, field)) for field in ("first", "largest", "look_ahead")}
-        if "largest" not in given:  # a long first chunk raises the limit
-            values["largest"] = max(values["largest"], values["first"])
-        return cls(ChunkPolicy(**values), precision, solver)
+        if given.policy == "whole":
+            return cls(None, given.precision, solver)
+        first = given.first_blocks or default.first
+        largest = given.largest_blocks or max(default.largest, first)  # a long first chunk raises the limit
+        if largest < first:
+            raise ConfigError(f"decode.largest_blocks is {largest}; the first chunk has {first} blocks.")
+        look_ahead = default.look_ahead if given.look_ahead_blocks is None else given.look_ahead_blocks
+        return cls(ChunkPolicy(first, largest, look_ahead), given.precision, solver)
+
+
+class ChunkStream(DiffusionStream):
+    """A request of a decoder: collects whole frames of codes; a subclass cuts them into chunks.
+
+    Args:
+        width: codes of a frame.
+        values: that a code can have.
+        longest: frames of an utterance.
+    """
+
+    def __init__(self, width: int, values: int, longest: int) -> None:
+        self._width, self._values, self._longest = width, values, longest
+        self._codes: list[int] = []
+        self._complete = False
+        self._finished = False
+
+    @property
+    def input_tokens(self) -> int:
+        """Codes so far."""
+        return len(self._codes)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last chunk has been returned."""
+        return self._finished
+
+    def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
+        """Append whole frames, the codes of one after those of the other.
+
+        Raises:
+            InvalidRequest: the input was complete, or ends without a frame.
+            PromptTooLong: the utterance is longer than the decoder's positions.
+            InvalidPayload: the codes are no whole frames, or one is outside of the codebook.
+        """
+        width, values = self._width, self._values
+        if self._complete and (token_ids or not complete):
+            raise InvalidRequest("The vocoder got more codes after the last.")
+        if len(token_ids) % width:
+            raise InvalidPayload(
+                f"{len(token_ids)} codes are no whole frames; this decoder takes frames of {width} codes.",
+                hint=f"Send all {width} codes of a frame together; talker and decoder must be of one checkpoint.",
+            )
+        if (frames := (len(self._codes) + len(token_ids)) // width) > self._longest:
+            raise PromptTooLong(f"{frames} frames exceed the decoder's maximum of {self._longest}.")
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= values):
+            index = next(index for index, code in enumerate(token_ids) if not 0 <= code < values)
+            raise InvalidPayload(f"Code {token_ids[index]} of codebook {index % width} is outside 0..{values - 1}.")
+        if complete and frames == 0:
+            raise InvalidRequest("The vocoder got no frame.", hint="Let the talker produce at least one.")
+        self._codes.extend(token_ids)
+        self._complete = complete

@@ -8,10 +8,9 @@ graph. Needs torch alone.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -208,50 +207,43 @@ class CodePredictor(nn.Module):
         Raises:
             KeyError: a name is unknown.
         """
-        parameters = dict(self.named_parameters())
-        loaded = set()
+        views, filled = self._views(), set()
         for name, weight in weights:
-            target, part = self._place(name)
-            view = parameters[target].data if part is None else parameters[target].data[part]
+            view = views[name.removeprefix("model.")]
             view.copy_(weight.expand_as(view))
-            loaded.add(target)
-        return loaded
+            filled.add(view.untyped_storage().data_ptr())
+        parameters = self.named_parameters()
+        return {name for name, parameter in parameters if parameter.untyped_storage().data_ptr() in filled}
 
-    def _place(self, name: str) -> tuple[str, slice | int | None]:
-        """The parameter, and the part of it, that a checkpoint's tensor goes to."""
-        config = self.config
-        for pattern, target in (
-            (r"(?:model\.)?codec_embedding\.(\d+)\.weight", "embeddings"),
-            (r"lm_head\.(\d+)\.weight", "heads"),
-        ):
-            if (found := re.fullmatch(pattern, name)) is not None:
-                return target, int(found[1])
-        if name == "model.norm.weight":
-            return "norm", None
-        if name.startswith("small_to_mtp_projection."):
-            return name.replace("small_to_mtp_projection", "projection"), None
-        found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
-        if found is None:
-            raise KeyError(f"The code predictor has no parameter {name!r}.")
-        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        up = config.intermediate_size
-        places: dict[str, tuple[str, slice | None]] = {
-            "input_layernorm": ("input_norm", None),
-            "post_attention_layernorm": ("mlp_norm", None),
-            "self_attn.q_proj": ("qkv.weight", slice(0, queries)),
-            "self_attn.k_proj": ("qkv.weight", slice(queries, queries + keys)),
-            "self_attn.v_proj": ("qkv.weight", slice(queries + keys, None)),
-            "self_attn.q_norm": ("qk_norm", slice(0, config.heads)),
-            "self_attn.k_norm": ("qk_norm", slice(config.heads, None)),
-            "self_attn.o_proj": ("o.weight", None),
-            "mlp.gate_proj": ("gate_up.weight", slice(0, up)),
-            "mlp.up_proj": ("gate_up.weight", slice(up, None)),
-            "mlp.down_proj": ("down.weight", None),
-        }
-        if found[2] not in places:
-            raise KeyError(f"The code predictor has no parameter {name!r}.")
-        target, part = places[found[2]]
-        return f"layers.{found[1]}.{target}", part
+    def _views(self) -> dict[str, torch.Tensor]:
+        """What each of a checkpoint's tensors goes to."""
+        config, views = self.config, {"norm.weight": self.norm.data}
+        for group in range(config.groups - 1):
+            views[f"codec_embedding.{group}.weight"] = self.embeddings.data[group]
+            views[f"lm_head.{group}.weight"] = self.heads.data[group]
+        if self.projection is not None:
+            for name, parameter in self.projection.named_parameters():
+                views[f"small_to_mtp_projection.{name}"] = parameter.data
+        for index, layer in enumerate(cast("Iterable[PredictorLayer]", self.layers)):
+            heads = (config.heads, config.kv_heads, config.kv_heads)
+            query, key, value = layer.qkv.weight.data.split([config.head_dim * count for count in heads])
+            gate, up = layer.gate_up.weight.data.chunk(2)
+            query_norm, key_norm = layer.qk_norm.data.split(heads[:2])
+            own = {
+                "input_layernorm": layer.input_norm.data,
+                "post_attention_layernorm": layer.mlp_norm.data,
+                "self_attn.q_proj": query,
+                "self_attn.k_proj": key,
+                "self_attn.v_proj": value,
+                "self_attn.q_norm": query_norm,
+                "self_attn.k_norm": key_norm,
+                "self_attn.o_proj": layer.o.weight.data,
+                "mlp.gate_proj": gate,
+                "mlp.up_proj": up,
+                "mlp.down_proj": layer.down.weight.data,
+            }
+            views |= {f"layers.{index}.{name}.weight": view for name, view in own.items()}
+        return views
 
 
 def _scrambled(x: torch.Tensor) -> torch.Tensor:

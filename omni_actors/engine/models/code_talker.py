@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.interfaces import SupportsMRoPE
-from vllm.model_executor.models.utils import maybe_prefix
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.sequence import IntermediateTensors
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine import FinishReason as VllmFinishReason
@@ -26,6 +26,7 @@ from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import RowStream
 from omni_actors.errors import InvalidPayload, UnknownVoice
 from omni_actors.protocol.fields import DType, HostTensor
+from omni_actors.protocol.messages import UNHEARD
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import EngineEvent, StageRequest, StreamEvent
 
@@ -45,7 +46,11 @@ class CodeTalker(nn.Module):
     Attributes:
         decoder_class: vLLM's model of the layers.
         never_sampled: bool [vocabulary].
+        text_table_name: of the table of texts in the checkpoint, for families that need it.
     """
+
+    hf_to_vllm_mapper: ClassVar[WeightsMapper]
+    text_table_name: ClassVar[str] = ""
 
     decoder_class: ClassVar[type[nn.Module]]
     codec_embedding: nn.Module
@@ -60,6 +65,26 @@ class CodeTalker(nn.Module):
             config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "codec_head")
         )
         self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the talker's part of the whole checkpoint; return the names of the parameters that were set."""
+        tables = []
+
+        def others() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in weights:
+                if name == self.text_table_name:
+                    tables.append(weight)
+                else:
+                    yield name, weight
+
+        loaded = AutoWeightsLoader(self).load_weights(others(), mapper=self.hf_to_vllm_mapper)
+        with torch.inference_mode():
+            for table in tables:
+                self.take_table(table)
+        return loaded
+
+    def take_table(self, table: torch.Tensor) -> None:
+        """Keep what is needed of the table of texts [ids, width]."""
 
     def embed_input_ids(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Embeddings of codes [tokens, width]; what a ModelState adds to them comes later."""
@@ -187,22 +212,36 @@ class CodeTalkerAdapter(AutoregressiveAdapter):
         return positions
 
 
-class CodecOutputs(RequestOutputs):
-    """Codec tokens of one request as a stream. The token that ends the speech is not sound and is left out.
+class CodeOutputs(RequestOutputs):
+    """Codes of one request as a stream, in events of several: one a token would cost more time than to make it."""
 
-    Tokens are sent when they complete a block of the vocoder, which cannot use less: a message per token and request
-    would cost the engine's thread more time than the step that makes the tokens.
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._sent = 0
+        self._generated = 0  # since the last event, with tokens that are no sound
+
+    def event(self, codes: Sequence[int], *, final: bool, unheard: int = 0) -> StreamEvent:
+        """The next codes, of which the first may be only what the others continue."""
+        start, generated = self._sent, self._generated
+        self._sent, self._generated = start + len(codes), 0
+        scalars = {UNHEARD: unheard} if unheard else {}
+        return StreamEvent(
+            self._request_id, token_ids=codes, start=start, scalars=scalars, final=final, generated=generated
+        )
+
+
+class CodecOutputs(CodeOutputs):
+    """Codec tokens, sent when they complete a block of the vocoder, which cannot use less.
+
+    The token that ends the speech is not sound and is left out.
 
     Args:
         block: codec tokens per block.
     """
 
     def __init__(self, request_id: str, end_token_ids: frozenset[int], block: int) -> None:
-        self._request_id = request_id
-        self._end_token_ids = end_token_ids
-        self._block = block
-        self._sent = 0
-        self._generated = 0  # since the last event, with the token that ends the speech
+        super().__init__(request_id)
+        self._end_token_ids, self._block = end_token_ids, block
         self._held: list[int] = []
 
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
@@ -215,9 +254,5 @@ class CodecOutputs(RequestOutputs):
         self._held += tokens
         if len(self._held) < self._block and not finished:
             return ()
-        event = StreamEvent(
-            self._request_id, token_ids=self._held, start=self._sent, final=finished, generated=self._generated
-        )
-        self._sent += len(self._held)
-        self._held, self._generated = [], 0
-        return (event,)
+        held, self._held = self._held, []
+        return (self.event(held, final=finished),)

@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from transformers.utils import cached_file
 
 from omni_actors.config.checkpoint import HINT, read_json_object
 from omni_actors.errors import ConfigError, StartupError
 
+WEIGHTS = "diffusion_pytorch_model"
 
-def read_tensors(model: str, prefix: str, folder: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors whose names start with `prefix`, under their names without it. Shards without such tensors stay closed.
+
+def read_tensors(model: str, prefix: str, folder: str = "", stem: str = "model") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors whose names start with `prefix`, under their names without it, on the CPU.
+
+    Shards without such tensors stay closed.
 
     Args:
         model: folder or hub name of the checkpoint.
         folder: of the checkpoint, where the files are.
+        stem: of their names.
 
     Raises:
         StartupError: a shard is missing, or no tensor has this prefix.
+        ConfigError: the index of the shards is damaged.
     """
     within = f"{folder}/" if folder else ""
-    index_file = cached_file(
-        model, f"{within}model.safetensors.index.json", _raise_exceptions_for_missing_entries=False
-    )
-    if index_file is not None:
-        with open(index_file, encoding="utf-8") as file:
-            weight_map: dict[str, str] = json.load(file)["weight_map"]
+    shards = [f"{stem}.safetensors"]
+    index = cached_file(model, f"{within}{stem}.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    if index is not None:
+        weight_map = read_json_object(Path(index)).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ConfigError(f"{index} has no weight_map.", hint=HINT)
         shards = sorted({shard for name, shard in weight_map.items() if name.startswith(prefix)})
-    else:
-        shards = ["model.safetensors"]
     found = False
     for shard in shards:
         path = cached_file(model, within + shard, _raise_exceptions_for_missing_entries=False)
@@ -51,7 +55,18 @@ def read_tensors(model: str, prefix: str, folder: str = "") -> Iterator[tuple[st
         raise StartupError(f"The checkpoint {model!r} has no tensor {prefix}*.", hint="Use a full Omni checkpoint.")
 
 
-WEIGHTS = "diffusion_pytorch_model"
+def fill(module: nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> None:
+    """Copy all weights of `what`, as errors call it, into a module. Raises `StartupError` if they do not fit."""
+    own = module.state_dict()
+    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    misshapen = sorted(name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape)
+    if missing or unexpected or misshapen:
+        raise StartupError(
+            f"The weights of {what} do not fit its config: missing {missing[:3]}, unexpected {unexpected[:3]}, of "
+            f"another shape {misshapen[:3]} ({len(missing)}, {len(unexpected)} and {len(misshapen)} in all).",
+            hint="Check that config.json and the safetensors files belong together.",
+        )
+    module.load_state_dict(weights)
 
 
 def checkpoint_folder(model: str) -> Path:
@@ -84,27 +99,3 @@ def part_config(folder: Path, part: str, name: str = "config.json") -> dict[str,
         ConfigError: the folder or the file is missing, or it is no JSON object.
     """
     return read_json_object(part_folder(folder, part) / name)
-
-
-def part_tensors(folder: Path, part: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a part by name, on the CPU.
-
-    Raises:
-        StartupError: a file is missing.
-        ConfigError: the index of the files is damaged.
-    """
-    index = folder / part / f"{WEIGHTS}.safetensors.index.json"
-    if index.exists():
-        weight_map = read_json_object(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ConfigError(f"{index} has no weight_map.", hint=HINT)
-        shards = sorted(set(weight_map.values()))
-    else:
-        shards = [f"{WEIGHTS}.safetensors"]
-    for shard in shards:
-        path = folder / part / shard
-        if not path.exists():
-            raise StartupError(f"The checkpoint has no file {path}.", hint="Download it completely.")
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
-                yield name, file.get_tensor(name)

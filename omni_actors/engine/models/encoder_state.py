@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from omni_actors.engine.workers.runner import Attachments, Emission, EmittingState, Step, payload_of
+from omni_actors.engine.models.thinker_state import MarkedState, emission
+from omni_actors.engine.workers.runner import Emission, Step
 
 ENCODED = "encoded"  # name of the states [tokens, width] in a request's attachment
 
@@ -29,30 +28,14 @@ class Residual(nn.Module):
         return hidden if residual is None else hidden + residual, None
 
 
-class EncoderState(DefaultModelState, EmittingState):
+class EncoderState(MarkedState):
     """Gives the tapped states of the sequences to encode.
 
     The tap is what the model returns as its last states. A model whose tap lies further down is made without the layers
     above it, so that these are neither loaded nor computed.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._encoding: set[str] = set()
-
-    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Take a new request, or one that resumes after preemption, into slot `req_index`."""
-        super().add_request(req_index, new_req_data)
-        if isinstance(payload_of(new_req_data), Encode):
-            self._encoding.add(new_req_data.req_id)
-
-    def drop_request(self, request_id: str) -> None:
-        """Forget a request that has ended."""
-        self._encoding.discard(request_id)
-
-    def omni_counts(self) -> dict[str, int]:
-        """Sequences that are being encoded."""
-        return {"encoding": len(self._encoding)}
+    mark, counted_as = Encode, "encoding"
 
     def tapped(self, hidden: torch.Tensor) -> torch.Tensor:
         """What goes to the next stage of states [tokens, width] that the next replay of a graph will overwrite."""
@@ -60,15 +43,11 @@ class EncoderState(DefaultModelState, EmittingState):
 
     def emit(self, step: Step) -> Emission | None:
         """The states of the positions that the step has computed."""
-        names = list(step.batch.req_ids)
-        if self._encoding.isdisjoint(names):
+        requests, offsets = self.emitting(step), step.offsets
+        if not any(requests):
             return None
-        offsets, encoding = step.offsets, self._encoding & set(names)
 
-        def split(host: Mapping[str, torch.Tensor]) -> Attachments:
-            return [
-                {ENCODED: host[ENCODED][offsets[index] : offsets[index + 1]]} if name in encoding else None
-                for index, name in enumerate(names)
-            ]
+        def part(index: int, host: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+            return {ENCODED: host[ENCODED][offsets[index] : offsets[index + 1]]}
 
-        return Emission({ENCODED: self.tapped(step.hidden[: step.batch.num_tokens])}, split)
+        return emission(requests, {ENCODED: self.tapped(step.hidden[: step.batch.num_tokens])}, {}, part)

@@ -4,44 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from omni_actors.engine.adapter import Admission, RequestOutputs
+from omni_actors.engine.adapter import Admission
 from omni_actors.engine.models.code_predictor import CodePredictor, GraphedPredictor, PredictorConfig, batch_sizes
-from omni_actors.engine.models.code_talker import CodeTalker, CodeTalkerAdapter, ContinuedPositions, known_positions
+from omni_actors.engine.models.code_talker import (
+    CodeOutputs,
+    CodeTalker,
+    CodeTalkerAdapter,
+    ContinuedPositions,
+    known_positions,
+)
 from omni_actors.engine.scheduler import RowStream, RowUpdate
 from omni_actors.engine.workers.base import attachment_of
 from omni_actors.engine.workers.runner import Attachments, Emission, EmittingState, Step, StreamedInputState, payload_of
 from omni_actors.errors import EngineError
-from omni_actors.protocol.messages import UNHEARD
-from omni_actors.stage.engine_interface import EngineEvent, StageRequest, StreamEvent
+from omni_actors.stage.engine_interface import EngineEvent, StageRequest
 
 # A message per frame and request would cost the engine's thread more time than the step that makes the frame; the first
 # ones are sent at once.
 FRAMES_PER_EVENT = (1, 1, 2, 4)
 
 
-class FrameOutputs(RequestOutputs):
-    """Frames of one request as a stream of codes, those of a frame one after the other.
+class FrameOutputs(CodeOutputs):
+    """Frames of one request, the codes of one after those of the other.
 
     The last code that the talker samples has no frame: it ends the speech, or no step follows that would hear it.
     """
 
     def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
-        self._sent = 0  # codes
-        self._generated = 0  # first codes since the last event, also those without a frame
+        super().__init__(request_id)
         self._events = 0
         self._held: list[list[int]] = []
         self._lead: list[int] = []
@@ -61,23 +64,11 @@ class FrameOutputs(RequestOutputs):
             self._held.append(frame)
         if len(self._held) < FRAMES_PER_EVENT[min(self._events, len(FRAMES_PER_EVENT) - 1)] and not finished:
             return ()
-        if not self._held:
-            self._lead = []
-        codes = [*self._lead, *(code for frame in self._held for code in frame)]
-        unheard = {UNHEARD: len(self._lead)} if self._lead else {}
-        event = StreamEvent(
-            self._request_id,
-            token_ids=codes,
-            start=self._sent,
-            scalars=unheard,
-            final=finished,
-            generated=self._generated,
-        )
-        self._lead, self._generated = [], 0
-        self._sent += len(codes)
+        lead = self._lead if self._held else []
+        codes = [*lead, *(code for frame in self._held for code in frame)]
+        self._lead, self._held = [], []
         self._events += 1
-        self._held = []
-        return (event,)
+        return (self.event(codes, final=finished, unheard=len(lead)),)
 
 
 class FrameTalkerAdapter(CodeTalkerAdapter):
@@ -126,11 +117,9 @@ class FrameTalker(CodeTalker):
     the layers of their projection), `text_pad`, `codec_end`, `predictor_config` and `predictor_sampling`.
 
     Attributes:
-        text_table_name: of the table of texts in the checkpoint.
         hidden_projection: takes a thinker's states to the talker's width, in families that have one.
     """
 
-    text_table_name: ClassVar[str]
     text_table: torch.Tensor
     hidden_projection: Projection
 
@@ -165,23 +154,11 @@ class FrameTalker(CodeTalker):
         """The class by which vLLM's runner prepares this model's inputs, and that completes the frames."""
         return FrameTalkerState
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load the talker's part of the whole checkpoint, and project its text table once and for all."""
-        tables = []
-
-        def talker_weights() -> Iterable[tuple[str, torch.Tensor]]:
-            for name, weight in weights:
-                if name == self.text_table_name:
-                    tables.append(weight)
-                else:
-                    yield name, weight
-
-        loaded = AutoWeightsLoader(self).load_weights(talker_weights(), mapper=self.hf_to_vllm_mapper)
-        with torch.inference_mode():
-            for start in range(0, len(self.text_table) if tables else 0, PROJECTED_AT_ONCE):
-                rows = tables[0][start : start + PROJECTED_AT_ONCE].to(self.text_table)
-                self.text_table[start : start + len(rows)] = self.text_projection(rows)
-        return loaded
+    def take_table(self, table: torch.Tensor) -> None:
+        """Project the table once and for all."""
+        for start in range(0, len(self.text_table), PROJECTED_AT_ONCE):
+            rows = table[start : start + PROJECTED_AT_ONCE].to(self.text_table)
+            self.text_table[start : start + len(rows)] = self.text_projection(rows)
 
 
 NO_CODE = -1

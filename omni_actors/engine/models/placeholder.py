@@ -21,28 +21,17 @@ from omni_actors.protocol.payloads import StageParams
 ARCHITECTURE = "OmniActorsPlaceholder"
 
 
+def _never(self: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    raise ConfigError("A diffusion stage got a worker for language models; this is an error in its configuration.")
+
+
 class PlaceholderModel(nn.Module):
-    """Class with the methods by which vLLM recognises a text generation model."""
+    """Class with the methods by which vLLM recognises a text generation model. None is ever called."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
-        raise _built()
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Never called."""
-        raise _built()
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Never called."""
-        raise _built()
-
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Never called."""
-        raise _built()
-
-
-def _built() -> ConfigError:
-    return ConfigError("A diffusion stage got a worker for language models; this is an error in its configuration.")
+    embed_input_ids = forward = compute_logits = _never
 
 
 def placeholder_overrides(part: str, max_steps: int) -> Callable[[PretrainedConfig], PretrainedConfig]:
@@ -70,6 +59,33 @@ def placeholder_overrides(part: str, max_steps: int) -> Callable[[PretrainedConf
         )
 
     return override
+
+
+def vocoder_spec(
+    runner: str,
+    part: str,
+    max_steps: int,
+    most: int = 16,
+    params: StageParams = StageParams(),  # noqa: B008 - immutable
+) -> ModelSpec:
+    """The spec of a stage that turns codes into sound.
+
+    Args:
+        runner: its class path.
+        part: see `placeholder_overrides`; so is `max_steps`.
+        most: requests at a time.
+        params: see `ModelSpec`.
+    """
+    required = {"max_model_len": max_steps + 1, "max_num_batched_tokens": max_steps + 1, "dtype": "float32"}
+    return ModelSpec(
+        kind="diffusion",
+        hf_overrides=placeholder_overrides(part, max_steps),
+        vllm_models={ARCHITECTURE: PlaceholderModel},
+        engine={"max_num_seqs": most},
+        required={**required, "skip_tokenizer_init": True, "enforce_eager": True},
+        params=params,
+        runner=runner,
+    )
 
 
 def picture_spec(

@@ -93,6 +93,22 @@ class ModelSpec:
     prompts: str = ""
 
 
+def renamed(architecture: str, part: str) -> Callable[[PretrainedConfig], PretrainedConfig]:
+    """`hf_overrides` that name an architecture of ours, which is registered as a class object, and change nothing else.
+
+    Args:
+        part: attribute by which the checkpoint's real configuration is recognised; vLLM first calls the function with
+            an empty one.
+    """
+
+    def override(config: PretrainedConfig) -> PretrainedConfig:
+        if hasattr(config, part):
+            config.architectures = [architecture]
+        return config
+
+    return override
+
+
 _SPEECH = ("talker", "code2wav")
 _OMNI = ("thinker", *_SPEECH)
 _FAMILIES = {  # architecture -> folder, which has a module for each stage, and the stages

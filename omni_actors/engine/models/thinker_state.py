@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from omni_actors.engine.workers.runner import EmittingState, Step, payload_of
+from omni_actors.engine.workers.runner import Attachments, Emission, EmittingState, Step, payload_of
 from omni_actors.errors import EngineError
 
 
@@ -20,8 +21,16 @@ class EmitRows:
     """Payload (`extra_args["omni"]`) of a request whose rows a later stage takes."""
 
 
-class ThinkerState(DefaultModelState, EmittingState):
-    """Knows the requests that emit rows. A family's subclass makes the rows (`emit`)."""
+class MarkedState(DefaultModelState, EmittingState):
+    """Knows the requests that emit something: those with a payload of a class.
+
+    Attributes:
+        mark: that class.
+        counted_as: what the requests are called where state is counted.
+    """
+
+    mark: ClassVar[type]
+    counted_as: ClassVar[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -30,7 +39,7 @@ class ThinkerState(DefaultModelState, EmittingState):
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Take a new request, or one that resumes after preemption, into slot `req_index`."""
         super().add_request(req_index, new_req_data)
-        if isinstance(payload_of(new_req_data), EmitRows):
+        if isinstance(payload_of(new_req_data), self.mark):
             self._emitting[new_req_data.req_id] = new_req_data
 
     def drop_request(self, request_id: str) -> None:
@@ -38,12 +47,18 @@ class ThinkerState(DefaultModelState, EmittingState):
         self._emitting.pop(request_id, None)
 
     def omni_counts(self) -> dict[str, int]:
-        """Requests that emit rows."""
-        return {"emitting": len(self._emitting)}
+        """Requests that emit something."""
+        return {self.counted_as: len(self._emitting)}
 
     def emitting(self, step: Step) -> list[NewRequestData | None]:
         """The requests of the batch, None for those that emit nothing."""
         return [self._emitting.get(request_id) for request_id in step.batch.req_ids]
+
+
+class ThinkerState(MarkedState):
+    """Knows the requests that emit rows. A family's subclass makes the rows (`emit`)."""
+
+    mark, counted_as = EmitRows, "emitting"
 
     def media_mask(self, step: Step) -> NDArray[np.bool_] | None:
         """Mask bool [tokens] of the positions that media of emitting requests fill; None if there are none.
@@ -76,3 +91,28 @@ class ThinkerState(DefaultModelState, EmittingState):
         length = self._emitting[step.batch.req_ids[index]].prompt_len
         positions = self.rope_state.read_prefill_positions(int(step.batch.idx_mapping_np[index]), length)
         return positions.to(torch.int64, copy=True)
+
+
+def emission(
+    requests: Sequence[NewRequestData | None],
+    tensors: Mapping[str, torch.Tensor],
+    positions: Mapping[int, torch.Tensor],
+    part: Callable[[int, Mapping[str, torch.Tensor]], dict[str, Any]],
+) -> Emission:
+    """What a step gives to the later stage.
+
+    Args:
+        requests: of the batch, None for those that emit nothing.
+        tensors: on the device, by name.
+        positions: M-RoPE positions of the prompts that have just begun, by place in the batch.
+        part: makes of the copies of the tensors what the request at a place gets besides.
+    """
+    named = {f"positions/{index}": tensor for index, tensor in positions.items()}
+
+    def split(host: Mapping[str, torch.Tensor]) -> Attachments:
+        parts: Attachments = [part(index, host) if request else None for index, request in enumerate(requests)]
+        for index in positions:
+            parts[index] = {**(parts[index] or {}), "mrope_positions": host[f"positions/{index}"]}
+        return parts
+
+    return Emission({**tensors, **named}, split)

@@ -131,10 +131,10 @@ def test_bad_later_tokens_end_the_request(engine):
         with pytest.raises(error):
             engine.extend("r", token_ids=tokens, complete=False)
         assert engine.counts()["requests"] == 0
-    with pytest.raises(InvalidRequest, match="no codec token"):
+    with pytest.raises(InvalidRequest, match="no frame"):
         engine.start(StageRequest("r", StageParams(), 0), StageInputs())
     engine.start(StageRequest("r", StageParams(), 0), StageInputs(complete=False))
-    with pytest.raises(InvalidRequest, match="no codec token"):
+    with pytest.raises(InvalidRequest, match="no frame"):
         engine.extend("r", complete=True)
 
 

@@ -149,7 +149,7 @@ def test_failing_allocation_and_bad_waveform_are_errors_of_the_request(engine, m
 @pytest.mark.parametrize(
     ("token_ids", "fields", "error", "text"),
     [
-        ([], {}, InvalidRequest, "no codec token"),
+        ([], {}, InvalidRequest, "no frame"),
         ([3, 10**6], {}, InvalidPayload, "1000000"),
         ([3, -1], {}, InvalidPayload, "-1"),
         ([1] * 20_000, {}, PromptTooLong, "20000"),

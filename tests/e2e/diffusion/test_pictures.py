@@ -219,7 +219,7 @@ def test_where_memory_is_for_one_picture_they_come_one_after_the_other(family):
         counts = small.counts()
         kept.append(counts.get("prefix_tokens", 0))
         if kept[-1]:
-            token_bytes = 4 * QwenImageNetwork.read_config(part_config(family.checkpoint, "transformer")).prefix_width
+            token_bytes = 4 * QwenImageNetwork(part_config(family.checkpoint, "transformer")).prefix_width
             assert counts["held_bytes"] >= kept[-1] * token_bytes
 
     events = run(small, account)
@@ -394,7 +394,7 @@ def computed(qwen, monkeypatch):
 
     def extended(self: QwenImageNetwork, prefix: Prefix, end: int) -> None:
         if end > prefix.done:
-            steps[-1].append(("edit" if prefix.given.references else "text", end - prefix.done))
+            steps[-1].append(("edit" if prefix.references else "text", end - prefix.done))
         extend(self, prefix, end)
 
     def denoised(self: Denoiser, pictures: Sequence[Picture]) -> list[torch.Tensor | None]:
@@ -445,7 +445,7 @@ def test_an_edit_that_ends_while_it_is_prepared_leaves_nothing_and_the_others_go
     assert not [event for event in events if event.request_id == THREE.name]
 
     def failing(self: QwenImageNetwork, prefix: Prefix, end: int) -> None:
-        if prefix.done and prefix.given.references:
+        if prefix.done and prefix.references:
             raise RuntimeError("no more")
         extend(self, prefix, end)
 

@@ -14,9 +14,11 @@ import torch
 from omni_actors.engine.models.chunks import ChunkPolicy, DecodeOptions
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
 from omni_actors.engine.models.codec_decoder.stream import CodecChunk, CodecStream, Cutting, DecoderCarry
+from omni_actors.engine.models.diffusers_layout import fill
+from omni_actors.engine.rows import moved
 from omni_actors.engine.workers.base import omni_options
 from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionModelRunner, StepResult
-from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, StartupError
+from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
 from omni_actors.protocol.messages import UNHEARD
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
@@ -86,8 +88,8 @@ class BatchedDecoder:
     def decode(self, chunks: Sequence[CodecChunk]) -> tuple[list[torch.Tensor], list[Sequence[torch.Tensor] | None]]:
         """See `Batches`."""
         states = [chunk.carry.state[0] for chunk in chunks if chunk.carry.state is not None]
-        codes = self._to_device(torch.stack([chunk.codes for chunk in chunks]))
-        position = self._to_device(torch.tensor([chunk.position for chunk in chunks]))
+        codes = moved(torch.stack([chunk.codes for chunk in chunks]), self._device)
+        position = moved(torch.tensor([chunk.position for chunk in chunks]), self._device)
         graph = self._graph(not states, chunks[0].frames, len(chunks))
         if graph is None:
             samples, after = self.decoder(codes, position, torch.stack(states) if states else None)
@@ -103,12 +105,6 @@ class BatchedDecoder:
         torch._foreach_copy_(kept, list(after))
         sound = [samples[index, chunk.unheard : chunk.samples] for index, chunk in enumerate(chunks)]
         return sound, [(state,) for state in kept]
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy through pinned memory: any other copy would wait for all the work queued on the device."""
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
 
     def _graph(self, first: bool, frames: int, batch: int) -> _BatchGraph | None:
         """The smallest graph that takes the batch, if there is one."""
@@ -150,14 +146,6 @@ MAX_STEPS = 1023  # far more than the one of a request: vLLM takes no more reque
 DUMMY_SEED = 0
 AUTO_PRECISION = {"cuda": "tf32", "cpu": "float32"}
 CHUNKS = ChunkPolicy(first=1, largest=8, look_ahead=0)
-# What vLLM's configuration has to say for a decoder whose requests take one step.
-REQUIRED = {
-    "max_model_len": MAX_STEPS + 1,
-    "max_num_batched_tokens": MAX_STEPS + 1,
-    "dtype": "float32",
-    "skip_tokenizer_init": True,
-    "enforce_eager": True,
-}
 
 
 class ChunkRunner(DiffusionModelRunner):
@@ -306,21 +294,7 @@ class CodecRunner(ChunkRunner):
             torch.manual_seed(DUMMY_SEED)
             decoder = self.make_decoder().eval()
         if not dummy:
-            self._fill(decoder, self.read_weights())
+            fill(decoder, self.read_weights(), f"the codec decoder in {self.model_name!r}")
         decoder.requires_grad_(False).to(self.device, self.dtype)
         self.batches = batches = BatchedDecoder(decoder, self.device, self.max_requests)
         self.cutting = Cutting(decoder.sizes, self.policy, batches.state_bytes, self.dtype.itemsize)
-
-    def _fill(self, decoder: CodecDecoder, weights: Mapping[str, torch.Tensor]) -> None:
-        own = decoder.state_dict()
-        missing = sorted(own.keys() - weights.keys())
-        unexpected = sorted(weights.keys() - own.keys())
-        misshapen = [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
-        if missing or unexpected or misshapen:
-            raise StartupError(
-                f"The codec decoder's weights in {self.model_name!r} do not fit its config: missing {missing[:3]}, "
-                f"unexpected {unexpected[:3]}, of another shape {sorted(misshapen)[:3]} ({len(missing)}, "
-                f"{len(unexpected)} and {len(misshapen)} in all).",
-                hint="Check that config.json and the safetensors files belong together.",
-            )
-        decoder.load_state_dict(weights)

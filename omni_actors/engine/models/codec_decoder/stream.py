@@ -12,9 +12,8 @@ from typing import Protocol
 
 import torch
 
-from omni_actors.engine.models.chunks import ChunkPolicy
-from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionStream
-from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
+from omni_actors.engine.models.chunks import ChunkPolicy, ChunkStream
+from omni_actors.engine.workers.diffusion import DiffusionJob
 from omni_actors.stage.sound import CHUNKS_AHEAD, Ahead
 
 # Copies of the widest activation that are alive at a time, for the memory estimates.
@@ -116,7 +115,7 @@ class Cutting:
         return COPIES * frames * self.sizes.widest * self.itemsize + 2 * self.state_bytes
 
 
-class CodecStream(DiffusionStream):
+class CodecStream(ChunkStream):
     """A request: collects frames and cuts them into chunks.
 
     Args:
@@ -125,23 +124,11 @@ class CodecStream(DiffusionStream):
     """
 
     def __init__(self, cutting: Cutting, carry: DecoderCarry, unheard: int = 0) -> None:
-        self._cutting = cutting
-        self._carry = carry
-        self._silent = unheard // cutting.sizes.num_quantizers  # frames
-        self._codes: list[int] = []
-        self._complete = False
+        sizes = cutting.sizes
+        super().__init__(sizes.num_quantizers, sizes.codebook_size, sizes.max_position_embeddings)
+        self._cutting, self._carry = cutting, carry
+        self._silent = unheard // sizes.num_quantizers  # frames
         self._frame = 0  # where the next chunk begins
-        self._finished = False
-
-    @property
-    def input_tokens(self) -> int:
-        """Codes so far."""
-        return len(self._codes)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the last chunk has been returned."""
-        return self._finished
 
     @property
     def held_bytes(self) -> int:
@@ -157,35 +144,6 @@ class CodecStream(DiffusionStream):
     def close(self) -> None:
         """Free what the last chunk left on the device."""
         self._carry.state = None
-
-    def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
-        """Append whole frames, the codes of one after those of the other.
-
-        Raises:
-            InvalidRequest: the input was complete, or ends without a frame.
-            PromptTooLong: the utterance is longer than the decoder's positions.
-            InvalidPayload: the codes are no whole frames, or one is outside of the codebook.
-        """
-        sizes = self._cutting.sizes
-        width, longest = sizes.num_quantizers, sizes.max_position_embeddings
-        if self._complete and (token_ids or not complete):
-            raise InvalidRequest("The codec decoder got more codes after the last.")
-        if len(token_ids) % width:
-            raise InvalidPayload(
-                f"{len(token_ids)} codes are no whole frames; this decoder takes frames of {width} codes.",
-                hint=f"Send all {width} codes of a frame together; talker and decoder must be of one checkpoint.",
-            )
-        if (frames := (len(self._codes) + len(token_ids)) // width) > longest:
-            raise PromptTooLong(f"{frames} frames exceed the decoder's maximum of {longest}.")
-        if token_ids and (min(token_ids) < 0 or max(token_ids) >= sizes.codebook_size):
-            index = next(index for index, code in enumerate(token_ids) if not 0 <= code < sizes.codebook_size)
-            raise InvalidPayload(
-                f"Code {token_ids[index]} of codebook {index % width} is outside 0..{sizes.codebook_size - 1}."
-            )
-        if complete and frames == 0:
-            raise InvalidRequest("The codec decoder got no frame.", hint="Let the talker produce at least one.")
-        self._codes.extend(token_ids)
-        self._complete = complete
 
     def next_job(self) -> DiffusionJob | None:
         """The next chunk, once its frames are there."""

@@ -15,21 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from omni_actors.engine.models.pictures.denoising import (
-    Attention,
-    PackedNetwork,
-    Packing,
-    Size,
-    attend_each,
-    interleaved,
-    moved,
-    pack,
-)
+from omni_actors.engine.models.pictures.denoising import PackedNetwork, Packing, Size, interleaved, pack
 from omni_actors.engine.models.pictures.layers import (
     AdaptedLinear,
     LayerWeights,
     MomentEmbedding,
-    RmsNorm,
     compile_halves,
     gate,
     grid,
@@ -37,6 +27,7 @@ from omni_actors.engine.models.pictures.layers import (
     turned,
 )
 from omni_actors.engine.models.pictures.weights import Names, PartConfig, fused
+from omni_actors.engine.rows import moved
 
 NAMES = Names(
     model="FLUX.2",
@@ -70,43 +61,6 @@ NAMES = Names(
 )
 TIME_SCALE = 1000.0
 REFERENCE_DISTANCE = 10  # positions along the first axis from one picture of a sequence to the next
-
-
-@dataclass(frozen=True)
-class Flux2Config:
-    """Sizes of the network; the defaults are those of klein 4B.
-
-    Args:
-        channels: of the latents.
-        double: layers with weights of their own for prompts.
-        single: layers after them.
-        heads: of attention.
-        text_width: of the text encoder's states.
-        widening: of a token inside a layer.
-        axes: rotary dimensions of a head along pictures, height, width and text.
-        theta: base of the rotary frequencies.
-        eps: of the norms.
-    """
-
-    channels: int = 128
-    double: int = 5
-    single: int = 20
-    heads: int = 24
-    text_width: int = 7680
-    widening: float = 3.0
-    axes: tuple[int, int, int, int] = (32, 32, 32, 32)
-    theta: float = 2000.0
-    eps: float = 1e-6
-
-    @property
-    def width(self) -> int:
-        """Of a token."""
-        return self.heads * sum(self.axes)
-
-    @property
-    def hidden(self) -> int:
-        """Width of a token inside a gated layer."""
-        return int(self.width * self.widening)
 
 
 @dataclass(frozen=True)
@@ -182,9 +136,9 @@ Chosen: TypeAlias = torch.Tensor | None
 class Flux2Stream(LayerWeights):
     """What a layer computes of prompts, or of pictures; `factors` [sequences, 6 * width] are those of its layers."""
 
-    def __init__(self, config: Flux2Config) -> None:
-        super().__init__(config.width, config.heads, config.hidden, config.eps)
-        self.eps = config.eps
+    def __init__(self, width: int, heads: int, hidden: int, eps: float) -> None:
+        super().__init__(width, heads, hidden, eps)
+        self.eps = eps
 
     def before(
         self,
@@ -216,22 +170,20 @@ class Flux2Stream(LayerWeights):
 class Flux2DoubleBlock(nn.Module):
     """The two streams of a layer."""
 
-    def __init__(self, config: Flux2Config) -> None:
+    def __init__(self, *sizes: Any) -> None:
         super().__init__()
-        self.text, self.picture = Flux2Stream(config), Flux2Stream(config)
+        self.text, self.picture = Flux2Stream(*sizes), Flux2Stream(*sizes)
 
 
 class Flux2SingleBlock(nn.Module):
     """A layer of whole sequences, with attention beside the gated layer; `factors` are [sequences, 3 * width]."""
 
-    def __init__(self, config: Flux2Config) -> None:
+    def __init__(self, width: int, heads: int, hidden: int, eps: float) -> None:
         super().__init__()
-        width = config.width
-        self.heads, self.eps = config.heads, config.eps
-        self.qkv_up = AdaptedLinear(width, 3 * width + 2 * config.hidden)
-        self.norm_q = RmsNorm(width // config.heads, config.eps)
-        self.norm_k = RmsNorm(width // config.heads, config.eps)
-        self.out_down = AdaptedLinear(width + config.hidden, width)
+        self.heads, self.eps = heads, eps
+        self.qkv_up = AdaptedLinear(width, 3 * width + 2 * hidden)
+        self.norm_q, self.norm_k = (nn.RMSNorm(width // heads, eps) for _ in range(2))
+        self.out_down = AdaptedLinear(width + hidden, width)
 
     def before(
         self,
@@ -263,52 +215,34 @@ class Flux2SingleBlock(nn.Module):
 
 
 class Flux2Network(PackedNetwork):
-    """The network: predicts the velocity of latents, from noise at moment 1 to a picture at moment 0.
-
-    Args:
-        config: its sizes.
-        attend: the attention to compute with; `attend_each` works everywhere.
-    """
+    """The network: predicts the velocity of latents, from noise at moment 1 to a picture at moment 0."""
 
     names = NAMES
 
-    def __init__(self, config: Flux2Config, attend: Attention = attend_each) -> None:
-        super().__init__(config.channels, 1, attend)
-        self.config = config
-        width = config.width
-        self.embed = nn.Linear(config.channels, width, bias=False)
-        self.text_in = nn.Linear(config.text_width, width, bias=False)
-        self.layers: Any = nn.ModuleList(Flux2DoubleBlock(config) for _ in range(config.double))
-        self.single_layers: Any = nn.ModuleList(Flux2SingleBlock(config) for _ in range(config.single))
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        config = PartConfig("transformer", given, "Flux2Transformer2DModel")
+        config.expect(patch_size=1, guidance_embeds=False, timestep_guidance_channels=256, out_channels=None)
+        axes, heads = config["axes_dims_rope"], config["num_attention_heads"]
+        config.expect(attention_head_dim=sum(axes))
+        width = heads * sum(axes)
+        super().__init__(config["in_channels"], width, config["joint_attention_dim"], axes)
+        self.eps, self.theta = config["eps"], config["rope_theta"]
+        sizes = width, heads, int(width * config["mlp_ratio"]), self.eps
+        self.embed = nn.Linear(self.channels, width, bias=False)
+        self.text_in = nn.Linear(self.text_width, width, bias=False)
+        self.layers: Any = nn.ModuleList(Flux2DoubleBlock(*sizes) for _ in range(config["num_layers"]))
+        self.single_layers: Any = nn.ModuleList(Flux2SingleBlock(*sizes) for _ in range(config["num_single_layers"]))
         self.moment = MomentEmbedding(width, width, 1.0, bias=False)
         self.picture_modulation = nn.Linear(width, 6 * width, bias=False)
         self.text_modulation = nn.Linear(width, 6 * width, bias=False)
         self.single_modulation = nn.Linear(width, 3 * width, bias=False)
         self.final_modulation = nn.Linear(width, 2 * width, bias=False)
-        self.final = nn.Linear(width, config.channels, bias=False)
+        self.final = nn.Linear(width, self.channels, bias=False)
 
     def compile(self, **options: Any) -> None:
         """Compile the two parts of the layers around attention. Equal layers share their code, for any batch."""
         compile_halves([one for block in self.layers for one in (block.text, block.picture)], **options)
         compile_halves(self.single_layers, **options)
-
-    @staticmethod
-    def read_config(config: Mapping[str, Any]) -> Flux2Config:
-        """See `PackedNetwork`."""
-        part = PartConfig("transformer", config, "Flux2Transformer2DModel")
-        part.expect(patch_size=1, guidance_embeds=False, timestep_guidance_channels=256, out_channels=None)
-        part.expect(attention_head_dim=sum(part["axes_dims_rope"]))
-        return Flux2Config(
-            channels=part["in_channels"],
-            double=part["num_layers"],
-            single=part["num_single_layers"],
-            heads=part["num_attention_heads"],
-            text_width=part["joint_attention_dim"],
-            widening=part["mlp_ratio"],
-            axes=tuple(part["axes_dims_rope"]),
-            theta=part["rope_theta"],
-            eps=part["eps"],
-        )
 
     def condition(self, given: Sequence[Flux2Condition]) -> list[EncodedCondition]:
         """Embed prompts and the pictures that they refer to."""
@@ -316,7 +250,7 @@ class Flux2Network(PackedNetwork):
 
     def _encoded(self, given: Flux2Condition) -> EncodedCondition:
         line = F.pad(torch.arange(len(given.states))[:, None], (3, 0))
-        latents, places = [torch.zeros(0, self.config.channels)], [line[:0]]
+        latents, places = [torch.zeros(0, self.channels)], [line[:0]]
         for number, one in enumerate(given.references, 1):
             _, height, width = one.shape
             latents.append(self.patches_of(one))
@@ -393,13 +327,13 @@ class Flux2Network(PackedNetwork):
         scale, shift = self.final_modulation(moment).chunk(2, -1)
         tokens = tokens[batch.apart[len(texts) : len(texts) + batch.made]]
         velocity: torch.Tensor = -self.final(
-            modulated(tokens, shift, scale, batch.picture_owner[: batch.made], self.config.eps)
+            modulated(tokens, shift, scale, batch.picture_owner[: batch.made], self.eps)
         )
         return velocity
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
         """Factors f32 [tokens, 2, head_dim] for positions i64 [tokens, 4] along the axes."""
-        return moved(rotation_at(positions, self.config.axes, self.config.theta, rounded=False), self.device)
+        return moved(rotation_at(positions, self.axes, self.theta, rounded=False), self.device)
 
 
 def _grid(height: int, width: int, place: int) -> torch.Tensor:

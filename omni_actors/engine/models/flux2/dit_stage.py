@@ -56,16 +56,13 @@ class Flux2Dit(DenoisingStage):
 
     def warm_up_condition(self) -> Flux2Condition:
         """A prompt, which has as many tokens as any."""
-        return Flux2Condition(torch.zeros(layout.MAX_TOKENS, self.config.text_width))
+        return Flux2Condition(torch.zeros(layout.MAX_TOKENS, self.network.text_width))
 
     def conditions(self, inputs: StageInputs, guidance: float) -> tuple[Flux2Condition, Flux2Condition | None, float]:
         """The prompt, and with guidance the negative prompt, which refers to the same pictures."""
         references = self.read_references(inputs.tensors)
         names = [STATES] if self._distilled or guidance <= 1.0 else [STATES, NEGATIVE_STATES]
-        condition, *negative = (
-            Flux2Condition(self.read_states(inputs.tensors.get(name), name, self.config.text_width), references)
-            for name in names
-        )
+        condition, *negative = (Flux2Condition(self.read_states(inputs.tensors, name), references) for name in names)
         return (condition, negative[0], guidance - 1.0) if negative else (condition, None, 0.0)
 
     def tokens_of(self, condition: Flux2Condition) -> int:

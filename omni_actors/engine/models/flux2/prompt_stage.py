@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models import ModelSpec, renamed
 from omni_actors.engine.models.flux2.layout import MAX_TOKENS, is_distilled, reference_picture
 from omni_actors.engine.models.pictures import NEGATIVE_TOKENS, picture
 from omni_actors.engine.models.pictures.prompts import NEGATIVE_PROMPT, PicturePrompts
@@ -54,17 +53,10 @@ class Flux2Prompts(PicturePrompts):
         return self._tokenize(prompt), found
 
 
-def prompt_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration with the architecture above."""
-    if hasattr(config, "num_key_value_heads"):  # vLLM first calls the function with an empty configuration
-        config.architectures = [ARCHITECTURE]
-    return config
-
-
 SPEC = ModelSpec(
     kind="prompt",
     folder="text_encoder",
-    hf_overrides=prompt_config,
+    hf_overrides=renamed(ARCHITECTURE, "num_key_value_heads"),
     vllm_models={ARCHITECTURE: Qwen3ForCausalLM},
     engine={"max_model_len": MAX_TOKENS + 1},
     prompts="omni_actors.engine.models.flux2.prompt_stage.Flux2Prompts",

@@ -14,13 +14,11 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3Model
 
 from omni_actors.config.checks import check_parameters
 from omni_actors.engine.models.flux2.layout import MAX_TOKENS
-from omni_actors.engine.models.pictures import NEGATIVE_STATES, NEGATIVE_TOKENS, STATES
+from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES, negative_ids
 from omni_actors.engine.models.pictures.vae_stage import MAX_STEPS, OneStepStage
 from omni_actors.engine.models.placeholder import picture_spec
-from omni_actors.engine.rows import to_torch
 from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionStream, KnownJobs
 from omni_actors.errors import InvalidPayload, PromptTooLong, StartupError
-from omni_actors.protocol.fields import DType
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
 
 LAYERS = (9, 18, 27)  # before which the states are taken
@@ -63,11 +61,8 @@ class Flux2TextEncoder(OneStepStage):
         """Check the token ids of a prompt, and of the negative prompt if there is one."""
         check_parameters("text_encoder", self.facts.parameters, request.params)
         jobs = [self._job(inputs.token_ids, STATES)]
-        if (negative := inputs.tensors.get(NEGATIVE_TOKENS)) is not None:
-            negative.validate(NEGATIVE_TOKENS)
-            if negative.dtype is not DType.I64 or len(negative.shape) != 1:
-                raise InvalidPayload(f"{NEGATIVE_TOKENS} needs i64 [tokens].")
-            jobs.append(self._job(to_torch(negative, NEGATIVE_TOKENS).tolist(), NEGATIVE_STATES))
+        if (negative := negative_ids(inputs.tensors)) is not None:
+            jobs.append(self._job(negative, NEGATIVE_STATES))
         return KnownJobs(jobs, len(inputs.token_ids))
 
     def _job(self, token_ids: Sequence[int], name: str) -> DiffusionJob:

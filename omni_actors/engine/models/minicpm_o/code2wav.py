@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS, REQUIRED
+from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS
 from omni_actors.engine.models.diffusers_layout import checkpoint_folder
 from omni_actors.engine.models.minicpm_o import config  # noqa: F401 - registers the configuration
-from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
+from omni_actors.engine.models.placeholder import vocoder_spec
 from omni_actors.engine.models.s3_vocoder.runner import S3Runner
 
 ASSETS = "assets"
@@ -28,11 +27,4 @@ class MiniCpmOCode2Wav(S3Runner):
         return {path.stem: path for path in sorted((checkpoint_folder(self.model_name) / ASSETS).glob("*.wav"))}
 
 
-SPEC = ModelSpec(
-    kind="diffusion",
-    hf_overrides=placeholder_overrides("tts_config", MAX_STEPS),
-    vllm_models={ARCHITECTURE: PlaceholderModel},
-    engine={"max_num_seqs": 16},
-    required=REQUIRED,
-    runner="omni_actors.engine.models.minicpm_o.code2wav.MiniCpmOCode2Wav",
-)
+SPEC = vocoder_spec("omni_actors.engine.models.minicpm_o.code2wav.MiniCpmOCode2Wav", "tts_config", MAX_STEPS)

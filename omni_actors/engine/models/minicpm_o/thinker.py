@@ -25,7 +25,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from omni_actors.engine.adapter import Admission, TextAdapter, TextDecoder
 from omni_actors.engine.encoded_requests import FEATURES, LENGTHS, RequestReader
-from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models import ModelSpec, renamed
 from omni_actors.engine.models.minicpm_o.config import POOLED, QUERIES, hearing_part, speech_part
 from omni_actors.engine.models.minicpm_o.pictures import PIXELS, SIZES, PictureEncoder, picture_embeddings
 from omni_actors.engine.models.minicpm_o.prompt import MEDIA, DummyInputs, Info, MarkedMedia, audio_embeddings
@@ -38,13 +38,6 @@ from omni_actors.stage.engine_interface import StageInputs, StageRequest
 ARCHITECTURE = "OmniActorsMiniCpmOThinker"
 SPEECH_BEGIN, SPEECH_END = "<|tts_bos|>", "<|tts_eos|>"
 SECOND = 50  # positions of the encoder of sounds
-
-
-def thinker_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The checkpoint's configuration with our own architecture name."""
-    if hasattr(config, "tts_config"):  # vLLM first calls the function with an empty configuration
-        config.architectures = [ARCHITECTURE]
-    return config
 
 
 class SpeechRows(nn.Module):
@@ -190,7 +183,7 @@ class MiniCpmOThinkerAdapter(TextAdapter):
 
 SPEC = ModelSpec(
     kind="autoregressive",
-    hf_overrides=thinker_config,
+    hf_overrides=renamed(ARCHITECTURE, "tts_config"),
     vllm_models={ARCHITECTURE: MiniCpmOThinker},
     engine={"enable_prefix_caching": True},
     required={"enable_prompt_embeds": False},

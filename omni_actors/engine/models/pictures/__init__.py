@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from PIL import Image
 
-from omni_actors.errors import InvalidRequest
+from omni_actors.errors import InvalidPayload, InvalidRequest
 from omni_actors.media.decoders import MediaDecoder
 from omni_actors.media.limits import LAYERED_FILE, Item, MediaLimits
 from omni_actors.protocol.fields import DType, HostTensor
@@ -29,6 +29,18 @@ def picture(index: int) -> str:
 def reference(index: int) -> str:
     """The name of its latents, f32 [channels, height, width], from there to the denoising stage."""
     return f"reference_{index}"
+
+
+def negative_ids(tensors: Mapping[str, HostTensor]) -> list[int] | None:
+    """The token ids of the negative prompt, if there is one. Raises `InvalidPayload` for anything else."""
+    given = tensors.get(NEGATIVE_TOKENS)
+    if given is None:
+        return None
+    given.validate(NEGATIVE_TOKENS)
+    if given.dtype is not DType.I64 or len(given.shape) != 1:
+        raise InvalidPayload(f"{NEGATIVE_TOKENS} needs i64 [tokens].")
+    token_ids: list[int] = np.frombuffer(given.data, dtype=np.int64).tolist()
+    return token_ids
 
 
 def text_of(prompt: Prompt) -> str:

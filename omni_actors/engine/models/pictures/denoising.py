@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from omni_actors.engine.models.pictures.weights import Names, load
+from omni_actors.engine.rows import moved
 from omni_actors.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -58,13 +59,6 @@ class Attention(Protocol):
             packing: of the queries.
             keys: that of the keys; None if it is the same. A sequence may have more keys than queries.
         """
-
-
-def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on the device, from the CPU through pinned memory: any other copy waits for all work queued there."""
-    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def pack(lengths: Sequence[int], device: torch.device) -> Packing:
@@ -168,24 +162,30 @@ Network = TypeVar("Network", bound="PackedNetwork")
 class PackedNetwork(nn.Module, ABC):
     """Predicts velocities from noise towards pictures, for any mix of requests, sizes, moments and conditions at once.
 
+    A family's class is made of the transformer's config.json. It raises `ConfigError` for one that describes another
+    network, or lacks a size.
+
     Attributes:
         names: how its published weights become its parameters.
         adapters: names of its LoRA adapters, in their order.
+        attend: the attention to compute with.
 
     Args:
         channels: of the latents.
+        width: of a token.
+        text_width: of the text encoder's states.
+        axes: rotary dimensions of a head along each axis of positions.
         patch: latent pixels along an edge of a token.
-        attend: the attention to compute with; `attend_each` works everywhere.
     """
 
     names: ClassVar[Names]
     adapters: tuple[str, ...] = ()
 
-    def __init__(self, channels: int, patch: int, attend: Attention = attend_each) -> None:
+    def __init__(self, channels: int, width: int, text_width: int, axes: Sequence[int], patch: int = 1) -> None:
         super().__init__()
-        self.channels = channels
-        self.patch = patch
-        self.attend = attend
+        self.channels, self.width, self.text_width = channels, width, text_width
+        self.axes, self.patch = tuple(axes), patch
+        self.attend: Attention = attend_each
 
     @property
     def device(self) -> torch.device:
@@ -196,15 +196,6 @@ class PackedNetwork(nn.Module, ABC):
     def dtype(self) -> torch.dtype:
         """Of the weights and of what is computed with them."""
         return next(self.parameters()).dtype
-
-    @staticmethod
-    @abstractmethod
-    def read_config(config: Mapping[str, Any]) -> Any:
-        """The sizes in a transformer's config.json, with which a network is made.
-
-        Raises:
-            ConfigError: it describes another network, or lacks a size.
-        """
 
     @abstractmethod
     def condition(self, given: Sequence[Any]) -> list[Any]:
@@ -403,17 +394,6 @@ class PictureSpec:
             return False
         spread = self.previews + 1
         return step * spread // self.num_steps > (step - 1) * spread // self.num_steps
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """A part of what a picture's conditions contribute that has a step of its own, before those of the picture.
-
-    Args:
-        compute: does it; once more, it does nothing.
-    """
-
-    compute: Callable[[], None]
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from omni_actors.config.checks import check_parameters, unknown_adapter
-from omni_actors.engine.models.diffusers_layout import checkpoint_folder, part_config, part_tensors
+from omni_actors.engine.models.diffusers_layout import WEIGHTS, checkpoint_folder, part_config, read_tensors
 from omni_actors.engine.models.pictures import ADAPTER, MAX_REFERENCES, reference
 from omni_actors.engine.models.pictures.adapters import load_adapters
 from omni_actors.engine.models.pictures.denoising import (
@@ -21,7 +21,6 @@ from omni_actors.engine.models.pictures.denoising import (
     PackedNetwork,
     Picture,
     PictureSpec,
-    Preparation,
     fastest_attention,
     without_weights,
 )
@@ -53,22 +52,19 @@ class DenoisingStage(DiffusionModelRunner):
         multiple: pixels that a picture's edges are a multiple of.
         adaptable: whether the network takes LoRA adapters.
         guidance: the parameter of guidance.
-        config: the network's sizes; all have a `width` and rotary `axes`.
     """
 
-    network_class: ClassVar[type[PackedNetwork]]
+    network_class: ClassVar[Any]
     activations: ClassVar[int]
     defaults: ClassVar[StageParams]
     latent_pixels: ClassVar[int]
     multiple: ClassVar[int]
     adaptable: ClassVar[bool] = False
     guidance: Parameter
-    config: Any
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.folder = checkpoint_folder(omni_options(vllm_config)["model"])
-        self.config = self.network_class.read_config(part_config(self.folder, "transformer"))
         self.schedule = self.read_schedule(part_config(self.folder, "scheduler", "scheduler_config.json"))
         self.dtype = cast("torch.dtype", vllm_config.model_config.dtype)
         self._adapters: dict[str, str] = omni_options(vllm_config)["adapters"]
@@ -76,9 +72,14 @@ class DenoisingStage(DiffusionModelRunner):
             raise ConfigError("This model takes no LoRA adapters.", hint="Remove `adapters`.")
         self._compiled = device.type == "cuda" and not vllm_config.model_config.enforce_eager
         self._pictures: dict[str, Picture] = {}
-        self._preparations: dict[str, Preparation] = {}
+        self._preparations: dict[str, Callable[[], None]] = {}
 
     # -- the model's
+
+    @property
+    def network(self) -> Any:
+        """The network, once it is loaded."""
+        return self.denoiser.network
 
     @property
     def longest_edge(self) -> int:
@@ -110,7 +111,9 @@ class DenoisingStage(DiffusionModelRunner):
 
     @abstractmethod
     def stream(self, spec: PictureSpec, input_tokens: int) -> DiffusionStream:
-        """The jobs of a picture, with the memory that they take: its `PictureSpec`, and each `Preparation` before it.
+        """The jobs of a picture, with the memory that they take: its `PictureSpec`, and functions to call before it.
+
+        A function computes a part of what the picture's conditions contribute, in a step of its own.
 
         Args:
             input_tokens: for the usage report.
@@ -124,8 +127,8 @@ class DenoisingStage(DiffusionModelRunner):
 
     def bytes_of(self, tokens: int, values: int = 1) -> int:
         """Bytes of n tokens, of as many values of the network's width each, with their rotations."""
-        width, turned = int(self.config.width), int(sum(self.config.axes))
-        return tokens * (values * width * self.dtype.itemsize + 8 * turned)
+        bytes_of_one: int = values * self.network.width * self.dtype.itemsize + 8 * sum(self.network.axes)
+        return tokens * bytes_of_one
 
     def picture_job(self, spec: PictureSpec, tokens: int, needed: int, held: int = 0, first: int = 0) -> DiffusionJob:
         """The job of a picture.
@@ -136,7 +139,7 @@ class DenoisingStage(DiffusionModelRunner):
             held: bytes from the first step to the last, besides the latents.
             first: tokens that the first step computes besides.
         """
-        network = self.denoiser.network
+        network = self.network
         return DiffusionJob(
             spec,
             spec.num_steps,
@@ -148,22 +151,22 @@ class DenoisingStage(DiffusionModelRunner):
             reports_progress=spec.num_steps > 1,
         )
 
-    def read_states(self, given: HostTensor | None, name: str, width: int) -> torch.Tensor:
-        """The hidden states of a prompt [tokens, width]. Raises `InvalidPayload` for anything else."""
-        if given is None:
+    def read_states(self, tensors: Mapping[str, HostTensor], name: str) -> torch.Tensor:
+        """The hidden states of a prompt [tokens, text_width]. Raises `InvalidPayload` for anything else."""
+        if name not in tensors:
             raise InvalidPayload(f"This stage needs the hidden states {name!r} of a prompt.")
-        check_rows(given, width, name, minimum=1)
-        return read_finite(given, name)
+        check_rows(tensors[name], self.network.text_width, name, minimum=1)
+        return read_finite(tensors[name], name)
 
     def read_references(self, tensors: Mapping[str, HostTensor]) -> tuple[torch.Tensor, ...]:
         """The latents of the pictures that a prompt refers to. Raises `InvalidPayload` for anything else."""
-        found = []
+        found, channels = [], self.network.channels
         for name in map(reference, range(MAX_REFERENCES)):
             if (given := tensors.get(name)) is None:
                 break
             given.validate(name)
-            if len(given.shape) != 3 or given.shape[0] != self.config.channels or 0 in given.shape:
-                raise InvalidPayload(f"{name} needs the shape [{self.config.channels}, height, width].")
+            if len(given.shape) != 3 or given.shape[0] != channels or 0 in given.shape:
+                raise InvalidPayload(f"{name} needs the shape [{channels}, height, width].")
             found.append(read_finite(given, name).float())
         return tuple(found)
 
@@ -191,14 +194,14 @@ class DenoisingStage(DiffusionModelRunner):
             StartupError: a file of the weights is missing.
             ConfigError: the weights do not fit the configuration.
         """
-        make = cast("Callable[[Any], PackedNetwork]", self.network_class)  # whose own arguments are its sizes
-        network = without_weights(lambda: make(self.config), self.device, self.dtype)
+        config = part_config(self.folder, "transformer")
+        network: PackedNetwork = without_weights(lambda: self.network_class(config), self.device, self.dtype)
         if dummy:
             with torch.random.fork_rng(), torch.inference_mode():
                 torch.manual_seed(DUMMY_SEED)  # the same in every process, so that a replayed request goes on
                 network.draw()
         else:
-            network.load(part_tensors(self.folder, "transformer"))
+            network.load(read_tensors(str(self.folder), "", "transformer", WEIGHTS))
         load_adapters(network, self._adapters)
         network.attend = fastest_attention(self.device.type, self.dtype)
         if self._compiled:
@@ -228,7 +231,7 @@ class DenoisingStage(DiffusionModelRunner):
         if params.adapter is not None and params.adapter not in self._adapters:
             raise unknown_adapter(params.adapter, self._adapters)
         condition, negative, guidance = self.conditions(inputs, params.guidance_scale or 0.0)
-        edge = self.latent_pixels * self.denoiser.network.patch
+        edge = self.latent_pixels * self.network.patch
         spec = PictureSpec(
             size=(height // edge, width // edge),
             num_steps=len(self.schedule.fixed) or params.num_steps or 1,
@@ -243,10 +246,10 @@ class DenoisingStage(DiffusionModelRunner):
 
     def add(self, request_id: str, job: DiffusionJob) -> None:
         """Bring a picture's noise to the device, and what its conditions contribute, as far as it is not there."""
-        if isinstance(job.payload, Preparation):
-            self._preparations[request_id] = job.payload
-        else:
+        if isinstance(job.payload, PictureSpec):
             self._pictures[request_id] = self.denoiser.begin(job.payload)
+        else:
+            self._preparations[request_id] = job.payload
 
     def remove(self, request_id: str) -> None:
         """Free a picture's latents and conditions. Unknown ids are ignored."""
@@ -257,8 +260,8 @@ class DenoisingStage(DiffusionModelRunner):
     def step(self, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
         """Take these pictures a step further; the latents of those that are done come with it."""
         for key in request_ids:
-            if preparation := self._preparations.get(key):
-                preparation.compute()
+            if prepare := self._preparations.get(key):
+                prepare()
         moving = [
             key
             for key in request_ids

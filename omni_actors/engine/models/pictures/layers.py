@@ -17,19 +17,6 @@ from torch import nn
 MOMENT_WAVES = 256  # values that a moment is expressed in
 
 
-class RmsNorm(nn.Module):
-    """Scales vectors to a root mean square of one, and each of their values by a weight."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens [..., width], scaled."""
-        return F.rms_norm(tokens, self.weight.shape, self.weight, self.eps)
-
-
 def gate(given: torch.Tensor) -> torch.Tensor:
     """silu of the first half of each row times the second."""
     gates, values = given.chunk(2, -1)
@@ -37,7 +24,7 @@ def gate(given: torch.Tensor) -> torch.Tensor:
 
 
 def turned(
-    qkv: torch.Tensor, heads: int, norm_q: RmsNorm, norm_k: RmsNorm, rotation: torch.Tensor
+    qkv: torch.Tensor, heads: int, norm_q: nn.RMSNorm, norm_k: nn.RMSNorm, rotation: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values [tokens, heads, head_dim] of a product; the first two are normed and turned."""
     query, key, value = qkv.unflatten(-1, (3 * heads, -1)).chunk(3, 1)
@@ -85,8 +72,8 @@ class LayerWeights(nn.Module):
         super().__init__()
         self.heads = heads
         self.qkv = AdaptedLinear(width, 3 * width)
-        self.norm_q = RmsNorm(width // heads, eps)
-        self.norm_k = RmsNorm(width // heads, eps)
+        self.norm_q = nn.RMSNorm(width // heads, eps)
+        self.norm_k = nn.RMSNorm(width // heads, eps)
         self.out = AdaptedLinear(width, width)
         self.up = AdaptedLinear(width, 2 * hidden)
         self.down = AdaptedLinear(hidden, width)
@@ -203,8 +190,8 @@ class Between:
     def heads(
         self,
         qkv: torch.Tensor,
-        norm_q: RmsNorm,
-        norm_k: RmsNorm,
+        norm_q: nn.RMSNorm,
+        norm_k: nn.RMSNorm,
         rotation: torch.Tensor,
         slots: torch.Tensor,
         keys: torch.Tensor,
@@ -224,14 +211,6 @@ class Between:
     def gate(self, given: torch.Tensor) -> torch.Tensor:
         """silu of the first half of each row times the second."""
         return gate(given)
-
-
-class CompiledBetween(Between):
-    """The same, compiled by PyTorch."""
-
-    def __init__(self, **options: Any) -> None:
-        for name in ("norm", "add_and_norm", "heads", "gate"):
-            setattr(self, name, torch.compile(getattr(self, name), dynamic=True, **options))
 
 
 class FusedBetween(Between):
@@ -274,8 +253,8 @@ class FusedBetween(Between):
     def heads(
         self,
         qkv: torch.Tensor,
-        norm_q: RmsNorm,
-        norm_k: RmsNorm,
+        norm_q: nn.RMSNorm,
+        norm_k: nn.RMSNorm,
         rotation: torch.Tensor,
         slots: torch.Tensor,
         keys: torch.Tensor,

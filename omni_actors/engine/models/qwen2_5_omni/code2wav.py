@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
 
-from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.chunks import ChunkPolicy, DecodeOptions
-from omni_actors.engine.models.diffusers_layout import read_tensors
-from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
+from omni_actors.engine.models.diffusers_layout import fill, read_tensors
+from omni_actors.engine.models.placeholder import vocoder_spec
 from omni_actors.engine.models.qwen2_5_omni.bigvgan import FusedVocoder, GraphedVocoder, Vocoder
-from omni_actors.engine.models.qwen2_5_omni.dit import SOLVERS, Dit, DitChunk, graph_rows
-from omni_actors.engine.models.qwen2_5_omni.stream import Carry, Code2WavPayload, Code2WavStream, Geometry, SolverParams
+from omni_actors.engine.models.qwen2_5_omni.dit import SOLVERS, Dit, DitChunk, graph_rows, solver_times
+from omni_actors.engine.models.qwen2_5_omni.stream import Carry, Code2WavPayload, Code2WavStream, Geometry
 from omni_actors.engine.models.qwen2_5_omni.talker import load_voices
+from omni_actors.engine.rows import moved
 from omni_actors.engine.workers.base import omni_options
 from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionModelRunner, StepResult
-from omni_actors.errors import InvalidRequest, StartupError, UnknownVoice
+from omni_actors.errors import InvalidRequest, UnknownVoice
 from omni_actors.protocol.payloads import DIFFUSION_PARAMS, StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
@@ -63,19 +63,10 @@ class _Voice:
 
 @dataclass
 class _Latents:
-    """A chunk in progress: `state` and `fixed` as in `DitChunk`, `keep` what the next chunk needs of it."""
+    """A chunk in progress."""
 
     payload: Code2WavPayload
-    frames: int
-    state: torch.Tensor
-    fixed: torch.Tensor
-    keep: torch.Tensor | None
-    interval: int = 0
-
-    @property
-    def window_frames(self) -> int:
-        """Mel frames that BigVGAN decodes with this chunk: those of its window and what was kept before it."""
-        return self.frames + (0 if self.payload.carry.mel is None else len(self.payload.carry.mel))
+    chunk: DitChunk
 
 
 class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
@@ -116,14 +107,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
             torch.manual_seed(DUMMY_SEED)
             model = Qwen2_5OmniToken2WavModel._from_config(self.config).float().eval()
         if not dummy:
-            weights = dict(read_tensors(self.model_name, WEIGHT_PREFIX))
-            missing, unexpected = model.load_state_dict(weights, strict=False)
-            if missing or unexpected:
-                raise StartupError(
-                    f"The vocoder's weights in {self.model_name!r} do not fit its config: missing {missing[:3]}, "
-                    f"unexpected {unexpected[:3]} ({len(missing)} and {len(unexpected)} in all).",
-                    hint="Check that config.json and the safetensors files belong together.",
-                )
+            fill(model, dict(read_tensors(self.model_name, WEIGHT_PREFIX)), f"the vocoder in {self.model_name!r}")
         model.requires_grad_(False)
         if self.device.type == "cuda":
             # The worker forbids TF32 for every model; this one, alone in its process, may allow it.
@@ -165,7 +149,8 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         while (job := stream.next_job()) is not None:
             self.add("_warm_up", job)
             if not job.payload.last:  # the last window of an utterance can have any length
-                lengths.add(self._requests["_warm_up"].window_frames)
+                kept = job.payload.carry.mel
+                lengths.add(self._requests["_warm_up"].chunk.frames + (0 if kept is None else len(kept)))
             for _ in range(job.num_steps):
                 self.step(["_warm_up"])
             self.remove("_warm_up")
@@ -186,15 +171,15 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         if foreign := sorted(set(request.params.given()) - DIFFUSION_PARAMS):
             raise InvalidRequest(f"Parameters {foreign} do not apply to a diffusion stage.")
         given = request.params.merged_over(SPEC.params).given()
-        params = SolverParams(given["num_steps"], given["guidance_scale"], given["sway_coefficient"])
-        guidance, sway = params.guidance_scale, params.sway_coefficient
-        if not 1 <= params.num_steps <= MAX_STEPS:
-            raise InvalidRequest(f"num_steps is {params.num_steps}; it must lie in 1..{MAX_STEPS}.")
+        num_steps, guidance, sway = (given[name] for name in ("num_steps", "guidance_scale", "sway_coefficient"))
+        if not 1 <= num_steps <= MAX_STEPS:
+            raise InvalidRequest(f"num_steps is {num_steps}; it must lie in 1..{MAX_STEPS}.")
         if not (guidance >= 0 and math.isfinite(guidance) and math.isfinite(sway)):
             raise InvalidRequest("guidance_scale must be finite and not negative, sway_coefficient finite.")
         carry = Carry()
         self._carries.add(carry)
-        stream = Code2WavStream(self.geometry, carry, voice, request.effective_seed, params)
+        times = tuple(solver_times(num_steps, sway).tolist())
+        stream = Code2WavStream(self.geometry, carry, voice, request.effective_seed, times, guidance)
         stream.extend(tuple(inputs.token_ids), complete=inputs.complete)
         return stream
 
@@ -204,7 +189,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         payload: Code2WavPayload = job.payload
         padding = len(payload.noise) * self.geometry.tokens_per_block - len(payload.token_ids)
         padded = payload.token_ids + (0,) * padding
-        tokens = self._to_device(torch.tensor(padded))
+        tokens = moved(torch.tensor(padded), self.device)
         voice = self._voices[payload.voice]
         branches = [(voice.speaker, voice.conditioning), (voice.null_speaker, torch.zeros_like(voice.conditioning))]
         fixed = self.dit.condition(tokens, branches[: payload.branches])
@@ -212,15 +197,17 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         if not payload.last and self.dit.kept_layers:
             shape = self.dit.kept_shape(payload.intervals, payload.branches)
             keep = torch.empty(shape, dtype=self.dit.dtype, device=self.device)
-        frames = len(payload.token_ids) * self.geometry.frames_per_token
-        state = self._to_device(payload.noise)
-        self._requests[request_id] = _Latents(payload, frames, state, fixed, keep)
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy through pinned memory: any other copy would wait for all the work queued on the device."""
-        if self.device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True, copy=True)
+        chunk = DitChunk(
+            state=moved(payload.noise, self.device, copy=True),
+            fixed=fixed,
+            frames=len(payload.token_ids) * self.geometry.frames_per_token,
+            guidance=payload.guidance_scale,
+            times=payload.times,
+            left=payload.carry.left,
+            keep=keep,
+            keep_block=payload.blocks - 1,
+        )
+        self._requests[request_id] = _Latents(payload, chunk)
 
     def remove(self, request_id: str) -> None:
         """Free a chunk's latents. Unknown ids are ignored."""
@@ -229,7 +216,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
     def omni_counts(self) -> dict[str, int]:
         """`allocated_bytes` are those of the memory behind all that is held, shared memory counted once."""
         carried = [[carry.left, carry.mel] for carry in self._carries]
-        held = [[latents.state, latents.fixed, latents.keep] for latents in self._requests.values()]
+        held = [[one.chunk.state, one.chunk.fixed, one.chunk.keep] for one in self._requests.values()]
         tensors = [tensor for group in carried + held for tensor in group if tensor is not None]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         return {
@@ -244,17 +231,17 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
     def step(self, request_ids: Sequence[str]) -> dict[str, StepResult]:
         """Advance these chunks by one interval; those at their last become waveforms f32 [samples]."""
         requests = {request_id: self._requests[request_id] for request_id in request_ids}
-        states = {request_id: request.state for request_id, request in requests.items()}
-        moving = [key for key, request in requests.items() if request.interval < request.payload.intervals]
+        states = {request_id: request.chunk.state for request_id, request in requests.items()}
+        moving = [key for key, request in requests.items() if request.chunk.interval < request.payload.intervals]
         if moving:
             states.update(zip(moving, self.integrate(moving), strict=True))
-        done = [key for key, request in requests.items() if request.interval >= request.payload.intervals - 1]
+        done = [key for key, request in requests.items() if request.chunk.interval >= request.payload.intervals - 1]
         waveforms, carries = self._decode({key: states[key] for key in done})
         # Nothing may fail from here on: a raised error means that no request has advanced.
         if moving:  # a copy: each of the new states is a view that would keep the whole batch's alive
-            torch._foreach_copy_([requests[key].state for key in moving], [states[key] for key in moving])
+            torch._foreach_copy_([requests[key].chunk.state for key in moving], [states[key] for key in moving])
         for request_id, request in requests.items():
-            request.interval += 1
+            request.chunk.interval += 1
             if request_id in carries:
                 request.payload.carry.left, request.payload.carry.mel = carries[request_id]
         return {
@@ -264,25 +251,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
 
     def integrate(self, request_ids: Sequence[str]) -> list[torch.Tensor]:
         """The requests' states [blocks, frames, mel_dim] after one interval, each at its own time."""
-        chunks = []
-        for request in (self._requests[request_id] for request_id in request_ids):
-            payload, interval = request.payload, request.interval
-            count = self._solver.evaluations
-            evaluations = slice(count * interval, count * (interval + 1))
-            left = payload.carry.left
-            chunks.append(
-                DitChunk(
-                    state=request.state,
-                    fixed=request.fixed,
-                    frames=request.frames,
-                    guidance=payload.guidance_scale,
-                    times=(payload.times[interval], payload.times[interval + 1]),
-                    left=None if left is None else left[evaluations],
-                    keep=None if request.keep is None else request.keep[evaluations],
-                    keep_block=payload.blocks - 1,
-                )
-            )
-        return self.dit.advance(chunks)
+        return self.dit.advance([self._requests[request_id].chunk for request_id in request_ids])
 
     # -- decoding
 
@@ -297,17 +266,16 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         carries: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         by_length: dict[int, list[str]] = defaultdict(list)
         for request_id, state in states.items():
-            request = self._requests[request_id]
-            payload = request.payload
-            new = state.flatten(0, 1)[: request.frames]
+            payload, chunk = self._requests[request_id].payload, self._requests[request_id].chunk
+            new = state.flatten(0, 1)[: chunk.frames]
             mel = new if payload.carry.mel is None else torch.cat([payload.carry.mel, new])
-            final = len(mel) - max(0, request.frames - payload.blocks * state.shape[1])
+            final = len(mel) - max(0, chunk.frames - payload.blocks * state.shape[1])
             if payload.last:
                 carries[request_id] = (None, None)
             else:
                 # A copy: a view would keep the whole batch's states alive.
                 kept = mel[payload.keep_from - (payload.emit[0] - payload.context) : final].clone()
-                carries[request_id] = (request.keep, kept)
+                carries[request_id] = (chunk.keep, kept)
             if payload.emit[1] > payload.emit[0]:
                 windows[request_id] = mel
                 by_length[len(mel)].append(request_id)
@@ -326,20 +294,12 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         return self.vocoder(mel)
 
 
-SPEC = ModelSpec(
-    kind="diffusion",
-    hf_overrides=placeholder_overrides("token2wav_config", MAX_STEPS),
-    vllm_models={ARCHITECTURE: PlaceholderModel},
-    # Chunks at a time. More of them make the steps longer that first chunks and the thinker wait for, and the batches
-    # larger, which take less time for each chunk (docs/benchmarks.md).
-    engine={"max_num_seqs": 32},
-    required={
-        "max_model_len": MAX_STEPS + 1,
-        "max_num_batched_tokens": MAX_STEPS + 1,
-        "dtype": "float32",
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-    },
-    params=StageParams(num_steps=10, guidance_scale=0.5, sway_coefficient=-1.0),
-    runner="omni_actors.engine.models.qwen2_5_omni.code2wav.Qwen2_5OmniCode2Wav",
+# 32 chunks at a time. More of them make the steps longer that first chunks and the thinker wait for, and the batches
+# larger, which take less time for each chunk (docs/benchmarks.md).
+SPEC = vocoder_spec(
+    "omni_actors.engine.models.qwen2_5_omni.code2wav.Qwen2_5OmniCode2Wav",
+    "token2wav_config",
+    MAX_STEPS,
+    32,
+    StageParams(num_steps=10, guidance_scale=0.5, sway_coefficient=-1.0),
 )

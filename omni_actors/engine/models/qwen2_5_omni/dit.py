@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,28 +79,30 @@ SOLVERS = {
 Reach = tuple[int, int]  # number of blocks that a layer looks back, and ahead
 
 
-@dataclass(frozen=True)
+@dataclass
 class DitChunk:
-    """One chunk in one interval, as input of the network.
+    """One chunk on its way through the network.
 
     Args:
         state: f32 [blocks, frames, mel_dim], the latents at the start of the interval.
         fixed: f32 [branches * blocks, frames, width], the constant part of the input; see `Dit.condition`.
         frames: number of real frames; the rest of the last block is padding.
         guidance: scale; used if there are two branches.
-        times: the interval's two points in time.
+        times: the solver's points in time.
         left: [evaluations, layers, branches, frames, 2 * width], keys and values of the block before, or None.
         keep: receives the same of block `keep_block`, in the same shape; None to keep nothing.
+        interval: how many intervals are done.
     """
 
     state: torch.Tensor
     fixed: torch.Tensor
     frames: int
     guidance: float
-    times: tuple[float, float]
+    times: Sequence[float]
     left: torch.Tensor | None = None
     keep: torch.Tensor | None = None
     keep_block: int = 0
+    interval: int = 0
 
     @property
     def blocks(self) -> int:
@@ -112,33 +114,25 @@ class DitChunk:
         """2 with guidance, otherwise 1."""
         return self.fixed.shape[0] // self.blocks
 
+    @property
+    def now(self) -> tuple[float, float]:
+        """The points in time between which the interval lies."""
+        return self.times[self.interval], self.times[self.interval + 1]
+
 
 @dataclass(frozen=True)
 class Layout:
-    """The host's part of a batch, in arrays of `rows` rows.
+    """The host's part of a batch.
 
     Args:
-        intervals: the distinct `DitChunk.times`; a row's `slot` is an index into them.
+        intervals: the distinct `DitChunk.now`; a row's `slot` is an index into them.
         used: rows that chunks take; the others see only themselves.
-        left_entries: entries of earlier chunks' keys and values.
-        conditional, null, slot: i64 [rows], see `dit.py`.
-        guidance: f32 [rows].
-        keys, valid: i32 [reaches, rows, 3], the windows of `block_attention`.
-        keep: i64 [entries], rows whose keys and values are kept.
-        widths: f32 [intervals].
+        arrays: what goes into the tensors of `_Rows` that are called so.
     """
 
     intervals: list[tuple[float, float]]
     used: int
-    left_entries: int
-    conditional: np.ndarray
-    null: np.ndarray
-    slot: np.ndarray
-    guidance: np.ndarray
-    keys: np.ndarray
-    valid: np.ndarray
-    keep: np.ndarray
-    widths: np.ndarray
+    arrays: dict[str, np.ndarray]
 
 
 def lay_out(chunks: Sequence[DitChunk], rows: int, entries: int, reaches: Sequence[Reach], frames: int) -> Layout:
@@ -146,11 +140,11 @@ def lay_out(chunks: Sequence[DitChunk], rows: int, entries: int, reaches: Sequen
 
     Args:
         rows: rows of the batch; at least those of the chunks.
-        entries: entries of `Layout.keep`; at least one per chunk and branch.
+        entries: entries of `_Rows.keep`; at least one per chunk and branch.
         reaches: the distinct reaches of the layers.
         frames: frames per block.
     """
-    intervals = list(dict.fromkeys(chunk.times for chunk in chunks))
+    intervals = list(dict.fromkeys(chunk.now for chunk in chunks))
     index = {name: np.zeros(rows, np.int64) for name in ("conditional", "null", "slot")}
     index["conditional"][:] = index["null"][:] = np.arange(rows)
     guidance = np.zeros(rows, np.float32)
@@ -164,7 +158,7 @@ def lay_out(chunks: Sequence[DitChunk], rows: int, entries: int, reaches: Sequen
     for chunk in chunks:
         blocks = chunk.blocks
         span = slice(first, first + blocks * chunk.branches)
-        index["slot"][span] = intervals.index(chunk.times)
+        index["slot"][span] = intervals.index(chunk.now)
         index["conditional"][span] = np.tile(np.arange(first, first + blocks), chunk.branches)
         if chunk.branches == 2:
             index["null"][span] = np.tile(np.arange(first + blocks, first + 2 * blocks), 2)
@@ -185,19 +179,9 @@ def lay_out(chunks: Sequence[DitChunk], rows: int, entries: int, reaches: Sequen
             entry += 1
         first = span.stop
         left_entries += chunk.branches if chunk.left is not None else 0
-    return Layout(
-        intervals=intervals,
-        used=first,
-        left_entries=left_entries,
-        conditional=index["conditional"],
-        null=index["null"],
-        slot=index["slot"],
-        guidance=guidance,
-        keys=keys,
-        valid=valid,
-        keep=keep,
-        widths=np.array([np.float32(end) - np.float32(start) for start, end in intervals], np.float32),
-    )
+    widths = np.array([np.float32(end) - np.float32(start) for start, end in intervals], np.float32)
+    own = {"keep": keep, "keys": keys, "valid": valid, "guidance": guidance, "width": widths}
+    return Layout(intervals, first, index | own)
 
 
 _Affine = tuple[torch.Tensor, torch.Tensor]  # weight [outputs, inputs] and bias [outputs]
@@ -390,43 +374,39 @@ class Dit:
         for chunk in chunks:
             states.append(state[first : first + chunk.blocks])
             if chunk.keep is not None:
-                chunk.keep.copy_(kept[:, :, entry : entry + chunk.branches])
+                self._now(chunk, chunk.keep).copy_(kept[:, :, entry : entry + chunk.branches])
             first += chunk.fixed.shape[0]
             entry += chunk.branches
         return states
 
     def _allocate(self, rows: int, slots: int, entries: int) -> _Rows:
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
+        shapes = self._shapes(rows, slots, entries)
+        made = {name: torch.zeros(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in shapes.items()}
+        return _Rows(**made)
 
-        modulations = (6 * len(self.layers) + 2) * self.width
-        return _Rows(
-            state=empty(rows, self.frames, self.mel_dim),
-            fixed=empty(rows, self.frames, self.width),
-            conditional=empty(rows, dtype=torch.int64),
-            null=empty(rows, dtype=torch.int64),
-            guidance=empty(rows, 1, 1),
-            slot=empty(rows, dtype=torch.int64),
-            modulation=empty(self.solver.evaluations, slots, modulations),
-            width=empty(slots),
-            keys=empty(len(self.reaches), rows, 3, dtype=torch.int32),
-            valid=empty(len(self.reaches), rows, 3, dtype=torch.int32),
-            left=empty(
-                self.solver.evaluations, len(self.kept_layers), entries, self.frames, 2 * self.inner, dtype=self.dtype
-            ),
-            keep=empty(entries, dtype=torch.int64),
-        )
+    def _shapes(self, rows: int, slots: int, entries: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of each of the tensors of `_Rows`."""
+        evaluations, kept, frames = self.solver.evaluations, len(self.kept_layers), self.frames
+        modulations, windows = (6 * len(self.layers) + 2) * self.width, (len(self.reaches), rows, 3)
+        return {
+            "state": ((rows, frames, self.mel_dim), torch.float32),
+            "fixed": ((rows, frames, self.width), torch.float32),
+            "conditional": ((rows,), torch.int64),
+            "null": ((rows,), torch.int64),
+            "guidance": ((rows, 1, 1), torch.float32),
+            "slot": ((rows,), torch.int64),
+            "modulation": ((evaluations, slots, modulations), torch.float32),
+            "width": ((slots,), torch.float32),
+            "keys": (windows, torch.int32),
+            "valid": (windows, torch.int32),
+            "left": ((evaluations, kept, entries, frames, 2 * self.inner), self.dtype),
+            "keep": ((entries,), torch.int64),
+        }
 
     def _view(self, whole: _Rows, rows: int) -> _Rows:
         """The first `rows` rows of a larger allocation, with the slots and entries that this many rows can need."""
-        slots, entries = self._room(rows)
-        limits = {"modulation": (1, slots), "width": (0, slots), "left": (2, entries), "keep": (0, entries)}
-        limits |= {"keys": (1, rows), "valid": (1, rows)}
-        views = {}
-        for item in fields(_Rows):
-            dimension, length = limits.get(item.name, (0, rows))
-            views[item.name] = getattr(whole, item.name).narrow(dimension, 0, length)
-        return _Rows(**views)
+        shapes = self._shapes(rows, *self._room(rows))
+        return _Rows(**{name: getattr(whole, name)[tuple(map(slice, shape))] for name, (shape, _) in shapes.items()})
 
     def _room(self, rows: int) -> tuple[int, int]:
         return min(rows, self.max_requests), min(rows, 2 * self.max_requests)
@@ -441,22 +421,19 @@ class Dit:
             torch.cat([chunk.fixed for chunk in chunks], out=batch.fixed[: layout.used])
             modulations = [self._modulation(*interval) for interval in layout.intervals]
             batch.modulation[:, :slots] = torch.stack(modulations, dim=1) if slots > 1 else modulations[0][:, None]
-        lefts = [chunk.left for chunk in chunks if chunk.left is not None]
+        lefts = [self._now(chunk, chunk.left) for chunk in chunks if chunk.left is not None]
         if lefts:
-            batch.left[:, :, : layout.left_entries] = torch.cat(lefts, dim=2) if len(lefts) > 1 else lefts[0]
-        # One copy to the device for everything that the host computed.
-        self._upload(
-            (batch.conditional, layout.conditional),
-            (batch.null, layout.null),
-            (batch.slot, layout.slot),
-            (batch.keep, layout.keep),
-            (batch.keys, layout.keys),
-            (batch.valid, layout.valid),
-            (batch.guidance, layout.guidance),
-            (batch.width[:slots], layout.widths),
-        )
+            joined = torch.cat(lefts, dim=2) if len(lefts) > 1 else lefts[0]
+            batch.left[:, :, : joined.shape[2]] = joined
+        self._upload([(getattr(batch, name)[: len(array)], array) for name, array in layout.arrays.items()])
 
-    def _upload(self, *pairs: tuple[torch.Tensor, np.ndarray]) -> None:
+    def _now(self, chunk: DitChunk, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of `left` or `keep` that belongs to the evaluations of the chunk's interval."""
+        count = self.solver.evaluations
+        return tensor[count * chunk.interval : count * (chunk.interval + 1)]
+
+    def _upload(self, pairs: Sequence[tuple[torch.Tensor, np.ndarray]]) -> None:
+        """Copy arrays to the device, all in one."""
         if self.device.type != "cuda":
             for target, source in pairs:
                 target.copy_(torch.from_numpy(source).view(target.shape))

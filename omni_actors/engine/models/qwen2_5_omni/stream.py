@@ -11,16 +11,14 @@ Everything here runs on the host, before a chunk reaches the device. The chunks 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
+from omni_actors.engine.models.chunks import ChunkStream
 from omni_actors.engine.models.qwen2_5_omni.bigvgan import receptive_frames
-from omni_actors.engine.models.qwen2_5_omni.dit import solver_times
-from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionStream
-from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong
+from omni_actors.engine.workers.diffusion import DiffusionJob
 from omni_actors.stage.sound import CHUNKS_AHEAD, Ahead
 
 if TYPE_CHECKING:
@@ -52,15 +50,6 @@ class Carry:
 
     left: torch.Tensor | None = None
     mel: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class SolverParams:
-    """The parameters of a request, none of them left open; see `StageParams`."""
-
-    num_steps: int
-    guidance_scale: float
-    sway_coefficient: float
 
 
 @dataclass(frozen=True)
@@ -102,16 +91,6 @@ class Code2WavPayload:
         return branches_of(self.guidance_scale)
 
 
-@dataclass(frozen=True)
-class _Window:
-    """What decides a job's memory: blocks of its window, frames of BigVGAN's, solver intervals, guidance branches."""
-
-    blocks: int
-    vocoder_frames: int
-    intervals: int
-    branches: int
-
-
 class Geometry:
     """The sizes of a vocoder that decide how utterances are cut, and what a chunk takes in memory.
 
@@ -137,7 +116,6 @@ class Geometry:
         self.tokens_per_block: int = dit.block_size // dit.repeats
         self.codec_tokens: int = dit.num_embeds + 1
         self.max_tokens: int = dit.max_position_embeddings // dit.repeats
-        self._width: int = dit.hidden_size
         self.context: int = receptive_frames(config.bigvgan_config)
         self._kept_bytes = kept_itemsize * evaluations
 
@@ -155,12 +133,11 @@ class Geometry:
     def job(self, payload: Code2WavPayload) -> DiffusionJob:
         """The job of a chunk, with its device memory: exact for what it holds, an estimate for its steps."""
         frames = 2 * self.context + payload.emit[1] - payload.emit[0]
-        window = _Window(len(payload.noise), frames, payload.intervals, payload.branches)
-        held = self._latent_bytes(window)
+        held, *steps = self._bytes(len(payload.noise), frames, payload.branches)
         if not payload.last:
             held += self.kept_bytes(payload.intervals, payload.branches)
-        share = window.blocks / LIGHT_BLOCKS
-        return DiffusionJob(payload, max(1, payload.intervals), *self._step_bytes(window), held, share)
+        share = len(payload.noise) / LIGHT_BLOCKS
+        return DiffusionJob(payload, max(1, payload.intervals), *steps, held, share)
 
     def largest_job_bytes(self, intervals: int, branches: int) -> int:
         """Upper bound of what any chunk of the policy holds and needs in a step, in bytes."""
@@ -168,28 +145,25 @@ class Geometry:
             return 0
         # A chunk also sends the frames that its predecessor held back, at most one context.
         frames = 3 * self.context + self.policy.largest * self.frames_per_block
-        window = _Window(self.policy.largest + self.policy.look_ahead, frames, intervals, branches)
-        return self._latent_bytes(window) + self.kept_bytes(intervals, branches) + max(self._step_bytes(window))
+        blocks = self.policy.largest + self.policy.look_ahead
+        held, *steps = self._bytes(blocks, frames, branches)
+        return held + self.kept_bytes(intervals, branches) + max(steps)
 
-    def _latent_bytes(self, window: _Window) -> int:
-        """Bytes of the latents, and of the condition of each branch."""
-        frames = window.blocks * self.frames_per_block
-        return 4 * frames * (self.mel_dim + window.branches * self._width)
-
-    def _step_bytes(self, window: _Window) -> tuple[int, int]:
-        """Estimates of the bytes that a chunk takes in a step, and in its last step."""
+    def _bytes(self, blocks: int, vocoder_frames: int, branches: int) -> tuple[int, int, int]:
+        """Bytes of a window's latents with their conditions, and estimates of those of a step and of the last step."""
         dit, vocoder = self.config.dit_config, self.config.bigvgan_config
-        frames = window.blocks * self.frames_per_block
+        frames = blocks * self.frames_per_block
         # The solver keeps the state, its four slopes and a probe; the network its input and some activations.
         network = 2 * dit.hidden_size + DIT_COPIES * dit.hidden_size * max(3, dit.ff_mult)
-        step_bytes = 4 * frames * (6 * self.mel_dim + window.branches * network)
+        step_bytes = 4 * frames * (6 * self.mel_dim + branches * network)
         if self.policy is not None:  # keys and values of one interval: those of the chunk before, and its own
-            step_bytes += 2 * self.kept_bytes(1, window.branches)
+            step_bytes += 2 * self.kept_bytes(1, branches)
         widest, rate, channels = 0, 1, vocoder.upsample_initial_channel
         for factor in vocoder.upsample_rates:
             rate, channels = rate * factor, channels // 2
             widest = max(widest, rate * channels)
-        return step_bytes, max(step_bytes, 4 * window.vocoder_frames * VOCODER_COPIES * widest)
+        latents = 4 * frames * (self.mel_dim + branches * dit.hidden_size)
+        return latents, step_bytes, max(step_bytes, 4 * vocoder_frames * VOCODER_COPIES * widest)
 
 
 class NoiseBlocks:
@@ -210,36 +184,24 @@ class NoiseBlocks:
         return torch.stack([self._drawn[number] for number in range(begin, end)])
 
 
-class Code2WavStream(DiffusionStream):
+class Code2WavStream(ChunkStream):
     """A request: collects tokens and cuts them into chunks.
 
     Args:
         carry: shared by all chunks of the request.
+        times: the solver's points in time.
     """
 
-    def __init__(self, geometry: Geometry, carry: Carry, voice: str, seed: int, params: SolverParams) -> None:
-        self._geometry = geometry
-        self._carry = carry
-        self._voice = voice
-        self._params = params
-        self._times = tuple(solver_times(params.num_steps, params.sway_coefficient).tolist())
-        self._sizes = len(self._times) - 1, branches_of(params.guidance_scale)
+    def __init__(
+        self, geometry: Geometry, carry: Carry, voice: str, seed: int, times: tuple[float, ...], guidance_scale: float
+    ) -> None:
+        super().__init__(1, geometry.codec_tokens, geometry.max_tokens)
+        self._geometry, self._carry, self._voice = geometry, carry, voice
+        self._times, self._guidance_scale = times, guidance_scale
+        self._sizes = len(times) - 1, branches_of(guidance_scale)
         self._noise = NoiseBlocks(seed, geometry.frames_per_block, geometry.mel_dim)
-        self._tokens: list[int] = []
-        self._complete = False
         self._block = 0  # where the next chunk begins
         self._emitted = 0  # frames sent
-        self._finished = False
-
-    @property
-    def input_tokens(self) -> int:
-        """Codec tokens so far."""
-        return len(self._tokens)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the last chunk has been returned."""
-        return self._finished
 
     @property
     def held_bytes(self) -> int:
@@ -254,27 +216,6 @@ class Code2WavStream(DiffusionStream):
     def close(self) -> None:
         """Free what the last chunk left on the device."""
         self._carry.left = self._carry.mel = None
-
-    def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
-        """Append codec tokens.
-
-        Raises:
-            InvalidRequest: the input was complete, or ends without a token.
-            PromptTooLong: the utterance is longer than the vocoder's positions.
-            InvalidPayload: a token is outside of the vocoder's table.
-        """
-        maximum, rows = self._geometry.max_tokens, self._geometry.codec_tokens
-        if self._complete and (token_ids or not complete):
-            raise InvalidRequest("The vocoder got more codec tokens after the last.")
-        if (count := len(self._tokens) + len(token_ids)) > maximum:
-            raise PromptTooLong(f"{count} codec tokens exceed the vocoder's maximum of {maximum}.")
-        if token_ids and (min(token_ids) < 0 or max(token_ids) >= rows):
-            wrong = next(token for token in token_ids if not 0 <= token < rows)
-            raise InvalidPayload(f"Codec token {wrong} is outside 0..{rows - 1}.")
-        if complete and count == 0:
-            raise InvalidRequest("The vocoder got no codec token.", hint="Let the talker produce at least one token.")
-        self._tokens.extend(token_ids)
-        self._complete = complete
 
     def next_job(self) -> DiffusionJob | None:
         """The next chunk, once its tokens and those of its look-ahead are there."""
@@ -305,7 +246,7 @@ class Code2WavStream(DiffusionStream):
     @property
     def _total(self) -> int | None:
         """Blocks of the utterance, once it is complete."""
-        return -(-len(self._tokens) // self._geometry.tokens_per_block) if self._complete else None
+        return -(-len(self._codes) // self._geometry.tokens_per_block) if self._complete else None
 
     def _cut(self, policy: ChunkPolicy, begin: int) -> tuple[int, int]:
         """The ends of the chunk that begins at a block, and of its window."""
@@ -315,7 +256,7 @@ class Code2WavStream(DiffusionStream):
 
     def _missing(self, window_end: int) -> int:
         """Tokens that a window lacks."""
-        return 0 if self._complete else max(0, window_end * self._geometry.tokens_per_block - len(self._tokens))
+        return 0 if self._complete else max(0, window_end * self._geometry.tokens_per_block - len(self._codes))
 
     def _emit_to(self, emitted: int, end: int, ahead: int) -> int:
         """The frame after the last one that is sent with a chunk, which has `ahead` frames of look-ahead.
@@ -328,7 +269,7 @@ class Code2WavStream(DiffusionStream):
     def _job(self, begin: int, end: int, window_end: int, *, last: bool) -> DiffusionJob:
         geometry = self._geometry
         size, frames_per_block, context = geometry.tokens_per_block, geometry.frames_per_block, geometry.context
-        tokens = tuple(self._tokens[begin * size : window_end * size])
+        tokens = tuple(self._codes[begin * size : window_end * size])
         frames = len(tokens) * geometry.frames_per_token  # of the window
         final = begin * frames_per_block + (frames if last else (end - begin) * frames_per_block)
         ahead = begin * frames_per_block + frames - final
@@ -338,7 +279,7 @@ class Code2WavStream(DiffusionStream):
             noise=self._noise.take(begin, window_end),
             voice=self._voice,
             times=self._times,
-            guidance_scale=self._params.guidance_scale,
+            guidance_scale=self._guidance_scale,
             blocks=end - begin,
             last=last,
             emit=(self._emitted, emit_to),

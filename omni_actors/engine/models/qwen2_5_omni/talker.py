@@ -16,7 +16,6 @@ do the first part, but turn the ids of such positions into 0, and the repetition
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -28,7 +27,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import SupportsPP
 from vllm.model_executor.models.llama import LlamaModel
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
@@ -184,6 +183,7 @@ class Qwen2_5OmniTalker(CodeTalker, ContinuedPositions, SupportsPP):
     """The talker as a vLLM model."""
 
     decoder_class = CodeTalkerDecoder
+    text_table_name = "thinker.model.embed_tokens.weight"
     text_rows: torch.Tensor
 
     hf_to_vllm_mapper = WeightsMapper(
@@ -224,18 +224,9 @@ class Qwen2_5OmniTalker(CodeTalker, ContinuedPositions, SupportsPP):
         """The class by which vLLM's runner prepares this model's inputs."""
         return TalkerModelState
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load the talker's part of the whole checkpoint; return the names of the parameters that were set."""
-
-        def talker_weights() -> Iterable[tuple[str, torch.Tensor]]:
-            for name, weight in weights:
-                if name == "thinker.model.embed_tokens.weight":
-                    # Only those rows of the thinker's table that the talker adds to its own input.
-                    self.text_rows.copy_(weight[self.text_token_ids])
-                else:
-                    yield name, weight
-
-        return AutoWeightsLoader(self).load_weights(talker_weights(), mapper=self.hf_to_vllm_mapper)
+    def take_table(self, table: torch.Tensor) -> None:
+        """Keep those rows of the thinker's table that the talker adds to its own input."""
+        self.text_rows.copy_(table[self.text_token_ids])
 
 
 @dataclass(slots=True)

@@ -10,8 +10,7 @@ plus token embedding (see `Qwen2_5OmniThinkerState`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -26,10 +25,10 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 
-from omni_actors.engine.models import ModelSpec, PromptMedia
+from omni_actors.engine.models import ModelSpec, PromptMedia, renamed
 from omni_actors.engine.models.thinker_adapter import RowOutputs, ThinkerAdapter
-from omni_actors.engine.models.thinker_state import ThinkerState
-from omni_actors.engine.workers.runner import Attachments, Emission, Step
+from omni_actors.engine.models.thinker_state import ThinkerState, emission
+from omni_actors.engine.workers.runner import Emission, Step
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageRequest
 
@@ -38,15 +37,13 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.qwen2 import Qwen2Model
 
 
-@dataclass(frozen=True)
-class SoundedVideo:
+class SoundedVideo(NamedTuple):
     """A video with sound: begin of sound, pictures and sound in turns of some seconds each, end of sound.
 
     Args:
         offset: of its first token, before which is the begin of the video; after its last token is the end of it.
         times: i64 [pictures], positions after the first.
-        height: rows of a picture.
-        width: columns of a picture.
+        height: rows of a picture; `width` are its columns.
         sounds: tokens of sound.
         turn: positions in a turn.
     """
@@ -58,11 +55,6 @@ class SoundedVideo:
     sounds: int
     turn: int
 
-    @property
-    def end(self) -> int:
-        """The place after its last token."""
-        return self.offset + len(self.times) * self.height * self.width + self.sounds + 2
-
     def positions(self) -> tuple[NDArray[np.int64], int]:
         """Positions [3, tokens] of pictures and sound from 0 on, and the next one after the last turn."""
         rows, columns = np.indices((self.height, self.width)).reshape(2, -1)
@@ -71,10 +63,8 @@ class SoundedVideo:
         pictures = np.stack([times, np.tile(rows, frames), np.tile(columns, frames)])
         sound = np.broadcast_to(np.arange(self.sounds), (3, self.sounds))
         turns = np.concatenate([times // self.turn * 2, sound[0] // self.turn * 2 + 1])
-        order = np.argsort(turns, kind="stable")
-        last = turns == turns.max()
-        both = np.concatenate([pictures, sound], axis=1)
-        return both[:, order], int(both[:, last].max()) + 1
+        both, last = np.concatenate([pictures, sound], axis=1), turns == turns.max()
+        return both[:, np.argsort(turns, kind="stable")], int(both[:, last].max()) + 1
 
 
 def with_sound(positions: torch.Tensor, videos: Iterable[SoundedVideo]) -> torch.Tensor:
@@ -82,10 +72,11 @@ def with_sound(positions: torch.Tensor, videos: Iterable[SoundedVideo]) -> torch
     for video in videos:
         begin = positions[:, video.offset - 1].max() + 1 if video.offset else torch.tensor(0)
         inner, after = video.positions()
+        end = video.offset + inner.shape[1] + 2  # after the end of the sound
         mark = (begin - 1).expand(3, 1)  # the begin of the sound has the position of the begin of the video
-        finish = (begin + after).expand(3, min(2, positions.shape[1] - video.end + 1))  # and so have the two ends
+        finish = (begin + after).expand(3, min(2, positions.shape[1] - end + 1))  # and so have the two ends
         pieces = [positions[:, : video.offset], mark, torch.from_numpy(inner) + begin, finish]
-        rest = positions[:, video.end + 1 :]
+        rest = positions[:, end + 1 :]
         if rest.shape[1]:
             pieces.append(rest + (begin + after + 1 - rest[:, 0].min()))
         positions = torch.cat(pieces, dim=1)
@@ -128,26 +119,18 @@ class Qwen2_5OmniThinkerState(ThinkerState):
         if media is not None:
             embeddings = embeddings.masked_fill(async_tensor_h2d(media, device=self.device).unsqueeze(-1), 0)
         # A new tensor, so that the next replay of a graph, which reuses the static hidden states, cannot overwrite it.
-        tensors = {"rows": step.hidden[:n_tokens] + embeddings}
+        rows = step.hidden[:n_tokens] + embeddings
+        positions = {}
         for index, request in enumerate(requests):
             if request is not None and request.req_id in self._unplaced:
                 self._unplaced.remove(request.req_id)
-                tensors[f"positions/{index}"] = self.prompt_positions(step, index)
+                positions[index] = self.prompt_positions(step, index)
 
-        def split(host: Mapping[str, torch.Tensor]) -> Attachments:
-            parts: Attachments = []
-            for index, request in enumerate(requests):
-                if request is None:
-                    parts.append(None)
-                    continue
-                rows = host["rows"][step.offsets[index] : step.offsets[index + 1]]
-                part = {"start": step.starts[index], "rows": rows}
-                if (positions := host.get(f"positions/{index}")) is not None:
-                    part["mrope_positions"] = positions
-                parts.append(part)
-            return parts
+        def part(index: int, host: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+            own = host["rows"][step.offsets[index] : step.offsets[index + 1]]
+            return {"start": step.starts[index], "rows": own}
 
-        return Emission(tensors, split)
+        return emission(requests, {"rows": rows}, positions, part)
 
     def _put_given(self, embeddings: torch.Tensor, step: Step) -> None:
         """Put embeddings that came with a prompt in the place of those of its tokens, in `embeddings` [n_tokens, H]."""
@@ -162,13 +145,6 @@ class Qwen2_5OmniThinkerState(ThinkerState):
 
 ARCHITECTURE = "OmniActorsQwen2_5OmniThinker"
 MIN_AUDIO_SAMPLES = 321  # makes one frame: one window every 160 samples, then two convolutions with stride 2
-
-
-def thinker_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The checkpoint's configuration with our own architecture name, which is registered as a class object."""
-    if hasattr(config, "thinker_config"):  # vLLM first calls the function with an empty configuration
-        config.architectures = [ARCHITECTURE]
-    return config
 
 
 class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
@@ -244,7 +220,7 @@ def positions_per_second_of(thinker: PretrainedConfig) -> int:
 
 SPEC = ModelSpec(
     kind="autoregressive",
-    hf_overrides=thinker_config,
+    hf_overrides=renamed(ARCHITECTURE, "thinker_config"),
     vllm_models={ARCHITECTURE: Qwen2_5OmniThinker},
     engine={"enable_prefix_caching": True, "enable_prompt_embeds": True},
     # The defaults of transformers' Qwen2_5OmniForConditionalGeneration.generate.

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 from vllm.model_executor.models.qwen3_asr import Qwen3ASRForConditionalGeneration
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 from omni_actors.engine.adapter import Admission, TextAdapter, TextDecoder, TextOutputs
 from omni_actors.engine.encoded_requests import RequestReader, no_pictures
-from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models import ModelSpec, renamed
 from omni_actors.engine.models.qwen3_asr.prompt import LANGUAGE_WORD, MEDIA, NO_LANGUAGE, TEXT_TAG
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest, TextEvent
@@ -94,15 +93,9 @@ class AsrAdapter(TextAdapter):
         return Admission(core_request, AsrOutputs(request.request_id, decoder, self._tag in token_ids[heard:]))
 
 
-def asr_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The checkpoint's configuration with our own architecture name, which is registered as a class object."""
-    config.architectures = [ARCHITECTURE]
-    return config
-
-
 SPEC = ModelSpec(
     kind="autoregressive",
-    hf_overrides=asr_config,
+    hf_overrides=renamed(ARCHITECTURE, "thinker_config"),
     vllm_models={ARCHITECTURE: Qwen3Asr},
     engine={"enable_prefix_caching": True, "limit_mm_per_prompt": {"audio": 1}},
     required={"enable_prompt_embeds": False},

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig
 
-from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
-from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS, REQUIRED, CodecRunner
+from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS, CodecRunner
 from omni_actors.engine.models.diffusers_layout import read_tensors
-from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
+from omni_actors.engine.models.placeholder import vocoder_spec
 from omni_actors.errors import StartupError
 
 if TYPE_CHECKING:
@@ -61,11 +60,4 @@ class Qwen3OmniCode2Wav(CodecRunner):
         return dict(read_tensors(self.model_name, WEIGHT_PREFIX))
 
 
-SPEC = ModelSpec(
-    kind="diffusion",
-    hf_overrides=placeholder_overrides("code2wav_config", MAX_STEPS),
-    vllm_models={ARCHITECTURE: PlaceholderModel},
-    engine={"max_num_seqs": 16},
-    required=REQUIRED,
-    runner="omni_actors.engine.models.qwen3_omni.code2wav.Qwen3OmniCode2Wav",
-)
+SPEC = vocoder_spec("omni_actors.engine.models.qwen3_omni.code2wav.Qwen3OmniCode2Wav", "code2wav_config", MAX_STEPS)

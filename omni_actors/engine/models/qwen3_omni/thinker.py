@@ -28,10 +28,10 @@ from vllm.v1.engine import EngineCoreOutput
 from omni_actors.engine.encoded_requests import embeddings_of_seconds
 from omni_actors.engine.models import ModelSpec, PromptMedia
 from omni_actors.engine.models.thinker_adapter import ThinkerAdapter, ThinkerOutputs
-from omni_actors.engine.models.thinker_state import ThinkerState
+from omni_actors.engine.models.thinker_state import ThinkerState, emission
 from omni_actors.engine.rows import to_host
 from omni_actors.engine.workers.base import attachment_of
-from omni_actors.engine.workers.runner import Attachments, Emission, Step
+from omni_actors.engine.workers.runner import Emission, Step
 from omni_actors.errors import ConfigError
 from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import StageParams
@@ -52,11 +52,11 @@ class Qwen3OmniThinkerState(ThinkerState):
 
     def emit(self, step: Step) -> Emission | None:
         """The rows of the step's media places; with the first of a prompt also its M-RoPE positions."""
-        requests = self.emitting(step)
+        requests = [request if request and request.mm_features else None for request in self.emitting(step)]
         begun = {
             index: request.mm_features
             for index, request in enumerate(requests)
-            if request is not None and request.mm_features and step.starts[index] == 0
+            if request is not None and step.starts[index] == 0
         }
         media = self.media_mask(step)
         if media is None and not begun:
@@ -64,30 +64,19 @@ class Qwen3OmniThinkerState(ThinkerState):
         places = np.flatnonzero(media) if media is not None else np.empty(0, np.int64)
         # Indexing makes a new tensor, which the next replay of a graph cannot overwrite.
         rows = step.aux[0][async_tensor_h2d(places, device=self.device)]
-        tensors = {"media_rows": rows}
-        for index, features in begun.items():
-            tensors[f"positions/{index}"] = flat_where_sound_is_in_video(self.prompt_positions(step, index), features)
+        positions = {
+            index: flat_where_sound_is_in_video(self.prompt_positions(step, index), features)
+            for index, features in begun.items()
+        }
         cuts = np.searchsorted(places, step.offsets).tolist()
 
-        def split(host: Mapping[str, torch.Tensor]) -> Attachments:
-            parts: Attachments = []
-            for index, request in enumerate(requests):
-                if request is None or not request.mm_features:
-                    parts.append(None)
-                    continue
-                start, row, end = step.starts[index], step.offsets[index], step.offsets[index + 1]
-                mine = slice(cuts[index], cuts[index + 1])
-                part: dict[str, Any] = {
-                    "media_rows": host["media_rows"][mine],
-                    "places": torch.from_numpy(places[mine] - row + start),  # of the rows in the prompt
-                    "end": start + end - row,
-                }
-                if (positions := host.get(f"positions/{index}")) is not None:
-                    part["mrope_positions"] = positions
-                parts.append(part)
-            return parts
+        def part(index: int, host: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+            start, row, end = step.starts[index], step.offsets[index], step.offsets[index + 1]
+            mine = slice(cuts[index], cuts[index + 1])
+            in_prompt = torch.from_numpy(places[mine] - row + start)
+            return {"media_rows": host["media_rows"][mine], "places": in_prompt, "end": start + end - row}
 
-        return Emission(tensors, split)
+        return emission(requests, {"media_rows": rows}, positions, part)
 
 
 def flat_where_sound_is_in_video(positions: torch.Tensor, features: Sequence[MultiModalFeatureSpec]) -> torch.Tensor:

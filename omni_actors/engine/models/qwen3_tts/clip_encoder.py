@@ -18,9 +18,8 @@ from transformers import MimiConfig, MimiModel
 from transformers.audio_utils import mel_filter_bank
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import ECAPA_TimeDelayNet
 
-from omni_actors.engine.models.diffusers_layout import read_tensors
+from omni_actors.engine.models.diffusers_layout import fill, read_tensors
 from omni_actors.engine.models.qwen3_tts.prompt import CODEC_FOLDER, SAMPLE_RATE, codec_part, read_json
-from omni_actors.errors import StartupError
 
 KEPT = 64  # clips; each takes 8 KiB, and 1.5 KiB a second of its codes
 FFT, HOP, MELS = 1024, 256, 128
@@ -77,8 +76,9 @@ class ClipEncoder:
         for part in ("upsample", "decoder_transformer", "decoder"):
             setattr(self._codec, part, None)
         if not dummy:
-            _load(self._speaker, model, "", "speaker_encoder.")
-            _load(self._codec, model, CODEC_FOLDER, "encoder.")
+            parts = (self._speaker, "", "speaker_encoder."), (self._codec, CODEC_FOLDER, "encoder.")
+            for module, folder, prefix in parts:
+                fill(module, dict(read_tensors(model, prefix, folder)), f"{prefix}* in {model!r}")
         bank = mel_filter_bank(FFT // 2 + 1, MELS, 0.0, SAMPLE_RATE / 2, SAMPLE_RATE, norm="slaney", mel_scale="slaney")
         self._mel = torch.from_numpy(bank.T.astype(np.float32))
         self._known: OrderedDict[bytes, Encoded] = OrderedDict()
@@ -118,14 +118,3 @@ def _at_clip_rate(samples: np.ndarray, rate: int) -> np.ndarray:
     resampled = soxr.resample(samples, rate, SAMPLE_RATE, quality="HQ")
     length = _resampled(len(samples), rate)
     return np.pad(resampled[:length], (0, max(0, length - len(resampled)))).astype(np.float32)
-
-
-def _load(module: nn.Module, model: str, folder: str, prefix: str) -> None:
-    weights = dict(read_tensors(model, prefix, folder))
-    try:
-        module.load_state_dict(weights)
-    except RuntimeError as error:
-        raise StartupError(
-            f"The tensors {prefix}* of {model!r} do not fit its configuration: {str(error)[:500]}",
-            hint="Check that config.json and the safetensors files belong together.",
-        ) from error

@@ -10,11 +10,10 @@ from torch import nn
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCausalConvNet
 
-from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
-from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS, REQUIRED, CodecRunner
+from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS, CodecRunner
 from omni_actors.engine.models.diffusers_layout import read_tensors
-from omni_actors.engine.models.placeholder import ARCHITECTURE, PlaceholderModel, placeholder_overrides
+from omni_actors.engine.models.placeholder import vocoder_spec
 from omni_actors.engine.models.qwen3_tts.prompt import CODEC_FOLDER, codec_part, read_json
 
 WEIGHT_PREFIX = "decoder."
@@ -78,11 +77,4 @@ class Qwen3TtsCode2Wav(CodecRunner):
         return weights | joined | {"front.weight": codebook_vectors(quantizer)}
 
 
-SPEC = ModelSpec(
-    kind="diffusion",
-    hf_overrides=placeholder_overrides("talker_config", MAX_STEPS),
-    vllm_models={ARCHITECTURE: PlaceholderModel},
-    engine={"max_num_seqs": 16},
-    required=REQUIRED,
-    runner="omni_actors.engine.models.qwen3_tts.code2wav.Qwen3TtsCode2Wav",
-)
+SPEC = vocoder_spec("omni_actors.engine.models.qwen3_tts.code2wav.Qwen3TtsCode2Wav", "talker_config", MAX_STEPS)

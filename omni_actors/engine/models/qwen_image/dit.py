@@ -19,18 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from omni_actors.engine.models.pictures import weights
-from omni_actors.engine.models.pictures.denoising import (
-    Attention,
-    PackedNetwork,
-    Packing,
-    Size,
-    attend_each,
-    moved,
-    pack,
-)
+from omni_actors.engine.models.pictures.denoising import PackedNetwork, Packing, Size, pack
 from omni_actors.engine.models.pictures.layers import (
     Between,
-    CompiledBetween,
     FusedBetween,
     LayerWeights,
     MomentEmbedding,
@@ -38,6 +29,7 @@ from omni_actors.engine.models.pictures.layers import (
     rotation_at,
 )
 from omni_actors.engine.models.pictures.weights import PartConfig
+from omni_actors.engine.rows import moved
 from omni_actors.errors import EngineError
 
 NAMES = weights.Names(
@@ -91,19 +83,26 @@ class Run:
         return Run(first, last, self.reach + first - self.begin, True, own)
 
 
-@dataclass(frozen=True)
-class Condition:
-    """A prompt with the pictures it refers to.
+class Prefix:
+    """A prompt with the pictures it refers to, and the keys and values that it contributes to every step.
 
     Args:
         states: hidden states of its text [tokens, text_width], on the CPU.
-        lengths: tokens of the text before each picture, and after the last one.
+        lengths: tokens of the text before each picture, and after the last one; without pictures, all of it.
         references: latents of the pictures, f32 [channels, height, width] each, on the CPU.
+
+    Attributes:
+        done: how many of its tokens are computed.
+        kept: their keys and values, [layers, 2, tokens, heads, head_width] on the device; None before the first.
     """
 
-    states: torch.Tensor
-    lengths: tuple[int, ...]
-    references: tuple[torch.Tensor, ...] = ()
+    def __init__(
+        self, states: torch.Tensor, lengths: Sequence[int] = (), references: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self.states, self.references = states, tuple(references)
+        self.lengths = tuple(lengths) or (len(states),)
+        self.done = 0
+        self.kept: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -127,29 +126,9 @@ class Condition:
                 yield Run(begin, begin + latents[0].numel(), reach, False, latents)
                 begin, reach = begin + latents[0].numel(), reach + max(latents.shape[1:])
 
-
-class Prefix:
-    """The keys and values that a condition contributes to every step of its request.
-
-    Attributes:
-        given: the condition.
-        done: how many of its tokens are computed.
-        kept: their keys and values, [layers, 2, tokens, heads, head_width] on the device; None before the first.
-    """
-
-    def __init__(self, given: Condition) -> None:
-        self.given = given
-        self.done = 0
-        self.kept: torch.Tensor | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Of the whole prefix."""
-        return self.given.tokens
-
     def until(self, end: int) -> list[Run]:
         """The runs, or parts of them, from the first token that is not computed to this one."""
-        return [run.within(self.done, end) for run in self.given.runs() if run.begin < end and run.end > self.done]
+        return [run.within(self.done, end) for run in self.runs() if run.begin < end and run.end > self.done]
 
     def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, each [tokens, heads, head_width]. The prefix has been computed."""
@@ -177,7 +156,7 @@ def parts(prefixes: Sequence[Prefix], most: int) -> list[tuple[Part, int]]:
     """
     found: list[tuple[dict[Prefix, int], int]] = [({}, 0)]
     for prefix in prefixes:
-        for run in prefix.given.runs():
+        for run in prefix.runs():
             longest = most if run.text else run.end - run.begin
             for begin in range(run.begin, run.end, longest):
                 end = min(begin + longest, run.end)
@@ -190,44 +169,8 @@ def parts(prefixes: Sequence[Prefix], most: int) -> list[tuple[Part, int]]:
     return [(tuple(ends.items()), tokens) for ends, tokens in found]
 
 
-PATCH = 1  # latent pixels along an edge of a token
 TIME_SCALE = 1000.0
 THETA = 10_000.0
-
-
-@dataclass(frozen=True)
-class QwenImageConfig:
-    """Sizes of the network; the defaults are the published ones.
-
-    Args:
-        channels: of the latents.
-        layers: of the network.
-        heads: of attention.
-        head_width: of one of them.
-        text_width: of the text encoder's hidden states.
-        widening: of a token inside a layer.
-        axes: rotary dimensions of a head along time, height and width.
-        eps: of the norms.
-    """
-
-    channels: int = 64
-    layers: int = 32
-    heads: int = 32
-    head_width: int = 128
-    text_width: int = 4096
-    widening: int = 3
-    axes: tuple[int, int, int] = (16, 56, 56)
-    eps: float = 1e-6
-
-    @property
-    def width(self) -> int:
-        """Of a token."""
-        return self.heads * self.head_width
-
-    @property
-    def prefix_width(self) -> int:
-        """Values that are kept of a token of a prefix: its keys and values in every layer."""
-        return 2 * self.layers * self.width
 
 
 @dataclass(frozen=True)
@@ -291,52 +234,41 @@ class _Factors:
 
 
 class QwenImageNetwork(PackedNetwork):
-    """The network: predicts the velocity of latents, from noise at moment 1 to a picture at moment 0.
-
-    Args:
-        config: its sizes.
-        attend: the attention of its steps.
-    """
+    """The network: predicts the velocity of latents, from noise at moment 1 to a picture at moment 0."""
 
     names = NAMES
 
-    def __init__(self, config: QwenImageConfig, attend: Attention = attend_each) -> None:
-        super().__init__(config.channels, PATCH, attend)
-        self.config = config
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        config = PartConfig("transformer", given, "QwenImage21Transformer2DModel")
+        config.expect(patch_size=1, causal_condition=True, out_channels=config["in_channels"])
+        heads = config["num_attention_heads"], config["attention_head_dim"]
+        width = heads[0] * heads[1]
+        super().__init__(config["in_channels"], width, config["context_in_dim"], config["axes_dims_rope"])
+        self.heads: tuple[int, int] = heads  # how many, and the width of each
+        self.eps = config["eps"]
         self.between = Between()
-        width = config.width
-        self.embed = nn.Linear(config.channels, width, bias=False)
+        self.embed = nn.Linear(self.channels, width, bias=False)
         self.layers = nn.ModuleList(
-            LayerWeights(width, config.heads, config.widening * width, config.eps) for _ in range(config.layers)
+            LayerWeights(width, self.heads[0], config["mlp_ratio"] * width, self.eps)
+            for _ in range(config["num_layers"])
         )
         self.moment = MomentEmbedding(width, width, TIME_SCALE, bias=False)
         self.modulation = nn.Linear(width, 4 * width, bias=False)
-        self.text_norm = _TextNorm(config.text_width, config.eps)
-        self.text_in = nn.Linear(config.text_width, width, bias=False)
+        self.text_norm = _TextNorm(self.text_width, self.eps)
+        self.text_in = nn.Linear(self.text_width, width, bias=False)
         self.text_out = nn.Linear(width, width, bias=False)
         self.final_modulation = nn.Linear(width, width, bias=False)
-        self.final = nn.Linear(width, config.channels, bias=False)
+        self.final = nn.Linear(width, self.channels, bias=False)
+
+    @property
+    def prefix_width(self) -> int:
+        """Values that are kept of a token of a prefix: its keys and values in every layer."""
+        return 2 * len(self.layers) * self.width
 
     def compile(self, **options: Any) -> None:
-        """Compute what is between the products in few kernels; PyTorch compiles them if heads are of an odd width."""
-        width = self.config.head_width
-        self.between = FusedBetween() if width & (width - 1) == 0 else CompiledBetween(**options)
-
-    @staticmethod
-    def read_config(config: Mapping[str, Any]) -> QwenImageConfig:
-        """See `PackedNetwork`."""
-        part = PartConfig("transformer", config, "QwenImage21Transformer2DModel")
-        part.expect(patch_size=1, causal_condition=True, out_channels=part["in_channels"])
-        return QwenImageConfig(
-            channels=part["in_channels"],
-            layers=part["num_layers"],
-            heads=part["num_attention_heads"],
-            head_width=part["attention_head_dim"],
-            text_width=part["context_in_dim"],
-            widening=part["mlp_ratio"],
-            axes=tuple(part["axes_dims_rope"]),
-            eps=part["eps"],
-        )
+        """Compute what is between the products in few kernels, which take heads of a power of two."""
+        if self.heads[1].bit_count() == 1:
+            self.between = FusedBetween()
 
     @torch.inference_mode()
     def condition(self, given: Sequence[Prefix]) -> list[Prefix]:
@@ -352,14 +284,14 @@ class QwenImageNetwork(PackedNetwork):
         if not runs:
             return
         if prefix.kept is None:
-            shape = (len(self.layers), 2, prefix.tokens, self.config.heads, self.config.head_width)
+            shape = (len(self.layers), 2, prefix.tokens, *self.heads)
             prefix.kept = torch.empty(shape, dtype=self.dtype, device=self.device)
         tokens = torch.cat([self._embedded(run) for run in runs])
         rotation = self._rotation([_positions(run) for run in runs])
         owner = torch.zeros(len(tokens), dtype=torch.int64, device=self.device)
         slots = torch.arange(prefix.done, end, device=self.device)
         factors = self._factors(self._moment(torch.zeros(1, device=self.device)))
-        normed = self.between.norm(tokens, factors.scale, owner, self.config.eps)
+        normed = self.between.norm(tokens, factors.scale, owner, self.eps)
         for layer, block in enumerate(self.layers):
             keys, values = prefix.of_layer(layer)
             query = self._heads(block, normed, rotation, slots, keys, values)
@@ -382,12 +314,12 @@ class QwenImageNetwork(PackedNetwork):
     def lay_out(self, pictures: Sequence[Size], conditions: Sequence[Prefix]) -> QwenImageBatch:
         """The batch of sequences with these pictures and these prefixes."""
         lengths = [height * width for height, width in pictures]
-        positions = [_grid(*size, prefix.given.reach) for size, prefix in zip(pictures, conditions, strict=True)]
+        positions = [_grid(*size, prefix.reach) for size, prefix in zip(pictures, conditions, strict=True)]
         whole = [prefix.tokens + length for prefix, length in zip(conditions, lengths, strict=True)]
         slots = [
             torch.arange(end - length, end) for length, end in zip(lengths, itertools.accumulate(whole), strict=True)
         ]
-        shape = (sum(whole), self.config.heads, self.config.head_width)
+        shape = (sum(whole), *self.heads)
         return QwenImageBatch(
             prefixes=tuple(conditions),
             pictures=pack(lengths, self.device),
@@ -413,7 +345,7 @@ class QwenImageNetwork(PackedNetwork):
         factors, owner = self._factors(moment), batch.pictures.owner
         last = 1.0 + self.final_modulation(F.silu(moment))
         tokens = self.embed(patches.to(self.dtype))
-        normed = self.between.norm(tokens, factors.scale, owner, self.config.eps)
+        normed = self.between.norm(tokens, factors.scale, owner, self.eps)
         for layer, block in enumerate(self.layers, 1):
             batch.take_prefixes(layer - 1)
             query = self._heads(block, normed, batch.rotation, batch.slots, batch.keys, batch.values)
@@ -445,7 +377,7 @@ class QwenImageNetwork(PackedNetwork):
         owner: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's output from what attention gave, and its norm scaled by `following`, with which the next begins."""
-        between, eps = self.between, self.config.eps
+        between, eps = self.between, self.eps
         branch = block.out(attended.flatten(1))
         tokens, normed = between.add_and_norm(tokens, branch, factors.gate, factors.scale_up, owner, eps)
         branch = block.down(between.gate(block.up(normed)))
@@ -463,7 +395,7 @@ class QwenImageNetwork(PackedNetwork):
 
     def _rotation(self, positions: Sequence[torch.Tensor]) -> torch.Tensor:
         # In the precision of diffusers, whose angles these have to be.
-        return moved(rotation_at(torch.cat(list(positions)), self.config.axes, THETA, torch.float32), self.device)
+        return moved(rotation_at(torch.cat(list(positions)), self.axes, THETA, torch.float32), self.device)
 
 
 def _grid(height: int, width: int, frame: int) -> torch.Tensor:

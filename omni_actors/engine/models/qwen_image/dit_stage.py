@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -15,10 +15,10 @@ import torch
 from omni_actors.config.checkpoint import INDEX_NAME, read_json_object
 from omni_actors.engine.encoder import RUNS
 from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES
-from omni_actors.engine.models.pictures.denoising import FlowSchedule, PictureSpec, Preparation
+from omni_actors.engine.models.pictures.denoising import FlowSchedule, PictureSpec
 from omni_actors.engine.models.pictures.denoising_stage import MAX_STEPS, DenoisingStage, read_finite
 from omni_actors.engine.models.placeholder import picture_spec
-from omni_actors.engine.models.qwen_image.dit import Condition, Part, Prefix, QwenImageNetwork, parts
+from omni_actors.engine.models.qwen_image.dit import Part, Prefix, QwenImageNetwork, parts
 from omni_actors.engine.models.qwen_image.layout import LATENT_PIXELS, MULTIPLE
 from omni_actors.engine.workers.diffusion import DiffusionJob, KnownJobs
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, PromptTooLong
@@ -62,7 +62,7 @@ class QwenImageDit(DenoisingStage):
 
     def warm_up_condition(self) -> Prefix:
         """A prompt of two tokens."""
-        return Prefix(Condition(torch.zeros(2, self.config.text_width), (2,)))
+        return Prefix(torch.zeros(2, self.network.text_width))
 
     def conditions(self, inputs: StageInputs, guidance: float) -> tuple[Prefix, Prefix | None, float]:
         """Prompt and negative prompt, which both refer to the same pictures."""
@@ -85,20 +85,19 @@ class QwenImageDit(DenoisingStage):
         return condition, self._condition(inputs.tensors, NEGATIVE_STATES, references), guidance - 1.0
 
     def _condition(self, tensors: Mapping[str, HostTensor], name: str, references: tuple[torch.Tensor, ...]) -> Prefix:
-        states = self.read_states(tensors.get(name), name, self.config.text_width)
+        states = self.read_states(tensors, name)
         given = tensors.get(name + RUNS)
         runs = tuple(read_finite(given, name + RUNS).flatten().tolist()) if given is not None else (len(states),)
         if len(runs) != len(references) + 1 or min(runs) < 0 or sum(runs) != len(states):
             raise InvalidPayload(
                 f"{name}: {len(states)} states in runs of {list(runs)} do not go between {len(references)} pictures."
             )
-        condition = Condition(states, runs, references)
-        if condition.reach > MAX_REACH:
+        prefix = Prefix(states, runs, references)
+        if prefix.reach > MAX_REACH:
             raise PromptTooLong(
-                f"Prompt and pictures reach {condition.reach} positions far; this model takes {MAX_REACH}.",
+                f"Prompt and pictures reach {prefix.reach} positions far; this model takes {MAX_REACH}.",
                 hint="Send a shorter prompt, or fewer pictures.",
             )
-        prefix = Prefix(condition)
         self._prefixes.add(prefix)
         return prefix
 
@@ -119,18 +118,18 @@ class QwenImageDit(DenoisingStage):
             before, last = cut, 0
         later = tokens * spec.num_steps + last
         itemsize = self.dtype.itemsize
-        needed = self.needed(max(tokens, last)) + 2 * kept * self.config.width * itemsize
+        needed = self.needed(max(tokens, last)) + 2 * kept * self.network.width * itemsize
         jobs = [self.picture_job(spec, tokens, needed, first=last)]
         for part, count in reversed(before):
             needed = self.needed(count)
-            preparation = Preparation(partial(self._extend, part))
-            jobs.insert(0, DiffusionJob(preparation, 1, needed, needed, tokens=count, later_tokens=later))
+            prepare = partial(self._extend, part)
+            jobs.insert(0, DiffusionJob(prepare, 1, needed, needed, tokens=count, later_tokens=later))
             later += count
-        return KnownJobs(jobs, input_tokens, kept * self.config.prefix_width * itemsize, partial(self._free, prefixes))
+        return KnownJobs(jobs, input_tokens, kept * self.network.prefix_width * itemsize, partial(self._free, prefixes))
 
     def _extend(self, part: Part) -> None:
         for prefix, end in part:
-            cast("QwenImageNetwork", self.denoiser.network).extend(prefix, end)
+            self.network.extend(prefix, end)
 
     def _free(self, prefixes: Sequence[Prefix]) -> None:
         for prefix in prefixes:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_vl import (
     Qwen3VLDummyInputsBuilder,
@@ -23,26 +23,18 @@ from vllm.transformers_utils.processor import cached_get_processor
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoded_requests import RequestReader, merged_patches
 from omni_actors.engine.encoder import EncoderAdapter, EncoderSequence
-from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models import ModelSpec, renamed
 from omni_actors.engine.models.encoder_state import EncoderState, Residual
-from omni_actors.engine.models.pictures import MAX_REFERENCES, NEGATIVE_STATES, NEGATIVE_TOKENS, STATES
+from omni_actors.engine.models.pictures import MAX_REFERENCES, NEGATIVE_STATES, STATES, negative_ids
 from omni_actors.engine.models.qwen_image.layout import SYSTEM
-from omni_actors.engine.rows import FRAME_PREFIX, to_torch
+from omni_actors.engine.rows import FRAME_PREFIX
 from omni_actors.errors import InvalidPayload, PromptTooLong
-from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
 ARCHITECTURE = "OmniActorsQwenImageTextEncoder"
 PROCESSOR = "processor"  # folder of the checkpoint
 MAX_TOKENS = 12_288  # of a prompt with ten pictures of 1024 tokens each
 SMALLEST, LARGEST = 32 * 32, 2048 * 2048  # pixels of a picture; the prompt stage has scaled it already
-
-
-def encoder_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration with the architecture below."""
-    if hasattr(config, "vision_config"):  # vLLM first calls the function with an empty configuration
-        config.architectures = [ARCHITECTURE]
-    return config
 
 
 class _ProcessingInfo(Qwen3VLProcessingInfo):
@@ -108,8 +100,8 @@ class QwenImageTextAdapter(EncoderAdapter):
         if encoded:
             token_ids, features = self._requests.read(encoded, token_ids)
         found = {STATES: self._sequence(token_ids, features)}
-        if (negative := inputs.tensors.get(NEGATIVE_TOKENS)) is not None:
-            found[NEGATIVE_STATES] = self._sequence(_token_ids(negative), features)
+        if (negative := negative_ids(inputs.tensors)) is not None:
+            found[NEGATIVE_STATES] = self._sequence(negative, features)
         return found
 
     def _sequence(self, token_ids: list[int], features: Sequence[MultiModalFeatureSpec]) -> EncoderSequence:
@@ -123,16 +115,8 @@ class QwenImageTextAdapter(EncoderAdapter):
             feature.mm_position.length for feature in features
         ]:
             raise InvalidPayload("The places for pictures in the prompt are not those of the pictures.")
-        placed = [
-            MultiModalFeatureSpec(
-                data=feature.data,
-                modality=feature.modality,
-                identifier=feature.identifier,
-                mm_position=PlaceholderRange(offset=begin, length=end - begin),
-                mm_hash=feature.mm_hash,
-            )
-            for feature, (begin, end) in zip(features, pictures, strict=True)
-        ]
+        places = [PlaceholderRange(offset=begin, length=end - begin) for begin, end in pictures]
+        placed = [replace(feature, mm_position=place) for feature, place in zip(features, places, strict=True)]
         return EncoderSequence(token_ids, placed, runs)
 
     def _divided(self, token_ids: list[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -149,19 +133,11 @@ class QwenImageTextAdapter(EncoderAdapter):
         return list(zip(begins, ends, strict=True)), pictures
 
 
-def _token_ids(given: HostTensor) -> list[int]:
-    given.validate(NEGATIVE_TOKENS)
-    if given.dtype is not DType.I64 or len(given.shape) != 1:
-        raise InvalidPayload(f"{NEGATIVE_TOKENS} needs i64 [tokens].")
-    token_ids: list[int] = to_torch(given, NEGATIVE_TOKENS).tolist()
-    return token_ids
-
-
 SPEC = ModelSpec(
     kind="encoder",
     folder="text_encoder",
     tokens_folder=PROCESSOR,
-    hf_overrides=encoder_config,
+    hf_overrides=renamed(ARCHITECTURE, "vision_config"),
     vllm_models={ARCHITECTURE: QwenImageTextEncoder},
     engine={
         "max_model_len": MAX_TOKENS + 1,

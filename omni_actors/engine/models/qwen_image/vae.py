@@ -7,7 +7,6 @@ diffusers' modules, which this takes over.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -116,27 +115,6 @@ def sources_of(shortcut: Any) -> torch.Tensor:
     return sources
 
 
-@dataclass(frozen=True)
-class Scaling:
-    """Mean and spread of each channel of the VAE's latents; the diffusion transformer's have 0 and 1."""
-
-    mean: tuple[float, ...]
-    spread: tuple[float, ...]
-
-    def of_vae(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents [channels, height, width] as the VAE has them."""
-        mean, spread = self._like(latents)
-        return latents * spread + mean
-
-    def of_network(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents [channels, height, width] as the diffusion transformer has them."""
-        mean, spread = self._like(latents)
-        return (latents - mean) / spread
-
-    def _like(self, latents: torch.Tensor) -> list[torch.Tensor]:
-        return [latents.new_tensor(values).view(-1, 1, 1) for values in (self.mean, self.spread)]
-
-
 class QwenImageVae(PictureVae):
     """The VAE, whose pictures have an alpha channel."""
 
@@ -147,21 +125,27 @@ class QwenImageVae(PictureVae):
 
     def configure(self, config: PartConfig) -> None:
         """Take the sizes, and how latents are scaled."""
-        mean, spread = (tuple(config.get(name) or ()) for name in ("latents_mean", "latents_std"))
-        if not mean or not len(mean) == len(spread) == config.get("z_dim"):
+        self._scaling = [config.get(name) or () for name in ("latents_mean", "latents_std")]
+        self.channels = len(self._scaling[0])
+        if not self.channels or not self.channels == len(self._scaling[1]) == config.get("z_dim"):
             raise ConfigError("The checkpoint's VAE needs z_dim values in latents_mean and in latents_std.")
         config.expect(scale_factor_spatial=LATENT_PIXELS, patch_size=None, is_residual=True)
-        self.scaling, self.channels = Scaling(mean, spread), len(mean)
         self.width = max(config.get("decoder_base_dim") or 1, config.get("base_dim") or 1)
 
     def encode(self, levels: torch.Tensor) -> torch.Tensor:
-        """The mean of a picture's latents."""
-        found = self.model.encode(levels[None, :, None]).latent_dist.mode()
-        return self.scaling.of_network(found[0, :, 0])
+        """The mean of a picture's latents, those of each channel with a mean of 0 and a spread of 1."""
+        mean, spread = self._scaled(levels)
+        found: torch.Tensor = self.model.encode(levels[None, :, None]).latent_dist.mode()
+        return (found[0, :, 0] - mean) / spread
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """The picture [4, height, width] from -1 to 1."""
-        return self._decoder(self.scaling.of_vae(latents))
+        mean, spread = self._scaled(latents)
+        return self._decoder(latents * spread + mean)
+
+    def _scaled(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Mean and spread of each channel of the VAE's latents."""
+        return [like.new_tensor(values).view(-1, 1, 1) for values in self._scaling]
 
     @cached_property
     def _decoder(self) -> PictureDecoder:

@@ -21,26 +21,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from omni_actors.engine.models.pictures import weights
-from omni_actors.engine.models.pictures.denoising import (
-    Attention,
-    PackedNetwork,
-    Packing,
-    Size,
-    attend_each,
-    interleaved,
-    moved,
-    pack,
-)
+from omni_actors.engine.models.pictures.denoising import Attention, PackedNetwork, Packing, Size, interleaved, pack
 from omni_actors.engine.models.pictures.layers import (
     MOMENT_WAVES,
     LayerWeights,
     MomentEmbedding,
-    RmsNorm,
     compile_halves,
     grid,
     rotation_at,
 )
 from omni_actors.engine.models.pictures.weights import PartConfig
+from omni_actors.engine.rows import moved
 
 NAMES = weights.Names(
     model="Z-Image",
@@ -71,44 +62,9 @@ PATCH = 2  # latent pixels along an edge of a token
 MOMENT_HIDDEN = 1024
 
 
-@dataclass(frozen=True)
-class ZImageConfig:
-    """Sizes of the network; the defaults are the published ones.
-
-    Args:
-        channels: of the latents.
-        width: of a token.
-        layers: that see picture and prompt; each of the two passes `refiners` layers of its own before.
-        heads: of attention.
-        text_width: of the text encoder's hidden states.
-        theta: base of the rotary frequencies.
-        axes: rotary dimensions of a head along time, height and width.
-        lengths: the number of positions along each axis.
-        time_scale: by which a moment in [0, 1] is multiplied.
-        eps: of the norms.
-    """
-
-    channels: int = 16
-    width: int = 3840
-    layers: int = 30
-    refiners: int = 2
-    heads: int = 30
-    text_width: int = 2560
-    theta: float = 256.0
-    axes: tuple[int, int, int] = (32, 48, 48)
-    lengths: tuple[int, int, int] = (1536, 512, 512)
-    time_scale: float = 1000.0
-    eps: float = 1e-5
-
-    @property
-    def patch_width(self) -> int:
-        """Values of a token of the latents."""
-        return PATCH * PATCH * self.channels
-
-    @property
-    def moment_width(self) -> int:
-        """Width of the vector that the modulations come from."""
-        return min(self.width, MOMENT_WAVES)
+def moment_width(width: int) -> int:
+    """Width of the vector that the modulations of tokens of a width come from."""
+    return min(width, MOMENT_WAVES)
 
 
 def filled(tokens: int) -> int:
@@ -119,14 +75,11 @@ def filled(tokens: int) -> int:
 class ZImageBlock(LayerWeights):
     """A transformer layer. With `modulated` it scales and gates by the moment of each token's sequence."""
 
-    def __init__(self, config: ZImageConfig, *, modulated: bool) -> None:
-        width = config.width
-        super().__init__(width, config.heads, int(width / 3 * 8), 1e-5)
-        self.attention_norm1 = RmsNorm(width, config.eps)
-        self.attention_norm2 = RmsNorm(width, config.eps)
-        self.ffn_norm1 = RmsNorm(width, config.eps)
-        self.ffn_norm2 = RmsNorm(width, config.eps)
-        self.modulation = nn.Linear(config.moment_width, 4 * width) if modulated else None
+    def __init__(self, width: int, heads: int, eps: float, *, modulated: bool) -> None:
+        super().__init__(width, heads, int(width / 3 * 8), 1e-5)
+        self.attention_norm1, self.attention_norm2 = (nn.RMSNorm(width, eps) for _ in range(2))
+        self.ffn_norm1, self.ffn_norm2 = (nn.RMSNorm(width, eps) for _ in range(2))
+        self.modulation = nn.Linear(moment_width(width), 4 * width) if modulated else None
 
     def forward(
         self,
@@ -216,51 +169,39 @@ class ZImageNetwork(PackedNetwork):
 
     Its parameters are named as in published checkpoints, but for matrices that are kept as one (`NAMES`).
 
-    Args:
-        config: its sizes.
-        attend: the attention to compute with; `attend_each` works everywhere.
+    Attributes:
+        lengths: the number of positions along each axis.
     """
 
     names = NAMES
 
-    def __init__(self, config: ZImageConfig, attend: Attention = attend_each) -> None:
-        super().__init__(config.channels, PATCH, attend)
-        self.config = config
-        self.embed = nn.Linear(config.patch_width, config.width)
-        self.noise_refiner = _layers(config, config.refiners, modulated=True)
-        self.context_refiner = _layers(config, config.refiners, modulated=False)
-        self.layers = _layers(config, config.layers, modulated=True)
-        self.moment = MomentEmbedding(MOMENT_HIDDEN, config.moment_width, config.time_scale, bias=True)
-        self.text_norm = RmsNorm(config.text_width, config.eps)
-        self.text_in = nn.Linear(config.text_width, config.width)
-        self.picture_filler = nn.Parameter(torch.zeros(1, config.width))
-        self.text_filler = nn.Parameter(torch.zeros(1, config.width))
-        self.final_modulation = nn.Linear(config.moment_width, config.width)
-        self.final = nn.Linear(config.width, config.patch_width)
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        config = PartConfig("transformer", given, "ZImageTransformer2DModel")
+        config.expect(all_patch_size=[PATCH], all_f_patch_size=[1], qk_norm=True, siglip_feat_dim=None)
+        config.expect(n_kv_heads=config["n_heads"])
+        width, eps, text_width = config["dim"], config["norm_eps"], config["cap_feat_dim"]
+        super().__init__(config["in_channels"], width, text_width, config["axes_dims"], PATCH)
+        self.theta, self.lengths = config["rope_theta"], tuple(config["axes_lens"])
+        patch_width = PATCH * PATCH * self.channels
+
+        def layers(count: int, *, modulated: bool) -> nn.ModuleList:
+            return nn.ModuleList(ZImageBlock(width, config["n_heads"], eps, modulated=modulated) for _ in range(count))
+
+        self.embed = nn.Linear(patch_width, width)
+        self.noise_refiner = layers(config["n_refiner_layers"], modulated=True)
+        self.context_refiner = layers(config["n_refiner_layers"], modulated=False)
+        self.layers = layers(config["n_layers"], modulated=True)
+        self.moment = MomentEmbedding(MOMENT_HIDDEN, moment_width(width), config["t_scale"], bias=True)
+        self.text_norm = nn.RMSNorm(text_width, eps)
+        self.text_in = nn.Linear(text_width, width)
+        self.picture_filler = nn.Parameter(torch.zeros(1, width))
+        self.text_filler = nn.Parameter(torch.zeros(1, width))
+        self.final_modulation = nn.Linear(moment_width(width), width)
+        self.final = nn.Linear(width, patch_width)
 
     def compile(self, **options: Any) -> None:
         """Compile the two parts of the layers around attention. Equal layers share their code, for any batch."""
         compile_halves((*self.noise_refiner, *self.context_refiner, *self.layers), **options)
-
-    @staticmethod
-    def read_config(config: Mapping[str, Any]) -> ZImageConfig:
-        """See `PackedNetwork`."""
-        part = PartConfig("transformer", config, "ZImageTransformer2DModel")
-        part.expect(all_patch_size=[PATCH], all_f_patch_size=[1], qk_norm=True, siglip_feat_dim=None)
-        part.expect(n_kv_heads=part["n_heads"])
-        return ZImageConfig(
-            channels=part["in_channels"],
-            width=part["dim"],
-            layers=part["n_layers"],
-            refiners=part["n_refiner_layers"],
-            heads=part["n_heads"],
-            text_width=part["cap_feat_dim"],
-            theta=part["rope_theta"],
-            axes=tuple(part["axes_dims"]),
-            lengths=tuple(part["axes_lens"]),
-            time_scale=part["t_scale"],
-            eps=part["norm_eps"],
-        )
 
     def condition(self, given: Sequence[torch.Tensor]) -> list[EncodedPrompt]:
         """The contributions of prompts, from the text encoder's hidden states, each [length, text_width]."""
@@ -316,18 +257,14 @@ class ZImageNetwork(PackedNetwork):
         tokens = torch.cat((tokens, batch.prompts))[batch.order]
         for block in self.layers:
             tokens = block(tokens, moment, batch.rotation, batch.sequences, self.attend)
-        tokens = F.layer_norm(tokens[batch.outputs], (self.config.width,), eps=1e-6)
+        tokens = F.layer_norm(tokens[batch.outputs], (self.width,), eps=1e-6)
         scale = 1.0 + self.final_modulation(F.silu(moment))
         velocity: torch.Tensor = self.final(tokens * scale[batch.sequences.owner[batch.outputs]])
         return velocity
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
         """Factors f32 [tokens, 2, head_dim] for positions i64 [tokens, 3] along the axes."""
-        return moved(rotation_at(positions, self.config.axes, self.config.theta), self.device)
-
-
-def _layers(config: ZImageConfig, count: int, *, modulated: bool) -> nn.ModuleList:
-    return nn.ModuleList(ZImageBlock(config, modulated=modulated) for _ in range(count))
+        return moved(rotation_at(positions, self.axes, self.theta), self.device)
 
 
 def _places(lengths: Sequence[int], own: Sequence[int]) -> torch.Tensor:

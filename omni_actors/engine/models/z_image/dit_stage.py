@@ -11,7 +11,6 @@ from omni_actors.engine.models.placeholder import picture_spec
 from omni_actors.engine.models.z_image.dit import PATCH, ZImageNetwork, filled
 from omni_actors.engine.workers.diffusion import SingleJob
 from omni_actors.errors import PromptTooLong
-from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import Parameter, StageParams
 from omni_actors.stage.engine_interface import StageInputs
 
@@ -35,23 +34,22 @@ class ZImageDit(DenoisingStage):
     @property
     def longest_edge(self) -> int:
         """As many tokens as there are positions."""
-        rows, columns = self.config.lengths[1:]
+        rows, columns = self.network.lengths[1:]
         return int(min(rows, columns)) * self.multiple
 
     def warm_up_condition(self) -> torch.Tensor:
         """States of a prompt of two tokens."""
-        return torch.zeros(2, self.config.text_width)
+        return torch.zeros(2, self.network.text_width)
 
     def conditions(self, inputs: StageInputs, guidance: float) -> tuple[torch.Tensor, torch.Tensor | None, float]:
         """The states of the prompt, and with guidance those of the negative prompt."""
-        states = self._states(inputs.tensors.get(STATES), STATES)
-        negative = self._states(inputs.tensors.get(NEGATIVE_STATES), NEGATIVE_STATES) if guidance > 0 else None
-        return states, negative, guidance
+        states = self._states(inputs, STATES)
+        return states, self._states(inputs, NEGATIVE_STATES) if guidance > 0 else None, guidance
 
-    def _states(self, given: HostTensor | None, name: str) -> torch.Tensor:
-        states = self.read_states(given, name, self.config.text_width)
-        if filled(len(states)) + 2 > self.config.lengths[0]:
-            raise PromptTooLong(f"The prompt has {len(states)} tokens; this model takes {self.config.lengths[0] - 2}.")
+    def _states(self, inputs: StageInputs, name: str) -> torch.Tensor:
+        states, positions = self.read_states(inputs.tensors, name), self.network.lengths[0]
+        if filled(len(states)) + 2 > positions:
+            raise PromptTooLong(f"The prompt has {len(states)} tokens; this model takes {positions - 2}.")
         return states
 
     def tokens_of(self, condition: torch.Tensor) -> int:
