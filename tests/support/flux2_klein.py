@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 
 from omni_actors.engine.rows import to_host
 from omni_actors.stage.engine_interface import StageInputs
-from tests.support.picture_wishes import Wish, levels, painted
+from tests.support import picture_wishes
+from tests.support.picture_wishes import Wish
 from tools.checkpoints.pictures import FLUX2_KLEIN
-
-if TYPE_CHECKING:
-    from diffusers import Flux2KleinPipeline
 
 # Sizes and steps of all kinds; pictures made of none, one and two others. Guidance is for checkpoints that have it.
 WISHES = (
@@ -47,16 +44,11 @@ def write_adapter(folder: Path, seed: int, targets: Sequence[str]) -> None:
     )
 
 
-class Painter:
+class Painter(picture_wishes.Painter):
     """diffusers' pipeline, with noise from the seed of a wish."""
 
-    def __init__(self, pipeline: Flux2KleinPipeline) -> None:
-        self.pipeline = pipeline
-        pipeline.set_progress_bar_config(disable=True)
-
-    def paint(self, wish: Wish, kind: str) -> Any:
-        """The latents as the VAE has them (`latent`), or the picture, 0 to 1 [height, width, 3] (`np`)."""
-        return painted(self.pipeline, wish, kind, image=wish.pictures or None, guidance_scale=wish.guidance)
+    def given(self, wish: Wish) -> dict[str, Any]:
+        return {"image": wish.pictures or None, "guidance_scale": wish.guidance}
 
     @contextmanager
     def adapted(self, folder: Path) -> Iterator[None]:
@@ -68,16 +60,13 @@ class Painter:
             self.pipeline.unload_lora_weights()
 
     def latents(self, wish: Wish) -> torch.Tensor:
-        return self._normed(self.paint(wish, "latent"))
+        return self._normed(super().latents(wish))
 
     def _normed(self, given: torch.Tensor) -> torch.Tensor:
         """The VAE's latents [channels, height, width] as the network has them."""
         norm, latents = self.pipeline.vae.bn, torch.nn.functional.pixel_unshuffle(given[None], 2)
         mean, spread = norm.running_mean, torch.sqrt(norm.running_var + self.pipeline.vae.config.batch_norm_eps)
         return ((latents - mean.view(1, -1, 1, 1)) / spread.view(1, -1, 1, 1))[0]
-
-    def pixels(self, wish: Wish) -> np.ndarray:
-        return levels(self.paint(wish, "np"))
 
     @torch.no_grad()
     def encoded(self, levels: torch.Tensor) -> torch.Tensor:

@@ -47,18 +47,36 @@ class Wish:
         ]
 
 
-def painted(pipeline: Any, wish: Wish, kind: str, **given: Any) -> Any:
-    """What a pipeline of diffusers makes of a wish, of an `output_type`, with noise from its seed."""
-    with one_thread():
-        return pipeline(
-            prompt=wish.prompt,
-            width=wish.width,
-            height=wish.height,
-            num_inference_steps=wish.steps,
-            generator=torch.Generator().manual_seed(wish.seed),
-            output_type=kind,
-            **given,
-        ).images[0]
+class Painter:
+    """diffusers' pipeline of a family, with noise from the seed of a wish; a subclass says what else it is given."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self.pipeline = pipeline
+        pipeline.set_progress_bar_config(disable=True)
+
+    def paint(self, wish: Wish, kind: str) -> Any:
+        """The latents (`latent`) or the picture, 0 to 1 [height, width, channels] (`np`), as the pipeline has them."""
+        with one_thread():
+            return self.pipeline(
+                prompt=wish.prompt,
+                width=wish.width,
+                height=wish.height,
+                num_inference_steps=wish.steps,
+                generator=torch.Generator().manual_seed(wish.seed),
+                output_type=kind,
+                **self.given(wish),
+            ).images[0]
+
+    def given(self, wish: Wish) -> dict[str, Any]:
+        return {"guidance_scale": wish.guidance}
+
+    def latents(self, wish: Wish) -> torch.Tensor:
+        """Latents f32 [channels, height, width] as the network has them."""
+        latents: torch.Tensor = self.paint(wish, "latent")
+        return latents
+
+    def pixels(self, wish: Wish) -> np.ndarray:
+        return (self.paint(wish, "np") * 255).round().astype(np.uint8)
 
 
 def engine(checkpoint: Path, stage: str, *, asynchronous: bool | None = None, **options: Any) -> DiffusionEngine:
@@ -94,11 +112,6 @@ def run(
                 return events
             events += engine.step()
     pytest.fail("the engine does not become idle")
-
-
-def levels(picture: Any) -> np.ndarray:
-    """A picture of diffusers, 0 to 1 [height, width, channels], as u8."""
-    return (np.asarray(picture) * 255).round().astype(np.uint8)
 
 
 def equal(pixels: np.ndarray, expected: np.ndarray) -> bool:

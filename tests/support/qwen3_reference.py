@@ -21,7 +21,7 @@ class Qwen3Result:
     """One answer, with what passes between the stages.
 
     P is the prompt length, T the number of thinker tokens, M the number of media positions in the prompt, H the
-    thinker's hidden size, W the talker's, F the number of frames.
+    thinker's hidden size, F the number of frames.
     """
 
     prompt_token_ids: list[int]
@@ -32,12 +32,6 @@ class Qwen3Result:
     """[M, H]: hidden states of layer `accept_hidden_layer` at the prompt's media positions."""
     mrope_positions: torch.Tensor
     """[3, P] i64: the thinker's positions of the prompt."""
-    talker_prompt_embeds: torch.Tensor
-    """[L, W]: the talker's prompt; none of it if the request does not speak."""
-    talker_positions: torch.Tensor
-    """[3, L] i64: the positions of the talker's prompt."""
-    talker_tokens: list[int]
-    """Everything the talker sampled, with the token that ended it, if one did; one more than there are frames."""
     codes: torch.Tensor
     """[F, 16] i64."""
     waveform: torch.Tensor
@@ -87,7 +81,6 @@ class Qwen3Reference:
         talker_max_tokens: int = 24,
         thinker_sampling: dict[str, Any] = GREEDY,
         talker_sampling: dict[str, Any] = GREEDY,
-        talker_repetition_penalty: float = 1.05,
         thinker_eos: Sequence[int] | None = None,
         talker_eos: Sequence[int] | None = None,
         use_audio_in_video: bool = False,
@@ -100,17 +93,10 @@ class Qwen3Reference:
         """
         model, config = self.model, self.model.config
         prompt_length = inputs["input_ids"].shape[1]
-        calls: list[dict[str, Any]] = []
         thinker_ends = end_tokens(thinker_eos, list(model.generation_config.eos_token_id))
         with ExitStack() as stack:
             stack.enter_context(_quiet())
             thinker_results = stack.enter_context(recorded(model.thinker, "generate"))
-            if speaks:
-                talker_results = stack.enter_context(recorded(model.talker, "generate"))
-                hook = model.talker.register_forward_pre_hook(
-                    lambda _module, _args, kwargs: calls.append(kwargs), with_kwargs=True
-                )
-                stack.callback(hook.remove)
             waveforms = stack.enter_context(_silenced(model.code2wav))
             model.generate(
                 **inputs,
@@ -121,7 +107,6 @@ class Qwen3Reference:
                 thinker_eos_token_id=thinker_ends,
                 talker_max_new_tokens=talker_max_tokens,
                 talker_eos_token_id=end_tokens(talker_eos, [config.talker_config.codec_eos_token_id]),
-                talker_repetition_penalty=talker_repetition_penalty,
                 **{f"thinker_{name}": value for name, value in thinker_sampling.items()},
                 **{f"talker_{name}": value for name, value in talker_sampling.items()},
                 **({} if speaks else {"thinker_output_hidden_states": True, "thinker_return_dict_in_generate": True}),
@@ -132,15 +117,11 @@ class Qwen3Reference:
         ids = inputs["input_ids"][0]
         media = torch.isin(ids, torch.tensor([getattr(config.thinker_config, name) for name in MEDIA_IDS]))
         states = thinker.hidden_states[0][config.talker_config.accept_hidden_layer][0]
-        width = config.talker_config.text_config.hidden_size
         return Qwen3Result(
             prompt_token_ids=ids.tolist(),
             thinker_tokens=thinker.sequences[0, prompt_length:].tolist(),
             media_rows=states[media],
             mrope_positions=self.positions(inputs, use_audio_in_video=use_audio_in_video),
-            talker_prompt_embeds=calls[0]["inputs_embeds"][0] if calls else torch.empty(0, width),
-            talker_positions=(calls[0]["position_ids"][-3:, 0] if calls else torch.empty(3, 0, dtype=torch.int64)),
-            talker_tokens=talker_results[0].sequences[0].tolist() if speaks else [],
             codes=codes,
             waveform=waveform,
         )

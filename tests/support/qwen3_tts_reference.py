@@ -112,8 +112,8 @@ class Qwen3TtsReference:
         self.model = model
         self.wrapper = Qwen3TTSModel(model, Qwen3TTSProcessor(AutoTokenizer.from_pretrained(folder)), {})
 
-    def speak(self, text: str, *, frames: int, end: int | None = None, **request: Any) -> TtsResult:
-        """Speaks greedily: `frames` frames, or fewer if `end`, a code, comes first.
+    def speak(self, text: str, *, frames: int, **request: Any) -> TtsResult:
+        """Speaks greedily: `frames` frames.
 
         Args:
             request: `language`; with it `speaker` and `instruct`, `instruct`, or `ref_audio` and `ref_text` or
@@ -130,7 +130,7 @@ class Qwen3TtsReference:
                 do_sample=False,
                 subtalker_dosample=False,
                 max_new_tokens=frames + 1,
-                eos_token_id=NO_END if end is None else end,
+                eos_token_id=NO_END,
             )
         codes = generated[0][0][0]
         return TtsResult(codes, torch.from_numpy(waveforms[0]))

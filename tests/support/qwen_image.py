@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 
 from omni_actors.engine.models.qwen_image.layout import scaled_size
 from omni_actors.engine.rows import to_host
 from omni_actors.stage.engine_interface import StageInputs
-from tests.support.picture_wishes import Wish, levels, painted
-
-if TYPE_CHECKING:
-    from diffusers import QwenImage21Pipeline
+from tests.support import picture_wishes
+from tests.support.picture_wishes import Wish
 
 REFERENCE_SIZE = 128  # of the tiny pipeline
 # Sizes, steps and guidance of all kinds; pictures made of none, one and three others, with alpha channels and without.
@@ -26,38 +23,25 @@ WISHES = (
 )
 
 
-class Painter:
+class Painter(picture_wishes.Painter):
     """diffusers' pipeline, with noise from the seed of a wish."""
 
-    def __init__(self, pipeline: QwenImage21Pipeline) -> None:
-        self.pipeline = pipeline
-        pipeline.set_progress_bar_config(disable=True)
-
     def paint(self, wish: Wish, kind: str) -> Any:
-        """The latents f32 [channels, height, width] (`latent`) or the picture, 0 to 1 [height, width, 4] (`np`)."""
         scheduler = self.pipeline.scheduler
         terminal = scheduler.config.shift_terminal
         if wish.steps == 1:  # diffusers would divide by zero
             scheduler.register_to_config(shift_terminal=None)
         try:
-            return painted(
-                self.pipeline,
-                wish,
-                kind,
-                image=wish.pictures or None,
-                negative_prompt=wish.negative,
-                true_cfg_scale=wish.guidance,
-                output_resolution=REFERENCE_SIZE,
-            )
+            return super().paint(wish, kind)
         finally:
             scheduler.register_to_config(shift_terminal=terminal)
 
-    def latents(self, wish: Wish) -> torch.Tensor:
-        tokens: torch.Tensor = self.paint(wish, "latent")
-        return tokens.T.reshape(-1, wish.height // 16, wish.width // 16)
+    def given(self, wish: Wish) -> dict[str, Any]:
+        guided = {"negative_prompt": wish.negative, "true_cfg_scale": wish.guidance}
+        return {"image": wish.pictures or None, "output_resolution": REFERENCE_SIZE, **guided}
 
-    def pixels(self, wish: Wish) -> np.ndarray:
-        return levels(self.paint(wish, "np"))
+    def latents(self, wish: Wish) -> torch.Tensor:
+        return super().latents(wish).T.reshape(-1, wish.height // 16, wish.width // 16)
 
     @torch.no_grad()
     def references(self, wish: Wish) -> list[torch.Tensor]:

@@ -51,12 +51,8 @@ class ReferenceResult:
     thinker_rows: torch.Tensor
     """[P + T - 1, H]: last hidden state plus input embedding of every position the thinker has computed; the embedding
     counts as zero at audio, image and video positions of the prompt."""
-    talker_prompt_embeds: torch.Tensor
-    """[P + 2, H], before the projection and after the codec's pad and start embeddings were added to the last two."""
-    talker_tokens: list[int]
-    """Everything the talker sampled, with the token that ended it, if one did."""
     codec_tokens: list[int]
-    """What goes to the vocoder: `talker_tokens` up to the first end token."""
+    """What goes to the vocoder: all that the talker sampled up to the first end token."""
     waveform: torch.Tensor
     """[samples] float32 at 24 kHz, 480 samples per codec token; empty if it was not to speak."""
 
@@ -171,7 +167,6 @@ class Reference:
         guidance_scale: float = 0.5,
         thinker_sampling: dict[str, Any] = GREEDY,
         talker_sampling: dict[str, Any] = GREEDY,
-        talker_repetition_penalty: float = 1.05,
         thinker_eos: Sequence[int] | None = None,
         talker_eos: Sequence[int] | None = None,
         use_audio_in_video: bool = False,
@@ -188,7 +183,6 @@ class Reference:
             raise ValueError("the talker needs two thinker tokens")
         model, talker, vocoder = self.model, self.model.talker, self.model.token2wav
         noise_mode = InjectedNoise(lambda *shape: self.noise(seed, *shape))
-        projected: list[torch.Tensor] = []
         talker_calls: list[dict[str, Any]] = []
         vocoder_codes: list[torch.Tensor] = []
 
@@ -207,10 +201,8 @@ class Reference:
             stack.enter_context(one_thread())
             stack.enter_context(noise_mode)
             thinker_results = stack.enter_context(recorded(model.thinker, "generate"))
-            talker_results = stack.enter_context(recorded(talker, "generate"))
             for hook in (
                 talker.register_forward_pre_hook(keep_talker_call, with_kwargs=True),
-                talker.thinker_to_talker_proj.register_forward_pre_hook(lambda _, args: projected.append(args[0])),
                 vocoder.register_forward_pre_hook(keep_codes),
             ):
                 stack.callback(hook.remove)
@@ -223,7 +215,6 @@ class Reference:
                     thinker_eos_token_id=self._thinker_eos(thinker_eos),
                     talker_max_new_tokens=talker_max_tokens,
                     talker_eos_token_id=self._talker_eos(talker_eos),
-                    talker_repetition_penalty=talker_repetition_penalty,
                     token2wav_num_steps=num_steps,
                     token2wav_guidance_scale=guidance_scale,
                     **{f"thinker_{name}": value for name, value in thinker_sampling.items()},
@@ -240,8 +231,6 @@ class Reference:
             prompt_token_ids=inputs["input_ids"][0].tolist(),
             thinker_tokens=thinker_results[0].sequences[0, prompt_length:].tolist(),
             thinker_rows=rows,
-            talker_prompt_embeds=projected[0][0],
-            talker_tokens=talker_results[0][0, prompt_length + 2 :].tolist(),
             codec_tokens=vocoder_codes[0][0].tolist(),
             waveform=waveform,
         )

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
 import torch
 
 from omni_actors.engine.rows import to_host
 from omni_actors.stage.engine_interface import StageInputs
-from tests.support.picture_wishes import Wish, levels, painted
-
-if TYPE_CHECKING:
-    from diffusers import ZImagePipeline
-
+from tests.support import picture_wishes
+from tests.support.picture_wishes import Wish
 
 # Five sizes, step counts and strengths of guidance; two are not made of a multiple of 32 tokens.
 WISHES = (
@@ -25,22 +19,8 @@ WISHES = (
 )
 
 
-class Painter:
+class Painter(picture_wishes.Painter):
     """diffusers' pipeline, with noise from the seed of a wish."""
-
-    def __init__(self, pipeline: ZImagePipeline) -> None:
-        self.pipeline = pipeline
-        pipeline.set_progress_bar_config(disable=True)
-
-    def paint(self, wish: Wish, kind: str) -> Any:
-        """The latents f32 [channels, height, width] (`latent`) or the picture, 0 to 1 [height, width, 3] (`np`)."""
-        return painted(self.pipeline, wish, kind, guidance_scale=wish.guidance)
-
-    def latents(self, wish: Wish) -> torch.Tensor:
-        return self.paint(wish, "latent")
-
-    def pixels(self, wish: Wish) -> np.ndarray:
-        return levels(self.paint(wish, "np"))
 
     @torch.no_grad()
     def inputs(self, wish: Wish) -> StageInputs:

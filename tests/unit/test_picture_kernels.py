@@ -8,14 +8,13 @@ import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import QwenImage21DupUp3D
 
-from omni_actors.engine.models.pictures.layers import Between, FusedBetween, rotation_at
+from omni_actors.engine.models.pictures.layers import add_and_norm, gate, rotation_at, take_heads
 from omni_actors.engine.models.qwen_image.dit import Prefix, QwenImageNetwork
 from omni_actors.engine.models.qwen_image.vae import PictureDecoder, sources_of
 from tools.checkpoints.pictures import QWEN_IMAGE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-6
-TORCH, FUSED = Between(), FusedBetween()
 OWNER = torch.tensor([0, 0, 1, 1, 1, 0, 2]).to(DEVICE)
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 
@@ -30,18 +29,15 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("width", [96, 1100])
-def test_tokens_are_normed_and_scaled_by_their_sequence(width: int, dtype: torch.dtype) -> None:
-    tokens, scales = drawn(7, width, dtype=dtype) + 3, drawn(3, width, dtype=dtype)
-    assert_close(FUSED.norm(tokens, scales, OWNER, EPS), TORCH.norm(tokens, scales, OWNER, EPS))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_a_branch_is_gated_and_added_before_the_norm(dtype: torch.dtype) -> None:
-    tokens, branch = drawn(2, 7, 96, dtype=dtype)
-    gates, scales = drawn(2, 3, 96, dtype=dtype)
-    theirs = TORCH.add_and_norm(tokens.clone(), branch, gates, scales, OWNER, EPS)
-    for mine, reference in zip(FUSED.add_and_norm(tokens, branch, gates, scales, OWNER, EPS), theirs, strict=True):
+@pytest.mark.parametrize(("width", "added"), [(96, True), (96, False), (1100, False)])
+def test_a_branch_is_gated_and_added_before_the_norm(width: int, added: bool, dtype: torch.dtype) -> None:
+    given, branch = drawn(2, 7, width, dtype=dtype) + 3
+    gates, scales = drawn(2, 3, width, dtype=dtype)
+    ours, theirs = (
+        add_and_norm(given.clone(), branch if added else None, gates, scales, OWNER, EPS, fused=fused)
+        for fused in (True, False)
+    )
+    for mine, reference in zip(ours, theirs, strict=True):
         assert_close(mine, reference)
 
 
@@ -57,9 +53,8 @@ def test_queries_and_keys_are_turned_and_keys_and_values_go_to_their_places(dtyp
     rotation = rotation_at(positions, (4, 6, 6), 10_000.0).to(DEVICE)
     slots = torch.tensor([2, 3, 8, 9, 10, 4, 6]).to(DEVICE)
     kept = [torch.full((12, heads, size), 7.0, dtype=dtype, device=DEVICE) for _ in range(4)]
-    assert_close(
-        FUSED.heads(qkv, *norms, rotation, slots, *kept[:2]), TORCH.heads(qkv, *norms, rotation, slots, *kept[2:])
-    )
+    given = (qkv, *norms, rotation, slots)
+    assert_close(take_heads(*given, *kept[:2], fused=True), take_heads(*given, *kept[2:], fused=False))
     for mine, reference in zip(kept[:2], kept[2:], strict=True):
         assert_close(mine, reference)
         assert (mine[[0, 1, 5, 7, 11]] == 7).all(), "what is before the pictures stays"
@@ -68,7 +63,7 @@ def test_queries_and_keys_are_turned_and_keys_and_values_go_to_their_places(dtyp
 @pytest.mark.parametrize("width", [96, 5000])
 def test_the_wider_layer_is_gated(width: int) -> None:
     given = drawn(3, 2 * width)
-    assert_close(FUSED.gate(given), TORCH.gate(given))
+    assert_close(gate(given, fused=True), gate(given))
 
 
 @torch.inference_mode()
@@ -95,7 +90,7 @@ def test_a_step_of_two_pictures_in_kernels_is_that_of_torch() -> None:
 
     theirs = velocities()
     dit.compile()
-    assert isinstance(dit.between, FusedBetween)
+    assert dit.fused
     assert_close(velocities(), theirs)
 
 

@@ -85,6 +85,19 @@ def checkpoint_folder(model: str) -> Path:
         raise ConfigError(f"Cannot find the checkpoint {model!r}: {error}") from error
 
 
+def diffusers_class(name: str) -> Any:
+    """A class of diffusers. Raises `StartupError` if that is not installed, or has no such class."""
+    try:
+        import diffusers
+
+        return getattr(diffusers, name)
+    except (ImportError, AttributeError) as error:
+        raise StartupError(
+            f"This stage needs {name} of diffusers, which is not installed or too old.",
+            hint="Run pip install 'omni_actors[image]'.",
+        ) from error
+
+
 def part_folder(folder: Path, part: str) -> Path:
     """The folder of a part. Raises `ConfigError` if it is missing."""
     if not (folder / part).is_dir():

@@ -239,20 +239,6 @@ ONE_KIND = pytest.mark.parametrize("kind", ["custom_voice"], indirect=True)
 
 
 @ONE_KIND
-def test_a_seed_repeats_itself_alone_and_in_a_batch(kind, talker):
-    sampled = {"temperature": 0.9, "top_k": 50, "max_tokens": 12}
-    for name, seed in (("alone", 5), ("other", 6)):
-        start(kind, talker, name, "language", 0, seed=seed, **sampled)
-        talker.run()
-    for number in range(4):
-        start(kind, talker, f"more{number}", "language", 1, seed=number, **sampled)
-    start(kind, talker, "batched", "language", 0, seed=5, **sampled)
-    talker.run()
-    assert frames_of(talker, "batched").equal(frames_of(talker, "alone"))
-    assert not frames_of(talker, "other").equal(frames_of(talker, "alone"))
-
-
-@ONE_KIND
 def test_an_end_has_no_frame_none_comes_before_two_codes_and_the_checkpoint_says_how_long(kind, talker):
     first = kind.answer("dialect", 0).codes[:, 0].tolist()
     assert first[6] not in first[:6]

@@ -229,74 +229,56 @@ def test_where_memory_is_for_one_picture_they_come_one_after_the_other(family):
     assert set(order) == {wish.name for wish in wishes}
 
 
-STATES = {"states": torch.zeros(3, 64)}
+def pixels(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+def ids(*given: int) -> torch.Tensor:
+    return torch.tensor(given)
 
 
 @pytest.mark.parametrize(
-    ("params", "inputs", "kind", "field", "message"),
+    ("name", "stage", "params", "change", "kind", "message"),
     [
-        ({"width": 100}, None, InvalidRequest, "width", "multiple of 16"),
-        ({"height": 50_000}, None, InvalidRequest, "height", "from 16 to 1024"),
-        ({"num_steps": 100_000}, None, InvalidRequest, "num_steps", "from 1 to 1000"),
-        ({"negative_prompt": "no"}, None, InvalidRequest, "negative_prompt", "no parameter"),
-        ({}, {"states": torch.full((3, 64), float("nan"))}, InvalidPayload, None, "NaN"),
-        ({}, {"states": torch.zeros(3, 63)}, InvalidPayload, None, r"\[n >= 1, 64\]"),
-        ({}, {}, InvalidPayload, None, "needs the hidden states 'states'"),
-        ({"guidance_scale": 2.0}, STATES, InvalidPayload, None, "'negative_states'"),
-        ({}, {"states": torch.zeros(255, 64)}, OmniError, None, "has 255 tokens"),
+        ("z_image", "dit", {"width": 100}, {}, InvalidRequest, "width: .*multiple of 16"),
+        ("z_image", "dit", {"height": 50_000}, {}, InvalidRequest, "height: .*from 16 to 1024"),
+        ("z_image", "dit", {"num_steps": 100_000}, {}, InvalidRequest, "num_steps: .*from 1 to 1000"),
+        ("z_image", "dit", {"negative_prompt": "no"}, {}, InvalidRequest, "negative_prompt: .*no parameter"),
+        ("z_image", "dit", {}, {"states": torch.full((3, 64), float("nan"))}, InvalidPayload, "NaN"),
+        ("z_image", "dit", {}, {"states": torch.zeros(3, 63)}, InvalidPayload, r"\[n >= 1, 64\]"),
+        ("z_image", "dit", {}, {"states": None}, InvalidPayload, "needs the hidden states 'states'"),
+        ("z_image", "dit", {"guidance_scale": 2.0}, {"negative_states": None}, InvalidPayload, "'negative_states'"),
+        ("z_image", "dit", {}, {"states": torch.zeros(255, 64)}, OmniError, "has 255 tokens"),
+        ("qwen_image", "dit", {}, {"states": torch.full((20, 64), float("nan"))}, InvalidPayload, "NaN"),
+        ("qwen_image", "dit", {}, {"reference_0": torch.full((16, 8, 8), torch.inf)}, InvalidPayload, "_0 holds NaN"),
+        ("qwen_image", "dit", {}, {"reference_0": torch.zeros(4, 8, 8)}, InvalidPayload, r"\[16, height, width\]"),
+        ("qwen_image", "dit", {}, {"reference_1": torch.zeros(16, 4, 4)}, InvalidPayload, "not go between 2 pictures"),
+        ("qwen_image", "dit", {}, {"states_runs": torch.tensor([1, 2])}, InvalidPayload, r"in runs of \[1, 2\]"),
+        ("qwen_image", "dit", {}, {"reference_0": torch.zeros(16, 2, 9000)}, OmniError, "far; this model takes 8192"),
+        ("qwen_image", "dit", {}, {"negative_states": torch.zeros(3, 64)}, InvalidRequest, "guidance_scale above 1"),
+        ("flux2_klein", "dit", {}, {"reference_0": torch.zeros(4, 8, 8)}, InvalidPayload, r"\[16, height, width\]"),
+        ("flux2_klein", "dit", {}, {"states": torch.zeros(3, 64)}, InvalidPayload, r"\[n >= 1, 192\]"),
+        ("flux2_klein", "vae_encoder", {}, {"picture_0": pixels(32, 32, 4)}, InvalidPayload, r"\[height, width, 3\]"),
+        ("flux2_klein", "vae_encoder", {}, {"picture_0": pixels(32, 40, 3)}, InvalidPayload, "multiples of 16"),
+        ("flux2_klein", "text_encoder", {}, {"negative_token_ids": pixels(3)}, InvalidPayload, r"i64 \[tokens\]"),
+        ("flux2_klein", "text_encoder", {}, {"negative_token_ids": ids(512)}, InvalidPayload, "from 0 to 511"),
+        ("flux2_klein", "text_encoder", {}, {"negative_token_ids": ids(*[0] * 513)}, PromptTooLong, "at most 512"),
     ],
 )
-def test_bad_input_of_z_image_is_refused_and_leaves_nothing_behind(z_image, params, inputs, kind, field, message):
-    fox = z_image.wishes[0]
-    given = z_image.painter.inputs(fox)
-    if inputs is not None:
-        given = StageInputs(tensors={name: to_host(tensor) for name, tensor in inputs.items()})
+def test_bad_input_is_refused_and_leaves_nothing_behind(families, name, stage, params, change, kind, message):
+    family, wish = families[name], EDIT if name == "qwen_image" else families[name].wishes[0]
+    used, tensors, asked = family.dit, {}, request(wish, **params)
+    if stage == "dit":
+        tensors = dict(family.painter.inputs(wish).tensors)
+    else:
+        used, asked = family.engine(stage), StageRequest("r", StageParams(), seed=0)
+    for tensor_name, tensor in change.items():
+        tensors.pop(tensor_name, None)
+        if tensor is not None:
+            tensors[tensor_name] = to_host(tensor)
     with pytest.raises(kind, match=message) as caught:
-        z_image.dit.start(request(fox, **params), given)
-    assert caught.value.field == field
-    assert not any(z_image.dit.counts().values())
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "message"),
-    [
-        ({"states": torch.full((20, 64), float("nan"))}, InvalidPayload, "NaN"),
-        ({"reference_0": torch.full((16, 8, 8), float("inf"))}, InvalidPayload, "reference_0 holds NaN"),
-        ({"reference_0": torch.zeros(4, 8, 8)}, InvalidPayload, r"\[16, height, width\]"),
-        ({"reference_1": torch.zeros(16, 4, 4)}, InvalidPayload, "do not go between 2 pictures"),
-        ({"states_runs": torch.tensor([1, 2])}, InvalidPayload, r"in runs of \[1, 2\]"),
-        ({"reference_0": torch.zeros(16, 2, 9000)}, OmniError, "positions far; this model takes 8192"),
-        ({"negative_states": torch.zeros(3, 64)}, InvalidRequest, "needs a guidance_scale above 1"),
-    ],
-)
-def test_bad_input_of_qwen_image_is_refused_and_leaves_nothing_behind(qwen, change, kind, message):
-    tensors = {**qwen.painter.inputs(EDIT).tensors, **{name: to_host(tensor) for name, tensor in change.items()}}
-    with pytest.raises(kind, match=message):
-        qwen.dit.start(request(EDIT), StageInputs(tensors=tensors))
-    assert not any(qwen.dit.counts().values())
-
-
-@pytest.mark.parametrize(
-    ("stage", "tensors", "message"),
-    [
-        ("dit", {"reference_0": torch.zeros(4, 8, 8)}, r"\[16, height, width\]"),
-        ("dit", {"states": torch.zeros(3, 64)}, r"\[n >= 1, 192\]"),
-        ("vae_encoder", {"picture_0": torch.zeros(32, 32, 4, dtype=torch.uint8)}, r"\[height, width, 3\]"),
-        ("vae_encoder", {"picture_0": torch.zeros(32, 40, 3, dtype=torch.uint8)}, "multiples of 16"),
-        ("text_encoder", {"negative_token_ids": torch.zeros(3)}, r"i64 \[tokens\]"),
-        ("text_encoder", {"negative_token_ids": torch.tensor([512])}, "from 0 to 511"),
-        ("text_encoder", {"negative_token_ids": torch.zeros(513, dtype=torch.int64)}, "at most 512"),
-    ],
-)
-def test_bad_input_of_flux2_is_refused_and_leaves_nothing_behind(flux2, stage, tensors, message):
-    used = flux2.dit if stage == "dit" else flux2.engine(stage)
-    given = {name: to_host(tensor) for name, tensor in tensors.items()}
-    given = {**flux2.painter.inputs(flux2.wishes[0]).tensors, **given} if stage == "dit" else given
-    with pytest.raises((InvalidPayload, PromptTooLong), match=message):
-        used.start(
-            request(flux2.wishes[0]) if stage == "dit" else StageRequest("r", StageParams(), seed=0),
-            StageInputs([1], given),
-        )
+        used.start(asked, StageInputs([1], tensors) if stage != "dit" else StageInputs(tensors=tensors))
+    assert caught.value.field == next(iter(params.keys() - {"guidance_scale"}), None)
     assert not any(used.counts().values())
 
 
@@ -492,10 +474,10 @@ def test_the_vae_encoder_makes_the_latents_of_diffusers_picture_by_picture(famil
     ("pictures", "message"),
     [
         ({}, "needs the tensors picture_0"),
-        ({"picture_1": torch.zeros(32, 32, 4, dtype=torch.uint8)}, "needs the tensors picture_0"),
-        ({f"picture_{index}": torch.zeros(32, 32, 4, dtype=torch.uint8) for index in range(11)}, "at most 10"),
-        ({"picture_0": torch.zeros(32, 32, 3, dtype=torch.uint8)}, r"\[height, width, 4\]"),
-        ({"picture_0": torch.zeros(32, 33, 4, dtype=torch.uint8)}, "multiples of 32"),
+        ({"picture_1": pixels(32, 32, 4)}, "needs the tensors picture_0"),
+        ({f"picture_{index}": pixels(32, 32, 4) for index in range(11)}, "at most 10"),
+        ({"picture_0": pixels(32, 32, 3)}, r"\[height, width, 4\]"),
+        ({"picture_0": pixels(32, 33, 4)}, "multiples of 32"),
     ],
 )
 def test_the_vae_encoder_refuses_pictures_that_the_prompt_stage_does_not_send(qwen, pictures, message):

@@ -13,7 +13,6 @@ from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.workers.diffusion import DiffusionJob
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
-from omni_actors.telemetry import metrics as table
 from tests.support.code2wav import CHUNKS, difference, run_dry
 from tests.support.speech import STEPS, Spec, Speech
 
@@ -112,36 +111,6 @@ def test_the_account_is_what_the_model_has_allocated(engine, watch):
     assert max(len(step.jobs) for step in watch.steps) >= 3
     for step in watch.steps:
         assert 0.5 * step.held < step.allocated <= step.held
-
-
-def test_requests_wait_until_those_before_them_have_ended(engine, watch, monkeypatch):
-    specs: dict[str, Spec] = {f"r{number}": (80, "Ethan", 0.5, number) for number in range(3)}
-    free = Speech(engine)
-    for name, spec in specs.items():
-        free.start(name, spec)
-    free.run()
-    watch.steps.clear()
-    watch.done.clear()
-    budget = limit(engine, monkeypatch, 2)
-    before = engine.statistics()
-    speech = Speech(engine)
-    for name, spec in specs.items():
-        speech.start(name, spec)
-    speech.run()
-    assert list(speech.finished) == sorted(specs)
-    last = {name: max(i for i, step in enumerate(watch.steps) if name in step.requests) for name in specs}
-    first = {name: min(i for i, step in enumerate(watch.steps) if name in step.requests) for name in specs}
-    for number, step in enumerate(watch.steps):
-        assert step.held + step.needed <= budget
-        assert step.allocated <= step.held
-        assert sum(first[name] <= number <= last[name] for name in specs) <= 2, "requests admitted at a time"
-    assert any(len(step.jobs) == 2 for step in watch.steps)
-    after = engine.statistics()
-    assert after[table.BUDGET_BYTES] == budget
-    assert after[table.BUDGET_DEFERRALS] > before[table.BUDGET_DEFERRALS]
-    assert after[table.BUDGET_HELD] == after[table.BUDGET_STEP] == 0
-    for name in specs:
-        assert difference(speech.wave(name), free.wave(name)) <= 5e-6
 
 
 def failing(original, job_ids_of):

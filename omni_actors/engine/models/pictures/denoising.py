@@ -1,13 +1,12 @@
 """Pictures in progress: their latents, the steps' moments, and any mix of pictures in one packed batch.
 
-Needs torch only; vLLM's attention is used where it is installed.
+vLLM's attention is used where it is installed.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from omni_actors.engine.models.diffusers_layout import diffusers_class
 from omni_actors.engine.models.pictures.weights import Names, load
 from omni_actors.engine.rows import moved
 from omni_actors.errors import ConfigError
@@ -256,24 +256,13 @@ def without_weights(make: Callable[[], Network], device: torch.device, dtype: to
 
 
 CLASS_NAME = "FlowMatchEulerDiscreteScheduler"
-# What else a published configuration may switch on; those of these models do not.
-_MUST_BE_OFF = (
-    "use_karras_sigmas",
-    "use_exponential_sigmas",
-    "use_beta_sigmas",
-    "invert_sigmas",
-    "stochastic_sampling",
-)
-
-
 LogShift: TypeAlias = Callable[[int, int], float]
 
 
 def _by_size(config: Mapping[str, Any]) -> LogShift:
     """The logarithm of a shift that grows with the picture, along a line between two numbers of tokens."""
-    low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-    least, most = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-    slope: float = (most - least) / (high - low)
+    low, least = config["base_image_seq_len"], config["base_shift"]
+    slope: float = (config["max_shift"] - least) / (config["max_image_seq_len"] - low)
     return lambda tokens, num_steps: tokens * slope + least - slope * low
 
 
@@ -282,18 +271,14 @@ class FlowSchedule:
     """How the share of noise falls from step to step.
 
     Args:
-        shift: how long the noise stays high; 1 is a straight line.
-        log_shift: gives the logarithm of the shift for so many tokens and steps, in place of `shift`.
-        train_steps: the unit in which moments are given to the network.
-        terminal: the share before the last step, towards which all are stretched; 0 to leave them.
+        scheduler: of diffusers, which has the shares.
+        log_shift: gives the logarithm of their shift for so many tokens and steps, if it depends on the picture.
         rising: whether the network takes the moments from 0 (noise) to 1; else it takes the shares of noise.
         fixed: the shares of noise before each step and before they are shifted, where the number of steps is fixed.
     """
 
-    shift: float = 1.0
+    scheduler: Any
     log_shift: LogShift | None = None
-    train_steps: int = 1000
-    terminal: float = 0.0
     rising: bool = True
     fixed: tuple[float, ...] = ()
 
@@ -313,22 +298,16 @@ class FlowSchedule:
 
         Raises:
             ConfigError: it asks for another kind of schedule.
+            StartupError: diffusers is not installed.
         """
         name = config.get("_class_name", CLASS_NAME)
         if name != CLASS_NAME:
             raise ConfigError(f"The checkpoint's scheduler is {name}; this model is served with {CLASS_NAME} only.")
-        if wrong := [key for key in _MUST_BE_OFF if config.get(key)]:
+        if wrong := [key for key in ("invert_sigmas", "stochastic_sampling") if config.get(key)]:
             raise ConfigError(f"The checkpoint's scheduler sets {wrong[0]}, which is not supported.")
-        if config.get("time_shift_type", "exponential") != "exponential":
-            raise ConfigError("The checkpoint's scheduler has a time_shift_type that is not supported.")
-        return cls(
-            shift=config.get("shift", 1.0),
-            log_shift=(log_shift or _by_size(config)) if config.get("use_dynamic_shifting", False) else None,
-            train_steps=config.get("num_train_timesteps", 1000),
-            terminal=config.get("shift_terminal") or 0.0,
-            rising=rising,
-            fixed=fixed,
-        )
+        scheduler = diffusers_class(CLASS_NAME).from_config(config)
+        dynamic = scheduler.config["use_dynamic_shifting"]
+        return cls(scheduler, (log_shift or _by_size(scheduler.config)) if dynamic else None, rising, fixed)
 
     def sigmas(self, num_steps: int, tokens: int) -> torch.Tensor:
         """The share of noise before each step and after the last: f32 [num_steps + 1], from 1 to 0.
@@ -336,22 +315,18 @@ class FlowSchedule:
         Args:
             tokens: of the picture.
         """
-        # In the precision of diffusers, whose shares these have to be.
-        line = torch.tensor(self.fixed) if self.fixed else torch.linspace(1.0, 1 / num_steps, num_steps)
-        if self.log_shift is not None:
-            factor = torch.tensor(math.exp(self.log_shift(tokens, num_steps)))  # torch divides floats inexactly
-            shifted = factor / (factor + (1 / line - 1))
-        else:
-            shifted = self.shift * line / (1 + (self.shift - 1) * line)
-        if self.terminal and line[-1] < 1.0:  # a single step has nothing to stretch
-            shifted = 1.0 - (1.0 - shifted) / ((1.0 - shifted[-1]) / (1.0 - self.terminal))
-        return torch.cat((shifted, torch.zeros(1)))
+        line = self.fixed or torch.linspace(1.0, 1 / num_steps, num_steps).tolist()
+        if line[-1] == 1:  # for a single step diffusers would divide by zero
+            return torch.tensor([1.0, 0.0])
+        shift = self.log_shift(tokens, num_steps) if self.log_shift is not None else None
+        self.scheduler.set_timesteps(sigmas=line, mu=shift)
+        sigmas: torch.Tensor = self.scheduler.sigmas
+        return sigmas
 
     def moments(self, sigmas: torch.Tensor) -> torch.Tensor:
         """What the network is given for shares of noise, in [0, 1]."""
-        if not self.rising:
-            return sigmas
-        return (self.train_steps - sigmas * self.train_steps) / self.train_steps
+        unit = self.scheduler.config["num_train_timesteps"]
+        return (unit - sigmas * unit) / unit if self.rising else sigmas
 
 
 @dataclass(frozen=True)

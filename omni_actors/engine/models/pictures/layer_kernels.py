@@ -1,4 +1,4 @@
-"""The kernels of `FusedBetween`, in Triton: what a layer computes between its products, in float32 inside."""
+"""The kernels of `layers.py`, in Triton: what a layer computes between its products, in float32 inside."""
 
 # Triton decides the types of its functions' arguments:
 # ruff: noqa: ANN001, ANN201, ANN202

@@ -1,7 +1,7 @@
 """Layers that diffusion transformers have in common, and what they compute between their matrix products.
 
 A step's tensors are larger than the device's caches, so what counts is how often each is read and written. PyTorch's
-functions are the reference; Triton's interpreter runs the kernels on the CPU, where tests compare the two.
+functions are the reference; Triton's interpreter runs the kernels (`fused`) on the CPU, where tests compare the two.
 """
 
 from __future__ import annotations
@@ -15,12 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 MOMENT_WAVES = 256  # values that a moment is expressed in
-
-
-def gate(given: torch.Tensor) -> torch.Tensor:
-    """silu of the first half of each row times the second."""
-    gates, values = given.chunk(2, -1)
-    return F.silu(gates) * values
 
 
 def turned(
@@ -164,118 +158,79 @@ BLOCK = 2048  # values that a program of `gate` computes
 PIXEL_BLOCK = 4096  # values that a program of `norm_pixels` computes
 
 
-class Between:
-    """By PyTorch. `owner` i64 [tokens] is the sequence of each token everywhere."""
+def add_and_norm(
+    tokens: torch.Tensor,
+    branch: torch.Tensor | None,
+    gates: torch.Tensor,
+    scales: torch.Tensor,
+    owner: torch.Tensor,
+    eps: float,
+    *,
+    fused: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [tokens, width] with `branch` times their sequences' rows of `gates` added, and their norm.
 
-    def norm(self, tokens: torch.Tensor, scales: torch.Tensor, owner: torch.Tensor, eps: float) -> torch.Tensor:
-        """Normed tokens [tokens, width], times their sequences' rows of `scales` [sequences, width]."""
-        return F.layer_norm(tokens, tokens.shape[-1:], eps=eps) * scales[owner]
+    The norm is multiplied by their sequences' rows of `scales` [sequences, width]. Given tokens to which a branch is
+    added are not to be used afterwards.
 
-    def add_and_norm(
-        self,
-        tokens: torch.Tensor,
-        branch: torch.Tensor,
-        gates: torch.Tensor,
-        scales: torch.Tensor,
-        owner: torch.Tensor,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens with `branch` times their sequences' rows of `gates` added, and `norm` of those.
+    Args:
+        owner: i64 [tokens], the sequence of each.
+    """
+    if not fused:
+        if branch is not None:
+            tokens = tokens + gates[owner] * branch
+        return tokens, F.layer_norm(tokens, tokens.shape[-1:], eps=eps) * scales[owner]
+    kernels, normed = _kernels(), torch.empty_like(tokens)
+    rows, width = tokens.shape
+    padded = kernels.next_power_of_2(width)
+    kernels.add_and_norm[(rows,)](
+        tokens, tokens if branch is None else branch, gates, scales, owner, normed, eps,
+        width, padded, branch is not None, num_warps=min(8, max(1, padded // 256)),
+    )  # fmt: skip
+    return tokens, normed
 
-        The given tokens are not to be used afterwards.
-        """
-        tokens = tokens + gates[owner] * branch
-        return tokens, self.norm(tokens, scales, owner, eps)
 
-    def heads(
-        self,
-        qkv: torch.Tensor,
-        norm_q: nn.RMSNorm,
-        norm_k: nn.RMSNorm,
-        rotation: torch.Tensor,
-        slots: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        """The queries [tokens, heads, head_width] of a product [tokens, 3 * heads * head_width].
+def take_heads(
+    qkv: torch.Tensor,
+    norm_q: nn.RMSNorm,
+    norm_k: nn.RMSNorm,
+    rotation: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    fused: bool,
+) -> torch.Tensor:
+    """The queries [tokens, heads, head_width] of a product [tokens, 3 * heads * head_width].
 
-        Args:
-            rotation: as `rotation_at` gives it.
-            slots: i64 [tokens]; the place of each token in `keys` and `values`, which are filled there.
-        """
-        query, key, value = qkv.view(len(qkv), 3, *keys.shape[1:]).unbind(1)
+    Args:
+        rotation: as `rotation_at` gives it.
+        slots: i64 [tokens]; the place of each token in `keys` and `values`, which are filled there.
+    """
+    _, heads, size = keys.shape
+    if not fused:
+        query, key, value = qkv.view(len(qkv), 3, heads, size).unbind(1)
         keys.index_copy_(0, slots, rotate(norm_k(key), rotation))
         values.index_copy_(0, slots, value)
         return rotate(norm_q(query), rotation)
+    kernels, query = _kernels(), qkv.new_empty(len(qkv), heads, size)
+    kernels.rotate_heads[(len(qkv),)](
+        qkv, norm_q.weight, norm_k.weight, rotation, slots, query, keys, values, norm_q.eps,
+        heads, kernels.next_power_of_2(heads), size, num_warps=8,
+    )  # fmt: skip
+    return query
 
-    def gate(self, given: torch.Tensor) -> torch.Tensor:
-        """silu of the first half of each row times the second."""
-        return gate(given)
 
-
-class FusedBetween(Between):
-    """In kernels of Triton. All tensors are contiguous, and a head's width is a power of two."""
-
-    def norm(self, tokens: torch.Tensor, scales: torch.Tensor, owner: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `Between`."""
-        return self._normed(tokens, None, scales, scales, owner, eps)
-
-    def add_and_norm(
-        self,
-        tokens: torch.Tensor,
-        branch: torch.Tensor,
-        gates: torch.Tensor,
-        scales: torch.Tensor,
-        owner: torch.Tensor,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Between`. Adds in place."""
-        return tokens, self._normed(tokens, branch, gates, scales, owner, eps)
-
-    def _normed(
-        self,
-        tokens: torch.Tensor,
-        branch: torch.Tensor | None,
-        gates: torch.Tensor,
-        scales: torch.Tensor,
-        owner: torch.Tensor,
-        eps: float,
-    ) -> torch.Tensor:
-        kernels, out = _kernels(), torch.empty_like(tokens)
-        rows, width = tokens.shape
-        padded = kernels.next_power_of_2(width)
-        kernels.add_and_norm[(rows,)](
-            tokens, tokens if branch is None else branch, gates, scales, owner, out, eps,
-            width, padded, branch is not None, num_warps=min(8, max(1, padded // 256)),
-        )  # fmt: skip
-        return out
-
-    def heads(
-        self,
-        qkv: torch.Tensor,
-        norm_q: nn.RMSNorm,
-        norm_k: nn.RMSNorm,
-        rotation: torch.Tensor,
-        slots: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        """See `Between`."""
-        _, heads, size = keys.shape
-        kernels, query = _kernels(), qkv.new_empty(len(qkv), heads, size)
-        kernels.rotate_heads[(len(qkv),)](
-            qkv, norm_q.weight, norm_k.weight, rotation, slots, query, keys, values, norm_q.eps,
-            heads, kernels.next_power_of_2(heads), size, num_warps=8,
-        )  # fmt: skip
-        return query
-
-    def gate(self, given: torch.Tensor) -> torch.Tensor:
-        """See `Between`."""
-        rows, width = given.shape[0], given.shape[1] // 2
-        kernels, out = _kernels(), given.new_empty(rows, width)
-        block = min(BLOCK, kernels.next_power_of_2(width))
-        kernels.gate[(rows, -(-width // block))](given, out, width, block)
-        return out
+def gate(given: torch.Tensor, *, fused: bool = False) -> torch.Tensor:
+    """silu of the first half of each row times the second."""
+    if not fused:
+        gates, values = given.chunk(2, -1)
+        return F.silu(gates) * values
+    rows, width = given.shape[0], given.shape[1] // 2
+    kernels, out = _kernels(), given.new_empty(rows, width)
+    block = min(BLOCK, kernels.next_power_of_2(width))
+    kernels.gate[(rows, -(-width // block))](given, out, width, block)
+    return out
 
 
 def _kernels() -> Any:

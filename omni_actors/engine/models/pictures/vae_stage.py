@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from omni_actors.config.checks import check_parameters
-from omni_actors.engine.models.diffusers_layout import checkpoint_folder, part_config
+from omni_actors.engine.models.diffusers_layout import checkpoint_folder, diffusers_class, part_config
 from omni_actors.engine.models.pictures import MAX_REFERENCES, picture, reference
 from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS, read_finite
 from omni_actors.engine.models.pictures.weights import PartConfig
@@ -146,15 +146,7 @@ class _VaeStage(OneStepStage):
         Raises:
             StartupError: diffusers is not installed, has no such class, or cannot read the weights.
         """
-        try:
-            import diffusers
-
-            model_class: Any = getattr(diffusers, self.vae.class_name)
-        except (ImportError, AttributeError) as error:
-            raise StartupError(
-                f"The VAE needs {self.vae.class_name} of diffusers, which is not installed or too old.",
-                hint="Run pip install 'omni_actors[image]'.",
-            ) from error
+        model_class = diffusers_class(self.vae.class_name)
         if dummy:
             with torch.random.fork_rng():
                 torch.manual_seed(0)

@@ -21,12 +21,13 @@ from torch import nn
 from omni_actors.engine.models.pictures import weights
 from omni_actors.engine.models.pictures.denoising import PackedNetwork, Packing, Size, pack
 from omni_actors.engine.models.pictures.layers import (
-    Between,
-    FusedBetween,
     LayerWeights,
     MomentEmbedding,
+    add_and_norm,
+    gate,
     grid,
     rotation_at,
+    take_heads,
 )
 from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.engine.rows import moved
@@ -246,7 +247,7 @@ class QwenImageNetwork(PackedNetwork):
         super().__init__(config["in_channels"], width, config["context_in_dim"], config["axes_dims_rope"])
         self.heads: tuple[int, int] = heads  # how many, and the width of each
         self.eps = config["eps"]
-        self.between = Between()
+        self.fused = False
         self.embed = nn.Linear(self.channels, width, bias=False)
         self.layers = nn.ModuleList(
             LayerWeights(width, self.heads[0], config["mlp_ratio"] * width, self.eps)
@@ -267,8 +268,7 @@ class QwenImageNetwork(PackedNetwork):
 
     def compile(self, **options: Any) -> None:
         """Compute what is between the products in few kernels, which take heads of a power of two."""
-        if self.heads[1].bit_count() == 1:
-            self.between = FusedBetween()
+        self.fused = self.heads[1].bit_count() == 1
 
     @torch.inference_mode()
     def condition(self, given: Sequence[Prefix]) -> list[Prefix]:
@@ -291,7 +291,7 @@ class QwenImageNetwork(PackedNetwork):
         owner = torch.zeros(len(tokens), dtype=torch.int64, device=self.device)
         slots = torch.arange(prefix.done, end, device=self.device)
         factors = self._factors(self._moment(torch.zeros(1, device=self.device)))
-        normed = self.between.norm(tokens, factors.scale, owner, self.eps)
+        tokens, normed = self._normed(tokens, None, factors.scale, factors.scale, owner)
         for layer, block in enumerate(self.layers):
             keys, values = prefix.of_layer(layer)
             query = self._heads(block, normed, rotation, slots, keys, values)
@@ -345,7 +345,7 @@ class QwenImageNetwork(PackedNetwork):
         factors, owner = self._factors(moment), batch.pictures.owner
         last = 1.0 + self.final_modulation(F.silu(moment))
         tokens = self.embed(patches.to(self.dtype))
-        normed = self.between.norm(tokens, factors.scale, owner, self.eps)
+        tokens, normed = self._normed(tokens, None, factors.scale, factors.scale, owner)
         for layer, block in enumerate(self.layers, 1):
             batch.take_prefixes(layer - 1)
             query = self._heads(block, normed, batch.rotation, batch.slots, batch.keys, batch.values)
@@ -355,17 +355,15 @@ class QwenImageNetwork(PackedNetwork):
         velocity: torch.Tensor = -self.final(normed)
         return velocity
 
-    def _heads(
-        self,
-        block: Any,
-        normed: torch.Tensor,
-        rotation: torch.Tensor,
-        slots: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        """A layer's queries; its keys and values go to their slots."""
-        return self.between.heads(block.qkv(normed), block.norm_q, block.norm_k, rotation, slots, keys, values)
+    def _heads(self, block: Any, normed: torch.Tensor, *where: torch.Tensor) -> torch.Tensor:
+        """A layer's queries; its keys and values go to their slots. For the places see `take_heads`."""
+        return take_heads(block.qkv(normed), block.norm_q, block.norm_k, *where, fused=self.fused)
+
+    def _normed(
+        self, tokens: torch.Tensor, branch: torch.Tensor | None, *factors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `add_and_norm`; the factors are gates, scales and the sequences that they are of."""
+        return add_and_norm(tokens, branch, *factors, self.eps, fused=self.fused)
 
     def _after(
         self,
@@ -377,11 +375,9 @@ class QwenImageNetwork(PackedNetwork):
         owner: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's output from what attention gave, and its norm scaled by `following`, with which the next begins."""
-        between, eps = self.between, self.eps
-        branch = block.out(attended.flatten(1))
-        tokens, normed = between.add_and_norm(tokens, branch, factors.gate, factors.scale_up, owner, eps)
-        branch = block.down(between.gate(block.up(normed)))
-        return between.add_and_norm(tokens, branch, factors.gate_up, following, owner, eps)
+        tokens, normed = self._normed(tokens, block.out(attended.flatten(1)), factors.gate, factors.scale_up, owner)
+        branch = block.down(gate(block.up(normed), fused=self.fused))
+        return self._normed(tokens, branch, factors.gate_up, following, owner)
 
     def _moment(self, moments: torch.Tensor) -> torch.Tensor:
         """[n, width]. The moments are rounded as diffusers rounds them, in the type of the weights."""
@@ -390,8 +386,8 @@ class QwenImageNetwork(PackedNetwork):
         return moment
 
     def _factors(self, moment: torch.Tensor) -> _Factors:
-        scale, gate, scale_up, gate_up = self.modulation(F.silu(moment)).chunk(4, -1)
-        return _Factors(1.0 + scale, gate.tanh(), 1.0 + scale_up, gate_up.tanh())
+        scale, gates, scale_up, gates_up = self.modulation(F.silu(moment)).chunk(4, -1)
+        return _Factors(1.0 + scale, gates.tanh(), 1.0 + scale_up, gates_up.tanh())
 
     def _rotation(self, positions: Sequence[torch.Tensor]) -> torch.Tensor:
         # In the precision of diffusers, whose angles these have to be.
