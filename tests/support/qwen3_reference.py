@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from tests.support.reference import GREEDY, end_tokens, one_thread, recorded
-from tools.checkpoints.measure import load_reference_model, quiet_transformers, voices_of
+from tests.support.reference import GREEDY, OmniReference, end_tokens, one_thread, recorded
+from tools.checkpoints.measure import voices_of
 
 
 @dataclass(frozen=True)
@@ -38,39 +37,14 @@ class Qwen3Result:
     """[samples] float32 at 24 kHz, one decode of all frames: 1920 F - 555; empty if there is none."""
 
 
-class Qwen3Reference:
-    """transformers' model and processor of one checkpoint folder."""
+class Qwen3Reference(OmniReference):
+    """That of Qwen3-Omni."""
+
+    processor_class = "Qwen3OmniMoeProcessor"
 
     def __init__(self, checkpoint_dir: str | Path) -> None:
-        from transformers import Qwen3OmniMoeProcessor
-
-        quiet_transformers()
-        self.checkpoint_dir = Path(checkpoint_dir)
-        self.processor = Qwen3OmniMoeProcessor.from_pretrained(self.checkpoint_dir)
-        self.model = load_reference_model(self.checkpoint_dir)
+        super().__init__(checkpoint_dir)
         self.voices = voices_of(self.model)
-
-    def prompt(self, messages: list[dict[str, Any]]) -> str:
-        """Returns the prompt text of chat messages, media as single placeholders."""
-        return self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-
-    def inputs(
-        self,
-        messages_or_text: list[dict[str, Any]] | str,
-        audios: Sequence[np.ndarray] = (),
-        images: Sequence[Any] = (),
-        videos: Sequence[np.ndarray] = (),
-        **processing: Any,
-    ) -> dict[str, Any]:
-        """Returns the processor's output for chat messages, or for a text that is already a whole prompt.
-
-        `audios` are mono float samples at 16 kHz, `images` PIL or HWC uint8, `videos` THWC uint8. With
-        `use_audio_in_video=True` an audio belongs to each video.
-        """
-        text = messages_or_text if isinstance(messages_or_text, str) else self.prompt(messages_or_text)
-        named = {"audio": list(audios), "images": list(images), "videos": list(videos)}
-        media = {name: items for name, items in named.items() if items}
-        return dict(self.processor(text=text, **media, **processing, return_tensors="pt"))
 
     def generate(
         self,

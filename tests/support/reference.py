@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -113,17 +113,22 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class Reference:
-    """transformers' model and processor of one checkpoint folder."""
+class OmniReference:
+    """transformers' model and processor of one checkpoint folder.
+
+    Attributes:
+        processor_class: of transformers.
+    """
+
+    processor_class: ClassVar[str]
 
     def __init__(self, checkpoint_dir: str | Path) -> None:
-        from transformers import Qwen2_5OmniProcessor
+        import transformers
 
         quiet_transformers()
         self.checkpoint_dir = Path(checkpoint_dir)
-        self.processor = Qwen2_5OmniProcessor.from_pretrained(self.checkpoint_dir)
+        self.processor = getattr(transformers, self.processor_class).from_pretrained(self.checkpoint_dir)
         self.model = load_reference_model(self.checkpoint_dir)
-        self.voices = self.model.speaker_map
 
     def prompt(self, messages: list[dict[str, Any]]) -> str:
         """Returns the prompt text of chat messages, media as single placeholders."""
@@ -132,28 +137,32 @@ class Reference:
     def inputs(
         self,
         messages_or_text: list[dict[str, Any]] | str,
-        audios: Sequence[tuple[np.ndarray, int]] = (),
+        audios: Sequence[np.ndarray | tuple[np.ndarray, int]] = (),
         images: Sequence[Any] = (),
         videos: Sequence[np.ndarray] = (),
         **processing: Any,
     ) -> dict[str, Any]:
         """Returns the processor's output for chat messages, or for a text that is already a whole prompt.
 
-        `audios` are (mono float samples, rate in Hz), `images` PIL or HWC uint8, `videos` THWC uint8. With
-        `use_audio_in_video=True` an audio belongs to each video. Raises ValueError for audio that is not at 16 kHz.
+        `audios` are mono float samples at 16 kHz, with this rate or without, `images` PIL or HWC uint8, `videos` THWC
+        uint8. With `use_audio_in_video=True` an audio belongs to each video.
         """
         text = messages_or_text if isinstance(messages_or_text, str) else self.prompt(messages_or_text)
-        for _, rate in audios:
-            if rate != AUDIO_RATE:
-                raise ValueError(f"audio is at {rate} Hz; resample it to {AUDIO_RATE} Hz first")
-        media: dict[str, Any] = {}
-        if audios:
-            media["audio"] = [samples for samples, _ in audios]
-        if images:
-            media["images"] = list(images)
-        if videos:
-            media["videos"] = list(videos)
+        pairs = [audio if isinstance(audio, tuple) else (audio, AUDIO_RATE) for audio in audios]
+        assert all(rate == AUDIO_RATE for _, rate in pairs), "to be resampled first"
+        named = {"audio": [samples for samples, _ in pairs], "images": list(images), "videos": list(videos)}
+        media = {name: items for name, items in named.items() if items}
         return dict(self.processor(text=text, **media, **processing, return_tensors="pt"))
+
+
+class Reference(OmniReference):
+    """That of Qwen2.5-Omni."""
+
+    processor_class = "Qwen2_5OmniProcessor"
+
+    @property
+    def voices(self) -> Any:
+        return self.model.speaker_map
 
     def generate(
         self,

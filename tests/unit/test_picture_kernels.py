@@ -34,7 +34,7 @@ def test_a_branch_is_gated_and_added_before_the_norm(width: int, added: bool, dt
     given, branch = drawn(2, 7, width, dtype=dtype) + 3
     gates, scales = drawn(2, 3, width, dtype=dtype)
     ours, theirs = (
-        add_and_norm(given.clone(), branch if added else None, gates, scales, OWNER, EPS, fused=fused)
+        add_and_norm(given.clone(), branch if added else None, gates, scales, OWNER, eps=EPS, fused=fused)
         for fused in (True, False)
     )
     for mine, reference in zip(ours, theirs, strict=True):

@@ -1,17 +1,28 @@
-"""Where an utterance is cut, so that decoding can begin before it is complete: arithmetic in blocks of the vocoder."""
+"""What vocoders have in common: runners, the codes of a request, and where an utterance is cut.
+
+It is cut so that decoding can begin before it is complete: arithmetic in blocks of the vocoder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
+import torch
 
 from omni_actors.config.checks import check_chunks
 from omni_actors.config.schema import DecodeConfig
-from omni_actors.engine.workers.diffusion import DiffusionStream
+from omni_actors.engine.workers.base import omni_options
+from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionModelRunner, DiffusionStream
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, PromptTooLong
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+WARM_UP = "_warm_up"  # a request
 
 
 @dataclass(frozen=True)
@@ -129,3 +140,47 @@ class ChunkStream(DiffusionStream):
             raise InvalidRequest("The vocoder got no frame.", hint="Let the talker produce at least one.")
         self._codes.extend(token_ids)
         self._complete = complete
+
+
+class VocoderRunner(DiffusionModelRunner):
+    """What is common to the models that turn codes to sound, f32 [samples].
+
+    Attributes:
+        chunks: how utterances are cut unless the YAML says otherwise.
+        auto_precision: what "auto" means on a type of device.
+        solvers: those that the model has.
+    """
+
+    chunks: ClassVar[ChunkPolicy]
+    auto_precision: ClassVar[Mapping[str, str]] = {"cuda": "tf32", "cpu": "float32"}
+    solvers: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.model_name: str = vllm_config.model_config.model
+        given = omni_options(vllm_config).get("decode") or {}
+        self.options = options = DecodeOptions.from_mapping(given, self.chunks, self.solvers)
+        self.policy = options.policy
+        self.precision = options.precision if options.precision != "auto" else self.auto_precision[device.type]
+        self.dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        self.max_requests: int = vllm_config.scheduler_config.max_num_seqs
+        if device.type == "cuda":
+            # The worker forbids TF32 for every model; this one, alone in its process, may allow it.
+            torch.backends.cudnn.allow_tf32 = self.precision != "float32"
+            torch.backends.cuda.matmul.allow_tf32 = self.precision != "float32"
+        self._requests: dict[str, Any] = {}
+        self._carries: weakref.WeakSet[Any] = weakref.WeakSet()  # of all streams; counted, so that a leak shows
+
+    def remove(self, request_id: str) -> None:
+        """Free a chunk. Unknown ids are ignored."""
+        self._requests.pop(request_id, None)
+
+    def rehearse(self, stream: DiffusionStream) -> Iterator[DiffusionJob]:
+        """Decode a stream as the request `WARM_UP`; each chunk is given out before it is computed."""
+        while (job := stream.next_job()) is not None:
+            self.add(WARM_UP, job)
+            yield job
+            for _ in range(job.num_steps):
+                self.step([WARM_UP])
+            self.remove(WARM_UP)
+        stream.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from omni_actors.engine.models import fused_predictor
+from omni_actors.engine.models.cuda_graphs import CudaGraphs
 
 _MASK32 = 0xFFFFFFFF
 
@@ -287,33 +289,24 @@ class GraphedPredictor:
             torch.zeros(largest, dtype=torch.int64, device=device),
             torch.zeros(largest, dtype=torch.bool, device=device),
         )
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._graphs: CudaGraphs[int, tuple[torch.Tensor, torch.Tensor]] = CudaGraphs()
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
-        """Capture a graph for each batch size. The largest comes first, and the others share its memory."""
-        pool = None
+        """Capture a graph for each batch size."""
         for size in sorted(sizes, reverse=True):
-            inputs = tuple(tensor[:size] for tensor in self._inputs)
-            self.predictor(*inputs)  # what is set up at the first call cannot be captured
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                outputs = self.predictor(*inputs)
-            pool = pool or graph.pool()
-            self._graphs[size] = graph, outputs
+            self._graphs.capture(size, partial(self.predictor, *(tensor[:size] for tensor in self._inputs)))
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`CodePredictor.forward`. The next call may overwrite the results."""
         count = len(inputs[0])
-        size = min((size for size in self._graphs if size >= count), default=None)
+        size = min((size for size in self._graphs.tensors if size >= count), default=None)
         if size is None:
             codes, total = self.predictor(*inputs)
             return codes, total
         for static, given in zip(self._inputs, inputs, strict=True):
             static[:count].copy_(given)
-        graph, (codes, total) = self._graphs[size]
-        graph.replay()
+        codes, total = self._graphs.replay(size)
         return codes[:count], total[:count]
 
 

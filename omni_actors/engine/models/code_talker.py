@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 import torch
@@ -16,14 +18,17 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.sequence import IntermediateTensors
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, RequestOutputs
 from omni_actors.engine.core import make_request
 from omni_actors.engine.rows import to_torch
 from omni_actors.engine.sampling import make_sampling_params
-from omni_actors.engine.scheduler import RowStream
+from omni_actors.engine.scheduler import RowStream, RowUpdate
+from omni_actors.engine.workers.runner import StreamedInputState, payload_of
 from omni_actors.errors import InvalidPayload, UnknownVoice
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.messages import UNHEARD
@@ -137,13 +142,111 @@ class ContinuedPositions(SupportsMRoPE):
 
 
 @contextmanager
-def known_positions(model: ContinuedPositions, positions: torch.Tensor | None) -> Iterator[None]:
-    """While the block runs, requests that are added have these positions i64 [3, P]; `None` for text alone."""
+def known_positions(model: Any, positions: torch.Tensor | None) -> Iterator[None]:
+    """While the block runs, requests that are added have these positions i64 [3, P]; `None` for text alone.
+
+    Args:
+        model: `ContinuedPositions`, if there are any.
+    """
     model.next_positions = positions
     try:
         yield
     finally:
         model.next_positions = None
+
+
+Piece = TypeVar("Piece")
+
+
+@dataclass(slots=True)
+class Speech(Generic[Piece]):
+    """A request of a talker, whose text adds a piece to the code of each position after the prompt.
+
+    Args:
+        length: positions of the prompt.
+        ending: pieces that follow the last one.
+        complete: whether no more will come; then the others are those that pad.
+        prompt: inputs [length, width] on the device, until they are computed.
+    """
+
+    length: int
+    ending: tuple[Piece, ...]
+    text: list[Piece] = field(default_factory=list)
+    complete: bool = False
+    prompt: torch.Tensor | None = None
+
+    def extend(self, text: Iterable[Piece], complete: bool) -> None:
+        """Append text; with the last of it what ends it."""
+        self.text.extend(text)
+        if complete and not self.complete:
+            self.text.extend(self.ending)
+        self.complete = complete
+
+    def at(self, index: int, pad: Piece) -> Piece:
+        """The piece at a position, counted from the end of the prompt."""
+        if index < len(self.text):
+            return self.text[index]
+        if not self.complete:
+            # The scheduler holds such a request back, so this is an internal error; padding would only hide it.
+            raise RuntimeError(f"Text {index} is needed, but only {len(self.text)} have arrived.")
+        return pad
+
+
+class TalkerState(DefaultModelState, StreamedInputState):
+    """What is kept of the requests of a talker whose inputs are more than codes.
+
+    All goes by absolute position, so that a preempted request, which computes its output again as a prompt, gets the
+    same inputs.
+
+    Attributes:
+        payload_class: of the requests; those of vLLM's own warm-up carry none.
+    """
+
+    supports_prompt_embeds = True
+    dtype: torch.dtype  # declared as a name, too; vLLM has resolved it
+    payload_class: ClassVar[type]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._speeches: dict[str, Any] = {}
+
+    @abstractmethod
+    def begin(self, payload: Any) -> Speech[Any]:
+        """A new request with the text that is known."""
+
+    @abstractmethod
+    def prompt_inputs(self, payload: Any) -> torch.Tensor:
+        """The inputs of the prompt's positions [length, width], on the device."""
+
+    @abstractmethod
+    def pieces(self, rows: torch.Tensor) -> Iterable[Any]:
+        """What rows of text add."""
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """Take a new request, or one that resumes after preemption and keeps its text, into slot `req_index`."""
+        payload = payload_of(new_req_data)
+        positions = None
+        if isinstance(payload, self.payload_class):
+            if new_req_data.req_id not in self._speeches:
+                self._speeches[new_req_data.req_id] = self.begin(payload)
+            self._speeches[new_req_data.req_id].prompt = self.prompt_inputs(payload)
+            positions = getattr(payload, "positions", None)
+        with known_positions(self.model, positions):
+            super().add_request(req_index, new_req_data)
+
+    def push_rows(self, request_id: str, update: RowUpdate) -> None:
+        """Append text. Ignores unknown ids."""
+        if (speech := self._speeches.get(request_id)) is not None:
+            speech.extend((piece for rows in update.rows for piece in self.pieces(rows)), update.complete)
+
+    def drop_request(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._speeches.pop(request_id, None)
+
+    def omni_counts(self) -> dict[str, int]:
+        """Requests that speak, and pieces of text held for them."""
+        texts = sum(len(speech.text) for speech in self._speeches.values())
+        return {"speeches": len(self._speeches), "worker_rows": texts}
 
 
 def chosen_voice(name: str | None, voices: Iterable[str]) -> str:
@@ -183,7 +286,8 @@ class CodeTalkerAdapter(AutoregressiveAdapter):
             token_ids: the prompt, whose codes count for penalties; `None` for one of embeddings alone.
             params: the request's, with all defaults; by default those of the stage.
         """
-        self.check_length(len(prompt_embeds if token_ids is None else token_ids))
+        given: Any = prompt_embeds if token_ids is None else token_ids
+        self.check_length(len(given))
         params = params or request.params.merged_over(self.defaults)
         if params.ignore_eos:
             never = dict.fromkeys(self.end_token_ids, float("-inf"))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,20 +15,13 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from omni_actors.engine.adapter import Admission
 from omni_actors.engine.models.code_predictor import CodePredictor, GraphedPredictor, PredictorConfig, batch_sizes
-from omni_actors.engine.models.code_talker import (
-    CodeOutputs,
-    CodeTalker,
-    CodeTalkerAdapter,
-    ContinuedPositions,
-    known_positions,
-)
-from omni_actors.engine.scheduler import RowStream, RowUpdate
+from omni_actors.engine.models.code_talker import CodeOutputs, CodeTalker, CodeTalkerAdapter, Speech, TalkerState
+from omni_actors.engine.scheduler import RowStream
 from omni_actors.engine.workers.base import attachment_of
-from omni_actors.engine.workers.runner import Attachments, Emission, EmittingState, Step, StreamedInputState, payload_of
+from omni_actors.engine.workers.runner import Attachments, Emission, EmittingState, Step
 from omni_actors.errors import EngineError
 from omni_actors.stage.engine_interface import EngineEvent, StageRequest
 
@@ -195,39 +188,25 @@ class FramePayload:
 
 
 @dataclass(slots=True)
-class _Speech:
+class _Speech(Speech[int]):
     """A request: the text of its frames, and their residual codes."""
 
-    length: int
-    text: list[int]
-    ending: tuple[int, ...]
-    complete: bool = False
-    prompt: torch.Tensor | None = None  # inputs [length, width], until they are computed
     frames: list[torch.Tensor] = field(default_factory=list)  # each [G - 1], on the device
     summed: bool = False  # whether the slot has the sum of the last frame
 
-    def extend(self, text: Iterable[int], complete: bool) -> None:
-        """Append text; with the last of it what ends it."""
-        self.text.extend(text)
-        if complete and not self.complete:
-            self.text.extend(self.ending)
-        self.complete = complete
 
-
-class FrameTalkerState(DefaultModelState, StreamedInputState, EmittingState):
+class FrameTalkerState(TalkerState, EmittingState):
     """Completes frames right after sampling, so that the first leaves with the step that computes the prompt.
 
     The sum of a frame's embeddings waits in a slot for the next step, which adds the text's row: two look-ups. A
     preempted request embeds the frames that it has; the predictor never runs twice for one.
     """
 
-    supports_prompt_embeds = True
+    payload_class = FramePayload
     model: FrameTalker
-    dtype: torch.dtype  # declared as a name, too; vLLM has resolved it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._speeches: dict[str, _Speech] = {}
         slots, width = self.max_num_reqs, self.model.config.hidden_size
         self._sums = torch.zeros(slots, width, dtype=self.dtype, device=self.device)
         self._seeds = torch.zeros(slots, dtype=torch.int64, device=self.device)
@@ -242,28 +221,32 @@ class FrameTalkerState(DefaultModelState, StreamedInputState, EmittingState):
     # -- requests
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Take a new request, or one that resumes after preemption, into slot `req_index`."""
-        payload = payload_of(new_req_data)
-        if not isinstance(payload, FramePayload):  # vLLM's own warm-up requests carry none
-            super().add_request(req_index, new_req_data)
+        """Also note how its frames are drawn."""
+        super().add_request(req_index, new_req_data)
+        if (speech := self._speeches.get(new_req_data.req_id)) is None:
             return
-        speech = self._speeches.get(new_req_data.req_id)
-        if speech is None:
-            speech = self._speeches[new_req_data.req_id] = _Speech(len(payload.texts), [], payload.ending)
-            speech.extend(payload.following, payload.complete)
-        speech.prompt, speech.summed = self._prompt_inputs(payload), False
         # A frame whose first code vLLM has dropped with the preemption is sampled again.
         del speech.frames[len(new_req_data.prefill_token_ids or ()) - speech.length :]
+        speech.summed = False
         sampling = new_req_data.sampling_params
         if sampling is not None:
             self._seeds[req_index] = sampling.seed or 0
             self._greedy[req_index] = sampling.temperature == 0
-        with known_positions(cast("ContinuedPositions", self.model), payload.positions):
-            super().add_request(req_index, new_req_data)
+
+    def begin(self, payload: FramePayload) -> _Speech:
+        """See `TalkerState`."""
+        speech = _Speech(len(payload.texts), payload.ending)
+        speech.extend(payload.following, payload.complete)
+        return speech
+
+    def pieces(self, rows: torch.Tensor) -> list[int]:
+        """Text ids, which come as rows of one number."""
+        ids: list[int] = rows.flatten().tolist()
+        return ids
 
     @torch.inference_mode()
-    def _prompt_inputs(self, payload: FramePayload) -> torch.Tensor:
-        """The inputs of the prompt's positions [length, width], on the device."""
+    def prompt_inputs(self, payload: FramePayload) -> torch.Tensor:
+        """See `TalkerState`."""
         model = self.model
         rows = model.text_table[async_tensor_h2d(payload.texts, device=self.device, dtype=torch.int64)]
         if payload.media is not None:
@@ -280,22 +263,6 @@ class FrameTalkerState(DefaultModelState, StreamedInputState, EmittingState):
             rows[payload.clip_at : payload.clip_at + len(clip)] += summed
         return rows
 
-    def push_rows(self, request_id: str, update: RowUpdate) -> None:
-        """Append text ids, which come as rows of one number. Ignores unknown ids."""
-        speech = self._speeches.get(request_id)
-        if speech is None:
-            return
-        speech.extend((text for rows in update.rows for text in rows.flatten().tolist()), update.complete)
-
-    def drop_request(self, request_id: str) -> None:
-        """Forget a request that has ended."""
-        self._speeches.pop(request_id, None)
-
-    def omni_counts(self) -> dict[str, int]:
-        """Requests that speak, and text ids held for them."""
-        texts = sum(len(speech.text) for speech in self._speeches.values())
-        return {"speeches": len(self._speeches), "worker_rows": texts}
-
     # -- before the model
 
     def prepare_inputs_embeds(
@@ -309,6 +276,7 @@ class FrameTalkerState(DefaultModelState, StreamedInputState, EmittingState):
         one_each = offsets[-1] == count  # the usual step: every request feeds its last frame
         if one_each:
             torch.index_select(self._sums, 0, input_batch.idx_mapping[:count].long(), out=embeddings[:count])
+        pad: int = self.model.config.text_pad
         texts: list[int] = []
         places: list[int] = []
         for index, request_id in enumerate(input_batch.req_ids):
@@ -329,7 +297,7 @@ class FrameTalkerState(DefaultModelState, StreamedInputState, EmittingState):
                 embeddings[row:last] = self.model.code_predictor.embed(frames, first)
             elif not one_each:
                 embeddings[row] = self._sums[int(input_batch.idx_mapping_np[index])]
-            texts += [self._text(speech, position - speech.length) for position in range(start, end)]
+            texts += [speech.at(index, pad) for index in range(start - speech.length, end - speech.length)]
             places += range(row, last)
         if texts:
             rows = self.model.text_table[async_tensor_h2d(texts, device=self.device, dtype=torch.int64)]
@@ -338,16 +306,6 @@ class FrameTalkerState(DefaultModelState, StreamedInputState, EmittingState):
             else:
                 embeddings.index_add_(0, async_tensor_h2d(places, device=self.device, dtype=torch.int64), rows)
         return embeddings[: input_batch.num_tokens_after_padding]
-
-    def _text(self, speech: _Speech, frame: int) -> int:
-        """The text id that goes with a frame."""
-        if frame < len(speech.text):
-            return speech.text[frame]
-        if not speech.complete:
-            # The scheduler holds such a request back, so this is an internal error; padding would only hide it.
-            raise RuntimeError(f"Text of frame {frame} is needed, but only that of {len(speech.text)} has arrived.")
-        pad: int = self.model.config.text_pad
-        return pad
 
     # -- after sampling
 

@@ -109,36 +109,26 @@ def renamed(architecture: str, part: str) -> Callable[[PretrainedConfig], Pretra
     return override
 
 
-_SPEECH = ("talker", "code2wav")
-_OMNI = ("thinker", *_SPEECH)
-_FAMILIES = {  # architecture -> folder, which has a module for each stage, and the stages
+# The module of each stage.
+_SPEECH = {stage: stage for stage in ("talker", "code2wav")}
+_OMNI = {"thinker": "thinker", **_SPEECH}
+_PICTURES = {"text_encoder": "text_encoder_stage", "dit": "dit_stage"}
+_EDITING = {"prompt": "prompt_stage", **_PICTURES, "vae": "vae", "vae_encoder": "vae"}
+_FAMILIES = {  # architecture, or pipeline of diffusers -> folder and stages
     "Qwen2_5OmniModel": ("qwen2_5_omni", _OMNI),  # as published
     "Qwen2_5OmniForConditionalGeneration": ("qwen2_5_omni", _OMNI),  # as transformers saves it
     "Qwen3OmniMoeForConditionalGeneration": ("qwen3_omni", _OMNI),
     "Qwen3TTSForConditionalGeneration": ("qwen3_tts", _SPEECH),
-    "Qwen3ASRForConditionalGeneration": ("qwen3_asr", ("thinker", "aligner")),
+    "Qwen3ASRForConditionalGeneration": ("qwen3_asr", {"thinker": "thinker", "aligner": "aligner"}),
     "MiniCPMO": ("minicpm_o", _OMNI),
+    "ZImagePipeline": ("z_image", {**_PICTURES, "vae": "vae_stage"}),
+    "QwenImage21Pipeline": ("qwen_image", _EDITING),
+    "Flux2KleinPipeline": ("flux2", _EDITING),
 }
 MODULES: dict[tuple[str, str], str] = {
-    (architecture, stage): f"omni_actors.engine.models.{family}.{stage}"
+    (architecture, stage): f"omni_actors.engine.models.{family}.{module}"
     for architecture, (family, stages) in _FAMILIES.items()
-    for stage in stages
-}
-MODULES |= {
-    ("ZImagePipeline", stage): f"omni_actors.engine.models.z_image.{stage}_stage"
-    for stage in ("text_encoder", "dit", "vae")
-}
-
-MODULES |= {
-    (pipeline, stage): f"omni_actors.engine.models.{family}.{module}"
-    for pipeline, family in (("QwenImage21Pipeline", "qwen_image"), ("Flux2KleinPipeline", "flux2"))
-    for module, stages in (
-        ("prompt_stage", ["prompt"]),
-        ("text_encoder_stage", ["text_encoder"]),
-        ("dit_stage", ["dit"]),
-        ("vae", ["vae", "vae_encoder"]),
-    )
-    for stage in stages
+    for stage, module in stages.items()
 }
 
 PROMPT_STAGE = "prompt"

@@ -92,6 +92,14 @@ def test_the_token_that_ends_is_left_out_and_what_does_not_sound_is_never_sample
     assert torch.isfinite(logits).sum() == 3 * (sounding + 2)
 
 
+def test_a_talker_that_ignores_its_end_never_draws_it(talker, answers):
+    wanted = dict.fromkeys(talker.engine.adapter.end_token_ids, 100.0)
+    sample(talker, answers[0], "r", max_tokens=9, temperature=0.0, ignore_eos=True, logit_bias=wanted)
+    talker.run()
+    assert len(talker.tokens("r")) == 9
+    assert wanted.keys().isdisjoint(talker.tokens("r"))
+
+
 def test_a_talker_that_does_not_stop_ends_where_its_text_allows(talker, answers, monkeypatch):
     """Two tokens of text and three, the latter complete after the start; both are preempted on the way."""
     rows, length = answers[0].thinker_rows, prompt_length(answers[0])

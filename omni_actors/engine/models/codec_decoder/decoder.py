@@ -132,7 +132,7 @@ class FrameTransformer(nn.Module):
         self.input_proj = nn.Linear(width, inner) if width != inner else nn.Identity()
         self.output_proj = nn.Linear(inner, width) if width != inner else nn.Identity()
         self._past = past
-        self._head_dim: int = self.layers[0].self_attn.head_dim
+        self._head_dim: int = cast("Any", self.layers[0]).self_attn.head_dim
         self._rope_theta: float = config.rope_parameters["rope_theta"]
 
     def forward(self, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -253,7 +253,8 @@ class CodecDecoder(nn.Module):
                 return _Upsampling(layer, self._past, trims_start=self.sizes.trims_start)
             case Qwen3OmniMoeSnakeBeta():
                 return _SnakeBeta(layer)
-        return layer
+            case _:
+                return layer
 
     def forward(
         self, codes: torch.Tensor, position: torch.Tensor, state: torch.Tensor | None

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from omni_actors.engine.models.chunks import ChunkPolicy, DecodeOptions
+from omni_actors.engine.models.chunks import WARM_UP, ChunkPolicy, VocoderRunner
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
 from omni_actors.engine.models.codec_decoder.stream import CodecChunk, CodecStream, Cutting, DecoderCarry
+from omni_actors.engine.models.cuda_graphs import CudaGraphs
 from omni_actors.engine.models.diffusers_layout import fill
 from omni_actors.engine.rows import moved
-from omni_actors.engine.workers.base import omni_options
-from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionModelRunner, StepResult
+from omni_actors.engine.workers.diffusion import DiffusionJob, StepResult
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
 from omni_actors.protocol.messages import UNHEARD
 from omni_actors.protocol.payloads import StageParams
@@ -25,16 +24,6 @@ from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRe
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-
-@dataclass(frozen=True)
-class _BatchGraph:
-    """A captured pass with the tensors that it reads and writes; see `CodecDecoder.forward`."""
-
-    graph: torch.cuda.CUDAGraph
-    codes: torch.Tensor
-    position: torch.Tensor
-    samples: torch.Tensor
 
 
 class Batches(Protocol):
@@ -67,7 +56,8 @@ class BatchedDecoder:
         self.decoder = decoder
         self._device = device
         self._most = most
-        self._graphs: dict[tuple[bool, int, int], _BatchGraph] = {}  # by whether first, frames and batch
+        # By whether first, frames and batch: codes and position, which are read, and samples.
+        self._graphs: CudaGraphs[tuple[bool, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = CudaGraphs()
         codes = torch.zeros(1, decoder.sizes.num_quantizers, 1, dtype=torch.int64, device=device)
         with torch.inference_mode():
             _, state = decoder(codes, codes.new_zeros(1), None)
@@ -90,50 +80,47 @@ class BatchedDecoder:
         states = [chunk.carry.state[0] for chunk in chunks if chunk.carry.state is not None]
         codes = moved(torch.stack([chunk.codes for chunk in chunks]), self._device)
         position = moved(torch.tensor([chunk.position for chunk in chunks]), self._device)
-        graph = self._graph(not states, chunks[0].frames, len(chunks))
-        if graph is None:
+        # The smallest graph that takes the batch, if there is one.
+        keys = ((not states, chunks[0].frames, size) for size in batch_sizes(self._most) if size >= len(chunks))
+        key = next((key for key in keys if key in self._graphs.tensors), None)
+        if key is None:
             samples, after = self.decoder(codes, position, torch.stack(states) if states else None)
         else:
-            graph.codes[: len(chunks)] = codes
-            graph.position[: len(chunks)] = position
+            for static, given in zip(self._graphs.tensors[key], (codes, position), strict=False):
+                static[: len(chunks)] = given
             if states:
                 torch.stack(states, out=self._before[: len(chunks)])
-            graph.graph.replay()
-            samples, after = graph.samples[: len(chunks)].clone(), self._after[: len(chunks)]
+            samples = self._graphs.replay(key)[2][: len(chunks)].clone()
+            after = self._after[: len(chunks)]
         # Copies: views would keep the whole batch's states alive, and a graph writes them again.
         kept = [torch.empty(self._state_size, dtype=self._dtype, device=self._device) for _ in chunks]
         torch._foreach_copy_(kept, list(after))
         sound = [samples[index, chunk.unheard : chunk.samples] for index, chunk in enumerate(chunks)]
         return sound, [(state,) for state in kept]
 
-    def _graph(self, first: bool, frames: int, batch: int) -> _BatchGraph | None:
-        """The smallest graph that takes the batch, if there is one."""
-        sizes = (size for size in batch_sizes(self._most) if size >= batch)
-        return next((graph for size in sizes if (graph := self._graphs.get((first, frames, size)))), None)
-
     @torch.inference_mode()
     def capture(self, first: int, lengths: Sequence[int]) -> None:
         """See `Batches`."""
         self._before = torch.zeros(self._most, self._state_size, dtype=self._dtype, device=self._device)
         self._after = torch.zeros_like(self._before)
-        pool = torch.cuda.graph_pool_handle()
-        shapes = [(True, first), *((False, length) for length in lengths)]
+        quantizers, shapes = (
+            self.decoder.sizes.num_quantizers,
+            [(True, first), *((False, length) for length in lengths)],
+        )
         # The largest first, so that the others find room in its memory.
         for batch in reversed(batch_sizes(self._most)):
             for begins, frames in sorted(shapes, key=lambda shape: -shape[1]):
-                self._graphs[begins, frames, batch] = self._captured(begins, frames, batch, pool)
+                codes = torch.zeros(batch, quantizers, frames, dtype=torch.int64, device=self._device)
+                run = partial(self._pass, codes, codes.new_zeros(batch), begins)
+                self._graphs.capture((begins, frames, batch), run)
 
-    def _captured(self, first: bool, frames: int, batch: int, pool: Any) -> _BatchGraph:
-        codes = torch.zeros(batch, self.decoder.sizes.num_quantizers, frames, dtype=torch.int64, device=self._device)
-        position = torch.zeros(batch, dtype=torch.int64, device=self._device)
-        state = None if first else self._before[:batch]
-        self.decoder(codes, position, state)  # kernels are chosen and loaded outside of the graph
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            samples, after = self.decoder(codes, position, state)
-            self._after[:batch].copy_(after)
-        return _BatchGraph(graph, codes, position, samples)
+    def _pass(
+        self, codes: torch.Tensor, position: torch.Tensor, begins: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        batch = len(codes)
+        samples, after = self.decoder(codes, position, None if begins else self._before[:batch])
+        self._after[:batch].copy_(after)
+        return codes, position, samples
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -144,39 +131,23 @@ def batch_sizes(most: int) -> list[int]:
 
 MAX_STEPS = 1023  # far more than the one of a request: vLLM takes no more requests at a time than it has tokens
 DUMMY_SEED = 0
-AUTO_PRECISION = {"cuda": "tf32", "cpu": "float32"}
-CHUNKS = ChunkPolicy(first=1, largest=8, look_ahead=0)
 
 
-class ChunkRunner(DiffusionModelRunner):
+class ChunkRunner(VocoderRunner):
     """Frames of codes to a waveform, f32 [samples]. A subclass loads the decoder.
 
     Attributes:
-        chunks: how utterances are cut unless the YAML says otherwise.
         cutting, batches: set by `load`.
     """
 
-    chunks: ClassVar[ChunkPolicy] = CHUNKS
+    chunks = ChunkPolicy(first=1, largest=8, look_ahead=0)
     cutting: Cutting
     batches: Batches
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self.model_name: str = vllm_config.model_config.model
-        given = omni_options(vllm_config).get("decode") or {}
-        if given.get("look_ahead_blocks"):
+        if self.policy is not None and self.policy.look_ahead:
             raise ConfigError("decode.look_ahead_blocks: this decoder knows its look-ahead; remove it or set it to 0.")
-        options = DecodeOptions.from_mapping(given, self.chunks)
-        self.precision = options.precision if options.precision != "auto" else AUTO_PRECISION[device.type]
-        self.dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        self.policy = options.policy
-        self.max_requests: int = vllm_config.scheduler_config.max_num_seqs
-        if device.type == "cuda":
-            # The worker forbids TF32 for every model; this one, alone in its process, may allow it.
-            torch.backends.cudnn.allow_tf32 = self.precision != "float32"
-            torch.backends.cuda.matmul.allow_tf32 = self.precision != "float32"
-        self._requests: dict[str, CodecChunk] = {}
-        self._carries: weakref.WeakSet[DecoderCarry] = weakref.WeakSet()  # counted, so that a leak shows
 
     # -- life cycle
 
@@ -193,12 +164,8 @@ class ChunkRunner(DiffusionModelRunner):
             self.batches.capture(self.policy.first, self.cutting.lengths())
         frames = 4 * self.policy.largest if self.policy is not None else 1
         inputs = StageInputs(token_ids=[0] * (frames * self.cutting.sizes.num_quantizers))
-        stream = self.open(StageRequest("_warm_up", StageParams(), seed=0), inputs)
-        while (job := stream.next_job()) is not None:
-            self.add("_warm_up", job)
-            self.step(["_warm_up"])
-            self.remove("_warm_up")
-        stream.close()
+        for _ in self.rehearse(self.open(StageRequest(WARM_UP, StageParams(), seed=0), inputs)):
+            pass
 
     # -- requests
 
@@ -233,10 +200,6 @@ class ChunkRunner(DiffusionModelRunner):
     def add(self, request_id: str, job: DiffusionJob) -> None:
         """Take a chunk; it comes to the device with its step."""
         self._requests[request_id] = job.payload
-
-    def remove(self, request_id: str) -> None:
-        """Forget a chunk. Unknown ids are ignored."""
-        self._requests.pop(request_id, None)
 
     def omni_counts(self) -> dict[str, int]:
         """Chunks that have not ended, and the states that are held with their bytes."""

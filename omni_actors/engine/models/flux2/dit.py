@@ -23,7 +23,6 @@ from omni_actors.engine.models.pictures.layers import (
     compile_halves,
     gate,
     grid,
-    rotation_at,
     turned,
 )
 from omni_actors.engine.models.pictures.weights import Names, PartConfig, fused
@@ -225,8 +224,9 @@ class Flux2Network(PackedNetwork):
         axes, heads = config["axes_dims_rope"], config["num_attention_heads"]
         config.expect(attention_head_dim=sum(axes))
         width = heads * sum(axes)
-        super().__init__(config["in_channels"], width, config["joint_attention_dim"], axes)
-        self.eps, self.theta = config["eps"], config["rope_theta"]
+        turns = {"axes": axes, "theta": config["rope_theta"], "rounded": False}
+        super().__init__(config["in_channels"], width, config["joint_attention_dim"], turns)
+        self.eps = config["eps"]
         sizes = width, heads, int(width * config["mlp_ratio"]), self.eps
         self.embed = nn.Linear(self.channels, width, bias=False)
         self.text_in = nn.Linear(self.text_width, width, bias=False)
@@ -257,9 +257,9 @@ class Flux2Network(PackedNetwork):
             places.append(_grid(height, width, number * REFERENCE_DISTANCE))
         return EncodedCondition(
             self.text_in(moved(given.states, self.device).to(self.dtype)),
-            self._rotation(line),
+            self.rotation(line),
             self.embed(moved(torch.cat(latents), self.device).to(self.dtype)),
-            self._rotation(torch.cat(places)),
+            self.rotation(torch.cat(places)),
         )
 
     def lay_out(self, pictures: Sequence[Size], conditions: Sequence[EncodedCondition]) -> Flux2Batch:
@@ -271,7 +271,7 @@ class Flux2Network(PackedNetwork):
         )
         order = interleaved(texts, lengths, references)
         text_rotation = torch.cat([one.text_rotation for one in conditions])
-        made = [self._rotation(_grid(*size, 0)) for size in pictures]
+        made = [self.rotation(_grid(*size, 0)) for size in pictures]
         picture_rotation = torch.cat([*made, *(one.reference_rotation for one in conditions)])
         placed = moved(order, self.device)
         return Flux2Batch(
@@ -330,10 +330,6 @@ class Flux2Network(PackedNetwork):
             modulated(tokens, shift, scale, batch.picture_owner[: batch.made], self.eps)
         )
         return velocity
-
-    def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
-        """Factors f32 [tokens, 2, head_dim] for positions i64 [tokens, 4] along the axes."""
-        return moved(rotation_at(positions, self.axes, self.theta, rounded=False), self.device)
 
 
 def _grid(height: int, width: int, place: int) -> torch.Tensor:

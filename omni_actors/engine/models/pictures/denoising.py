@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from omni_actors.engine.models.diffusers_layout import diffusers_class
+from omni_actors.engine.models.pictures.layers import rotation_at
 from omni_actors.engine.models.pictures.weights import Names, load
 from omni_actors.engine.rows import moved
 from omni_actors.errors import ConfigError
@@ -174,17 +175,17 @@ class PackedNetwork(nn.Module, ABC):
         channels: of the latents.
         width: of a token.
         text_width: of the text encoder's states.
-        axes: rotary dimensions of a head along each axis of positions.
+        turns: `axes` and what else `rotation_at` takes besides positions.
         patch: latent pixels along an edge of a token.
     """
 
     names: ClassVar[Names]
     adapters: tuple[str, ...] = ()
 
-    def __init__(self, channels: int, width: int, text_width: int, axes: Sequence[int], patch: int = 1) -> None:
+    def __init__(self, channels: int, width: int, text_width: int, turns: Mapping[str, Any], patch: int = 1) -> None:
         super().__init__()
         self.channels, self.width, self.text_width = channels, width, text_width
-        self.axes, self.patch = tuple(axes), patch
+        self.turns, self.patch = turns, patch
         self.attend: Attention = attend_each
 
     @property
@@ -234,6 +235,10 @@ class PackedNetwork(nn.Module, ABC):
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+
+    def rotation(self, positions: torch.Tensor) -> torch.Tensor:
+        """Factors f32 [tokens, 2, head_dim] for positions i64 [tokens, axes] along the axes."""
+        return moved(rotation_at(positions, **self.turns), self.device)
 
     def patches_of(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents [channels, height, width] as tokens [pixels / patch^2, patch^2 * channels]."""

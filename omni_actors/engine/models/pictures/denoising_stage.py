@@ -127,7 +127,7 @@ class DenoisingStage(DiffusionModelRunner):
 
     def bytes_of(self, tokens: int, values: int = 1) -> int:
         """Bytes of n tokens, of as many values of the network's width each, with their rotations."""
-        bytes_of_one: int = values * self.network.width * self.dtype.itemsize + 8 * sum(self.network.axes)
+        bytes_of_one: int = values * self.network.width * self.dtype.itemsize + 8 * sum(self.network.turns["axes"])
         return tokens * bytes_of_one
 
     def picture_job(self, spec: PictureSpec, tokens: int, needed: int, held: int = 0, first: int = 0) -> DiffusionJob:

@@ -164,8 +164,8 @@ def add_and_norm(
     gates: torch.Tensor,
     scales: torch.Tensor,
     owner: torch.Tensor,
-    eps: float,
     *,
+    eps: float,
     fused: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [tokens, width] with `branch` times their sequences' rows of `gates` added, and their norm.

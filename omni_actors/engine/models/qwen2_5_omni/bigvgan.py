@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from omni_actors.engine.models.cuda_graphs import CudaGraphs
 from omni_actors.engine.models.qwen2_5_omni.kernels import anti_aliased_snake
 
 if TYPE_CHECKING:
@@ -169,15 +170,6 @@ class FusedVocoder(Vocoder):
         return hidden.float().clamp(-1.0, 1.0)[:, 0, 0]
 
 
-@dataclass(frozen=True)
-class _Graph:
-    """A captured run: `mel` is read, `samples` written at each replay."""
-
-    graph: torch.cuda.CUDAGraph
-    mel: torch.Tensor
-    samples: torch.Tensor
-
-
 class GraphedVocoder:
     """A vocoder whose frequent windows are CUDA graphs: BigVGAN is some 300 kernels, most shorter than their launch.
 
@@ -190,17 +182,12 @@ class GraphedVocoder:
     def __init__(self, vocoder: Vocoder, lengths: Iterable[int], mel_dim: int, device: torch.device) -> None:
         self.samples_per_frame = vocoder.samples_per_frame
         self._vocoder = vocoder
-        self._graphs: dict[tuple[int, int], _Graph] = {}
-        pool = torch.cuda.graph_pool_handle()
+        # By windows and their length: what is read, and the samples.
+        self._graphs: CudaGraphs[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = CudaGraphs()
         for length in sorted(set(lengths), reverse=True):
             for batch in GRAPH_BATCHES:
                 mel = torch.zeros(batch, mel_dim, length, device=device)
-                vocoder(mel)  # compile the kernels and choose those of cuDNN outside of the capture
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    samples = vocoder(mel)
-                self._graphs[batch, length] = _Graph(graph, mel, samples)
+                self._graphs.capture((batch, length), partial(_decoded, vocoder, mel))
         for length in WARM_LENGTHS:
             for batch in GRAPH_BATCHES:
                 vocoder(torch.zeros(batch, mel_dim, length, device=device))
@@ -212,12 +199,15 @@ class GraphedVocoder:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _run(self, mel: torch.Tensor) -> torch.Tensor:
-        captured = self._graphs.get((mel.shape[0], mel.shape[2]))
-        if captured is None:
+        key = mel.shape[0], mel.shape[2]
+        if key not in self._graphs.tensors:
             return self._vocoder(mel)
-        captured.mel.copy_(mel)
-        captured.graph.replay()
-        return captured.samples.clone()  # the next replay overwrites them
+        self._graphs.tensors[key][0].copy_(mel)
+        return self._graphs.replay(key)[1].clone()  # the next replay overwrites them
+
+
+def _decoded(vocoder: Vocoder, mel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return mel, vocoder(mel)
 
 
 def graph_batches(count: int) -> list[int]:

@@ -11,16 +11,15 @@ One step is one interval of the solver for all chunks in progress; the last one 
 from __future__ import annotations
 
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
 
-from omni_actors.engine.models.chunks import ChunkPolicy, DecodeOptions
+from omni_actors.engine.models.chunks import WARM_UP, ChunkPolicy, VocoderRunner
 from omni_actors.engine.models.diffusers_layout import fill, read_tensors
 from omni_actors.engine.models.placeholder import vocoder_spec
 from omni_actors.engine.models.qwen2_5_omni.bigvgan import FusedVocoder, GraphedVocoder, Vocoder
@@ -28,8 +27,7 @@ from omni_actors.engine.models.qwen2_5_omni.dit import SOLVERS, Dit, DitChunk, g
 from omni_actors.engine.models.qwen2_5_omni.stream import Carry, Code2WavPayload, Code2WavStream, Geometry
 from omni_actors.engine.models.qwen2_5_omni.talker import load_voices
 from omni_actors.engine.rows import moved
-from omni_actors.engine.workers.base import omni_options
-from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionModelRunner, StepResult
+from omni_actors.engine.workers.diffusion import DiffusionJob, StepResult
 from omni_actors.errors import InvalidRequest, UnknownVoice
 from omni_actors.protocol.payloads import DIFFUSION_PARAMS, StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
@@ -41,24 +39,12 @@ SAMPLE_RATE = 24_000  # Hz
 MAX_STEPS = 1000
 DUMMY_SEED = 0
 WEIGHT_PREFIX = "token2wav."
-# What "auto" means; measured in docs/benchmarks.md.
-AUTO_PRECISION = {"cuda": "bf16", "cpu": "float32"}
-CHUNKS = ChunkPolicy(first=1, largest=8, look_ahead=1)
 WHOLE_ROWS = 544  # of a step that decodes whole utterances, for the graphs; larger steps run without one
 
 
 def most_rows(chunks: int, policy: ChunkPolicy | None) -> int:
     """Rows of the largest step of n chunks: their blocks, with the look-ahead, in both guidance branches."""
     return WHOLE_ROWS if policy is None else 2 * chunks * (policy.largest + policy.look_ahead)
-
-
-@dataclass(frozen=True)
-class _Voice:
-    """A speaker on the device: f32 `conditioning` [enc_emb_dim], `speaker` and `null_speaker` [enc_dim]."""
-
-    conditioning: torch.Tensor
-    speaker: torch.Tensor
-    null_speaker: torch.Tensor
 
 
 @dataclass
@@ -69,22 +55,20 @@ class _Latents:
     chunk: DitChunk
 
 
-class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
+class Qwen2_5OmniCode2Wav(VocoderRunner):
     """Codec tokens to waveform, f32 [samples] at 24 kHz."""
+
+    chunks = ChunkPolicy(first=1, largest=8, look_ahead=1)
+    auto_precision: ClassVar[Mapping[str, str]] = {"cuda": "bf16", "cpu": "float32"}  # docs/benchmarks.md
+    solvers = tuple(SOLVERS)
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self.model_name: str = vllm_config.model_config.model
         self.config = Qwen2_5OmniConfig.from_pretrained(self.model_name).token2wav_config
-        options = DecodeOptions.from_mapping(omni_options(vllm_config).get("decode") or {}, CHUNKS, tuple(SOLVERS))
-        self.precision = options.precision if options.precision != "auto" else AUTO_PRECISION[device.type]
-        self._dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        self._solver = SOLVERS[options.solver]
-        self.geometry = Geometry(self.config, options.policy, self._dtype.itemsize, self._solver.evaluations)
-        self._max_requests: int = vllm_config.scheduler_config.max_num_seqs
-        self._requests: dict[str, _Latents] = {}
-        self._voices: dict[str, _Voice] = {}
-        self._carries: weakref.WeakSet[Carry] = weakref.WeakSet()  # counted, so that a leak shows
+        self._solver = SOLVERS[self.options.solver]
+        self.geometry = Geometry(self.config, self.policy, self.dtype.itemsize, self._solver.evaluations)
+        # What each has in both branches: f32 [enc_dim] of the speaker and the conditioning [enc_emb_dim].
+        self._voices: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     # -- life cycle
 
@@ -109,16 +93,12 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         if not dummy:
             fill(model, dict(read_tensors(self.model_name, WEIGHT_PREFIX)), f"the vocoder in {self.model_name!r}")
         model.requires_grad_(False)
-        if self.device.type == "cuda":
-            # The worker forbids TF32 for every model; this one, alone in its process, may allow it.
-            torch.backends.cudnn.allow_tf32 = self.precision != "float32"
-            torch.backends.cuda.matmul.allow_tf32 = self.precision != "float32"
         dit = model.code2wav_dit_model
         self.dit = Dit(
             dit,
-            dtype=self._dtype,
+            dtype=self.dtype,
             precise=self.precision == "float32",
-            max_requests=self._max_requests,
+            max_requests=self.max_requests,
             solver=self._solver,
         )
         bigvgan = model.code2wav_bigvgan_model
@@ -136,24 +116,20 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
             # The unconditional branch encodes a silent reference of the same length. Both depend on the voice alone.
             speaker, null_speaker = encoder(torch.cat([mel, torch.zeros_like(mel)]))
             conditioning = entry["cond"].to(self.device, torch.float32).reshape(-1)
-            self._voices[name] = _Voice(conditioning, speaker, null_speaker)
+            self._voices[name] = [(speaker, conditioning), (null_speaker, torch.zeros_like(conditioning))]
 
     def warm_up(self) -> None:
         """Run every shape of window that the policy makes, so that no request waits while a kernel is chosen."""
         if self.device.type == "cuda":
-            self.dit.capture(graph_rows(most_rows(self._max_requests, self.geometry.policy)))
+            self.dit.capture(graph_rows(most_rows(self.max_requests, self.policy)))
         lengths: set[int] = set()
-        request = StageRequest("_warm_up", StageParams(num_steps=2), seed=0)
-        blocks = 3 if self.geometry.policy is None else 3 * self.geometry.policy.largest
+        request = StageRequest(WARM_UP, StageParams(num_steps=2), seed=0)
+        blocks = 3 if self.policy is None else 3 * self.policy.largest
         stream = self.open(request, StageInputs(token_ids=[0] * (blocks * self.geometry.frames_per_block // 2)))
-        while (job := stream.next_job()) is not None:
-            self.add("_warm_up", job)
+        for job in self.rehearse(stream):
             if not job.payload.last:  # the last window of an utterance can have any length
                 kept = job.payload.carry.mel
-                lengths.add(self._requests["_warm_up"].chunk.frames + (0 if kept is None else len(kept)))
-            for _ in range(job.num_steps):
-                self.step(["_warm_up"])
-            self.remove("_warm_up")
+                lengths.add(self._requests[WARM_UP].chunk.frames + (0 if kept is None else len(kept)))
         if isinstance(self.vocoder, FusedVocoder):
             self.vocoder = GraphedVocoder(self.vocoder, lengths, self.geometry.mel_dim, self.device)
 
@@ -190,9 +166,7 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
         padding = len(payload.noise) * self.geometry.tokens_per_block - len(payload.token_ids)
         padded = payload.token_ids + (0,) * padding
         tokens = moved(torch.tensor(padded), self.device)
-        voice = self._voices[payload.voice]
-        branches = [(voice.speaker, voice.conditioning), (voice.null_speaker, torch.zeros_like(voice.conditioning))]
-        fixed = self.dit.condition(tokens, branches[: payload.branches])
+        fixed = self.dit.condition(tokens, self._voices[payload.voice][: payload.branches])
         keep = None
         if not payload.last and self.dit.kept_layers:
             shape = self.dit.kept_shape(payload.intervals, payload.branches)
@@ -208,10 +182,6 @@ class Qwen2_5OmniCode2Wav(DiffusionModelRunner):
             keep_block=payload.blocks - 1,
         )
         self._requests[request_id] = _Latents(payload, chunk)
-
-    def remove(self, request_id: str) -> None:
-        """Free a chunk's latents. Unknown ids are ignored."""
-        self._requests.pop(request_id, None)
 
     def omni_counts(self) -> dict[str, int]:
         """`allocated_bytes` are those of the memory behind all that is held, shared memory counted once."""

@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from omni_actors.engine.models.cuda_graphs import CudaGraphs
 from omni_actors.engine.models.qwen2_5_omni.kernels import MIN_HALF_HEAD, block_attention, modulated_norm
 
 if TYPE_CHECKING:
@@ -180,7 +182,7 @@ def lay_out(chunks: Sequence[DitChunk], rows: int, entries: int, reaches: Sequen
         first = span.stop
         left_entries += chunk.branches if chunk.left is not None else 0
     widths = np.array([np.float32(end) - np.float32(start) for start, end in intervals], np.float32)
-    own = {"keep": keep, "keys": keys, "valid": valid, "guidance": guidance, "width": widths}
+    own: dict[str, np.ndarray] = {"keep": keep, "keys": keys, "valid": valid, "guidance": guidance, "width": widths}
     return Layout(intervals, first, index | own)
 
 
@@ -295,9 +297,8 @@ class Dit:
         self._split_input(model, config)
         self._rotary = {reach: self._rotary_table(model, *reach) for reach in self.reaches}
         self._modulations: OrderedDict[tuple[float, float], torch.Tensor] = OrderedDict()
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: CudaGraphs[int, tuple[torch.Tensor, torch.Tensor]] = CudaGraphs()  # by rows
         self._static: _Rows | None = None
-        self._results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _split_input(self, model: Qwen2_5OmniToken2WavDiTModel, config: Qwen2_5OmniDiTConfig) -> None:
         """Split the linear input projection into parts that change at different times: latents, code, voice."""
@@ -358,13 +359,12 @@ class Dit:
         Returns their new states f32 [blocks, frames, mel_dim].
         """
         rows = sum(chunk.fixed.shape[0] for chunk in chunks)
-        size = next((size for size in self._graphs if size >= rows), None)
+        size = min((size for size in self._graphs.tensors if size >= rows), default=None)
         entries = sum(chunk.branches for chunk in chunks)
         if self._static is not None and size is not None and len(chunks) <= self.max_requests:
             batch = self._view(self._static, size)
             self._fill(batch, chunks, size)
-            self._graphs[size].replay()
-            state, kept = self._results[size]
+            state, kept = self._graphs.replay(size)
             state = state.clone()
         else:
             batch = self._allocate(rows, len(chunks), entries)
@@ -523,15 +523,7 @@ class Dit:
         """Capture the graph of an interval for each of these numbers of rows. Needs CUDA."""
         largest = max(sizes)
         self._static = self._allocate(largest, *self._room(largest))
-        pool = torch.cuda.graph_pool_handle()
-        for size in sorted(sizes, reverse=True):  # the largest first: the smaller ones fit in its memory
+        for size in sorted(sizes, reverse=True):
             batch = self._view(self._static, size)
             self._fill(batch, [], size)
-            if size == largest:
-                self._interval(batch)  # compile the kernels and let cuBLAS take its workspace outside of the capture
-                torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._results[size] = self._interval(batch)
-            self._graphs[size] = graph
-        self._graphs = dict(sorted(self._graphs.items()))
+            self._graphs.capture(size, partial(self._interval, batch))

@@ -133,11 +133,11 @@ class Geometry:
     def job(self, payload: Code2WavPayload) -> DiffusionJob:
         """The job of a chunk, with its device memory: exact for what it holds, an estimate for its steps."""
         frames = 2 * self.context + payload.emit[1] - payload.emit[0]
-        held, *steps = self._bytes(len(payload.noise), frames, payload.branches)
+        held, step, last = self._bytes(len(payload.noise), frames, payload.branches)
         if not payload.last:
             held += self.kept_bytes(payload.intervals, payload.branches)
         share = len(payload.noise) / LIGHT_BLOCKS
-        return DiffusionJob(payload, max(1, payload.intervals), *steps, held, share)
+        return DiffusionJob(payload, max(1, payload.intervals), step, last, held, share)
 
     def largest_job_bytes(self, intervals: int, branches: int) -> int:
         """Upper bound of what any chunk of the policy holds and needs in a step, in bytes."""

@@ -16,6 +16,7 @@ do the first part, but turn the ids of such positions into 0, and the repetition
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -30,9 +31,7 @@ from vllm.model_executor.models.llama import LlamaModel
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from omni_actors.engine.adapter import Admission
 from omni_actors.engine.models import ModelSpec, SpeechLimit
@@ -42,12 +41,12 @@ from omni_actors.engine.models.code_talker import (
     CodeTalker,
     CodeTalkerAdapter,
     ContinuedPositions,
+    Speech,
+    TalkerState,
     chosen_voice,
-    known_positions,
 )
 from omni_actors.engine.rows import check_rows, to_host, to_torch
-from omni_actors.engine.scheduler import RowStream, RowUpdate
-from omni_actors.engine.workers.runner import StreamedInputState, payload_of
+from omni_actors.engine.scheduler import RowStream
 from omni_actors.errors import ConfigError, InvalidPayload
 from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import StageParams
@@ -247,116 +246,77 @@ class RowTalkerPayload:
     positions: torch.Tensor | None = field(repr=False)
 
 
-@dataclass(slots=True)
-class _TextSide:
-    """The rows added to the codec embeddings of one request: row i at position prompt_rows + i."""
-
-    prompt_rows: int
-    rows: list[torch.Tensor]
-    complete: bool
-    prompt: torch.Tensor | None = None  # rows [prompt_rows, H] on the device, until they are computed
-
-    def is_past(self, position: int) -> bool:
-        """Whether nothing but padding is added from this position on."""
-        return self.complete and position > self.prompt_rows + len(self.rows)
-
-
-class TalkerModelState(DefaultModelState, StreamedInputState):
+class TalkerModelState(TalkerState):
     """Adds the text side to the input embeddings of every step.
 
     The rows stay in host memory, where they arrived; one copy per step brings those of the whole batch to the device.
     Speech goes on long after its text has ended; the padding row for that is already on the device.
     """
 
-    supports_prompt_embeds = True
+    payload_class = RowTalkerPayload
     model: Qwen2_5OmniTalker
-    dtype: torch.dtype  # declared as a name, too; vLLM has resolved it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._text: dict[str, _TextSide] = {}
         self._fixed_rows = self.model.text_rows.to("cpu", self.dtype).unbind()
         self._pad_row = self.model.text_rows[_TEXT_PAD].to(self.dtype)  # on the device
 
-    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Take a new request, or one that resumes after preemption, into slot `req_index`."""
-        payload = payload_of(new_req_data)
-        if not isinstance(payload, RowTalkerPayload):  # vLLM's own warm-up requests carry none
-            super().add_request(req_index, new_req_data)
-            return
-        if new_req_data.req_id not in self._text:  # else it resumes after preemption and keeps its streamed rows
-            rows = [self._fixed_rows[_FIRST_VOICE + payload.voice], *payload.reply.unbind()]
-            self._text[new_req_data.req_id] = _TextSide(len(payload.prompt), rows, payload.complete)
-        self._text[new_req_data.req_id].prompt = async_tensor_h2d(payload.prompt, device=self.device)
-        with known_positions(self.model, payload.positions):
-            super().add_request(req_index, new_req_data)
+    def begin(self, payload: RowTalkerPayload) -> Speech[torch.Tensor]:
+        """See `TalkerState`."""
+        speech = Speech(len(payload.prompt), (self._fixed_rows[_TEXT_EOS],))
+        speech.extend((self._fixed_rows[_FIRST_VOICE + payload.voice], *payload.reply.unbind()), payload.complete)
+        return speech
 
-    def push_rows(self, request_id: str, update: RowUpdate) -> None:
-        """Append reply rows. Ignores unknown ids."""
-        text = self._text.get(request_id)
-        if text is None:
-            return
-        for rows in update.rows:
-            text.rows.extend(rows.unbind())
-        text.complete = update.complete
+    def prompt_inputs(self, payload: RowTalkerPayload) -> torch.Tensor:
+        """See `TalkerState`."""
+        return async_tensor_h2d(payload.prompt, device=self.device)
 
-    def drop_request(self, request_id: str) -> None:
-        """Forget the rows of a request that has ended."""
-        self._text.pop(request_id, None)
-
-    def omni_counts(self) -> dict[str, int]:
-        """Rows in host memory."""
-        return {"worker_rows": sum(len(text.rows) for text in self._text.values())}
+    def pieces(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Each row."""
+        return rows.unbind()
 
     def prepare_inputs_embeds(
         self, scheduled_encoder_inputs: dict[str, list[int]], input_batch: InputBatch, req_states: Any
     ) -> torch.Tensor:
         """Rows of prompts, and codec embeddings plus text side, [tokens of the step, H]."""
-        texts = [self._text.get(request_id) for request_id in input_batch.req_ids]
-        decoding = [text for text in texts if text is not None]
-        if not input_batch.has_prefill and len(decoding) == len(texts):
-            return self._decode_embeds(input_batch, decoding)
+        speeches: list[Any] = [self._speeches.get(request_id) for request_id in input_batch.req_ids]
+        if not input_batch.has_prefill and all(speeches):
+            return self._decode_embeds(input_batch, speeches)
         embeddings = super().prepare_inputs_embeds(scheduled_encoder_inputs, input_batch, req_states)
         starts = input_batch.num_computed_tokens_np[: input_batch.num_reqs].tolist()
         offsets = input_batch.query_start_loc_np[: input_batch.num_reqs + 1].tolist()
         rows: list[torch.Tensor] = []
         places: list[int] = []
-        for index, text in enumerate(texts):
-            if text is None:
+        for index, speech in enumerate(speeches):
+            if speech is None:
                 continue
-            first = starts[index] - text.prompt_rows
+            first = starts[index] - speech.length
             last = first + offsets[index + 1] - offsets[index]
-            if text.prompt is not None:
-                own = text.prompt[starts[index] : last + text.prompt_rows]
+            if speech.prompt is not None:
+                own = speech.prompt[starts[index] : last + speech.length]
                 embeddings[offsets[index] : offsets[index] + len(own)] = own
                 if last >= 0:
-                    text.prompt = None
+                    speech.prompt = None
             for row in range(max(first, 0), last):
-                rows.append(self._row(text, row))
+                rows.append(speech.at(row, self._fixed_rows[_TEXT_PAD]))
                 places.append(offsets[index] + row - first)
         if rows:
             added = async_tensor_h2d(torch.stack(rows), device=embeddings.device)
             embeddings.index_add_(0, async_tensor_h2d(places, device=embeddings.device, dtype=torch.int64), added)
         return embeddings
 
-    def _decode_embeds(self, batch: InputBatch, texts: list[_TextSide]) -> torch.Tensor:
+    def _decode_embeds(self, batch: InputBatch, speeches: Sequence[Speech[torch.Tensor]]) -> torch.Tensor:
         """The same where every request decodes, the usual step: in as few launches as possible."""
-        count = len(texts)
+        count = len(speeches)
         starts = batch.num_computed_tokens_np[:count].tolist()
+        places = [start - speech.length for speech, start in zip(speeches, starts, strict=True)]
         added = self._pad_row
-        if not all(text.is_past(start) for text, start in zip(texts, starts, strict=True)):
-            rows = [self._row(text, start - text.prompt_rows) for text, start in zip(texts, starts, strict=True)]
+        if not all(speech.complete and at >= len(speech.text) for speech, at in zip(speeches, places, strict=True)):
+            pad = self._fixed_rows[_TEXT_PAD]
+            rows = [speech.at(place, pad) for speech, place in zip(speeches, places, strict=True)]
             added = async_tensor_h2d(torch.stack(rows), device=added.device)
         torch.add(self.model.embed_input_ids(batch.input_ids[:count]), added, out=self.inputs_embeds[:count])
         return self.inputs_embeds[: batch.num_tokens_after_padding]
-
-    def _row(self, text: _TextSide, index: int) -> torch.Tensor:
-        if index < len(text.rows):
-            return text.rows[index]
-        if not text.complete:
-            # The scheduler holds such a request back, so this is an internal error; padding would only hide it.
-            raise RuntimeError(f"Row {index} is needed, but only {len(text.rows)} have arrived.")
-        return self._fixed_rows[_TEXT_EOS if index == len(text.rows) else _TEXT_PAD]
 
 
 SPEC = ModelSpec(

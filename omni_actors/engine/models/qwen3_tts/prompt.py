@@ -155,7 +155,7 @@ def lay_out(
     """
     think, nothink, think_bos, think_eos = config.codec_think
     heard = [nothink, think_bos, think_eos] if language is None else [think, think_bos, language, think_eos]
-    at = {"voice_at": len(instructions) + len(opening) + len(heard)}
+    at: dict[str, Any] = {"voice_at": len(instructions) + len(opening) + len(heard)}
     heard += [voice] if voice is not None else []
     pad, eos = config.text_pad, config.text_eos
     texts = [*instructions, *opening, *[pad] * len(heard), config.text_bos]

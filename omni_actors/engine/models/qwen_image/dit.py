@@ -26,7 +26,6 @@ from omni_actors.engine.models.pictures.layers import (
     add_and_norm,
     gate,
     grid,
-    rotation_at,
     take_heads,
 )
 from omni_actors.engine.models.pictures.weights import PartConfig
@@ -171,7 +170,6 @@ def parts(prefixes: Sequence[Prefix], most: int) -> list[tuple[Part, int]]:
 
 
 TIME_SCALE = 1000.0
-THETA = 10_000.0
 
 
 @dataclass(frozen=True)
@@ -244,7 +242,8 @@ class QwenImageNetwork(PackedNetwork):
         config.expect(patch_size=1, causal_condition=True, out_channels=config["in_channels"])
         heads = config["num_attention_heads"], config["attention_head_dim"]
         width = heads[0] * heads[1]
-        super().__init__(config["in_channels"], width, config["context_in_dim"], config["axes_dims_rope"])
+        turns = {"axes": config["axes_dims_rope"], "theta": 10_000.0, "dtype": torch.float32}
+        super().__init__(config["in_channels"], width, config["context_in_dim"], turns)
         self.heads: tuple[int, int] = heads  # how many, and the width of each
         self.eps = config["eps"]
         self.fused = False
@@ -287,7 +286,7 @@ class QwenImageNetwork(PackedNetwork):
             shape = (len(self.layers), 2, prefix.tokens, *self.heads)
             prefix.kept = torch.empty(shape, dtype=self.dtype, device=self.device)
         tokens = torch.cat([self._embedded(run) for run in runs])
-        rotation = self._rotation([_positions(run) for run in runs])
+        rotation = self.rotation(torch.cat([_positions(run) for run in runs]))
         owner = torch.zeros(len(tokens), dtype=torch.int64, device=self.device)
         slots = torch.arange(prefix.done, end, device=self.device)
         factors = self._factors(self._moment(torch.zeros(1, device=self.device)))
@@ -324,7 +323,7 @@ class QwenImageNetwork(PackedNetwork):
             prefixes=tuple(conditions),
             pictures=pack(lengths, self.device),
             sequences=pack(whole, self.device),
-            rotation=self._rotation(positions),
+            rotation=self.rotation(torch.cat(positions)),
             slots=moved(torch.cat(slots), self.device),
             keys=torch.empty(shape, dtype=self.dtype, device=self.device),
             values=torch.empty(shape, dtype=self.dtype, device=self.device),
@@ -363,7 +362,7 @@ class QwenImageNetwork(PackedNetwork):
         self, tokens: torch.Tensor, branch: torch.Tensor | None, *factors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `add_and_norm`; the factors are gates, scales and the sequences that they are of."""
-        return add_and_norm(tokens, branch, *factors, self.eps, fused=self.fused)
+        return add_and_norm(tokens, branch, *factors, eps=self.eps, fused=self.fused)
 
     def _after(
         self,
@@ -388,10 +387,6 @@ class QwenImageNetwork(PackedNetwork):
     def _factors(self, moment: torch.Tensor) -> _Factors:
         scale, gates, scale_up, gates_up = self.modulation(F.silu(moment)).chunk(4, -1)
         return _Factors(1.0 + scale, gates.tanh(), 1.0 + scale_up, gates_up.tanh())
-
-    def _rotation(self, positions: Sequence[torch.Tensor]) -> torch.Tensor:
-        # In the precision of diffusers, whose angles these have to be.
-        return moved(rotation_at(torch.cat(list(positions)), self.axes, THETA, torch.float32), self.device)
 
 
 def _grid(height: int, width: int, frame: int) -> torch.Tensor:

@@ -22,14 +22,7 @@ from torch import nn
 
 from omni_actors.engine.models.pictures import weights
 from omni_actors.engine.models.pictures.denoising import Attention, PackedNetwork, Packing, Size, interleaved, pack
-from omni_actors.engine.models.pictures.layers import (
-    MOMENT_WAVES,
-    LayerWeights,
-    MomentEmbedding,
-    compile_halves,
-    grid,
-    rotation_at,
-)
+from omni_actors.engine.models.pictures.layers import MOMENT_WAVES, LayerWeights, MomentEmbedding, compile_halves, grid
 from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.engine.rows import moved
 
@@ -180,8 +173,9 @@ class ZImageNetwork(PackedNetwork):
         config.expect(all_patch_size=[PATCH], all_f_patch_size=[1], qk_norm=True, siglip_feat_dim=None)
         config.expect(n_kv_heads=config["n_heads"])
         width, eps, text_width = config["dim"], config["norm_eps"], config["cap_feat_dim"]
-        super().__init__(config["in_channels"], width, text_width, config["axes_dims"], PATCH)
-        self.theta, self.lengths = config["rope_theta"], tuple(config["axes_lens"])
+        turns = {"axes": config["axes_dims"], "theta": config["rope_theta"]}
+        super().__init__(config["in_channels"], width, text_width, turns, PATCH)
+        self.lengths = tuple(config["axes_lens"])
         patch_width = PATCH * PATCH * self.channels
 
         def layers(count: int, *, modulated: bool) -> nn.ModuleList:
@@ -210,7 +204,7 @@ class ZImageNetwork(PackedNetwork):
         own = moved(_places(lengths, [len(each) for each in given]), self.device)
         embedded = self.text_in(self.text_norm(moved(torch.cat(list(given)), self.device).to(self.dtype)))
         tokens = self.text_filler.expand(sum(lengths), -1).index_copy(0, own, embedded)
-        rotations = [self._rotation(_line(length)) for length in lengths]
+        rotations = [self.rotation(_line(length)) for length in lengths]
         rotation = torch.cat(rotations)
         for block in self.context_refiner:
             tokens = block(tokens, None, rotation, packing, self.attend)
@@ -222,7 +216,7 @@ class ZImageNetwork(PackedNetwork):
         lengths, texts = [filled(tokens) for tokens in own], [len(prompt.tokens) for prompt in prompts]
         order, slots = interleaved(lengths, texts), _places(lengths, own)
         turns = [
-            self._rotation(_grid(height, width, after=len(prompt.tokens)))
+            self.rotation(_grid(height, width, after=len(prompt.tokens)))
             for (height, width), prompt in zip(pictures, prompts, strict=True)
         ]
         parts = [part for turn, prompt in zip(turns, prompts, strict=True) for part in (turn, prompt.rotation)]
@@ -261,10 +255,6 @@ class ZImageNetwork(PackedNetwork):
         scale = 1.0 + self.final_modulation(F.silu(moment))
         velocity: torch.Tensor = self.final(tokens * scale[batch.sequences.owner[batch.outputs]])
         return velocity
-
-    def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
-        """Factors f32 [tokens, 2, head_dim] for positions i64 [tokens, 3] along the axes."""
-        return moved(rotation_at(positions, self.axes, self.theta), self.device)
 
 
 def _places(lengths: Sequence[int], own: Sequence[int]) -> torch.Tensor:
