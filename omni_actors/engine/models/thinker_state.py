@@ -1,4 +1,7 @@
-"""What the ModelStates of thinkers share: whose rows a later stage takes, and where in a prompt media are."""
+"""The ModelStates of models whose states a later stage takes: of thinkers, and of encoders.
+
+They know whose states are taken, and where in a prompt media are.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
@@ -116,3 +120,44 @@ def emission(
         return parts
 
     return Emission({**tensors, **named}, split)
+
+
+ENCODED = "encoded"  # name of the states [tokens, width] in a request's attachment
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Payload (`extra_args["omni"]`) of a sequence to encode."""
+
+
+class Residual(nn.Module):
+    """In the place of a model's last norm, for a tap before it: only the residual is added."""
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+        """The states before the norm."""
+        return hidden if residual is None else hidden + residual, None
+
+
+class EncoderState(MarkedState):
+    """Gives the tapped states of the sequences to encode.
+
+    The tap is what the model returns as its last states. A model whose tap lies further down is made without the layers
+    above it, so that these are neither loaded nor computed.
+    """
+
+    mark, counted_as = Encode, "encoding"
+
+    def tapped(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What goes to the next stage of states [tokens, width] that the next replay of a graph will overwrite."""
+        return hidden.clone()
+
+    def emit(self, step: Step) -> Emission | None:
+        """The states of the positions that the step has computed."""
+        requests, offsets = self.emitting(step), step.offsets
+        if not any(requests):
+            return None
+
+        def part(index: int, host: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+            return {ENCODED: host[ENCODED][offsets[index] : offsets[index + 1]]}
+
+        return emission(requests, {ENCODED: self.tapped(step.hidden[: step.batch.num_tokens])}, {}, part)

@@ -23,10 +23,10 @@ from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoded_requests import RequestReader, no_pictures
 from omni_actors.engine.encoder import EncoderAdapter, EncoderSequence
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.encoder_state import EncoderState
 from omni_actors.engine.models.qwen3_asr.prompt import MEDIA
 from omni_actors.engine.models.qwen3_asr.thinker import Qwen3Asr
 from omni_actors.engine.models.qwen3_asr.words import in_order, words_of
+from omni_actors.engine.models.thinker_state import EncoderState
 from omni_actors.errors import InvalidPayload, PromptTooLong
 from omni_actors.protocol.messages import TEXT
 from omni_actors.protocol.payloads import HearingAbility, WordTime

@@ -13,7 +13,6 @@ from omni_actors.config.checks import check_parameters
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoder import EncoderAdapter, EncoderSequence
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.encoder_state import EncoderState, Residual
 from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES
 from omni_actors.engine.prompt_processors import TextPromptProcessor
 from omni_actors.errors import InvalidRequest
