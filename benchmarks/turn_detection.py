@@ -28,7 +28,8 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from omni_actors.http_server.realtime import turns as detection
-from omni_actors.http_server.realtime.config import RATE, ServerVad
+from omni_actors.http_server.realtime.config import ServerVad
+from omni_actors.http_server.realtime.formats import RATE
 
 Sound = NDArray[numpy.float32]
 Spans = list[tuple[int, int]]  # from one sample to another, at `RATE`

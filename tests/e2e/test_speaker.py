@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 
 from omni_actors.client import OmniClient
 from omni_actors.client.prompts import read_aloud
-from omni_actors.http_server.realtime.config import RATE
+from omni_actors.http_server.realtime.formats import RATE
 from tests.support.agents import LEAST_SECONDS, ask_livekit, ask_pipecat
 from tests.support.paths import REPOSITORY
 from tests.support.reference import Reference

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 
 from omni_actors.http_server.connections import bounded_protocol
 from omni_actors.http_server.realtime import calls, webrtc
-from omni_actors.http_server.realtime.config import RATE
+from omni_actors.http_server.realtime.formats import RATE
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.calls import Caller, call, post_offer
 from tests.support.realtime import kinds, serving_sessions, speech

@@ -18,7 +18,7 @@ import soxr
 from openai import AsyncOpenAI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 
-from omni_actors.http_server.realtime.config import RATE
+from omni_actors.http_server.realtime.formats import RATE
 from tests.support.paths import REPOSITORY
 from tests.support.scribe import STAGE, heard
 from tests.support.servers import HttpPipeline

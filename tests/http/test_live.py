@@ -9,8 +9,7 @@ import numpy
 import pytest
 from websockets.asyncio.client import connect
 
-from omni_actors.http_server.realtime.config import RATE
-from omni_actors.http_server.realtime.formats import g711_codes, g711_levels
+from omni_actors.http_server.realtime.formats import RATE, g711_codes, g711_levels
 from omni_actors.http_server.realtime.live import LEAD_SECONDS, PIECE_SECONDS
 from omni_actors.http_server.realtime.live_sessions import PATH
 from omni_actors.http_server.settings import ServerSettings

@@ -15,7 +15,7 @@ from livekit.agents.llm import DuplexModel, RealtimeModel
 from livekit.agents.voice import io
 from livekit.plugins import openai
 
-from omni_actors.http_server.realtime.config import RATE
+from omni_actors.http_server.realtime.formats import RATE
 from tests.support.live import CONVERSATION, check_live_conversation
 from tests.support.realtime import INSTRUCTIONS, SILENCE, check_conversation, interruptions, speech
 from tests.support.servers import HttpPipeline

@@ -11,7 +11,7 @@ import pytest
 import soundfile
 from playwright.sync_api import Page, expect
 
-from omni_actors.http_server.realtime.config import RATE
+from omni_actors.http_server.realtime.formats import RATE
 from tests.support.browser import chromium, data, needs_chromium, open_page, until, watched_page
 from tests.support.realtime import speech
 from tests.support.servers import HttpPipeline

@@ -38,7 +38,7 @@ from pipecat.services.openai.responses.llm import OpenAIResponsesLLMService
 from pipecat.turns.user_turn_strategies import ExternalUserTurnStrategies
 from pipecat.workers.runner import WorkerRunner
 
-from omni_actors.http_server.realtime.config import RATE
+from omni_actors.http_server.realtime.formats import RATE
 from omni_actors.http_server.realtime.live_sessions import PATH
 from tests.support.live import CONVERSATION, check_live_conversation
 from tests.support.realtime import INSTRUCTIONS, SILENCE, interruptions, speech

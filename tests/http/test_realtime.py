@@ -25,8 +25,7 @@ from websockets.uri import parse_uri
 from omni_actors.http_server.connections import bounded_protocol
 from omni_actors.http_server.realtime import connection as connections
 from omni_actors.http_server.realtime import turns
-from omni_actors.http_server.realtime.config import RATE, WireFormat
-from omni_actors.http_server.realtime.formats import SoundEncoder
+from omni_actors.http_server.realtime.formats import RATE, SoundEncoder, WireFormat
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.realtime import (
     INSTRUCTIONS,

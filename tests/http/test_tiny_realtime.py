@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from omni_actors.client import OmniClient
-from omni_actors.http_server.realtime.config import RATE
+from omni_actors.http_server.realtime.formats import RATE
 from tests.support.paths import REPOSITORY
 from tests.support.realtime import answer_on, speech
 from tests.support.servers import HttpPipeline, data_uri, picture

@@ -22,7 +22,7 @@ from aiortc.mediastreams import MediaStreamError, MediaStreamTrack
 from av import AudioResampler
 from livekit.protocol.agent_pb.agent_session import AgentSessionMessage as Message
 
-from omni_actors.http_server.realtime.config import RATE
+from omni_actors.http_server.realtime.formats import RATE
 from tests.support.calls import Microphone
 from tests.support.paths import REPOSITORY
 from tests.support.servers import free_port

@@ -18,7 +18,7 @@ from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 from aiortc.mediastreams import MediaStreamError, MediaStreamTrack
 from av import AudioFrame, AudioResampler
 
-from omni_actors.http_server.realtime.config import RATE
+from omni_actors.http_server.realtime.formats import RATE
 from tests.support.realtime import conforms
 from tests.support.waiting import PATIENCE
 

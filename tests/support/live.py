@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosedOK
 
-from omni_actors.http_server.realtime.config import RATE
+from omni_actors.http_server.realtime.formats import RATE
 from omni_actors.http_server.realtime.live_sessions import PATH
 from tests.support.realtime import extra_fields
 from tests.support.scripted import NEXT, SHOW, called

@@ -20,7 +20,8 @@ from pydantic import BaseModel, TypeAdapter
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.connections import bounded_websocket
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.realtime.config import RATE, Pipeline, ServerVad, SessionConfig, parse
+from omni_actors.http_server.realtime.config import Pipeline, ServerVad, SessionConfig, parse
+from omni_actors.http_server.realtime.formats import RATE
 from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, RealtimeSession, Send, Transcribe
 from omni_actors.http_server.realtime.turns import SpeechWindow
 from omni_actors.http_server.settings import ServerSettings

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from omni_actors.http_server.realtime import config
-from omni_actors.http_server.realtime.config import RATE, ServerVad, SessionConfig, WireFormat
+from omni_actors.http_server.realtime.config import ServerVad, SessionConfig
+from omni_actors.http_server.realtime.formats import RATE, WireFormat
 from omni_actors.http_server.realtime.live import DELEGATE, PIECE_SECONDS, LiveSession
 from omni_actors.http_server.realtime.live_events import LiveEvent, LiveFields, StartLive
 from omni_actors.http_server.realtime.requests import Outbox

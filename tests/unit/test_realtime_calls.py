@@ -11,7 +11,8 @@ import pytest
 from av import CodecContext, Packet
 
 from omni_actors.http_server.realtime import webrtc
-from omni_actors.http_server.realtime.config import RATE, Event, ServerVad, event
+from omni_actors.http_server.realtime.config import Event, ServerVad, event
+from omni_actors.http_server.realtime.formats import RATE
 from omni_actors.http_server.realtime.playing import AHEAD_SECONDS, Loudspeaker
 from omni_actors.http_server.realtime.session import Silence
 from omni_actors.http_server.realtime.webrtc import OPUS_CLOCK, OpusTrack

@@ -39,10 +39,10 @@ from omni_actors.http_server.realtime.config import (
     SessionFields,
     ShownPicture,
     Transcription,
-    WireFormat,
     event_id_of,
     parse,
 )
+from omni_actors.http_server.realtime.formats import WireFormat
 from tests.support.realtime import known_types
 
 OURS = {kind.__struct_config__.tag: kind for kind in get_args(AnyEvent)}

@@ -10,8 +10,15 @@ from typing import Any
 import numpy
 import pytest
 
-from omni_actors.http_server.realtime.config import RATE, ServerVad, WireFormat
-from omni_actors.http_server.realtime.formats import SoundDecoder, SoundEncoder, g711_codes, g711_levels
+from omni_actors.http_server.realtime.config import ServerVad
+from omni_actors.http_server.realtime.formats import (
+    RATE,
+    SoundDecoder,
+    SoundEncoder,
+    WireFormat,
+    g711_codes,
+    g711_levels,
+)
 from omni_actors.http_server.realtime.turns import AudioBuffer, milliseconds
 from tests.support.realtime import SECOND, WINDOW, Talk, error_of
 

@@ -16,8 +16,9 @@ import soxr
 
 from omni_actors.http_server.connections import BURST_SECONDS, EventRate
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.realtime.config import RATE, ServerVad, Transcription
+from omni_actors.http_server.realtime.config import ServerVad, Transcription
 from omni_actors.http_server.realtime.conversation import heard
+from omni_actors.http_server.realtime.formats import RATE
 from omni_actors.http_server.realtime.turns import (
     BUSY_SECONDS,
     MEAN_OF,

@@ -6,11 +6,9 @@ refused alone: the other fields of a `session.update` take effect.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -45,14 +43,11 @@ from omni_actors.http_server.generation import (
     tool_options,
     voice_name,
 )
+from omni_actors.http_server.realtime.formats import AnyFormat, WireFormat, wire_format
 from omni_actors.protocol.fields import Seed
 from omni_actors.protocol.payloads import CallId, Json, StageParams, ToolName
 
 T = TypeVar("T")
-
-RATE = 24_000  # samples a second of all sound inside the route: 16 bits, mono, little-endian
-G711_RATE = 8000
-BYTES_PER_SECOND = 2 * RATE
 
 SessionKind = Literal["realtime", "transcription"]
 Modality = Literal["text", "audio"]
@@ -68,72 +63,22 @@ ANSWER_FIELDS += ["seed", "stage_params"]
 SHOWN = ["model", "instructions", "tool_choice", "parallel_tool_calls", "max_output_tokens", "truncation", "seed"]
 MAX_ID = 128
 MAX_REFUSED = 16  # fields of an update, before all of it is
-NULL_IS_ABSENT = "null is absent"
 if TYPE_CHECKING:
-    OrNull = Annotated[T, NULL_IS_ABSENT]
+    OrNull = Annotated[T, "null"]
 else:
-    OrNull = Annotated[T | None, NULL_IS_ABSENT]
+    OrNull = Annotated[T | None, "null"]
 
 
-class Fields(Strict, frozen=True):
-    """Fields that a client may set. One of the type `OrNull` has its default in place of null."""
+class Fields(Strict, frozen=True, kw_only=True):
+    """Fields that a client may set. Null is as good as absent: each has its default in place of it."""
 
     def __post_init__(self) -> None:
-        for name, default in _defaults(type(self)).items():
-            if getattr(self, name) is None:
+        for name, default in zip(self.__struct_fields__, self.__struct_defaults__, strict=True):
+            if getattr(self, name) is None and default is not None:
                 msgspec.structs.force_setattr(self, name, default)
 
 
-@functools.cache
-def _defaults(kind: type[Fields]) -> Mapping[str, Any]:
-    hints = get_type_hints(kind, include_extras=True)
-    fields = msgspec.structs.fields(kind)
-    return {field.name: field.default for field in fields if NULL_IS_ABSENT in get_args(hints[field.name])}
-
-
-class WireFormat(Fields, frozen=True):
-    """How sound travels: PCM of 16 bits, mono, little-endian, or G.711, which has 8,000 samples a second."""
-
-    type: OrNull[Literal["audio/pcm", "audio/pcmu", "audio/pcma"]] = "audio/pcm"
-    rate: OrNull[Literal[8000, 16000, 24000] | UnsetType] = UNSET
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.law is not None and self.rate not in (UNSET, G711_RATE):
-            raise ValueError(f"{self.type} has {G711_RATE} samples a second")
-        msgspec.structs.force_setattr(self, "rate", UNSET if self.law is not None else self.rate or RATE)
-
-    @property
-    def law(self) -> str | None:
-        """The type, if it is one of G.711."""
-        return self.type if self.type != "audio/pcm" else None
-
-    @property
-    def hertz(self) -> int:
-        """Samples a second."""
-        return self.rate or G711_RATE
-
-    @property
-    def sample_bytes(self) -> int:
-        """Bytes of a sample."""
-        return 2 if self.law is None else 1
-
-
-def wire_format(given: AnyFormat | UnsetType, otherwise: WireFormat, where: str) -> WireFormat:
-    """The format that a client asks for. Raises `HttpError` 400 if it takes what is not installed."""
-    if isinstance(given, UnsetType):
-        return otherwise
-    wire = BETA_FORMATS[given] if isinstance(given, str) else given
-    if wire.hertz != RATE and importlib.util.find_spec("soxr") is None:
-        raise bad_field(where, f"{where}: this server has PCM at 24000 Hz only: install omni_actors[realtime].")
-    return wire
-
-
-BETA_FORMATS = {"pcm16": WireFormat(), "g711_ulaw": WireFormat("audio/pcmu"), "g711_alaw": WireFormat("audio/pcma")}
-AnyFormat = WireFormat | Literal["pcm16", "g711_ulaw", "g711_alaw"]
-
-
-class ServerVad(Fields, frozen=True, tag_field="type", tag="server_vad"):
+class ServerVad(Fields, frozen=True, kw_only=True, tag_field="type", tag="server_vad"):
     """The server finds the turns of the user in the sound.
 
     Args:
@@ -153,7 +98,7 @@ class ServerVad(Fields, frozen=True, tag_field="type", tag="server_vad"):
     idle_timeout_ms: Annotated[int, Meta(ge=1000, le=60_000)] | None = None
 
 
-class SemanticVad(Fields, frozen=True, tag_field="type", tag="semantic_vad"):
+class SemanticVad(Fields, frozen=True, kw_only=True, tag_field="type", tag="semantic_vad"):
     """Turns of the user that end when all seems said. They are found by silence, too, and sessions show that.
 
     Args:
@@ -195,24 +140,24 @@ class Transcription(Strict, frozen=True, omit_defaults=True):
     languages: Nothing = None
 
 
-class InputAudioFields(Fields, frozen=True):
+class InputAudioFields(Strict, frozen=True):
     """What a client may set about the user's sound. Null turns detection and transcription off."""
 
-    format: OrNull[AnyFormat | UnsetType] = UNSET
+    format: AnyFormat | None = None
     turn_detection: ServerVad | SemanticVad | UnsetType | None = UNSET
     transcription: Transcription | UnsetType | None = UNSET
     noise_reduction: Any = None  # without effect, as is `tracing` of the session
 
 
-class OutputAudioFields(Fields, frozen=True):
+class OutputAudioFields(Strict, frozen=True):
     """What a client may set about the sound of answers."""
 
-    format: OrNull[AnyFormat | UnsetType] = UNSET
-    voice: OrNull[str | VoiceId | UnsetType] = UNSET
-    speed: OrNull[Speed | UnsetType] = UNSET
+    format: AnyFormat | None = None
+    voice: str | VoiceId | None = None
+    speed: Speed | None = None
 
 
-class AudioFields(Fields, frozen=True):
+class AudioFields(Fields, frozen=True, kw_only=True):
     """Both directions."""
 
     input: OrNull[InputAudioFields] = InputAudioFields()
@@ -222,20 +167,20 @@ class AudioFields(Fields, frozen=True):
 class AnswerFields(Fields, frozen=True, kw_only=True):
     """What a session and a single response may both set. `seed` and `stage_params` are extensions."""
 
-    instructions: OrNull[Instructions | UnsetType] = UNSET
-    output_modalities: OrNull[TextOrAudio | UnsetType] = UNSET
-    max_output_tokens: OrNull[OutputTokens | UnsetType] = UNSET
-    tools: OrNull[FlatTools | UnsetType] = UNSET
-    tool_choice: OrNull[ToolMode | FlatChoice | UnsetType] = UNSET
+    instructions: Instructions | None = None
+    output_modalities: TextOrAudio | None = None
+    max_output_tokens: OutputTokens | None = None
+    tools: FlatTools | None = None
+    tool_choice: ToolMode | FlatChoice | None = None
     prompt: None = None
     reasoning: None = None
-    parallel_tool_calls: OrNull[bool | UnsetType] = UNSET
-    seed: OrNull[Seed | UnsetType] = UNSET
-    stage_params: OrNull[dict[str, StageParams] | UnsetType] = UNSET
+    parallel_tool_calls: bool | None = None
+    seed: Seed | None = None
+    stage_params: dict[str, StageParams] | None = None
 
     def check(self, where: str) -> None:
         """Raise `HttpError` 400 for what is not supported. `where` is the field of the event that holds these."""
-        if self.output_modalities is not UNSET and len(self.output_modalities) != 1:
+        if self.output_modalities is not None and len(self.output_modalities) != 1:
             message = 'Ask for ["audio"], which comes with its transcript, or for ["text"].'
             raise bad_field(f"{where}.output_modalities", message)
 
@@ -243,12 +188,12 @@ class AnswerFields(Fields, frozen=True, kw_only=True):
 class SessionFields(AnswerFields, frozen=True, kw_only=True):
     """The `session` of `session.update`; what is absent or null stays as it is."""
 
-    type: OrNull[SessionKind | UnsetType] = UNSET
-    model: OrNull[str | UnsetType] = UNSET
+    type: SessionKind | None = None
+    model: str | None = None
     audio: OrNull[AudioFields] = AudioFields()
     include: Nothing = None
     tracing: Any = None
-    truncation: OrNull[Literal["auto", "disabled"] | UnsetType] = UNSET
+    truncation: Literal["auto", "disabled"] | None = None
 
 
 class Pipeline(Struct, frozen=True):
@@ -298,11 +243,11 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
     ) -> SessionConfig:
         """The configuration after what a session and a response may both set. Raises `HttpError` 400."""
         fields.check(where)
-        output = self.output if fields.output_modalities is UNSET else fields.output_modalities[0]
+        output = self.output if fields.output_modalities is None else fields.output_modalities[0]
         if output == "audio" and not pipeline.speaks:
             raise bad_field(f"{where}.output_modalities", "This pipeline answers in text only.", "unknown_modality")
         voice = self.voice
-        if audio.voice is not UNSET:
+        if audio.voice is not None:
             place = f"{where}.audio.output.voice"
             voice = voice_name(audio.voice, pipeline.voices, pipeline.voice_aliases, place)
             if voice not in (None, *pipeline.voices):
@@ -315,8 +260,8 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
                 raise bad_field(f"{where}.stage_params", message)
         tools, choice = _given(fields.tools, self.tools), _given(fields.tool_choice, self.tool_choice)
         tool_options(tools, choice, None, f"{where}.tool_choice")
-        given = {name: value for name in ANSWER_FIELDS if (value := getattr(fields, name)) is not UNSET}
-        asked = audio.format if not pipeline.called else UNSET
+        given = {name: value for name in ANSWER_FIELDS if (value := getattr(fields, name)) is not None}
+        asked = audio.format if not pipeline.called else None
         wire = wire_format(asked, self.output_format, f"{where}.audio.output.format")
         given["speed"] = _given(audio.speed, self.speed)
         return msgspec.structs.replace(self, **given, output=output, voice=voice, output_format=wire)
@@ -344,18 +289,19 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
 
     def _updated(self, fields: SessionFields, pipeline: Pipeline, detects: bool) -> SessionConfig:
         config = self.with_answer(fields, fields.audio.output, pipeline, "session")
-        if fields.model is not UNSET and fields.model != self.model:
+        if fields.model is not None and fields.model != self.model:
             message = f"The model of a session stays what it was at its start: {self.model}."
             raise HttpError(400, message, param="session.model", code="model_not_changeable")
-        turn_detection = _given(fields.audio.input.turn_detection, self.turn_detection)
+        heard = fields.audio.input
+        turn_detection = self.turn_detection if heard.turn_detection is UNSET else heard.turn_detection
         if isinstance(turn_detection, SemanticVad):
             turn_detection = turn_detection.by_silence()
         if turn_detection is not None and not detects:
             message = "This server cannot find turns: install omni_actors[realtime], or send null and commit turns."
             raise bad_field("session.audio.input.turn_detection", message, "unsupported_value")
         kind = _given(fields.type, self.kind)
-        transcription = _given(fields.audio.input.transcription, self.transcription)
-        asked = fields.audio.input.format if not pipeline.called else UNSET
+        transcription = self.transcription if heard.transcription is UNSET else heard.transcription
+        asked = heard.format if not pipeline.called else None
         return msgspec.structs.replace(
             config,
             kind=kind,
@@ -400,8 +346,8 @@ def _without(fields: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key != name}
 
 
-def _given(value: T | UnsetType, otherwise: T) -> T:
-    return otherwise if isinstance(value, UnsetType) else value
+def _given(value: T | None, otherwise: T) -> T:
+    return otherwise if value is None else value
 
 
 Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
@@ -537,7 +483,7 @@ class TruncateItem(ClientEvent, frozen=True, kw_only=True, tag="conversation.ite
     audio_end_ms: Annotated[int, Meta(ge=0, le=86_400_000)]
 
 
-class ResponseAudio(Fields, frozen=True):
+class ResponseAudio(Fields, frozen=True, kw_only=True):
     """The sound of a single response; there is nothing to set about its input."""
 
     output: OrNull[OutputAudioFields] = OutputAudioFields()

@@ -32,15 +32,8 @@ from omni_actors.http_server.realtime.client_secrets import (
     opened,
     sealed,
 )
-from omni_actors.http_server.realtime.config import (
-    BYTES_PER_SECOND,
-    RATE,
-    Pipeline,
-    ServerVad,
-    SessionConfig,
-    error_event,
-    new_id,
-)
+from omni_actors.http_server.realtime.config import Pipeline, ServerVad, SessionConfig, error_event, new_id
+from omni_actors.http_server.realtime.formats import BYTES_PER_SECOND, RATE
 from omni_actors.http_server.realtime.live_events import AppendInput, LiveEvent, StoredLive
 from omni_actors.http_server.realtime.playing import Loudspeaker
 from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Asker, Outbox, Transcriber

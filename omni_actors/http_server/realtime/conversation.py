@@ -18,8 +18,6 @@ from omni_actors.http_server.bodies import MAX_TEXT
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.generation import MAX_MESSAGES, InputText, OutputText
 from omni_actors.http_server.realtime.config import (
-    BYTES_PER_SECOND,
-    RATE,
     AnyContent,
     Event,
     FunctionCall,
@@ -31,6 +29,7 @@ from omni_actors.http_server.realtime.config import (
     event,
     new_id,
 )
+from omni_actors.http_server.realtime.formats import BYTES_PER_SECOND, RATE
 from omni_actors.protocol.payloads import WordTime
 
 MAX_IMAGE_BYTES = 64 << 20  # of a conversation

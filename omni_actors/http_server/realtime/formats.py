@@ -2,15 +2,63 @@
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
-from omni_actors.http_server.realtime.config import RATE, WireFormat
+from omni_actors.http_server.bodies import Strict
+from omni_actors.http_server.errors import bad_field
+
+RATE = 24_000  # samples a second of all sound inside the route: 16 bits, mono, little-endian
+G711_RATE = 8000
+BYTES_PER_SECOND = 2 * RATE
 
 Samples = NDArray[numpy.int16]
+
+
+class WireFormat(Strict, frozen=True):
+    """How sound travels: PCM of 16 bits, mono, little-endian, or G.711, which has 8,000 samples a second."""
+
+    type: Literal["audio/pcm", "audio/pcmu", "audio/pcma"] | None = "audio/pcm"
+    rate: Literal[8000, 16000, 24000] | UnsetType | None = UNSET
+
+    def __post_init__(self) -> None:
+        if self.law is not None and (self.rate or G711_RATE) != G711_RATE:
+            raise ValueError(f"{self.type} has {G711_RATE} samples a second")
+        msgspec.structs.force_setattr(self, "type", self.type or "audio/pcm")
+        msgspec.structs.force_setattr(self, "rate", UNSET if self.law is not None else self.rate or RATE)
+
+    @property
+    def law(self) -> str | None:
+        """The type, if it is one of G.711."""
+        return self.type if self.type != "audio/pcm" else None
+
+    @property
+    def hertz(self) -> int:
+        """Samples a second."""
+        return self.rate or G711_RATE
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of a sample."""
+        return 2 if self.law is None else 1
+
+
+BETA_FORMATS = {"pcm16": WireFormat(), "g711_ulaw": WireFormat("audio/pcmu"), "g711_alaw": WireFormat("audio/pcma")}
+AnyFormat = WireFormat | Literal["pcm16", "g711_ulaw", "g711_alaw"]
+
+
+def wire_format(given: AnyFormat | None, otherwise: WireFormat, where: str) -> WireFormat:
+    """The format that a client asks for. Raises `HttpError` 400 if it takes what is not installed."""
+    wire = otherwise if given is None else BETA_FORMATS[given] if isinstance(given, str) else given
+    if wire.hertz != RATE and importlib.util.find_spec("soxr") is None:
+        raise bad_field(where, f"{where}: this server has PCM at 24000 Hz only: install omni_actors[realtime].")
+    return wire
 
 
 class SoundDecoder:

@@ -20,11 +20,11 @@ from msgspec import Struct
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.generation import FlatTool, InputText
 from omni_actors.http_server.realtime import config
-from omni_actors.http_server.realtime.config import AnyEvent, Event, WireFormat, new_id
+from omni_actors.http_server.realtime.config import AnyEvent, Event, new_id
 from omni_actors.http_server.realtime.connection import SessionOver
 from omni_actors.http_server.realtime.conversation import heard, said_until
 from omni_actors.http_server.realtime.delegations import Delegations
-from omni_actors.http_server.realtime.formats import g711_codes
+from omni_actors.http_server.realtime.formats import WireFormat, g711_codes
 from omni_actors.http_server.realtime.live_events import (
     AppendCommentary,
     AppendContext,

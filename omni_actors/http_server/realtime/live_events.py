@@ -8,8 +8,9 @@ from msgspec import Meta, Struct
 
 from omni_actors.http_server.bodies import BodyText, Nothing, Strict
 from omni_actors.http_server.generation import FlatChoice, FlatTools, ToolMode, VoiceId
-from omni_actors.http_server.realtime.config import ClientEvent, GivenItem, Instructions, WireFormat, new_id
+from omni_actors.http_server.realtime.config import ClientEvent, GivenItem, Instructions, new_id
 from omni_actors.http_server.realtime.conversation import AnyItem, ItemPart, MessageItem
+from omni_actors.http_server.realtime.formats import WireFormat
 from omni_actors.protocol.fields import PositiveInt
 
 MAX_HISTORY = 128  # messages before a session, as OpenAI allows

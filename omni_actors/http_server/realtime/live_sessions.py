@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import UNSET, Meta
+from msgspec import Meta
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -19,7 +19,7 @@ from omni_actors.host.processes import at_most
 from omni_actors.http_server.bodies import JsonBody, Strict
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime import calls, config
-from omni_actors.http_server.realtime.config import Event, WireFormat, new_id
+from omni_actors.http_server.realtime.config import Event, new_id
 from omni_actors.http_server.realtime.connection import (
     SUBPROTOCOL,
     SessionConnection,
@@ -29,6 +29,7 @@ from omni_actors.http_server.realtime.connection import (
     read_events,
 )
 from omni_actors.http_server.realtime.conversation import AnyItem
+from omni_actors.http_server.realtime.formats import WireFormat, wire_format
 from omni_actors.http_server.realtime.live import (
     CLOSE_REQUESTED,
     LiveSession,
@@ -91,7 +92,7 @@ async def made(
         raise bad_field("session.model", message, "unsupported_value")
     if speaker is not None and audio.format is not None:
         raise bad_field("session.audio.format", "A call has its own format: leave it out.", "unsupported_value")
-    wire = config.wire_format(audio.format or UNSET, WireFormat(), "session.audio.format")
+    wire = wire_format(audio.format, WireFormat(), "session.audio.format")
     settings = msgspec.structs.replace(settings, input_format=wire, output_format=wire)
     session = new_session(settings, pipeline, state)
     order = [item.id for item in items]

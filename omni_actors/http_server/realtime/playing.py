@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, Event, event
+from omni_actors.http_server.realtime.config import Event, event
+from omni_actors.http_server.realtime.formats import BYTES_PER_SECOND
 from omni_actors.protocol.payloads import WordTime
 
 AHEAD_SECONDS = 30.0  # of an answer that wait to be played before no more of it is taken

@@ -15,8 +15,9 @@ from omni_actors.http_server.ears import WORDS_SECONDS, Ears, to_write_down
 from omni_actors.http_server.encoders import samples_of
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import tool_options
-from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, RATE, Event, SessionConfig
+from omni_actors.http_server.realtime.config import Event, SessionConfig
 from omni_actors.http_server.realtime.conversation import MessageItem, TurnText, heard, transcription_event
+from omni_actors.http_server.realtime.formats import BYTES_PER_SECOND, RATE
 from omni_actors.http_server.realtime.resuming import SessionKeeper
 from omni_actors.http_server.realtime.session import Ask, RealtimeSession, Transcribe
 from omni_actors.http_server.state import ServerState

@@ -15,7 +15,6 @@ from omni_actors.errors import ErrorCode
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime import config
 from omni_actors.http_server.realtime.config import (
-    RATE,
     Event,
     Pipeline,
     SessionConfig,
@@ -33,6 +32,7 @@ from omni_actors.http_server.realtime.conversation import (
     TurnTranscripts,
     prompt_of,
 )
+from omni_actors.http_server.realtime.formats import RATE
 from omni_actors.http_server.realtime.response import RunningResponse
 from omni_actors.http_server.realtime.turns import (
     MIN_COMMIT,

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from omni_actors.host.processes import give_back_memory
 from omni_actors.http_server.encoders import samples_of
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, RATE, ServerVad, WireFormat
-from omni_actors.http_server.realtime.formats import SoundDecoder
+from omni_actors.http_server.realtime.config import ServerVad
+from omni_actors.http_server.realtime.formats import BYTES_PER_SECOND, RATE, SoundDecoder, WireFormat
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.logs import get_logger
 from omni_actors.sharing import Budget, reserved

@@ -22,7 +22,8 @@ from av import AudioFormat, AudioFrame, AudioLayout, AudioResampler, CodecContex
 from omni_actors.host.processes import at_most
 from omni_actors.http_server.connections import EventRate
 from omni_actors.http_server.errors import HttpError, bad_field
-from omni_actors.http_server.realtime.config import BYTES_PER_SECOND, RATE, AppendAudio, error_event, new_id
+from omni_actors.http_server.realtime.config import AppendAudio, error_event, new_id
+from omni_actors.http_server.realtime.formats import BYTES_PER_SECOND, RATE
 from omni_actors.http_server.realtime.live import LiveSession, live_error
 from omni_actors.http_server.realtime.playing import Loudspeaker
 from omni_actors.http_server.realtime.turns import SAMPLE_BYTES
