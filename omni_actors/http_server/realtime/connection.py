@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 from starlette.requests import HTTPConnection, Request
@@ -32,7 +32,7 @@ from omni_actors.http_server.realtime.client_secrets import (
     opened,
     sealed,
 )
-from omni_actors.http_server.realtime.config import Pipeline, ServerVad, SessionConfig, error_event, new_id
+from omni_actors.http_server.realtime.config import Event, Pipeline, ServerVad, SessionConfig, error_event, new_id
 from omni_actors.http_server.realtime.formats import BYTES_PER_SECOND, RATE
 from omni_actors.http_server.realtime.live_events import AppendInput, LiveEvent, StoredLive
 from omni_actors.http_server.realtime.playing import Loudspeaker
@@ -67,8 +67,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 T = TypeVar("T")
+Work = Coroutine[Any, Any, None]
 
 EVENT_BYTES = 4 << 20  # that may wait before no more events of the client are taken
+SUBPROTOCOL = "realtime"  # that browsers ask for, besides the one that holds the key
 NORMAL, GOING_AWAY = 1000, 1001  # codes that close a WebSocket
 LEFT = (1000, 1005)  # codes of clients that have closed it: without an error, or without a code
 ABNORMAL = 1006
@@ -76,14 +78,6 @@ EARLY_SECONDS = 1.0  # that an answer is kept whose turn may not be over
 TURNS_IN_LINE = 16  # of a model that writes them down one after the other
 INTERNAL = "Internal error: see the server's log."
 INTERRUPTIONS = ("turn_detected", "client_cancelled")
-
-
-class SessionOver(Exception):
-    """The client has ended a session; `why` as it is told."""
-
-    def __init__(self, why: HttpError) -> None:
-        super().__init__(why.message)
-        self.why = why
 
 
 class WebSocketLine:
@@ -97,6 +91,10 @@ class WebSocketLine:
     def speaker(self) -> Loudspeaker | None:
         """What plays answers in time, if anything does."""
         return self.live.speaker if self.live is not None else None
+
+    async def accept(self) -> None:
+        """Answer the handshake."""
+        await self._websocket.accept(SUBPROTOCOL if SUBPROTOCOL in self._websocket.scope["subprotocols"] else None)
 
     async def receive(self) -> bytes:
         """The next event."""
@@ -113,8 +111,8 @@ class WebSocketLine:
         await self._websocket.send_text(text)
 
     async def close(self, code: str) -> None:
-        """Close the WebSocket."""
-        await self._websocket.close(GOING_AWAY if self.live is None else NORMAL, code)
+        """Close the WebSocket; `code` says what went wrong, if anything did."""
+        await self._websocket.close(GOING_AWAY if code and self.live is None else NORMAL, code)
 
 
 async def read_events(
@@ -146,6 +144,29 @@ async def read_events(
             return HttpError(408, f"No event for {idle:g} s.", code="session_idle")
         await take(given)
         await asyncio.sleep(pace.wait(time.monotonic()))
+
+
+async def together(tasks: asyncio.TaskGroup, works: Iterable[Work], what: str, about: Mapping[str, str]) -> None:
+    """Run what a session consists of until one of it fails, as does what closes the session; logs a fault."""
+    try:
+        async with tasks:
+            for work in works:
+                tasks.create_task(work, name=what)
+    except* TimeoutError:
+        logger.warning("the client of %s does not read; it ends", what, extra=about)
+    except* (WebSocketDisconnect, OSError):
+        logger.debug("%s has ended", what, extra=about)
+    except* Exception as group:  # noqa: BLE001 - of whatever kind, it is a fault of this session alone
+        logger.error("%s failed: %r", what, group.exceptions[0], extra=about)
+
+
+async def close(line: WebSocketLine | Call, outbox: Outbox, last: Event | None = None, code: str = "") -> NoReturn:
+    """Close what carries a session once its client has the last event. Raises `WebSocketDisconnect`."""
+    if last is not None:
+        outbox.put(last)
+    await outbox.room(0)
+    await line.close(code)
+    raise WebSocketDisconnect
 
 
 class SessionConnection:
@@ -181,58 +202,43 @@ class SessionConnection:
         self._early: dict[str, asyncio.Event] = {}  # of answers whose turn may not be over: set when it is
         self._sounds: dict[str, bytearray] = {}  # PCM of answers, until it is known when their words are said
         self._aligning: set[asyncio.Task[None]] = set()
-        self._ended: asyncio.Future[HttpError] = asyncio.get_running_loop().create_future()
+        self._over: asyncio.Future[HttpError] = asyncio.get_running_loop().create_future()
+        self._left = False  # nobody goes on with the session
 
     async def run(self) -> None:
         """Run the session to its end; at the end none of its requests is left."""
+        works = [self._read(), self._outbox.write(), self._transcriber.run(), self._close()]
+        if self._keeper is not None:
+            works.append(self._keep(self._keeper))
         if self.live is not None:
-            self.live.begin(self._outbox, lambda event: self._carry_out(self._session.receive(event)))
-        self._asker.aligner = await self._state.aligner()
+            self.live.begin(self._outbox, lambda event: self._carry_out(self._session.receive(event)), self.end)
+            self._state.live[self._session.id] = self
+        if self.live is not None and isinstance(self._line, WebSocketLine):
+            works.append(self.live.play())
         self._carry_out(self._session.opened())
         self._account()
-        reader = _task(self._read(), "realtime reader")
-        writer = _task(self._outbox.write(), "realtime writer")
-        transcriber = _task(self._transcriber.run(), "realtime transcriber")
-        tasks = [reader, writer, transcriber]
-        if self._keeper is not None:
-            tasks.append(_task(self._keep(self._keeper), "realtime keeper"))
-        if self.live is not None:
-            self._state.live[self._session.id] = self
-            tasks.append(_task(self._hang_up(), "end of a Live session"))
-        if self.live is not None and isinstance(self._line, WebSocketLine):
-            tasks.append(_task(self.live.play(), "realtime player"))
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await together(asyncio.TaskGroup(), works, "a realtime session", self._about)
         finally:
-            if self.live is not None:
-                del self._state.live[self._session.id]
+            self._state.live.pop(self._session.id, None)
             if self._activity is not None:
                 self._state.realtime.forget(self._activity)
-            errors = await _end([*tasks, *self._answers.values(), *self._aligning])
+            await _end([*self._answers.values(), *self._aligning])
             if self.live is not None and not self.live.closed.is_set():
                 await self._store()
                 self.live.close("connection_lost")
             if self._keeper is not None:
-                await self._keeper.close(ended=bool(errors) and _has_left(errors[0]))
-            for error in errors:
-                if isinstance(error, TimeoutError):
-                    logger.warning(
-                        "the client of a realtime session does not read; the session ends", extra=self._about
-                    )
-                elif isinstance(error, Exception) and not isinstance(error, WebSocketDisconnect | OSError):
-                    logger.error("a realtime session failed: %r", error, extra=self._about)
+                await self._keeper.close(ended=self._left)
 
     async def _keep(self, keeper: SessionKeeper) -> None:
         await keeper.run()
-        await self._close(HttpError(408, "The session goes on over another connection.", code="session_resumed"))
+        self.end(HttpError(408, "The session goes on over another connection.", code="session_resumed"), left=False)
 
-    async def _hang_up(self) -> None:
-        await self._close(await self._ended)
-
-    def end(self, why: HttpError) -> None:
-        """End the session."""
-        if not self._ended.done():
-            self._ended.set_result(why)
+    def end(self, why: HttpError, left: bool = True) -> None:
+        """End the session; nobody goes on with one that its client has `left`."""
+        if not self._over.done():
+            self._over.set_result(why)
+            self._left = left
 
     @property
     def stored(self) -> bytes | None:
@@ -248,26 +254,21 @@ class SessionConnection:
 
     # -- events of the client -----------------------------------------------------------------------------------------
 
-    async def take(self, data: bytes) -> None:
-        """Take an event of another connection's client."""
-        try:
-            await self._take(data)
-        except SessionOver as over:
-            self.end(over.why)
-
     async def _read(self) -> None:
         BODIES.set((self._bodies, self))  # for what is fetched
         settings, session = self._state.settings, self._session
         idle, expires = settings.realtime_idle_seconds, time.monotonic() + session.expires - time.time()
-        receive, busy = self._line.receive, lambda: session.answering
         try:
-            why = await read_events(receive, self._take, busy, settings, idle, expires)
-        except SessionOver as over:
-            why = over.why
-        await self._close(why)
+            receive, busy = self._line.receive, lambda: session.answering
+            self.end(await read_events(receive, self.take, busy, settings, idle, expires))
+        except WebSocketDisconnect as error:
+            self._left = self._left or (error.code in LEFT and not self._over.done())
+            raise
 
-    async def _take(self, given: bytes | config.AppendAudio) -> None:
+    async def take(self, given: bytes | config.AppendAudio) -> None:
         """Let the session take an event, if it can be decoded and there is room for it."""
+        if self._over.done():
+            return
         data = given.audio if isinstance(given, config.AppendAudio) else given
         try:
             take_bytes(self._bodies, self, len(data))
@@ -338,12 +339,11 @@ class SessionConnection:
         self._account()
         self._state.realtime.meters.histogram(REALTIME_LAG).observe(late)
 
-    async def _close(self, why: HttpError) -> None:
-        """Say why, and end the session."""
+    async def _close(self) -> None:
+        """Say why the session is over, once it is, and end it."""
+        why = await self._over
         await self._store()
-        self._outbox.put(error_event(why))
-        await self._outbox.room(0)
-        await self._line.close(why.code or "")
+        await close(self._line, self._outbox, error_event(why), why.code or "")
 
     # -- instructions -------------------------------------------------------------------------------------------------
 
@@ -354,8 +354,10 @@ class SessionConnection:
                     if self._line.speaker is None or not self._line.speaker.take(event):
                         self._outbox.put(event)
                     if event["type"] == "response.done":
-                        self._count(event["response"])
-                        self._align(event["response"])
+                        self._count(response := event["response"])
+                        if (pcm := self._sounds.get(response["id"])) is not None:
+                            self._aligning.add(task := _task(self._find_words(response, pcm), "realtime aligner"))
+                            task.add_done_callback(self._aligning.discard)
                 case Cancel(response_id):
                     if response_id in self._answers:
                         self._answers[response_id].cancel()
@@ -390,33 +392,27 @@ class SessionConnection:
         if reason in INTERRUPTIONS:
             meters.count(REALTIME_INTERRUPTIONS, reason)
 
-    def _align(self, response: Mapping[str, Any]) -> None:
-        """Find out when the words of an answer that has ended are said, if somebody knows that."""
-        pcm = self._sounds.get(response["id"])
+    async def _find_words(self, response: Mapping[str, Any], pcm: bytearray) -> None:
+        """Find out when the words of an answer that has ended are said."""
         spoken = [item for item in response["output"] if item["type"] == "message"]
-        if not pcm or not spoken:
-            self._sounds.pop(response["id"], None)
-            return
-        task = _task(self._find_words(response, spoken[0], bytes(pcm)), "realtime aligner")
-        self._aligning.add(task)
-        task.add_done_callback(self._aligning.discard)
-
-    async def _find_words(self, response: Mapping[str, Any], item: Mapping[str, Any], pcm: bytes) -> None:
-        text, whole = item["content"][0]["transcript"], response["status"] in ("completed", "incomplete")
-        pace = None if whole else self._session.pace or len(text) * BYTES_PER_SECOND / len(pcm)
+        whole = response["status"] in ("completed", "incomplete")
         try:
-            words = await self._asker.word_times(text, pcm, pace)
+            if not pcm or not spoken:
+                return
+            item_id, text = spoken[0]["id"], spoken[0]["content"][0]["transcript"]
+            pace = None if whole else self._session.pace or len(text) * BYTES_PER_SECOND / len(pcm)
+            words = await self._asker.word_times(text, bytes(pcm), pace)
         except OmniError as error:  # the conversation goes on without them
             logger.warning("no times of words: %s", error, extra=self._about)
             return
         finally:
             del self._sounds[response["id"]]
         if words:
-            self._session.timed(item["id"], text, words)
+            self._session.timed(item_id, text, words)
             if self._keeper is not None:
-                self._keeper.note(config.event("conversation.item.truncated", item_id=item["id"]))
+                self._keeper.note(config.event("conversation.item.truncated", item_id=item_id))
             if self._line.speaker is not None and whole:
-                self._line.speaker.timed(item["id"], words)
+                self._line.speaker.timed(item_id, words)
 
     async def _answer(self, ask: Ask, wanted: asyncio.Event) -> None:
         """Relay one answer, once it is wanted. When this task is cancelled, the request ends in all stages."""
@@ -454,7 +450,7 @@ class SessionConnection:
                     await wanted.wait()
             if not wanted.is_set():
                 return False
-            if self._asker.aligner is not None and ask.config.output == "audio":
+            if self._state.ears is not None and ask.config.output == "audio":
                 self._sounds[ask.response_id] = bytearray()
             async for item in stream if speed == 1 else (await asyncio.to_thread(Tempo, speed)).over(stream):
                 if isinstance(item, Text):
@@ -481,21 +477,14 @@ def _task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     return asyncio.create_task(work, name=name)
 
 
-def _has_left(error: BaseException | None) -> bool:
-    """Whether the end of what reads a session's events means that nobody goes on with it."""
-    return error is None or (isinstance(error, WebSocketDisconnect) and error.code in LEFT)
-
-
-async def _end(tasks: Sequence[asyncio.Task[None]]) -> Sequence[BaseException | None]:
-    """Cancel tasks and wait for them; returns what they raised."""
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel tasks, and wait for them."""
     for task in tasks:
         task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        return await asyncio.gather(*tasks, return_exceptions=True)
-    return ()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-SUBPROTOCOL = "realtime"  # that browsers ask for, besides the one that holds the key
 PARAMETERS = ("model", "intent", "session")
 
 
@@ -516,7 +505,7 @@ async def realtime(websocket: WebSocket) -> None:
     line = WebSocketLine(websocket)
     with state.realtime.session(state.tenant(websocket), line):
         await state.realtime.load()
-        await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
+        await line.accept()
         await SessionConnection(line, websocket, state, session).run()
 
 

@@ -21,7 +21,6 @@ from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.generation import FlatTool, InputText
 from omni_actors.http_server.realtime import config
 from omni_actors.http_server.realtime.config import AnyEvent, Event, new_id
-from omni_actors.http_server.realtime.connection import SessionOver
 from omni_actors.http_server.realtime.conversation import heard, said_until
 from omni_actors.http_server.realtime.delegations import Delegations
 from omni_actors.http_server.realtime.formats import WireFormat, g711_codes
@@ -129,6 +128,7 @@ class LiveSession:
         self._silence = b"\0\0" if wire.law is None else g711_codes(wire.law, numpy.zeros(1, "<i2")).tobytes()
         self._outbox: Outbox
         self._act: Callable[[AnyEvent], None]
+        self._end: Callable[[HttpError], None]
         self._began = time.monotonic()
         self._shown: Event = {}  # the session, as it was told last
         self._updating: UpdateLive | None = None
@@ -147,9 +147,9 @@ class LiveSession:
         self._playing: Unplayed | None = None
         self._work = Delegations(self._tell, self._now)
 
-    def begin(self, outbox: Outbox, act: Callable[[AnyEvent], None]) -> None:
-        """Begin. `act` has the realtime session take an event."""
-        self._outbox, self._act = outbox, act
+    def begin(self, outbox: Outbox, act: Callable[[AnyEvent], None], end: Callable[[HttpError], None]) -> None:
+        """Begin. `act` has the realtime session take an event, `end` has it end."""
+        self._outbox, self._act, self._end = outbox, act, end
 
     def _now(self) -> int:
         """The session's clock: milliseconds since its start."""
@@ -176,7 +176,7 @@ class LiveSession:
     # -- events of the client -----------------------------------------------------------------------------------------
 
     def meant(self, event: LiveEvent) -> AnyEvent | None:
-        """What an event asks of the realtime session, if it asks for anything. Raises `HttpError`, or `SessionOver`."""
+        """What an event asks of the realtime session, if it asks for anything. Raises `HttpError`."""
         match event:
             case AppendInput(audio=audio):
                 self._received += len(audio)
@@ -205,7 +205,8 @@ class LiveSession:
                 return None
             case CloseLive():
                 self._closing = event
-                raise SessionOver(HttpError(400, "The client has closed the session.", code=CLOSE_REQUESTED))
+                self._end(HttpError(400, "The client has closed the session.", code=CLOSE_REQUESTED))
+                return None
             case StartLive():
                 raise bad_field("type", "The session has begun.", "session_already_started")
             case _:

@@ -21,12 +21,13 @@ from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime import calls, config
 from omni_actors.http_server.realtime.config import Event, new_id
 from omni_actors.http_server.realtime.connection import (
-    SUBPROTOCOL,
     SessionConnection,
     WebSocketLine,
     begun,
+    close,
     new_session,
     read_events,
+    together,
 )
 from omni_actors.http_server.realtime.conversation import AnyItem
 from omni_actors.http_server.realtime.formats import WireFormat, wire_format
@@ -55,14 +56,11 @@ from omni_actors.http_server.realtime.requests import Outbox
 from omni_actors.http_server.realtime.resuming import owner_of
 from omni_actors.http_server.realtime.session import KeptSession, RealtimeSession
 from omni_actors.http_server.state import ServerState, json_response
-from omni_actors.logs import get_logger
 
 PATH = "/v1/live/sessions"
 SESSION = f"{PATH}/{{session_id}}"
 MAX_ATTACHED = 4  # connections to a session, besides its own
 CLOSE_SECONDS = 2.0  # for the end of a session that is hung up
-
-logger = get_logger(__name__)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,7 +175,7 @@ async def _converse(websocket: WebSocket, state: ServerState, begin: Callable[[b
     line = WebSocketLine(websocket)
     with state.realtime.session(state.tenant(websocket), line), contextlib.suppress(WebSocketDisconnect):
         await state.realtime.load()
-        await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
+        await line.accept()
         data = b""
         try:
             async with asyncio.timeout(state.settings.realtime_idle_seconds):
@@ -209,12 +207,10 @@ async def attach(websocket: WebSocket) -> None:
     outbox = Outbox(line.send, state.settings.write_timeout, None)
     session.listeners.add(outbox)
     try:
-        await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
-        async with asyncio.TaskGroup() as tasks:
-            for work in (_command(line, connection, outbox, state), outbox.write(), _close(session, outbox, websocket)):
-                tasks.create_task(work, name="attached to a Live session")
-    except* (TimeoutError, WebSocketDisconnect, OSError):
-        logger.debug("a connection to a Live session has ended", extra={"request_id": websocket.state.request_id})
+        await line.accept()
+        works = (_command(line, connection, outbox, state), outbox.write(), _close(session, outbox, line))
+        about = {"request_id": websocket.state.request_id}
+        await together(asyncio.TaskGroup(), works, "a connection to a Live session", about)
     finally:
         session.listeners.discard(outbox)
 
@@ -231,10 +227,9 @@ async def _command(line: WebSocketLine, connection: SessionConnection, outbox: O
     await read_events(line.receive, take, lambda: True, state.settings, state.settings.realtime_idle_seconds, math.inf)
 
 
-async def _close(session: LiveSession, outbox: Outbox, websocket: WebSocket) -> None:
+async def _close(session: LiveSession, outbox: Outbox, line: WebSocketLine) -> None:
     await session.closed.wait()
-    await outbox.room(0)
-    await websocket.close()
+    await close(line, outbox)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

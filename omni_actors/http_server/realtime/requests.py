@@ -11,7 +11,7 @@ import msgspec
 
 from omni_actors.client import RequestStream, Text
 from omni_actors.errors import OmniError
-from omni_actors.http_server.ears import WORDS_SECONDS, Ears, to_write_down
+from omni_actors.http_server.ears import WORDS_SECONDS, to_write_down
 from omni_actors.http_server.encoders import samples_of
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import tool_options
@@ -106,7 +106,6 @@ class Asker:
         self.state = state
         self.common: dict[str, Any] = {"tenant": tenant, "traceparent": traceparent}
         self.common["timeout"] = state.settings.request_timeout
-        self.aligner: Ears | None = None  # knows when the words of answers are said
 
     async def submit(self, prompt: Any, **options: Any) -> RequestStream:
         """Send a request. Raises `OmniError` or `HttpError`."""
@@ -134,13 +133,13 @@ class Asker:
             pace: characters a second, if the sound ends before the text does. What is then taken not to be said
                 comes behind the words, as one more that ends after the sound.
         """
-        if self.aligner is None:
+        if (aligner := await self.state.aligner()) is None:
             return ()
         seconds = len(pcm) / BYTES_PER_SECOND
         said = text if pace is None else heard(text, seconds, seconds, pace, complete=False)
         samples = samples_of(pcm)
         options = {**self.common, "timeout": WORDS_SECONDS, "priority": TRANSCRIPT_PRIORITY}
-        words = await self.aligner.words(samples, RATE, said, **options)
+        words = await aligner.words(samples, RATE, said, **options)
         return [*words, WordTime("", seconds, seconds + 1, len(said))] if words and said != text else words
 
 

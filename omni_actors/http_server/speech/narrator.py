@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
 from omni_actors.client import Audio, StreamItem, Text
 from omni_actors.errors import OmniError
@@ -15,16 +15,13 @@ from omni_actors.http_server.bodies import MAX_VALUES, check_bounds, take_bytes
 from omni_actors.http_server.encoders import Samples, fed
 from omni_actors.http_server.errors import HttpError, too_large
 from omni_actors.http_server.realtime.config import Event
-from omni_actors.http_server.realtime.connection import EVENT_BYTES, SUBPROTOCOL, WebSocketLine, read_events
+from omni_actors.http_server.realtime.connection import EVENT_BYTES, WebSocketLine, close, read_events, together
 from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Outbox
 from omni_actors.http_server.speech.recital import FIELDS, Recital, TextPiece, Utterance
 from omni_actors.http_server.speech.sentences import speakable
 from omni_actors.http_server.speech.texts import MAX_TEXT
 from omni_actors.http_server.state import ServerState
-from omni_actors.logs import get_logger
 from omni_actors.protocol.payloads import WordTime
-
-logger = get_logger(__name__)
 
 MAX_EVENT_BYTES = 1 << 20
 CHARACTER_BYTES = 4  # at most, of a text in memory
@@ -144,7 +141,7 @@ class SpeechSession:
     """Runs one session until the client leaves, a limit is reached, or all is spoken after `finish`."""
 
     def __init__(self, websocket: WebSocket, state: ServerState, dialect: Dialect) -> None:
-        self.websocket = websocket
+        self._websocket = websocket
         self.state = state
         self._dialect = dialect
         self._line = WebSocketLine(websocket)
@@ -156,17 +153,11 @@ class SpeechSession:
 
     async def run(self) -> None:
         """Take a place and run. Raises `HttpError` 429 if there is none; at the end none of its requests is left."""
-        websocket, about = self.websocket, {"request_id": self.websocket.state.request_id}
-        with self.state.realtime.session(self.state.tenant(websocket), self._line):
-            await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
-            try:
-                async with self._tasks as tasks:
-                    for work in (self._read(), self.outbox.write(), self._close()):
-                        tasks.create_task(work, name="speech session")
-            except* TimeoutError:
-                logger.warning("the client of a session of speech does not read; the session ends", extra=about)
-            except* (WebSocketDisconnect, OSError):
-                logger.debug("a session of speech has ended", extra=about)
+        about = {"request_id": self._websocket.state.request_id}
+        with self.state.realtime.session(self.state.tenant(self._websocket), self._line):
+            await self._line.accept()
+            works = (self._read(), self.outbox.write(), self._close())
+            await together(self._tasks, works, "a session of speech", about)
 
     def narrator(self) -> Narrator:
         """One more that speaks at the same time as the others."""
@@ -189,18 +180,13 @@ class SpeechSession:
 
     async def _close(self) -> None:
         await self._finished.wait()
-        await self.outbox.room(0)
-        await self.websocket.close()
-        raise WebSocketDisconnect
+        await close(self._line, self.outbox)
 
     async def _read(self) -> None:
         settings = self.state.settings
         expires = time.monotonic() + settings.realtime_session_seconds
         why = await read_events(self._line.receive, self._take, self._busy, settings, self._dialect.idle, expires)
-        self.outbox.put(self._dialect.error(why, b""))
-        await self.outbox.room(0)
-        await self._line.close(why.code or "")
-        raise WebSocketDisconnect
+        await close(self._line, self.outbox, self._dialect.error(why, b""), why.code or "")
 
     def _busy(self) -> bool:
         return any(narrator.recital.busy for narrator in self._narrators)
