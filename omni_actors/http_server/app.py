@@ -406,8 +406,8 @@ SOCKETS = {
     f"{live_sessions.SESSION}/attach": live_sessions.attach,
     f"{live_sessions.SESSION}/fork": live_sessions.fork,
     stream.PATH: stream.stream,
-    elevenlabs.SINGLE: elevenlabs.single,
-    elevenlabs.MULTI: elevenlabs.multi,
+    elevenlabs.SINGLE: elevenlabs.stream_input,
+    elevenlabs.MULTI: elevenlabs.stream_input,
 }
 
 

@@ -130,7 +130,8 @@ class AacEncoder:
     """AAC by FFmpeg, in ADTS, whose frames stand alone, or as the sound of the file `into`."""
 
     def __init__(self, rate: int, into: Any = None) -> None:
-        av = pyav("AAC", "response_format")
+        import av  # as its import takes as long as that of the rest of the server
+
         if rate not in AAC_RATES:
             raise _no_format(f"AAC does not support {rate} Hz.")
         self._frame = av.AudioFrame
@@ -169,7 +170,9 @@ class Tempo:
     """Has the sound of an answer heard `speed` times as fast, at the same pitch, by FFmpeg's `atempo`."""
 
     def __init__(self, speed: float) -> None:
-        self._av = pyav("speed", "speed")
+        import av.filter
+
+        self._av = av
         # `atempo` blends windows of sound from 0.5 to 2, beyond which two of them do half the work each.
         self._steps = [speed] if 0.5 <= speed <= 2 else 2 * [math.sqrt(speed)]
         self._graph: Any = None  # made with the first sound, which says its rate
@@ -235,35 +238,24 @@ class PacedEncoder:
         return b"".join(self._encoder.feed(one.samples) for one in heard)
 
 
-def pyav(what: str, param: str) -> Any:
-    """PyAV, whose import takes as long as that of the rest of the server. Raises `HttpError` 400 if there is none."""
-    try:
-        import av.filter
-    except ImportError:
-        message = f"{what} needs PyAV, which the server lacks: its operator must install it."
-        raise HttpError(400, message, param=param, code="unsupported_value") from None
-    return av
-
-
 def _no_format(message: str) -> HttpError:
     return HttpError(400, message, param="response_format", code="unsupported_value")
 
 
+def codec_of(name: str, rate: int) -> AacEncoder | FileEncoder:
+    """What compresses sound. Raises `HttpError` 400 for the rate."""
+    return AacEncoder(rate) if name == "aac" else FileEncoder(name, rate)
+
+
 def encoder_of(name: str, rate: int, speed: float | None = None) -> Encoder:
     """What makes a stream in one of `MEDIA_TYPES`, heard at a speed. Raises `HttpError` 400 for the rate."""
-    encoder: Encoder = PcmEncoder(name, rate) if name in ("pcm", "wav") else _codec(name, rate)
+    encoder: Encoder = PcmEncoder(name, rate) if name in ("pcm", "wav") else codec_of(name, rate)
     return encoder if speed in (None, 1) else PacedEncoder(encoder, Tempo(speed), rate)
 
 
 async def made_encoder(name: str, rate: int, speed: float | None) -> Encoder:
-    """The same as `encoder_of`; what a speed takes is imported in a thread, so that other answers go on."""
-    if speed in (None, 1):
-        return encoder_of(name, rate)
+    """The same as `encoder_of`, in a thread: what some take is imported with the first of them."""
     return await asyncio.to_thread(encoder_of, name, rate, speed)
-
-
-def _codec(name: str, rate: int) -> AacEncoder | FileEncoder:
-    return AacEncoder(rate) if name == "aac" else FileEncoder(name, rate)
 
 
 async def fed(encoder: Encoder, samples: Samples) -> bytes:
@@ -288,7 +280,7 @@ def encode(samples: Samples, name: str, rate: int) -> bytes:
     if name in ("wav", "pcm", "pcm16"):
         data = pcm16(samples)
         return wav_header(rate, len(data)) + data if name == "wav" else data
-    encoder = _codec(name, rate)
+    encoder = codec_of(name, rate)
     if len(samples):
         encoder.feed(samples)
     encoder.finish()

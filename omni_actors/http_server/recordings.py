@@ -9,12 +9,11 @@ import asyncio
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy
 
-from omni_actors.client import AsyncOmniClient, ChoiceItem, RequestStream
-from omni_actors.errors import OmniError
+from omni_actors.client import ChoiceItem, RequestStream
 from omni_actors.http_server.bodies import reserve
 from omni_actors.http_server.encoders import Samples, encode
 from omni_actors.http_server.state import ServerState
@@ -85,33 +84,24 @@ class PartStreams:
 
     def __init__(self) -> None:
         self.usages: list[dict[str, StageUsage]] = []
-        self._streams: list[RequestStream] = []
-
-    async def ask(self, client: AsyncOmniClient, prompts: Sequence[Any], names: Sequence[str], **options: Any) -> None:
-        """Send a request for each prompt. Raises `OmniError`; then none is left."""
-        try:
-            for prompt, name in zip(prompts, names, strict=True):
-                self._streams.append(await client.submit(prompt, request_id=name, **options))
-        except OmniError:
-            await self.abort()
-            raise
+        self.streams: list[RequestStream] = []
 
     @property
     def ready(self) -> bool:
         """Whether the next step of the iteration need not wait."""
-        return bool(self._streams) and self._streams[0].unread > 0
+        return bool(self.streams) and self.streams[0].unread > 0
 
     async def __anext__(self) -> ChoiceItem:
-        if not self._streams:
+        if not self.streams:
             raise StopAsyncIteration
         part = len(self.usages)
         try:
-            return ChoiceItem(part, await anext(self._streams[0]))
+            return ChoiceItem(part, await anext(self.streams[0]))
         except StopAsyncIteration:
-            self.usages.append(self._streams.pop(0).usage)
+            self.usages.append(self.streams.pop(0).usage)
             return ChoiceItem(part, None)
 
     async def abort(self) -> None:
         """End all requests that have not ended. Idempotent."""
-        for stream in self._streams:
+        for stream in self.streams:
             await stream.abort()

@@ -118,10 +118,15 @@ async def _respond(
     if fields.response_format in TIMED and not parts[-1].end:
         message = f"The file does not say its length, which {fields.response_format!r} needs: ask for 'json' or 'text'."
         raise bad_field("response_format", message, "unsupported_value")
-    modalities = ["text"] if aligning is None else ["text", "words"]
     sounds = [{"type": "audio", "audio": part.data} for part in parts]
     prompts = [about_sound(sound, None if hearing else question, fields.prompt) for sound in sounds]
-    answer = await _asked(client, description, prompts, modalities, fields, request, state)
+    spoken = fields.language if isinstance(fields, TranscriptionForm) else None
+    options = {
+        "modalities": ["text"] if aligning is None else ["text", "words"],
+        "additional_information": {LANGUAGE: spoken} if hearing is not None and spoken else None,
+        "params": state.stage_params(fields.model, {}, description, {"temperature": fields.temperature}),
+    }
+    answer = await _asked(client, prompts, fields, request, state, options)
     if stream:
         return AnswerResponse(answer, _transcript_events(answer, description), EVENTS, state.settings.write_timeout)
     async with answer:
@@ -130,30 +135,22 @@ async def _respond(
 
 async def _asked(
     client: AsyncOmniClient,
-    description: Description,
     prompts: Sequence[Any],
-    modalities: Sequence[str],
     fields: TranslationForm,
     request: Request,
     state: ServerState,
+    options: dict[str, Any],
 ) -> Answer:
     """Ask for the text of each part of a recording. Raises `HttpError`."""
-    streams = PartStreams()
-    spoken = fields.language if isinstance(fields, TranscriptionForm) else None
+    parts = PartStreams()
+    options |= request_options(request, state, fields)
     try:
-        await streams.ask(
-            client,
-            prompts,
-            list(itertools.islice(request_ids(request.state.request_id), len(prompts))),
-            modalities=modalities,
-            additional_information={LANGUAGE: spoken} if description.hearing is not None and spoken else None,
-            params=state.stage_params(fields.model, {}, description, {"temperature": fields.temperature}),
-            seed=fields.seed,
-            **request_options(request, state, fields),
-        )
+        for prompt, name in zip(prompts, request_ids(request.state.request_id), strict=False):
+            parts.streams.append(await client.submit(prompt, request_id=name, seed=fields.seed, **options))
     except OmniError as error:
+        await parts.abort()
         raise HttpError.of(error, TRANSCRIPTION_FIELDS) from error
-    return await Answer.of(streams, request, state, TRANSCRIPTION_FIELDS)
+    return await Answer.of(parts, request, state, TRANSCRIPTION_FIELDS)
 
 
 class Said(NamedTuple):

@@ -28,7 +28,7 @@ from omni_actors.config import check_parameters
 from omni_actors.errors import ErrorCode, OmniError
 from omni_actors.http_server.answer import request_options
 from omni_actors.http_server.bodies import Form, FormBody
-from omni_actors.http_server.encoders import AacEncoder, pyav
+from omni_actors.http_server.encoders import AacEncoder
 from omni_actors.http_server.errors import HttpError, bad_field, internal_error, too_large
 from omni_actors.http_server.images import FIELD_OF, DrawingFields, drawing, parameters_of
 from omni_actors.http_server.state import ServerState, json_response
@@ -213,11 +213,12 @@ class Mp4:
         sounds: all of its sound.
 
     Raises:
-        HttpError: the server lacks PyAV, or AAC does not have the sound's rate.
+        HttpError: AAC does not have the sound's rate.
     """
 
     def __init__(self, first: Video, sounds: Sequence[Audio]) -> None:
-        av = pyav("A video", "model")
+        import av
+
         self._frame, self._rate, self._frames = av.VideoFrame, first.frames_per_second, 0
         self._sink = io.BytesIO()
         self._file = av.open(self._sink, "w", format="mp4")

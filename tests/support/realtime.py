@@ -32,7 +32,7 @@ from tests.support.waiting import PATIENCE
 OPENAI = TypeAdapter(RealtimeServerEvent)
 # Fields that OpenAI's types do not have: its server sends the first three, the others are extensions.
 EXTRA = {"id", "object", "expires_at", "seed", "stage_params", "stages"}
-PIPELINE = Pipeline(voices=("Chelsie", "Ethan"), stages=("thinker", "talker"), speaks=True)
+PIPELINE = Pipeline(voices=("Chelsie", "Ethan"), stages=("thinker", "talker"), speaks=True, audio_seconds=10.0)
 SECOND = bytes(2 * RATE)
 WINDOW = 768  # samples of one window of the detector
 
@@ -60,8 +60,9 @@ class Talk:
     def __init__(
         self, pipeline: Pipeline = PIPELINE, vad: ServerVad | None = None, audio_seconds: float = 10.0, **config: Any
     ) -> None:
+        pipeline = msgspec.structs.replace(pipeline, audio_seconds=audio_seconds)
         first = SessionConfig(model="echo", output="audio" if pipeline.speaks else "text", turn_detection=vad, **config)
-        self.session = RealtimeSession(first, pipeline, detects=True, audio_seconds=audio_seconds, expires=0)
+        self.session = RealtimeSession(first, pipeline, expires=0)
         self.instructions: Instructions = []
         self.events: list[dict[str, Any]] = []
         self.asked: list[Ask] = []

@@ -33,14 +33,14 @@ class LiveTalk:
             model="echo", output="audio", turn_detection=ServerVad(silence_duration_ms=64), tools=[DELEGATE]
         )
         called = msgspec.structs.replace(PIPELINE, called=True)
-        self.session = RealtimeSession(first, called, detects=True, audio_seconds=10.0, expires=0)
+        self.session = RealtimeSession(first, called, expires=0)
         self.live = LiveSession(StartLive(session=LiveFields(model="echo")), WireFormat(), delegates=True)
         self.asked: list[Ask] = []
         self.spoken: list[str] = []  # ids of items
         self.outbox = Outbox(self.sent, 1.0, None, self.live.told)
         self.events: list[dict[str, Any]] = []
         self._position = 0
-        self.live.begin(self.outbox, lambda event: self.take(self.session.receive(event)))
+        self.live.begin(self.outbox, lambda event: self.take(self.session.receive(event)), lambda _: None)
         self.take(self.session.opened())
 
     async def sent(self, text: str) -> None:

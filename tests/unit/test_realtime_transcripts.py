@@ -36,10 +36,10 @@ def spoken_turn(**transcription: Any) -> tuple[Talk, Transcribe]:
 
 def test_a_turn_is_written_down_and_keeps_its_transcript() -> None:
     talk, turn = spoken_turn(language="en", prompt="Dr Zhivago")
-    assert talk.session.transcripts.sound(turn.item_id)["type"] == "audio"
+    assert talk.session.sound_of(turn.item_id)["type"] == "audio"
     assert (turn.transcription.language, turn.transcription.prompt) == ("en", "Dr Zhivago")
-    events = sent(talk, talk.session.transcripts.delta(turn.item_id, "Sea"))
-    events += sent(talk, talk.session.transcripts.completed(turn.item_id, "Sea salt.", USAGE))
+    events = sent(talk, talk.session.written("delta", turn.item_id, delta="Sea"))
+    events += sent(talk, talk.session.written("completed", turn.item_id, transcript="Sea salt.", usage=USAGE))
     assert kinds(events) == [DELTA, COMPLETED]
     assert events[1]["transcript"] == "Sea salt."
     (retrieved,) = talk.send("conversation.item.retrieve", item_id=turn.item_id)
@@ -86,7 +86,7 @@ def test_a_session_may_only_transcribe() -> None:
 def test_a_failure_is_that_of_the_item() -> None:
     talk, turn = spoken_turn()
     error = HttpError(503, "It is away.", code="stage_unavailable")
-    (failed,) = sent(talk, talk.session.transcripts.failed(turn.item_id, error))
+    (failed,) = sent(talk, talk.session.written("failed", turn.item_id, error=error.body()["error"]))
     assert failed["type"] == FAILED
     assert failed["item_id"] == turn.item_id
     assert failed["error"]["code"] == "stage_unavailable"
@@ -95,11 +95,8 @@ def test_a_failure_is_that_of_the_item() -> None:
 def test_a_turn_that_is_gone_is_not_written_down() -> None:
     talk, turn = spoken_turn()
     talk.send("conversation.item.delete", item_id=turn.item_id)
-    transcripts = talk.session.transcripts
-    assert transcripts.sound(turn.item_id) is None
-    assert not transcripts.delta(turn.item_id, "Sea")
-    assert not transcripts.completed(turn.item_id, "Sea", USAGE)
-    assert not transcripts.failed(turn.item_id, HttpError(500, "No."))
+    assert talk.session.sound_of(turn.item_id) is None
+    assert not talk.session.written("delta", turn.item_id, delta="Sea")
 
 
 @pytest.mark.parametrize(

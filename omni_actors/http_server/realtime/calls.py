@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from omni_actors.http_server.bodies import FORM, MAX_VALUES, FormBody, Strict, check_bounds, decode, received
+from omni_actors.http_server.bodies import FORM, FormBody, Strict, received
 from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.realtime.config import parse
 from omni_actors.http_server.realtime.connection import SessionConnection, asked_by, begun, new_session
 from omni_actors.http_server.realtime.session import RealtimeSession
 from omni_actors.http_server.settings import ServerSettings
@@ -83,9 +84,7 @@ async def create(request: Request, state: ServerState, offer: Offer, _: CallQuer
     call = await new_call()
     asked = asked_by(request, state.settings.api_key)
     if offer.session is not None:
-        data = offer.session.encode(errors="surrogatepass")
-        check_bounds(data, MAX_VALUES)
-        asked |= decode(data, dict[str, Any], "session")
+        asked |= parse(offer.session.encode(errors="surrogatepass"), dict[str, Any], "session")
     session = new_session(*begun(asked, state, await state.describe(), called=True), state)
     answer = await begin(call, offer.sdp, request, state, session)
     return Response(answer, 201, {"location": f"{PATH}/{call.id}"}, media_type=SDP)

@@ -178,12 +178,6 @@ class AnswerFields(Fields, frozen=True, kw_only=True):
     seed: Seed | None = None
     stage_params: dict[str, StageParams] | None = None
 
-    def check(self, where: str) -> None:
-        """Raise `HttpError` 400 for what is not supported. `where` is the field of the event that holds these."""
-        if self.output_modalities is not None and len(self.output_modalities) != 1:
-            message = 'Ask for ["audio"], which comes with its transcript, or for ["text"].'
-            raise bad_field(f"{where}.output_modalities", message)
-
 
 class SessionFields(AnswerFields, frozen=True, kw_only=True):
     """The `session` of `session.update`; what is absent or null stays as it is."""
@@ -204,6 +198,8 @@ class Pipeline(Struct, frozen=True):
         speaks: whether it answers in sound, at `RATE`.
         max_audios: how many pieces of sound a prompt may have; `None` for no limit.
         max_images: the same of pictures.
+        audio_seconds: sound that may wait in the buffer, and that the conversation may hold.
+        detects: whether the server can find turns.
         called: over WebRTC or as a Live session: sound has one format, answers are played in time, and a microphone
             is always open.
     """
@@ -213,7 +209,9 @@ class Pipeline(Struct, frozen=True):
     speaks: bool
     max_audios: int | None = None
     max_images: int | None = None
+    audio_seconds: float = 300.0
     voice_aliases: dict[str, str] = {}
+    detects: bool = True
     called: bool = False
 
 
@@ -238,12 +236,13 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stage_params: dict[str, StageParams] = {}
 
-    def with_answer(
-        self, fields: AnswerFields, audio: OutputAudioFields, pipeline: Pipeline, where: str
-    ) -> SessionConfig:
+    def with_answer(self, fields: SessionFields | ResponseFields, pipeline: Pipeline, where: str) -> SessionConfig:
         """The configuration after what a session and a response may both set. Raises `HttpError` 400."""
-        fields.check(where)
-        output = self.output if fields.output_modalities is None else fields.output_modalities[0]
+        audio = fields.audio.output
+        if len(fields.output_modalities or "1") != 1:
+            message = 'Ask for ["audio"], which comes with its transcript, or for ["text"].'
+            raise bad_field(f"{where}.output_modalities", message)
+        output = fields.output_modalities[0] if fields.output_modalities else self.output
         if output == "audio" and not pipeline.speaks:
             raise bad_field(f"{where}.output_modalities", "This pipeline answers in text only.", "unknown_modality")
         voice = self.voice
@@ -266,18 +265,12 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
         given["speed"] = _given(audio.speed, self.speed)
         return msgspec.structs.replace(self, **given, output=output, voice=voice, output_format=wire)
 
-    def updated(
-        self, given: dict[str, Any], pipeline: Pipeline, detects: bool
-    ) -> tuple[SessionConfig, Sequence[HttpError]]:
-        """The configuration after `session.update`, and why fields were left out. Raises `HttpError` 400 for all.
-
-        Args:
-            detects: whether the server can find turns.
-        """
+    def updated(self, given: dict[str, Any], pipeline: Pipeline) -> tuple[SessionConfig, Sequence[HttpError]]:
+        """The configuration after `session.update`, and why fields were left out. Raises `HttpError` 400 for all."""
         refused: list[HttpError] = []
         while True:
             try:
-                return self._updated(decode(given, SessionFields, "session"), pipeline, detects), refused
+                return self._updated(decode(given, SessionFields, "session"), pipeline), refused
             except HttpError as error:
                 path = (error.param or "").partition("[")[0].split(".")[1:]
                 rest = _without(given, path)
@@ -287,8 +280,8 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
                     refused.append(error)
                 given = rest
 
-    def _updated(self, fields: SessionFields, pipeline: Pipeline, detects: bool) -> SessionConfig:
-        config = self.with_answer(fields, fields.audio.output, pipeline, "session")
+    def _updated(self, fields: SessionFields, pipeline: Pipeline) -> SessionConfig:
+        config = self.with_answer(fields, pipeline, "session")
         if fields.model is not None and fields.model != self.model:
             message = f"The model of a session stays what it was at its start: {self.model}."
             raise HttpError(400, message, param="session.model", code="model_not_changeable")
@@ -296,7 +289,7 @@ class SessionConfig(Struct, frozen=True, kw_only=True):
         turn_detection = self.turn_detection if heard.turn_detection is UNSET else heard.turn_detection
         if isinstance(turn_detection, SemanticVad):
             turn_detection = turn_detection.by_silence()
-        if turn_detection is not None and not detects:
+        if turn_detection is not None and not pipeline.detects:
             message = "This server cannot find turns: install omni_actors[realtime], or send null and commit turns."
             raise bad_field("session.audio.input.turn_detection", message, "unsupported_value")
         kind = _given(fields.type, self.kind)
@@ -547,10 +540,10 @@ class _Envelope(Struct):
     event_id: Any = None
 
 
-def parse(data: bytes, kind: Any = AnyEvent) -> Any:
+def parse(data: bytes, kind: Any = AnyEvent, where: str = "") -> Any:
     """Decode an event, of a union of them. Raises `HttpError` 400 or 413 with the field at fault."""
     check_bounds(data, MAX_VALUES)
-    return decode(data, kind)
+    return decode(data, kind, where)
 
 
 def event_id_of(data: bytes) -> str | None:

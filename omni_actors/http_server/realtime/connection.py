@@ -550,6 +550,8 @@ def begun(
         speaks="audio" in description.modalities and description.sample_rate == RATE,
         max_audios=TURNS_IN_LINE if description.hearing is not None else description.max_media.get("audio"),
         max_images=min(settings.media_parts, description.max_media.get("image", settings.media_parts)),
+        audio_seconds=settings.audio_seconds,
+        detects=state.realtime.detects,
         called=called,
     )
     model = asked.get("model")
@@ -558,7 +560,7 @@ def begun(
         output="audio" if pipeline.speaks else "text",
         turn_detection=ServerVad() if state.realtime.detects else None,
     )
-    config, refused = config.updated(asked, pipeline, state.realtime.detects)
+    config, refused = config.updated(asked, pipeline)
     for error in refused:
         raise error
     return config, pipeline
@@ -566,11 +568,4 @@ def begun(
 
 def new_session(config: SessionConfig, pipeline: Pipeline, state: ServerState) -> RealtimeSession:
     """A session that has not begun."""
-    settings = state.settings
-    return RealtimeSession(
-        config,
-        pipeline,
-        detects=state.realtime.detects,
-        audio_seconds=settings.audio_seconds,
-        expires=int(time.time() + settings.realtime_session_seconds),
-    )
+    return RealtimeSession(config, pipeline, int(time.time() + state.settings.realtime_session_seconds))

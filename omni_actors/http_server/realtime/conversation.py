@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -325,6 +325,10 @@ class RealtimeConversation:
                 return item
         raise HttpError(404, f"The conversation has no item {item_id!r}.", param="item_id", code="item_not_found")
 
+    def message(self, item_id: str) -> MessageItem | None:
+        """A message; `None` if it is gone."""
+        return next((item for item in self._items if item.id == item_id and isinstance(item, MessageItem)), None)
+
     def add(self, item: AnyItem, after: str | None = None) -> str | None:
         """Insert an item, at the end by default; returns the id of the one before it. Raises `HttpError`."""
         if any(other.id == item.id for other in self._items):
@@ -463,37 +467,3 @@ def transcription_event(kind: str, item_id: str, **fields: Any) -> Event:
     """An event about what is written down of a turn."""
     kind = f"conversation.item.input_audio_transcription.{kind}"
     return event(kind, item_id=item_id, content_index=0, **fields)
-
-
-class TurnTranscripts:
-    """Of the turns of one conversation. The methods return the events to send, none for a turn that is gone."""
-
-    def __init__(self, conversation: RealtimeConversation) -> None:
-        self._conversation = conversation
-
-    def sound(self, item_id: str) -> Mapping[str, Any] | None:
-        """The sound of a turn, as a part of a message; `None` if it is gone."""
-        item = self._turn(item_id)
-        return None if item is None else item.parts[0].prompt()
-
-    def delta(self, item_id: str, text: str) -> Sequence[Event]:
-        """The next text."""
-        return self._event("delta", item_id, delta=text)
-
-    def completed(self, item_id: str, text: str, usage: Mapping[str, Any]) -> Sequence[Event]:
-        """The whole text, which the item keeps."""
-        if (item := self._turn(item_id)) is not None:
-            item.parts[0].text = text
-            self._conversation.weigh(item)
-        return self._event("completed", item_id, transcript=text, usage=dict(usage))
-
-    def failed(self, item_id: str, error: HttpError) -> Sequence[Event]:
-        """There will be no text."""
-        return self._event("failed", item_id, error=error.body()["error"])
-
-    def _event(self, kind: str, item_id: str, **fields: Any) -> Sequence[Event]:
-        return [transcription_event(kind, item_id, **fields)] if self._turn(item_id) is not None else ()
-
-    def _turn(self, item_id: str) -> MessageItem | None:
-        found = next((item for item in self._conversation if item.id == item_id), None)
-        return found if isinstance(found, MessageItem) else None

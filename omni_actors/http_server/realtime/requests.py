@@ -15,7 +15,7 @@ from omni_actors.http_server.ears import WORDS_SECONDS, to_write_down
 from omni_actors.http_server.encoders import samples_of
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import tool_options
-from omni_actors.http_server.realtime.config import Event, SessionConfig
+from omni_actors.http_server.realtime.config import Event
 from omni_actors.http_server.realtime.conversation import MessageItem, TurnText, heard, transcription_event
 from omni_actors.http_server.realtime.formats import BYTES_PER_SECOND, RATE
 from omni_actors.http_server.realtime.resuming import SessionKeeper
@@ -107,22 +107,20 @@ class Asker:
         self.common: dict[str, Any] = {"tenant": tenant, "traceparent": traceparent}
         self.common["timeout"] = state.settings.request_timeout
 
-    async def submit(self, prompt: Any, **options: Any) -> RequestStream:
-        """Send a request. Raises `OmniError` or `HttpError`."""
-        return await self.state.client.submit(await self.state.heard(prompt, **self.common), **self.common, **options)
-
     async def answer(self, ask: Ask, description: Description) -> RequestStream:
         """Send the request of a response. Raises `OmniError` or `HttpError`."""
-        config = ask.config
+        config, state = ask.config, self.state
         limit = {} if config.max_output_tokens == "inf" else {"max_tokens": config.max_output_tokens}
         spoken = config.output == "audio"
-        return await self.submit(
-            prompting(config, ask.messages),
+        tools = tool_options(config.tools, config.tool_choice, config.parallel_tool_calls, "tool_choice")
+        return await state.client.submit(
+            await state.heard({"messages": ask.messages, **tools}, **self.common),
             modalities=["text", "audio"] if spoken else ["text"],
             voice=config.voice if spoken else None,
-            params=self.state.stage_params(config.model, config.stage_params, description, limit),
+            params=state.stage_params(config.model, config.stage_params, description, limit),
             seed=config.seed,
             request_id=ask.request_id,
+            **self.common,
         )
 
     async def word_times(self, text: str, pcm: bytes, pace: float | None) -> Sequence[WordTime]:
@@ -141,14 +139,6 @@ class Asker:
         options = {**self.common, "timeout": WORDS_SECONDS, "priority": TRANSCRIPT_PRIORITY}
         words = await aligner.words(samples, RATE, said, **options)
         return [*words, WordTime("", seconds, seconds + 1, len(said))] if words and said != text else words
-
-
-def prompting(config: SessionConfig, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The prompt of a session's messages, with its tools."""
-    return {
-        "messages": messages,
-        **tool_options(config.tools, config.tool_choice, config.parallel_tool_calls, "tool_choice"),
-    }
 
 
 class Transcriber:
@@ -178,7 +168,7 @@ class Transcriber:
                 try:
                     await self._write_down(turn)
                 except (HttpError, OmniError) as error:
-                    self._send(self._session.transcripts.failed(turn.item_id, HttpError.of(error)))
+                    self._send("failed", turn, error=HttpError.of(error).body()["error"])
                 self._writing = False
         finally:
             if self._listening is not None:
@@ -188,7 +178,7 @@ class Transcriber:
     def add(self, turn: Transcribe) -> None:
         """Have a turn written down that has ended."""
         self._waiting.put_nowait(turn)
-        self._end_listening(turn, self._session.transcripts.sound(turn.item_id))
+        self._end_listening(turn, self._session.sound_of(turn.item_id))
 
     def pause(self, sound: Mapping[str, Any]) -> None:
         """Listen no more to a turn that may be over with this sound, and whose answer has been begun."""
@@ -243,38 +233,33 @@ class Transcriber:
         return {"language": language, "prompt": about.prompt or "", "begun": said.text}
 
     async def _write_down(self, turn: Transcribe) -> None:
-        sound, about = self._session.transcripts.sound(turn.item_id), self._about(turn)
+        sound, about = self._session.sound_of(turn.item_id), self._about(turn)
         if sound is None:
             return
-        transcripts, state, common = self._session.transcripts, self._asker.state, self._asker.common
+        state, common, begun = self._asker.state, self._asker.common, about["begun"]
         client, description = await state.transcriber()
         if state.ears is not None and state.deaf:
             text = await state.ears.text(sound, **common)
-            self._send(transcripts.delta(turn.item_id, text[len(about["begun"].lstrip()) :]))
-            self._send(transcripts.completed(turn.item_id, text, token_usage([], description)))
+            self._send("delta", turn, delta=text[len(begun.lstrip()) :])
+            self._send("completed", turn, transcript=text, usage=token_usage([], description))
             return
-        stream = await client.submit(
-            **to_write_down(sound, description, **about),
-            **common,
-            priority=TRANSCRIPT_PRIORITY,
-            request_id=turn.item_id,
-        )
-        texts = [about["begun"]]
+        request = to_write_down(sound, description, **about)
+        stream = await client.submit(**request, **common, priority=TRANSCRIPT_PRIORITY, request_id=turn.item_id)
         try:
             async for item in stream:
                 if not isinstance(item, Text) or not item.text:
                     continue
-                texts.append(item.text)
-                if not self._send(transcripts.delta(turn.item_id, item.text)):
+                begun += item.text
+                if not self._send("delta", turn, delta=item.text):
                     return
                 await self._outbox.room(ANSWER_BYTES)
         finally:
             await stream.abort()  # nothing, if it has ended
-        usage = token_usage([stream.usage], description)
-        self._send(transcripts.completed(turn.item_id, "".join(texts).strip(), usage))
+        self._send("completed", turn, transcript=begun.strip(), usage=token_usage([stream.usage], description))
 
-    def _send(self, events: Sequence[Event]) -> bool:
-        """Send events; says whether there were any."""
+    def _send(self, kind: str, turn: Transcribe, **fields: Any) -> bool:
+        """Send an event about a turn, unless it is gone; says whether it is there."""
+        events = self._session.written(kind, turn.item_id, **fields)
         for event in events:
             self._outbox.put(event)
         return bool(events)

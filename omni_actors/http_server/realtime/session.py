@@ -29,8 +29,8 @@ from omni_actors.http_server.realtime.conversation import (
     MessageItem,
     RealtimeConversation,
     ResultItem,
-    TurnTranscripts,
     prompt_of,
+    transcription_event,
 )
 from omni_actors.http_server.realtime.formats import RATE
 from omni_actors.http_server.realtime.response import RunningResponse
@@ -98,10 +98,10 @@ Instructions = list[Instruction]
 
 
 class EarlyAnswer(NamedTuple):
-    """An answer to a turn that may be over; `end` is the position up to which it hears the turn."""
+    """An answer to a turn that may be over; it hears the turn up to the end of its `pause` so far."""
 
     response: RunningResponse
-    end: int
+    pause: TurnPauses
 
 
 class KeptSession(Struct):
@@ -128,23 +128,17 @@ class RealtimeSession:
     Args:
         config: the configuration at the start.
         pipeline: what answers.
-        detects: whether the server can find turns.
-        audio_seconds: sound that may wait in the buffer, and that the conversation may hold.
         expires: Unix time at which the session ends.
     """
 
-    def __init__(
-        self, config: SessionConfig, pipeline: Pipeline, *, detects: bool, audio_seconds: float, expires: int
-    ) -> None:
+    def __init__(self, config: SessionConfig, pipeline: Pipeline, expires: int) -> None:
         self.id = new_id("sess")
         self._config = config
         self._pipeline = pipeline
-        self._detects = detects
         self.expires = expires
-        self._conversation = RealtimeConversation(audio_seconds, pipeline.max_audios, pipeline.max_images)
+        self._conversation = RealtimeConversation(pipeline.audio_seconds, pipeline.max_audios, pipeline.max_images)
         self._conversation_id = new_id("conv")
-        self.transcripts = TurnTranscripts(self._conversation)
-        self._buffer = AudioBuffer(audio_seconds, config.input_format)
+        self._buffer = AudioBuffer(pipeline.audio_seconds, config.input_format)
         self._detector = TurnDetector(config.turn_detection) if config.turn_detection is not None else None
         self._turn_id = ""
         self._turn_start = 0
@@ -224,7 +218,8 @@ class RealtimeSession:
     def receive(self, given: config.AnyEvent, pictures: Sequence[bytes] = ()) -> Instructions:
         """Take an event of the client. `pictures` are those of `pictures_of`, as files."""
         self._pictures = iter(pictures)
-        dropped = [] if isinstance(given, config.AppendAudio) else self._drop_early()
+        wants_it = isinstance(given, config.CreateResponse) and given.response is None
+        dropped = [] if wants_it or isinstance(given, config.AppendAudio) else self._drop_early()
         try:
             return [*dropped, *self._receive(given)]
         except HttpError as error:
@@ -260,6 +255,9 @@ class RealtimeSession:
                 return [_sent("conversation.item.deleted", item_id=given.item_id)]
             case config.TruncateItem():
                 return self._truncate(given)
+            case config.CreateResponse() if self._early is not None:
+                self._forget_turn()
+                return self._end_turn(TurnEnds(*self._early.pause))
             case config.CreateResponse():
                 return self._respond_to(given.response or config.ResponseFields())
             case config.CancelResponse():
@@ -268,7 +266,7 @@ class RealtimeSession:
     # -- configuration and items --------------------------------------------------------------------------------------
 
     def _update(self, given: config.UpdateSession) -> Instructions:
-        config, refused = self._config.updated(given.session, self._pipeline, self._detects)
+        config, refused = self._config.updated(given.session, self._pipeline)
         self._configure(config)
         updated = _sent("session.updated", session=config.shown(self.id, self.expires))
         return [updated, *(Send(error_event(error, given.event_id)) for error in refused)]
@@ -324,10 +322,22 @@ class RealtimeSession:
 
     def timed(self, item_id: str, text: str, words: Sequence[WordTime]) -> None:
         """Take when the words of a spoken answer are said: see `MessageItem.timed`. One that is gone needs none."""
-        for item in self._conversation:
-            if item.id == item_id and isinstance(item, MessageItem):
-                item.timed(text, words)
-                self._conversation.weigh(item)
+        if (item := self._conversation.message(item_id)) is not None:
+            item.timed(text, words)
+            self._conversation.weigh(item)
+
+    def sound_of(self, item_id: str) -> Mapping[str, Any] | None:
+        """The sound of a turn, as a part of a message; `None` if it is gone."""
+        item = self._conversation.message(item_id)
+        return None if item is None else item.parts[0].prompt()
+
+    def written(self, kind: str, item_id: str, **fields: Any) -> Sequence[Event]:
+        """The event about what is written down of a turn, which keeps its whole `transcript`; none if it is gone."""
+        if (item := self._conversation.message(item_id)) is None:
+            return ()
+        item.parts[0].text = fields.get("transcript", item.parts[0].text)
+        self._conversation.weigh(item)
+        return [transcription_event(kind, item_id, **fields)]
 
     def cut(self, item_id: str, end_ms: int) -> Instructions:
         """Take how much of an answer was played before it was silenced."""
@@ -405,7 +415,7 @@ class RealtimeSession:
         except HttpError:  # the end of the turn says so
             return []
         turn = MessageItem.of_sound(self._turn_id, self._buffer.read(self._turn_start, pause.end))
-        self._early = EarlyAnswer(response, pause.end)
+        self._early = EarlyAnswer(response, pause)
         return [self._ask(response, pause.silence / RATE, [*self._conversation, turn], early=True)]
 
     def _drop_early(self) -> Instructions:
@@ -415,7 +425,7 @@ class RealtimeSession:
     def _end_turn(self, end: TurnEnds) -> Instructions:
         place = {"audio_end_ms": milliseconds(end.end), "item_id": self._turn_id}
         stopped = _sent("input_audio_buffer.speech_stopped", **place)
-        pcm = self._buffer.read(self._turn_start, end.end if self._early is None else self._early.end)
+        pcm = self._buffer.read(self._turn_start, end.end if self._early is None else self._early.pause.end)
         self._buffer.take(end=end.end)
         detection = self._config.turn_detection
         interrupts = self._answers_turns and detection is not None and detection.interrupt_response
@@ -474,7 +484,7 @@ class RealtimeSession:
         return [*map(Send, response.created()), self._ask(response, silence, items)]
 
     def _new_response(self, fields: config.ResponseFields) -> RunningResponse:
-        config = self._config.with_answer(fields, fields.audio.output, self._pipeline, "response")
+        config = self._config.with_answer(fields, self._pipeline, "response")
         if config.kind != "realtime":
             raise bad_field("type", "A session of the type 'transcription' gives no answers.", "unsupported_value")
         conversation = self._conversation if fields.conversation == "auto" else None

@@ -226,7 +226,8 @@ class VoiceActivity:
         import soxr
 
         self._waiting = bytearray()  # PCM
-        self._lag = Lag()
+        self._since: float | None = None  # when the first piece came of those that have waited since (any clock)
+        self._done = 0.0  # seconds of them that were looked at
         self._take = heard
         self.caught_up = asyncio.Event()
         self.error: Exception | None = None
@@ -238,7 +239,8 @@ class VoiceActivity:
 
     def append(self, pcm: bytes, now: float) -> int:
         """Have sound wait until it is looked at. Returns the bytes that wait."""
-        self._lag.begin(now)
+        if self._since is None:
+            self._since, self._done = now, 0.0
         self._waiting += pcm
         self.caught_up.clear()
         return len(self._waiting)
@@ -250,9 +252,14 @@ class VoiceActivity:
         return piece
 
     def found(self, windows: Sequence[SpeechWindow], piece: bytes, now: float) -> float:
-        """Pass on what was found in a piece of sound. Returns how late that is, in seconds."""
-        late = self._lag.end(now, len(piece) / BYTES_PER_SECOND, all_done=not self._waiting)
+        """Pass on what was found in a piece of sound. Returns how late that is, in seconds.
+
+        Sound that has come at once is not late as long as it is looked at faster than it is spoken.
+        """
+        late = max(0.0, now - (now if self._since is None else self._since) - self._done)
+        self._done += len(piece) / BYTES_PER_SECOND
         if not self._waiting:
+            self._since = None
             self.caught_up.set()
         self._take(windows, late)
         return late
@@ -329,32 +336,7 @@ class SpeechModel:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How far the detection falls behind
-
-
-class Lag:
-    """How far work on sound falls behind a sender who sends in real time. Times are seconds of any clock."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None  # when the first piece came of those that have waited since
-        self._done = 0.0  # seconds of them
-
-    def begin(self, now: float) -> None:
-        """Note that sound has come."""
-        if self._since is None:
-            self._since, self._done = now, 0.0
-
-    def end(self, now: float, seconds: float, all_done: bool) -> float:
-        """Note that some of it is done, and whether that is all. Returns how late it was done.
-
-        Sound that has come at once is not late as long as it is done faster than it is spoken.
-        """
-        late = max(0.0, now - (now if self._since is None else self._since) - self._done)
-        self._done += seconds
-        if all_done:
-            self._since = None
-        return late
-
+# What all sessions share
 
 LOOK_SECONDS = 0.02  # between two looks at the sound of all sessions; a window has 32 ms
 PIECE_BYTES = BYTES_PER_SECOND // 4  # of a session's sound in one look, so that sessions take turns

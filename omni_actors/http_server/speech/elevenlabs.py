@@ -120,21 +120,13 @@ class WireSound:
         return self._file.feed(samples_of(pcm))
 
 
-async def single(websocket: WebSocket) -> None:
-    """Speak one text while it is written. A refusal is a plain HTTP response."""
-    await _run(websocket, multi=False)
-
-
-async def multi(websocket: WebSocket) -> None:
-    """Speak texts while they are written, each in a context of its own. A refusal is a plain HTTP response."""
-    await _run(websocket, multi=True)
-
-
-async def _run(websocket: WebSocket, multi: bool) -> None:
+async def stream_input(websocket: WebSocket) -> None:
+    """Speak a text while it is written, or several, each in its own context. A refusal is a plain HTTP response."""
     state: ServerState = websocket.app.state.server
     query = decode(msgspec.json.encode(dict(websocket.query_params)), Query)
     speaker = await _speaker(websocket, state, query)
     WireSound(query.output_format, speaker.description.sample_rate)  # which may refuse the format
+    multi = websocket.url.path.endswith(MULTI.removeprefix(PATH))
     await SpeechSession(websocket, state, Contexts(speaker, query, state.settings.realtime_idle_seconds, multi)).run()
 
 
@@ -251,14 +243,12 @@ class Contexts:
         self._contexts.pop(utterance.name or "")
         return _message(utterance.name, isFinal=True)
 
-    def failed(self, utterance: Utterance, error: HttpError) -> Event:
-        """See `Dialect.failed`."""
-        self._end(self._contexts[utterance.name or ""])
-        return _error(utterance.name, error)
-
-    def error(self, error: HttpError, data: bytes) -> Event:
+    def error(self, error: HttpError, data: bytes = b"", utterance: Utterance | None = None) -> Event:
         """See `Dialect.error`."""
-        return _error(self._asking if data else None, error)
+        name = utterance.name if utterance is not None else self._asking if data else None
+        if utterance is not None:
+            self._end(self._contexts[name or ""])
+        return {"error": error.message, "code": error.code, "param": error.param, "contextId": name or None}
 
 
 def _known(words: Sequence[WordTime]) -> Iterator[tuple[int, float]]:
@@ -271,7 +261,3 @@ def _known(words: Sequence[WordTime]) -> Iterator[tuple[int, float]]:
 def _message(name: str | None, **fields: Any) -> Event:
     nothing: dict[str, Any] = {"audio": None, "isFinal": False, "alignment": None, "normalizedAlignment": None}
     return {**nothing, **fields, "contextId": name or None}
-
-
-def _error(name: str | None, error: HttpError) -> Event:
-    return {"error": error.message, "code": error.code, "param": error.param, "contextId": name or None}

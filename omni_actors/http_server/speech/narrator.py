@@ -46,11 +46,8 @@ class Dialect(Protocol):
     def ended(self, utterance: Utterance) -> Event:
         """Nothing more of an utterance comes."""
 
-    def error(self, error: HttpError, data: bytes) -> Event:
-        """An event of the client is refused."""
-
-    def failed(self, utterance: Utterance, error: HttpError) -> Event:
-        """The rest of an utterance cannot be spoken."""
+    def error(self, error: HttpError, data: bytes = b"", utterance: Utterance | None = None) -> Event:
+        """An event of the client is refused, the rest of an utterance cannot be spoken, or the session is over."""
 
 
 class Narrator:
@@ -103,7 +100,7 @@ class Narrator:
                 except (HttpError, OmniError) as error:
                     utterance = self.recital.piece.utterance
                     await self.recital.stop(utterance, "failed")
-                    self._outbox.put(self._dialect.failed(utterance, HttpError.of(error, FIELDS)))
+                    self._outbox.put(self._dialect.error(HttpError.of(error, FIELDS), utterance=utterance))
         finally:
             await self.recital.abort()
 
@@ -186,7 +183,7 @@ class SpeechSession:
         settings = self.state.settings
         expires = time.monotonic() + settings.realtime_session_seconds
         why = await read_events(self._line.receive, self._take, self._busy, settings, self._dialect.idle, expires)
-        await close(self._line, self.outbox, self._dialect.error(why, b""), why.code or "")
+        await close(self._line, self.outbox, self._dialect.error(why), why.code or "")
 
     def _busy(self) -> bool:
         return any(narrator.recital.busy for narrator in self._narrators)

@@ -99,17 +99,13 @@ class StreamEvents:
     async def _speaker_of(self, given: dict[str, Any]) -> TextSpeaker:
         manner = decode(msgspec.json.encode(given), Manner, "session")
         speaker = await TextSpeaker.of(self._websocket, self._state, manner, self._ids)
-        await self._encoder_of(speaker, given)  # which may refuse the rate
+        await _encoder_of(speaker, given)  # which may refuse the rate
         return speaker
-
-    async def _encoder_of(self, speaker: TextSpeaker, given: dict[str, Any]) -> Encoder:
-        rate = speaker.description.sample_rate
-        return await made_encoder(given["response_format"], rate, given.get("speed"))
 
     async def _written(self) -> Utterance:
         if self._utterance is None:
             speaker = self._speaker = self._speaker or await self._speaker_of(self._given)
-            self._utterance = Utterance(speaker, await self._encoder_of(speaker, self._given))
+            self._utterance = Utterance(speaker, await _encoder_of(speaker, self._given))
             self._spoken.append(self._utterance)
         return self._utterance
 
@@ -134,10 +130,10 @@ class StreamEvents:
         transcript, usage = " ".join(filter(None, utterance.texts)), utterance.usage()
         return event("speech.audio.done", status=utterance.status, transcript=transcript, usage=usage)
 
-    def failed(self, utterance: Utterance, error: HttpError) -> Event:
-        """See `Dialect.failed`."""
-        return error_event(error)
-
-    def error(self, error: HttpError, data: bytes) -> Event:
+    def error(self, error: HttpError, data: bytes = b"", utterance: Utterance | None = None) -> Event:
         """See `Dialect.error`."""
         return error_event(error, event_id_of(data))
+
+
+async def _encoder_of(speaker: TextSpeaker, given: dict[str, Any]) -> Encoder:
+    return await made_encoder(given["response_format"], speaker.description.sample_rate, given.get("speed"))
