@@ -22,7 +22,7 @@ from omni_actors.http_server.connections import bounded_websocket
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.realtime.config import Pipeline, ServerVad, SessionConfig, parse
 from omni_actors.http_server.realtime.formats import RATE
-from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, RealtimeSession, Send, Transcribe
+from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, RealtimeSession, Transcribe
 from omni_actors.http_server.realtime.turns import SpeechWindow
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.sharing import Budget
@@ -78,7 +78,7 @@ class Talk:
         self.instructions += instructions
         for instruction in instructions:
             match instruction:
-                case Send(event):
+                case dict() as event:
                     self.events.append(msgspec.json.decode(msgspec.json.encode(event)))
                     conforms(self.events[-1])
                 case Ask():

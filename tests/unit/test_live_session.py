@@ -16,7 +16,7 @@ from omni_actors.http_server.realtime.formats import RATE, WireFormat
 from omni_actors.http_server.realtime.live import DELEGATE, PIECE_SECONDS, LiveSession
 from omni_actors.http_server.realtime.live_events import LiveEvent, LiveFields, StartLive
 from omni_actors.http_server.realtime.requests import Outbox
-from omni_actors.http_server.realtime.session import Ask, Instructions, RealtimeSession, Send
+from omni_actors.http_server.realtime.session import Ask, Instructions, RealtimeSession
 from omni_actors.http_server.realtime.turns import SpeechWindow
 from omni_actors.protocol.payloads import ToolCallPiece, WordTime
 from tests.support.realtime import PIPELINE, WINDOW
@@ -50,10 +50,10 @@ class LiveTalk:
         for instruction in instructions:
             if isinstance(instruction, Ask):
                 self.asked += [] if instruction.early else [instruction]  # an early one is asked for again
-            elif isinstance(instruction, Send) and not self.live.speaker.take(instruction.event):
-                self.outbox.put(instruction.event)
-                if instruction.event["type"] == "response.output_item.done":
-                    self.spoken.append(instruction.event["item"]["id"])
+            elif isinstance(instruction, dict) and not self.live.speaker.take(instruction):
+                self.outbox.put(instruction)
+                if instruction["type"] == "response.output_item.done":
+                    self.spoken.append(instruction["item"]["id"])
 
     def send(self, kind: str, **fields: Any) -> None:
         event = self.live.meant(config.parse(msgspec.json.encode({"type": kind, **fields}), LiveEvent))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,20 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.realtime.config import Event, ServerVad, Transcription
+from omni_actors.http_server.realtime.config import ServerVad, Transcription
 from omni_actors.http_server.realtime.conversation import TurnText, agreed
-from omni_actors.http_server.realtime.session import Ask, Send, Transcribe
+from omni_actors.http_server.realtime.session import Ask, Transcribe
 from tests.support.realtime import SECOND, Talk, error_of, kinds
 
 USAGE = {"type": "tokens", "input_tokens": 1, "output_tokens": 2, "total_tokens": 3}
 DELTA, COMPLETED, FAILED = (
     f"conversation.item.input_audio_transcription.{kind}" for kind in ("delta", "completed", "failed")
 )
-
-
-def sent(talk: Talk, events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Events as the client sees them, after they were compared with OpenAI's."""
-    return talk.take([Send(event) for event in events])
 
 
 def spoken_turn(**transcription: Any) -> tuple[Talk, Transcribe]:
@@ -38,8 +32,8 @@ def test_a_turn_is_written_down_and_keeps_its_transcript() -> None:
     talk, turn = spoken_turn(language="en", prompt="Dr Zhivago")
     assert talk.session.sound_of(turn.item_id)["type"] == "audio"
     assert (turn.transcription.language, turn.transcription.prompt) == ("en", "Dr Zhivago")
-    events = sent(talk, talk.session.written("delta", turn.item_id, delta="Sea"))
-    events += sent(talk, talk.session.written("completed", turn.item_id, transcript="Sea salt.", usage=USAGE))
+    events = talk.take(talk.session.written("delta", turn.item_id, delta="Sea"))
+    events += talk.take(talk.session.written("completed", turn.item_id, transcript="Sea salt.", usage=USAGE))
     assert kinds(events) == [DELTA, COMPLETED]
     assert events[1]["transcript"] == "Sea salt."
     (retrieved,) = talk.send("conversation.item.retrieve", item_id=turn.item_id)
@@ -86,7 +80,7 @@ def test_a_session_may_only_transcribe() -> None:
 def test_a_failure_is_that_of_the_item() -> None:
     talk, turn = spoken_turn()
     error = HttpError(503, "It is away.", code="stage_unavailable")
-    (failed,) = sent(talk, talk.session.written("failed", turn.item_id, error=error.body()["error"]))
+    (failed,) = talk.take(talk.session.written("failed", turn.item_id, error=error.body()["error"]))
     assert failed["type"] == FAILED
     assert failed["item_id"] == turn.item_id
     assert failed["error"]["code"] == "stage_unavailable"

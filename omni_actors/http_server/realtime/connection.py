@@ -20,7 +20,7 @@ from omni_actors.http_server.answer import finish_reason, token_counts, usage_of
 from omni_actors.http_server.bodies import BODIES, SHORT, take_bytes
 from omni_actors.http_server.connections import EventRate
 from omni_actors.http_server.encoders import Tempo, pcm16
-from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.errors import HttpError, bad_field, internal_error
 from omni_actors.http_server.generation import ImageUrlPart, Url, UserMessage
 from omni_actors.http_server.realtime import config
 from omni_actors.http_server.realtime.client_secrets import (
@@ -38,15 +38,7 @@ from omni_actors.http_server.realtime.live_events import AppendInput, LiveEvent,
 from omni_actors.http_server.realtime.playing import Loudspeaker
 from omni_actors.http_server.realtime.requests import ANSWER_BYTES, Asker, Outbox, Transcriber
 from omni_actors.http_server.realtime.resuming import SessionKeeper, find, owner_of
-from omni_actors.http_server.realtime.session import (
-    Ask,
-    Cancel,
-    Instructions,
-    RealtimeSession,
-    Send,
-    Silence,
-    Transcribe,
-)
+from omni_actors.http_server.realtime.session import Ask, Cancel, Instructions, RealtimeSession, Silence, Transcribe
 from omni_actors.http_server.realtime.turns import SpeechWindow, VoiceActivity
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState, json_response
@@ -76,7 +68,6 @@ LEFT = (1000, 1005)  # codes of clients that have closed it: without an error, o
 ABNORMAL = 1006
 EARLY_SECONDS = 1.0  # that an answer is kept whose turn may not be over
 TURNS_IN_LINE = 16  # of a model that writes them down one after the other
-INTERNAL = "Internal error: see the server's log."
 INTERRUPTIONS = ("turn_detected", "client_cancelled")
 
 
@@ -350,7 +341,7 @@ class SessionConnection:
     def _carry_out(self, instructions: Instructions) -> None:
         for instruction in instructions:
             match instruction:
-                case Send(event):
+                case dict() as event:
                     if self._line.speaker is None or not self._line.speaker.take(event):
                         self._outbox.put(event)
                     if event["type"] == "response.done":
@@ -382,8 +373,8 @@ class SessionConnection:
             self._transcriber.pause(ask.messages[-1]["content"][0])
         else:
             wanted.set()
-        answer = self._answers[response_id] = _task(self._answer(ask, wanted), "realtime answer")
-        answer.add_done_callback(partial(self._answered, response_id))
+        answer = self._answers[response_id] = _task(self._relay(ask, wanted), "realtime answer")
+        answer.add_done_callback(partial(self._answered, response_id, wanted))
 
     def _count(self, response: Mapping[str, Any]) -> None:
         meters = self._state.realtime.meters
@@ -414,33 +405,21 @@ class SessionConnection:
             if self._line.speaker is not None and whole:
                 self._line.speaker.timed(item_id, words)
 
-    async def _answer(self, ask: Ask, wanted: asyncio.Event) -> None:
-        """Relay one answer, once it is wanted. When this task is cancelled, the request ends in all stages."""
-        speech_ended, playback, complete = time.monotonic() - ask.silence, Playback(), False
-        try:
-            complete = await self._relay(ask, wanted, playback)
-        except (HttpError, OmniError) as error:
-            if wanted.is_set():  # otherwise it is asked for again
-                self._carry_out(self._session.failed(ask.response_id, HttpError.of(error)))
-        finally:
-            meters = self._state.realtime.meters
-            if playback.first:
-                meters.histogram(REALTIME_FIRST_AUDIO).observe(playback.first - speech_ended)
-            if playback.first and complete:
-                meters.histogram(REALTIME_SMOOTH_START).observe(playback.smooth_start - speech_ended)
-
-    def _answered(self, response_id: str, answer: asyncio.Task[None]) -> None:
-        """Forget an answer; one that a bug has ended is reported to the client, who waits for its end."""
+    def _answered(self, response_id: str, wanted: asyncio.Event, answer: asyncio.Task[None]) -> None:
+        """Forget an answer. That it has failed is told, unless it is not wanted yet: then it is asked for again."""
         if self._answers.get(response_id) is answer:
             del self._answers[response_id]
             self._early.pop(response_id, None)
         error = None if answer.cancelled() else answer.exception()
-        if error is not None:
+        if error is not None and not isinstance(error, HttpError | OmniError):
             logger.error("a response failed: %s", trace_of(error), extra={"request_id": response_id})
-            failure = HttpError(500, INTERNAL, code="internal_error")
-            self._carry_out(self._session.failed(response_id, failure))
+            self._carry_out(self._session.failed(response_id, internal_error()))
+        elif error is not None and wanted.is_set():
+            self._carry_out(self._session.failed(response_id, HttpError.of(error)))
 
-    async def _relay(self, ask: Ask, wanted: asyncio.Event, playback: Playback) -> bool:
+    async def _relay(self, ask: Ask, wanted: asyncio.Event) -> None:
+        """Relay one answer, once it is wanted. When this task is cancelled, the request ends in all stages."""
+        speech_ended, playback, meters = time.monotonic() - ask.silence, Playback(), self._state.realtime.meters
         description = await self._state.facts()
         stream = await self._asker.answer(ask, description)
         speed = ask.config.speed
@@ -449,13 +428,15 @@ class SessionConnection:
                 async with asyncio.timeout(EARLY_SECONDS):
                     await wanted.wait()
             if not wanted.is_set():
-                return False
+                return
             if self._state.ears is not None and ask.config.output == "audio":
                 self._sounds[ask.response_id] = bytearray()
             async for item in stream if speed == 1 else (await asyncio.to_thread(Tempo, speed)).over(stream):
                 if isinstance(item, Text):
                     self._carry_out(self._session.text(ask.response_id, item.text, item.tool_calls))
                 elif isinstance(item, Audio):
+                    if not playback.first:
+                        meters.histogram(REALTIME_FIRST_AUDIO).observe(time.monotonic() - speech_ended)
                     playback.add(time.monotonic(), len(item.samples) / RATE)
                     pcm = pcm16(item.samples)
                     if (kept := self._sounds.get(ask.response_id)) is not None:
@@ -470,7 +451,8 @@ class SessionConnection:
         details = {"output_token_details": found["completion_tokens_details"], "stages": found["stages"]}
         cut = finish_reason(stream.usage, description) == "length"
         self._carry_out(self._session.answered(ask.response_id, {**token_counts(found), **details}, cut))
-        return True
+        if playback.first:
+            meters.histogram(REALTIME_SMOOTH_START).observe(playback.smooth_start - speech_ended)
 
 
 def _task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

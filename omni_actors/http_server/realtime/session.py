@@ -49,16 +49,6 @@ from omni_actors.http_server.realtime.turns import (
 from omni_actors.protocol.payloads import ToolCallPiece, WordTime
 
 
-class Send(NamedTuple):
-    """Send an event to the client."""
-
-    event: Event
-
-
-def _sent(kind: str, **fields: Any) -> Send:
-    return Send(event(kind, **fields))
-
-
 class Ask(NamedTuple):
     """Ask the pipeline for an answer.
 
@@ -93,8 +83,8 @@ class Silence(NamedTuple):
     """Drop the sound that the server has not played yet, and tell `RealtimeSession.cut` how much was played."""
 
 
-Instruction = Send | Ask | Cancel | Transcribe | Silence
-Instructions = list[Instruction]
+Instruction = Event | Ask | Cancel | Transcribe | Silence
+Instructions = list[Instruction]  # an event is sent to the client
 
 
 class EarlyAnswer(NamedTuple):
@@ -189,10 +179,10 @@ class RealtimeSession:
 
     def opened(self) -> Instructions:
         """The first events of a session; of one that goes on, with the items that it has."""
-        created = _sent("session.created", session=self._config.shown(self.id, self.expires))
+        created = event("session.created", session=self._config.shown(self.id, self.expires))
         before = (None, *(item.id for item in self._conversation))
         shown = [
-            _sent(f"conversation.item.{kind}", item=item.shown(), previous_item_id=previous)
+            event(f"conversation.item.{kind}", item=item.shown(), previous_item_id=previous)
             for previous, item in zip(before, self._conversation, strict=False)
             for kind in ("added", "done")
         ]
@@ -223,7 +213,7 @@ class RealtimeSession:
         try:
             return [*dropped, *self._receive(given)]
         except HttpError as error:
-            return [*dropped, Send(error_event(error, given.event_id))]
+            return [*dropped, error_event(error, given.event_id)]
 
     def _receive(self, given: config.AnyEvent) -> Instructions:
         match given:
@@ -240,7 +230,7 @@ class RealtimeSession:
                 self._buffer.end_sound()
                 self._buffer.take()
                 self._forget_turn()
-                return [_sent("input_audio_buffer.cleared")]
+                return [event("input_audio_buffer.cleared")]
             case config.ClearOutput():
                 if not self._pipeline.called:
                     raise bad_field("type", "Only over WebRTC the server has an output_audio_buffer.")
@@ -249,10 +239,10 @@ class RealtimeSession:
                 return self._add(self._item_of(given.item, "item"), given.previous_item_id)
             case config.RetrieveItem():
                 shown = self._conversation.find(given.item_id).shown(with_audio=True)
-                return [_sent("conversation.item.retrieved", item=shown)]
+                return [event("conversation.item.retrieved", item=shown)]
             case config.DeleteItem():
                 self._conversation.remove(given.item_id)
-                return [_sent("conversation.item.deleted", item_id=given.item_id)]
+                return [event("conversation.item.deleted", item_id=given.item_id)]
             case config.TruncateItem():
                 return self._truncate(given)
             case config.CreateResponse() if self._early is not None:
@@ -268,8 +258,8 @@ class RealtimeSession:
     def _update(self, given: config.UpdateSession) -> Instructions:
         config, refused = self._config.updated(given.session, self._pipeline)
         self._configure(config)
-        updated = _sent("session.updated", session=config.shown(self.id, self.expires))
-        return [updated, *(Send(error_event(error, given.event_id)) for error in refused)]
+        updated = event("session.updated", session=config.shown(self.id, self.expires))
+        return [updated, *(error_event(error, given.event_id) for error in refused)]
 
     def _configure(self, config: SessionConfig) -> None:
         if config.turn_detection != self._config.turn_detection:
@@ -293,13 +283,13 @@ class RealtimeSession:
         previous = self._conversation.add(item, after)
         shown = item.shown()
         return [
-            _sent("conversation.item.added", item=shown, previous_item_id=previous),
-            _sent("conversation.item.done", item=shown, previous_item_id=previous),
+            event("conversation.item.added", item=shown, previous_item_id=previous),
+            event("conversation.item.done", item=shown, previous_item_id=previous),
             *self._deleted(self._conversation.drop_oldest()),
         ]
 
     def _deleted(self, item_ids: Sequence[str]) -> Instructions:
-        return [_sent("conversation.item.deleted", item_id=item_id) for item_id in item_ids]
+        return [event("conversation.item.deleted", item_id=item_id) for item_id in item_ids]
 
     def _truncate(self, given: config.TruncateItem) -> Instructions:
         item = self._conversation.find(given.item_id)
@@ -313,7 +303,7 @@ class RealtimeSession:
         item.truncate(given.content_index, given.audio_end_ms, self.pace)
         self._conversation.weigh(item)
         cut = {"content_index": given.content_index, "audio_end_ms": given.audio_end_ms}
-        return [*done, _sent("conversation.item.truncated", item_id=item.id, **cut)]
+        return [*done, event("conversation.item.truncated", item_id=item.id, **cut)]
 
     @property
     def pace(self) -> float | None:
@@ -382,14 +372,14 @@ class RealtimeSession:
         item_id = new_id("item")
         place = {"audio_start_ms": milliseconds(since), "audio_end_ms": milliseconds(end), "item_id": item_id}
         pcm = self._buffer.read(start, end).rjust(SAMPLE_BYTES * MIN_COMMIT, b"\0")
-        return [_sent("input_audio_buffer.timeout_triggered", **place), *self._take_turn(item_id, pcm, answer=True)]
+        return [event("input_audio_buffer.timeout_triggered", **place), *self._take_turn(item_id, pcm, answer=True)]
 
     def _begin_turn(self, start: int) -> Instructions:
         self._idle_from = None
         self._turn_id = new_id("item")
         self._turn_start = max(start, self._buffer.start)
         place = {"audio_start_ms": milliseconds(self._turn_start), "item_id": self._turn_id}
-        started = _sent("input_audio_buffer.speech_started", **place)
+        started = event("input_audio_buffer.speech_started", **place)
         detection = self._config.turn_detection
         if detection is None or not detection.interrupt_response:
             return [started]
@@ -424,7 +414,7 @@ class RealtimeSession:
 
     def _end_turn(self, end: TurnEnds) -> Instructions:
         place = {"audio_end_ms": milliseconds(end.end), "item_id": self._turn_id}
-        stopped = _sent("input_audio_buffer.speech_stopped", **place)
+        stopped = event("input_audio_buffer.speech_stopped", **place)
         pcm = self._buffer.read(self._turn_start, end.end if self._early is None else self._early.pause.end)
         self._buffer.take(end=end.end)
         detection = self._config.turn_detection
@@ -440,7 +430,7 @@ class RealtimeSession:
             if answer:
                 done += self._respond_to(config.ResponseFields(), silence)
         except HttpError as error:
-            done += [*self._drop_early(), Send(error_event(error))]
+            done += [*self._drop_early(), error_event(error)]
         return done
 
     def _commit(self) -> Instructions:
@@ -457,7 +447,7 @@ class RealtimeSession:
 
     def _commit_sound(self, item_id: str, pcm: bytes) -> Instructions:
         place = {"item_id": item_id, "previous_item_id": self._conversation.last_id}
-        committed = _sent("input_audio_buffer.committed", **place)
+        committed = event("input_audio_buffer.committed", **place)
         return [committed, *self._add(MessageItem.of_sound(item_id, pcm))]
 
     def _transcribe(self, item_id: str) -> Instructions:
@@ -481,7 +471,7 @@ class RealtimeSession:
         self._aside = self._aside_of(fields.input) if fields.input is not None else None
         self._response = response
         items = self._aside if self._aside is not None else self._conversation
-        return [*map(Send, response.created()), self._ask(response, silence, items)]
+        return [*response.created(), self._ask(response, silence, items)]
 
     def _new_response(self, fields: config.ResponseFields) -> RunningResponse:
         config = self._config.with_answer(fields, self._pipeline, "response")
@@ -521,7 +511,7 @@ class RealtimeSession:
         if response is None:
             return []
         sent = response.text(delta) if delta else []
-        return [*map(Send, sent), *(Send(made) for piece in calls for made in response.call(piece))]
+        return [*sent, *(made for piece in calls for made in response.call(piece))]
 
     def sound(self, response_id: str, pcm: bytes) -> Instructions:
         """Take the next sound of an answer."""
@@ -529,7 +519,7 @@ class RealtimeSession:
         if response is None or not pcm:
             return []
         self._plays_until = max(self._plays_until, self._buffer.end) + len(pcm) // SAMPLE_BYTES
-        return [*map(Send, response.sound(pcm))]
+        return [*response.sound(pcm)]
 
     def answered(self, response_id: str, usage: Mapping[str, Any], cut: bool) -> Instructions:
         """Take the end of an answer; `cut` if the limit of tokens ended it."""
@@ -552,7 +542,7 @@ class RealtimeSession:
         if too_long and response.config.truncation == "auto" and (dropped := self._conversation.drop_half()):
             return [*self._deleted(dropped), self._ask(response, 0.0, self._conversation)]
         about = {"type": error.kind, "code": error.code}
-        return [Send(error_event(error)), *self._end("failed", error=about)]
+        return [error_event(error), *self._end("failed", error=about)]
 
     def _running(self, response_id: str) -> RunningResponse | None:
         return self._response if self._response is not None and self._response.id == response_id else None
@@ -561,4 +551,4 @@ class RealtimeSession:
         response, self._response = self._response, None
         self._plays_until = max(self._plays_until if status != "cancelled" else 0, self._buffer.end)
         self._idle_from = self._plays_until if status in ("completed", "incomplete") else None
-        return [*map(Send, response.end(status, **options))] if response is not None else []
+        return [*response.end(status, **options)] if response is not None else []
