@@ -12,6 +12,7 @@ import pytest
 
 from omni_actors.config.schema import HttpConfig
 from scripts.fuzz_http import handshake
+from tests.support.realtime import in_flight, metric
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import PATIENCE, until
 
@@ -24,7 +25,7 @@ def quiet(slow: HttpPipeline) -> Iterator[HttpPipeline]:
     """20 tokens a second; no fault of the server may be in its log."""
     before = len(slow.log())
     yield slow
-    until(lambda: sessions(slow) == 0)
+    until(lambda: metric(slow.url, "omni_realtime_sessions ") == 0)
     log = slow.log()[before:]
     assert not [fault for fault in FAULTS if fault in log], log[-5000:]
 
@@ -48,15 +49,6 @@ def message(**event: object) -> bytes:
     return b"\x81\xfe" + struct.pack(">H", len(data)) + bytes(4) + data
 
 
-def in_flight(pipeline: HttpPipeline) -> int:
-    return int(httpx.get(f"{pipeline.url}/v1/status").json()["in_flight"])
-
-
-def sessions(pipeline: HttpPipeline) -> float:
-    lines = httpx.get(f"{pipeline.url}/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("omni_realtime_sessions "))
-
-
 @pytest.mark.parametrize(
     "frame",
     [b"\xff\x80\0\0\0\0", b"\x81\x02hi", b"\x81\x81\0\0\0\0\xff", b"\x82\xff" + b"\x7f" * 8],
@@ -71,10 +63,10 @@ def test_a_client_that_breaks_the_protocol_ends_its_session_and_its_answer(quiet
         manual = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
         connection.sendall(message(type="session.update", session=manual))
         connection.sendall(message(type="conversation.item.create", item=SAY) + message(type="response.create"))
-        until(lambda: in_flight(quiet) == 1)
+        until(lambda: in_flight(quiet.url) == 1)
         connection.sendall(frame)
         assert b"\x88" in rest_of(connection), "the frame that closes a WebSocket"
-    until(lambda: in_flight(quiet) == 0)
+    until(lambda: in_flight(quiet.url) == 0)
 
 
 def padded(head: bytes, size: int, line: int) -> bytes:
@@ -134,4 +126,4 @@ def test_no_websocket_begins_behind_a_request_that_is_not_answered(quiet: HttpPi
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + handshake())
         assert b" 101 " not in rest_of(connection)
-    until(lambda: in_flight(quiet) == 0)
+    until(lambda: in_flight(quiet.url) == 0)

@@ -19,7 +19,7 @@ from omni_actors.http_server.realtime import calls, webrtc
 from omni_actors.http_server.realtime.formats import RATE
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.calls import Caller, call, post_offer
-from tests.support.realtime import kinds, serving_sessions, speech
+from tests.support.realtime import kinds, no_request, no_session, serving_sessions, speech
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import PATIENCE, eventually
 
@@ -34,30 +34,6 @@ KEY = "sesame"
 def session_of(instructions: str, **audio_input: Any) -> dict[str, Any]:
     """The configuration of a session in which the echo stages repeat the instructions, and what they said before."""
     return {"type": "realtime", "instructions": instructions, "audio": {"input": audio_input}}
-
-
-async def get(url: str, key: str = "none") -> httpx.Response:
-    return await asyncio.to_thread(httpx.get, url, headers={"authorization": f"Bearer {key}"})
-
-
-async def no_session(url: str, key: str = "none") -> None:
-    """Wait until the pipeline has no session on any server."""
-
-    async def none() -> bool:
-        return "omni_realtime_sessions 0.0" in (await get(f"{url}/metrics", key)).text.splitlines()
-
-    await eventually(none, what="the end of all sessions")
-
-
-async def in_flight(url: str) -> int:
-    return int((await get(f"{url}/v1/status")).json()["in_flight"])
-
-
-async def no_request(url: str) -> None:
-    async def none() -> bool:
-        return await in_flight(url) == 0
-
-    await eventually(none, what="the end of all requests")
 
 
 async def hang_up(url: str, location: str, key: str = "none") -> httpx.Response:
@@ -134,27 +110,6 @@ async def test_a_client_silences_the_server(slow: HttpPipeline) -> None:
         assert not caller.of_kind("error")
 
 
-async def test_an_answer_that_is_cancelled_is_heard_as_far_as_it_was_made(slow: HttpPipeline) -> None:
-    async with call(slow.url, session=session_of(LONG, **MANUAL)) as caller:
-        caller.send("response.create")
-        await caller.until("output_audio_buffer.started")
-        caller.send("response.cancel")
-        await caller.until("output_audio_buffer.stopped")
-        assert not caller.of_kind("conversation.item.truncated")
-
-
-async def test_a_microphone_may_be_open_for_longer_than_the_buffer_is(echo: HttpPipeline) -> None:
-    with serving_sessions(ServerSettings(endpoint=echo.endpoint, audio_seconds=1.0)) as url:
-        async with call(url, session=session_of("sea", **MANUAL)) as caller:
-            await asyncio.sleep(2.0)  # the time that the microphone takes
-            caller.send("input_audio_buffer.commit")
-            item = (await caller.until("conversation.item.done"))["item"]
-            caller.send("conversation.item.retrieve", item_id=item["id"])
-            sound = (await caller.until("conversation.item.retrieved"))["item"]["content"][0]["audio"]
-            assert len(base64.b64decode(sound)) == 2 * RATE
-            assert not caller.of_kind("error")
-
-
 async def test_the_openai_package_calls_and_hangs_up(echo: HttpPipeline) -> None:
     caller = Caller()
     async with AsyncOpenAI(base_url=f"{echo.url}/v1", api_key="none") as client:
@@ -188,15 +143,6 @@ async def test_an_event_that_the_client_cannot_take_is_told(echo: HttpPipeline) 
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 
-async def test_leaving_ends_the_answer(slow: HttpPipeline) -> None:
-    async with call(slow.url, session=session_of(LONG, **MANUAL)) as caller:
-        caller.send("response.create")
-        await caller.until("output_audio_buffer.started")
-        assert await in_flight(slow.url) == 1
-    await no_request(slow.url)
-    await no_session(slow.url)
-
-
 async def test_a_client_that_vanishes_ends_its_call(slow: HttpPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a word, as where a battery is empty. aioice asks every 5 s whether a peer is there; here more often."""
     monkeypatch.setattr(aioice.ice, "CONSENT_INTERVAL", 0.2)
@@ -223,13 +169,10 @@ async def test_a_client_that_does_not_come_leaves_its_place(
         await caller.close()
 
 
-@pytest.mark.parametrize(
-    ("limit", "code"), [("realtime_session_seconds", "session_expired"), ("realtime_idle_seconds", "session_idle")]
-)
-async def test_a_call_has_an_end(echo: HttpPipeline, limit: str, code: str) -> None:
-    with serving_sessions(ServerSettings(endpoint=echo.endpoint, **{limit: 0.5})) as url:
-        async with call(url, hears=code == "session_expired") as caller:
-            assert (await caller.until("error"))["error"]["code"] == code
+async def test_a_call_has_an_end(echo: HttpPipeline) -> None:
+    with serving_sessions(ServerSettings(endpoint=echo.endpoint, realtime_idle_seconds=0.5)) as url:
+        async with call(url, hears=False) as caller:
+            assert (await caller.until("error"))["error"]["code"] == "session_idle"
             await ends(caller)
             await no_session(url)
 
@@ -248,24 +191,9 @@ async def test_the_end_of_the_server_ends_its_calls(echo: HttpPipeline) -> None:
 @pytest.fixture(scope="module")
 def limited(echo_pipeline: HttpPipeline) -> Iterator[str]:
     """A server with a key."""
-    settings = ServerSettings(endpoint=echo_pipeline.endpoint, api_key=KEY, check_host=False, realtime_sessions=1)
+    settings = ServerSettings(endpoint=echo_pipeline.endpoint, api_key=KEY, check_host=False)
     with serving_sessions(settings, http=bounded_protocol(settings, 4)) as url:
         yield url
-
-
-async def test_strangers_are_refused(limited: str, echo: HttpPipeline) -> None:
-    caller = Caller()
-    offer = await caller.offer()
-    assert (await post_offer(limited, offer)).status_code == 401
-    assert (await post_offer(limited, offer, "sesam")).status_code == 401
-    assert (await hang_up(limited, "/v1/realtime/calls/rtc_1", "sesam")).status_code == 401
-    refused = await post_offer(echo.url, offer, headers={"origin": "https://evil.example"})
-    assert refused.json()["error"]["code"] == "origin_not_allowed"
-    await no_session(limited, KEY)
-    await caller.connect(limited, KEY)
-    assert (await post_offer(limited, offer, KEY)).status_code == 429
-    await caller.close()
-    await no_session(limited, KEY)
 
 
 async def test_a_client_secret_opens_a_call_and_ends_none(limited: str) -> None:
@@ -282,22 +210,15 @@ async def test_a_client_secret_opens_a_call_and_ends_none(limited: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "session", "status", "param"),
-    [
-        ({"model": "gpt-realtime"}, None, 404, "model"),
-        ({"voice": "alloy"}, None, 400, "voice"),
-        ({}, {"type": "realtime", "model": "gpt-realtime"}, 404, "model"),
-        ({}, {"type": "realtime", "audio": {"output": {"voice": "nobody"}}}, 400, "session.audio.output.voice"),
-        ({}, {"type": "realtime", "temperature": 1}, 400, "session.temperature"),
-    ],
-    ids=str,
+    ("query", "session", "param"),
+    [({"voice": "alloy"}, None, "voice"), ({}, {"type": "realtime", "temperature": 1}, "session.temperature")],
 )
 async def test_a_configuration_that_is_not_supported_is_refused(
-    echo: HttpPipeline, query: dict[str, str], session: dict[str, Any] | None, status: int, param: str
+    echo: HttpPipeline, query: dict[str, str], session: dict[str, Any] | None, param: str
 ) -> None:
     caller = Caller()
     refused = await post_offer(echo.url, await caller.offer(), session=session, **query)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     await no_session(echo.url)
     await caller.close()
 
@@ -336,19 +257,6 @@ async def test_a_wrong_offer_is_refused(echo: HttpPipeline, change: Callable[[st
     await caller.close()
 
 
-async def test_an_offer_that_lacks_a_line_is_answered_or_refused(echo: HttpPipeline) -> None:
-    caller = Caller()
-    lines = (await caller.offer()).splitlines(keepends=True)
-    statuses = set()
-    for index in range(len(lines)):
-        response = await post_offer(echo.url, "".join(lines[:index] + lines[index + 1 :]))
-        statuses.add(response.status_code)
-        if response.status_code == 201:
-            await hang_up(echo.url, response.headers["location"])
-    assert statuses == {201, 400}
-    await caller.close()
-
-
 async def test_an_offer_sends_the_server_nowhere(echo: HttpPipeline) -> None:
     """It opens no connection to the addresses that an offer names, but waits for checks from them."""
     loop, came = asyncio.get_running_loop(), asyncio.Event()
@@ -375,14 +283,6 @@ async def test_an_event_that_never_ends_ends_the_call(echo: HttpPipeline) -> Non
         caller.send_beyond_the_limit("x" * 2_000_000)
         await ends(caller)
         await no_session(echo.url)
-
-
-async def test_many_events_at_once_are_taken_one_after_the_other(echo: HttpPipeline) -> None:
-    async with call(echo.url) as caller:
-        for index in range(1500):
-            caller.send("conversation.item.delete", item_id="none", event_id=str(index))
-        await caller.until("error", count=1500, seconds=30)
-        assert [event["error"]["event_id"] for event in caller.of_kind("error")] == [str(n) for n in range(1500)]
 
 
 def test_a_server_without_the_extra_says_so(echo: HttpPipeline, monkeypatch: pytest.MonkeyPatch) -> None:

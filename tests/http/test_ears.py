@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from omni_actors.http_server.ears import Ears
-from tests.support.realtime import answer_on, speech
+from tests.support.realtime import answer_on, metric, speech
 from tests.support.servers import HttpPipeline, sound
 
 HEARD = "Write down what is said in this recording"  # what the ears, which echo, write down
@@ -38,8 +38,7 @@ def asked(recording: bytes, text: str) -> dict[str, object]:
 
 
 def done(pipeline: HttpPipeline) -> float:
-    lines = httpx.get(f"{pipeline.url}/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("omni_requests_total"))
+    return metric(pipeline.url, "omni_requests_total")
 
 
 def test_a_chat_is_shown_the_texts_of_all_sounds_each_of_which_is_written_down_once(

@@ -6,7 +6,6 @@ import base64
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,9 +14,8 @@ import httpx
 import psutil
 import pytest
 
-from omni_actors.http_server.app import RequestMiddleware, create_routes
+from omni_actors.http_server.app import create_app
 from omni_actors.http_server.connections import bounded_websocket
-from omni_actors.http_server.realtime.turns import BUSY_SECONDS, Realtime
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.sharing import Budget
 from scripts.fuzz_http import ACCEPTED, handshake
@@ -69,11 +67,6 @@ class Peer:
         (content,) = [content for opcode, content in frames_of_server(self._received) if opcode == CLOSE]
         return int.from_bytes(content[:2], "big"), content[2:].decode()
 
-    def hear(self, seconds: float) -> None:
-        """Send silence, in which the server looks for speech."""
-        event = {"type": "input_audio_buffer.append", "audio": base64.b64encode(bytes(int(seconds * 48_000))).decode()}
-        self.socket.sendall(frame(TEXT, json.dumps(event).encode()))
-
     def __enter__(self) -> Peer:
         return self
 
@@ -81,23 +74,9 @@ class Peer:
         self.socket.close()
 
 
-def admitted(url: str) -> Peer | None:
-    """A session; none while sound is looked at too late, which may be on a busy machine."""
-    peer = Peer(url)
-    if peer.head.startswith(ACCEPTED):
-        return peer
-    peer.socket.close()
-    return None
-
-
 def server_of(pipeline: HttpPipeline) -> psutil.Process:
     (pid,) = processes_titled("omni:http", pipeline.process.pid)
     return psutil.Process(pid)
-
-
-def metric(url: str, name: str) -> float:
-    lines = httpx.get(f"{url}/metrics", timeout=10 * PATIENCE).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
 
 # -- frames -----------------------------------------------------------------------------------------------------------
@@ -158,7 +137,7 @@ def test_a_message_in_many_pieces_with_pings_between_them_is_taken(echo: HttpPip
 def test_messages_that_have_not_ended_count_as_bytes_of_all_requests(echo: HttpPipeline) -> None:
     """In one frame or in pieces. Who cannot have more is told so; the end of a connection gives its bytes back."""
     settings = ServerSettings(endpoint=echo.endpoint, body_bytes=2 * MEBIBYTE, bodies_bytes=5 * MEBIBYTE // 2)
-    with counted_sessions(settings) as (url, bodies, _):
+    with counted_sessions(settings) as (url, bodies):
         with Peer(url) as first, Peer(url) as second, Peer(url) as third:
             first.socket.sendall(frame(TEXT, bytes(MEBIBYTE), size=2 * MEBIBYTE))
             until(lambda: bodies.used >= MEBIBYTE, what="the bytes of a frame are counted")
@@ -171,13 +150,12 @@ def test_messages_that_have_not_ended_count_as_bytes_of_all_requests(echo: HttpP
 
 
 @contextmanager
-def counted_sessions(settings: ServerSettings) -> Iterator[tuple[str, Budget, list[Realtime]]]:
-    """A server, the bytes that its requests hold, and what its sessions share once there is one."""
+def counted_sessions(settings: ServerSettings) -> Iterator[tuple[str, Budget]]:
+    """A server, and the bytes that its requests hold."""
     bodies = Budget(settings.bodies_bytes)
-    routes = create_routes(settings, bodies)
-    app = RequestMiddleware(routes, settings, bodies)
+    app = create_app(settings, bodies=bodies)
     with serving(app, ws=bounded_websocket(settings, bodies), ws_max_size=settings.body_bytes) as url:
-        yield url, bodies, [routes.state.server.realtime]
+        yield url, bodies
 
 
 # -- sessions ---------------------------------------------------------------------------------------------------------
@@ -186,7 +164,7 @@ def counted_sessions(settings: ServerSettings) -> Iterator[tuple[str, Budget, li
 def test_an_address_leaves_sessions_to_others(echo: HttpPipeline) -> None:
     """The last of four places is for an address that has none."""
     with (
-        counted_sessions(ServerSettings(endpoint=echo.endpoint, realtime_sessions=4)) as (url, _, _),
+        counted_sessions(ServerSettings(endpoint=echo.endpoint, realtime_sessions=4)) as (url, _),
         ExitStack() as stack,
     ):
         for _ in range(3):
@@ -198,36 +176,3 @@ def test_an_address_leaves_sessions_to_others(echo: HttpPipeline) -> None:
             assert other.head.startswith(ACCEPTED)
             with Peer(url, source="127.0.0.3") as refused:
                 assert refused.head.startswith(b"HTTP/1.1 429 "), "all are taken"
-
-
-def test_turns_that_are_found_too_late_are_reported_and_admit_no_session(
-    echo: HttpPipeline, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While the thread that looks for speech is busy with other work, which always comes just before."""
-    name = "omni_realtime_detection_lag_seconds"
-    with counted_sessions(ServerSettings(endpoint=echo.endpoint)) as (url, _, (realtime,)), Peer(url) as peer:
-        before = metric(url, f"{name}_count")
-        peer.hear(0.1)
-        until(lambda: metric(url, f"{name}_count") == before + 1)
-        submit, before = realtime.thread.submit, metric(url, f"{name}_sum")
-
-        def submit_behind_others(*job: Any) -> Any:
-            submit(time.sleep, 5 * BUSY_SECONDS)
-            return submit(*job)
-
-        def refusal() -> bytes:
-            """Of a session that wants to begin while the first one's sound waits."""
-            peer.hear(0.1)
-            with Peer(url) as other:
-                return b"" if other.head.startswith(ACCEPTED) else other.head
-
-        with monkeypatch.context() as patch:
-            patch.setattr(realtime.thread, "submit", submit_behind_others)
-            peer.hear(0.1)
-            head = until(refusal, 20, what="a session is refused")
-        assert head.startswith(b"HTTP/1.1 429 ")
-        assert b"retry-after" in head
-        assert metric(url, f"{name}_sum") > before + BUSY_SECONDS
-        assert "turns are found" in caplog.text
-        with until(lambda: admitted(url), what="sessions are admitted again"):
-            pass

@@ -197,8 +197,10 @@ async def test_a_session_needs_the_key_and_has_no_parameters(preset: HttpPipelin
                 assert (await client.heard())[0] == "It turns."
 
 
-def test_without_an_upgrade_the_route_says_what_it_is(preset: HttpPipeline) -> None:
-    for path in ("audio/speech/stream", "text-to-speech/vivian/stream-input"):
-        answer = httpx.get(f"{preset.url}/v1/{path}")
-        assert answer.status_code == 426
-        assert answer.json()["error"]["message"].startswith(f"/v1/{path} is a WebSocket")
+@pytest.mark.parametrize("path", ["realtime", "audio/speech/stream", "text-to-speech/vivian/stream-input"])
+def test_without_an_upgrade_the_route_says_what_it_is(preset: HttpPipeline, path: str) -> None:
+    """As a request arrives behind a proxy that does not pass upgrades on."""
+    answer = httpx.get(f"{preset.url}/v1/{path}")
+    assert (answer.status_code, answer.headers["upgrade"]) == (426, "websocket")
+    assert answer.json()["error"]["code"] == "upgrade_required"
+    assert answer.json()["error"]["message"].startswith(f"/v1/{path} is a WebSocket")

@@ -27,7 +27,7 @@ from omni_actors.http_server.realtime.turns import SpeechWindow
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.sharing import Budget
 from tests.support.servers import serving
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, eventually
 
 OPENAI = TypeAdapter(RealtimeServerEvent)
 # Fields that OpenAI's types do not have: its server sends the first three, the others are extensions.
@@ -236,11 +236,30 @@ def check_conversation(answers: Sequence[str], user: Sequence[str]) -> None:
     assert all(text.startswith("Write down what is said") for text in user), "what echo stages write down"
 
 
+def metric(url: str, name: str, key: str = "none") -> float:
+    """A metric of a server; the sum of all that begin with the name."""
+    text = httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {key}"}).text
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+
+async def no_session(url: str, key: str = "none") -> None:
+    """Wait until the pipeline has no session on any server."""
+    await eventually(lambda: not metric(url, "omni_realtime_sessions ", key), what="the end of all sessions")
+
+
+def in_flight(url: str) -> int:
+    """How many requests run."""
+    return int(httpx.get(f"{url}/v1/status").json()["in_flight"])
+
+
+async def no_request(url: str) -> None:
+    """Wait until none runs."""
+    await eventually(lambda: in_flight(url) == 0, what="the end of all requests")
+
+
 def interruptions(url: str) -> float:
     """How many answers a user's speech has cut short."""
-    name = 'omni_realtime_interruptions_total{reason="turn_detected"}'
-    lines = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith(name)]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
+    return metric(url, 'omni_realtime_interruptions_total{reason="turn_detected"}')
 
 
 def known_types(union: Any) -> dict[str, type[BaseModel]]:

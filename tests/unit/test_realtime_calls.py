@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import msgspec
 import numpy
@@ -59,7 +60,9 @@ def test_an_answer_that_is_gone_is_not_cut() -> None:
 def test_only_where_the_server_plays_it_can_be_silenced() -> None:
     talk = plays()
     assert talk.send("output_audio_buffer.clear") == []
-    assert silences(talk) == 1
+    talk.respond()
+    talk.send("response.cancel")
+    assert silences(talk) == 1, "what was made of a cancelled answer is heard"
     assert error_of(Talk().send("output_audio_buffer.clear"))["param"] == "type"
 
 
@@ -114,7 +117,15 @@ async def speaker(told: Told) -> Loudspeaker:
 
 
 @pytest.fixture
-async def track(speaker: Loudspeaker) -> OpusTrack:
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The clock of packets, which stands still, so that no busy machine makes a pause; tests move it."""
+    moved = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(webrtc, "time", SimpleNamespace(monotonic=lambda: moved.now))
+    return moved
+
+
+@pytest.fixture
+async def track(speaker: Loudspeaker, clock: SimpleNamespace) -> OpusTrack:
     return OpusTrack(speaker)
 
 
@@ -140,37 +151,20 @@ async def test_answers_are_played_one_after_the_other(speaker: Loudspeaker, trac
     assert told[3:] == [("stopped", "b"), ("started", "c")]
 
 
-async def test_packets_are_due_one_after_the_other(speaker: Loudspeaker, track: OpusTrack) -> None:
+async def test_packets_are_due_one_after_the_other(speaker: Loudspeaker) -> None:
+    track = OpusTrack(speaker)
     speaker.take(delta("a", bytes(11 * 960)))
     began = time.monotonic()
     await played(track, 11)
     assert time.monotonic() - began > 0.17  # ten intervals, of which the first one may be shorter
 
 
-class Clock:
-    """A clock that tests move."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def monotonic(self) -> float:
-        return self.seconds
-
-
-def webrtc_time(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock(webrtc.time.monotonic())
-    monkeypatch.setattr(webrtc, "time", clock)
-    return clock
-
-
 async def test_after_a_pause_the_time_of_packets_goes_on(
-    speaker: Loudspeaker, track: OpusTrack, monkeypatch: pytest.MonkeyPatch
+    speaker: Loudspeaker, track: OpusTrack, clock: SimpleNamespace
 ) -> None:
-    speaker.take(delta("a", bytes(960)))
+    speaker.take(delta("a", bytes(1920)))
     (first,) = await played(track, 1)
-    now = webrtc_time(monkeypatch)
-    now.seconds += 2.0
-    speaker.take(delta("a", bytes(960)))
+    clock.now += 2.0
     (second,) = await played(track, 1)
     assert second.pts - first.pts == pytest.approx(2 * OPUS_CLOCK, abs=0.1 * OPUS_CLOCK)
 

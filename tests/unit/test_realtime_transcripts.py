@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from omni_actors.client import RequestStream
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.realtime.config import ServerVad, Transcription
 from omni_actors.http_server.realtime.conversation import TurnText, agreed
+from omni_actors.http_server.realtime.requests import Asker, Outbox, Transcriber
 from omni_actors.http_server.realtime.session import Ask, Transcribe
+from omni_actors.protocol.messages import Done
+from omni_actors.protocol.payloads import HearingAbility
 from tests.support.realtime import SECOND, Talk, error_of, kinds
+from tests.support.waiting import eventually
 
 USAGE = {"type": "tokens", "input_tokens": 1, "output_tokens": 2, "total_tokens": 3}
 DELTA, COMPLETED, FAILED = (
@@ -144,3 +151,51 @@ def test_a_turn_that_is_to_be_written_down_is_known_while_it_is_spoken() -> None
     talk.send("session.update", session={"type": "realtime", "audio": {"input": {"transcription": None}}})
     talk.hear(0.9, windows=3)
     assert talk.session.spoken is None, "nobody reads it"
+
+
+async def test_nothing_is_written_of_a_turn_that_is_spoken_while_one_that_has_ended_is_written() -> None:
+    streams: list[RequestStream] = []
+
+    async def submit(**request: Any) -> RequestStream:
+        streams.append(RequestStream(f"{len(streams)}", lambda _: None, lambda *_: None))
+        return streams[-1]
+
+    async def transcriber() -> tuple[Any, Any]:
+        facts = SimpleNamespace(hearing=HearingAbility(("English",)), outputs={"text": "scribe"}, stages=())
+        return SimpleNamespace(submit=submit), facts
+
+    async def sent(text: str) -> None:
+        """The client reads all."""
+
+    async def speak() -> None:
+        """For a second, in which it is looked at twice whether something is to be written down."""
+        for _ in range(2):
+            talk.hear(0.9, windows=16)
+            writer.listen()
+            await asyncio.sleep(0.01)
+
+    talk = Talk(vad=ServerVad(silence_duration_ms=64), transcription=Transcription())
+    asker = SimpleNamespace(state=SimpleNamespace(ears=None, deaf=False, transcriber=transcriber), common={})
+    writer = Transcriber(talk.session, Outbox(sent, 1.0, None), cast(Asker, asker))
+    writing = asyncio.create_task(writer.run())
+    talk.hear(0.9, windows=10)
+    talk.hear(0.0, windows=4)
+    writer.add(talk.transcribed[0])
+    await eventually(lambda: len(streams) == 1)
+    await speak()
+    assert len(streams) == 1
+    streams[0].deliver(Done(usage={}))
+    await asyncio.sleep(0.01)
+    await speak()
+    assert len(streams) == 2
+    writing.cancel()
+
+
+async def test_a_client_that_leaves_an_event_unread_ends_its_session() -> None:
+    async def never(text: str) -> None:
+        await asyncio.Event().wait()
+
+    outbox = Outbox(never, 0.01, None)
+    outbox.append({"type": "session.created"})
+    with pytest.raises(TimeoutError):
+        await outbox.write()

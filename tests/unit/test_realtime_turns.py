@@ -492,7 +492,9 @@ async def test_much_sound_at_once_is_looked_at_in_turns(realtime: Realtime) -> N
     assert len(long.windows) == 10 * RATE // WINDOW
 
 
-async def test_a_server_that_is_late_in_the_mean_begins_no_session(realtime: Realtime) -> None:
+async def test_a_server_that_is_late_in_the_mean_begins_no_session(
+    realtime: Realtime, caplog: pytest.LogCaptureFixture
+) -> None:
     ear = Ear(realtime)
     slow = realtime.thread.submit
 
@@ -511,6 +513,7 @@ async def test_a_server_that_is_late_in_the_mean_begins_no_session(realtime: Rea
         pass
     assert refused.value.status == 429
     assert 0 < (refused.value.retry_after or 0) <= RETRY_SECONDS
+    assert "turns are found" in caplog.text
 
 
 # -- estimates --------------------------------------------------------------------------------------------------------
