@@ -1,4 +1,4 @@
-"""Clients of realtime sessions that send more, hold more or open more than their share; what the others see of it."""
+"""Clients of realtime sessions that take more than their share, break the protocol, or leave in the middle."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from omni_actors.config.schema import HttpConfig
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.connections import bounded_websocket
 from omni_actors.http_server.settings import ServerSettings
@@ -21,19 +22,27 @@ from omni_actors.sharing import Budget
 from scripts.fuzz_http import ACCEPTED, handshake
 from scripts.fuzz_websocket import CLOSE, CONTINUATION, PING, PONG, TEXT, frame, frames_of_server
 from tests.support.processes import processes_titled
+from tests.support.realtime import in_flight, metric
 from tests.support.servers import HttpPipeline, serving
 from tests.support.waiting import PATIENCE, until
 
+MANUAL = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
+SAY = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "one two three " * 20}]}
+FAULTS = ("Traceback", "a request failed", "session failed", "ERROR")
 TRY_AGAIN_LATER, POLICY_VIOLATION = 1013, 1008
 MEBIBYTE = 1 << 20
+
+
+def connected(url: str, source: str = "127.0.0.1") -> socket.socket:
+    address = httpx.URL(url)
+    return socket.create_connection((address.host, address.port), 10 * PATIENCE, (source, 0))
 
 
 class Peer:
     """The client of one session, frame by frame."""
 
     def __init__(self, url: str, source: str = "127.0.0.1") -> None:
-        address = httpx.URL(url)
-        self.socket = socket.create_connection((address.host, address.port), 10 * PATIENCE, (source, 0))
+        self.socket = connected(url, source)
         self.socket.sendall(handshake())
         self._received = b""
         self.head = self._until(b"\r\n\r\n")
@@ -47,6 +56,9 @@ class Peer:
             self._received += piece
         found, self._received = self._received.split(end, 1)[0] + end, self._received.split(end, 1)[1]
         return found
+
+    def send(self, **event: Any) -> None:
+        self.socket.sendall(frame(TEXT, json.dumps(event).encode()))
 
     def event(self, kind: str) -> dict[str, Any]:
         """The first event of a kind that comes."""
@@ -123,14 +135,13 @@ def test_a_message_in_many_pieces_with_pings_between_them_is_taken(echo: HttpPip
     data = json.dumps(event).encode()
     pieces = [data[start : start + 1024] for start in range(0, len(data), 1024)]
     assert len(pieces) > 3000
-    update = {"type": "session.update", "session": {"type": "realtime", "audio": {"input": {"turn_detection": None}}}}
     with Peer(echo.url) as peer:
-        peer.socket.sendall(frame(TEXT, json.dumps(update).encode()))
+        peer.send(type="session.update", session=MANUAL)
         for index, piece in enumerate(pieces):
             last = index == len(pieces) - 1
             ping = frame(PING, b"still here") if index % 100 == 0 else b""
             peer.socket.sendall(ping + frame(CONTINUATION if index else TEXT, piece, first=0x80 if last else 0))
-        peer.socket.sendall(frame(TEXT, b'{"type": "input_audio_buffer.commit"}'))
+        peer.send(type="input_audio_buffer.commit")
         peer.event("input_audio_buffer.committed")
 
 
@@ -176,3 +187,95 @@ def test_an_address_leaves_sessions_to_others(echo: HttpPipeline) -> None:
             assert other.head.startswith(ACCEPTED)
             with Peer(url, source="127.0.0.3") as refused:
                 assert refused.head.startswith(b"HTTP/1.1 429 "), "all are taken"
+
+
+# -- faults: they are let go without a traceback ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def quiet(slow: HttpPipeline) -> Iterator[HttpPipeline]:
+    """20 tokens a second; no fault of the server may be in its log."""
+    before = len(slow.log())
+    yield slow
+    until(lambda: metric(slow.url, "omni_realtime_sessions ") == 0)
+    log = slow.log()[before:]
+    assert not [fault for fault in FAULTS if fault in log], log[-5000:]
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    """What comes until the server ends the connection."""
+    received = b""
+    while piece := connection.recv(1 << 16):
+        received += piece
+    return received
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [b"\xff\x80\0\0\0\0", b"\x81\x02hi", b"\x81\x81\0\0\0\0\xff", b"\x82\xff" + b"\x7f" * 8],
+    ids=["of no kind", "not masked", "no UTF-8", "too large"],
+)
+def test_a_client_that_breaks_the_protocol_ends_its_session_and_its_answer(quiet: HttpPipeline, wrong: bytes) -> None:
+    with Peer(quiet.url) as peer:
+        peer.send(type="session.update", session=MANUAL)
+        peer.send(type="conversation.item.create", item=SAY)
+        peer.send(type="response.create")
+        until(lambda: in_flight(quiet.url) == 1)
+        peer.socket.sendall(wrong)
+        peer.end()
+    until(lambda: in_flight(quiet.url) == 0)
+
+
+def padded(head: bytes, size: int, line: int) -> bytes:
+    """The head with headers of at most `line` bytes added, so that it has `size` bytes."""
+    while (missing := size - len(head)) > 0:
+        length = missing if missing <= line else min(line, missing - 10)
+        head = head.replace(b"\r\n\r\n", b"\r\nX: " + b"x" * (length - 5) + b"\r\n\r\n")
+    return head
+
+
+@pytest.mark.parametrize("size", [0, HttpConfig().head_bytes], ids=["as it is", "as large as a head may be"])
+def test_frames_that_do_not_wait_for_the_session_are_refused(quiet: HttpPipeline, size: int) -> None:
+    """A head of the largest size is parsed alone, and what is behind it finds a WebSocket that is not accepted yet."""
+    with connected(quiet.url) as connection:
+        connection.sendall(padded(handshake(), size, line=8000) + frame(TEXT, b'{"type": "response.create"}'))
+        answer = rest_of(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"must wait for the answer" in answer
+
+
+def test_a_request_that_no_websocket_takes_is_refused(quiet: HttpPipeline) -> None:
+    with connected(quiet.url) as connection:
+        connection.sendall(padded(handshake(), 20_000, line=20_000))
+        answer = rest_of(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"no more than 8192 bytes" in answer
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status"), [(b"/v1/realtime?model=gpt", b"404"), (b"/v1/realtime?a=b", b"400"), (b"/v1/models", b"404")]
+)
+def test_a_refused_session_is_no_error_of_the_server(quiet: HttpPipeline, wrong: bytes, status: bytes) -> None:
+    """uvicorn takes a refusal for an application that has forgotten to answer."""
+    with connected(quiet.url) as connection:
+        connection.sendall(handshake().replace(b"/v1/realtime?model=echo", wrong))
+        assert rest_of(connection).startswith(b"HTTP/1.1 " + status)
+
+
+def test_text_that_is_no_utf8_after_the_end_of_a_session_is_discarded(quiet: HttpPipeline) -> None:
+    """In one piece with what ended it: a frame that is none."""
+    with Peer(quiet.url) as peer:
+        peer.socket.sendall(2 * (b"\x81\x81\0\0\0\0\xff" + frame(PING)))
+        peer.end()
+
+
+def test_no_websocket_begins_behind_a_request_that_is_not_answered(quiet: HttpPipeline) -> None:
+    body = json.dumps({"model": "echo", "messages": [{"role": "user", "content": "one two " * 20}], "stream": True})
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    post = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    with connected(quiet.url) as connection:
+        connection.sendall(post)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + handshake())
+        assert b" 101 " not in rest_of(connection)
+    until(lambda: in_flight(quiet.url) == 0)

@@ -79,10 +79,8 @@ def test_the_text_that_is_given_is_spoken(preset: HttpPipeline) -> None:
 
 
 def test_events_have_the_sound_and_the_text(preset: HttpPipeline) -> None:
-    body = {"input": TEXT, "response_format": "pcm", "stream_format": "sse"}
-    lines = httpx.post(f"{preset.url}/v1/audio/speech", json=body).text.splitlines()
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
-    assert said(b"".join(base64.b64decode(event["audio"]) for event in events[:-1])) == TEXT
+    events = events_of(preset, input=TEXT)
+    assert heard_in(events) == TEXT
     assert events[-1]["type"] == "speech.audio.done"
     assert events[-1]["transcript"] == TEXT
     assert events[-1]["usage"]["output_tokens"] == len(TEXT)
@@ -97,32 +95,33 @@ def long_text(characters: int) -> str:
     return text[:characters]
 
 
+def events_of(pipeline: HttpPipeline, **body: object) -> list[dict]:
+    """The events of a text that is spoken."""
+    body = {"response_format": "pcm", "stream_format": "sse", **body}
+    lines = httpx.post(f"{pipeline.url}/v1/audio/speech", json=body).text.splitlines()
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line]
+
+
+def heard_in(events: list[dict]) -> str:
+    return said(b"".join(base64.b64decode(event["audio"]) for event in events[:-1]))
+
+
 def test_a_long_text_is_spoken_in_pieces_that_follow_one_another(preset: HttpPipeline) -> None:
     """Each with the voice, and with whole sentences; echo stages say the voice before each piece."""
     text = long_text(9000)
-    body = {"input": text, "voice": "ryan", "response_format": "pcm"}
-    pieces = said(httpx.post(f"{preset.url}/v1/audio/speech", json=body).content).split("voice=ryan ")[1:]
+    events = events_of(preset, input=text, voice="ryan")
+    heard = heard_in(events)
+    pieces = heard.split("voice=ryan ")[1:]
     assert " ".join(pieces) == text.strip()
     assert len(pieces) < 30
     assert all(len(piece) <= 400 and piece.endswith(".") for piece in pieces[:-1])
-
-
-def test_events_of_a_long_text_have_it_and_the_usage_of_all_pieces(preset: HttpPipeline) -> None:
-    text = long_text(5000)
-    body = {"input": text, "response_format": "pcm", "stream_format": "sse"}
-    lines = httpx.post(f"{preset.url}/v1/audio/speech", json=body).text.splitlines()
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
-    heard = said(b"".join(base64.b64decode(event["audio"]) for event in events[:-1]))
-    assert heard.replace(" ", "") == text.replace(" ", "")
     assert events[-1]["transcript"] == text
     assert events[-1]["usage"]["output_tokens"] == len(heard)
 
 
 def test_a_model_that_answers_reads_a_long_text_piece_by_piece(echo: HttpPipeline) -> None:
     text = long_text(5000)
-    body = {"input": text, "response_format": "pcm", "stream_format": "sse"}
-    lines = httpx.post(f"{echo.url}/v1/audio/speech", json=body).text.splitlines()
-    done = json.loads(lines[-2].removeprefix("data: "))
+    done = events_of(echo, input=text)[-1]
     asked = re.findall(r"<<<\n(.*?)\n>>>", done["transcript"], re.S)  # echo stages repeat all that they are asked
     assert " ".join(asked) == text.strip()
     assert done["usage"]["input_tokens"] == len(done["transcript"]) - (len(asked) - 1)
@@ -160,9 +159,7 @@ def test_more_than_an_hour_of_speech_is_streamed_to_its_end_and_memory_stays_fla
 
 def test_a_failure_in_a_long_text_ends_its_stream(slow_speech: HttpPipeline) -> None:
     """Here its time is over, which holds for all of it."""
-    body = {"input": long_text(5000), "response_format": "pcm", "stream_format": "sse", "timeout": 2.0}
-    lines = httpx.post(f"{slow_speech.url}/v1/audio/speech", json=body).text.splitlines()
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    events = events_of(slow_speech, input=long_text(5000), timeout=2.0)
     assert events[-1]["error"]["code"] == "deadline_exceeded"
     assert {event["type"] for event in events[:-1]} == {"speech.audio.delta"}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import re
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from openai import AsyncOpenAI
 from omni_actors.client import OmniClient
 from omni_actors.http_server.realtime.formats import RATE
 from tests.support.paths import REPOSITORY
-from tests.support.realtime import answer_on, speech
+from tests.support.realtime import answer_on, speech, spoken_turn
 from tests.support.servers import HttpPipeline, data_uri, picture
 from tests.support.waiting import PATIENCE
 
@@ -34,18 +33,7 @@ def tiny(tiny_http: HttpPipeline) -> Iterator[HttpPipeline]:
 @pytest.mark.nightly
 async def test_a_spoken_turn_has_the_answer_that_the_client_library_gets(tiny: HttpPipeline) -> None:
     voice, stages = speech(3.0, 3).astype("<i2"), {"thinker": {"max_tokens": 12}, "talker": {"max_tokens": 20}}
-    async with (
-        AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="none") as client,
-        client.realtime.connect(model=MODEL) as connection,
-        asyncio.timeout(60 * PATIENCE),
-    ):
-        audio = {"input": {"turn_detection": None}, "output": {"voice": "Ethan"}}
-        fields = {"seed": 5, "stage_params": stages}
-        await connection.session.update(session={"type": "realtime", "audio": audio, **fields})
-        await connection.input_audio_buffer.append(audio=base64.b64encode(voice.tobytes()).decode())
-        await connection.input_audio_buffer.commit()
-        await connection.response.create()
-        answer = await answer_on(connection)
+    answer = await spoken_turn(tiny.url, MODEL, voice.tobytes(), "Ethan", seed=5, stage_params=stages)
     with OmniClient(tiny.endpoint) as client:
         content = [{"type": "audio", "audio": (voice, RATE)}]
         wanted = client.generate(

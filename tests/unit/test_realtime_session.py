@@ -115,15 +115,12 @@ def test_an_update_of_which_nothing_is_right_is_refused_as_a_whole() -> None:
     assert update(talk)[0]["session"]["instructions"] == ""
 
 
-def test_a_model_that_transcribes_may_have_any_name() -> None:
-    (updated,) = update(Talk(), **listening(transcription={"model": "gpt-4o-mini-transcribe"}))
-    assert updated["session"]["audio"]["input"]["transcription"] == {"model": "gpt-4o-mini-transcribe"}
-
-
 def test_what_changes_no_answer_is_without_effect() -> None:
-    (updated,) = update(Talk(), tracing="auto", audio={"input": {"noise_reduction": {"type": "near_field"}}})
+    ignored = {"noise_reduction": {"type": "near_field"}, "transcription": {"model": "gpt-4o-mini-transcribe"}}
+    (updated,) = update(Talk(), tracing="auto", audio={"input": ignored})
     assert updated["session"]["tracing"] is None
     assert updated["session"]["audio"]["input"]["noise_reduction"] is None
+    assert updated["session"]["audio"]["input"]["transcription"] == {"model": "gpt-4o-mini-transcribe"}
 
 
 def test_a_voice_has_other_names() -> None:
@@ -184,8 +181,10 @@ def test_items_can_be_put_in_retrieved_and_deleted() -> None:
     talk.say("b", id="b")
     item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}], "id": "a"}
     assert talk.send("conversation.item.create", item=item, previous_item_id="root")[0]["previous_item_id"] is None
-    middle = {**item, "id": "m", "content": [{"type": "input_audio", "audio": base64.b64encode(SECOND).decode()}]}
-    assert talk.send("conversation.item.create", item=middle, previous_item_id="a")[0]["previous_item_id"] == "a"
+    sound = {"type": "input_audio", "audio": base64.b64encode(SECOND).decode(), "transcript": "Sea salt."}
+    added = talk.send("conversation.item.create", item={**item, "id": "m", "content": [sound]}, previous_item_id="a")[0]
+    assert added["previous_item_id"] == "a"
+    assert added["item"]["content"] == [{"type": "input_audio", "transcript": "Sea salt."}]
     talk.respond()
     assert talk.prompt() == [("user", "a"), ("user", "1 s"), ("user", "b")]
     (found,) = talk.send("conversation.item.retrieve", item_id="m")
@@ -236,15 +235,12 @@ def test_the_oldest_items_make_room() -> None:
     assert talk.session.held == 2 * len(SECOND) + len("Yes.")
 
 
-def test_a_conversation_has_so_many_items() -> None:
+def test_a_conversation_has_so_many_items_and_sounds() -> None:
     conversation = RealtimeConversation(10.0, None)
     for number in range(MAX_MESSAGES + 1):
         conversation.add(MessageItem(f"{number}", "user", [ItemPart("input_text", "four")]))
     assert conversation.drop_oldest() == ["0"]
     assert conversation.size == 4 * MAX_MESSAGES
-
-
-def test_a_prompt_has_no_more_sounds_than_the_model_takes() -> None:
     talk = Talk(msgspec.structs.replace(PIPELINE, max_audios=1))
     for _ in range(2):
         talk.append(SECOND)
@@ -271,15 +267,6 @@ def test_a_user_shows_pictures() -> None:
     assert kinds(show(talk, b"three", b"four"))[-1] == "conversation.item.deleted", "the model takes three"
     assert error_of(show(talk, *[b"five"] * 4))["code"] == "item_too_large"
     assert talk.session.held == len("See:threefour")
-
-
-def test_sound_may_come_with_its_transcript() -> None:
-    talk = Talk()
-    sound = {"type": "input_audio", "audio": base64.b64encode(SECOND).decode(), "transcript": "Sea salt."}
-    added = talk.send("conversation.item.create", item={"type": "message", "role": "user", "content": [sound]})[0]
-    assert added["item"]["content"] == [{"type": "input_audio", "transcript": "Sea salt."}]
-    talk.respond()
-    assert talk.prompt() == [("user", "1 s")]
 
 
 def test_a_response_may_be_shown_pictures_aside() -> None:
@@ -335,29 +322,23 @@ def test_one_response_runs_at_a_time() -> None:
     assert error_of(talk.send("response.cancel"))["code"] == "response_cancel_not_active"
 
 
-def test_a_cancelled_response_ends_at_once_and_takes_nothing_more() -> None:
+@pytest.mark.parametrize(
+    ("cut", "status", "reason"), [(True, "incomplete", "max_output_tokens"), (False, "cancelled", "client_cancelled")]
+)
+def test_a_response_that_is_cut_ends_at_once_and_takes_nothing_more(cut: bool, status: str, reason: str) -> None:
+    """By its limit of tokens, or by the client."""
     talk = Talk()
     response = talk.respond()
     talk.take(talk.session.text(response, "One two"))
-    events = talk.send("response.cancel")
+    events = talk.take(talk.session.answered(response, {}, cut=True)) if cut else talk.send("response.cancel")
     assert kinds(events) == END_SPOKEN
     done = events[-2]["response"]
-    assert done["status"] == "cancelled"
-    assert done["status_details"]["reason"] == "client_cancelled"
+    assert (done["status"], done["status_details"]["reason"]) == (status, reason)
     assert done["output"][0]["status"] == "incomplete"
     assert talk.take(talk.session.text(response, " three")) == []
     assert talk.take(talk.session.sound(response, SECOND)) == []
     assert talk.take(talk.session.answered(response, {}, cut=False)) == []
     assert talk.fail(response, "aborted") == []
-
-
-def test_a_limit_of_tokens_makes_an_answer_incomplete() -> None:
-    talk = Talk()
-    response = talk.respond()
-    talk.take(talk.session.text(response, "One"))
-    done = talk.take(talk.session.answered(response, {}, cut=True))[-2]["response"]
-    assert done["status"] == "incomplete"
-    assert done["status_details"]["reason"] == "max_output_tokens"
 
 
 def test_a_failure_is_told_twice_and_the_session_goes_on() -> None:
@@ -385,27 +366,12 @@ def test_a_prompt_that_is_too_long_is_shortened() -> None:
     assert talk.prompt() == [("system", "Rules"), ("user", "Last")]
     assert len({asked.request_id for asked in talk.asked}) == 3, "the pipeline remembers ids"
     assert kinds(talk.fail(response, "prompt_too_long"))[1] == "response.done"
-
-
-def test_a_prompt_is_not_shortened_against_the_client_s_will() -> None:
-    talk = Talk()
     update(talk, truncation="disabled")
-    talk.say("One")
-    talk.say("Two")
+    talk.say("One more")
     assert kinds(talk.fail(talk.respond(), "prompt_too_long"))[:2] == ["error", "response.done"]
 
 
 # -- truncation -------------------------------------------------------------------------------------------------------
-
-
-def test_an_answer_is_cut_where_it_was_stopped() -> None:
-    talk = Talk()
-    talk.say("Count")
-    item = talk.answer("one two three four", seconds=2.0)
-    (truncated,) = talk.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=1000)
-    assert truncated["audio_end_ms"] == 1000
-    talk.respond()
-    assert talk.prompt()[-1] == ("assistant", "one two")
 
 
 def test_truncating_a_running_answer_ends_it() -> None:
