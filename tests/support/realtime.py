@@ -33,6 +33,7 @@ OPENAI = TypeAdapter(RealtimeServerEvent)
 # Fields that OpenAI's types do not have: its server sends the first three, the others are extensions.
 EXTRA = {"id", "object", "expires_at", "seed", "stage_params", "stages"}
 PIPELINE = Pipeline(voices=("Chelsie", "Ethan"), stages=("thinker", "talker"), speaks=True, audio_seconds=10.0)
+CALLED = msgspec.structs.replace(PIPELINE, called=True)
 SECOND = bytes(2 * RATE)
 WINDOW = 768  # samples of one window of the detector
 

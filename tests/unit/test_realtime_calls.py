@@ -6,7 +6,6 @@ import asyncio
 import time
 from types import SimpleNamespace
 
-import msgspec
 import numpy
 import pytest
 from av import CodecContext, Packet
@@ -17,10 +16,9 @@ from omni_actors.http_server.realtime.formats import RATE
 from omni_actors.http_server.realtime.playing import AHEAD_SECONDS, Loudspeaker
 from omni_actors.http_server.realtime.session import Silence
 from omni_actors.http_server.realtime.webrtc import OPUS_CLOCK, OpusTrack
-from tests.support.realtime import PIPELINE, Talk, conforms, error_of, kinds
+from tests.support.realtime import CALLED, Talk, conforms, error_of, kinds
 from tests.support.servers import tone
 
-CALLED = msgspec.structs.replace(PIPELINE, called=True)
 VAD = ServerVad(prefix_padding_ms=64, silence_duration_ms=160)
 
 
