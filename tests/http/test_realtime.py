@@ -23,19 +23,7 @@ from omni_actors.http_server.realtime import connection as connections
 from omni_actors.http_server.realtime import turns
 from omni_actors.http_server.realtime.formats import RATE, SoundEncoder, WireFormat
 from omni_actors.http_server.settings import ServerSettings
-from tests.support.realtime import (
-    INSTRUCTIONS,
-    SECOND,
-    SILENCE,
-    check_conversation,
-    in_flight,
-    interruptions,
-    metric,
-    no_request,
-    serving_sessions,
-    speech,
-    until_event,
-)
+from tests.support.realtime import SECOND, SILENCE, in_flight, metric, no_request, serving_sessions, speech, until_event
 from tests.support.servers import HttpPipeline, data_uri, picture
 from tests.support.waiting import PATIENCE, eventually
 
@@ -272,49 +260,6 @@ async def test_the_turns_of_the_user_are_written_down(echo: HttpPipeline) -> Non
         await connection.input_audio_buffer.commit()  # the echo stages do not take a question of that length
         events = await until_event(connection, "conversation.item.input_audio_transcription.failed")
         assert events[-1].error.code == "prompt_too_long"
-
-
-async def test_a_spoken_conversation_with_an_interruption(talkative: HttpPipeline) -> None:
-    """By OpenAI's names, and with what its own examples ask for."""
-
-    async def speak(*sounds: numpy.ndarray) -> None:
-        sound = numpy.concatenate(sounds).tobytes()
-        for start in range(0, len(sound), 4800):
-            await connection.input_audio_buffer.append(audio=base64.b64encode(sound[start : start + 4800]).decode())
-
-    def said(events: list[Any]) -> str:
-        return "".join(event.delta for event in events if event.type == "response.output_audio_transcript.delta")
-
-    before = interruptions(talkative.url)
-    heard = {"turn_detection": {"type": "semantic_vad"}, "transcription": {"model": "gpt-4o-transcribe"}}
-    audio = {"input": {**heard, "noise_reduction": {"type": "near_field"}}, "output": {"voice": "marin"}}
-    async with (
-        AsyncOpenAI(base_url=f"{talkative.url}/v1", api_key="none") as client,
-        client.realtime.connect(model="gpt-realtime") as connection,
-    ):
-        session = {"type": "realtime", "model": "gpt-realtime", "instructions": INSTRUCTIONS, "audio": audio}
-        await connection.session.update(session=session)
-        await speak(SILENCE, speech(1.0), SILENCE)
-        first = await until_event(connection, "response.done")
-        await speak(speech(1.0), SILENCE)
-        second: list[Any] = []
-        while sum(event.type == "response.output_audio.delta" for event in second) < 20:  # of 20 ms each
-            second += await until_event(connection, "response.output_audio.delta")
-        await speak(speech(1.0))
-        second += await until_event(connection, "response.done")
-        assert second[-1].response.status_details.reason == "turn_detected"
-        answer = second[-1].response.output[0]
-        await connection.conversation.item.truncate(item_id=answer.id, content_index=0, audio_end_ms=400)
-        await speak(SILENCE)
-        third = await until_event(connection, "response.done")
-        events = [*first, *second, *third]
-        written = "conversation.item.input_audio_transcription.completed"
-        while sum(event.type == written for event in events) < 3:
-            events += await until_event(connection, written)
-    assert not [event for event in events if event.type == "error"]
-    user = [event.transcript for event in events if event.type == written]
-    check_conversation([said(first), said(second), said(third)], user)
-    assert interruptions(talkative.url) == before + 1
 
 
 async def test_interruption_ends_the_answer_in_every_stage(slow: HttpPipeline) -> None:

@@ -6,7 +6,6 @@ The echo stages speak what they are told as `name=value`, and then the text, a s
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
 import itertools
 import json
@@ -32,7 +31,7 @@ from omni_actors.http_server.settings import ServerSettings
 from tests.support.browser import ask, chromium, data, needs_chromium, open_page, watched_page
 from tests.support.paths import REPOSITORY
 from tests.support.processes import processes_of, processes_titled
-from tests.support.servers import HttpPipeline, free_port, serving, sound, tone, wait_healthy
+from tests.support.servers import HttpPipeline, serving, sound, tone, wait_healthy
 from tests.support.spoken import said
 from tests.support.waiting import until
 
@@ -202,37 +201,6 @@ def test_a_model_with_voices_of_its_own_takes_no_recordings(preset: HttpPipeline
     assert voices(preset.url) == {"voices": ["vivian", "ryan"], "aliases": {}, "created": []}
 
 
-def test_while_the_model_loads_a_request_is_told_to_come_again(short_path: Path) -> None:
-    """Until then nobody knows whether the pipeline speaks what it is given."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "omni_actors.launch", "stage_configs/echo_speech.yaml"]
-    command += ["--http", f"127.0.0.1:{port}", "--run-dir", str(short_path / "run")]
-    command += ["--set", "stages.talker.engine.start_seconds=300", "--set", "stages.talker.engine.speech={clip: none}"]
-    launcher = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
-    try:
-        until(lambda: loading(url), 30, "the server")
-        said = httpx.post(f"{url}/v1/audio/speech", json={"input": TEXT, "language": "auto", "response_format": "pcm"})
-        for refused in (said, create(url)):
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stage_unavailable")
-            assert "not ready to speak: talker (loading)" in refused.json()["error"]["message"]
-            assert float(refused.headers["retry-after"]) > 0
-        command = [sys.executable, "-m", "omni_actors.cli.main", "say", TEXT, "--save", str(short_path / "a.wav")]
-        command += ["--endpoint", f"ipc://{short_path}/run/client"]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 1
-        assert "stage_unavailable" in done.stderr
-    finally:
-        launcher.terminate()
-        launcher.wait()
-
-
-def loading(url: str) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health", timeout=5).json()["missing"] == ["talker/0 (loading)"]
-    return False
-
-
 def test_a_voice_is_made_of_a_recording_used_and_deleted(cloning: HttpPipeline) -> None:
     """By name in any case, by id and by alias; with the recording, at the pipeline's rate, and what is said in it."""
     url = cloning.url
@@ -323,20 +291,12 @@ def test_a_server_without_a_folder_makes_no_voices(cloning: HttpPipeline) -> Non
 
 
 def test_the_client_library_speaks_with_a_recording(cloning: HttpPipeline, tmp_path: Path) -> None:
-    """Of samples, or of a file; the engine is told what is given and nothing else."""
-    path = tmp_path / "clip.wav"
-    path.write_bytes(RECORDING)
-    told = "clip=32000@0.30 clip_rate=16000 "
+    """Of samples; the command line has that of a file. The engine is told what is given and nothing else."""
     with OmniClient(cloning.endpoint) as client:
-        ability = client.describe().speech
-        assert ability.clip == "required"
-        assert ability.languages == ("English", "German")
-        of_file = client.generate(spoken(TEXT, clip=path, transcript="One.", language="English"))
-        assert heard(of_file.audio) == f"{told}language=English transcript=One. {TEXT}"
         of_samples = client.generate(spoken(TEXT, clip=(tone(2.0), 16_000), instructions="Slowly."))
-        assert heard(of_samples.audio) == f"{told}instructions=Slowly. {TEXT}"
-    path.write_bytes(b"no sound")
-    for wrong, error in [({"transcript": "One."}, InvalidRequest), ({"clip": path}, MalformedMedia)]:
+        assert heard(of_samples.audio) == f"clip=32000@0.30 clip_rate=16000 instructions=Slowly. {TEXT}"
+    (tmp_path / "clip.wav").write_bytes(b"no sound")
+    for wrong, error in [({"transcript": "One."}, InvalidRequest), ({"clip": tmp_path / "clip.wav"}, MalformedMedia)]:
         with pytest.raises(error):
             spoken(TEXT, **wrong)
 

@@ -9,10 +9,11 @@ import numpy
 import pytest
 
 from omni_actors.client import Audio, RequestStream, Text
-from omni_actors.errors import Aborted, Overloaded
+from omni_actors.client.prompts import speech_ability
+from omni_actors.errors import Aborted, Overloaded, StageUnavailable
 from omni_actors.http_server.encoders import PcmEncoder
 from omni_actors.http_server.speech.recital import Recital, TextPiece, TextSpeaker, Utterance
-from omni_actors.protocol.messages import Done
+from omni_actors.protocol.messages import Description, Done, StageStatus
 
 TEXT = Text("said", [1])
 SOUND = Audio(numpy.zeros(8, numpy.float32), 24_000)
@@ -161,3 +162,16 @@ async def test_a_piece_grows_before_and_after_it_is_asked_for_and_then_keeps_nob
     assert await reading is None
     with pytest.raises(StopAsyncIteration):
         await item_of(recital)
+
+
+@pytest.mark.parametrize("outputs", [{"audio": "code2wav"}, {"text": "thinker"}])
+def test_while_its_stages_load_nobody_knows_whether_a_pipeline_without_text_speaks_what_it_is_given(
+    outputs: dict[str, str],
+) -> None:
+    loading = StageStatus("talker", 0, 0, "loading", 1, 0)
+    description = Description("p", "m", ("audio",), (), 24_000, False, 0, 1, (loading,), outputs=outputs)
+    if "text" in outputs:
+        assert speech_ability(description) is None
+        return
+    with pytest.raises(StageUnavailable, match=r"not ready to speak: talker \(loading\)"):
+        speech_ability(description)
