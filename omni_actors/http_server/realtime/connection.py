@@ -148,7 +148,7 @@ async def together(tasks: asyncio.TaskGroup, works: Iterable[Work], what: str, a
     except* (WebSocketDisconnect, OSError):
         logger.debug("%s has ended", what, extra=about)
     except* Exception as group:  # noqa: BLE001 - of whatever kind, it is a fault of this session alone
-        logger.error("%s failed: %r", what, group.exceptions[0], extra=about)
+        logger.error("%s failed: %s", what, trace_of(group.exceptions[0]), extra=about)
 
 
 async def close(line: WebSocketLine | Call, outbox: Outbox, last: Event | None = None, code: str = "") -> NoReturn:
@@ -198,16 +198,16 @@ class SessionConnection:
 
     async def run(self) -> None:
         """Run the session to its end; at the end none of its requests is left."""
-        works = [self._read(), self._outbox.write(), self._transcriber.run(), self._close()]
-        if self._keeper is not None:
-            works.append(self._keep(self._keeper))
         if self.live is not None:
             self.live.begin(self._outbox, lambda event: self._carry_out(self._session.receive(event)), self.end)
             self._state.live[self._session.id] = self
-        if self.live is not None and isinstance(self._line, WebSocketLine):
-            works.append(self.live.play())
         self._carry_out(self._session.opened())
         self._account()
+        works = [self._read(), self._outbox.write(), self._transcriber.run(), self._close()]
+        if self._keeper is not None:
+            works.append(self._keep(self._keeper))
+        if self.live is not None and isinstance(self._line, WebSocketLine):
+            works.append(self.live.play())
         try:
             await together(asyncio.TaskGroup(), works, "a realtime session", self._about)
         finally:
