@@ -18,11 +18,14 @@ import msgspec
 import numpy
 
 from omni_actors.client import AsyncOmniClient, WordTimes
-from omni_actors.errors import RequestTimeout
+from omni_actors.errors import OmniError, RequestTimeout
 from omni_actors.host.addresses import is_tcp
 from omni_actors.http_server.generation import transcription_question
+from omni_actors.logs import get_logger
 from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import LANGUAGE, TRANSCRIPT, StageParams, WordTime
+
+logger = get_logger(__name__)
 
 ASK_SECONDS = 1.0  # for its description, the first time
 AWAY_SECONDS = 10.0  # before a pipeline that did not answer is asked again whether it knows times of words
@@ -102,22 +105,22 @@ class Ears:
         return self._description is not None and self._description.aligning is not None
 
     async def words(self, samples: numpy.ndarray, rate: int, text: str, **options: Any) -> Sequence[WordTime]:
-        """When the words of a text are said in a sound f32 [n]; none if this pipeline does not know that.
-
-        Raises:
-            OmniError: the request failed.
-        """
-        description = await self.describe()
-        if description.aligning is None or len(samples) > rate * description.aligning.max_seconds:
+        """When the words of a text are said in a sound f32 [n]; none if this pipeline does not know that, or fails."""
+        try:
+            description = await self.describe()
+            if description.aligning is None or len(samples) > rate * description.aligning.max_seconds:
+                return ()
+            stream = await self.client.submit(
+                [{"role": "user", "content": [{"type": "audio", "audio": (samples, rate)}]}],
+                modalities=["words"],
+                additional_information={TRANSCRIPT: text},
+                params={description.outputs.get("text", ""): StageParams(max_tokens=1)},  # the text is known
+                **options,
+            )
+            found = [word async for item in stream if isinstance(item, WordTimes) for word in item.words]
+        except OmniError as error:  # a sound is more than its times
+            logger.warning("no times of words: %s", error)
             return ()
-        stream = await self.client.submit(
-            [{"role": "user", "content": [{"type": "audio", "audio": (samples, rate)}]}],
-            modalities=["words"],
-            additional_information={TRANSCRIPT: text},
-            params={description.outputs.get("text", ""): StageParams(max_tokens=1)},  # the text is known
-            **options,
-        )
-        found = [word async for item in stream if isinstance(item, WordTimes) for word in item.words]
         seconds = len(samples) / rate
         return [WordTime(one.word, min(one.start, seconds), min(one.end, seconds), one.place) for one in found]
 

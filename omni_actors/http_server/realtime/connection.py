@@ -393,9 +393,6 @@ class SessionConnection:
             item_id, text = spoken[0]["id"], spoken[0]["content"][0]["transcript"]
             pace = None if whole else self._session.pace or len(text) * BYTES_PER_SECOND / len(pcm)
             words = await self._asker.word_times(text, bytes(pcm), pace)
-        except OmniError as error:  # the conversation goes on without them
-            logger.warning("no times of words: %s", error, extra=self._about)
-            return
         finally:
             del self._sounds[response["id"]]
         if words:

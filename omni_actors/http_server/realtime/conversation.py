@@ -298,6 +298,7 @@ class RealtimeConversation:
     """
 
     def __init__(self, audio_seconds: float, max_audios: int | None, max_images: int | None = None) -> None:
+        self.id = new_id("conv")
         self._audio_seconds = audio_seconds
         self._max_audios = max_audios
         self._max_images = max_images

@@ -19,7 +19,7 @@ from omni_actors.host.processes import at_most
 from omni_actors.http_server.bodies import JsonBody, Strict
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime import calls, config
-from omni_actors.http_server.realtime.config import Event, new_id
+from omni_actors.http_server.realtime.config import Event
 from omni_actors.http_server.realtime.connection import (
     SessionConnection,
     WebSocketLine,
@@ -54,7 +54,7 @@ from omni_actors.http_server.realtime.live_events import (
 from omni_actors.http_server.realtime.playing import Loudspeaker
 from omni_actors.http_server.realtime.requests import Outbox
 from omni_actors.http_server.realtime.resuming import owner_of
-from omni_actors.http_server.realtime.session import KeptSession, RealtimeSession
+from omni_actors.http_server.realtime.session import RealtimeSession
 from omni_actors.http_server.state import ServerState, json_response
 
 PATH = "/v1/live/sessions"
@@ -93,8 +93,7 @@ async def made(
     wire = wire_format(audio.format, WireFormat(), "session.audio.format")
     settings = msgspec.structs.replace(settings, input_format=wire, output_format=wire)
     session = new_session(settings, pipeline, state)
-    order = [item.id for item in items]
-    session.go_on(session.id, KeptSession("", session.expires, new_id("conv"), settings, order, [*items]))
+    session.restore(items)
     return session, LiveSession(start, wire, description.calls_tools, speaker)
 
 

@@ -124,7 +124,7 @@ class Asker:
         )
 
     async def word_times(self, text: str, pcm: bytes, pace: float | None) -> Sequence[WordTime]:
-        """When the words of a spoken answer are said, as far as another pipeline knows that. Raises `OmniError`.
+        """When the words of a spoken answer are said, as far as another pipeline knows that.
 
         Args:
             pcm: its sound, i16 at `RATE`.

@@ -29,17 +29,12 @@ class RunningResponse:
     """
 
     def __init__(
-        self,
-        config: SessionConfig,
-        conversation: RealtimeConversation | None,
-        conversation_id: str,
-        metadata: Mapping[str, str] | None,
+        self, config: SessionConfig, conversation: RealtimeConversation | None, metadata: Mapping[str, str] | None
     ) -> None:
         self.id = new_id("resp")
         self.config = config
         self.item: MessageItem | None = None
         self._conversation = conversation
-        self._conversation_id = conversation_id if conversation is not None else None
         self._metadata = metadata
         self._part = ItemPart("output_text")  # of the item
         self._encoder = SoundEncoder(config.output_format.law, config.output_format.hertz)
@@ -125,7 +120,7 @@ class RunningResponse:
             "status": status,
             "status_details": status_details,
             "output": [item.shown() for item in self._output],
-            "conversation_id": self._conversation_id,
+            "conversation_id": self._conversation.id if self._conversation is not None else None,
             "output_modalities": [self.config.output],
             "max_output_tokens": self.config.max_output_tokens,
             "audio": {"output": {"format": self.config.output_format, "voice": self.config.voice}},

@@ -127,7 +127,6 @@ class RealtimeSession:
         self._pipeline = pipeline
         self.expires = expires
         self._conversation = RealtimeConversation(pipeline.audio_seconds, pipeline.max_audios, pipeline.max_images)
-        self._conversation_id = new_id("conv")
         self._buffer = AudioBuffer(pipeline.audio_seconds, config.input_format)
         self._detector = TurnDetector(config.turn_detection) if config.turn_detection is not None else None
         self._turn_id = ""
@@ -196,13 +195,17 @@ class RealtimeSession:
         whole = [item for item in self._conversation if item.status != "in_progress"]
         order = [item.id for item in whole]
         items = [item for item in whole if changed is None or item.id in changed]
-        return KeptSession(owner, self.expires, self._conversation_id, self._config, order, items)
+        return KeptSession(owner, self.expires, self._conversation.id, self._config, order, items)
 
     def go_on(self, session_id: str, kept: KeptSession) -> None:
         """Become this session, in place of a new one that has not been opened."""
-        self.id, self.expires, self._conversation_id = session_id, kept.expires, kept.conversation_id
+        self.id, self.expires, self._conversation.id = session_id, kept.expires, kept.conversation_id
         self._configure(kept.config)
-        for item in kept.items:
+        self.restore(kept.items)
+
+    def restore(self, items: Iterable[AnyItem]) -> None:
+        """Have a session that has not been opened begin with these items."""
+        for item in items:
             self._conversation.add(item)
 
     def receive(self, given: config.AnyEvent, pictures: Sequence[bytes] = ()) -> Instructions:
@@ -478,7 +481,7 @@ class RealtimeSession:
         if config.kind != "realtime":
             raise bad_field("type", "A session of the type 'transcription' gives no answers.", "unsupported_value")
         conversation = self._conversation if fields.conversation == "auto" else None
-        return RunningResponse(config, conversation, self._conversation_id, fields.metadata)
+        return RunningResponse(config, conversation, fields.metadata)
 
     def _aside_of(self, given: Sequence[config.GivenItem | config.ItemReference]) -> Sequence[AnyItem]:
         items: list[AnyItem] = []

@@ -30,7 +30,6 @@ from omni_actors.http_server.generation import Speed, VoiceId
 from omni_actors.http_server.speech.sentences import SentenceCutter
 from omni_actors.http_server.speech.voices import recording_of
 from omni_actors.http_server.state import ServerState
-from omni_actors.logs import get_logger
 from omni_actors.protocol.messages import Description, StageUsage
 from omni_actors.protocol.payloads import (
     ADDITIONAL_INFORMATION,
@@ -43,8 +42,6 @@ from omni_actors.protocol.payloads import (
     SpeechAbility,
     WordTime,
 )
-
-logger = get_logger(__name__)
 
 MAX_INSTRUCTIONS = 4096
 LEAST_SECONDS = 0.001  # of a request whose time is over: the pipeline then says so
@@ -141,13 +138,8 @@ class TextSpeaker:
         """When the words of a text are said in its sound, as far as another pipeline knows that."""
         if self.aligner is None or not sound:
             return ()
-        samples, rate = numpy.concatenate(sound), self.description.sample_rate
         options = {"tenant": self.options["tenant"], "timeout": WORDS_SECONDS}
-        try:
-            return await self.aligner.words(samples, rate, text, **options)
-        except OmniError as error:  # the sound is more than its times
-            logger.warning("no times of words: %s", error)
-            return ()
+        return await self.aligner.words(numpy.concatenate(sound), self.description.sample_rate, text, **options)
 
 
 def times_of(words: Iterable[WordTime], begin: float, speed: float) -> list[dict[str, Any]]:
