@@ -19,7 +19,6 @@ from livekit.plugins import elevenlabs
 from pipecat.frames.frames import (
     ErrorFrame,
     Frame,
-    InterruptionFrame,
     LLMFullResponseEndFrame,
     LLMFullResponseStartFrame,
     LLMTextFrame,
@@ -54,7 +53,6 @@ class Listener(FrameProcessor):
         self.pcm: defaultdict[str, bytes] = defaultdict(bytes)
         self.words: defaultdict[str, list[str]] = defaultdict(list)
         self.stopped: list[str] = []
-        self.interrupted = 0
 
     async def process_frame(self, frame: Frame, direction: FrameDirection) -> None:
         await super().process_frame(frame, direction)
@@ -66,8 +64,6 @@ class Listener(FrameProcessor):
                 self.words[str(frame.context_id)].append(frame.text)
             case TTSStoppedFrame():
                 self.stopped.append(str(frame.context_id))
-            case InterruptionFrame():
-                self.interrupted += 1
         await self.push_frame(frame, direction)
 
 
@@ -112,22 +108,6 @@ async def test_pipecat_speaks_sentences_as_they_are_written(preset: HttpPipeline
             await eventually(lambda wanted=count: len(listener.stopped) == wanted, 20, lambda: f"{listener.words}")
         assert [said(pcm) for pcm in listener.pcm.values()] == [VOICED] * 2
         assert [" ".join(words) for words in listener.words.values()] == [WRITTEN.strip()] * 2
-
-
-async def test_pipecat_interrupts_what_is_spoken(slow_speech: HttpPipeline) -> None:
-    async with pipecat(slow_speech.url, TextAggregationMode.TOKEN) as (worker, listener):
-        for count, whole in enumerate((True, False), 1):  # the model may have written all, or still write
-            texts = [LLMTextFrame("The tide is full. ") for _ in range(500)]
-            await worker.queue_frames([LLMFullResponseStartFrame(), *texts])
-            if whole:
-                await worker.queue_frame(LLMFullResponseEndFrame())
-            await eventually(lambda wanted=count: len(listener.pcm) == wanted, 20, "the beginning of the sound")
-            await worker.queue_frame(InterruptionFrame())
-            await eventually(lambda wanted=count: listener.interrupted == wanted, 20, "the interruption")
-            await asyncio.to_thread(slow_speech.assert_idle)
-        await write(worker, tokens("It is low."))
-        await eventually(lambda: len(listener.stopped) == 1, 20, "the answer after the interruptions")
-        assert said(listener.pcm[listener.stopped[0]]) == "voice=vivian It is low."
 
 
 # -- livekit ----------------------------------------------------------------------------------------------------------

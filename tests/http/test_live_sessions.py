@@ -160,9 +160,7 @@ async def test_a_fork_goes_on_from_what_was_said(scripted: HttpPipeline) -> None
     ("session", "transport", "param"),
     [
         ({**MODEL, "audio": {"format": {"type": "audio/pcm", "rate": 24000}}}, {}, "session.audio.format"),
-        ({}, {}, "session.model"),
         ({**MODEL, "client": {"data_channel": {}}}, {}, "session.client"),
-        (MODEL, {"type": "sip"}, "transport.type"),
         (MODEL, {"sdp": "v=0"}, "sdp"),
     ],
 )

@@ -134,14 +134,9 @@ async def test_pictures_are_checked_as_in_a_chat(echo: HttpPipeline) -> None:
         await connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
 
     async with openai_session(echo.url) as connection:
-        for url, code in [
-            (data_uri("image/png", b"no picture"), "malformed_media"),
-            (data_uri("audio/wav", picture()), "invalid_url"),
-            ("https://127.0.0.1/picture.png", "url_not_allowed"),
-        ]:
-            await show(url)
-            error = (await until_event(connection, "error"))[-1].error
-            assert (error.code, error.param) == (code, "image_url")
+        await show(data_uri("image/png", b"no picture"))
+        error = (await until_event(connection, "error"))[-1].error
+        assert (error.code, error.param) == ("malformed_media", "image_url")
         await show(data_uri("image/png", picture(300, 200)))
         added = (await until_event(connection, "conversation.item.done"))[-1]
         assert added.item.content[0].type == "input_image"
@@ -225,13 +220,8 @@ async def test_a_session_begins_when_its_turns_can_be_found(
 ) -> None:
     """The first sound does not wait until the model is loaded: its turns would be found too late."""
     loaded: list[turns.SpeechModel] = []
-
-    class Noted(turns.SpeechModel):
-        def __init__(self) -> None:
-            super().__init__()
-            loaded.append(self)
-
-    monkeypatch.setattr(turns, "SpeechModel", Noted)
+    make = turns.SpeechModel
+    monkeypatch.setattr(turns, "SpeechModel", lambda: loaded.append(make()) or loaded[-1])
     with serving_sessions(ServerSettings(endpoint=echo.endpoint)) as url:
         for _ in range(2):
             async with ws(url) as websocket:

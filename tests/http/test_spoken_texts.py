@@ -166,14 +166,12 @@ def test_a_failure_in_a_long_text_ends_its_stream(slow_speech: HttpPipeline) -> 
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
-        ({"input": "a" * 100_001}, "input", "invalid_value"),
         ({"input": "a" * 4097, "response_format": "flac"}, "response_format", "unsupported_value"),
         ({"voice": "alice"}, "voice", "unknown_voice"),
         ({"language": "Klingon"}, "language", "invalid_value"),
         ({"instructions": "Slowly."}, "instructions", "unsupported_parameter"),
         ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "unsupported_value"),
         ({"timestamp_granularities": ["word"], "stream_format": "sse"}, "timestamp_granularities", "unsupported_value"),
-        ({"input": ""}, "input", "invalid_value"),
     ],
 )
 def test_what_a_model_with_voices_of_its_own_does_not_take(preset: HttpPipeline, fields, param, code) -> None:
@@ -239,20 +237,14 @@ def test_a_voice_is_made_of_a_recording_used_and_deleted(cloning: HttpPipeline) 
     [
         (b"", {}, (400, "audio_sample", "invalid_value")),
         (b"no sound at all", {}, (400, "audio_sample", "malformed_media")),
-        (RECORDING[: len(RECORDING) // 2], {"name": ""}, (400, "name", "invalid_value")),
         (sound(30.5, 8000), {}, (413, "audio_sample", "media_too_large")),
         (sound(0.4), {}, (400, "audio_sample", "invalid_value")),
         (QUIET.getvalue(), {}, (400, "audio_sample", "invalid_value")),
         (RECORDING, {"name": "a/b"}, (400, "name", "invalid_value")),
-        (RECORDING, {"name": " a"}, (400, "name", "invalid_value")),
-        (RECORDING, {"name": "x" * 65}, (400, "name", "invalid_value")),
         (RECORDING, {"name": "Default"}, (400, "name", "invalid_value")),
         (RECORDING, {"name": "Alloy"}, (400, "name", "invalid_value")),
         (RECORDING, {"name": "voice_0123"}, (400, "name", "invalid_value")),
-        (RECORDING, {"transcript": "x" * 2049}, (400, "transcript", "invalid_value")),
-        (RECORDING, {"rate": 3}, (400, "rate", "unknown_parameter")),
         (RECORDING, {"model": "another"}, (404, "model", "model_not_found")),
-        (RECORDING, {"type": "prompt"}, (400, "type", "invalid_value")),
     ],
 )
 def test_recordings_and_names_that_are_refused(cloning: HttpPipeline, recording, fields, wanted) -> None:

@@ -116,10 +116,6 @@ async def test_the_manner_can_be_changed_between_texts(preset: HttpPipeline) -> 
     ("event", "param", "code"),
     [
         ({"type": "input_text.apend", "text": "a"}, "type", "invalid_value"),
-        ({"type": "input_text.append"}, "text", "missing_required_parameter"),
-        ({"type": "input_text.append", "text": "a", "voice": "ryan"}, "voice", "unknown_parameter"),
-        ({"type": "input_text.append", "text": "a" * 100_001}, "text", "invalid_value"),
-        ({"type": "session.update", "session": {"speed": 9}}, "session.speed", "invalid_value"),
         ({"type": "session.update", "session": {"input": "a"}}, "session.input", "unknown_parameter"),
         ({"type": "session.update", "session": {"language": "Klingon"}}, "language", "invalid_value"),
         ({"type": "session.update", "session": {"model": "another"}}, "model", "model_not_found"),
@@ -177,24 +173,18 @@ async def test_sessions_are_limited_in_number_and_time_as_realtime_sessions_are(
             assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (1001, "session_idle")
 
 
-async def test_a_session_needs_the_key_and_has_no_parameters(preset: HttpPipeline) -> None:
+async def test_a_session_has_no_parameters_and_takes_the_key_as_elevenlabs_does(preset: HttpPipeline) -> None:
     settings = ServerSettings(endpoint=preset.endpoint, api_key="sesame", check_host=False)
     path = "/v1/audio/speech/stream"
     with serving_sessions(settings) as url:
-        key = {"Authorization": "Bearer sesame"}
-        for where, headers, status in (
-            (path, {}, 401),
-            (path, {"xi-api-key": "sesam"}, 401),
-            (f"{path}?a=b", key, 400),
-        ):
+        for where, key, status in ((path, "sesam", 401), (f"{path}?a=b", "sesame", 400)):
             with pytest.raises(InvalidStatus) as refused:
-                await text_socket(url, where, additional_headers=headers).__aenter__()
+                await text_socket(url, where, additional_headers={"xi-api-key": key}).__aenter__()
             assert refused.value.response.status_code == status
-        for headers in (key, {"xi-api-key": "sesame"}):
-            async with text_socket(url, additional_headers=headers) as client:
-                await client.append(["It turns."])
-                await client.send(FLUSH)
-                assert (await client.heard())[0] == "It turns."
+        async with text_socket(url, additional_headers={"xi-api-key": "sesame"}) as client:
+            await client.append(["It turns."])
+            await client.send(FLUSH)
+            assert (await client.heard())[0] == "It turns."
 
 
 @pytest.mark.parametrize("path", ["realtime", "audio/speech/stream", "text-to-speech/vivian/stream-input"])

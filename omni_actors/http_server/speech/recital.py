@@ -108,15 +108,15 @@ class TextSpeaker:
         """
         description, _ = await state.model(manner.model)
         ability = speech_ability(description)
+        prompt: Callable[[str], Any]
         if ability is not None:
-            options = await _spoken(manner, state, description, ability)
-            information = options.pop(ADDITIONAL_INFORMATION)
-            prompt: Callable[[str], Any] = functools.partial(_told, information)
+            options, prompt = await _spoken(manner, state, description, ability), str
         else:
-            options, information = _read_aloud(manner, state, description), {}
+            options = _read_aloud(manner, state, description)
             prompt = functools.partial(read_aloud, instructions=manner.instructions)
         # With the voice of a recording that goes on from its transcript, a model speaks whole texts only.
-        in_parts = ability is not None and ability.text_in_parts and TRANSCRIPT not in information
+        whole = TRANSCRIPT in options.get(ADDITIONAL_INFORMATION, ())
+        in_parts = ability is not None and ability.text_in_parts and not whole
         options |= {
             "params": state.stage_params(manner.model, manner.params_by_stage(), description, {}),
             "seed": secrets.randbelow(SEEDS) if manner.seed is None else manner.seed,
@@ -151,11 +151,6 @@ def times_of(words: Iterable[WordTime], begin: float, speed: float) -> list[dict
 def request_ids(first: str) -> Iterator[str]:
     """Names for the requests of one HTTP request, whose own name the first one has."""
     return itertools.chain([first], (f"{first}-{number}" for number in itertools.count(1)))
-
-
-def _told(information: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """The prompt of a model that speaks the text that it is given."""
-    return {"messages": [{"role": "user", "content": text}], ADDITIONAL_INFORMATION: information}
 
 
 def _read_aloud(manner: Manner, state: ServerState, description: Description) -> dict[str, Any]:
