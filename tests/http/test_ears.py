@@ -9,10 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from openai import AsyncOpenAI
 
 from omni_actors.http_server.ears import Ears
-from tests.support.realtime import answer_on, metric, speech
+from tests.support.realtime import answer_on, hear, metric, openai_session, speech
 from tests.support.servers import HttpPipeline, sound
 
 HEARD = "Write down what is said in this recording"  # what the ears, which echo, write down
@@ -56,13 +55,9 @@ def test_a_chat_is_shown_the_texts_of_all_sounds_each_of_which_is_written_down_o
 
 
 async def test_a_spoken_turn_has_its_transcript_and_an_answer_to_it(deaf: HttpPipeline) -> None:
-    async with (
-        AsyncOpenAI(base_url=f"{deaf.url}/v1", api_key="none") as client,
-        client.realtime.connect(model="echo") as connection,
-    ):
-        heard = {"turn_detection": None, "transcription": {"model": "echo"}}
-        await connection.session.update(session={"type": "realtime", "audio": {"input": heard}})
-        await connection.input_audio_buffer.append(audio=base64.b64encode(speech(0.5).tobytes()).decode())
+    heard = {"turn_detection": None, "transcription": {"model": "echo"}}
+    async with openai_session(deaf.url, audio={"input": heard}) as connection:
+        await hear(connection, speech(0.5))
         await connection.input_audio_buffer.commit()
         async for event in connection:
             if event.type == "conversation.item.input_audio_transcription.completed":

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
@@ -15,14 +14,13 @@ import numpy
 import pytest
 import soundfile
 import soxr
-from openai import AsyncOpenAI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 
 from omni_actors.http_server.realtime.formats import RATE
 from tests.support.paths import REPOSITORY
+from tests.support.realtime import hear, openai_session
 from tests.support.scribe import STAGE, heard
 from tests.support.servers import HttpPipeline
-from tests.support.waiting import PATIENCE
 
 DELTA, COMPLETED = (f"conversation.item.input_audio_transcription.{kind}" for kind in ("delta", "completed"))
 STOPPED = "input_audio_buffer.speech_stopped"
@@ -50,17 +48,10 @@ def deaf(scribe: HttpPipeline) -> Iterator[HttpPipeline]:
         pipeline.assert_idle()
 
 
-@asynccontextmanager
-async def session(url: str, kind: str, **options: Any) -> AsyncIterator[AsyncRealtimeConnection]:
+def session(url: str, kind: str, **options: Any) -> AbstractAsyncContextManager[AsyncRealtimeConnection]:
     query = {"intent": "transcription"} if kind == "transcription" else {}
-    async with (
-        AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
-        client.realtime.connect(model="echo", extra_query=query) as connection,
-        asyncio.timeout(20 * PATIENCE),
-    ):
-        audio = {"input": {"turn_detection": VAD, "transcription": {"model": "echo"}, **options}}
-        await connection.session.update(session={"type": kind, "audio": audio})
-        yield connection
+    audio = {"input": {"turn_detection": VAD, "transcription": {"model": "echo"}, **options}}
+    return openai_session(url, query=query, type=kind, audio=audio)
 
 
 async def turn(connection: AsyncRealtimeConnection, pieces: int) -> list[Any]:
@@ -71,7 +62,7 @@ async def turn(connection: AsyncRealtimeConnection, pieces: int) -> list[Any]:
         for place in itertools.count(0, PIECE):
             speaking = len(deltas(events)) < pieces and not any(event.type == STOPPED for event in events)
             pcm = SPEECH[place : place + PIECE] if speaking else numpy.zeros(PIECE, "<i2")
-            await connection.input_audio_buffer.append(audio=base64.b64encode(pcm.tobytes()).decode())
+            await hear(connection, pcm)
             await asyncio.sleep(0.02)  # two and a half times as fast as people speak
 
     speaker = asyncio.create_task(microphone())
@@ -136,8 +127,7 @@ async def test_the_answer_to_a_turn_has_all_its_words_of_which_the_first_were_wr
 async def test_turns_that_come_faster_than_they_are_written_down_are_all_written_down(scribe: HttpPipeline) -> None:
     async with session(scribe.url, "transcription", turn_detection=None) as connection:
         for quarters in (4, 8, 6):
-            sound = SPEECH[: quarters * RATE // 4].tobytes()
-            await connection.input_audio_buffer.append(audio=base64.b64encode(sound).decode())
+            await hear(connection, SPEECH[: quarters * RATE // 4])
             await connection.input_audio_buffer.commit()
         texts = []
         while len(texts) < 3:

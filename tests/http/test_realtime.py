@@ -13,7 +13,6 @@ import httpx
 import msgspec
 import numpy
 import pytest
-from openai import AsyncOpenAI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -23,23 +22,23 @@ from omni_actors.http_server.realtime import connection as connections
 from omni_actors.http_server.realtime import turns
 from omni_actors.http_server.realtime.formats import RATE, SoundEncoder, WireFormat
 from omni_actors.http_server.settings import ServerSettings
-from tests.support.realtime import SECOND, SILENCE, in_flight, metric, no_request, serving_sessions, speech, until_event
+from tests.support.realtime import (
+    MANUAL,
+    SECOND,
+    SILENCE,
+    hear,
+    in_flight,
+    metric,
+    no_request,
+    openai_session,
+    serving_sessions,
+    speech,
+    until_event,
+)
 from tests.support.servers import HttpPipeline, data_uri, picture
 from tests.support.waiting import PATIENCE, eventually
 
-MANUAL = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
 SAMPLES_PER_TOKEN = 480
-
-
-@asynccontextmanager
-async def openai_session(url: str, **session: Any) -> AsyncIterator[AsyncRealtimeConnection]:
-    """A session of the `openai` package, without detection of turns unless `session` says otherwise."""
-    async with (
-        AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
-        client.realtime.connect(model="echo") as connection,
-    ):
-        await connection.session.update(session={**MANUAL, **session})
-        yield connection
 
 
 async def say(connection: AsyncRealtimeConnection, text: str) -> None:
@@ -155,8 +154,7 @@ async def test_the_server_finds_the_turns_of_the_user(echo: HttpPipeline) -> Non
     async with openai_session(echo.url, instructions="hi", audio=audio) as connection:
         silence = numpy.zeros(24_000, numpy.int16)
         sound = SoundEncoder(wire.law, wire.hertz).encode(numpy.concatenate([silence, speech(1.0), silence]).tobytes())
-        for start in range(0, len(sound), 4800):
-            await connection.input_audio_buffer.append(audio=base64.b64encode(sound[start : start + 4800]).decode())
+        await hear(connection, sound, 4800)
         events = {event.type: event for event in await until_event(connection, "response.done")}
     started, stopped = events["input_audio_buffer.speech_started"], events["input_audio_buffer.speech_stopped"]
     assert 500 <= started.audio_start_ms <= 1000
@@ -175,10 +173,6 @@ async def early_session(pipeline: HttpPipeline, monkeypatch: pytest.MonkeyPatch)
     with serving_sessions(ServerSettings(endpoint=pipeline.endpoint)) as url:
         async with openai_session(url, instructions="one ", audio=audio) as connection:
             yield url, connection
-
-
-async def hear(connection: AsyncRealtimeConnection, sound: numpy.ndarray) -> None:
-    await connection.input_audio_buffer.append(audio=base64.b64encode(sound.tobytes()).decode())
 
 
 async def test_an_answer_is_begun_before_its_turn_is_over(slow: HttpPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +227,7 @@ async def test_the_turns_of_the_user_are_written_down(echo: HttpPipeline) -> Non
     """The echo stages answer with the question that they are asked about the sound."""
     audio = {"input": {"turn_detection": None, "transcription": {"language": "en"}}}
     async with openai_session(echo.url, audio=audio) as connection:
-        await connection.input_audio_buffer.append(audio=base64.b64encode(SECOND).decode())
+        await hear(connection, SECOND)
         await connection.input_audio_buffer.commit()
         events = await until_event(connection, "conversation.item.input_audio_transcription.completed")
         deltas = [event for event in events if event.type == "conversation.item.input_audio_transcription.delta"]
@@ -246,7 +240,7 @@ async def test_the_turns_of_the_user_are_written_down(echo: HttpPipeline) -> Non
         await connection.session.update(
             session={"type": "realtime", "audio": {"input": {"transcription": {"prompt": "x" * 5000}}}}
         )
-        await connection.input_audio_buffer.append(audio=base64.b64encode(SECOND).decode())
+        await hear(connection, SECOND)
         await connection.input_audio_buffer.commit()  # the echo stages do not take a question of that length
         events = await until_event(connection, "conversation.item.input_audio_transcription.failed")
         assert events[-1].error.code == "prompt_too_long"

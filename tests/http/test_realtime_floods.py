@@ -22,11 +22,10 @@ from omni_actors.sharing import Budget
 from scripts.fuzz_http import ACCEPTED, handshake
 from scripts.fuzz_websocket import CLOSE, CONTINUATION, PING, PONG, TEXT, frame, frames_of_server
 from tests.support.processes import processes_titled
-from tests.support.realtime import in_flight, metric
+from tests.support.realtime import MANUAL, in_flight, metric
 from tests.support.servers import HttpPipeline, serving
 from tests.support.waiting import PATIENCE, until
 
-MANUAL = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
 SAY = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "one two three " * 20}]}
 FAULTS = ("Traceback", "a request failed", "session failed", "ERROR")
 TRY_AGAIN_LATER, POLICY_VIOLATION = 1013, 1008

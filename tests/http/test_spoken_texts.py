@@ -77,14 +77,6 @@ def test_the_text_that_is_given_is_spoken(preset: HttpPipeline) -> None:
     assert said(samples.astype("<i2").tobytes()) == f"voice=vivian {TEXT}"
 
 
-def test_events_have_the_sound_and_the_text(preset: HttpPipeline) -> None:
-    events = events_of(preset, input=TEXT)
-    assert heard_in(events) == TEXT
-    assert events[-1]["type"] == "speech.audio.done"
-    assert events[-1]["transcript"] == TEXT
-    assert events[-1]["usage"]["output_tokens"] == len(TEXT)
-
-
 def long_text(characters: int) -> str:
     """Sentences of different lengths, the last one without its end."""
     words = (f"Wave {number} comes{' slowly' * (number % 7)}. " for number in itertools.count())

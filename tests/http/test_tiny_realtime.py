@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import subprocess
 import sys
@@ -10,14 +9,12 @@ from collections.abc import Iterator
 
 import numpy
 import pytest
-from openai import AsyncOpenAI
 
 from omni_actors.client import OmniClient
 from omni_actors.http_server.realtime.formats import RATE
 from tests.support.paths import REPOSITORY
-from tests.support.realtime import answer_on, speech, spoken_turn
+from tests.support.realtime import answer_on, openai_session, speech, spoken_turn
 from tests.support.servers import HttpPipeline, data_uri, picture
-from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.e2e
 
@@ -46,12 +43,7 @@ async def test_a_spoken_turn_has_the_answer_that_the_client_library_gets(tiny: H
 async def test_a_picture_is_seen(tiny: HttpPipeline) -> None:
     item = {"type": "message", "role": "user"}
     item["content"] = [{"type": "input_image", "image_url": data_uri("image/png", picture(112, 112))}]
-    async with (
-        AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="none") as client,
-        client.realtime.connect(model=MODEL) as connection,
-        asyncio.timeout(60 * PATIENCE),
-    ):
-        await connection.session.update(session={"type": "realtime", "output_modalities": ["text"], "seed": 5})
+    async with openai_session(tiny.url, MODEL, output_modalities=["text"], seed=5) as connection:
         await connection.conversation.item.create(item=item)
         await connection.response.create(response={"max_output_tokens": 12})
         usage = (await answer_on(connection)).response.usage

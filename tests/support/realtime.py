@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, NamedTuple, get_args
 
 import httpx
@@ -175,6 +175,31 @@ class Turn(NamedTuple):
     response: RealtimeResponse
 
 
+MANUAL = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
+
+
+@asynccontextmanager
+async def openai_session(
+    url: str, model: str = "echo", query: dict[str, str] | None = None, **session: Any
+) -> AsyncIterator[AsyncRealtimeConnection]:
+    """A session of the `openai` package, without detection of turns unless `session` says otherwise."""
+    async with (
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
+        client.realtime.connect(model=model, extra_query=query or {}) as connection,
+        asyncio.timeout(60 * PATIENCE),
+    ):
+        await connection.session.update(session={**MANUAL, **session})
+        yield connection
+
+
+async def hear(connection: AsyncRealtimeConnection, sound: numpy.ndarray | bytes, piece: int | None = None) -> None:
+    """Have a session hear i16 at `RATE`, or bytes as they are, at once or in pieces of so many bytes."""
+    data = sound if isinstance(sound, bytes) else sound.tobytes()
+    for start in range(0, len(data), piece or len(data)):
+        part = data[start : start + (piece or len(data))]
+        await connection.input_audio_buffer.append(audio=base64.b64encode(part).decode())
+
+
 async def spoken_turn(url: str, model: str, recording: bytes, voice: str, **fields: Any) -> Turn:
     """Speak to a server, with the `openai` package, and hear its answer.
 
@@ -182,14 +207,9 @@ async def spoken_turn(url: str, model: str, recording: bytes, voice: str, **fiel
         recording: i16 at `RATE`.
         fields: further ones of the session.
     """
-    async with (
-        AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
-        client.realtime.connect(model=model) as connection,
-        asyncio.timeout(120),
-    ):
-        audio = {"input": {"turn_detection": None}, "output": {"voice": voice}}
-        await connection.session.update(session={"type": "realtime", "audio": audio, **fields})
-        await connection.input_audio_buffer.append(audio=base64.b64encode(recording).decode())
+    audio = {"input": {"turn_detection": None}, "output": {"voice": voice}}
+    async with openai_session(url, model, audio=audio, **fields) as connection:
+        await hear(connection, recording)
         await connection.input_audio_buffer.commit()
         await connection.response.create()
         return await answer_on(connection)
