@@ -118,6 +118,7 @@ class MessageItem(Struct, tag="message"):
     def weight(self) -> Counter[str]:
         """What its content takes of a conversation's bounds."""
         return Counter(
+            items=1,
             characters=sum(len(part.text) for part in self.parts),
             audio_bytes=sum(len(part.audio) for part in self.parts),
             audios=sum(bool(part.audio) for part in self.parts),
@@ -237,7 +238,7 @@ class CallItem(Struct, tag="call"):
     @property
     def weight(self) -> Counter[str]:
         """What it takes of a conversation's bounds."""
-        return Counter(characters=len(self.name) + len(self.arguments))
+        return Counter(items=1, characters=len(self.name) + len(self.arguments))
 
     @property
     def can_be_read(self) -> bool:
@@ -271,7 +272,7 @@ class ResultItem(Struct, tag="result"):
     @property
     def weight(self) -> Counter[str]:
         """What it takes of a conversation's bounds."""
-        return Counter(characters=len(self.output))
+        return Counter(items=1, characters=len(self.output))
 
     def shown(self, **_: bool) -> dict[str, Any]:
         """The item as clients see it."""
@@ -300,8 +301,14 @@ class RealtimeConversation:
     def __init__(self, audio_seconds: float, max_audios: int | None, max_images: int | None = None) -> None:
         self.id = new_id("conv")
         self._audio_seconds = audio_seconds
-        self._max_audios = max_audios
-        self._max_images = max_images
+        self._most: dict[str, float] = {
+            "items": MAX_MESSAGES,
+            "characters": MAX_TEXT,
+            "audio_bytes": audio_seconds * BYTES_PER_SECOND,
+            "audios": math.inf if max_audios is None else max_audios,
+            "image_bytes": MAX_IMAGE_BYTES,
+            "images": math.inf if max_images is None else max_images,
+        }
         self._items: list[AnyItem] = []
         self._weights: dict[str, Counter[str]] = {}
         self._total = Counter[str]()
@@ -334,7 +341,7 @@ class RealtimeConversation:
         """Insert an item, at the end by default; returns the id of the one before it. Raises `HttpError`."""
         if any(other.id == item.id for other in self._items):
             raise bad_field("item.id", f"The conversation has an item {item.id!r} already.", "item_exists")
-        if self._exceeds(item.weight, 1):
+        if self._exceeds(item.weight):
             message = f"The conversation is limited to {self._audio_seconds:g} s of audio, {MAX_TEXT} characters, "
             message += f"{MAX_IMAGE_BYTES} bytes of pictures, and as many sounds and pictures as the model takes."
             raise HttpError(413, message, param="item", code="item_too_large")
@@ -363,7 +370,7 @@ class RealtimeConversation:
     def drop_oldest(self) -> list[str]:
         """Drop items until the bounds hold; returns their ids. The newest item always stays."""
         dropped = []
-        while len(self._items) > 1 and self._exceeds(self._total, len(self._items)):
+        while len(self._items) > 1 and self._exceeds(self._total):
             dropped.append(self._items[0].id)
             self.remove(dropped[-1])
         return dropped
@@ -386,15 +393,8 @@ class RealtimeConversation:
             error.param = "previous_item_id"
             raise
 
-    def _exceeds(self, weight: Counter[str], items: int) -> bool:
-        return (
-            items > MAX_MESSAGES
-            or weight["characters"] > MAX_TEXT
-            or weight["audio_bytes"] > self._audio_seconds * BYTES_PER_SECOND
-            or weight["image_bytes"] > MAX_IMAGE_BYTES
-            or (self._max_audios is not None and weight["audios"] > self._max_audios)
-            or (self._max_images is not None and weight["images"] > self._max_images)
-        )
+    def _exceeds(self, weight: Counter[str]) -> bool:
+        return any(weight[name] > most for name, most in self._most.items())
 
 
 def prompt_of(instructions: str, items: Iterable[AnyItem]) -> Sequence[dict[str, Any]]:
