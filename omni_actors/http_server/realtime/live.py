@@ -59,38 +59,39 @@ DELEGATE = FlatTool(
 )
 CLOSE_REQUESTED = "close_requested"
 ENDS = {CLOSE_REQUESTED: CLOSE_REQUESTED, "session_expired": "expired", "session_idle": "expired"}
-OTHER_OWNER = "Who does delegated work stays what it was at the start."
 BACKEND = "session.delegation.responses"
 
 
 def realtime_fields(fields: LiveFields, delegates: bool) -> dict[str, Any]:
-    """The fields of a realtime session for what its model is told, and may call."""
+    """The fields of a realtime session for what its model is told, and may call.
+
+    Raises:
+        HttpError: 400 for tools that the pipeline cannot call.
+    """
     backend = fields.delegation.responses if isinstance(fields.delegation, ResponsesDelegation) else None
     told = (fields.instructions, backend.instructions if backend is not None else None)
     found: dict[str, Any] = {"instructions": "\n\n".join(filter(None, told))}
+    if backend is not None and backend.tools and not delegates:
+        message = "This pipeline calls no tools: its operator can set a tool_call_parser."
+        raise bad_field(f"{BACKEND}.tools", message, "unsupported_value")
     if backend is not None:
         names = ("tools", "tool_choice", "parallel_tool_calls", "max_output_tokens")
-        found |= {name: value for name in names if (value := getattr(backend, name)) is not None}
+        found |= {name: getattr(backend, name) for name in names}
     elif delegates:
         found["tools"] = [DELEGATE]
     return msgspec.to_builtins(found)  # type: ignore[no-any-return]
 
 
-def check_tools(given: ResponsesDelegation, delegates: bool) -> None:
-    """Raise `HttpError` 400 for tools that the pipeline cannot call."""
-    if given.responses.tools and not delegates:
-        message = "This pipeline calls no tools: its operator can set a tool_call_parser."
-        raise bad_field(f"{BACKEND}.tools", message, "unsupported_value")
-
-
-def with_backend(fields: LiveFields, given: ResponsesDelegation) -> LiveFields:
-    """The fields of a session with what an update changes. Raises `HttpError` 400 if it has no backend."""
-    if not isinstance(fields.delegation, ResponsesDelegation):
-        raise bad_field("session.delegation.type", OTHER_OWNER)
-    named = msgspec.structs.asdict(given.responses).items()
-    changes = {name: value for name, value in named if value is not None}
-    backend = msgspec.structs.replace(fields.delegation.responses, **changes)
-    return msgspec.structs.replace(fields, delegation=msgspec.structs.replace(fields.delegation, responses=backend))
+def with_update(fields: LiveFields, given: ClientDelegation | ResponsesDelegation | None) -> LiveFields:
+    """The fields of a session with what an update changes. Raises `HttpError` 400 for another kind of delegation."""
+    own = fields.delegation or ClientDelegation()
+    if given is not None and type(given) is not type(own):
+        raise bad_field("session.delegation.type", "Who does delegated work stays what it was at the start.")
+    if not isinstance(given, ResponsesDelegation) or not isinstance(own, ResponsesDelegation):
+        return fields
+    changes = {name: value for name, value in msgspec.structs.asdict(given.responses).items() if value is not None}
+    backend = msgspec.structs.replace(own.responses, **changes)
+    return msgspec.structs.replace(fields, delegation=msgspec.structs.replace(own, responses=backend))
 
 
 class HeardTurn(Struct):
@@ -217,16 +218,10 @@ class LiveSession:
             raise bad_field("type", "This session has no backend: its delegation is not 'responses'.")
 
     def _update(self, event: UpdateLive) -> AnyEvent:
-        own, given = self.fields.delegation or ClientDelegation(), event.session.delegation
-        fields: dict[str, Any] = {}
-        if given is not None and type(given) is not type(own):
-            raise bad_field("session.delegation.type", OTHER_OWNER)
-        if isinstance(given, ResponsesDelegation):
-            check_tools(given, self._capabilities["delegation"])
-            self.fields = with_backend(self.fields, given)
-            fields = realtime_fields(self.fields, self._capabilities["delegation"])
-        self._updating = event
-        return config.UpdateSession(event_id=event.event_id, session=fields)
+        fields = with_update(self.fields, event.session.delegation)
+        asked = realtime_fields(fields, self._capabilities["delegation"])
+        self.fields, self._updating = fields, event
+        return config.UpdateSession(event_id=event.event_id, session=asked)
 
     def _context(self, event: AppendContext) -> AnyEvent | None:
         """Add an item to the conversation: the first of a delegation is the result of its call."""

@@ -31,14 +31,7 @@ from omni_actors.http_server.realtime.connection import (
 )
 from omni_actors.http_server.realtime.conversation import AnyItem
 from omni_actors.http_server.realtime.formats import WireFormat, wire_format
-from omni_actors.http_server.realtime.live import (
-    CLOSE_REQUESTED,
-    LiveSession,
-    check_tools,
-    live_error,
-    realtime_fields,
-    with_backend,
-)
+from omni_actors.http_server.realtime.live import CLOSE_REQUESTED, LiveSession, live_error, realtime_fields, with_update
 from omni_actors.http_server.realtime.live_events import (
     ForkFields,
     LiveAudio,
@@ -81,7 +74,6 @@ async def made(
     audio, delegation = fields.audio or LiveAudio(), fields.delegation
     if isinstance(delegation, ResponsesDelegation):
         state.model_name(delegation.responses.model, description)
-        check_tools(delegation, description.calls_tools)
     spoken = {"input": {"transcription": {}}, "output": msgspec.to_builtins(audio.output or LiveOutput())}
     asked = {"model": fields.model, "audio": spoken, **realtime_fields(fields, description.calls_tools)}
     settings, pipeline = begun(asked, state, description, called=True)
@@ -104,9 +96,7 @@ def history(fields: LiveFields) -> list[AnyItem]:
 
 def forked(stored: StoredLive, given: ForkFields, called: bool) -> LiveFields:
     """What a fork is asked for. Raises `HttpError`."""
-    fields, audio = stored.fields, stored.fields.audio or LiveAudio()
-    if given.delegation is not None:
-        fields = with_backend(fields, given.delegation)
+    fields, audio = with_update(stored.fields, given.delegation), stored.fields.audio or LiveAudio()
     wire = given.audio.format if given.audio is not None else audio.format
     audio = msgspec.structs.replace(audio, format=None if called and given.audio is None else wire)
     store = fields.store if given.store is None else given.store
