@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -26,16 +27,13 @@ SESSION = {"type": "realtime", "model": "echo", "instructions": "hi", "audio": {
 @pytest.fixture(scope="module")
 def servers(echo_pipeline: HttpPipeline) -> Iterator[list[str]]:
     """Two with the same key, and one with another."""
-    settings = [
-        ServerSettings(endpoint=echo_pipeline.endpoint, api_key=key, check_host=False)
-        for key in ("sesame", "sesame", "other")
-    ]
-    with (
-        serving_sessions(settings[0]) as one,
-        serving_sessions(settings[1]) as two,
-        serving_sessions(settings[2]) as other,
-    ):
-        yield [one, two, other]
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                serving_sessions(ServerSettings(endpoint=echo_pipeline.endpoint, api_key=key, check_host=False))
+            )
+            for key in ("sesame", "sesame", "other")
+        ]
 
 
 def ws(url: str, query: str = "", **options: Any) -> connect:

@@ -5,25 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import re
 import struct
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy
 import soxr
-from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
-from aiortc.mediastreams import MediaStreamError, MediaStreamTrack
-from av import AudioResampler
+from aiortc import RTCSessionDescription
 from livekit.protocol.agent_pb.agent_session import AgentSessionMessage as Message
 
 from omni_actors.http_server.realtime.formats import RATE
-from tests.support.calls import Microphone
+from tests.support.calls import Caller
 from tests.support.paths import REPOSITORY
 from tests.support.servers import free_port
 from tests.support.waiting import PATIENCE, eventually
@@ -116,25 +112,13 @@ async def ask_pipecat(url: str, question: numpy.ndarray, folder: Path) -> tuple[
     """Ask as the page of pipecat's runner does, with i16 at `RATE`. Returns the same."""
     port = free_port()
     where = f"http://127.0.0.1:{port}"
-    microphone, events, heard = Microphone(), list[dict[str, Any]](), list[numpy.ndarray]()
-    peer = RTCPeerConnection(RTCConfiguration(iceServers=[]))
-    peer.addTransceiver(microphone, "sendrecv")
-    peer.createDataChannel("events").on("message", lambda text: events.append(json.loads(text)))
-
-    async def listen(track: MediaStreamTrack) -> None:
-        resampler = AudioResampler("s16", "mono", RATE)
-        with contextlib.suppress(MediaStreamError):
-            while True:
-                heard.extend(piece.to_ndarray()[0] for piece in resampler.resample(await track.recv()))
-
-    ears: list[asyncio.Task[None]] = []
-    peer.on("track", lambda track: ears.append(asyncio.create_task(listen(track))))
+    caller = Caller(check=lambda _: None)
 
     def said() -> list[str]:
-        return [event["data"]["text"] for event in events if event["type"] == "bot-transcription"]
+        return [event["data"]["text"] for event in caller.events if event["type"] == "bot-transcription"]
 
     def spoken() -> float:
-        return loud_seconds(numpy.concatenate([numpy.zeros(0, "<i2"), *heard]), RATE)
+        return loud_seconds(caller.sound, RATE)
 
     async def is_up() -> bool:
         with contextlib.suppress(httpx.TransportError):
@@ -145,13 +129,11 @@ async def ask_pipecat(url: str, question: numpy.ndarray, folder: Path) -> tuple[
     async with running(path, "-t", "webrtc", "--port", str(port)), httpx.AsyncClient(trust_env=False) as client:
         try:
             await eventually(is_up, SECONDS)
-            await peer.setLocalDescription(await peer.createOffer())
-            offer = {"sdp": peer.localDescription.sdp, "type": "offer"}
+            offer = {"sdp": await caller.offer(), "type": "offer"}
             answer = (await client.post(f"{where}/api/offer", json=offer)).raise_for_status().json()
-            await peer.setRemoteDescription(RTCSessionDescription(answer["sdp"], answer["type"]))
-            microphone.say(question)
-            await eventually(lambda: said() and spoken() > LEAST_SECONDS, SECONDS, lambda: f"{spoken()} s; {events}")
+            await caller.peer.setRemoteDescription(RTCSessionDescription(answer["sdp"], answer["type"]))
+            caller.microphone.say(question)
+            await eventually(lambda: said() and spoken() > LEAST_SECONDS, SECONDS, lambda: str(caller.events))
         finally:
-            await peer.close()
-            await asyncio.gather(*ears)
+            await caller.close()
     return " ".join(said()), spoken()
