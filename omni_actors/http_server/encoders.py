@@ -130,7 +130,7 @@ class AacEncoder:
     """AAC by FFmpeg, in ADTS, whose frames stand alone, or as the sound of the file `into`."""
 
     def __init__(self, rate: int, into: Any = None) -> None:
-        import av  # as its import takes as long as that of the rest of the server
+        import av  # here, because its import takes as long as that of the rest of the server
 
         if rate not in AAC_RATES:
             raise _no_format(f"AAC does not support {rate} Hz.")

@@ -211,8 +211,8 @@ class RealtimeSession:
     def receive(self, given: config.AnyEvent, pictures: Sequence[bytes] = ()) -> Instructions:
         """Take an event of the client. `pictures` are those of `pictures_of`, as files."""
         self._pictures = iter(pictures)
-        wants_it = isinstance(given, config.CreateResponse) and given.response is None
-        dropped = [] if wants_it or isinstance(given, config.AppendAudio) else self._drop_early()
+        answers = isinstance(given, config.CreateResponse) and given.response is None  # an answer begun early will do
+        dropped = [] if answers or isinstance(given, config.AppendAudio) else self._drop_early()
         try:
             return [*dropped, *self._receive(given)]
         except HttpError as error:
