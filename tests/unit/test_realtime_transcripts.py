@@ -19,7 +19,7 @@ from omni_actors.http_server.realtime.session import Ask, Transcribe
 from omni_actors.protocol.messages import Done
 from omni_actors.protocol.payloads import HearingAbility
 from tests.support.realtime import SECOND, Talk, error_of, kinds
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE, eventually
 
 USAGE = {"type": "tokens", "input_tokens": 1, "output_tokens": 2, "total_tokens": 3}
 DELTA, COMPLETED, FAILED = (
@@ -197,5 +197,6 @@ async def test_a_client_that_leaves_an_event_unread_ends_its_session() -> None:
 
     outbox = Outbox(never, 0.01, None)
     outbox.append({"type": "session.created"})
-    with pytest.raises(TimeoutError):
-        await outbox.write()
+    writing = asyncio.create_task(outbox.write())
+    await asyncio.wait((writing,), timeout=5 * PATIENCE)
+    assert isinstance(writing.exception(), TimeoutError)

@@ -110,7 +110,7 @@ class TextSpeaker:
         ability = speech_ability(description)
         prompt: Callable[[str], Any]
         if ability is not None:
-            options, prompt = await _spoken(manner, state, description, ability), str
+            options, prompt = await _spoken(manner, state, description, ability), _said_by_user
         else:
             options = _read_aloud(manner, state, description)
             prompt = functools.partial(read_aloud, instructions=manner.instructions)
@@ -151,6 +151,11 @@ def times_of(words: Iterable[WordTime], begin: float, speed: float) -> list[dict
 def request_ids(first: str) -> Iterator[str]:
     """Names for the requests of one HTTP request, whose own name the first one has."""
     return itertools.chain([first], (f"{first}-{number}" for number in itertools.count(1)))
+
+
+def _said_by_user(text: str) -> list[dict[str, str]]:
+    """The prompt of a model that speaks the text that it is given."""
+    return [{"role": "user", "content": text}]
 
 
 def _read_aloud(manner: Manner, state: ServerState, description: Description) -> dict[str, Any]:
