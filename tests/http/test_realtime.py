@@ -315,6 +315,16 @@ async def test_a_session_has_an_end(echo: HttpPipeline, limit: str, code: str) -
     with serving_sessions(settings) as url:
         async with ws(url) as websocket:
             events = await events_of(websocket)
+
+        async def gone() -> bool:
+            """Whether nobody can go on with it."""
+            try:
+                async with ws(url, f"/v1/realtime?session={events[0]['session']['id']}"):
+                    return False
+            except InvalidStatus as refused:
+                return refused.response.status_code == 404
+
+        await eventually(gone)
     assert [event["type"] for event in events] == ["session.created", "error"]
     assert events[-1]["error"]["code"] == code
 
