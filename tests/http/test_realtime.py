@@ -7,6 +7,7 @@ import base64
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -310,21 +311,13 @@ async def test_an_event_that_is_too_large_ends_the_session(limited: str) -> None
 @pytest.mark.parametrize(
     ("limit", "code"), [("realtime_session_seconds", "session_expired"), ("realtime_idle_seconds", "session_idle")]
 )
-async def test_a_session_has_an_end(echo: HttpPipeline, limit: str, code: str) -> None:
-    settings = ServerSettings(endpoint=echo.endpoint, **{limit: 0.3})
+async def test_a_session_has_an_end(echo: HttpPipeline, tmp_path: Path, limit: str, code: str) -> None:
+    """After which nobody can go on with it."""
+    settings = ServerSettings(endpoint=echo.endpoint, shared_dir=str(tmp_path), **{limit: 0.3})
     with serving_sessions(settings) as url:
         async with ws(url) as websocket:
             events = await events_of(websocket)
-
-        async def gone() -> bool:
-            """Whether nobody can go on with it."""
-            try:
-                async with ws(url, f"/v1/realtime?session={events[0]['session']['id']}"):
-                    return False
-            except InvalidStatus as refused:
-                return refused.response.status_code == 404
-
-        await eventually(gone)
+        await eventually(lambda: not any((tmp_path / "sessions").iterdir()), what="the end of its journal")
     assert [event["type"] for event in events] == ["session.created", "error"]
     assert events[-1]["error"]["code"] == code
 
