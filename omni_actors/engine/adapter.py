@@ -59,6 +59,27 @@ class RequestOutputs(ABC):
         """Events of one output, except the final `FinishedEvent`. The last output has a `finish_reason`."""
 
 
+class Parts(ABC):
+    """Interface of the outputs of a request that vLLM computes in parts, as rows arrive.
+
+    A part is a request of vLLM that begins with all that was before it, so an ordinary one for the scheduler. The
+    engine asks for the next when one has ended, and when rows have come.
+
+    Attributes:
+        goes_on: set by `convert` at the end of a part if another one follows.
+    """
+
+    goes_on: bool = False
+
+    @abstractmethod
+    def extend(self, rows: torch.Tensor | None, *, complete: bool) -> None:
+        """Take further rows [n, width]."""
+
+    @abstractmethod
+    def next_part(self) -> tuple[EngineCoreRequest, RowStream] | None:
+        """The part to compute now, under an id of its own; None while one is computed, or its rows are missing."""
+
+
 class PromptOnly(RequestOutputs):
     """Of a request that only computes its prompt (`max_tokens` 0); vLLM makes one token nevertheless."""
 

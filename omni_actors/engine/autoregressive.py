@@ -11,7 +11,7 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
-from omni_actors.engine.adapter import AutoregressiveAdapter, PromptOnly, RequestOutputs
+from omni_actors.engine.adapter import AutoregressiveAdapter, Parts, PromptOnly, RequestOutputs
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import StepFailed, VllmCore, VllmEngine
 from omni_actors.engine.rows import FollowedRows
@@ -62,6 +62,7 @@ class _Running:
     rows: FollowedRows | None = None
     grammar: TimedGrammar | None = None
     output_tokens: int = 0
+    part: str | None = None  # id of the part that vLLM computes after the first, or has computed
 
 
 class AutoregressiveEngine(VllmEngine[_Running]):
@@ -80,6 +81,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
             self.core.load_adapter(adapter)
         self._grammars = GrammarCompiler(vllm_config, self.core.prepare)
         self._compiling: dict[str, EngineCoreRequest] = {}  # requests that are not in the core yet
+        self._parts: dict[str, str] = {}  # of which requests are parts after the first; by their id in the core
 
     @property
     def _scheduler(self) -> OmniSchedulerMixin:
@@ -153,11 +155,23 @@ class AutoregressiveEngine(VllmEngine[_Running]):
             self._scheduler.unfollow(request.request_id)
             raise EngineError(f"vLLM refuses the request: {type(error).__name__}: {error}") from error
 
+    def _add_part(self, request_id: str, running: _Running) -> None:
+        """Give vLLM the next part of a request, if there is one now."""
+        if not isinstance(running.outputs, Parts) or (part := running.outputs.next_part()) is None:
+            return
+        request, stream = part
+        running.part = request.request_id
+        running.input_tokens += stream.text_tokens
+        self._parts[running.part] = request_id
+        self._scheduler.open_stream(running.part, stream)
+        self._add(request, running)
+
     def extend(
         self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
     ) -> None:
         """See `StageEngine.extend`. Drops rows of ended requests: a talker may end before its input does."""
-        if request_id not in self._requests:
+        running = self._requests.get(request_id)
+        if running is None:
             return
         try:
             if rows is not None and token_ids:
@@ -165,7 +179,11 @@ class AutoregressiveEngine(VllmEngine[_Running]):
             tensor = self.adapter.read_tokens(token_ids) if token_ids else None
             if rows is not None:
                 tensor = self.adapter.read_rows(rows)
-            self._scheduler.push_rows(request_id, tensor, complete=complete)
+            if isinstance(running.outputs, Parts):
+                running.outputs.extend(tensor, complete=complete)
+                self._add_part(request_id, running)
+            else:
+                self._scheduler.push_rows(request_id, tensor, complete=complete)
         except OmniError:
             self.abort(request_id)  # without these rows it could never end
             raise
@@ -186,16 +204,21 @@ class AutoregressiveEngine(VllmEngine[_Running]):
 
     def waits_for_input(self, request_id: str) -> bool:
         """Whether the request's next row is missing."""
+        running = self._requests.get(request_id)
+        if running is not None and isinstance(running.outputs, Parts):
+            return running.outputs.goes_on
         return self._scheduler.waits_for_input(request_id)
 
     def abort(self, request_id: str) -> None:
         """Drop a request in vLLM too. Unknown ids are ignored."""
-        if self._requests.pop(request_id, None) is None:
+        running = self._requests.pop(request_id, None)
+        if running is None:
             return
         if self._compiling.pop(request_id, None) is not None:
             self._scheduler.close_stream(request_id)
         else:
-            self.core.abort([request_id])
+            self.core.abort([running.part or request_id])
+            self._parts.pop(running.part or "", None)
 
     def runnable(self) -> bool:
         """Whether the core would do something in a step, or a grammar is compiled."""
@@ -211,7 +234,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
 
     def counts(self) -> dict[str, int]:
         """Requests for which work is done on another thread, and those of the core."""
-        return {"compiling": len(self._compiling), **super().counts()}
+        return {"compiling": len(self._compiling), "parts": len(self._parts), **super().counts()}
 
     def shutdown(self) -> None:
         """Drop all requests, end the compiler's thread and shut the core down."""
@@ -243,18 +266,22 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         try:
             outputs = self.core.step()
         except StepFailed as failure:
-            for request_id in failure.request_ids:
+            for failed in failure.request_ids:
+                request_id = self._parts.pop(failed, failed)
                 if self._requests.pop(request_id, None) is not None:
                     events.append(ErrorEvent(request_id, failure.for_request()))
             return events
         for output in outputs:
-            running = self._requests.get(output.request_id)
+            computed = output.request_id
+            request_id = self._parts.get(computed, computed)
+            if output.finish_reason is not None:
+                self._parts.pop(computed, None)
+            running = self._requests.get(request_id)
             if running is not None:
-                events.extend(self._events(running, output))
+                events.extend(self._events(request_id, running, output))
         return events
 
-    def _events(self, running: _Running, output: EngineCoreOutput) -> list[EngineEvent]:
-        request_id = output.request_id
+    def _events(self, request_id: str, running: _Running, output: EngineCoreOutput) -> list[EngineEvent]:
         try:
             if output.finish_reason in (VllmFinishReason.ERROR, VllmFinishReason.ABORT):
                 raise EngineError(f"vLLM ended the request: {output.finish_reason}.")
@@ -265,9 +292,12 @@ class AutoregressiveEngine(VllmEngine[_Running]):
             if running.rows is not None and (emitted := attachment_of(output)):
                 attach(output, running.rows.complete(emitted))
             events = list(running.outputs.convert(output))
+            running.output_tokens += len(output.new_token_ids) if running.outputs.writes else 0
+            if isinstance(running.outputs, Parts) and running.outputs.goes_on:
+                self._add_part(request_id, running)
+                return events
         except OmniError as error:
             return [self._failed(request_id, error)]
-        running.output_tokens += len(output.new_token_ids) if running.outputs.writes else 0
         stopped = running.outputs.stopped
         if output.finish_reason is None and not stopped:
             return events

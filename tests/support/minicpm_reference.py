@@ -1,8 +1,8 @@
 """The oracle for MiniCPM-o 4.5, of transformers' Qwen3, Whisper, SigLip and Llama, in float32 on the CPU.
 
 No package has the model. What is here besides those is what its public code does between them (`chat`,
-`get_audio_embedding`, `get_vision_embedding`, `Resampler`, `_generate_speech_non_streaming` and
-`MiniCPMTTS.generate`), compared with it by hand.
+`get_audio_embedding`, `get_vision_embedding`, `Resampler`, `streaming_generate` and `TTSStreamingGenerator` with
+`full_attention`), compared with it by hand.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ import omni_actors.engine.models.minicpm_o.config  # noqa: F401 - registers conf
 from tests.support.reference import one_thread
 from tools.checkpoints.minicpm import own_settings, resampler, talker_config
 from tools.checkpoints.s3 import DIRECTION, GAIN
+
+ENDING = {60: 5.0}  # makes the tiny checkpoint end parts of a speech, after ten codes or thirty
 
 
 @dataclass(frozen=True)
@@ -196,14 +198,26 @@ class MiniCpmReference:
 
     @torch.no_grad()
     def speak(self, rows: torch.Tensor, count: int) -> list[int]:
-        """So many S3 tokens, greedily."""
-        marks = [self.settings["text_eos_token_id"], self.settings["audio_bos_token_id"]]
-        inputs = torch.cat([rows, self.speech["emb_text.weight"][marks]])
-        codes: list[int] = []
-        for _ in range(count):
-            hidden = self.talker(inputs_embeds=inputs[None], use_cache=False).last_hidden_state[0, -1]
-            codes.append(int((self.head @ hidden).argmax()))
-            inputs = torch.cat([inputs, self.speech["emb_code.0.weight"][codes[-1:]]])
+        """So many S3 tokens, greedily, with the bias `ENDING`; the last part does not end before."""
+        text_end, begin = self.speech["emb_text.weight"][
+            [self.settings["text_eos_token_id"], self.settings["audio_bos_token_id"]]
+        ].split(1)
+        conditions = list(rows.split(10))
+        last = len(conditions) - 1
+        conditions[last] = torch.cat([conditions[last], text_end])
+        inputs, codes = rows[:0], list[int]()
+        for number, condition in enumerate(conditions):
+            inputs = torch.cat([inputs, condition, begin])
+            while len(codes) < count:
+                hidden = self.talker(inputs_embeds=inputs[None], use_cache=False).last_hidden_state[0, -1]
+                logits = self.head @ hidden
+                for code, bias in ENDING.items():
+                    logits[code] = -torch.inf if number == last else logits[code] + bias
+                code = int(logits.argmax())
+                if code in ENDING:
+                    break
+                codes.append(code)
+                inputs = torch.cat([inputs, self.speech["emb_code.0.weight"][codes[-1:]]])
         return codes
 
 

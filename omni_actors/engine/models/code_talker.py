@@ -17,6 +17,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.sampling_params import SamplingParams
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine import EngineCoreOutput
@@ -268,6 +269,22 @@ class CodeTalkerAdapter(AutoregressiveAdapter):
 
     end_token_ids: frozenset[int]
 
+    def sampling_of(
+        self, request: StageRequest, params: StageParams | None = None, payload: Any = None
+    ) -> SamplingParams:
+        """How vLLM draws a request's codes; see `admitted`. Raises `OmniError` for wrong parameters."""
+        params = params or request.params.merged_over(self.defaults)
+        if params.ignore_eos:
+            never = dict.fromkeys(self.end_token_ids, float("-inf"))
+            params = msgspec.structs.replace(params, logit_bias={**(params.logit_bias or {}), **never})
+        return make_sampling_params(
+            params,
+            seed=request.effective_seed,
+            end_token_ids=self.end_token_ids,
+            vocabulary=self.vocabulary,
+            payload=payload,
+        )
+
     def admitted(
         self,
         request: StageRequest,
@@ -288,17 +305,7 @@ class CodeTalkerAdapter(AutoregressiveAdapter):
         """
         given: Any = prompt_embeds if token_ids is None else token_ids
         self.check_length(len(given))
-        params = params or request.params.merged_over(self.defaults)
-        if params.ignore_eos:
-            never = dict.fromkeys(self.end_token_ids, float("-inf"))
-            params = msgspec.structs.replace(params, logit_bias={**(params.logit_bias or {}), **never})
-        sampling = make_sampling_params(
-            params,
-            seed=request.effective_seed,
-            end_token_ids=self.end_token_ids,
-            vocabulary=self.vocabulary,
-            payload=payload,
-        )
+        sampling = self.sampling_of(request, params, payload)
         core_request = make_request(
             request.request_id, token_ids, sampling, priority=request.priority, prompt_embeds=prompt_embeds
         )
@@ -350,13 +357,16 @@ class CodecOutputs(CodeOutputs):
 
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
         """One event per block of codec tokens, and the rest with the last; an end token is left out."""
+        return self.collect(output, final=output.finish_reason is not None)
+
+    def collect(self, output: EngineCoreOutput, *, final: bool) -> Sequence[EngineEvent]:
+        """See `convert`; `final` says whether this is the last of them."""
         tokens = list(output.new_token_ids)
-        finished = output.finish_reason is not None
         self._generated += len(tokens)
         if output.finish_reason is VllmFinishReason.STOP and tokens and tokens[-1] in self._end_token_ids:
             tokens.pop()
         self._held += tokens
-        if len(self._held) < self._block and not finished:
+        if len(self._held) < self._block and not final:
             return ()
         held, self._held = self._held, []
-        return (self.event(held, final=finished),)
+        return (self.event(held, final=final),)

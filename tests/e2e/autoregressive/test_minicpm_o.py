@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from PIL import Image
 from omni_actors.engine.rows import to_host
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.fields import DType, TensorRef
+from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt
 from omni_actors.stage.engine_interface import StageInputs
-from tests.support.minicpm_reference import MiniCpmAnswer, MiniCpmReference, SlicedPicture
+from tests.support.minicpm_reference import ENDING, MiniCpmAnswer, MiniCpmReference, SlicedPicture
 from tests.support.recordings import RANDOM, RecordingPrompts, noise
 from tests.support.stage_driver import Driver
 
@@ -47,7 +49,8 @@ MEDIA: dict[str, list[np.ndarray | SlicedPicture]] = {
     "pictures, one of them again": [PICTURES["small"], PICTURES["tall"], PICTURES["wide"]],
     "a picture and a sound": [PICTURES["small"], noise(0.7)],
 }
-REPLY, SPEECH = {"short": 5, "long": 17, "other": 1 + 9}, {"short": 30, "long": 12, "other": 21}
+REPLY, SPEECH = {"short": 5, "long": 32, "other": 1 + 10}, {"short": 30, "long": 70, "other": 21}
+GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "logit_bias": ENDING}
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +75,10 @@ def prompt_of(answer: MiniCpmAnswer) -> list[int]:
     return answer.prompt[:-1]  # the thinker itself adds the token after which it speaks
 
 
-def spoken(answer: MiniCpmAnswer) -> StageInputs:
-    return StageInputs(tensors={"prompt_rows": to_host(answer.rows[:1]), "reply_rows": to_host(answer.rows[1:])})
+def spoken(answer: MiniCpmAnswer, rows: int | None = None) -> StageInputs:
+    given = answer.rows[:rows]
+    tensors = {"prompt_rows": to_host(given[:1])} | ({"reply_rows": to_host(given[1:])} if len(given) > 1 else {})
+    return StageInputs(tensors=tensors, complete=len(given) == len(answer.rows))
 
 
 def test_texts_and_rows_equal_transformers_in_one_batch_and_alone(driver: Any, tiny_minicpm_o: Path, answers):
@@ -145,28 +150,86 @@ def test_an_answer_that_is_not_spoken_has_neither_rows_nor_the_mark_of_speech(
 
 def test_speech_equals_transformers_in_one_batch_and_alone(driver: Any, tiny_minicpm_o: Path, answers):
     talker: Driver = driver(tiny_minicpm_o, "talker", asynchronous=True)
-    greedy = {"temperature": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
     for name, answer in answers.items():
-        talker.start(name, spoken(answer), max_tokens=SPEECH[name], **greedy)
+        talker.start(name, spoken(answer), max_tokens=SPEECH[name], min_tokens=SPEECH[name], **GREEDY)
     talker.run()
     for name, answer in answers.items():
-        talker.start(f"{name}, alone", spoken(answer), max_tokens=SPEECH[name], **greedy)
+        count = SPEECH[name]
+        talker.start(f"{name}, alone", spoken(answer), max_tokens=count, min_tokens=count, **GREEDY)
         talker.run()
         assert talker.tokens(name) == talker.tokens(f"{name}, alone") == answer.codes
     assert len({*answers["short"].codes}) > 5
+    ends = talker.finished("long").output_tokens - SPEECH["long"]
+    assert ends == 3  # of the four parts
+
+
+@pytest.mark.parametrize("each", [1, 11])
+def test_speech_begins_with_the_eleventh_token_of_the_text_and_is_the_same_whenever_the_others_come(
+    driver: Any, tiny_minicpm_o: Path, answers, each: int
+):
+    talker: Driver = driver(tiny_minicpm_o, "talker", asynchronous=True)
+    answer, given, heard = answers["long"], 11, []
+
+    def extend(step: int) -> None:
+        nonlocal given
+        heard.append((given, len(talker.tokens("r"))))
+        if step % 5 == 0 and given < len(answer.rows):
+            rows = answer.rows[given : given + each]
+            given += len(rows)
+            talker.engine.extend("r", to_host(rows), complete=given == len(answer.rows))
+
+    talker.start("r", spoken(answer, given), max_tokens=SPEECH["long"], min_tokens=SPEECH["long"], **GREEDY)
+    while given < len(answer.rows):
+        talker.run(extend)
+        assert talker.engine.waits_for_input("r") is (given < len(answer.rows))
+        extend(0)
+    talker.run()
+    assert talker.tokens("r") == answer.codes
+    assert any(rows < len(answer.rows) and codes for rows, codes in heard)
+
+
+def test_a_random_draw_is_the_same_for_rows_that_come_late(driver: Any, tiny_minicpm_o: Path, answers):
+    talker: Driver = driver(tiny_minicpm_o, "talker", asynchronous=True)
+    answer, params = answers["long"], {"max_tokens": 60, "temperature": 0.9, "logit_bias": ENDING, "seed": 7}
+    talker.start("at once", spoken(answer), **params)
+    talker.start("late", spoken(answer, 11), **params)
+    talker.run()
+    assert talker.engine.waits_for_input("late")
+    talker.engine.extend("late", to_host(answer.rows[11:]), complete=True)
+    talker.run()
+    assert talker.tokens("late") == talker.tokens("at once")
+    assert talker.finished("late") == dataclasses.replace(talker.finished("at once"), request_id="late")
+
+
+def test_a_speech_that_is_given_up_between_two_parts_leaves_nothing(driver: Any, tiny_minicpm_o: Path, answers):
+    talker: Driver = driver(tiny_minicpm_o, "talker", asynchronous=True)
+    talker.start("r", spoken(answers["long"], 11), max_tokens=70, **GREEDY)
+    talker.run()
+    talker.engine.extend("r", to_host(answers["long"].rows[11:21]), complete=False)
+    talker.step()
+    talker.engine.abort("r")
+    talker.run()
 
 
 def test_speech_that_ends_leaves_the_end_out(driver: Any, tiny_minicpm_o: Path, answers):
     talker: Driver = driver(tiny_minicpm_o, "talker", asynchronous=True)
-    end = 60
-    talker.start("r", spoken(answers["short"]), max_tokens=8, min_tokens=0, logit_bias={end: 100.0})
+    talker.start("r", spoken(answers["short"]), max_tokens=8, logit_bias={60: 100.0})
     talker.run()
     assert talker.tokens("r") == []
     assert talker.finished("r").output_tokens == 1
 
 
-def test_parts_of_an_answer_are_refused(driver: Any, tiny_minicpm_o: Path, answers):
+def test_speech_ends_where_its_positions_do(driver: Any, tiny_minicpm_o: Path, answers):
+    """As at `max_tokens`, also if the last part that fits has been spoken."""
+    talker: Driver = driver(tiny_minicpm_o, "talker", asynchronous=True, max_model_len=32)
+    for name, bias in {"within a part": -100.0, "between two": 100.0}.items():
+        talker.start(name, spoken(answers["long"]), max_tokens=500, **GREEDY | {"logit_bias": {60: bias}})
+        talker.run()
+        assert talker.finished(name).reason is FinishReason.LENGTH
+        assert len(talker.tokens(name)) == (21 if bias < 0 else 0)
+
+
+def test_a_start_with_fewer_rows_is_refused(driver: Any, tiny_minicpm_o: Path, answers):
     talker: Driver = driver(tiny_minicpm_o, "talker", asynchronous=True)
-    inputs = StageInputs(tensors={"prompt_rows": to_host(answers["short"].rows[:1])}, complete=False)
-    with pytest.raises(InvalidPayload, match="once it is complete"):
-        talker.start("r", inputs)
+    with pytest.raises(InvalidPayload, match="more than 10 rows"):
+        talker.start("r", spoken(answers["long"], 10))

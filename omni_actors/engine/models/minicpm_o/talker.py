@@ -1,12 +1,12 @@
-"""MiniCPM-o's talker: a Llama that speaks an answer once it is written.
+"""MiniCPM-o's talker: a Llama that speaks an answer while it is written, ten tokens of it at a time.
 
-Its prompt is a row for each token of the answer, the end of the text and the begin of the sound; then come S3 tokens,
-25 a second, and the end.
+Its input is a row for each of ten tokens and the begin of the sound; then come S3 tokens, 25 a second, until it has
+spoken the ten, and the rows of the next. The last rows are followed by the end of the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,11 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.llama import LlamaModel
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine import FinishReason as VllmFinishReason
 
-from omni_actors.engine.adapter import Admission
+from omni_actors.engine.adapter import Admission, Parts
+from omni_actors.engine.core import make_request
 from omni_actors.engine.models import ModelSpec, SpeechLimit
 from omni_actors.engine.models.code_talker import CodecOutputs, CodeTalker, CodeTalkerAdapter
 from omni_actors.engine.models.diffusers_layout import read_tensors
@@ -24,8 +27,9 @@ from omni_actors.engine.models.minicpm_o.config import speech_part
 from omni_actors.engine.rows import check_rows, to_host, to_torch
 from omni_actors.engine.scheduler import RowStream
 from omni_actors.errors import InvalidPayload
+from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
+from omni_actors.stage.engine_interface import EngineEvent, StageInputs, StageRequest
 
 ARCHITECTURE = "OmniActorsMiniCpmOTalker"
 ROWS = ("prompt_rows", "reply_rows")
@@ -34,6 +38,7 @@ GAIN, DIRECTION = (
     "tts.head_code.0.parametrizations.weight.original1",
 )
 BLOCK = 4  # tokens of a message to the vocoder
+PART = 10  # tokens of text that are spoken at a time
 
 
 def talker_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -90,43 +95,110 @@ def _talker_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tup
             yield name, weight
 
 
+class SpokenParts(CodecOutputs, Parts):
+    """Speaks an answer in parts of ten rows. What ends the speech of a part is not heard, nor seen by the next.
+
+    Whether a part is the last is decided by the rows alone, and not by when they come: it is not if there is another
+    row. `max_tokens` and `min_tokens` count the codes of all parts; a part before the last may be silent.
+    """
+
+    def __init__(self, request: StageRequest, adapter: MiniCpmOTalkerAdapter) -> None:
+        super().__init__(request.request_id, adapter.end_token_ids, BLOCK)
+        self._adapter, self._priority = adapter, request.priority
+        self._sampling = adapter.sampling_of(request)
+        self._rows = self._input = adapter.marks[:0]  # rows to speak, and the input of all parts so far
+        self._complete = self._last = False
+        self._codes: list[int] = []  # of this part
+        self._spoken, self._parts = 0, 0  # codes of the parts before, and parts
+        self._arrival: float | None = None
+        self.goes_on = True
+
+    def extend(self, rows: torch.Tensor | None, *, complete: bool) -> None:
+        """See `Parts`."""
+        self._rows = torch.cat([self._rows, *([] if rows is None else [rows])])
+        self._complete = complete
+
+    def next_part(self) -> tuple[EngineCoreRequest, RowStream] | None:
+        """See `Parts`."""
+        last = self._complete and len(self._rows) <= PART
+        if not self.goes_on or (len(self._rows) <= PART and not last):
+            return None
+        adapter, rows = self._adapter, self._rows[:PART]
+        marks = adapter.marks if last else adapter.marks[1:]
+        self._input = torch.cat([self._input, adapter.codes[self._codes], rows, marks])
+        self._rows, self._last, self.goes_on = self._rows[PART:], last, False
+        self._spoken += len(self._codes)
+        self._codes = []
+        request_id = f"{self._request_id}/{self._parts}" if self._parts else self._request_id
+        self._parts += 1
+        sampling = self._sampling.clone()
+        sampling.max_tokens, sampling.min_tokens = self._left, max(sampling.min_tokens - self._spoken, 0) if last else 0
+        request = make_request(request_id, None, sampling, priority=self._priority, prompt_embeds=self._input)
+        self._arrival = request.arrival_time = self._arrival or request.arrival_time  # no newcomer overtakes it
+        return request, RowStream(0, complete=True, held_bytes=self._input.nbytes, text_tokens=len(rows))
+
+    @property
+    def _left(self) -> int:
+        """How many codes may follow those of this part."""
+        return (self._sampling.max_tokens or 0) - self._spoken - len(self._codes)
+
+    def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
+        """See `CodecOutputs.convert`."""
+        self._codes += [code for code in output.new_token_ids if code not in self._end_token_ids]
+        if output.finish_reason is None or self._last:
+            return super().convert(output)
+        room = self._adapter.max_model_len - len(self._input) - len(self._codes) - PART - len(self._adapter.marks)
+        self.goes_on = self._left > 0 and room > 0
+        events = self.collect(output, final=not self.goes_on)
+        if not self.goes_on:
+            output.finish_reason = VllmFinishReason.LENGTH
+        return events
+
+
 class MiniCpmOTalkerAdapter(CodeTalkerAdapter):
-    """Turns the rows of an answer into a vLLM request over S3 tokens."""
+    """Turns the rows of an answer into vLLM requests over S3 tokens.
+
+    Attributes:
+        marks: rows [2, width] of the end of the text and the begin of the sound.
+        codes: rows [vocabulary, width] of the S3 tokens.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = self.vllm_config.model_config.hf_config
-        self._width: int = config.hidden_size
         self.end_token_ids = frozenset({self.vocabulary - 1})
-        self._marks = torch.zeros(2, self._width, dtype=self.model_dtype)  # the end of the text, the begin of the sound
+        self.marks, self.codes = torch.zeros(2, config.hidden_size), torch.zeros(self.vocabulary, config.hidden_size)
         if self.vllm_config.load_config.load_format != "dummy":
-            ((_, table),) = read_tensors(self.vllm_config.model_config.model, "tts.emb_text.")
-            self._marks = table[[config.text_end, config.sound_begin]].to(self.model_dtype)
-
-    @property
-    def facts(self) -> EngineFacts:
-        """The longest answer that leaves room for a token. Voices are the vocoder's."""
-        return EngineFacts(max_input_tokens=self.max_model_len - 3)
+            model = self.vllm_config.model_config.model
+            ((_, texts),) = read_tensors(model, "tts.emb_text.")
+            ((_, self.codes),) = read_tensors(model, "tts.emb_code.0.")
+            self.marks = texts[[config.text_end, config.sound_begin]]
+        self.marks, self.codes = self.marks.to(self.model_dtype), self.codes.to(self.model_dtype)
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
-        """Check the rows of a complete answer. Raises `OmniError`."""
-        if not inputs.complete:
-            raise InvalidPayload("This talker takes an answer once it is complete.", hint="Remove start_after.")
+        """Check the first rows of an answer. Raises `OmniError`."""
         if foreign := sorted(inputs.tensors.keys() - set(ROWS)):
             raise InvalidPayload(f"The talker takes no tensors named {foreign}.")
-        parts = []
+        outputs = SpokenParts(request, self)
         for name in ROWS:
             if name in inputs.tensors:
-                check_rows(inputs.tensors[name], self._width, name)
-                parts.append(to_torch(inputs.tensors[name], name).to(self.model_dtype))
-        embeds = torch.cat([*parts, self._marks])
-        outputs = CodecOutputs(request.request_id, self.end_token_ids, BLOCK)
-        stream = RowStream(0, complete=True, held_bytes=embeds.nbytes, text_tokens=len(embeds) - 2)
-        return self.admitted(request, None, outputs, stream, prompt_embeds=embeds)
+                outputs.extend(self.read_rows(inputs.tensors[name]), complete=inputs.complete)
+        if (first := outputs.next_part()) is None:
+            raise InvalidPayload(
+                f"This talker starts with more than {PART} rows of an answer, or all of it.",
+                hint=f"Set start_after to {PART + 2}.",
+            )
+        core_request, stream = first
+        return Admission(core_request, outputs, stream)
+
+    def read_rows(self, rows: HostTensor) -> torch.Tensor:
+        """Rows [n, width] on the CPU in the model's dtype. Raises `InvalidPayload`."""
+        check_rows(rows, self.marks.shape[1], "rows")
+        return to_torch(rows).to(self.model_dtype)
 
     def warm_up_inputs(self, length: int) -> StageInputs:
         """Rows of zeros for `length` tokens."""
-        return StageInputs(tensors={ROWS[0]: to_host(torch.zeros(length, self._width, dtype=self.model_dtype))})
+        return StageInputs(tensors={ROWS[0]: to_host(torch.zeros(length, self.marks.shape[1], dtype=self.model_dtype))})
 
 
 SPEC = ModelSpec(
@@ -134,9 +206,9 @@ SPEC = ModelSpec(
     hf_overrides=talker_config,
     vllm_models={ARCHITECTURE: MiniCpmOTalker},
     required={"enable_prompt_embeds": True, "skip_tokenizer_init": True, "enable_prefix_caching": False},
-    # The model's own `TTSSamplingParams`, and the 2 s that a speech has at least.
-    params=StageParams(max_tokens=2048, min_tokens=50, temperature=0.8, top_p=0.85, top_k=25, repetition_penalty=1.05),
+    # The model's own `TTSSamplingParams`.
+    params=StageParams(max_tokens=2048, temperature=0.8, top_p=0.85, top_k=25, repetition_penalty=1.05),
     steps_per_schedule=BLOCK,
-    speech_limit=SpeechLimit(75, 40),  # 3 s, and 1.6 s for each token of text, at 25 tokens a second
+    speech_limit=SpeechLimit(75, 40),  # of a part: 3 s, and 1.6 s for each token of text, at 25 tokens a second
     adapter="omni_actors.engine.models.minicpm_o.talker.MiniCpmOTalkerAdapter",
 )
