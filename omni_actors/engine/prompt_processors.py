@@ -402,34 +402,43 @@ class PromptProcessor(TextPromptProcessor):
             shown = [index for index in range(len(media)) if index not in prompt.sounds]
         else:  # in the order in which the messages refer to them, which is the order of the placeholders
             shown = [part.media for message in prompt.messages for part in message.content if part.media is not None]
-        sounds = [media[sound] for index in shown if (sound := prompt.media[index].sound) is not None]
+        sounds = [prompt.media[index].sound for index in shown]
+        pairs = [
+            (media[index], None if sound is None else media[sound]) for index, sound in zip(shown, sounds, strict=True)
+        ]
         media = [media[index] for index in shown]
         token_ids = self._tokenize(prompt, media)
         self._check_length(len(token_ids) + sum(self._tokens_of(item) - 1 for item in media))
-        data: dict[str, list[Any]] = {}
-        for item in (*media, *sounds):
-            data.setdefault(item.modality, []).append(item.data)
-        self._set_padding(data.get("audio", ()))
+        data, options = self._data(pairs)
         given: Any = {"prompt_token_ids": token_ids, "multi_modal_data": data}
-        if sounds:
-            rate = next(item.frames_per_second for item in media if item.modality == "video")
-            seconds = self.processor.video_processor.temporal_patch_size / rate
-            # vLLM lays sound between pictures by its own argument, and by a second for each pair without it.
-            given["mm_processor_kwargs"] = {
-                USE_AUDIO_IN_VIDEO: True,
-                "fps": rate,
-                "second_per_grid_ts": [seconds] * len(sounds),
-            }
+        if options is not None:
+            given["mm_processor_kwargs"] = options
         # The cache that this leaves out would leave out features which the next stage has had before.
         (engine_input,) = self.renderer.render_cmpl([given], skip_mm_cache=True)
         self._check_length(len(engine_input["prompt_token_ids"]))
         request = self._input_processor.process_inputs(
             request_id, engine_input, SamplingParams(), supported_tasks=("generate",)
         )
-        if videos := [item for item in media if item.modality == "video"]:
+        if self._positions_per_second and (videos := [item for item in media if item.modality == "video"]):
             self._set_video_rates(request, videos)
         request.mm_features = in_pieces(request.mm_features or (), self._audio_window, self._audio_embeddings)
         return list(request.prompt_token_ids or ()), request_tensors(request)
+
+    def _data(
+        self, shown: Sequence[tuple[DecodedMedia, DecodedMedia | None]]
+    ) -> tuple[dict[str, list[Any]], dict[str, Any] | None]:
+        """What the model's processor gets of media and the sounds of videos, and its options."""
+        data: dict[str, list[Any]] = {}
+        sounds = [sound for _, sound in shown if sound is not None]
+        for item in (*(item for item, _ in shown), *sounds):
+            data.setdefault(item.modality, []).append(item.data)
+        self._set_padding(data.get("audio", ()))
+        if not sounds:
+            return data, None
+        rate = next(item.frames_per_second for item, _ in shown if item.modality == "video")
+        seconds = self.processor.video_processor.temporal_patch_size / rate
+        # vLLM lays sound between pictures by its own argument, and by a second for each pair without it.
+        return data, {USE_AUDIO_IN_VIDEO: True, "fps": rate, "second_per_grid_ts": [seconds] * len(sounds)}
 
     def _tokens_of(self, item: DecodedMedia) -> int:
         """How many tokens an image or a video becomes: known from its size, before the costly processing.

@@ -8,6 +8,7 @@ No package has the model. What is here besides those is what its public code doe
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +75,19 @@ class SlicedPicture:
         return found
 
 
+@dataclass(frozen=True)
+class ReferenceFilm:
+    """A video as `get_video_frame_audio_segments` of the package minicpmo-utils cuts it.
+
+    Args:
+        frames: of each second, not sliced.
+        sounds: of each second; none for a silent video.
+    """
+
+    frames: list[SlicedPicture]
+    sounds: list[np.ndarray]
+
+
 class MiniCpmReference:
     """Thinker and talker of a checkpoint."""
 
@@ -100,26 +114,39 @@ class MiniCpmReference:
         self.head = gain * direction / direction.norm(dim=1, keepdim=True)
 
     @torch.no_grad()
-    def answer(self, text: str, tokens: int, codes: int, *media: np.ndarray | SlicedPicture) -> MiniCpmAnswer:
+    def answer(
+        self, text: str, tokens: int, codes: int, *media: np.ndarray | SlicedPicture | ReferenceFilm
+    ) -> MiniCpmAnswer:
         """Answers greedily: so many tokens of text, of which the last is not spoken, and so many of speech.
 
         Args:
             text: of the user, after the media.
-            media: sounds, f32 at 16 kHz, and pictures. Without a sound the mark of speech is the caller's wish.
+            media: sounds, f32 at 16 kHz, pictures and videos. Without a sound the mark of speech is the caller's wish.
         """
         with one_thread():
-            embedded, places, pictures = [], [], 0
+            embedded, places, pictures, joint = [], [], 0, "\n"
             for medium in media:
                 if isinstance(medium, SlicedPicture):
                     embedded.append(self.see(medium))
                     slices = "\n".join([f"<slice>{'<unk>' * 64}</slice>" * medium.columns] * medium.rows)
                     places.append(f"<image_id>{pictures}</image_id><image>{'<unk>' * 64}</image>{slices}")
                     pictures += 1
+                elif isinstance(medium, ReferenceFilm):
+                    joint = ""
+                    heard = self.hear(np.concatenate(medium.sounds)) if medium.sounds else torch.zeros(0)
+                    for second, frame in enumerate(medium.frames):
+                        places.append(f"<image>{'<unk>' * 64}</image>")
+                        embedded.append(self.see(frame))
+                        if medium.sounds:
+                            count = ((math.ceil(len(medium.sounds[second]) / 160) - 1) // 2 + 1) // 5
+                            places.append(f"<|audio_start|>{'<unk>' * count}<|audio_end|>")
+                            embedded.append(heard[:count])
+                            heard = heard[count:]
                 else:
                     embedded.append(self.hear(medium))
                     places.append(f"<|audio_start|>{'<unk>' * len(embedded[-1])}<|audio_end|>")
             prompt = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": "\n".join([*places, text] if text else places)}],
+                [{"role": "user", "content": joint.join([*places, text] if text else places)}],
                 add_generation_prompt=True,
                 enable_thinking=False,
                 use_tts_template=True,
@@ -138,7 +165,11 @@ class MiniCpmReference:
 
     @torch.no_grad()
     def hear(self, sound: np.ndarray) -> torch.Tensor:
-        """What the encoder makes of a sound [n, width]: each second attends to itself and to those before it."""
+        """What the encoder makes of a sound [n, width], half a minute at a time."""
+        return torch.cat([self._hear(sound[begin : begin + 480_000]) for begin in range(0, len(sound), 480_000)])
+
+    def _hear(self, sound: np.ndarray) -> torch.Tensor:
+        """Each second attends to itself and to those before it."""
         made = self.extractor(sound, sampling_rate=16_000, return_attention_mask=True, return_tensors="pt")
         frames = int(made["attention_mask"].sum())
         encoder = self.hearing

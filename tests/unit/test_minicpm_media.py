@@ -6,7 +6,8 @@ import pytest
 from PIL import Image
 
 from omni_actors.engine.models.minicpm_o.config import QUERIES, MiniCpmOConfig, hearing_part, seeing_part
-from omni_actors.engine.models.minicpm_o.pictures import PIXELS, SIZES, patches_of, picture_embeddings
+from omni_actors.engine.models.minicpm_o.pictures import PIXELS, SIZES, patches_of, slices_of
+from omni_actors.engine.models.minicpm_o.prompt import media_embeddings
 from omni_actors.errors import ConfigError
 
 
@@ -24,13 +25,12 @@ def test_encoders_of_another_kind_are_refused_by_name(part, given, name):
 
 
 def test_features_of_a_picture_have_as_many_patches_as_their_slices():
-    patches, sizes = patches_of(Image.new("RGB", (1000, 700)))
-    assert picture_embeddings("image", {PIXELS: patches, SIZES: sizes}) == 5 * QUERIES
+    patches, sizes = patches_of(slices_of(Image.new("RGB", (1000, 700))))
+    assert media_embeddings("image", {PIXELS: patches, SIZES: sizes}) == 5 * QUERIES
     for wrong in (
         {PIXELS: patches[1:], SIZES: sizes},
         {PIXELS: patches[..., 1:], SIZES: sizes},
         {PIXELS: patches, SIZES: -sizes},
         {PIXELS: patches, SIZES: sizes[:, :1]},
     ):
-        assert picture_embeddings("image", wrong) == -1
-    assert picture_embeddings("video", {PIXELS: patches, SIZES: sizes}) == -1
+        assert media_embeddings("image", wrong) == -1

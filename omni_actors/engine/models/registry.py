@@ -29,7 +29,7 @@ class PromptMedia:
 
     Args:
         positions_per_second: of the checkpoint's configuration, how many time positions a second of video has; `None`
-            for a model that sees nothing.
+            for a model whose positions do not tell the time.
         min_audio_samples: at 16 kHz; with fewer, the audio encoder has no frame to encode.
         audio_window: of the checkpoint's configuration, how many frames of audio the encoder encodes together.
         audio_embeddings: number of embeddings that the encoder makes of n frames.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from omni_actors.protocol.fields import DType, TensorRef
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt
 from omni_actors.stage.engine_interface import StageInputs
-from tests.support.minicpm_reference import ENDING, MiniCpmAnswer, MiniCpmReference, SlicedPicture
+from tests.support.minicpm_reference import ENDING, MiniCpmAnswer, MiniCpmReference, ReferenceFilm, SlicedPicture
 from tests.support.recordings import RANDOM, RecordingPrompts, noise
 from tests.support.stage_driver import Driver
 
@@ -40,14 +40,37 @@ PICTURES = {  # sizes as the model's own code makes them
     "wide": SlicedPicture(noisy(1000, 700), (532, 378), 2, 2, (532, 378)),
     "tall": SlicedPicture(noisy(500, 3000), (182, 1092), 1, 7, (476, 420)),
 }
-MEDIA: dict[str, list[np.ndarray | SlicedPicture]] = {
+
+
+class Film(NamedTuple):
+    """Frames as they are sent, two a second, and the sound; and what the model's own package makes of them."""
+
+    frames: np.ndarray
+    sound: np.ndarray | None
+    reference: ReferenceFilm
+
+
+def film(frames: int, sound: np.ndarray | None, sounds: list[np.ndarray]) -> Film:
+    shown = RANDOM.integers(0, 256, (frames, 287, 175, 3), dtype=np.uint8)
+    kept = [SlicedPicture(Image.fromarray(frame), PICTURES["small"].whole) for frame in shown[::2]]
+    return Film(shown, sound, ReferenceFilm(kept, sounds))
+
+
+HEARD = noise(3.0)
+MEDIA: dict[str, list[np.ndarray | SlicedPicture | Film]] = {
     "shortest sound": [noise(0.0801)],
     "two sounds": [noise(1.2507), noise(0.31)],
     "silence at the end": [np.concatenate([noise(2.0), np.zeros(3217, np.float32)])],
-    "longest sound": [noise(30.0)],
+    "long sound": [noise(31.7)],
     "one picture": [PICTURES["wide"]],
     "pictures, one of them again": [PICTURES["small"], PICTURES["tall"], PICTURES["wide"]],
     "a picture and a sound": [PICTURES["small"], noise(0.7)],
+    "a silent video": [film(4, None, [])],
+    "a video, and its sound goes on": [film(5, HEARD, [HEARD[:16000], HEARD[16000:32000], HEARD[32000:40000]])],
+    "videos, one with a short sound": [
+        film(2, HEARD[:16000], [HEARD[:16000]]),
+        film(3, HEARD[:16100], [HEARD[:16000], np.pad(HEARD[16000:16100], (0, 1500))]),
+    ],
 }
 REPLY, SPEECH = {"short": 5, "long": 32, "other": 1 + 10}, {"short": 30, "long": 70, "other": 21}
 GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "logit_bias": ENDING}
@@ -59,16 +82,32 @@ def answers(tiny_minicpm_o: Path) -> dict[str, MiniCpmAnswer]:
     return {name: reference.answer(text, REPLY[name], SPEECH[name]) for name, text in TEXTS.items()}
 
 
-def media_prompt(media: list[np.ndarray | SlicedPicture]) -> tuple[Prompt, list[np.ndarray]]:
-    content = (*(ContentPart(media=index) for index in range(len(media))), ContentPart(text=ABOUT))
-    arrays, entries = [], []
+def media_prompt(media: list[np.ndarray | SlicedPicture | Film]) -> tuple[Prompt, list[np.ndarray]]:
+    content, arrays, entries = [], [], []
+
+    def add(array: np.ndarray, modality: str, **more: Any) -> int:
+        ref = TensorRef(DType.F32 if modality == "audio" else DType.U8, array.shape, 0)
+        rate = {"sample_rate": 16_000} if modality == "audio" else {}
+        arrays.append(array)
+        entries.append(Media(encoding=MediaEncoding.ARRAY, tensor=ref, modality=modality, **rate, **more))
+        return len(arrays) - 1
+
     for medium in media:
-        seen = isinstance(medium, SlicedPicture)
-        arrays.append(np.array(medium.picture) if seen else medium)
-        ref = TensorRef(DType.U8 if seen else DType.F32, arrays[-1].shape, 0)
-        sort = {"modality": "image"} if seen else {"modality": "audio", "sample_rate": 16_000}
-        entries.append(Media(encoding=MediaEncoding.ARRAY, tensor=ref, **sort))
-    return Prompt(messages=(ChatMessage("user", content),), media=tuple(entries)), arrays
+        match medium:
+            case SlicedPicture():
+                index = add(np.array(medium.picture), "image")
+            case Film():
+                sound = None if medium.sound is None else add(medium.sound, "audio")
+                index = add(medium.frames, "video", frames_per_second=2.0, sound=sound)
+            case _:
+                index = add(medium, "audio")
+        content.append(ContentPart(media=index))
+    message = ChatMessage("user", (*content, ContentPart(text=ABOUT)))
+    return Prompt(messages=(message,), media=tuple(entries)), arrays
+
+
+def known(media: list[np.ndarray | SlicedPicture | Film]) -> list[np.ndarray | SlicedPicture | ReferenceFilm]:
+    return [medium.reference if isinstance(medium, Film) else medium for medium in media]
 
 
 def prompt_of(answer: MiniCpmAnswer) -> list[int]:
@@ -115,7 +154,7 @@ def test_texts_and_rows_equal_transformers_in_one_batch_and_alone(driver: Any, t
 
 def test_media_are_perceived_as_by_the_reference_in_one_batch_and_alone(driver: Any, tiny_minicpm_o: Path):
     reference, prompts = MiniCpmReference(tiny_minicpm_o), RecordingPrompts(tiny_minicpm_o, SIZES)
-    expected = {name: reference.answer(ABOUT, 9, 0, *media) for name, media in MEDIA.items()}
+    expected = {name: reference.answer(ABOUT, 9, 0, *known(media)) for name, media in MEDIA.items()}
     inputs = {name: prompts.made(*media_prompt(media)) for name, media in MEDIA.items()}
     prompts.engine.shutdown()
     thinker: Driver = driver(tiny_minicpm_o, "thinker", asynchronous=True, **SIZES)
@@ -132,7 +171,12 @@ def test_media_are_perceived_as_by_the_reference_in_one_batch_and_alone(driver: 
             assert thinker.written(request) == answer.answer, request
             assert torch.allclose(thinker.rows(request), answer.rows, atol=1e-4), request
     assert len({tuple(answer.answer) for answer in expected.values()}) == len(MEDIA)
-    for name, spoken in {"two sounds": True, "one picture": False}.items():  # a sound alone has speech answer it
+    for name, spoken in {
+        "two sounds": True,
+        "one picture": False,
+        "a silent video": False,
+        "a video, and its sound goes on": True,
+    }.items():  # a sound alone has speech answer it
         thinker.start(f"{name}, in text", inputs[name], streams=False, **greedy)
         thinker.run()
         assert (thinker.written(f"{name}, in text") == expected[name].answer) is spoken

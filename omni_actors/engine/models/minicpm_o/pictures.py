@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -49,10 +48,15 @@ def nearest(length: float, unit: int) -> int:
     return max(round(length / unit) * unit, unit)
 
 
+def whole_of(picture: Image.Image) -> Image.Image:
+    """The whole picture at the area of a slice."""
+    return picture.resize(fitted(*picture.size), Image.Resampling.BICUBIC)
+
+
 def slices_of(picture: Image.Image) -> list[Image.Image]:
     """The whole picture, and then its slices, row by row."""
     width, height = picture.size
-    whole, grid = picture.resize(fitted(width, height), Image.Resampling.BICUBIC), grid_of(width, height)
+    whole, grid = whole_of(picture), grid_of(width, height)
     if grid is None:
         return [whole]
     columns, rows = grid
@@ -62,10 +66,10 @@ def slices_of(picture: Image.Image) -> list[Image.Image]:
     return [whole, *(fine.crop((left, top, left + wide, top + tall)) for left, top in corners)]
 
 
-def patches_of(picture: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
-    """Patches u8 [n, 3, PATCH, PATCH] of all slices of an RGB picture, and rows and columns of each, [slices, 2]."""
+def patches_of(slices: Iterable[Image.Image]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches u8 [n, 3, PATCH, PATCH] of RGB slices, and rows and columns of each, [slices, 2]."""
     patches, sizes = [], []
-    for part in slices_of(picture):
+    for part in slices:
         pixels = torch.from_numpy(np.array(part))
         rows, columns = pixels.shape[0] // PATCH, pixels.shape[1] // PATCH
         patches.append(pixels.view(rows, PATCH, columns, PATCH, 3).permute(0, 2, 4, 1, 3).flatten(0, 1))
@@ -80,10 +84,9 @@ def places_of(grid: tuple[int, int] | None, index: int) -> str:
     return f"<image_id>{index}</image_id><image>{'<unk>' * QUERIES}</image>" + "\n".join([line] * rows)
 
 
-def picture_embeddings(modality: str, data: Mapping[str, Any]) -> int:
-    """Embeddings that the encoder makes of a medium; -1 if its tensors contradict one another."""
-    patches, sizes = data[PIXELS], data[SIZES]
-    fits = modality == "image" and patches.shape[1:] == (3, PATCH, PATCH) and sizes.shape[1:] == (2,)
+def picture_embeddings(patches: torch.Tensor, sizes: torch.Tensor) -> int:
+    """Embeddings that the encoder makes of a picture; -1 if its tensors contradict one another."""
+    fits = patches.shape[1:] == (3, PATCH, PATCH) and sizes.shape[1:] == (2,)
     return len(sizes) * QUERIES if fits and sizes.min() >= 1 and int(sizes.prod(dim=1).sum()) == len(patches) else -1
 
 

@@ -8,12 +8,15 @@ from functools import cached_property
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from transformers import BatchFeature, PretrainedConfig, WhisperFeatureExtractor
 from vllm.config import VllmConfig
 from vllm.inputs import MultiModalDataDict
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
-from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems, MultiModalDataParser
+from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems, MultiModalDataParser, VideoProcessorItems
 from vllm.multimodal.processing import (
     BaseDummyInputsBuilder,
     BaseMultiModalProcessor,
@@ -34,16 +37,29 @@ from omni_actors.engine.models.minicpm_o.pictures import (
     SIZES,
     grid_of,
     patches_of,
+    picture_embeddings,
     places_of,
+    slices_of,
+    whole_of,
+)
+from omni_actors.engine.models.minicpm_o.videos import (
+    FRAME_SIZES,
+    FRAMES,
+    LONGEST_SECONDS,
+    SOUND,
+    SOUND_LENGTH,
+    film_embeddings,
+    film_of,
+    places_of_film,
 )
 from omni_actors.engine.models.registry import PromptMedia
-from omni_actors.engine.prompt_processors import ChatTemplate, PromptProcessor
+from omni_actors.engine.prompt_processors import ChatTemplate, DecodedMedia, PromptProcessor
 from omni_actors.media.limits import AUDIO_RATE, MediaLimits
 from omni_actors.protocol.payloads import ContentPart, Prompt
 
-MARKS = {"audio": "<|audio|>", "image": "<|image_pad|>"}
+MARKS = {"audio": "<|audio|>", "image": "<|image_pad|>", "video": "<|video_pad|>"}
 PLACE = "<unk>"
-LONGEST_SECONDS = 30  # positions of the encoder
+HEARD_SECONDS = 30  # positions of the encoder
 LARGEST = SIDE * math.isqrt(MOST_SLICES)  # along an edge of a picture of the most slices
 MIN_SAMPLES = 1281  # make nine frames, of which five are left for an embedding
 
@@ -54,14 +70,21 @@ def audio_embeddings(frames: int) -> int:
 
 
 def audio_window(_config: PretrainedConfig) -> int:
-    """Frames that the encoder encodes together: all of them, because each second sees those before it."""
-    return LONGEST_SECONDS * 100
+    """Frames that the encoder encodes together, because each second sees those before it."""
+    return HEARD_SECONDS * 100
+
+
+def media_embeddings(modality: str, data: Mapping[str, Any]) -> int:
+    """Embeddings that the encoders make of a picture or a video; -1 if its tensors contradict one another."""
+    if modality == "video":
+        return film_embeddings(data, audio_embeddings)
+    return picture_embeddings(data[PIXELS], data[SIZES])
 
 
 class Processor:
     """What the prompt stage needs of a processor; the checkpoint's own is code that no one runs here."""
 
-    audio_token, image_token = MARKS["audio"], MARKS["image"]
+    audio_token, image_token, video_token = MARKS.values()
     image_processor = None
 
     def __init__(self, tokenizer: Any, config: PretrainedConfig) -> None:
@@ -73,6 +96,13 @@ class Processor:
         """The prompt as text. Its answer begins at once: the template thinks first unless it is told not to."""
         text: str = self.tokenizer.apply_chat_template(messages, enable_thinking=False, **options)
         return text
+
+
+class FilmParser(MultiModalDataParser):
+    """Leaves videos as they are, each a `Film`."""
+
+    def _parse_video_data(self, data: Any) -> VideoProcessorItems:
+        return VideoProcessorItems(data)
 
 
 class Info(BaseProcessingInfo):
@@ -91,7 +121,7 @@ class Info(BaseProcessingInfo):
         return {}
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Any number of sounds and pictures."""
+        """Any number of sounds, pictures and videos."""
         return dict.fromkeys(MARKS)
 
     def get_num_image_tokens(self, *, image_width: int, image_height: int, **_: object) -> int:
@@ -101,7 +131,7 @@ class Info(BaseProcessingInfo):
 
     def get_data_parser(self) -> MultiModalDataParser:
         """A parser of sounds at 16 kHz."""
-        return MultiModalDataParser(target_sr=AUDIO_RATE, expected_hidden_size=self._get_expected_hidden_size())
+        return FilmParser(target_sr=AUDIO_RATE, expected_hidden_size=self._get_expected_hidden_size())
 
 
 class DummyInputs(BaseDummyInputsBuilder[Info]):
@@ -113,10 +143,14 @@ class DummyInputs(BaseDummyInputsBuilder[Info]):
 
     def get_dummy_mm_data(self, seq_len: int, mm_counts: Mapping[str, int], mm_options: Any) -> MultiModalDataDict:
         """Silence, and pictures of the most slices."""
-        sounds, pictures = mm_counts.get("audio", 0), mm_counts.get("image", 0)
+        sounds, pictures, videos = (mm_counts.get(modality, 0) for modality in MARKS)
+        silence = self._get_dummy_audios(length=LONGEST_SECONDS * AUDIO_RATE, num_audios=sounds + videos)
+        dark = np.zeros((LONGEST_SECONDS, SIDE, SIDE, 3), np.uint8)
+        films: Any = [(dark, sound) for sound in silence[sounds:]]
         return {
-            "audio": self._get_dummy_audios(length=LONGEST_SECONDS * AUDIO_RATE, num_audios=sounds),
+            "audio": silence[:sounds],
             "image": self._get_dummy_images(width=LARGEST, height=LARGEST, num_images=pictures),
+            "video": films,
         }
 
 
@@ -126,31 +160,56 @@ class MarkedMedia(BaseMultiModalProcessor[Info]):
     def _call_hf_processor(self, hf_data: Mapping[str, Any], hf_kwargs: Mapping[str, object]) -> BatchFeature:
         made: dict[str, Any] = {}
         if sounds := hf_data.get("audio"):
-            heard = self.info.get_hf_processor().feature_extractor(
-                sounds, sampling_rate=AUDIO_RATE, padding="max_length", return_attention_mask=True, return_tensors="pt"
-            )
-            made[LENGTHS] = heard["attention_mask"].sum(dim=1)
-            frames = zip(heard["input_features"], made[LENGTHS].tolist(), strict=True)
-            made[FEATURES] = torch.cat([sound[:, :length] for sound, length in frames], dim=1)
+            made[FEATURES], made[LENGTHS] = self._heard(sounds)
             made[MASK] = torch.ones(len(sounds), 1, dtype=torch.bool)
         if pictures := hf_data.get("images"):
-            patches, made[SIZES] = zip(*map(patches_of, pictures), strict=True)
+            patches, made[SIZES] = zip(*(patches_of(slices_of(picture)) for picture in pictures), strict=True)
             made[PIXELS] = torch.cat(patches)
+        if films := hf_data.get("videos"):
+            seen = [patches_of(whole_of(Image.fromarray(frame)) for frame in frames) for frames, _ in films]
+            patches, made[FRAME_SIZES] = zip(*seen, strict=True)
+            made[FRAMES] = torch.cat(patches)
+            made[SOUND], made[SOUND_LENGTH] = self._heard([sound for _, sound in films])
         return BatchFeature(made)
+
+    def _heard(self, sounds: Sequence[NDArray[np.float32]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features [mel bins, frames] of sounds one after the other, from half a minute at a time; frames of each."""
+        extractor, most = self.info.get_hf_processor().feature_extractor, HEARD_SECONDS * AUDIO_RATE
+        features, lengths = [torch.zeros(extractor.feature_size, 0)], []
+        for sound in sounds:
+            lengths.append(0)
+            for begin in range(0, len(sound), most):
+                piece = extractor(
+                    sound[begin : begin + most],
+                    sampling_rate=AUDIO_RATE,
+                    padding="max_length",
+                    return_attention_mask=True,
+                    return_tensors="pt",
+                )
+                frames = int(piece["attention_mask"].sum())
+                lengths[-1] += frames
+                features.append(piece["input_features"][0, :, :frames])
+        return torch.cat(features, dim=1), torch.tensor(lengths)
 
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
         fields = {
             name: MultiModalFieldConfig.batched(modality, keep_on_cpu=True)
-            for modality, names in (("audio", (LENGTHS, MASK)), ("image", (SIZES,)))
+            for modality, names in (
+                ("audio", (LENGTHS, MASK)),
+                ("image", (SIZES,)),
+                ("video", (FRAME_SIZES, SOUND_LENGTH)),
+            )
             for name in names
         }
-        if FEATURES in hf_inputs:
-            fields[FEATURES] = MultiModalFieldConfig.flat_from_sizes("audio", hf_inputs[LENGTHS], dim=1)
-        if PIXELS in hf_inputs:
-            patches = torch.stack([sizes.prod(dim=1).sum() for sizes in hf_inputs[SIZES]])
-            fields[PIXELS] = MultiModalFieldConfig.flat_from_sizes("image", patches)
+        for modality, features, length in (("audio", FEATURES, LENGTHS), ("video", SOUND, SOUND_LENGTH)):
+            if features in hf_inputs:
+                fields[features] = MultiModalFieldConfig.flat_from_sizes(modality, hf_inputs[length], dim=1)
+        for modality, pixels, each in (("image", PIXELS, SIZES), ("video", FRAMES, FRAME_SIZES)):
+            if pixels in hf_inputs:
+                patches = torch.stack([sizes.prod(dim=1).sum() for sizes in hf_inputs[each]])
+                fields[pixels] = MultiModalFieldConfig.flat_from_sizes(modality, patches)
         return fields
 
     def _get_prompt_updates(
@@ -167,12 +226,17 @@ class MarkedMedia(BaseMultiModalProcessor[Info]):
             size = mm_items.get_items("image", ImageProcessorItems).get_image_size(item)
             return places_of(grid_of(size.width, size.height), item)
 
+        def film(item: int) -> str:
+            data: Any = out_mm_kwargs["video"][item]
+            sound = audio_embeddings(int(data[SOUND_LENGTH].data))
+            return places_of_film(len(data[FRAME_SIZES].data), sound, PLACE)
+
         def replacement(modality: str, text: Callable[[int], str]) -> PromptReplacement:
             return PromptReplacement(
                 modality, self._ids(MARKS[modality]), lambda item: self._places(self._ids(text(item)))
             )
 
-        return [replacement("audio", sound), replacement("image", picture)]
+        return [replacement("audio", sound), replacement("image", picture), replacement("video", film)]
 
     def _recompute_cached_prompt_update(
         self, cached_update: ResolvedPromptUpdate, new_item_idx: int
@@ -196,23 +260,26 @@ class MarkedMedia(BaseMultiModalProcessor[Info]):
 
 
 class MarkedTemplate:
-    """The checkpoint's chat template, which takes texts; a medium is a line of its own, as in the model's `chat`."""
+    """The checkpoint's chat template, which takes texts.
+
+    A medium is a line of its own, as in the model's `chat`; in a message with a video nothing is between the parts, as
+    there with `omni_mode`.
+    """
 
     def __init__(self, chat: ChatTemplate) -> None:
         self._chat = chat
 
     def render(self, prompt: Prompt) -> str:
         """The prompt as text, with one placeholder per medium."""
-        messages = [
-            msgspec.structs.replace(
-                message,
-                content=tuple(
-                    part if part.media is None else ContentPart(text=MARKS[prompt.media[part.media].modality])
-                    for part in message.content
-                ),
-            )
-            for message in prompt.messages
-        ]
+        messages = []
+        for message in prompt.messages:
+            kinds = [None if part.media is None else prompt.media[part.media].modality for part in message.content]
+            texts = [
+                part.text or "" if kind is None else MARKS[kind]
+                for part, kind in zip(message.content, kinds, strict=True)
+            ]
+            content = tuple(ContentPart(text=text) for text in (["".join(texts)] if "video" in kinds else texts))
+            messages.append(msgspec.structs.replace(message, content=content))
         return self._chat.render(msgspec.structs.replace(prompt, messages=tuple(messages)))
 
 
@@ -227,6 +294,24 @@ class Prompts(PromptProcessor):
         model = arguments.model_config
         chat = ChatTemplate(self.processor, model.tool_call_parser, model.tool_chat_template, text_only=True)
         self._template = MarkedTemplate(chat)
+
+    def _longest_sound(self, limits: MediaLimits, config: VllmConfig) -> float:
+        return min(limits.audio_seconds, LONGEST_SECONDS)
+
+    def _tokens_of(self, item: DecodedMedia) -> int:
+        if item.modality != "video":
+            return super()._tokens_of(item)
+        return math.ceil(len(item.data) / item.frames_per_second) * QUERIES
+
+    def _data(self, shown: Sequence[tuple[DecodedMedia, DecodedMedia | None]]) -> tuple[dict[str, list[Any]], None]:
+        data: dict[str, list[Any]] = {}
+        for item, sound in shown:
+            given = item.data
+            if item.modality == "video":
+                given = film_of(item.data, item.frames_per_second, None if sound is None else sound.data)
+            data.setdefault(item.modality, []).append(given)
+        self._set_padding([*data.get("audio", ()), *(sound for _, sound in data.get("video", ()))])
+        return data, None
 
     @classmethod
     def of(cls, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> Prompts:

@@ -27,8 +27,17 @@ from omni_actors.engine.adapter import Admission, TextAdapter, TextDecoder
 from omni_actors.engine.encoded_requests import FEATURES, LENGTHS, RequestReader
 from omni_actors.engine.models import ModelSpec, renamed
 from omni_actors.engine.models.minicpm_o.config import POOLED, QUERIES, hearing_part, speech_part
-from omni_actors.engine.models.minicpm_o.pictures import PIXELS, SIZES, PictureEncoder, picture_embeddings
-from omni_actors.engine.models.minicpm_o.prompt import MEDIA, DummyInputs, Info, MarkedMedia, audio_embeddings
+from omni_actors.engine.models.minicpm_o.pictures import PIXELS, SIZES, PictureEncoder
+from omni_actors.engine.models.minicpm_o.prompt import (
+    MEDIA,
+    DummyInputs,
+    Info,
+    MarkedMedia,
+    audio_embeddings,
+    audio_window,
+    media_embeddings,
+)
+from omni_actors.engine.models.minicpm_o.videos import FRAME_SIZES, FRAMES, SOUND, SOUND_LENGTH, joined
 from omni_actors.engine.models.thinker_adapter import RowOutputs
 from omni_actors.engine.models.thinker_state import EmitRows, ThinkerState
 from omni_actors.engine.workers.runner import Attachments, Emission, Step
@@ -90,18 +99,34 @@ class MiniCpmOThinker(Qwen3ForCausalLM, SupportsMultiModal):
         """Embeddings [n, width] of each sound or picture.
 
         Args:
-            kwargs: features [mel bins, frames] of all sounds and their lengths, or patches of all pictures and the
-                sizes of each one's slices.
+            kwargs: features [mel bins, frames] of all sounds and their lengths, patches of all pictures and the sizes
+                of each one's slices, or both of all videos.
         """
+        if FRAMES in kwargs:
+            seen = self._see(kwargs[FRAMES], list(kwargs[FRAME_SIZES]))
+            heard = kwargs[SOUND].split(kwargs[SOUND_LENGTH].flatten().tolist(), dim=1)
+            return tuple(joined(frames, self._hear(sound)) for frames, sound in zip(seen, heard, strict=True))
         if PIXELS in kwargs:
-            sizes = list(kwargs[SIZES])
-            seen = self.pictures(kwargs[PIXELS], torch.cat(sizes))
-            each: tuple[torch.Tensor, ...] = seen.split([len(one) * QUERIES for one in sizes])
-            return each
+            return self._see(kwargs[PIXELS], list(kwargs[SIZES]))
         return tuple(map(self._hear, kwargs[FEATURES].split(kwargs[LENGTHS].flatten().tolist(), dim=1)))
 
+    def _see(self, patches: torch.Tensor, sizes: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        seen = self.pictures(patches, torch.cat(sizes))
+        each: tuple[torch.Tensor, ...] = seen.split([len(one) * QUERIES for one in sizes])
+        return each
+
     def _hear(self, features: torch.Tensor) -> torch.Tensor:
-        """Embeddings of one sound. It is encoded alone: padded beside a longer one, its end would sound different."""
+        """Embeddings of one sound, half a minute at a time.
+
+        It is encoded alone: padded beside a longer one, its end would sound different.
+        """
+        heard = [features.new_zeros(0, self.config.hidden_size, dtype=self.apm.conv1.weight.dtype)]
+        for part in features.split(audio_window(self.config), dim=1):
+            if audio_embeddings(part.shape[1]):
+                heard.append(self._hear_part(part))
+        return torch.cat(heard)
+
+    def _hear_part(self, features: torch.Tensor) -> torch.Tensor:
         seconds = torch.arange((features.shape[1] + 1) // 2, device=features.device) // SECOND
         later = seconds[None, :] > seconds[:, None]
         mask = torch.zeros(later.shape, dtype=self.apm.conv1.weight.dtype, device=later.device)
@@ -161,7 +186,7 @@ class MiniCpmOThinkerAdapter(TextAdapter):
         super().__init__(*args, **kwargs)
         begin, end = self._tokenizer.convert_tokens_to_ids([SPEECH_BEGIN, SPEECH_END])
         self._begin = int(begin)
-        self._requests = RequestReader(picture_embeddings, audio_embeddings)
+        self._requests = RequestReader(media_embeddings, audio_embeddings)
         self.end_token_ids |= {int(end)}
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
@@ -170,7 +195,7 @@ class MiniCpmOThinkerAdapter(TextAdapter):
         if inputs.tensors:
             token_ids, features = self._requests.read(inputs.tensors, token_ids)
         # The model answers what it hears as if it spoke.
-        if request.streams or any(feature.modality == "audio" for feature in features):
+        if request.streams or any(map(_is_heard, features)):
             token_ids.append(self._begin)
         self.check_tokens(token_ids)
         calls = self.tool_calls(inputs, token_ids)
@@ -179,6 +204,11 @@ class MiniCpmOThinkerAdapter(TextAdapter):
         decoder = TextDecoder(self._tokenizer, core_request)
         outputs = RowOutputs(request.request_id, (), decoder, request.streams, calls)  # the prompt has no rows
         return Admission(core_request, outputs)
+
+
+def _is_heard(feature: MultiModalFeatureSpec) -> bool:
+    data: Any = feature.data
+    return feature.modality == "audio" or (feature.modality == "video" and int(data[SOUND_LENGTH].data) > 0)
 
 
 SPEC = ModelSpec(
