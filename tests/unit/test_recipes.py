@@ -17,12 +17,16 @@ SECTIONS = dict(re.findall(r"^##+ (.*?)\n(.*?)(?=^##+ |\Z)", PAGE, re.M | re.S))
 GPUS = {  # section -> number of GPUs, GiB of each
     "One GPU of 80 GB": (1, 74.5),
     "One GPU of 48 GB": (1, 44.7),
+    "MiniCPM-o on one GPU of 48 GB": (1, 44.7),
     "One GPU of 24 GB": (1, 22.3),
     "Two GPUs of 24 GB": (2, 22.3),
     "Two GPUs of 80 GB": (2, 74.5),
 }
-# GiB, from docs/benchmarks.md: weights of the 7B model, and what vLLM's profile found to be needed with them.
+MINICPM = "openbmb/MiniCPM-o-4_5"
+# GiB: weights of the 7B model, from docs/benchmarks.md, and of MiniCPM-o, counted; and what vLLM's profile found to be
+# needed with the 7B model's.
 MEASURED = {"thinker": 16.78, "talker": 2.62}
+COUNTED = {"thinker": 17.04, "talker": 0.37, "code2wav": 1.5}
 WORKING = {"thinker": 2.36, "talker": 2.52}
 ENCODERS = 2.6
 SIZES = {  # of the thinker's language model: layers, width, width between, width of the keys, vocabulary
@@ -30,7 +34,7 @@ SIZES = {  # of the thinker's language model: layers, width, width between, widt
     "Qwen/Qwen2.5-Omni-3B": (36, 2048, 11008, 256, 151936),
 }
 VOCODER = 4.7  # GiB, of 32 requests
-POSITION_GIB = 56 / 2**20  # of a KV cache, at most
+POSITION_GIB, MINICPM_POSITION_GIB = 56 / 2**20, 144 / 2**20  # of a KV cache, at most
 LEAST_CACHE = 0.8  # GiB
 
 
@@ -44,8 +48,18 @@ def thinker_gib(model: str, quantization: str | None = None) -> float:
 def needed_gib(pipeline: PipelineConfig, stage: StageConfig) -> float:
     """What a stage needs before its cache: weights and working memory. The 3B model's talker is no larger."""
     thinks = stage.part == "thinker"
-    weights = thinker_gib(pipeline.model, stage.engine.get("quantization")) if thinks else MEASURED[stage.part]
+    if pipeline.model == MINICPM:
+        weights = COUNTED[stage.part]
+    else:
+        weights = thinker_gib(pipeline.model, stage.engine.get("quantization")) if thinks else MEASURED[stage.part]
     return weights + WORKING[stage.part]
+
+
+def vocoder_gib(pipeline: PipelineConfig, stage: StageConfig) -> float:
+    """What a vocoder needs, with what its answers keep."""
+    if pipeline.model != MINICPM:
+        return VOCODER
+    return COUNTED[stage.part] + (stage.budget_bytes or 0) / 2**30
 
 
 def commands(section: str) -> list[list[str]]:
@@ -71,10 +85,11 @@ def test_the_shares_of_a_recipe_fit_its_gpus(section: str) -> None:
         for index in range(stage.processes):
             for device in config.replica_devices(stage, index, count):
                 share = stage.engine.get("gpu_memory_utilization")
-                taken[device] += share * gib if share is not None else VOCODER
+                taken[device] += share * gib if share is not None else vocoder_gib(pipeline, stage)
                 if stage.part in WORKING:
                     room = share * gib - needed_gib(pipeline, stage)
-                    longest = stage.engine["max_model_len"] * POSITION_GIB
+                    position = MINICPM_POSITION_GIB if pipeline.model == MINICPM else POSITION_GIB
+                    longest = stage.engine["max_model_len"] * position
                     assert room > max(LEAST_CACHE, longest), f"{stage.name} has no room for a KV cache"
     assert all(used <= gib for used in taken.values()), taken
 
