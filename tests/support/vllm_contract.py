@@ -85,6 +85,8 @@ CALLED: dict[str, str] = {
     f"{_MODELS}.minicpmo:MultiModalProjector": "in_dim out_dim",
     f"{_MODELS}.idefics2_vision_model:Idefics2VisionTransformer": "config num_hidden_layers_override prefix",
     f"{_MODELS}.idefics2_vision_model:Idefics2VisionTransformer.forward": "pixel_values position_ids",
+    "vllm.multimodal.parse:VideoProcessorItems": "data",
+    "vllm.sampling_params:SamplingParams.clone": "",
     "vllm.multimodal.inputs:MultiModalFieldConfig.batched": "modality keep_on_cpu",
     "vllm.multimodal.inputs:MultiModalFieldConfig.flat_from_sizes": "modality size_per_item dim",
     "vllm.multimodal.processing:PromptReplacement": "modality target replacement",
@@ -239,6 +241,7 @@ OURS = (
     "omni_actors.engine.models.minicpm_o.prompt:Info",
     "omni_actors.engine.models.minicpm_o.prompt:DummyInputs",
     "omni_actors.engine.models.minicpm_o.prompt:MarkedMedia",
+    "omni_actors.engine.models.minicpm_o.prompt:FilmParser",
 )
 
 
