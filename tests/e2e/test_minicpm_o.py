@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,26 @@ def test_a_picture_and_a_video_are_seen_over_http(pipeline, tiny_minicpm_o):
     assert more - fewer == 3 * (10 + 2) + 1, "ten a second, their begin and end, and the begin of speech"
     assert fewer > 3 * 66
     assert heard.content != mute.content
+
+
+async def test_the_first_sound_comes_while_the_thinker_stands_still_in_the_middle_of_the_text(pipeline):
+    written, pieces, heard_at = "", 0, 0
+    params = {"thinker": {"max_tokens": 400}, "talker": {"max_tokens": 60, "logit_bias": ENDING}}
+    async with AsyncOmniClient(pipeline.endpoint) as client:
+        status = (await client.describe()).stages
+        thinker = psutil.Process(next(each.pid for each in status if each.stage == "thinker"))
+        async for item in await client.submit("the sea", voice="alto", params=params, timeout=120):
+            if isinstance(item, Text):
+                written, pieces = written + item.text, pieces + 1
+                if pieces == 14:  # so many tokens at least; the rows of eleven have left
+                    thinker.suspend()
+            elif isinstance(item, Audio) and not heard_at:
+                heard_at = len(written)
+                with contextlib.suppress(psutil.NoSuchProcess):  # it may have been given up by now
+                    thinker.resume()
+        while not (await client.describe()).healthy:  # noqa: ASYNC110 - the state is another process's
+            await asyncio.sleep(0.1)
+    assert 0 < heard_at < len(written)
 
 
 @pytest.mark.parametrize("stage", ["thinker", "talker", "code2wav"])
