@@ -254,7 +254,7 @@ def test_a_speech_that_is_given_up_between_two_parts_leaves_nothing(driver: Any,
     talker.engine.extend("r", to_host(answers["long"].rows[11:21]), complete=False)
     talker.step()
     talker.engine.abort("r")
-    talker.run()
+    talker.run(limit=3)
 
 
 def test_speech_that_ends_leaves_the_end_out(driver: Any, tiny_minicpm_o: Path, answers):
