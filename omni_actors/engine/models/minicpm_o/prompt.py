@@ -31,26 +31,24 @@ from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoded_requests import FEATURES, LENGTHS, MASK
 from omni_actors.engine.models.minicpm_o.config import POOLED, QUERIES, hearing_part
 from omni_actors.engine.models.minicpm_o.pictures import (
+    FRAME_SIZES,
+    FRAMES,
+    LONGEST_SECONDS,
     MOST_SLICES,
     PIXELS,
     SIDE,
     SIZES,
-    grid_of,
-    patches_of,
-    picture_embeddings,
-    places_of,
-    slices_of,
-    whole_of,
-)
-from omni_actors.engine.models.minicpm_o.videos import (
-    FRAME_SIZES,
-    FRAMES,
-    LONGEST_SECONDS,
     SOUND,
     SOUND_LENGTH,
     film_embeddings,
     film_of,
+    grid_of,
+    patches_of,
+    picture_embeddings,
+    places_of,
     places_of_film,
+    slices_of,
+    whole_of,
 )
 from omni_actors.engine.models.registry import PromptMedia
 from omni_actors.engine.prompt_processors import ChatTemplate, DecodedMedia, PromptProcessor

@@ -27,7 +27,16 @@ from omni_actors.engine.adapter import Admission, TextAdapter, TextDecoder
 from omni_actors.engine.encoded_requests import FEATURES, LENGTHS, RequestReader
 from omni_actors.engine.models import ModelSpec, renamed
 from omni_actors.engine.models.minicpm_o.config import POOLED, QUERIES, hearing_part, speech_part
-from omni_actors.engine.models.minicpm_o.pictures import PIXELS, SIZES, PictureEncoder
+from omni_actors.engine.models.minicpm_o.pictures import (
+    FRAME_SIZES,
+    FRAMES,
+    PIXELS,
+    SIZES,
+    SOUND,
+    SOUND_LENGTH,
+    PictureEncoder,
+    joined,
+)
 from omni_actors.engine.models.minicpm_o.prompt import (
     MEDIA,
     DummyInputs,
@@ -37,7 +46,6 @@ from omni_actors.engine.models.minicpm_o.prompt import (
     audio_window,
     media_embeddings,
 )
-from omni_actors.engine.models.minicpm_o.videos import FRAME_SIZES, FRAMES, SOUND, SOUND_LENGTH, joined
 from omni_actors.engine.models.thinker_adapter import RowOutputs
 from omni_actors.engine.models.thinker_state import EmitRows, ThinkerState
 from omni_actors.engine.workers.runner import Attachments, Emission, Step
