@@ -108,7 +108,8 @@ def test_an_example_runs(request: pytest.FixtureRequest, tmp_path: Path, example
             samples, rate = soundfile.read(tmp_path / file)
             assert (len(samples), rate) == (480 * size, 24_000)
         else:
-            assert Image.open(tmp_path / file).size == size
+            with Image.open(tmp_path / file) as picture:
+                assert picture.size == size
 
 
 def test_a_batch_continues_where_it_stopped(echo: HttpPipeline, tmp_path: Path) -> None:

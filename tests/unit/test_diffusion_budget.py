@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Qwen2_5OmniToken2WavConfig
 
 from omni_actors.config import StageConfig, StageKind
 from omni_actors.engine.models.qwen2_5_omni.code2wav import Qwen2_5OmniCode2Wav
 from omni_actors.engine.models.qwen2_5_omni.stream import Geometry
 from omni_actors.engine.scheduler import Claim, DeviceBudget
 from omni_actors.engine.workers.diffusion import DiffusionJob
-from tools.checkpoints.omni import QWEN2_5_OMNI, make_config
 
 LIMIT = 100
 
@@ -138,9 +138,7 @@ def test_any_requests_stay_within_the_budget_and_all_of_them_end(requests, rando
 
 
 def test_the_default_admits_as_many_requests_of_the_published_size_as_its_description_says() -> None:
-    published = QWEN2_5_OMNI.published
-    config = make_config(QWEN2_5_OMNI, published, published["fixed"]).token2wav_config
-    geometry = Geometry(config, Qwen2_5OmniCode2Wav.chunks, kept_itemsize=2)
+    geometry = Geometry(Qwen2_5OmniToken2WavConfig(), Qwen2_5OmniCode2Wav.chunks, kept_itemsize=2)
     kept, largest = (measure(9, 2) for measure in (geometry.carried_bytes, geometry.largest_job_bytes))
     assert kept == pytest.approx(14.2e6, rel=0.01)
     budget = DeviceBudget(StageConfig(name="code2wav", kind=StageKind.DIFFUSION).budget_bytes)

@@ -55,16 +55,6 @@ def test_a_damaged_database_costs_its_voices_and_nothing_else(tmp_path: Path, ca
     assert store.all() == [voice("Mara")]
 
 
-def test_a_damaged_voice_is_left_out_and_can_be_replaced(tmp_path: Path) -> None:
-    store, mara = VoiceStore(str(tmp_path), 1), voice("Mara")
-    store.add(mara, SAMPLES)
-    (path,) = tmp_path.glob("*.voice")
-    os.truncate(path, path.stat().st_size - 4)
-    assert store.all() == []
-    store.add(mara, SAMPLES)
-    assert store.all() == [mara]
-
-
 def test_a_folder_of_others_keeps_no_voices(tmp_path: Path) -> None:
     """Neither at the start, nor if it was opened to others later."""
     folder = tmp_path / "voices"
