@@ -89,6 +89,7 @@ COMMANDS = {
     "/image": "FILE        send a picture with the next message",
     "/save": "FILE        write the sound of the last answer as WAV",
     "/new": "            forget what was said and begin again",
+    "/quit": "            end",
     "/help": "            list the commands",
 }
 NEED_FILE = ("/audio", "/image", "/save")
@@ -116,7 +117,7 @@ def command_of(line: str) -> tuple[str, str] | None:
 def help_text() -> str:
     """The commands, one line each."""
     lines = [f"{name:<7} {about}" for name, about in COMMANDS.items()]
-    return "\n".join([*lines, "Ctrl-C  cancels the answer; Ctrl-D ends"])
+    return "\n".join([*lines, "Ctrl-C  cancels the answer; Ctrl-D ends, as /quit does"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -168,10 +169,10 @@ class Chat:
             import readline  # noqa: F401 - `input` edits lines with it
 
             sound = "" if self._speaker is not None or not self._voices else " No speaker: /voice and /save give sound."
-            say(f"{offered.pipeline}: /help lists the commands, Ctrl-D ends.{sound}")
+            say(f"{offered.pipeline}: /help lists the commands, /quit ends.{sound}")
 
     def run(self) -> None:
-        """Answer every line until the input ends."""
+        """Answer every line until the input ends, or /quit."""
         while True:
             try:
                 self._take(input("> " if sys.stdin.isatty() else "").rstrip())
@@ -199,6 +200,8 @@ class Chat:
                 self._said.clear()
                 self._attached.clear()
                 say("forgotten")
+            case ("/quit", _):
+                raise EOFError
             case ("/help", _):
                 print(help_text())
             case (command, name):

@@ -161,8 +161,8 @@ def render(report: Report) -> str:
         edge = edges.get((stage.stage, stage.replica))
         if edge is not None:
             text += f", {edge.phase}" if edge.phase != stage.state else ""
-            text += f", {counted(edge.restarts, 'restart')}, heard {edge.silent:.1f} s ago"
-            text += f", turned {edge.idle:.1f} s ago"
+            text += f", {counted(edge.restarts, 'restart')}, heartbeat {edge.silent:.1f} s ago"
+            text += f", progress {edge.idle:.1f} s ago"
             text += f", link: {edge.messages_out} messages and {edge.bytes_out} bytes out, {edge.waiting} waiting"
         lines.append(text)
     for request in report.requests:

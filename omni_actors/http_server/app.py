@@ -490,7 +490,7 @@ async def _no_route(scope: Scope, receive: Receive, send: Send) -> None:
     path: str = scope["path"]
     if scope["type"] == "websocket":
         raise HttpError(404, f"There is no WebSocket at {path[:200]!r}.", code="not_found")
-    listed = sorted({*SOCKETS, *(operation.path for operation in ENDPOINTS)})
+    listed = sorted({*SOCKETS, *(operation.path.replace(":path}", "}") for operation in ENDPOINTS)})
     wanted = f"{PREFIX}{path}" if not path.startswith(PREFIX) else path
     nearest = difflib.get_close_matches(wanted[:200], listed, n=1, cutoff=0.8)
     hint = f" Did you mean {nearest[0]}?" if nearest else ""

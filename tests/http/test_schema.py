@@ -34,6 +34,10 @@ OPERATIONS = [
 RECORDINGS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 SOUND = sound(0.1)
 PICTURE = picture(8, 8)
+SAID = {  # most conversations that are made up contradict themselves
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello."}]},
+    "/v1/responses": {"input": "Hello.", "previous_response_id": None, "tool_choice": "auto"},
+}
 CASES = [(*operation, schemathesis.GenerationMode.POSITIVE) for operation in OPERATIONS]
 CASES += [(*operation, schemathesis.GenerationMode.NEGATIVE) for operation in OPERATIONS if operation[0] == "POST"]
 
@@ -64,6 +68,8 @@ def test_generated_requests(
         # No bytes that are made up are a sound.
         if mode is schemathesis.GenerationMode.POSITIVE and path in RECORDINGS:
             case.body["file"] = SOUND
+        if mode is schemathesis.GenerationMode.POSITIVE and path in SAID and statuses.total() % 2:
+            case.body |= SAID[path]
         if mode is schemathesis.GenerationMode.POSITIVE and path == "/v1/images/edits":
             case.body["image"] = [PICTURE]
         if mode is schemathesis.GenerationMode.POSITIVE and method == "POST":

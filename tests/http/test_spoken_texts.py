@@ -158,6 +158,7 @@ def test_a_failure_in_a_long_text_ends_its_stream(slow_speech: HttpPipeline) -> 
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
+        ({"input": " \n"}, "input", "invalid_value"),
         ({"input": "a" * 4097, "response_format": "flac"}, "response_format", "unsupported_value"),
         ({"voice": "alice"}, "voice", "unknown_voice"),
         ({"language": "Klingon"}, "language", "invalid_value"),

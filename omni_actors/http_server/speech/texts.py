@@ -52,6 +52,8 @@ BODY = JsonBody(SpeechRequest, {})
 
 async def speech(request: Request, state: ServerState, body: SpeechRequest) -> Response:
     """Speak a text. The audio is sent while it is generated."""
+    if not body.input.strip():
+        raise bad_field("input", "input: there is nothing to say.")
     whole = body.response_format == "flac" and body.stream_format is None
     if whole and len(body.input) > IN_ONE_GO:
         message = f'A text of more than {IN_ONE_GO} characters is streamed, as FLAC with stream_format: "audio".'

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import soundfile
 
 from omni_actors.engine.models.chunks import ChunkPolicy
@@ -41,7 +42,7 @@ class S3Runner(ChunkRunner):
     @property
     def facts(self) -> EngineFacts:
         """Voices, sample rate, and the longest utterance in tokens."""
-        return replace(super().facts, voices=tuple(self._speakers))
+        return msgspec.structs.replace(super().facts, voices=tuple(self._speakers))
 
     def load(self, *, dummy: bool) -> None:
         """Read both networks and encode the voices; the sizes stand in the files, so `dummy` changes nothing.
