@@ -30,8 +30,7 @@ from tests.support.launcher import EchoLauncher, launched
 
 async def run(launcher: EchoLauncher, seconds: float) -> None:
     process = psutil.Process(launcher.process.pid)
-    began = time.monotonic()
-    done = 0
+    began, done = time.monotonic(), 0
     sockets = Sockets()
     slow = [sockets.dealer(launcher.endpoint, b"slow %d" % number)[0] for number in range(3)]
     print("| second | RSS MiB | slow clients ended so far | answers to readers |\n|---|---|---|---|")
@@ -53,8 +52,7 @@ async def run(launcher: EchoLauncher, seconds: float) -> None:
                 body = Submit(prompt=Prompt(token_ids=pack_token_ids([120] * 1000)), modalities=("text", "audio"))
                 try_send(socket, encode(Header("", f"slow {number}"), body))
             if number % 15 == 0:
-                counts = (await client.describe()).counts
-                ended = counts.get("dropped_client_slow", 0)
+                ended = (await client.describe()).counts.get("dropped_client_slow", 0)
                 rss = process.memory_info().rss / 2**20
                 print(f"| {time.monotonic() - began:.0f} | {rss:.1f} | {ended} | {done} |", flush=True)
             await asyncio.sleep(1.0)
