@@ -44,8 +44,15 @@ def shared_memory_of(pids: Mapping[int, str]) -> set[str]:
 
 def processes_titled(title: str, parent: int) -> list[int]:
     """Children of `parent` whose process title begins with `title`."""
-    children = psutil.Process(parent).children()
-    return [child.pid for child in children if " ".join(child.cmdline()).startswith(title)]
+    return [child.pid for child in psutil.Process(parent).children() if title_of(child).startswith(title)]
+
+
+def title_of(process: psutil.Process) -> str:
+    """The title of a process, "" for one that has just ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def coordinator_of(folder: Path) -> int:

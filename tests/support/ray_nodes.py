@@ -17,7 +17,7 @@ import psutil
 
 from tests.support.builders import chain
 from tests.support.paths import REPOSITORY
-from tests.support.processes import processes_of
+from tests.support.processes import processes_of, title_of
 from tests.support.waiting import until
 
 ADDRESS = "cluster at "
@@ -71,7 +71,7 @@ class RayNodes:
     def workers(self) -> list[tuple[int, int]]:
         """Node and process of each of vLLM's workers: (pid of the node's raylet, own pid)."""
         started = psutil.Process(self._process.pid).children(recursive=True)
-        return [(process.ppid(), process.pid) for process in started if "RayWorkerProc" in _title(process)]
+        return [(process.ppid(), process.pid) for process in started if "RayWorkerProc" in title_of(process)]
 
     def until_no_workers_are_left(self) -> None:
         until(lambda: not self.workers(), 20.0, lambda: f"the end of {self.workers()}")
@@ -81,13 +81,6 @@ class RayNodes:
             self._process.communicate(timeout=60)
         finally:
             self._process.kill()
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:  # it has just ended
-        return ""
 
 
 def spread_chain() -> dict[str, Any]:
