@@ -160,6 +160,11 @@ class VoiceStore:
         voice = self.find(name)
         return voice if voice is not None and self._store is not None and self._store.remove(voice.id) else None
 
+    def close(self) -> None:
+        """Close the database."""
+        if self._opened is not None:
+            self._opened.close()
+
     @property
     def _store(self) -> Store[Voice] | None:
         """The database, once there is one that can be read."""
@@ -298,7 +303,7 @@ class ServerState:
         await self.realtime.close()
         await asyncio.to_thread(self._decoders.close)
         stores = (self.files, self.videos, self.transcripts, self.responses, self.live_sessions)
-        for store in (*stores, self.streams, self.sessions):
+        for store in (*stores, self.voices, self.streams, self.sessions):
             store.close()
 
     def tenant(self, connection: HTTPConnection) -> str:
