@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from omni_actors.engine.models.cuda_graphs import CudaGraphs
 from omni_actors.engine.models.s3_vocoder.weights import Weights
 
 HISTORY = 100  # mel frames
@@ -371,13 +372,14 @@ class Flow(nn.Module):
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], lengths: Sequence[int], room: int) -> None:
         """Make room for batches of these sizes, chunks of these frames and `room` past frames; on CUDA as graphs."""
-        pool, past = torch.cuda.graph_pool_handle() if self.noise.is_cuda else None, None
+        graphs: CudaGraphs[Interval, Results] = CudaGraphs()
+        past = None
         for size in sorted(sizes, reverse=True):  # the largest first: the others use its memory
             for frames in sorted(lengths, reverse=True):
                 step = Interval(self.estimator, size, frames, room, past)
                 past = step.past if past is None else past
-                if pool is not None:
-                    step.capture(pool)
+                if self.noise.is_cuda:
+                    step.capture(graphs)
                 self._steps.append(step)
 
     def _room(self, chunk: FlowChunk, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -405,6 +407,9 @@ def trimmed(keys: torch.Tensor, dim: int, first: int, last: int) -> torch.Tensor
     return torch.cat([keys.narrow(dim, 0, first), keys.narrow(dim, length - last, last)], dim)
 
 
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class Interval:
     """An interval of the solver: its inputs in memory of their own, and its computation, captured or not.
 
@@ -425,8 +430,7 @@ class Interval:
         self._convs = make(count, rows, 2 * width, 2)
         self.seen = make(rows, 1, 1, frames + room).bool()
         self._modulations = make(count, 9, width), make(2, width)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._graphs: CudaGraphs[Interval, Results] | None = None  # with one of this computation
 
     def load(self, modulations: Sequence[torch.Tensor], states: Sequence[FlowState], interval: int) -> None:
         """Copy what the interval needs: what its time does, and the past of the utterances."""
@@ -437,23 +441,16 @@ class Interval:
             self._convs[:, rows].copy_(state.convs[interval])
             self.past[:, rows, :, :, : state.keys.shape[5]].copy_(state.keys[interval])
 
-    def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def run(self) -> Results:
         """See `Estimator.forward`; the next run writes over the results."""
-        if self._graph is None or self._results is None:
-            return self._compute()
-        self._graph.replay()
-        return self._results
+        return self._compute() if self._graphs is None else self._graphs.replay(self)
 
-    def _compute(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _compute(self) -> Results:
         slope, keys, convs = self._estimator(self.inputs, *self._modulations, self.past, self._convs, self.seen)
         return slope, keys, convs
 
-    def capture(self, pool: Any) -> None:
+    def capture(self, graphs: CudaGraphs[Interval, Results]) -> None:
         """Capture the computation. Needs CUDA."""
         self.seen.fill_(True)
-        self._compute()  # kernels are chosen and loaded outside of the graph
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            self._results = self._compute()
-        self._graph = graph
+        graphs.capture(self, self._compute)
+        self._graphs = graphs
