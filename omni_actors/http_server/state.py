@@ -222,6 +222,7 @@ class ServerState:
         self.started = int(time.time())
         self._description: Description | None = None
         self._described = 0.0
+        self._whole = False  # whether this coordinator has had all stages ready, and so knows all of them
         self._asking: asyncio.Task[Description] | None = None
 
     async def describe(self) -> Description:
@@ -229,7 +230,7 @@ class ServerState:
 
         Concurrent requests share one question.
         """
-        if self._description is not None and time.monotonic() < self._described + FRESH_SECONDS:
+        if self._description is not None and self._whole and time.monotonic() < self._described + FRESH_SECONDS:
             return self._description
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask(), name="describe")
@@ -237,13 +238,13 @@ class ServerState:
         return await asyncio.shield(self._asking)
 
     async def facts(self, model: str | None = None) -> Description:
-        """The same for names, outputs and stages, which stay while a pipeline runs: as `refresh` has found it last.
+        """The same for names, outputs and stages, which stay once all have been ready: as `refresh` has found it last.
 
         A busy coordinator, which does not answer for a while, refuses requests itself, or takes its time. An unknown
         `model` is waited for, because the pipeline may have been started again with more names.
         """
         known = self._description
-        if known is None or time.monotonic() >= self._described + REMEMBERED_SECONDS:
+        if known is None or not self._whole or time.monotonic() >= self._described + REMEMBERED_SECONDS:
             return await self.describe()
         is_named = model in (None, *self.model_names(known), *known.adapters) or self._is_openais(model)
         return known if is_named else await self.describe()
@@ -251,6 +252,8 @@ class ServerState:
     async def _ask(self) -> Description:
         description = await self.client.describe(DESCRIBE_SECONDS)
         self.deaf = is_deaf(description)
+        same = self._description is not None and self._description.coordinator == description.coordinator
+        self._whole = description.healthy or (self._whole and same)
         self._description = hearing(description) if self.deaf and self.ears is not None else description
         self._described = time.monotonic()
         return self._description

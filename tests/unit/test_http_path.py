@@ -143,8 +143,33 @@ class SlowPipeline:
         return answer
 
 
-def description(name: str) -> Description:
-    return Description(name, "m", ("text",), (), RATE, True, in_flight=0, max_in_flight=1, stages=())
+def description(name: str, *, healthy: bool = True, coordinator: str = "") -> Description:
+    sizes = {"in_flight": 0, "max_in_flight": 1}
+    return Description(name, "m", ("text",), (), RATE, healthy, **sizes, stages=(), coordinator=coordinator)
+
+
+async def test_what_a_pipeline_is_said_to_take_while_it_starts_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process of the server that had asked shortly before refused what the last stage takes."""
+    state, pipeline = ServerState(SETTINGS, Budget(SETTINGS.bodies_bytes)), SlowPipeline()
+    monkeypatch.setattr(state, "client", pipeline)
+    said = [
+        ("starts", False, "one"),
+        ("whole", True, "one"),
+        ("starts again", False, "two"),
+        ("whole again", True, "two"),
+    ]
+    async with asyncio.timeout(20):
+        for name, healthy, coordinator in said:
+            if name == "starts again":
+                monkeypatch.setattr(server_state, "FRESH_SECONDS", 0.0)
+            pipeline.answers.put_nowait(description(name, healthy=healthy, coordinator=coordinator))
+            assert (await (state.describe() if name == "starts again" else state.facts())).pipeline == name
+        monkeypatch.setattr(server_state, "FRESH_SECONDS", 0.0)
+        pipeline.answers.put_nowait(description("degraded", healthy=False, coordinator="two"))
+        await state.describe()
+        assert (await state.facts()).pipeline == "degraded", "a stage that was lost is known all the same"
 
 
 async def test_requests_do_not_wait_for_a_description_while_one_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
