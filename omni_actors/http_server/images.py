@@ -7,7 +7,6 @@ import io
 import math
 import re
 import time
-import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,14 +57,24 @@ def encoded_image(pixels: NDArray[numpy.uint8], name: ImageFormat, quality: int 
     Args:
         quality: of jpeg and webp, from 0 to 100.
     """
-    from PIL import Image  # takes a tenth of a second to import
+    if name == "png":
+        import cv2  # takes a tenth of a second to import, as Pillow does, and writes a PNG in half of its time
 
-    # Photographs repeat little: without the search for it a PNG takes half the time, and is no larger.
-    options = {"compress_type": zlib.Z_RLE} if name == "png" else {"quality": QUALITY if quality is None else quality}
+        # Photographs repeat little: without the search for it the file is no larger.
+        options = (
+            cv2.IMWRITE_PNG_STRATEGY,
+            cv2.IMWRITE_PNG_STRATEGY_RLE,
+            cv2.IMWRITE_PNG_FILTER,
+            cv2.IMWRITE_PNG_FILTER_SUB,
+        )
+        order = cv2.COLOR_RGB2BGR if pixels.shape[2] == 3 else cv2.COLOR_RGBA2BGRA
+        return cv2.imencode(".png", cv2.cvtColor(pixels, order), options)[1].tobytes()
+    from PIL import Image
+
     if name == "jpeg":
         pixels = flattened(pixels)
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, format=name, **options)
+    Image.fromarray(pixels).save(file, format=name, quality=QUALITY if quality is None else quality)
     return file.getvalue()
 
 

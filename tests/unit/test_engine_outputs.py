@@ -41,6 +41,7 @@ def test_a_picture_is_a_preview_if_its_job_is_one():
     [
         ({"latents": torch.tensor([1.0, float("nan")])}, "NaN or infinite"),
         ({"preview": torch.tensor([1.0, float("inf")])}, "NaN or infinite"),
+        ({"preview": torch.tensor([float("-inf"), 1.0], dtype=torch.bfloat16)}, "NaN or infinite"),
         ({"image": torch.zeros(8, 8, 3)}, "float32"),
         ({"image": torch.zeros(8, 8, dtype=torch.uint8)}, r"\[8, 8\]"),
     ],

@@ -6,13 +6,14 @@ attend to the prompt and not to each other. Causal attention without a mask, as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, Qwen3Model
 
 from omni_actors.config.checks import check_parameters
+from omni_actors.engine.models.cuda_graphs import CudaGraphs
 from omni_actors.engine.models.flux2.layout import MAX_TOKENS
 from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES, negative_ids
 from omni_actors.engine.models.pictures.vae_stage import MAX_STEPS, OneStepStage
@@ -52,9 +53,17 @@ class Flux2TextEncoder(OneStepStage):
         model.norm = nn.Identity()  # the states are those before it
         self._model = model.to(self.device).requires_grad_(False).eval()
         self._filling: int = AutoTokenizer.from_pretrained(self.folder / "tokenizer").pad_token_id
+        self._ids = torch.zeros(1, MAX_TOKENS, dtype=torch.int64, device=self.device)
+        self._shown = torch.zeros_like(self._ids)
+        self._compute: Callable[[], torch.Tensor] = self._states
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Encode a prompt."""
+        """Capture a graph, as all prompts have one size and launching takes longer than computing; encode a prompt."""
+        if self.device.type == "cuda":
+            graphs: CudaGraphs[int, torch.Tensor] = CudaGraphs()
+            graphs.capture(MAX_TOKENS, self._states)
+            self._compute = lambda: graphs.replay(MAX_TOKENS).clone()
         self.encode(torch.zeros(2, dtype=torch.int64, device=self.device))
 
     def open(self, request: StageRequest, inputs: StageInputs) -> DiffusionStream:
@@ -82,11 +91,14 @@ class Flux2TextEncoder(OneStepStage):
     @torch.inference_mode()
     def encode(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The states [512, 3 * width] of token ids i64 [tokens]."""
-        missing = MAX_TOKENS - len(token_ids)
-        filled = nn.functional.pad(token_ids, (0, missing), value=self._filling)
-        shown = nn.functional.pad(torch.ones_like(token_ids), (0, missing))
+        count = len(token_ids)
+        self._ids.fill_(self._filling)[0, :count] = token_ids
+        self._shown.zero_()[0, :count] = 1
+        return self._compute()
+
+    def _states(self) -> torch.Tensor:
         states = self._model(
-            input_ids=filled[None], attention_mask=shown[None], output_hidden_states=True, use_cache=False
+            input_ids=self._ids, attention_mask=self._shown, output_hidden_states=True, use_cache=False
         ).hidden_states
         return torch.cat([states[layer][0] for layer in LAYERS], -1)
 

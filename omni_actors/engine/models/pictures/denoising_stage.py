@@ -24,7 +24,7 @@ from omni_actors.engine.models.pictures.denoising import (
     fastest_attention,
     without_weights,
 )
-from omni_actors.engine.rows import check_rows, to_torch
+from omni_actors.engine.rows import check_rows, is_finite, to_torch
 from omni_actors.engine.workers.base import omni_options
 from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionModelRunner, DiffusionStream, StepResult
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
@@ -284,7 +284,7 @@ class DenoisingStage(DiffusionModelRunner):
 def read_finite(given: HostTensor, name: str) -> torch.Tensor:
     """A tensor on the CPU. Raises `InvalidPayload` if a value is not finite."""
     tensor = to_torch(given, name)
-    if not torch.isfinite(tensor).all():
+    if not is_finite(tensor):
         raise InvalidPayload(f"{name} holds NaN or infinite values.")
     return tensor
 

@@ -46,6 +46,8 @@ MAX_STEPS = 16  # vLLM wants some length; each job has one
 # Activations in values per pixel of the picture and channel of the widest block at that size: the largest layers have
 # two such inputs and an output, and a copy for the convolution.
 ACTIVATIONS = 6
+# What between its convolutions takes as long as they do, until it is compiled. Equal blocks share their code.
+COMPILED = "ResnetBlock2D"
 
 
 class OneStepStage(DiffusionModelRunner):
@@ -157,6 +159,10 @@ class _VaeStage(OneStepStage):
             except (OSError, ValueError, RuntimeError) as error:
                 raise StartupError(f"The VAE in {self.folder} cannot be loaded: {error}") from error
         self.vae.model = vae.to(self.device, self.dtype).requires_grad_(False).eval()
+        if self.device.type == "cuda":
+            for block in vae.decoder.modules():
+                if type(block).__name__ == COMPILED:
+                    block.compile(dynamic=True)
 
     def needed(self, pixels: int) -> int:
         """Bytes of activations for a picture of n pixels."""
@@ -216,8 +222,9 @@ class VaeStage(_VaeStage):
     """Latents f32 [channels, height, width] to pictures u8, first those of previews."""
 
     def warm_up(self) -> None:
-        """Decode a small picture."""
-        self.compute(torch.zeros(self.vae.channels, 4, 4, device=self.device), False)
+        """Decode pictures: no squares, for which code of their own would be compiled, and not only a small one."""
+        for edge in (4, 64) if self.device.type == "cuda" else (4,):
+            self.compute(torch.zeros(self.vae.channels, edge, edge * 3 // 2, device=self.device), False)
 
     def open(self, request: StageRequest, inputs: StageInputs) -> DiffusionStream:
         """Check a request's first latents."""
