@@ -165,6 +165,16 @@ def tiny_minicpm_o(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_cosyvoice2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint of CosyVoice 2, built for this run."""
+    from tools.checkpoints.cosyvoice import write_tiny
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny_cosyvoice2"
+    write_tiny(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_z_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Z-Image checkpoint, built for this run."""
     from tools.checkpoints.pictures import Z_IMAGE

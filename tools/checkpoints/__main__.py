@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tools.checkpoints import CheckpointError, FolderError, asr, minicpm, omni, tts
+from tools.checkpoints import CheckpointError, FolderError, asr, cosyvoice, minicpm, omni, tts
 from tools.checkpoints.measure import print_answers, quiet_transformers
 from tools.checkpoints.pictures import FLUX2_KLEIN, QWEN_IMAGE, Z_IMAGE
 
@@ -25,6 +25,7 @@ FAMILIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "-qwen3-asr": ("Qwen3-ASR", asr, {}),
     "-qwen3-aligner": ("Qwen3-ForcedAligner", asr, {"aligner": True}),
     "-minicpm-o": ("MiniCPM-o 4.5 (if full, with weights of the vocoder)", minicpm, {}),
+    "-cosyvoice2": ("CosyVoice 2 (if full, with weights of the vocoder)", cosyvoice, {}),
     "-z-image": ("Z-Image", Z_IMAGE, {}),
     "-qwen-image": ("Qwen-Image-2.1", QWEN_IMAGE, {}),
     "-flux2-klein": ("FLUX.2 klein 4B", FLUX2_KLEIN, {}),

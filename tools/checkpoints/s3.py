@@ -32,14 +32,20 @@ GAIN, DIRECTION = "parametrizations.weight.original0", "parametrizations.weight.
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
-def write_vocoder(folder: Path, sizes: Mapping[str, int], seed: int = 0) -> None:
-    """Writes the four files into a folder."""
+def write_vocoder(
+    folder: Path, sizes: Mapping[str, int], seed: int = 0, *, tokenizer: str = "speech_tokenizer_v2_25hz.onnx"
+) -> None:
+    """Writes the four files into a folder.
+
+    Args:
+        tokenizer: name of the file of the model that makes tokens.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokens = normal((sizes["tokens"], HEARD, 4), seed, "tokenizer")
     speaker = normal((MELS, SPEAKER), seed, "speaker") / MELS**0.5
     parts = [_node("Conv", "feats", "kernel", "out", strides=[4]), _node("ArgMax", "out", "tokens", axis=1, keepdims=0)]
     inputs = {"feats": (FLOAT32, 1, HEARD, 0), "feats_length": (INT32, 1)}
-    (folder / "speech_tokenizer_v2_25hz.onnx").write_bytes(_model(parts, tokens, inputs, "tokens", INT64))
+    (folder / tokenizer).write_bytes(_model(parts, tokens, inputs, "tokens", INT64))
     parts = [_node("MatMul", "x", "kernel", "out"), _node("ReduceMean", "out", "speaker", axes=[1], keepdims=0)]
     (folder / "campplus.onnx").write_bytes(_model(parts, speaker, {"x": (FLOAT32, 1, 0, MELS)}, "speaker", FLOAT32))
     for name, shapes in (("flow.pt", _flow(sizes)), ("hift.pt", _hift(sizes))):
@@ -155,6 +161,7 @@ def _hift(sizes: Mapping[str, int]) -> Shapes:
 
 def write_voices(folder: Path) -> None:
     """Writes recordings: tones with overtones, which swell and fade."""
+    folder.mkdir(exist_ok=True)
     for name, (hertz, seconds) in VOICES.items():
         time = np.arange(int(RATE * seconds)) / RATE
         tone = sum(np.sin(2 * np.pi * hertz * part * time) / part for part in range(1, 8))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
@@ -30,10 +30,10 @@ from omni_actors.engine.rows import to_torch
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import RowStream, RowUpdate
 from omni_actors.engine.workers.runner import StreamedInputState, payload_of
-from omni_actors.errors import InvalidPayload, UnknownVoice
+from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong, UnknownVoice
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.messages import UNHEARD
-from omni_actors.protocol.payloads import StageParams
+from omni_actors.protocol.payloads import InformationValue, Prompt, StageParams
 from omni_actors.stage.engine_interface import EngineEvent, StageRequest, StreamEvent
 
 # For `support_torch_compile` of layers with M-RoPE, whose positions are [3, tokens]. vLLM's own models declare
@@ -258,6 +258,52 @@ def chosen_voice(name: str | None, voices: Iterable[str]) -> str:
     if name not in known:
         raise UnknownVoice(f"There is no voice {name[:64]!r}; the voices are {', '.join(known)}.", field="voice")
     return name
+
+
+CHARACTERS = 16  # more of them a token than any text has: what is longer is not even counted
+
+
+def text_to_speak(prompt: Prompt) -> str:
+    """The text of a prompt that is spoken as it is. Raises `InvalidRequest` for any other prompt."""
+    parts = [part.text for message in prompt.messages for part in message.content]
+    if len(prompt.messages) != 1 or prompt.messages[0].role != "user" or len(parts) != 1 or parts[0] is None:
+        raise InvalidRequest(
+            "This model speaks a text: the prompt has to be one message of the user with one text.",
+            hint="Send the text alone, without token ids, media or other messages.",
+            field="input",
+        )
+    if not parts[0].strip():
+        raise InvalidRequest("The text to speak is empty.", hint="Send some text.", field="input")
+    return parts[0]
+
+
+def text_of(given: Mapping[str, InformationValue], name: str) -> str | None:
+    """A text that may be missing. Raises `InvalidRequest` for an empty one, and for what is none."""
+    value = given.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.strip():
+        raise InvalidRequest(f"{name}: must be a text that is not empty; got {str(value)[:64]!r}.", field=name)
+    return value
+
+
+def tokens_of(tokenizer: Any, text: str, field: str, most: int, around: int = 0) -> list[int]:
+    """The token ids of a client's text. Raises `OmniError` for far too long a text, and for one without any.
+
+    Args:
+        most: tokens of a prompt.
+        around: ids that are not the client's.
+    """
+    if len(text) > CHARACTERS * most:
+        raise PromptTooLong(
+            f"{field}: {len(text)} characters are more than this stage takes (max_model_len {most}).",
+            hint="Send a shorter text, or several one after the other.",
+            field=field,
+        )
+    ids: list[int] = tokenizer(text)["input_ids"]
+    if len(ids) <= around:
+        raise InvalidRequest(f"{field}: the text has no token of its own.", hint="Send words.", field=field)
+    return ids
 
 
 class CodeTalkerAdapter(AutoregressiveAdapter):

@@ -121,6 +121,7 @@ _FAMILIES = {  # architecture, or pipeline of diffusers -> folder and stages
     "Qwen3TTSForConditionalGeneration": ("qwen3_tts", _SPEECH),
     "Qwen3ASRForConditionalGeneration": ("qwen3_asr", {"thinker": "thinker", "aligner": "aligner"}),
     "MiniCPMO": ("minicpm_o", _OMNI),
+    "CosyVoice2Model": ("cosyvoice2", _SPEECH),
     "ZImagePipeline": ("z_image", {**_PICTURES, "vae": "vae_stage"}),
     "QwenImage21Pipeline": ("qwen_image", _EDITING),
     "Flux2KleinPipeline": ("flux2", _EDITING),

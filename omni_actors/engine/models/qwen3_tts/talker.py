@@ -15,7 +15,7 @@ from vllm.model_executor.models.qwen3 import Qwen3Model
 
 from omni_actors.engine.adapter import Admission
 from omni_actors.engine.models import ModelSpec, SpeechLimit
-from omni_actors.engine.models.code_talker import chosen_voice
+from omni_actors.engine.models.code_talker import chosen_voice, text_of, text_to_speak, tokens_of
 from omni_actors.engine.models.frame_talker import NO_CODE, FrameOutputs, FrameTalker, FrameTalkerAdapter
 from omni_actors.engine.models.qwen3_tts.clip_encoder import ClipEncoder, clip_frames
 from omni_actors.engine.models.qwen3_tts.prompt import (
@@ -26,7 +26,7 @@ from omni_actors.engine.models.qwen3_tts.prompt import (
     talker_config,
 )
 from omni_actors.engine.rows import to_torch
-from omni_actors.errors import InvalidRequest, PromptTooLong, UnknownVoice
+from omni_actors.errors import InvalidRequest, UnknownVoice
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.payloads import (
     AUTO,
@@ -49,7 +49,6 @@ SMALL = "0b6"  # the size that follows no instructions
 MIN_CLIP, MAX_CLIP = 0.5, 30.0  # seconds
 CLIP_RATES = range(8000, 192_001)
 LEAST_CODES = 2  # that are sampled before the one that ends the speech
-CHARACTERS = 16  # more of them a token than any text has: what is longer is not even counted
 
 
 class TextTalkerAdapter(FrameTalkerAdapter):
@@ -149,19 +148,10 @@ class TextTalkerAdapter(FrameTalkerAdapter):
         """The ids that open the turn, and those of the text to speak, in the form that the model was trained with."""
         if inputs.prompt is None:  # the warm-up
             return list(inputs.token_ids[:OPENING]), list(inputs.token_ids[OPENING:-CLOSING])
-        messages = inputs.prompt.messages
-        parts = [part.text for message in messages for part in message.content]
-        if len(messages) != 1 or messages[0].role != "user" or len(parts) != 1 or parts[0] is None:
-            raise InvalidRequest(
-                "This model speaks a text: the prompt has to be one message of the user with one text.",
-                hint="Send the text alone, without token ids, media or other messages.",
-                field="input",
-            )
-        if not parts[0].strip():
-            raise InvalidRequest("The text to speak is empty.", hint="Send some text.", field="input")
+        spoken = text_to_speak(inputs.prompt)
         if inputs.in_parts:
-            return self._tokenizer(TURN)["input_ids"], self._part_ids(parts[0])
-        ids = self._tokens(f"{TURN}{parts[0]}<|im_end|>\n{TURN}", "input", OPENING + CLOSING)
+            return self._tokenizer(TURN)["input_ids"], self._part_ids(spoken)
+        ids = self._tokens(f"{TURN}{spoken}<|im_end|>\n{TURN}", "input", OPENING + CLOSING)
         return ids[:OPENING], ids[OPENING:-CLOSING]
 
     def _part_ids(self, text: str) -> list[int]:
@@ -171,20 +161,11 @@ class TextTalkerAdapter(FrameTalkerAdapter):
 
     def _tokens(self, text: str, field: str, around: int) -> list[int]:
         """Token ids; all but `around` are the client's text."""
-        if len(text) > CHARACTERS * self.max_model_len:
-            raise PromptTooLong(
-                f"{field}: {len(text)} characters are more than this stage takes (max_model_len {self.max_model_len}).",
-                hint="Send a shorter text, or several one after the other.",
-                field=field,
-            )
-        ids: list[int] = self._tokenizer(text)["input_ids"]
-        if len(ids) <= around:
-            raise InvalidRequest(f"{field}: the text has no token of its own.", hint="Send words.", field=field)
-        return ids
+        return tokens_of(self._tokenizer, text, field, self.max_model_len, around)
 
     def _instructed(self, given: Mapping[str, InformationValue]) -> list[int]:
         """The ids of the instructions, as a turn of the user; none without instructions."""
-        text = _text_of(given, INSTRUCTIONS)
+        text = text_of(given, INSTRUCTIONS)
         if text is None:
             if self._instructions == "required":
                 raise InvalidRequest(
@@ -203,7 +184,7 @@ class TextTalkerAdapter(FrameTalkerAdapter):
 
     def _language(self, given: Mapping[str, InformationValue], voice: str | None) -> int | None:
         """The code of the language; `None` for the model to find out. Some voices speak a dialect of Chinese."""
-        name = (_text_of(given, LANGUAGE) or AUTO).lower()
+        name = (text_of(given, LANGUAGE) or AUTO).lower()
         if name != AUTO and name not in self._languages:
             raise InvalidRequest(
                 f"language: there is no {name[:64]!r}; the languages are {', '.join((AUTO, *self._languages))}.",
@@ -240,7 +221,7 @@ class TextTalkerAdapter(FrameTalkerAdapter):
                     )
             return NO_CLIP
         samples, rate = _samples_of(given)
-        transcript = _text_of(given, TRANSCRIPT)
+        transcript = text_of(given, TRANSCRIPT)
         if transcript is None:
             return Clip(samples, rate, [], 0)
         text = f"{TURN}{transcript}<|im_end|>\n"
@@ -258,16 +239,6 @@ class Clip(NamedTuple):
 
 
 NO_CLIP = Clip(None, SAMPLE_RATE, [], 0)
-
-
-def _text_of(given: Mapping[str, InformationValue], name: str) -> str | None:
-    """A text that may be missing. Raises `InvalidRequest` for an empty one, and for what is none."""
-    value = given.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, str) or not value.strip():
-        raise InvalidRequest(f"{name}: must be a text that is not empty; got {str(value)[:64]!r}.", field=name)
-    return value
 
 
 def _samples_of(given: Mapping[str, InformationValue]) -> tuple[np.ndarray, int]:

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import soundfile
@@ -16,7 +17,7 @@ from omni_actors.engine.models.codec_decoder.stream import Cutting
 from omni_actors.engine.models.s3_vocoder.decoder import S3Batches, S3Carry, S3Speaker
 from omni_actors.engine.models.s3_vocoder.flow import Flow
 from omni_actors.engine.models.s3_vocoder.hift import Hift
-from omni_actors.engine.models.s3_vocoder.voices import VoiceEncoder
+from omni_actors.engine.models.s3_vocoder.voices import TOKENIZER, VoiceEncoder
 from omni_actors.engine.models.s3_vocoder.weights import Weights
 from omni_actors.errors import ConfigError, StartupError, UnknownVoice
 from omni_actors.stage.engine_interface import EngineFacts, StageRequest
@@ -26,10 +27,15 @@ LEAST = 2  # tokens of a chunk: fewer have no frame whose pitch is known
 
 
 class S3Runner(ChunkRunner):
-    """S3 tokens to a waveform at 24 kHz: n tokens become 960 n samples."""
+    """S3 tokens to a waveform at 24 kHz: n tokens become 960 n samples.
+
+    Attributes:
+        tokenizer: name of the file of the model that makes tokens of recordings.
+    """
 
     chunks = ChunkPolicy(first=25, largest=25, look_ahead=0)  # the second of speech that such flows are used with
     batches: S3Batches
+    tokenizer: ClassVar[str] = TOKENIZER
 
     @abstractmethod
     def folder(self) -> Path:
@@ -59,7 +65,7 @@ class S3Runner(ChunkRunner):
         self.batches = S3Batches(flow, hift.to(self.device), self.max_requests, whole=self.policy is None)
         look_ahead = 0 if self.policy is None else flow.encoder.look_ahead
         self.cutting = Cutting(self.batches.sizes, self.policy, 0, self.dtype.itemsize, look_ahead)
-        self._speakers = self._encode(VoiceEncoder(folder))
+        self._speakers = self._encode(VoiceEncoder(folder, self.tokenizer))
 
     def _encode(self, encoder: VoiceEncoder) -> dict[str, S3Speaker]:
         speakers = {}

@@ -35,9 +35,13 @@ class RecordedVoice(NamedTuple):
 
 
 class VoiceEncoder:
-    """Encodes recordings. Raises `StartupError` if onnxruntime or one of the two models is missing."""
+    """Encodes recordings. Raises `StartupError` if onnxruntime or one of the two models is missing.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        tokenizer: name of the file of the model that makes tokens.
+    """
+
+    def __init__(self, folder: Path, tokenizer: str = TOKENIZER) -> None:
         try:
             import onnxruntime
         except ImportError as error:
@@ -47,7 +51,7 @@ class VoiceEncoder:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         models = []
-        for name in (TOKENIZER, SPEAKER):
+        for name in (tokenizer, SPEAKER):
             if not (folder / name).is_file():
                 raise StartupError(f"There is no {folder / name}.", hint="Download the checkpoint completely.")
             models.append(onnxruntime.InferenceSession(folder / name, options, providers=["CPUExecutionProvider"]))

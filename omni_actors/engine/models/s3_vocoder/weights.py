@@ -15,6 +15,17 @@ GAIN, DIRECTION = "parametrizations.weight.original0", "parametrizations.weight.
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file of torch. Raises `StartupError` if it is missing or holds anything else."""
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises whatever its unpickler meets
+        raise StartupError(f"Cannot read {path}: {error}", hint="Download the checkpoint completely.") from error
+    if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
+        raise StartupError(f"{path} holds no tensors by name.", hint="Download the checkpoint again.")
+    return tensors
+
+
 class Weights:
     """Tensors by name; each is taken once. Normalized weights (a gain and a direction) become plain ones.
 
@@ -33,13 +44,7 @@ class Weights:
     @classmethod
     def read(cls, path: Path) -> Weights:
         """The tensors of a file of torch. Raises `StartupError` if it is missing or holds anything else."""
-        try:
-            tensors = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises whatever its unpickler meets
-            raise StartupError(f"Cannot read {path}: {error}", hint="Download the checkpoint completely.") from error
-        if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
-            raise StartupError(f"{path} holds no tensors by name.", hint="Download the checkpoint again.")
-        return cls(tensors, str(path))
+        return cls(read_tensors(path), str(path))
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

@@ -1,0 +1,208 @@
+"""CosyVoice 2's talker: a Qwen2 that is given a text and the recording of a voice, and goes on with S3 tokens.
+
+Its input is the begin, what is said in the recording, the text, the begin of the speech and the recording's S3 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import soundfile
+import torch
+from torch import nn
+from transformers import AutoTokenizer, PretrainedConfig
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.qwen2 import Qwen2Model
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+from vllm.sampling_params import SamplingParams
+
+from omni_actors.engine.adapter import Admission
+from omni_actors.engine.models import ModelSpec, SpeechLimit
+from omni_actors.engine.models.code_talker import (
+    CodecOutputs,
+    CodeTalker,
+    CodeTalkerAdapter,
+    chosen_voice,
+    text_of,
+    text_to_speak,
+    tokens_of,
+)
+from omni_actors.engine.models.cosyvoice2.repetition import Nucleus
+from omni_actors.engine.models.s3_vocoder.voices import VoiceEncoder
+from omni_actors.engine.models.s3_vocoder.weights import read_tensors
+from omni_actors.engine.scheduler import RowStream
+from omni_actors.errors import InvalidRequest
+from omni_actors.protocol.payloads import INSTRUCTIONS, SpeechAbility, StageParams
+from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
+
+ARCHITECTURE = "OmniActorsCosyVoice2Talker"
+LAYERS = "CosyVoice-BlankEN"  # the folder with the configuration of the layers, and the tokenizer
+WEIGHTS, TOKENIZER = "llm.pt", "speech_tokenizer_v2.onnx"
+SOUNDS, ENDS = 6561, 3  # tokens
+BLOCK = 4  # tokens of a message to the vocoder
+LEAST, MOST = 2, 20  # tokens of speech for one of text
+INSTRUCTED = "<|endofprompt|>"
+# Added to those of the tokenizer, in this order.
+SPECIAL = ["<|im_start|>", "<|im_end|>", INSTRUCTED, "[breath]", "<strong>", "</strong>", "[noise]", "[laughter]"]
+SPECIAL += ["[cough]", "[clucking]", "[accent]", "[quick_breath]", "<laughter>", "</laughter>", "[hissing]", "[sigh]"]
+SPECIAL += ["[vocalized-noise]", "[lipsmack]", "[mn]"]
+
+
+def recordings(checkpoint: Path) -> Mapping[str, Path]:
+    """Each recording in `asset/` is a voice, called like the file; a user may add some."""
+    return {path.stem: path for path in sorted((checkpoint / "asset").glob("*.wav"))}
+
+
+def talker_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The talker's configuration out of that of its layers."""
+    if not hasattr(config, "intermediate_size"):  # vLLM first calls the function with an empty configuration
+        return config
+    config.text_vocabulary, config.vocab_size = config.vocab_size, SOUNDS + ENDS
+    config.tie_word_embeddings = False
+    config.architectures = [ARCHITECTURE]
+    return config
+
+
+class CosyVoice2Talker(CodeTalker):
+    """The talker as a vLLM model."""
+
+    decoder_class = Qwen2Model
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={
+            "llm.model.model.embed_tokens.": None,
+            "llm.model.model.": "decoder.",
+            "llm.model.lm_head.": None,
+            "llm_embedding.": None,
+            "speech_embedding.": "codec_embedding.",
+            "llm_decoder.weight": "codec_head.weight",
+            "llm_decoder.bias": "head_bias",
+        }
+    )
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        del self.decoder.embed_tokens  # its tokens are those of codec_embedding
+        self._file = Path(vllm_config.model_config.model).parent / WEIGHTS
+        self.codec_embedding = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)
+        self.head_bias = nn.Parameter(torch.zeros(self.config.vocab_size), requires_grad=False)
+        self.register_buffer("never_sampled", torch.zeros(self.config.vocab_size, dtype=torch.bool), persistent=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the file of the talker; those of the layers' folder are of the language model that it was made of."""
+        return AutoWeightsLoader(self).load_weights(read_tensors(self._file).items(), mapper=self.hf_to_vllm_mapper)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """See `CodeTalker`."""
+        logits = super().compute_logits(hidden_states)
+        return logits if logits is None else logits + self.head_bias
+
+
+class Voice(NamedTuple):
+    """A recording: the ids of what is said in it, and its S3 tokens, none if that is not known."""
+
+    text: list[int]
+    sounds: torch.Tensor
+
+
+class CosyVoice2TalkerAdapter(CodeTalkerAdapter):
+    """Turns a text and a voice into a vLLM request over S3 tokens."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config, model = self.vllm_config.model_config.hf_config, self.vllm_config.model_config.model
+        folder = Path(model).parent
+        self.end_token_ids = frozenset(range(SOUNDS, SOUNDS + ENDS))
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self._tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+        sizes = {"llm.model.model.embed_tokens": config.text_vocabulary, "llm_embedding": 2}
+        sizes["speech_embedding"] = self.vocabulary
+        if self.vllm_config.load_config.load_format == "dummy":
+            tables = [torch.zeros(count, config.hidden_size) for count in sizes.values()]
+        else:
+            tensors = read_tensors(folder / WEIGHTS)
+            tables = [tensors[f"{name}.weight"] for name in sizes]
+        self._texts, self._marks, self._sounds = (table.to(self.model_dtype) for table in tables)
+        encoder = VoiceEncoder(folder, TOKENIZER)
+        self._voices = {name: self._read_voice(path, encoder) for name, path in recordings(folder).items()}
+
+    def _read_voice(self, path: Path, encoder: VoiceEncoder) -> Voice:
+        transcript = path.with_suffix(".txt")
+        if not transcript.is_file():
+            return Voice([], torch.zeros(0, dtype=torch.int64))
+        samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+        text = transcript.read_text(encoding="utf-8").strip()
+        return Voice(self._tokenizer(text)["input_ids"], encoder(samples.mean(1), rate).tokens)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """The voices, and that it follows instructions."""
+        return EngineFacts(
+            voices=tuple(self._voices),
+            max_input_tokens=self.max_model_len - 1,
+            wants_information=(INSTRUCTIONS,),
+            speech=SpeechAbility(instructions="optional"),
+        )
+
+    def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
+        """Check text, voice and instructions. Raises `OmniError`."""
+        given = request.information
+        if foreign := sorted(set(given) - {INSTRUCTIONS}):
+            raise InvalidRequest(f"The talker takes no information named {foreign}.", field=foreign[0])
+        text = list(inputs.token_ids)  # of the warm-up
+        if inputs.prompt is not None:
+            text = tokens_of(self._tokenizer, text_to_speak(inputs.prompt).strip(), "input", self.max_model_len)
+        voice = self._voices[chosen_voice(request.voice, self._voices)]
+        if (instructions := text_of(given, INSTRUCTIONS)) is not None:
+            before = tokens_of(self._tokenizer, instructions + INSTRUCTED, INSTRUCTIONS, self.max_model_len)
+            voice = Voice(before, voice.sounds[:0])
+        begin, speech = self._marks.split(1)
+        rows = torch.cat([begin, self._texts[[*voice.text, *text]], speech, self._sounds[voice.sounds]])
+        params = request.params.merged_over(self.defaults)
+        if params.min_tokens is None and params.max_tokens is not None:
+            params = msgspec.structs.replace(params, min_tokens=min(LEAST * len(text), params.max_tokens))
+        return self.admitted(
+            request,
+            None,
+            CodecOutputs(request.request_id, self.end_token_ids, BLOCK),
+            RowStream(0, complete=True, held_bytes=rows.nbytes, text_tokens=len(text)),
+            params=params,
+            prompt_embeds=rows,
+        )
+
+    def sampling_of(
+        self, request: StageRequest, params: StageParams | None = None, payload: Any = None
+    ) -> SamplingParams:
+        """See `CodeTalkerAdapter`; the likeliest tokens are those of `RepetitionAware`, not of vLLM."""
+        sampling = super().sampling_of(request, params)
+        top_k = sampling.top_k if sampling.top_k > 0 else self.vocabulary
+        sampling.extra_args = {"omni": Nucleus(sampling.top_p, top_k)}
+        sampling.top_p, sampling.top_k = 1.0, 0
+        return sampling
+
+    def warm_up_inputs(self, length: int) -> StageInputs:
+        """A text of `length` tokens."""
+        return StageInputs(token_ids=[0] * length)
+
+
+SPEC = ModelSpec(
+    kind="autoregressive",
+    folder=LAYERS,
+    hf_overrides=talker_config,
+    vllm_models={ARCHITECTURE: CosyVoice2Talker},
+    required={
+        "enable_prompt_embeds": True,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "logits_processors": ["omni_actors.engine.models.cosyvoice2.repetition:RepetitionAware"],
+    },
+    # Those of its configuration; vLLM's other parameters change the chances before the likeliest tokens are chosen.
+    params=StageParams(max_tokens=2048, temperature=1.0, top_p=0.8, top_k=25),
+    steps_per_schedule=BLOCK,
+    speech_limit=SpeechLimit(0, MOST),
+    adapter="omni_actors.engine.models.cosyvoice2.talker.CosyVoice2TalkerAdapter",
+)
