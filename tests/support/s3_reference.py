@@ -11,6 +11,7 @@ import itertools
 import sys
 import types
 from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
 }
 
 
-def _import() -> None:
+def import_package() -> None:
     """Make the package's modules importable one by one: the package itself imports all that it requires."""
     if PACKAGE in sys.modules:
         return
@@ -66,6 +67,7 @@ def _import() -> None:
     sys.modules[PACKAGE] = package
     for name, functions in STAND_INS.items():
         module = types.ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)  # other packages look whether there is one
         vars(module).update(functions)
         sys.modules[name] = module
 
@@ -78,7 +80,7 @@ class S3Reference:
     """
 
     def __init__(self, folder: Path, sizes: Mapping[str, int]) -> None:
-        _import()
+        import_package()
         from stepaudio2.causal_vocoder.bounded_vocoder import BoundedVocoder
         from stepaudio2.causal_vocoder.f0_predictor import CausalConvRNNF0Predictor
         from stepaudio2.causal_vocoder.generator import CausalHiFTGenerator

@@ -1,7 +1,7 @@
 """Checkpoints of CosyVoice 2: the talker's file, the folder of its layers, and the vocoder.
 
-Names and sizes are those of its public code, but for the Qwen2 of 0.5B, whose sizes are from memory. The vocoder's files
-have random weights in the full sizes, too: its sizes stand in them.
+Names and sizes are those of its public code, but for the Qwen2 of 0.5B, whose sizes are from memory. The vocoder's
+files have random weights in the full sizes, too: its sizes stand in them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _write_rest(folder: Path, sizes: Sizes, vocoder: Mapping[str, int], seed: in
     write_json(folder / "model_index.json", {"_class_name": "CosyVoice2Model"})
     write_json(folder / LAYERS / "config.json", config)
     make_tokenizer(FAMILY.layout(sizes)).save_pretrained(folder / LAYERS)
-    write_vocoder(folder, vocoder, seed, tokenizer="speech_tokenizer_v2.onnx")
+    write_vocoder(folder, vocoder, seed, cosyvoice=True)
     write_voices(folder / "asset")
     (folder / "asset" / "bass.txt").write_text(SPOKEN, encoding="utf-8")
     return config

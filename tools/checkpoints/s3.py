@@ -1,4 +1,4 @@
-"""The files of an S3 vocoder as MiniCPM-o 4.5 and Step-Audio 2 have them, with random weights.
+"""The files of an S3 vocoder as MiniCPM-o 4.5 and Step-Audio 2 have them, or CosyVoice 2, with random weights.
 
 `flow.pt` and `hift.pt` have the published tensors in any size. The two models that encode recordings are a layer each,
 in ONNX's format.
@@ -25,6 +25,10 @@ PUBLISHED = {"tokens": 6561, "width": 512, "layers": 6, "wide_layers": 4, "heads
 PUBLISHED |= {"head_size": 64, "channels": 512, "pitch": 512}
 TINY = {"tokens": 60, "width": 32, "layers": 2, "wide_layers": 1, "heads": 4, "between": 48, "blocks": 2}
 TINY |= {"head_size": 16, "channels": 32, "pitch": 24}
+# Of CosyVoice 2's solver: width, heads, stages in the middle, and layers of each stage.
+PUBLISHED |= {"unet_width": 256, "unet_heads": 8, "unet_stages": 12, "unet_layers": 4}
+TINY |= {"unet_width": 32, "unet_heads": 2, "unet_stages": 2, "unet_layers": 1}
+UNET_HEAD = 64  # width of a head, in all sizes
 KERNELS = (3, 7, 11)
 HARMONICS = 9
 SPECTRUM = 18  # magnitudes and phases of a window of 16 samples
@@ -32,25 +36,23 @@ GAIN, DIRECTION = "parametrizations.weight.original0", "parametrizations.weight.
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
-def write_vocoder(
-    folder: Path, sizes: Mapping[str, int], seed: int = 0, *, tokenizer: str = "speech_tokenizer_v2_25hz.onnx"
-) -> None:
-    """Writes the four files into a folder.
-
-    Args:
-        tokenizer: name of the file of the model that makes tokens.
-    """
+def write_vocoder(folder: Path, sizes: Mapping[str, int], seed: int = 0, *, cosyvoice: bool = False) -> None:
+    """Writes the four files into a folder: those of MiniCPM-o, or of CosyVoice 2."""
     folder.mkdir(parents=True, exist_ok=True)
     tokens = normal((sizes["tokens"], HEARD, 4), seed, "tokenizer")
     speaker = normal((MELS, SPEAKER), seed, "speaker") / MELS**0.5
     parts = [_node("Conv", "feats", "kernel", "out", strides=[4]), _node("ArgMax", "out", "tokens", axis=1, keepdims=0)]
     inputs = {"feats": (FLOAT32, 1, HEARD, 0), "feats_length": (INT32, 1)}
+    tokenizer = "speech_tokenizer_v2.onnx" if cosyvoice else "speech_tokenizer_v2_25hz.onnx"
     (folder / tokenizer).write_bytes(_model(parts, tokens, inputs, "tokens", INT64))
     parts = [_node("MatMul", "x", "kernel", "out"), _node("ReduceMean", "out", "speaker", axes=[1], keepdims=0)]
     (folder / "campplus.onnx").write_bytes(_model(parts, speaker, {"x": (FLOAT32, 1, 0, MELS)}, "speaker", FLOAT32))
-    for name, shapes in (("flow.pt", _flow(sizes)), ("hift.pt", _hift(sizes))):
+    for name, shapes in (("flow.pt", _flow(sizes, cosyvoice)), ("hift.pt", _hift(sizes, cosyvoice))):
         generator = torch.Generator().manual_seed(seed)
-        torch.save({each: _drawn(each, shape, generator) for each, shape in shapes}, folder / name)
+        drawn = {each: _drawn(each, shape, generator) for each, shape in shapes}
+        if cosyvoice:  # fewer inputs meet in each output
+            drawn |= {each: 2 * drawn[each] for each in drawn if each.startswith("ups.") and each.endswith(GAIN)}
+        torch.save(drawn, folder / name)
 
 
 def _drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -88,8 +90,8 @@ def _conv(name: str, inputs: int, outputs: int, kernel: int, *, normalized: bool
     yield f"{name}.{DIRECTION if normalized else 'weight'}", (outputs, inputs, kernel)
 
 
-def _flow(sizes: Mapping[str, int]) -> Shapes:
-    width, size = sizes["width"], sizes["head_size"]
+def _flow(sizes: Mapping[str, int], cosyvoice: bool) -> Shapes:
+    width = sizes["width"]
     yield "input_embedding.weight", (sizes["tokens"], width)
     yield from _linear("spk_embed_affine_layer", SPEAKER, MELS)
     yield from _linear("encoder_proj", width, MELS)
@@ -102,6 +104,39 @@ def _flow(sizes: Mapping[str, int]) -> Shapes:
         yield from _norm(f"encoder.{part}embed.out.1", width)
         for index in range(count):
             yield from _conformer_layer(f"encoder.{part}encoders.{index}", sizes)
+    yield from _unet(sizes) if cosyvoice else _estimator(sizes)
+
+
+def _unet(sizes: Mapping[str, int]) -> Shapes:
+    width, name = sizes["unet_width"], "decoder.estimator"
+    inner = sizes["unet_heads"] * UNET_HEAD
+    yield from _linear(f"{name}.time_mlp.linear_1", 4 * MELS, 4 * width)
+    yield from _linear(f"{name}.time_mlp.linear_2", 4 * width, 4 * width)
+    middle = {f"{name}.mid_blocks.{index}": width for index in range(sizes["unet_stages"])}
+    for stage, inputs in {f"{name}.down_blocks.0": 4 * MELS, **middle, f"{name}.up_blocks.0": 2 * width}.items():
+        yield from _linear(f"{stage}.0.mlp.1", 4 * width, width)
+        for part, taken in ((1, inputs), (2, width)):
+            yield from _conv(f"{stage}.0.block{part}.block.0", taken, width, 3)
+            yield from _norm(f"{stage}.0.block{part}.block.2", width)
+        yield from _conv(f"{stage}.0.res_conv", inputs, width, 1)
+        for index in range(sizes["unet_layers"]):
+            layer = f"{stage}.1.{index}"
+            yield from _norm(f"{layer}.norm1", width)
+            yield from _norm(f"{layer}.norm3", width)
+            for part in "qkv":
+                yield from _linear(f"{layer}.attn1.to_{part}", width, inner, bias=False)
+            yield from _linear(f"{layer}.attn1.to_out.0", inner, width)
+            yield from _linear(f"{layer}.ff.net.0.proj", width, 4 * width)
+            yield from _linear(f"{layer}.ff.net.2", 4 * width, width)
+        if stage not in middle:
+            yield from _conv(f"{stage}.2", width, width, 3)
+    yield from _conv(f"{name}.final_block.block.0", width, width, 3)
+    yield from _norm(f"{name}.final_block.block.2", width)
+    yield from _conv(f"{name}.final_proj", width, MELS, 1)
+
+
+def _estimator(sizes: Mapping[str, int]) -> Shapes:
+    width, size = sizes["width"], sizes["head_size"]
     yield from _linear("decoder.estimator.t_embedder.mlp.0", 256, width)
     yield from _linear("decoder.estimator.t_embedder.mlp.2", width, width)
     yield from _linear("decoder.estimator.in_proj", 4 * MELS, width)
@@ -141,17 +176,22 @@ def _residual(name: str, channels: int, kernel: int) -> Shapes:
             yield f"{name}.activations{part}.{index}.alpha", (channels,)
 
 
-def _hift(sizes: Mapping[str, int]) -> Shapes:
+def _hift(sizes: Mapping[str, int], cosyvoice: bool) -> Shapes:
     channels, pitch = sizes["channels"], sizes["pitch"]
     yield from _linear("m_source.l_linear", HARMONICS, 1)
-    yield from _conv("conv_pre", MELS, channels, 5, normalized=True)
+    yield from _conv("conv_pre", MELS, channels, 7 if cosyvoice else 5, normalized=True)
     for index in range(5):
-        name, kernel = f"f0_predictor.condnet.{2 * index}", 3 if index else 4
+        name, kernel = f"f0_predictor.condnet.{2 * index}", 3 if index or cosyvoice else 4
         yield from _conv(name, pitch if index else MELS, pitch, kernel, normalized=True)
     yield from _linear("f0_predictor.classifier", pitch, 1)
     for index, (kernel, stride, source) in enumerate(zip((16, 11, 7), (15, 3, 1), (7, 7, 11), strict=True)):
-        yield from _conv(f"ups.{index}", channels, channels // 2, kernel, normalized=True)
-        channels //= 2
+        name, channels = f"ups.{index}", channels // 2
+        if cosyvoice:  # transposed
+            yield f"{name}.bias", (channels,)
+            yield f"{name}.{GAIN}", (2 * channels, 1, 1)
+            yield f"{name}.{DIRECTION}", (2 * channels, channels, kernel)
+        else:
+            yield from _conv(name, 2 * channels, channels, kernel, normalized=True)
         yield from _conv(f"source_downs.{index}", SPECTRUM, channels, 2 * stride if stride > 1 else 1)
         yield from _residual(f"source_resblocks.{index}", channels, source)
         for place, between in enumerate(KERNELS):

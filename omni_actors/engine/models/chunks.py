@@ -38,15 +38,18 @@ class ChunkPolicy:
         first: blocks of the first chunk; the first sound waits for them and for the look-ahead.
         largest: blocks of the longest chunk. Longer chunks cost less (each computes its look-ahead) but come later.
         look_ahead: blocks behind a chunk that are computed with it and thrown away.
+        shift: blocks by which the first chunk is longer; so all others begin later.
     """
 
     first: int = 1
     largest: int = 8
     look_ahead: int = 1
+    shift: int = 0
 
     def end(self, begin: int) -> int:
         """End (exclusive) of the chunk that begins at block `begin`."""
-        return begin + min(self.largest, max(self.first, begin))
+        begin = max(0, begin - self.shift)
+        return self.shift + begin + min(self.largest, max(self.first, begin))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from omni_actors.engine.models.chunks import ChunkPolicy
 from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS
 from omni_actors.engine.models.cosyvoice2.talker import LAYERS, TOKENIZER, recordings
 from omni_actors.engine.models.placeholder import vocoder_spec
@@ -15,6 +16,7 @@ from omni_actors.engine.models.s3_vocoder.runner import S3Runner
 class CosyVoice2Code2Wav(S3Runner):
     """Tokens to a waveform."""
 
+    chunks = ChunkPolicy(first=25, largest=100, look_ahead=0)  # as the model's own code does, nearly
     tokenizer = TOKENIZER
 
     def folder(self) -> Path:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from omni_actors.engine.models.chunks import ChunkPolicy
 from omni_actors.engine.models.codec_decoder.runner import batch_sizes
 from omni_actors.engine.models.codec_decoder.stream import CodecChunk, DecoderCarry
 from omni_actors.engine.models.s3_vocoder.flow import FRAMES, HISTORY, LONGEST, Flow, FlowChunk, FlowState
 from omni_actors.engine.models.s3_vocoder.hift import SAMPLE_RATE, SAMPLES, Hift
+from omni_actors.engine.models.s3_vocoder.overlap import OverlapHift
+from omni_actors.engine.models.s3_vocoder.unet import SECOND, Tokens, UnetFlow
 from omni_actors.engine.models.s3_vocoder.voices import RecordedVoice
 
 
@@ -43,7 +46,7 @@ class S3Speaker:
 
     voice: RecordedVoice
     embedding: torch.Tensor
-    state: FlowState
+    state: FlowState | Tokens
 
     @property
     def frames(self) -> int:
@@ -53,7 +56,7 @@ class S3Speaker:
 
 @dataclass(eq=False)
 class S3Carry(DecoderCarry):
-    """The speaker, and as `state` the parts of a `FlowState`, mel frames, samples of the oscillator and its phase."""
+    """The speaker, and as `state` the parts of the state of the flow, and what `Hift.stream` leaves."""
 
     speaker: S3Speaker = field(kw_only=True)
 
@@ -66,19 +69,21 @@ class S3Batches:
         whole: whether chunks are whole utterances, of which every token sees every other.
     """
 
-    def __init__(self, flow: Flow, hift: Hift, most: int, *, whole: bool) -> None:
-        self._flow, self._hift, self._most, self._whole = flow, hift, most, whole
+    def __init__(self, flow: Flow | UnetFlow, hift: Hift | OverlapHift, most: int, *, whole: bool) -> None:
+        self._flow, self._hift, self._most = flow, hift, most
+        self._whole = whole and not flow.recomputes  # which always joins the recording and the utterance
         self._device = flow.noise.device
-        self._delay = hift.pitch_ahead + hift.ahead
         self._room = 0  # past frames of the longest voice
-        rows = next(hift.mix.parameters()).new_zeros
-        self._begun = (rows(flow.noise.shape[1], 0), rows(0), rows(hift.mix.in_features, dtype=torch.float64))
 
     @property
     def sizes(self) -> S3Sizes:
         """Sizes of the decoder."""
         flow, widest = self._flow, SAMPLES * self._hift.after.in_channels
-        return S3Sizes(len(flow.encoder.table), self._delay, FRAMES * max(widest, 8 * flow.estimator.width))
+        return S3Sizes(len(flow.encoder.table), self._hift.delay, FRAMES * max(widest, 8 * flow.width))
+
+    def policy(self, policy: ChunkPolicy, speaker: S3Speaker) -> ChunkPolicy:
+        """Where to cut an utterance: so that its chunks end where the flow's seconds do, which the recording begins."""
+        return replace(policy, shift=-len(speaker.voice.tokens) % SECOND) if self._flow.recomputes else policy
 
     @torch.inference_mode()
     def speaker(self, voice: RecordedVoice) -> S3Speaker:
@@ -92,13 +97,13 @@ class S3Batches:
 
     def state_bytes(self, speaker: S3Speaker) -> int:
         """Bytes that an utterance leaves on the device between two chunks, at most."""
-        size = sum(part.nbytes for part in speaker.state)
-        mel = 4 * (self._hift.behind + self._delay) * (SAMPLES + speaker.voice.mel.shape[1])
-        total: int = size + size * HISTORY // speaker.frames + mel
-        return total
+        mel = 4 * (self._hift.behind + self._hift.delay) * (SAMPLES + speaker.voice.mel.shape[1])
+        return self._flow.state_bytes(speaker.state, speaker.frames) + mel
 
     def alike(self, chunk: CodecChunk) -> Hashable:
         """Those whose tokens are as many, and are the last or not."""
+        if self._flow.recomputes:
+            return chunk.last
         return chunk.frames, chunk.last, _speaker(chunk).frames if self._whole else 0
 
     def decode(self, chunks: Sequence[CodecChunk]) -> tuple[list[torch.Tensor], list[Sequence[torch.Tensor] | None]]:
@@ -110,7 +115,7 @@ class S3Batches:
             mel[skipped : skipped + FRAMES * chunk.count].T
             for chunk, mel, skipped in zip(chunks, mels, before, strict=True)
         ]
-        parts = [chunk.carry.state[-3:] if chunk.carry.state else self._begun for chunk in chunks]
+        parts = [chunk.carry.state[-3:] if chunk.carry.state else self._hift.begun for chunk in chunks]
         alike: dict[tuple[int, int], list[int]] = defaultdict(list)
         for index, ((tail, *_), new) in enumerate(zip(parts, fresh, strict=True)):
             alike[tail.shape[1], new.shape[1]].append(index)
@@ -121,7 +126,7 @@ class S3Batches:
             source, phase = (torch.stack([parts[index][part] for index in members]) for part in (1, 2))
             received = [FRAMES * chunks[index].position for index in members]
             kept = parts[members[0]][0].shape[1]
-            sound, *after = self._sound(mel, source, phase, kept, received, last=last)
+            sound, *after = self._hift.stream(mel, source, phase, kept, received, last=last)
             for row, index in enumerate(members):
                 sounds[index] = sound[row]
                 left[index] = [part[row].clone() for part in after]
@@ -130,45 +135,15 @@ class S3Batches:
 
     def _flow_chunk(self, chunk: CodecChunk) -> FlowChunk:
         speaker, tokens = _speaker(chunk), chunk.codes[0].to(self._device)
-        count = chunk.count if chunk.last else chunk.frames
+        count = chunk.count if chunk.last else chunk.count + self._flow.encoder.look_ahead
         if self._whole:
             voice = speaker.voice
             joined, count = torch.cat([voice.tokens, tokens]), len(voice.tokens) + count
             return FlowChunk(joined, count, speaker.embedding, speaker.frames, self._flow.begun, voice.mel)
         parts = chunk.carry.state
-        state = FlowState(*parts[:-3]) if parts else speaker.state
-        return FlowChunk(tokens, count, speaker.embedding, speaker.frames, state)
-
-    def _sound(
-        self,
-        mel: torch.Tensor,
-        source: torch.Tensor,
-        phase: torch.Tensor,
-        kept: int,
-        received: Sequence[int],
-        *,
-        last: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        """Samples [batch, time] of the frames that have not sounded, and what is left: mel, source and phase.
-
-        Args:
-            mel: [batch, mels, frames], of which `kept` came with chunks before.
-            source: [batch, samples], of those of them whose pitch was known.
-            received: frames of the utterances before this chunk.
-        """
-        hift, frames = self._hift, mel.shape[2]
-        known, sounded = max(0, kept - hift.pitch_ahead), max(0, kept - self._delay)
-        begin = max(0, known - hift.pitch_behind)
-        pitch = hift.pitches(mel[..., begin:], last=last)[:, known - begin :]
-        places = torch.tensor([before - kept + known for before in received], device=self._device)
-        new, phase = hift.source(pitch, phase, places)
-        source = torch.cat([source, new], 1)
-        known += pitch.shape[1]
-        sound = source[:, :0]
-        if last or frames - self._delay > sounded:
-            sound = hift(mel[..., :known], source, last=last)[:, sounded * SAMPLES :]
-        keep = max(0, frames - self._delay - hift.behind)
-        return sound, mel[..., keep:], source[:, keep * SAMPLES :], phase
+        state = type(speaker.state)(*parts[:-3]) if parts else speaker.state
+        given = speaker.voice.mel if self._flow.recomputes else None
+        return FlowChunk(tokens, count, speaker.embedding, speaker.frames, state, given)
 
     def capture(self, first: int, lengths: Sequence[int]) -> None:
         """Capture the graphs of chunks that are not the last, of these lengths and the checkpoint's voices."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -58,14 +58,16 @@ class FlowChunk:
         prompt_frames: mel frames of the recording.
         state: `Flow.begun` at the beginning.
         given: [frames, mels] that the first frames resemble; they are the recording's.
+        ahead: how many of the look-ahead follow the utterance's.
     """
 
     tokens: torch.Tensor
     count: int
     speaker: torch.Tensor
     prompt_frames: int
-    state: FlowState
+    state: Any
     given: torch.Tensor | None = None
+    ahead: int = 0
 
 
 class _ConformerLayer(nn.Module):
@@ -126,20 +128,32 @@ class _Conformer(nn.Module):
 
         Args:
             pasts: `FlowState.token_keys` or `frame_keys` of each.
-            valid: bool [batch, time], what is not padding.
+            valid: bool [batch, time or 1, time], what each position sees of the chunk.
         """
         most, (_, count, width) = max(past.shape[3] for past in pasts), hidden.shape
         # At the right end, so that distances do not depend on how long the past is.
         joined = torch.stack([F.pad(past, (0, 0, most - past.shape[3], 0)) for past in pasts])
         before = torch.arange(most, 0, -1, device=hidden.device)
         lengths = torch.tensor([past.shape[3] for past in pasts], device=hidden.device)
-        seen = torch.cat([before <= lengths[:, None], valid], 1)[:, None, None]
+        seen = torch.cat([(before <= lengths[:, None])[:, None].expand(-1, valid.shape[1], -1), valid], 2)[:, None]
         distances = _sinusoids(torch.arange(most + count - 1, -count, -1, device=hidden.device), width).to(hidden.dtype)
         keys = []
         for index, layer in enumerate(self.layers):
             hidden, new = layer(hidden, joined[:, index], distances, seen)
             keys.append(new)
         return hidden, torch.stack(keys, 1)
+
+
+def visible(valid: torch.Tensor, within: int = 0) -> torch.Tensor:
+    """What each position sees, bool [batch, time or 1, time]: to the end of its part of `within`, or all.
+
+    Args:
+        valid: bool [batch, time], what is not padding.
+    """
+    if not within:
+        return valid[:, None]
+    places = torch.arange(valid.shape[1], device=valid.device)
+    return valid[:, None] & (places < (places[:, None] // within + 1) * within)
 
 
 def _sinusoids(distances: torch.Tensor, width: int) -> torch.Tensor:
@@ -162,12 +176,19 @@ class TokenEncoder(nn.Module):
         self.norm, self.project = weights.norm("encoder.after_norm"), weights.linear("encoder_proj")
         self.look_ahead = int(self.ahead.kernel_size[0]) - 1  # tokens
 
-    def forward(self, chunks: Sequence[FlowChunk], *, last: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """[batch, frames, mels], and of the first four parts of the states those of these chunks alone."""
+    def forward(
+        self, chunks: Sequence[FlowChunk], *, last: bool, within: int = 0
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """[batch, frames, mels], and of the first four parts of the states those of these chunks alone.
+
+        Args:
+            within: see `visible`, in tokens; for chunks that begin utterances.
+        """
         inputs = torch.stack([chunk.tokens for chunk in chunks])
         counts = torch.tensor([chunk.count for chunk in chunks], device=inputs.device)
         embedded = self.tokens.embed(self.table[inputs])
-        embedded = embedded * (torch.arange(inputs.shape[1], device=inputs.device) < counts[:, None])[..., None]
+        read = counts + torch.tensor([chunk.ahead for chunk in chunks], device=inputs.device)
+        embedded = embedded * (torch.arange(inputs.shape[1], device=inputs.device) < read[:, None])[..., None]
         if last:
             embedded = F.pad(embedded, (0, 0, 0, self.look_ahead))
         seen_ahead = F.leaky_relu(self.ahead(embedded.transpose(1, 2)))
@@ -175,12 +196,13 @@ class TokenEncoder(nn.Module):
         hidden = self.behind(token_conv).transpose(1, 2) + embedded[:, : seen_ahead.shape[2]]
         valid = torch.arange(hidden.shape[1], device=inputs.device) < (counts[:, None] if last else hidden.shape[1])
         valid = valid.expand(len(chunks), -1)
-        hidden, token_keys = self.tokens(hidden, [chunk.state.token_keys for chunk in chunks], valid)
+        pasts = [chunk.state.token_keys for chunk in chunks]
+        hidden, token_keys = self.tokens(hidden, pasts, visible(valid, within))
         wide = hidden.transpose(1, 2).repeat_interleave(FRAMES, 2)
         frame_conv = torch.cat([torch.stack([chunk.state.frame_conv for chunk in chunks]), wide], 2)
         hidden = self.frames.embed(self.widening(frame_conv).transpose(1, 2))
-        valid = valid.repeat_interleave(FRAMES, 1)
-        hidden, frame_keys = self.frames(hidden, [chunk.state.frame_keys for chunk in chunks], valid)
+        valid, pasts = valid.repeat_interleave(FRAMES, 1), [chunk.state.frame_keys for chunk in chunks]
+        hidden, frame_keys = self.frames(hidden, pasts, visible(valid, FRAMES * within))
         left = (token_conv[..., -2:], frame_conv[..., -2 * FRAMES :], token_keys, frame_keys)
         return self.project(self.norm(hidden)), left
 
@@ -282,12 +304,36 @@ class Estimator(nn.Module):
         return self.output(_modulated(hidden, *final)), torch.stack(keys), torch.stack(left)
 
 
+def noise_table(mels: int, seed: int) -> torch.Tensor:
+    """The noise that all utterances begin with, f32 [frames, mels], whatever the type of the weights."""
+    return torch.randn(LONGEST, mels, generator=torch.Generator().manual_seed(seed))
+
+
+def interval_times() -> list[float]:
+    """When the solver's intervals begin, and the last one ends."""
+    times: list[float] = (1 - torch.cos(torch.linspace(0, 1, INTERVALS + 1) * 0.5 * torch.pi)).tolist()
+    return times
+
+
+def empty_state(encoder: TokenEncoder) -> FlowState:
+    """Of an utterance that begins, without the solver's part."""
+    width, make = encoder.table.shape[1], encoder.table.new_zeros
+    keys = make(encoder.tokens.empty), make(encoder.frames.empty)
+    return FlowState(make(width, 2), make(width, 2 * FRAMES), *keys, make(0), make(0))
+
+
 class Flow(nn.Module):
     """Tokens to mel frames.
 
     Args:
         seed: of the noise that all utterances begin with: one table, by the position among the frames that are kept.
+
+    Attributes:
+        recomputes: whether each chunk is computed with all before it.
+        width: of a frame.
     """
+
+    recomputes = False
 
     def __init__(self, weights: Weights, seed: int) -> None:
         super().__init__()
@@ -295,10 +341,8 @@ class Flow(nn.Module):
         self.estimator = Estimator(weights, "decoder.estimator")
         self.speaker = weights.linear("spk_embed_affine_layer")
         weights.done()
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn(LONGEST, self.speaker.out_features, generator=generator)
-        self.noise = noise  # f32 [frames, mels], whatever the type of the weights
-        self.times = (1 - torch.cos(torch.linspace(0, 1, INTERVALS + 1) * 0.5 * torch.pi)).tolist()
+        self.width = self.estimator.width
+        self.noise, self.times = noise_table(self.speaker.out_features, seed), interval_times()
         self._steps: list[Interval] = []
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -306,21 +350,21 @@ class Flow(nn.Module):
         self.to(device, dtype)
         self.noise = self.noise.to(device)
         self.modulations = [self.estimator.modulations(time) for time in self.times[:-1]]
-        make, encoder, estimator = self.speaker.weight.new_zeros, self.encoder, self.estimator
-        width, solved = encoder.table.shape[1], (INTERVALS, estimator.count, BRANCHES)
-        self.begun = FlowState(
-            make(width, 2),
-            make(width, 2 * FRAMES),
-            make(encoder.tokens.empty),
-            make(encoder.frames.empty),
-            make(*solved, 2 * estimator.width, 2),
-            make(*solved, 2, estimator.heads, 0, estimator.size),
+        make, estimator = self.speaker.weight.new_zeros, self.estimator
+        solved = INTERVALS, estimator.count, BRANCHES
+        self.begun = empty_state(self.encoder)._replace(
+            convs=make(*solved, 2 * estimator.width, 2), keys=make(*solved, 2, estimator.heads, 0, estimator.size)
         )
 
     def voice(self, embedding: torch.Tensor) -> torch.Tensor:
         """[mels], of a speaker's embedding [size]."""
         voice: torch.Tensor = self.speaker(F.normalize(embedding.to(self.speaker.weight), dim=0))
         return voice
+
+    def state_bytes(self, state: FlowState, frames: int) -> int:
+        """Bytes that an utterance keeps at most, if this is its state after a recording of so many frames."""
+        size = sum(part.nbytes for part in state)
+        return size + size * HISTORY // frames
 
     def forward(self, chunks: Sequence[FlowChunk], *, last: bool) -> tuple[torch.Tensor, list[FlowState]]:
         """Decode the next tokens of utterances.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -40,11 +41,25 @@ def _causal(conv: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return output
 
 
-class _Residual(nn.Module):
-    """Pairs of convolutions with their activations, around which the input is added."""
+def centered(conv: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """Likewise, of a convolution that looks to both sides alike."""
+    around = _reach(cast("nn.Conv1d", conv)) // 2
+    output: torch.Tensor = conv(F.pad(inputs, (around, around)))
+    return output
 
-    def __init__(self, weights: Weights, name: str) -> None:
+
+class Residual(nn.Module):
+    """Pairs of convolutions with their activations, around which the input is added.
+
+    Args:
+        apply: how a convolution is applied.
+    """
+
+    def __init__(
+        self, weights: Weights, name: str, apply: Callable[[nn.Module, torch.Tensor], torch.Tensor] = _causal
+    ) -> None:
         super().__init__()
+        self._apply_conv = apply
         first = [weights.conv(f"{name}.convs1.{index}", dilation=each) for index, each in enumerate(DILATIONS)]
         second = [weights.conv(f"{name}.convs2.{index}") for index in range(len(DILATIONS))]
         self.first, self.second = nn.ModuleList(first), nn.ModuleList(second)
@@ -56,14 +71,27 @@ class _Residual(nn.Module):
         self.reach = sum(map(_reach, (*first, *second)))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[batch, channels, time]."""
         for index, (first, second) in enumerate(zip(self.first, self.second, strict=True)):
-            hidden = _causal(first, _snake(inputs, self.frequencies[2 * index]))
-            inputs = inputs + _causal(second, _snake(hidden, self.frequencies[2 * index + 1]))
+            hidden = self._apply_conv(first, _snake(inputs, self.frequencies[2 * index]))
+            inputs = inputs + self._apply_conv(second, _snake(hidden, self.frequencies[2 * index + 1]))
         return inputs
 
 
 def _snake(inputs: torch.Tensor, frequency: torch.Tensor) -> torch.Tensor:
     return inputs + (inputs * frequency).sin().square() / (frequency + UNIT_ROUNDING)
+
+
+def rates_of(weights: Weights, frames: int) -> tuple[list[int], list[int]]:
+    """By how much the convolutions narrow the source, and how many positions each other one makes of one.
+
+    Args:
+        frames: of the spectrum, of a mel frame.
+    """
+    # A convolution that narrows the source has a kernel of twice its stride, one that does not of 1.
+    shapes = [weights.shape(f"source_downs.{index}.weight") for index in range(weights.count("ups."))]
+    strides = [max(1, shape[2] // 2) for shape in shapes]
+    return strides, [left // right for left, right in itertools.pairwise([frames, *strides])]
 
 
 class Hift(nn.Module):
@@ -75,8 +103,12 @@ class Hift(nn.Module):
     Attributes:
         pitch_ahead, pitch_behind: mel frames around a frame that its pitch depends on.
         ahead: frames with a pitch that the network needs behind a frame.
+        delay: frames that the sound waits for.
         behind: frames before a frame on which its samples may depend.
+        least: tokens of a first chunk; fewer have no frame whose pitch is known.
     """
+
+    least = 2
 
     noise: torch.Tensor  # f32 [samples, harmonics]
     window: torch.Tensor  # f32 [samples], of the spectrum
@@ -91,25 +123,22 @@ class Hift(nn.Module):
         self.pitch, self.classify = nn.ModuleList(pitch), weights.linear("f0_predictor.classifier", torch.float64)
         self.mix = weights.linear("m_source.l_linear")
         self.before = weights.conv("conv_pre")
-        count = weights.count("ups.")
-        # A convolution that narrows the source has a kernel of twice its stride, one that does not of 1.
-        self.strides = [max(1, weights.shape(f"source_downs.{index}.weight")[2] // 2) for index in range(count)]
-        widening = [weights.conv(f"ups.{index}") for index in range(count)]
-        narrowing = [weights.conv(f"source_downs.{index}", stride=each) for index, each in enumerate(self.strides)]
-        sources = [_Residual(weights, f"source_resblocks.{index}") for index in range(count)]
-        shapes = [_Residual(weights, f"resblocks.{index}") for index in range(weights.count("resblocks."))]
-        self.widening, self.narrowing = nn.ModuleList(widening), nn.ModuleList(narrowing)
-        self.sources, self.shapes = nn.ModuleList(sources), nn.ModuleList(shapes)
-        self.after = weights.conv("conv_post")
-        weights.done()
+        count, self.after = weights.count("ups."), weights.conv("conv_post")
         self.bins = self.after.out_channels // 2
         self.hop = (self.bins - 1) // 2
         self.frames = SAMPLES // self.hop  # of the spectrum, of a mel frame
-        narrower = [left // right for left, right in itertools.pairwise(self.strides)]
-        self.rates = [self.frames // self.strides[0], *narrower]
+        self.strides, self.rates = rates_of(weights, self.frames)
+        widening = [weights.conv(f"ups.{index}") for index in range(count)]
+        narrowing = [weights.conv(f"source_downs.{index}", stride=each) for index, each in enumerate(self.strides)]
+        sources = [Residual(weights, f"source_resblocks.{index}") for index in range(count)]
+        shapes = [Residual(weights, f"resblocks.{index}") for index in range(weights.count("resblocks."))]
+        self.widening, self.narrowing = nn.ModuleList(widening), nn.ModuleList(narrowing)
+        self.sources, self.shapes = nn.ModuleList(sources), nn.ModuleList(shapes)
+        weights.done()
         self.pitch_ahead, *behind = map(_reach, pitch)
         self.pitch_behind = sum(behind)
         self.ahead = _reach(self.before) + 1  # its own frames ahead, and one for the spectrum's windows
+        self.delay = self.pitch_ahead + self.ahead
         self.behind = self._behind(widening, narrowing, sources, shapes)
         self.register_buffer("window", torch.hann_window(2 * (self.bins - 1)), persistent=False)
         generator = torch.Generator().manual_seed(seed)
@@ -117,7 +146,7 @@ class Hift(nn.Module):
         self.register_buffer("noise", noise, persistent=False)
 
     def _behind(
-        self, widening: list[nn.Conv1d], narrowing: list[nn.Conv1d], sources: list[_Residual], shapes: list[_Residual]
+        self, widening: list[nn.Conv1d], narrowing: list[nn.Conv1d], sources: list[Residual], shapes: list[Residual]
     ) -> int:
         spectrum = 2 * (self.bins - 1) / SAMPLES  # mel frames of one window
         reach, scale, kernels = 0.0, 1, len(shapes) // len(widening)
@@ -127,6 +156,12 @@ class Hift(nn.Module):
             source = spectrum + (_reach(narrow) + 1) / self.frames + sources[stage].reach / scale
             reach = max(reach, source) + max(each.reach for each in shapes[kernels * stage :][:kernels]) / scale
         return math.ceil(reach + (_reach(self.after) + 1) / self.frames + spectrum) + 2
+
+    @property
+    def begun(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What an utterance begins with: mel frames, samples of the oscillator, and its phase."""
+        rows = self.noise.new_zeros
+        return rows(self.before.in_channels, 0), rows(0), rows(self.mix.in_features, dtype=torch.float64)
 
     def pitches(self, mel: torch.Tensor, *, last: bool) -> torch.Tensor:
         """Hz [batch, frames] of mel frames; without those of the look-ahead, unless it is over."""
@@ -185,3 +220,34 @@ class Hift(nn.Module):
         shaped = torch.polar(magnitude.exp().clamp(max=LOUDEST), phase.sin())
         samples = torch.istft(shaped, size, self.hop, size, self.window)
         return (samples if last else samples[:, :-SAMPLES]).clamp(-PEAK, PEAK)
+
+    def stream(
+        self,
+        mel: torch.Tensor,
+        source: torch.Tensor,
+        phase: torch.Tensor,
+        kept: int,
+        received: Sequence[int],
+        *,
+        last: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """Samples [batch, time] of the frames that have not sounded, and what is left: mel, source and phase.
+
+        Args:
+            mel: [batch, mels, frames], of which `kept` came with chunks before.
+            source: [batch, samples], of those of them whose pitch was known.
+            received: frames of the utterances before this chunk.
+        """
+        frames = mel.shape[2]
+        known, sounded = max(0, kept - self.pitch_ahead), max(0, kept - self.delay)
+        begin = max(0, known - self.pitch_behind)
+        pitch = self.pitches(mel[..., begin:], last=last)[:, known - begin :]
+        places = torch.tensor([before - kept + known for before in received], device=mel.device)
+        new, phase = self.source(pitch, phase, places)
+        source = torch.cat([source, new], 1)
+        known += pitch.shape[1]
+        sound = source[:, :0]
+        if last or frames - self.delay > sounded:
+            sound = self(mel[..., :known], source, last=last)[:, sounded * SAMPLES :]
+        keep = max(0, frames - self.delay - self.behind)
+        return sound, mel[..., keep:], source[:, keep * SAMPLES :], phase

@@ -17,13 +17,15 @@ from omni_actors.engine.models.codec_decoder.stream import Cutting
 from omni_actors.engine.models.s3_vocoder.decoder import S3Batches, S3Carry, S3Speaker
 from omni_actors.engine.models.s3_vocoder.flow import Flow
 from omni_actors.engine.models.s3_vocoder.hift import Hift
+from omni_actors.engine.models.s3_vocoder.overlap import OverlapHift
+from omni_actors.engine.models.s3_vocoder.unet import UnetFlow
 from omni_actors.engine.models.s3_vocoder.voices import TOKENIZER, VoiceEncoder
 from omni_actors.engine.models.s3_vocoder.weights import Weights
 from omni_actors.errors import ConfigError, StartupError, UnknownVoice
 from omni_actors.stage.engine_interface import EngineFacts, StageRequest
 
 SEED = 0  # of the noise of all utterances
-LEAST = 2  # tokens of a chunk: fewer have no frame whose pitch is known
+OUTPUT = "decoder.estimator.final_proj.weight"  # of a `Unet`; the other flow has none
 
 
 class S3Runner(ChunkRunner):
@@ -57,10 +59,13 @@ class S3Runner(ChunkRunner):
             ConfigError: chunks are too short.
             StartupError: a file is missing or of another model.
         """
-        if self.policy is not None and self.policy.first < LEAST:
-            raise ConfigError(f"decode.first_blocks is {self.policy.first}; this decoder needs at least {LEAST}.")
         folder = self.folder()
-        flow, hift = Flow(Weights.read(folder / "flow.pt"), SEED), Hift(Weights.read(folder / "hift.pt"), SEED)
+        weights, shaping = Weights.read(folder / "flow.pt"), Weights.read(folder / "hift.pt")
+        unet = OUTPUT in weights
+        flow = UnetFlow(weights, SEED) if unet else Flow(weights, SEED)
+        hift = OverlapHift(shaping, SEED) if unet else Hift(shaping, SEED)
+        if self.policy is not None and self.policy.first < hift.least:
+            raise ConfigError(f"decode.first_blocks is {self.policy.first}; this decoder needs at least {hift.least}.")
         flow.prepare(self.device, self.dtype)
         self.batches = S3Batches(flow, hift.to(self.device), self.max_requests, whole=self.policy is None)
         look_ahead = 0 if self.policy is None else flow.encoder.look_ahead
@@ -85,5 +90,7 @@ class S3Runner(ChunkRunner):
         if name not in self._speakers:
             raise UnknownVoice(f"There is no voice {name!r}; the voices are {', '.join(self._speakers)}.")
         speaker = self._speakers[name]
-        state_bytes = self.batches.state_bytes(speaker) if self.policy is not None else 0
-        return replace(self.cutting, state_bytes=state_bytes), S3Carry(speaker=speaker)
+        if self.policy is None:
+            return self.cutting, S3Carry(speaker=speaker)
+        state_bytes, policy = self.batches.state_bytes(speaker), self.batches.policy(self.policy, speaker)
+        return replace(self.cutting, state_bytes=state_bytes, policy=policy), S3Carry(speaker=speaker)

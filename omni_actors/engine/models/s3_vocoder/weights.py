@@ -81,6 +81,12 @@ class Weights:
         layer = nn.Conv1d(inputs, outputs, kernel, stride, dilation=dilation, device="meta", dtype=dtype)
         return self.fill(name, layer)
 
+    def widening(self, name: str, rate: int) -> nn.ConvTranspose1d:
+        """A convolution that makes `rate` positions of each."""
+        inputs, outputs, kernel = self.shape(f"{name}.weight")
+        layer = nn.ConvTranspose1d(inputs, outputs, kernel, rate, padding=(kernel - rate) // 2, device="meta")
+        return self.fill(name, layer)
+
     def norm(self, name: str, eps: float = 1e-5) -> nn.LayerNorm:
         """A norm of layers."""
         return self.fill(name, nn.LayerNorm(self.shape(f"{name}.weight")[0], eps=eps, device="meta"))

@@ -1,0 +1,91 @@
+"""CosyVoice 2's vocoder in a real EngineCore, compared with the package `minicpmo-utils`, which has its networks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import soundfile
+import torch
+
+from omni_actors.engine.diffusion import DiffusionEngine
+from omni_actors.engine.models.s3_vocoder.voices import RecordedVoice, VoiceEncoder
+from omni_actors.engine.rows import to_torch
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.stage.engine_interface import AudioEvent, StageInputs, StageRequest
+from tests.support.code2wav import WHOLE, arguments, difference, run_dry, sound_of
+from tests.support.cosyvoice_reference import CosyVocoderReference
+from tools.checkpoints.s3 import TINY, VOICES
+
+pytestmark = pytest.mark.e2e
+
+TOLERANCE = 1e-3  # of the peak, as with the other S3 vocoder
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_cosyvoice2: Path) -> CosyVocoderReference:
+    return CosyVocoderReference(tiny_cosyvoice2, TINY)
+
+
+@pytest.fixture(scope="module")
+def voices(tiny_cosyvoice2: Path) -> dict[str, RecordedVoice]:
+    encoder = VoiceEncoder(tiny_cosyvoice2, "speech_tokenizer_v2.onnx")
+    folder = tiny_cosyvoice2 / "asset"
+    return {name: encoder(*soundfile.read(folder / f"{name}.wav", dtype="float32")) for name in VOICES}
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(TINY["tokens"], (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def assert_equal(sound: torch.Tensor, expected: torch.Tensor) -> None:
+    assert expected.abs().max() > 0.02
+    assert difference(sound.numpy(), expected.numpy()) < TOLERANCE
+
+
+def ends(voice: RecordedVoice, *seconds: int) -> list[int]:
+    """Where chunks end: after whole seconds, of which the recording has the first."""
+    return [25 * second + -len(voice.tokens) % 25 for second in seconds]
+
+
+def test_a_whole_utterance_equals_the_reference(tiny_cosyvoice2, reference, voices):
+    given = tokens(41)
+    assert_equal(
+        sound_of(tiny_cosyvoice2, given, {}, "bass", decode=WHOLE), reference.stream(given, [], voices["bass"])
+    )
+
+
+def test_utterances_that_come_by_and_by_in_one_batch_equal_the_reference(tiny_cosyvoice2, reference, voices):
+    """Of unequal lengths and voices; the others join while the first is spoken."""
+    engine = DiffusionEngine(arguments(tiny_cosyvoice2, asynchronous=True, decode={"policy": "chunks"}))
+    given = {"long": (111, "alto"), "exact": (28, None), "short": (7, "bass"), "other": (60, "bass")}
+    codes = {name: tokens(count, seed) for seed, (name, (count, _)) in enumerate(given.items())}
+    pieces: dict[str, list[torch.Tensor]] = defaultdict(list)
+
+    def start(name: str, given_now: list[int], *, complete: bool) -> None:
+        request = StageRequest(name, StageParams(), 0, given[name][1])
+        engine.start(request, StageInputs(token_ids=given_now, complete=complete))
+
+    def drain() -> None:
+        while engine.runnable():
+            for event in engine.step():
+                if isinstance(event, AudioEvent):
+                    pieces[event.request_id].append(to_torch(event.samples))
+
+    start("long", codes["long"][:2], complete=False)
+    for begin in range(2, 111, 30):
+        engine.extend("long", token_ids=codes["long"][begin : begin + 30], complete=begin + 30 >= 111)
+        if begin == 32:
+            for name in ("exact", "short", "other"):
+                start(name, codes[name], complete=True)
+        drain()
+    run_dry(engine)
+    assert set(engine.counts().values()) == {0}, engine.counts()
+    engine.shutdown()
+    assert len(pieces["long"]) == 3
+    for name, (count, voice) in given.items():
+        spoken = voices[voice or "alto"]
+        sound = torch.cat(pieces[name])
+        assert len(sound) == 960 * count
+        assert_equal(sound, reference.stream(codes[name], ends(spoken, 1, 2, 4), spoken))
