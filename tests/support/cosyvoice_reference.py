@@ -87,6 +87,11 @@ class CosyVoiceReference:
 AHEAD, OVERLAP = 3, 8  # tokens, and mel frames
 
 
+def second_ends(voice: RecordedVoice, *seconds: int) -> list[int]:
+    """Where chunks end that have so many seconds together, the rest of the recording's last one and what follows it."""
+    return [25 * second + -len(voice.tokens) % 25 for second in seconds]
+
+
 class CosyVocoderReference:
     """The package's flow and HiFT, of the files in a folder. Their noise is ours, where they draw it anew.
 

@@ -12,10 +12,11 @@ import torch
 from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.models.s3_vocoder.voices import RecordedVoice, VoiceEncoder
 from omni_actors.engine.rows import to_torch
+from omni_actors.errors import ConfigError
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import AudioEvent, StageInputs, StageRequest
 from tests.support.code2wav import WHOLE, arguments, difference, run_dry, sound_of
-from tests.support.cosyvoice_reference import CosyVocoderReference
+from tests.support.cosyvoice_reference import CosyVocoderReference, second_ends
 from tools.checkpoints.s3 import TINY, VOICES
 
 pytestmark = pytest.mark.e2e
@@ -42,11 +43,6 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 def assert_equal(sound: torch.Tensor, expected: torch.Tensor) -> None:
     assert expected.abs().max() > 0.02
     assert difference(sound.numpy(), expected.numpy()) < TOLERANCE
-
-
-def ends(voice: RecordedVoice, *seconds: int) -> list[int]:
-    """Where chunks end: after whole seconds, of which the recording has the first."""
-    return [25 * second + -len(voice.tokens) % 25 for second in seconds]
 
 
 def test_a_whole_utterance_equals_the_reference(tiny_cosyvoice2, reference, voices):
@@ -88,4 +84,9 @@ def test_utterances_that_come_by_and_by_in_one_batch_equal_the_reference(tiny_co
         spoken = voices[voice or "alto"]
         sound = torch.cat(pieces[name])
         assert len(sound) == 960 * count
-        assert_equal(sound, reference.stream(codes[name], ends(spoken, 1, 2, 4), spoken))
+        assert_equal(sound, reference.stream(codes[name], second_ends(spoken, 1, 2, 4), spoken))
+
+
+def test_chunks_that_are_too_short_to_overlap_are_refused(tiny_cosyvoice2):
+    with pytest.raises(ConfigError, match="first_blocks is 3; this decoder needs at least 4"):
+        DiffusionEngine(arguments(tiny_cosyvoice2, decode={"policy": "chunks", "first_blocks": 3}))
