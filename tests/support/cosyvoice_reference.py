@@ -130,7 +130,8 @@ class CosyVocoderReference:
         self.hift = HiFTGenerator(
             base_channels=sizes["channels"], f0_predictor=ConvRNNF0Predictor(1, MELS, sizes["pitch"])
         )
-        self.hift.load_state_dict(torch.load(folder / "hift.pt"))
+        weights = torch.load(folder / "hift.pt")
+        self.hift.load_state_dict({name.removeprefix("generator."): weight for name, weight in weights.items()})
         self.hift.eval()
         # In float32 the phase of its oscillator is wrong by more than what is compared here.
         oscillator = self.hift.m_source.l_sin_gen

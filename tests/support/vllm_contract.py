@@ -136,6 +136,9 @@ READ: dict[str, str] = {
     "num_tokens_after_padding idx_mapping idx_mapping_np query_start_loc query_start_loc_np positions seq_lens "
     "seq_lens_cpu_upper_bound num_computed_tokens_np input_ids",
     "vllm.v1.worker.gpu.model_runner:ExecuteModelState": "input_batch hidden_states",
+    "vllm.v1.worker.gpu.sample.logits_processor.interface:LogitsProcRequestState": "max_num_reqs all_token_ids "
+    "prompt_len total_len",
+    "vllm.v1.worker.gpu.sample.logits_processor.interface:LogitsContext": "idx_mapping idx_mapping_np",
     "vllm.v1.metrics.stats:SchedulerStats": "kv_cache_usage prefix_cache_stats",
     "vllm.v1.metrics.stats:PrefixCacheStats": "queries hits",
     "vllm.multimodal.inputs:MultiModalFeatureSpec": "data modality identifier mm_position",
@@ -242,6 +245,7 @@ OURS = (
     "omni_actors.engine.models.minicpm_o.prompt:DummyInputs",
     "omni_actors.engine.models.minicpm_o.prompt:MarkedMedia",
     "omni_actors.engine.models.minicpm_o.prompt:FilmParser",
+    "omni_actors.engine.models.cosyvoice2.repetition:RepetitionAware",
 )
 
 

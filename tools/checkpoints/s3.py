@@ -52,7 +52,8 @@ def write_vocoder(folder: Path, sizes: Mapping[str, int], seed: int = 0, *, cosy
         drawn = {each: _drawn(each, shape, generator) for each, shape in shapes}
         if cosyvoice:  # fewer inputs meet in each output
             drawn |= {each: 2 * drawn[each] for each in drawn if each.startswith("ups.") and each.endswith(GAIN)}
-        torch.save(drawn, folder / name)
+        prefix = "generator." if cosyvoice and name == "hift.pt" else ""  # it was trained beside another network
+        torch.save({prefix + each: tensor for each, tensor in drawn.items()}, folder / name)
 
 
 def _drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

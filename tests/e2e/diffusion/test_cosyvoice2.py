@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.models.s3_vocoder.voices import RecordedVoice, VoiceEncoder
 from omni_actors.engine.rows import to_torch
-from omni_actors.errors import ConfigError
+from omni_actors.errors import StartupError
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import AudioEvent, StageInputs, StageRequest
 from tests.support.code2wav import WHOLE, arguments, difference, run_dry, sound_of
@@ -88,5 +89,13 @@ def test_utterances_that_come_by_and_by_in_one_batch_equal_the_reference(tiny_co
 
 
 def test_chunks_that_are_too_short_to_overlap_are_refused(tiny_cosyvoice2):
-    with pytest.raises(ConfigError, match="first_blocks is 3; this decoder needs at least 4"):
+    with pytest.raises(StartupError, match="first_blocks is 3; this decoder needs at least 4"):
         DiffusionEngine(arguments(tiny_cosyvoice2, decode={"policy": "chunks", "first_blocks": 3}))
+
+
+def test_a_checkpoint_without_a_recording_says_where_to_put_one(tiny_cosyvoice2, tmp_path):
+    shutil.copytree(tiny_cosyvoice2, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "asset")
+    with pytest.raises(StartupError, match="no recording of a voice in") as refused:
+        DiffusionEngine(arguments(tmp_path))
+    assert "NAME.wav" in refused.value.hint

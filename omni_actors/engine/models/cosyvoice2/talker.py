@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import soundfile
 import torch
 from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig
@@ -32,10 +31,10 @@ from omni_actors.engine.models.code_talker import (
     tokens_of,
 )
 from omni_actors.engine.models.cosyvoice2.repetition import Nucleus
-from omni_actors.engine.models.s3_vocoder.voices import VoiceEncoder
+from omni_actors.engine.models.s3_vocoder.voices import VoiceEncoder, read_recording
 from omni_actors.engine.models.s3_vocoder.weights import read_tensors
 from omni_actors.engine.scheduler import RowStream
-from omni_actors.errors import InvalidRequest
+from omni_actors.errors import InvalidRequest, StartupError
 from omni_actors.protocol.payloads import INSTRUCTIONS, SpeechAbility, StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
@@ -53,8 +52,14 @@ SPECIAL += ["[vocalized-noise]", "[lipsmack]", "[mn]"]
 
 
 def recordings(checkpoint: Path) -> Mapping[str, Path]:
-    """Each recording in `asset/` is a voice, called like the file; a user may add some."""
-    return {path.stem: path for path in sorted((checkpoint / "asset").glob("*.wav"))}
+    """Each recording in `asset/` is a voice, called like the file. Raises `StartupError` if there is none."""
+    found = {path.stem: path for path in sorted((checkpoint / "asset").glob("*.wav"))}
+    if not found:
+        raise StartupError(
+            f"There is no recording of a voice in {checkpoint / 'asset'}.",
+            hint="Put one of 0.5 to 30 s there, NAME.wav, and what is said in it, NAME.txt.",
+        )
+    return found
 
 
 def talker_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -102,7 +107,7 @@ class CosyVoice2Talker(CodeTalker):
         return logits if logits is None else logits + self.head_bias
 
 
-class Voice(NamedTuple):
+class Continued(NamedTuple):
     """A recording: the ids of what is said in it, and its S3 tokens, none if that is not known."""
 
     text: list[int]
@@ -130,13 +135,12 @@ class CosyVoice2TalkerAdapter(CodeTalkerAdapter):
         encoder = VoiceEncoder(folder, TOKENIZER)
         self._voices = {name: self._read_voice(path, encoder) for name, path in recordings(folder).items()}
 
-    def _read_voice(self, path: Path, encoder: VoiceEncoder) -> Voice:
+    def _read_voice(self, path: Path, encoder: VoiceEncoder) -> Continued:
         transcript = path.with_suffix(".txt")
         if not transcript.is_file():
-            return Voice([], torch.zeros(0, dtype=torch.int64))
-        samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+            return Continued([], torch.zeros(0, dtype=torch.int64))
         text = transcript.read_text(encoding="utf-8").strip()
-        return Voice(self._tokenizer(text)["input_ids"], encoder(samples.mean(1), rate).tokens)
+        return Continued(self._tokenizer(text)["input_ids"], encoder(*read_recording(path)).tokens)
 
     @property
     def facts(self) -> EngineFacts:
@@ -159,7 +163,7 @@ class CosyVoice2TalkerAdapter(CodeTalkerAdapter):
         voice = self._voices[chosen_voice(request.voice, self._voices)]
         if (instructions := text_of(given, INSTRUCTIONS)) is not None:
             before = tokens_of(self._tokenizer, instructions + INSTRUCTED, INSTRUCTIONS, self.max_model_len)
-            voice = Voice(before, voice.sounds[:0])
+            voice = Continued(before, voice.sounds[:0])
         begin, speech = self._marks.split(1)
         rows = torch.cat([begin, self._texts[[*voice.text, *text]], speech, self._sounds[voice.sounds]])
         params = request.params.merged_over(self.defaults)

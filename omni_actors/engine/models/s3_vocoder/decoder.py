@@ -78,7 +78,7 @@ class S3Batches:
     @property
     def sizes(self) -> S3Sizes:
         """Sizes of the decoder."""
-        flow, widest = self._flow, SAMPLES * self._hift.after.in_channels
+        flow, widest = self._flow, SAMPLES * self._hift.shaping.after.in_channels
         return S3Sizes(len(flow.encoder.table), self._hift.delay, FRAMES * max(widest, 8 * flow.width))
 
     def policy(self, policy: ChunkPolicy, speaker: S3Speaker) -> ChunkPolicy:

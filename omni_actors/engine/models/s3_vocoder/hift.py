@@ -28,6 +28,7 @@ VOICED = 10.0  # Hz
 AMPLITUDE, NOISE = 0.1, 0.003  # of the oscillator, and of what is added to voiced sound
 NOISE_SECONDS = 10  # of the table of noise, which then begins again
 UNIT_ROUNDING = 1e-9
+Convolve = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 def _reach(conv: nn.Conv1d) -> int:
@@ -35,7 +36,7 @@ def _reach(conv: nn.Conv1d) -> int:
     return int(conv.kernel_size[0] - 1) * int(conv.dilation[0])
 
 
-def _causal(conv: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+def causal(conv: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     """As many positions as the inputs have; zeros stand for the past."""
     output: torch.Tensor = conv(F.pad(inputs, (_reach(cast("nn.Conv1d", conv)), 0)))
     return output
@@ -48,18 +49,12 @@ def centered(conv: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return output
 
 
-class Residual(nn.Module):
-    """Pairs of convolutions with their activations, around which the input is added.
+class _Residual(nn.Module):
+    """Pairs of convolutions with their activations, around which the input is added."""
 
-    Args:
-        apply: how a convolution is applied.
-    """
-
-    def __init__(
-        self, weights: Weights, name: str, apply: Callable[[nn.Module, torch.Tensor], torch.Tensor] = _causal
-    ) -> None:
+    def __init__(self, weights: Weights, name: str, convolve: Convolve) -> None:
         super().__init__()
-        self._apply_conv = apply
+        self._convolve = convolve
         first = [weights.conv(f"{name}.convs1.{index}", dilation=each) for index, each in enumerate(DILATIONS)]
         second = [weights.conv(f"{name}.convs2.{index}") for index in range(len(DILATIONS))]
         self.first, self.second = nn.ModuleList(first), nn.ModuleList(second)
@@ -71,10 +66,9 @@ class Residual(nn.Module):
         self.reach = sum(map(_reach, (*first, *second)))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[batch, channels, time]."""
         for index, (first, second) in enumerate(zip(self.first, self.second, strict=True)):
-            hidden = self._apply_conv(first, _snake(inputs, self.frequencies[2 * index]))
-            inputs = inputs + self._apply_conv(second, _snake(hidden, self.frequencies[2 * index + 1]))
+            hidden = self._convolve(first, _snake(inputs, self.frequencies[2 * index]))
+            inputs = inputs + self._convolve(second, _snake(hidden, self.frequencies[2 * index + 1]))
         return inputs
 
 
@@ -82,16 +76,105 @@ def _snake(inputs: torch.Tensor, frequency: torch.Tensor) -> torch.Tensor:
     return inputs + (inputs * frequency).sin().square() / (frequency + UNIT_ROUNDING)
 
 
-def rates_of(weights: Weights, frames: int) -> tuple[list[int], list[int]]:
-    """By how much the convolutions narrow the source, and how many positions each other one makes of one.
+class Shaping(nn.Module):
+    """Shapes the spectrum of an oscillator into speech, in float32.
 
     Args:
-        frames: of the spectrum, of a mel frame.
+        convolve: `causal` or `centered`.
+
+    Attributes:
+        ahead: frames that the network needs behind a frame, if it is causal.
     """
-    # A convolution that narrows the source has a kernel of twice its stride, one that does not of 1.
-    shapes = [weights.shape(f"source_downs.{index}.weight") for index in range(weights.count("ups."))]
-    strides = [max(1, shape[2] // 2) for shape in shapes]
-    return strides, [left // right for left, right in itertools.pairwise([frames, *strides])]
+
+    window: torch.Tensor  # f32 [samples], of the spectrum
+
+    def __init__(self, weights: Weights, convolve: Convolve) -> None:
+        super().__init__()
+        self._convolve = convolve
+        self.before, self.after = weights.conv("conv_pre"), weights.conv("conv_post")
+        self.bins = self.after.out_channels // 2
+        self.hop = (self.bins - 1) // 2
+        self.frames = SAMPLES // self.hop  # of the spectrum, of a mel frame
+        count = weights.count("ups.")
+        # A convolution that narrows the source has a kernel of twice its stride, one that does not of 1.
+        self.strides = [max(1, weights.shape(f"source_downs.{index}.weight")[2] // 2) for index in range(count)]
+        self.rates = [left // right for left, right in itertools.pairwise([self.frames, *self.strides])]
+        self.widening = nn.ModuleList(
+            weights.conv(f"ups.{index}") if convolve is causal else weights.widening(f"ups.{index}", rate)
+            for index, rate in enumerate(self.rates)
+        )
+        self.narrowing = nn.ModuleList(
+            weights.conv(f"source_downs.{index}", stride=each) for index, each in enumerate(self.strides)
+        )
+        self.sources, self.shapes = (
+            nn.ModuleList(_Residual(weights, f"{name}.{index}", convolve) for index in range(weights.count(f"{name}.")))
+            for name in ("source_resblocks", "resblocks")
+        )
+        weights.done()
+        self.ahead = _reach(self.before) + 1  # its own frames ahead, and one for the spectrum's windows
+        self.register_buffer("window", torch.hann_window(2 * (self.bins - 1)), persistent=False)
+
+    @property
+    def behind(self) -> int:
+        """Mel frames before a frame on which its samples may depend, if the network is causal."""
+        spectrum = 2 * (self.bins - 1) / SAMPLES  # mel frames of one window
+        reach, scale, kernels = 0.0, 1, len(self.shapes) // len(self.widening)
+        shapes, sources = cast("list[_Residual]", list(self.shapes)), cast("list[_Residual]", list(self.sources))
+        convs = cast("list[tuple[nn.Conv1d, nn.Conv1d]]", list(zip(self.widening, self.narrowing, strict=True)))
+        for stage, (wide, narrow) in enumerate(convs):
+            scale *= self.rates[stage]
+            reach += _reach(wide) / scale
+            source = spectrum + (_reach(narrow) + 1) / self.frames + sources[stage].reach / scale
+            reach = max(reach, source) + max(each.reach for each in shapes[kernels * stage :][:kernels]) / scale
+        return math.ceil(reach + (_reach(self.after) + 1) / self.frames + spectrum) + 2
+
+    def forward(self, mel: torch.Tensor, source: torch.Tensor, *, last: bool = True) -> torch.Tensor:
+        """Samples [batch, time] of a window; without those of the look-ahead, unless it is over.
+
+        Args:
+            mel: [batch, mels, frames].
+            source: [batch, samples], of all of them.
+        """
+        size, looks_ahead = 2 * (self.bins - 1), self._convolve is causal
+        spectrum = torch.stft(source, size, self.hop, size, self.window, return_complex=True)
+        if not last:
+            spectrum = spectrum[..., : -self.frames * (self.ahead - 1)]
+        wave = torch.cat([spectrum.real, spectrum.imag], 1)
+        if looks_ahead:
+            hidden = self.before(F.pad(mel, (0, self.ahead - 1 if last else 0)))
+        else:
+            hidden = centered(self.before, mel)
+        kernels = len(self.shapes) // len(self.widening)
+        for stage, (wide, narrow) in enumerate(zip(self.widening, self.narrowing, strict=True)):
+            hidden, stride = F.leaky_relu(hidden, SLOPE), self.strides[stage]
+            hidden = causal(wide, hidden.repeat_interleave(self.rates[stage], 2)) if looks_ahead else wide(hidden)
+            if stage == len(self.widening) - 1:
+                hidden = F.pad(hidden, (1, 0), mode="reflect")
+            narrowed = narrow(F.pad(wave, (stride - 1, 0) if looks_ahead else (stride // 2, stride // 2)))
+            hidden = hidden + self.sources[stage](narrowed)
+            shapes = self.shapes[kernels * stage : kernels * (stage + 1)]
+            hidden = torch.stack([shape(hidden) for shape in shapes]).mean(0)
+        magnitude, phase = self._convolve(self.after, F.leaky_relu(hidden)).split(self.bins, 1)
+        shaped = torch.polar(magnitude.exp().clamp(max=LOUDEST), phase.sin())
+        samples = torch.istft(shaped, size, self.hop, size, self.window)
+        return (samples if last else samples[:, :-SAMPLES]).clamp(-PEAK, PEAK)
+
+
+def mixed(
+    mix: nn.Module, sines: torch.Tensor, pitch: torch.Tensor, noise: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """The oscillator's samples [batch, samples] of its harmonics [batch, samples, harmonics].
+
+    Args:
+        pitch: Hz [batch, frames].
+        noise: [samples, harmonics], a table that begins again.
+        positions: i64 [batch], frames of the utterance before these.
+    """
+    voiced = (pitch[..., None] > VOICED).float().repeat_interleave(SAMPLES, 1)
+    loudness = voiced * NOISE + (1 - voiced) * AMPLITUDE / 3
+    places = positions[:, None] * SAMPLES + torch.arange(sines.shape[1], device=pitch.device)
+    waves: torch.Tensor = mix(sines * AMPLITUDE * voiced + loudness * noise[places.remainder(len(noise))])
+    return waves.tanh().squeeze(-1)
 
 
 class Hift(nn.Module):
@@ -102,16 +185,13 @@ class Hift(nn.Module):
 
     Attributes:
         pitch_ahead, pitch_behind: mel frames around a frame that its pitch depends on.
-        ahead: frames with a pitch that the network needs behind a frame.
         delay: frames that the sound waits for.
         behind: frames before a frame on which its samples may depend.
         least: tokens of a first chunk; fewer have no frame whose pitch is known.
     """
 
-    least = 2
-
     noise: torch.Tensor  # f32 [samples, harmonics]
-    window: torch.Tensor  # f32 [samples], of the spectrum
+    least = 2
 
     def __init__(self, weights: Weights, seed: int) -> None:
         super().__init__()
@@ -122,53 +202,26 @@ class Hift(nn.Module):
         ]
         self.pitch, self.classify = nn.ModuleList(pitch), weights.linear("f0_predictor.classifier", torch.float64)
         self.mix = weights.linear("m_source.l_linear")
-        self.before = weights.conv("conv_pre")
-        count, self.after = weights.count("ups."), weights.conv("conv_post")
-        self.bins = self.after.out_channels // 2
-        self.hop = (self.bins - 1) // 2
-        self.frames = SAMPLES // self.hop  # of the spectrum, of a mel frame
-        self.strides, self.rates = rates_of(weights, self.frames)
-        widening = [weights.conv(f"ups.{index}") for index in range(count)]
-        narrowing = [weights.conv(f"source_downs.{index}", stride=each) for index, each in enumerate(self.strides)]
-        sources = [Residual(weights, f"source_resblocks.{index}") for index in range(count)]
-        shapes = [Residual(weights, f"resblocks.{index}") for index in range(weights.count("resblocks."))]
-        self.widening, self.narrowing = nn.ModuleList(widening), nn.ModuleList(narrowing)
-        self.sources, self.shapes = nn.ModuleList(sources), nn.ModuleList(shapes)
-        weights.done()
+        self.shaping = Shaping(weights, causal)
         self.pitch_ahead, *behind = map(_reach, pitch)
         self.pitch_behind = sum(behind)
-        self.ahead = _reach(self.before) + 1  # its own frames ahead, and one for the spectrum's windows
-        self.delay = self.pitch_ahead + self.ahead
-        self.behind = self._behind(widening, narrowing, sources, shapes)
-        self.register_buffer("window", torch.hann_window(2 * (self.bins - 1)), persistent=False)
+        self.delay, self.behind = self.pitch_ahead + self.shaping.ahead, self.shaping.behind
         generator = torch.Generator().manual_seed(seed)
         noise = torch.rand(NOISE_SECONDS * SAMPLE_RATE, self.mix.in_features, generator=generator)
         self.register_buffer("noise", noise, persistent=False)
-
-    def _behind(
-        self, widening: list[nn.Conv1d], narrowing: list[nn.Conv1d], sources: list[Residual], shapes: list[Residual]
-    ) -> int:
-        spectrum = 2 * (self.bins - 1) / SAMPLES  # mel frames of one window
-        reach, scale, kernels = 0.0, 1, len(shapes) // len(widening)
-        for stage, (wide, narrow) in enumerate(zip(widening, narrowing, strict=True)):
-            scale *= self.rates[stage]
-            reach += _reach(wide) / scale
-            source = spectrum + (_reach(narrow) + 1) / self.frames + sources[stage].reach / scale
-            reach = max(reach, source) + max(each.reach for each in shapes[kernels * stage :][:kernels]) / scale
-        return math.ceil(reach + (_reach(self.after) + 1) / self.frames + spectrum) + 2
 
     @property
     def begun(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What an utterance begins with: mel frames, samples of the oscillator, and its phase."""
         rows = self.noise.new_zeros
-        return rows(self.before.in_channels, 0), rows(0), rows(self.mix.in_features, dtype=torch.float64)
+        return rows(self.shaping.before.in_channels, 0), rows(0), rows(self.mix.in_features, dtype=torch.float64)
 
     def pitches(self, mel: torch.Tensor, *, last: bool) -> torch.Tensor:
         """Hz [batch, frames] of mel frames; without those of the look-ahead, unless it is over."""
         first, *others = self.pitch
         hidden = F.elu(first(F.pad(mel.double(), (0, self.pitch_ahead if last else 0))))
         for conv in others:
-            hidden = F.elu(_causal(conv, hidden))
+            hidden = F.elu(causal(conv, hidden))
         pitches: torch.Tensor = self.classify(hidden.transpose(1, 2))
         return pitches.squeeze(-1).abs().float()
 
@@ -184,42 +237,8 @@ class Hift(nn.Module):
         harmonics = torch.arange(1, phase.shape[1] + 1, device=pitch.device)
         steps = (pitch[..., None] * harmonics / SAMPLE_RATE).remainder(1)
         cycles = steps.double().cumsum(1) * SAMPLES + phase[:, None]
-        sines = (cycles.remainder(1) * (2 * math.pi)).sin().float()
-        voiced = (pitch[..., None] > VOICED).float()
-        waves = (sines * AMPLITUDE * voiced).repeat_interleave(SAMPLES, 1)
-        loudness = (voiced * NOISE + (1 - voiced) * AMPLITUDE / 3).repeat_interleave(SAMPLES, 1)
-        places = positions[:, None] * SAMPLES + torch.arange(waves.shape[1], device=pitch.device)
-        noise = self.noise[places.remainder(len(self.noise))]
-        return self.mix(waves + loudness * noise).tanh().squeeze(-1), cycles[:, -1].remainder(1)
-
-    def forward(self, mel: torch.Tensor, source: torch.Tensor, *, last: bool) -> torch.Tensor:
-        """Samples [batch, time] of a window; without those of the look-ahead, unless it is over.
-
-        Args:
-            mel: [batch, mels, frames].
-            source: [batch, samples], of all of them.
-        """
-        size = 2 * (self.bins - 1)
-        spectrum = torch.stft(source, size, self.hop, size, self.window, return_complex=True)
-        if not last:
-            spectrum = spectrum[..., : -self.frames * (self.ahead - 1)]
-        wave = torch.cat([spectrum.real, spectrum.imag], 1)
-        hidden = self.before(F.pad(mel, (0, self.ahead - 1 if last else 0)))
-        kernels = len(self.shapes) // len(self.widening)
-        for stage, (wide, narrow) in enumerate(zip(self.widening, self.narrowing, strict=True)):
-            hidden = F.leaky_relu(hidden, SLOPE).repeat_interleave(self.rates[stage], 2)
-            hidden = _causal(wide, hidden)
-            if stage == len(self.widening) - 1:
-                hidden = F.pad(hidden, (1, 0), mode="reflect")
-            narrowed = narrow(F.pad(wave, (self.strides[stage] - 1, 0)))
-            hidden = hidden + self.sources[stage](narrowed)
-            shapes = self.shapes[kernels * stage : kernels * (stage + 1)]
-            hidden = torch.stack([shape(hidden) for shape in shapes]).mean(0)
-        hidden = _causal(self.after, F.leaky_relu(hidden))
-        magnitude, phase = hidden.split(self.bins, 1)
-        shaped = torch.polar(magnitude.exp().clamp(max=LOUDEST), phase.sin())
-        samples = torch.istft(shaped, size, self.hop, size, self.window)
-        return (samples if last else samples[:, :-SAMPLES]).clamp(-PEAK, PEAK)
+        sines = (cycles.remainder(1) * (2 * math.pi)).sin().float().repeat_interleave(SAMPLES, 1)
+        return mixed(self.mix, sines, pitch, self.noise, positions), cycles[:, -1].remainder(1)
 
     def stream(
         self,
@@ -248,6 +267,6 @@ class Hift(nn.Module):
         known += pitch.shape[1]
         sound = source[:, :0]
         if last or frames - self.delay > sounded:
-            sound = self(mel[..., :known], source, last=last)[:, sounded * SAMPLES :]
+            sound = self.shaping(mel[..., :known], source, last=last)[:, sounded * SAMPLES :]
         keep = max(0, frames - self.delay - self.behind)
         return sound, mel[..., keep:], source[:, keep * SAMPLES :], phase

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import msgspec
-import soundfile
 
 from omni_actors.engine.models.chunks import ChunkPolicy
 from omni_actors.engine.models.codec_decoder.runner import ChunkRunner
@@ -19,7 +18,7 @@ from omni_actors.engine.models.s3_vocoder.flow import Flow
 from omni_actors.engine.models.s3_vocoder.hift import Hift
 from omni_actors.engine.models.s3_vocoder.overlap import OverlapHift
 from omni_actors.engine.models.s3_vocoder.unet import UnetFlow
-from omni_actors.engine.models.s3_vocoder.voices import TOKENIZER, VoiceEncoder
+from omni_actors.engine.models.s3_vocoder.voices import TOKENIZER, VoiceEncoder, read_recording
 from omni_actors.engine.models.s3_vocoder.weights import Weights
 from omni_actors.errors import ConfigError, StartupError, UnknownVoice
 from omni_actors.stage.engine_interface import EngineFacts, StageRequest
@@ -75,11 +74,7 @@ class S3Runner(ChunkRunner):
     def _encode(self, encoder: VoiceEncoder) -> dict[str, S3Speaker]:
         speakers = {}
         for name, path in self.recordings().items():
-            try:
-                samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
-            except (OSError, soundfile.SoundFileError) as error:
-                raise StartupError(f"Cannot read the voice {path}: {error}", hint="Replace the file.") from error
-            speakers[name] = self.batches.speaker(encoder(samples.mean(1), rate))
+            speakers[name] = self.batches.speaker(encoder(*read_recording(path)))
         if not speakers:
             raise StartupError(f"{self.model_name!r} has no recording of a voice.", hint="Download it completely.")
         return speakers

@@ -64,7 +64,7 @@ def _causal(conv: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return output
 
 
-class _Layer(nn.Module):
+class _UnetLayer(nn.Module):
     """Attention and linear layers."""
 
     def __init__(self, weights: Weights, name: str) -> None:
@@ -84,12 +84,12 @@ class _Layer(nn.Module):
         return hidden + self.down(F.gelu(self.up(self.norm_mlp(hidden))))
 
 
-class _Stage(nn.Module):
+class _UnetStage(nn.Module):
     def __init__(self, weights: Weights, name: str) -> None:
         super().__init__()
         self.resnet = _Resnet(weights, f"{name}.0")
         self.layers = nn.ModuleList(
-            _Layer(weights, f"{name}.1.{index}") for index in range(weights.count(f"{name}.1."))
+            _UnetLayer(weights, f"{name}.1.{index}") for index in range(weights.count(f"{name}.1."))
         )
 
     def forward(self, hidden: torch.Tensor, time: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -106,9 +106,9 @@ class Unet(nn.Module):
         super().__init__()
         self.time_in, self.time_out = (weights.linear(f"{name}.time_mlp.linear_{part}") for part in (1, 2))
         middle = range(weights.count(f"{name}.mid_blocks."))
-        self.before, self.after = (_Stage(weights, f"{name}.{part}_blocks.0") for part in ("down", "up"))
+        self.before, self.after = (_UnetStage(weights, f"{name}.{part}_blocks.0") for part in ("down", "up"))
         self.join, self.leave = (weights.conv(f"{name}.{part}_blocks.0.2") for part in ("down", "up"))
-        self.middle = nn.ModuleList(_Stage(weights, f"{name}.mid_blocks.{index}") for index in middle)
+        self.middle = nn.ModuleList(_UnetStage(weights, f"{name}.mid_blocks.{index}") for index in middle)
         self.last, self.norm = weights.conv(f"{name}.final_block.block.0"), weights.norm(f"{name}.final_block.block.2")
         self.output = weights.conv(f"{name}.final_proj")
 

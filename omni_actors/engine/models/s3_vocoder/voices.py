@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import soundfile
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
@@ -32,6 +33,15 @@ class RecordedVoice(NamedTuple):
     tokens: torch.Tensor
     mel: torch.Tensor
     embedding: torch.Tensor
+
+
+def read_recording(path: Path) -> tuple[NDArray[np.float32], int]:
+    """Samples f32 [n] and rate of a sound file. Raises `StartupError` if it cannot be read."""
+    try:
+        samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except (OSError, soundfile.SoundFileError) as error:
+        raise StartupError(f"Cannot read the voice {path}: {error}", hint="Replace the file.") from error
+    return samples.mean(1), rate
 
 
 class VoiceEncoder:

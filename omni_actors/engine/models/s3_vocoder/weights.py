@@ -35,7 +35,7 @@ class Weights:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], source: str) -> None:
         self._source = source
-        self._tensors = dict(tensors)
+        self._tensors = {name.removeprefix("generator."): tensor for name, tensor in tensors.items()}
         for name in [name for name in self._tensors if name.endswith(GAIN)]:
             stem = name.removesuffix(GAIN)
             gain, direction = self._tensors.pop(name), self.take(stem + DIRECTION)
