@@ -98,6 +98,7 @@ def test_the_shares_of_a_recipe_fit_its_gpus(section: str) -> None:
     "section",
     [
         *("Slurm", "Kubernetes", "Open WebUI", "Many prompts from a file"),
+        "CosyVoice 2 in the voice of a recording",
         "A chat model that is spoken while it writes",
         "A cascade: a chat model that is spoken to, and spoken",
     ],

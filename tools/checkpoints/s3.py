@@ -124,8 +124,8 @@ def _unet(sizes: Mapping[str, int]) -> Shapes:
             layer = f"{stage}.1.{index}"
             yield from _norm(f"{layer}.norm1", width)
             yield from _norm(f"{layer}.norm3", width)
-            for part in "qkv":
-                yield from _linear(f"{layer}.attn1.to_{part}", width, inner, bias=False)
+            for letter in "qkv":
+                yield from _linear(f"{layer}.attn1.to_{letter}", width, inner, bias=False)
             yield from _linear(f"{layer}.attn1.to_out.0", inner, width)
             yield from _linear(f"{layer}.ff.net.0.proj", width, 4 * width)
             yield from _linear(f"{layer}.ff.net.2", 4 * width, width)

@@ -81,7 +81,8 @@ class _UnetLayer(nn.Module):
         )
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
         hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
-        return hidden + self.down(F.gelu(self.up(self.norm_mlp(hidden))))
+        output: torch.Tensor = hidden + self.down(F.gelu(self.up(self.norm_mlp(hidden))))
+        return output
 
 
 class _UnetStage(nn.Module):
