@@ -14,7 +14,7 @@ from omni_actors.protocol.messages import FinishReason
 from tests.support.cosyvoice_reference import CosyVoiceReference
 from tests.support.spoken_texts import speak
 from tests.support.stage_driver import Driver
-from tools.checkpoints.cosyvoice import SPOKEN
+from tools.checkpoints.cosyvoice import END, SPOKEN
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -104,7 +104,9 @@ def test_a_token_that_would_repeat_one_of_the_last_ten_gives_way(driver: Any, ti
     for seed in (1, 2):
         start(talker, f"{seed}", "continued", seed=seed, **given)
     start(talker, "greedy", "short", temperature=0.0)
+    start(talker, "one", "continued", logit_bias={0: 50.0}, max_tokens=40)
     talker.run()
+    assert [place for place, code in enumerate(talker.tokens("one")) if code == 0] == [0, 11, 22, 33]
     start(talker, "1, alone", "continued", seed=1, **given)
     talker.run()
     assert talker.tokens("1, alone") == talker.tokens("1") != talker.tokens("2")
@@ -114,6 +116,14 @@ def test_a_token_that_would_repeat_one_of_the_last_ten_gives_way(driver: Any, ti
         repeats = [likeliest[place] in codes[max(0, place - 10) : place] for place in range(len(codes))]
         assert any(repeats)
         assert [likeliest[place] != code for place, code in enumerate(codes)] == repeats
+
+
+def test_speech_has_two_tokens_at_least_for_each_of_its_text(driver: Any, tiny_cosyvoice2: Path):
+    talker: Driver = driver(tiny_cosyvoice2, "talker", asynchronous=True, max_num_batched_tokens=32)
+    start(talker, "r", "short", logit_bias={END: 100.0})
+    talker.run()
+    assert len(talker.tokens("r")) == 2 * 3
+    assert talker.finished("r").reason is FinishReason.STOP
 
 
 def test_what_it_cannot_speak_is_refused_by_name(driver: Any, tiny_cosyvoice2: Path):
