@@ -76,7 +76,7 @@ def test_tokens_are_drawn_as_the_models_code_draws_them(seed: int):
     recent[0, 4:] = torch.randint(30, (6,), generator=generator)
     recent[1, :3] = torch.tensor([int(logits[1].argmax()), 0, 0])
     top_p, top_k = (0.8, 0.5), (25, 3)
-    given = torch.tensor(top_p, dtype=torch.float64)[:, None], torch.tensor(top_k)[:, None]
+    given = torch.tensor(top_p, dtype=torch.float64), torch.tensor(top_k)
     drawn = repetition_aware(logits, recent, *given).double().exp()
     for row, scores in enumerate(logits.double()):
         chances, expected = scores.softmax(0).tolist(), [0.0] * 30

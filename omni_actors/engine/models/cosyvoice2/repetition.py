@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
 WINDOW = 10  # tokens
@@ -32,11 +33,12 @@ def repetition_aware(
     Args:
         logits: [n, vocabulary].
         recent: i64 [n, WINDOW], the last tokens; -1 where there are none.
-        top_p: f64 [n, 1]; `top_k` i64 [n, 1].
+        top_p: f64 [n]; `top_k` i64 [n].
     """
     chances = logits.double().softmax(-1)
     ordered, order = chances.sort(dim=-1, descending=True, stable=True)
-    kept = (ordered.cumsum(-1) - ordered < top_p) & (torch.arange(logits.shape[1], device=logits.device) < top_k)
+    places = torch.arange(logits.shape[1], device=logits.device)
+    kept = (ordered.cumsum(-1) - ordered < top_p[:, None]) & (places < top_k[:, None])
     nucleus = torch.zeros_like(chances).scatter(-1, order, ordered * kept)
     nucleus /= nucleus.sum(-1, keepdim=True)
     known = recent >= 0
@@ -67,12 +69,12 @@ class RepetitionAware(LogitsProcessor):
         if not drawn:
             return logits
         device = logits.device
-        rows = torch.tensor([row for row, _ in drawn], device=device)
+        rows = async_tensor_h2d([row for row, _ in drawn], device=device, dtype=torch.int64)
         slots = ctx.idx_mapping[rows].long()[:, None]
         places = self._states.total_len.gpu[slots] - torch.arange(1, WINDOW + 1, device=device)
         tokens = self._states.all_token_ids.gpu[slots, places.clamp(min=0)].long()
         recent = torch.where(places >= self._states.prompt_len.gpu[slots], tokens, -1)
-        top_p = torch.tensor([[nucleus.top_p] for _, nucleus in drawn], dtype=torch.float64, device=device)
-        top_k = torch.tensor([[nucleus.top_k] for _, nucleus in drawn], device=device)
+        top_p = async_tensor_h2d([nucleus.top_p for _, nucleus in drawn], device=device, dtype=torch.float64)
+        top_k = async_tensor_h2d([nucleus.top_k for _, nucleus in drawn], device=device, dtype=torch.int64)
         logits[rows] = repetition_aware(logits[rows], recent, top_p, top_k)
         return logits
