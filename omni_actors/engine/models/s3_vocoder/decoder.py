@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from omni_actors.engine.models.chunks import ChunkPolicy
 from omni_actors.engine.models.codec_decoder.runner import batch_sizes
 from omni_actors.engine.models.codec_decoder.stream import CodecChunk, DecoderCarry
-from omni_actors.engine.models.s3_vocoder.flow import FRAMES, HISTORY, LONGEST, Flow, FlowChunk, FlowState
+from omni_actors.engine.models.s3_vocoder.flow import FRAMES, HISTORY, LONGEST, Flow, FlowChunk
 from omni_actors.engine.models.s3_vocoder.hift import SAMPLE_RATE, SAMPLES, Hift
 from omni_actors.engine.models.s3_vocoder.overlap import OverlapHift
-from omni_actors.engine.models.s3_vocoder.unet import SECOND, Tokens, UnetFlow
+from omni_actors.engine.models.s3_vocoder.unet import SECOND, UnetFlow
 from omni_actors.engine.models.s3_vocoder.voices import RecordedVoice
 
 
@@ -46,7 +47,7 @@ class S3Speaker:
 
     voice: RecordedVoice
     embedding: torch.Tensor
-    state: FlowState | Tokens
+    state: Any  # of the flow
 
     @property
     def frames(self) -> int:
@@ -98,7 +99,8 @@ class S3Batches:
     def state_bytes(self, speaker: S3Speaker) -> int:
         """Bytes that an utterance leaves on the device between two chunks, at most."""
         mel = 4 * (self._hift.behind + self._hift.delay) * (SAMPLES + speaker.voice.mel.shape[1])
-        return self._flow.state_bytes(speaker.state, speaker.frames) + mel
+        size: int = self._flow.state_bytes(speaker.state, speaker.frames) + mel
+        return size
 
     def alike(self, chunk: CodecChunk) -> Hashable:
         """Those whose tokens are as many, and are the last or not."""
