@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from random import Random
 
 import pytest
@@ -175,4 +176,37 @@ def flux2_sizes(generator: Random) -> Sizes:
         text_heads=heads,
         text_kv_heads=kv_heads,
         text_layers=choice((28, 29, 31)),
+    )
+
+
+def cosyvoice2_sizes(generator: Random) -> Sizes:
+    choice = generator.choice
+    heads, kv_heads = _heads(generator)
+    return dict(
+        width=heads * choice((32, 64)),
+        between=choice((128, 192, 256)),
+        layers=choice((2, 3, 4)),
+        heads=heads,
+        kv_heads=kv_heads,
+        sounds=choice((40, 60, 200)),
+    )
+
+
+def s3_sizes(generator: Random) -> Mapping[str, int]:
+    """Of a vocoder; see `tools.checkpoints.s3`."""
+    choice = generator.choice
+    heads = choice((2, 3, 4))
+    return dict(
+        tokens=200,
+        width=heads * choice((8, 16)),
+        layers=choice((1, 2, 3)),
+        wide_layers=choice((1, 2)),
+        heads=heads,
+        between=choice((32, 48)),
+        channels=choice((32, 48, 64)),
+        pitch=choice((16, 24)),
+        unet_width=choice((16, 32, 48)),
+        unet_heads=choice((1, 2, 3)),
+        unet_stages=choice((1, 2, 3)),
+        unet_layers=choice((1, 2)),
     )

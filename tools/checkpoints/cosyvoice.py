@@ -29,11 +29,15 @@ ALIKE = {
 }
 
 
-def write_tiny(folder: Path, seed: int = 0, *, sizes: Sizes | None = None) -> None:
-    """Writes a tiny checkpoint. Raises FolderError."""
+def write_tiny(folder: Path, seed: int = 0, *, sizes: Sizes | None = None, vocoder: Mapping[str, int] = TINY) -> None:
+    """Writes a tiny checkpoint. Raises FolderError.
+
+    Args:
+        vocoder: its sizes.
+    """
     claim_folder(folder, {"kind": "tiny-cosyvoice2", "seed": seed})
     chosen = FAMILY.tiny_sizes(sizes)
-    config, weights = _write_rest(folder, chosen, TINY, seed), {}
+    config, weights = _write_rest(folder, chosen, vocoder, seed), {}
     for name, shape in _shapes(config):
         alike = next(other + name.removeprefix(prefix) for prefix, other in ALIKE.items() if name.startswith(prefix))
         weights[name] = draw_parameter(alike, shape, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from omni_actors.engine.models.cosyvoice2.repetition import repetition_aware
 from omni_actors.errors import InvalidRequest, UnknownVoice
 from omni_actors.protocol.messages import FinishReason
 from tests.support.cosyvoice_reference import CosyVoiceReference
+from tests.support.drawn_sizes import DRAWS, cosyvoice2_sizes
 from tests.support.spoken_texts import speak
-from tests.support.stage_driver import Driver
-from tools.checkpoints.cosyvoice import END, SPOKEN
+from tests.support.stage_driver import Driver, make_engine
+from tools.checkpoints.cosyvoice import END, SPOKEN, write_tiny
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -28,28 +30,15 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def expected(tiny_cosyvoice2: Path) -> dict[str, tuple[list[int], FinishReason]]:
-    reference = CosyVoiceReference(tiny_cosyvoice2)
-    sounds, made = reference.voice("bass").tokens.tolist(), {}
-    for name, (text, voice, instructions) in CASES.items():
-        before = f"{instructions}<|endofprompt|>" if instructions else SPOKEN if voice == "bass" else ""
-        codes = reference.speak(text, before, sounds if before == SPOKEN else ())
-        longest = len(codes) == 20 * len(reference.tokenizer(text)["input_ids"])
-        made[name] = codes, FinishReason.LENGTH if longest else FinishReason.STOP
-    assert len({reason for _, reason in made.values()}) == 2
-    return made
-
-
 def start(talker: Driver, request: str, case: str, **params: Any) -> None:
     text, voice, instructions = CASES[case]
     information = {"instructions": instructions} if instructions else {}
     speak(talker, request, text, voice=voice, information=information, **params)
 
 
-def test_speech_in_one_batch_and_alone_is_that_of_transformers(driver: Any, tiny_cosyvoice2: Path, expected):
-    talker: Driver = driver(tiny_cosyvoice2, "talker", asynchronous=True, max_num_batched_tokens=32)
-    waiting = list(CASES)
+def check(talker: Driver, reference: CosyVoiceReference) -> set[FinishReason]:
+    """Compare what is spoken in one batch and alone; return how speech ended."""
+    waiting, sounds, ends = list(CASES), reference.voice("bass").tokens.tolist(), set()
 
     def join(step: int) -> None:
         if waiting and step % 3 == 0:
@@ -58,12 +47,36 @@ def test_speech_in_one_batch_and_alone_is_that_of_transformers(driver: Any, tiny
 
     join(0)
     talker.run(join)
-    for name, (codes, reason) in expected.items():
+    for name, (text, voice, instructions) in CASES.items():
+        before = f"{instructions}<|endofprompt|>" if instructions else SPOKEN if voice == "bass" else ""
+        codes = reference.speak(text, before, sounds if before == SPOKEN else ())
+        longest = len(codes) == 20 * len(reference.tokenizer(text)["input_ids"])
+        ends.add(reason := FinishReason.LENGTH if longest else FinishReason.STOP)
         start(talker, f"{name}, alone", name, temperature=0.0)
         talker.run()
         for request in (name, f"{name}, alone"):
             assert talker.tokens(request) == codes, request
             assert talker.finished(request).reason is reason, request
+    return ends
+
+
+def test_speech_in_one_batch_and_alone_is_that_of_transformers(driver: Any, tiny_cosyvoice2: Path):
+    talker: Driver = driver(tiny_cosyvoice2, "talker", asynchronous=True, max_num_batched_tokens=32)
+    assert len(check(talker, CosyVoiceReference(tiny_cosyvoice2))) == 2
+
+
+@pytest.mark.nightly
+@DRAWS
+def test_that_of_drawn_models_is_too(draw: str, tmp_path: Path):
+    generator = Random(f"cosyvoice2 {draw}")
+    sizes, seed = cosyvoice2_sizes(generator), generator.randrange(1 << 31)
+    print(f"seed {seed}, {sizes}")
+    write_tiny(tmp_path, seed, sizes=sizes)
+    talker = Driver(make_engine(tmp_path, "talker"))
+    try:
+        check(talker, CosyVoiceReference(tmp_path))
+    finally:
+        talker.engine.shutdown()
 
 
 @pytest.mark.parametrize("seed", range(3))
