@@ -66,7 +66,7 @@ def talker_config(config: PretrainedConfig) -> PretrainedConfig:
     """The talker's configuration out of that of its layers."""
     if not hasattr(config, "intermediate_size"):  # vLLM first calls the function with an empty configuration
         return config
-    config.text_vocabulary, config.vocab_size = config.vocab_size, SOUNDS + ENDS
+    config.vocab_size = SOUNDS + ENDS
     config.tie_word_embeddings = False
     config.architectures = [ARCHITECTURE]
     return config
@@ -124,7 +124,7 @@ class CosyVoice2TalkerAdapter(CodeTalkerAdapter):
         self.end_token_ids = frozenset(range(SOUNDS, SOUNDS + ENDS))
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
-        sizes = {"llm.model.model.embed_tokens": config.text_vocabulary, "llm_embedding": 2}
+        sizes = {"llm.model.model.embed_tokens": len(self._tokenizer), "llm_embedding": 2}
         sizes["speech_embedding"] = self.vocabulary
         if self.vllm_config.load_config.load_format == "dummy":
             tables = [torch.zeros(count, config.hidden_size) for count in sizes.values()]
