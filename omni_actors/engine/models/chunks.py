@@ -152,11 +152,13 @@ class VocoderRunner(DiffusionModelRunner):
         chunks: how utterances are cut unless the YAML says otherwise.
         auto_precision: what "auto" means on a type of device.
         solvers: those that the model has.
+        half: the type of weights in half precision.
     """
 
     chunks: ClassVar[ChunkPolicy]
     auto_precision: ClassVar[Mapping[str, str]] = {"cuda": "tf32", "cpu": "float32"}
     solvers: ClassVar[tuple[str, ...]] = ()
+    half: ClassVar[torch.dtype] = torch.bfloat16
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -165,7 +167,7 @@ class VocoderRunner(DiffusionModelRunner):
         self.options = options = DecodeOptions.from_mapping(given, self.chunks, self.solvers)
         self.policy = options.policy
         self.precision = options.precision if options.precision != "auto" else self.auto_precision[device.type]
-        self.dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        self.dtype = self.half if self.precision == "bf16" else torch.float32
         self.max_requests: int = vllm_config.scheduler_config.max_num_seqs
         if device.type == "cuda":
             # The worker forbids TF32 for every model; this one, alone in its process, may allow it.

@@ -12,7 +12,10 @@ import torch
 from transformers import WhisperFeatureExtractor
 
 from omni_actors.engine.diffusion import DiffusionEngine
+from omni_actors.engine.models.s3_vocoder.flow import Flow, FlowChunk
+from omni_actors.engine.models.s3_vocoder.runner import S3Runner
 from omni_actors.engine.models.s3_vocoder.voices import VoiceEncoder, mel_frames, token_features
+from omni_actors.engine.models.s3_vocoder.weights import Weights
 from omni_actors.engine.rows import to_torch
 from omni_actors.errors import InvalidPayload, InvalidRequest, StartupError, UnknownVoice
 from omni_actors.protocol.payloads import StageParams
@@ -129,6 +132,26 @@ def test_shorter_first_chunks_equal_the_reference_with_these(tiny_minicpm_o, ref
 def test_a_whole_utterance_equals_the_reference(tiny_minicpm_o, reference, voices):
     given = tokens(70)
     assert_equal(sound_of(tiny_minicpm_o, given, {}, "bass", decode=WHOLE), reference.whole(given, voices["bass"]))
+
+
+def test_half_precision_keeps_the_frames_within_45_decibels(tiny_minicpm_o, voices):
+    """As on GPUs. Of its sound that cannot be said: the smallest change of a pitch adds up in the phase."""
+    frames = []
+    for dtype in (torch.float32, S3Runner.half):
+        flow = Flow(Weights.read(tiny_minicpm_o / "assets" / "token2wav" / "flow.pt"), 0)
+        flow.prepare(torch.device("cpu"), dtype)
+        voice, state = voices["bass"], flow.begun
+        mels: list[torch.Tensor] = []
+        embedding, prompt = flow.voice(voice.embedding), len(voice.mel)
+        with torch.inference_mode():
+            for given, mel in ((voice.tokens, voice.mel), (tokens(28), None), (tokens(28, 1), None)):
+                read = torch.cat([torch.as_tensor(given), torch.as_tensor(given)[: flow.encoder.look_ahead]])
+                chunk = FlowChunk(read, len(read), embedding, prompt, state, mel)
+                made, (state,) = flow([chunk], last=False)
+                mels.append(made)
+        frames.append(torch.cat(mels[1:], 1))
+    error = frames[1] - frames[0]
+    assert 10 * torch.log10(frames[0].square().mean() / error.square().mean()) > 45
 
 
 def test_a_recording_is_heard_as_the_reference_hears_it(reference):

@@ -149,7 +149,9 @@ class S3Batches:
 
     def capture(self, first: int, lengths: Sequence[int]) -> None:
         """Capture the graphs of chunks that are not the last, of these lengths and the checkpoint's voices."""
-        self._flow.capture(batch_sizes(self._most), [FRAMES * length for length in lengths], self._room)
+        sizes, frames = batch_sizes(self._most), [FRAMES * length for length in lengths]
+        self._flow.capture(sizes, frames, self._room)
+        self._hift.capture(sizes, FRAMES * first, frames)
 
 
 def _speaker(chunk: CodecChunk) -> S3Speaker:

@@ -8,8 +8,9 @@ many as the recording has, and the last `HISTORY` of the rest. So does the packa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -287,6 +288,7 @@ class Estimator(nn.Module):
         past: torch.Tensor,
         convs: torch.Tensor,
         seen: torch.Tensor,
+        blocks: Iterable[Callable[..., Any]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The slope of rows [rows, frames, mels], and what they leave: keys and convolutions.
 
@@ -295,9 +297,10 @@ class Estimator(nn.Module):
             past: [blocks, rows, 2, heads, past frames, head size].
             convs: [blocks, rows, 2 width, 2].
             seen: bool [rows, 1, 1, frames + past frames].
+            blocks: compiled ones, if there are any.
         """
         hidden, keys, left = self.input(inputs), [], []
-        for index, block in enumerate(self.blocks):
+        for index, block in enumerate(self.blocks if blocks is None else blocks):
             hidden, new, conv = block(hidden, modulation[index], past[index], convs[index], seen)
             keys.append(new)
             left.append(conv)
@@ -393,20 +396,21 @@ class Flow(nn.Module):
         kept = torch.tensor(pasts, device=means.device)[:, None]
         seen[:, :batch, 0, 0].copy_(torch.where(places < frames, places < valid[:, None], places < frames + kept))
         state = torch.stack([self.noise[past : past + frames] for past in pasts])
-        after = [] if last else [self._room(chunk, past + frames) for chunk, past in zip(chunks, pasts, strict=True)]
+        made: list[list[torch.Tensor]] = [[], []]  # keys and convolutions of all intervals
         for interval in range(INTERVALS):
             inputs[:, :batch, :, :mels].copy_(state)
             step.load(self.modulations[interval], [chunk.state for chunk in chunks], interval)
-            slopes, keys, convs = step.run()
+            slopes, *new_parts = step.run()
             with_condition, without = slopes.float().unflatten(0, (BRANCHES, -1))[:, :batch]
             slope = (1 + GUIDANCE) * with_condition - GUIDANCE * without
             state = state + (self.times[interval + 1] - self.times[interval]) * slope
-            for index, (target, target_convs) in enumerate(after):
-                rows = slice(index, None, step.size)
-                joined = torch.cat([keys[:, rows], step.past[:, rows, :, :, : pasts[index]]], 4)
-                target[interval] = trimmed(joined, 4, chunks[index].prompt_frames, HISTORY)
-                target_convs[interval] = convs[:, rows]
-        return state, [self._state(index, chunks[index], left, *after[index]) for index in range(len(after))]
+            if not last:
+                for every, new in zip(made, new_parts, strict=True):
+                    every.append(new.unflatten(1, (BRANCHES, -1))[:, :, :batch].clone())
+        if last:
+            return state, []
+        keys, convs = map(torch.stack, made)
+        return state, [self._state(index, chunk, left, keys, convs) for index, chunk in enumerate(chunks)]
 
     def _interval(self, batch: int, frames: int, room: int) -> Interval:
         """The smallest of those that there are that takes the batch, or one of its own."""
@@ -418,37 +422,41 @@ class Flow(nn.Module):
         """Make room for batches of these sizes, chunks of these frames and `room` past frames; on CUDA as graphs."""
         graphs: CudaGraphs[Interval, Results] = CudaGraphs()
         past = None
+        # Equal blocks share their code, for any size. It is for graphs alone, or a request could wait for a compiler.
+        blocks = [torch.compile(block, dynamic=True) for block in self.estimator.blocks]
         for size in sorted(sizes, reverse=True):  # the largest first: the others use its memory
             for frames in sorted(lengths, reverse=True):
                 step = Interval(self.estimator, size, frames, room, past)
                 past = step.past if past is None else past
                 if self.noise.is_cuda:
-                    step.capture(graphs)
+                    step.capture(graphs, blocks)
                 self._steps.append(step)
-
-    def _room(self, chunk: FlowChunk, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for keys and convolutions of a state."""
-        *shape, _, size = chunk.state.keys.shape
-        keys = chunk.state.keys.new_empty(*shape, min(frames, chunk.prompt_frames + HISTORY), size)
-        return keys, torch.empty_like(chunk.state.convs)
 
     def _state(
         self, index: int, chunk: FlowChunk, left: Sequence[torch.Tensor], keys: torch.Tensor, convs: torch.Tensor
     ) -> FlowState:
         token_conv, frame_conv, token_keys, frame_keys = (part[index] for part in left)
-        token_keys = torch.cat([chunk.state.token_keys, token_keys], 3)
-        frame_keys = torch.cat([chunk.state.frame_keys, frame_keys], 3)
-        token_keys = trimmed(token_keys, 3, chunk.prompt_frames // FRAMES, HISTORY // FRAMES)
-        frame_keys = trimmed(frame_keys, 3, chunk.prompt_frames, HISTORY)
-        return FlowState(token_conv.clone(), frame_conv.clone(), token_keys.clone(), frame_keys.clone(), convs, keys)
+        before, frames = chunk.state, chunk.prompt_frames
+        return FlowState(
+            token_conv.clone(),
+            frame_conv.clone(),
+            joined([before.token_keys, token_keys], 3, frames // FRAMES, HISTORY // FRAMES),
+            joined([before.frame_keys, frame_keys], 3, frames, HISTORY),
+            convs[:, :, :, index].clone(),
+            joined([keys[:, :, :, index], before.keys], 5, frames, HISTORY),
+        )
 
 
-def trimmed(keys: torch.Tensor, dim: int, first: int, last: int) -> torch.Tensor:
-    """The first and the last positions, if there are more."""
-    length = keys.shape[dim]
-    if length <= first + last:
-        return keys
-    return torch.cat([keys.narrow(dim, 0, first), keys.narrow(dim, length - last, last)], dim)
+def joined(parts: Sequence[torch.Tensor], dim: int, first: int, last: int) -> torch.Tensor:
+    """Of all positions the first and the last ones, or all if there are no more."""
+    total, begin, kept = sum(part.shape[dim] for part in parts), 0, []
+    for part in parts:
+        length = part.shape[dim]
+        head = min(length, max(0, first - begin))
+        tail = max(head, min(length, total - last - begin))
+        kept += [part.narrow(dim, 0, head), part.narrow(dim, tail, length - tail)]
+        begin += length
+    return torch.cat(kept, dim)
 
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -480,21 +488,22 @@ class Interval:
         """Copy what the interval needs: what its time does, and the past of the utterances."""
         for own, modulation in zip(self._modulations, modulations, strict=True):
             own.copy_(modulation)
-        for index, state in enumerate(states):
-            rows = slice(index, None, self.size)
-            self._convs[:, rows].copy_(state.convs[interval])
-            self.past[:, rows, :, :, : state.keys.shape[5]].copy_(state.keys[interval])
+        rows = [slice(index, None, self.size) for index in range(len(states))]
+        own_parts = [self._convs[:, row] for row in rows]
+        own_parts += [self.past[:, row, :, :, : state.keys.shape[5]] for row, state in zip(rows, states, strict=True)]
+        parts = [state.convs[interval] for state in states] + [state.keys[interval] for state in states]
+        torch._foreach_copy_(own_parts, parts)
 
     def run(self) -> Results:
         """See `Estimator.forward`; the next run writes over the results."""
         return self._compute() if self._graphs is None else self._graphs.replay(self)
 
-    def _compute(self) -> Results:
-        slope, keys, convs = self._estimator(self.inputs, *self._modulations, self.past, self._convs, self.seen)
+    def _compute(self, blocks: Iterable[Callable[..., Any]] | None = None) -> Results:
+        slope, keys, convs = self._estimator(self.inputs, *self._modulations, self.past, self._convs, self.seen, blocks)
         return slope, keys, convs
 
-    def capture(self, graphs: CudaGraphs[Interval, Results]) -> None:
-        """Capture the computation. Needs CUDA."""
+    def capture(self, graphs: CudaGraphs[Interval, Results], blocks: Iterable[Callable[..., Any]]) -> None:
+        """Capture the computation by these blocks. Needs CUDA."""
         self.seen.fill_(True)
-        graphs.capture(self, self._compute)
+        graphs.capture(self, partial(self._compute, blocks))
         self._graphs = graphs

@@ -10,12 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from omni_actors.engine.models.cuda_graphs import CudaGraphs
 from omni_actors.engine.models.s3_vocoder.weights import Weights
 
 SAMPLE_RATE = 24_000  # Hz
@@ -54,7 +56,7 @@ class _Residual(nn.Module):
 
     def __init__(self, weights: Weights, name: str, convolve: Convolve) -> None:
         super().__init__()
-        self._convolve = convolve
+        self._convolve, self.snake = convolve, _snake
         first = [weights.conv(f"{name}.convs1.{index}", dilation=each) for index, each in enumerate(DILATIONS)]
         second = [weights.conv(f"{name}.convs2.{index}") for index in range(len(DILATIONS))]
         self.first, self.second = nn.ModuleList(first), nn.ModuleList(second)
@@ -67,8 +69,8 @@ class _Residual(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         for index, (first, second) in enumerate(zip(self.first, self.second, strict=True)):
-            hidden = self._convolve(first, _snake(inputs, self.frequencies[2 * index]))
-            inputs = inputs + self._convolve(second, _snake(hidden, self.frequencies[2 * index + 1]))
+            hidden = self._convolve(first, self.snake(inputs, self.frequencies[2 * index]))
+            inputs = inputs + self._convolve(second, self.snake(hidden, self.frequencies[2 * index + 1]))
         return inputs
 
 
@@ -113,6 +115,8 @@ class Shaping(nn.Module):
         weights.done()
         self.ahead = _reach(self.before) + 1  # its own frames ahead, and one for the spectrum's windows
         self.register_buffer("window", torch.hann_window(2 * (self.bins - 1)), persistent=False)
+        # By windows and their frames: what `forward` reads, and the samples.
+        self._graphs: CudaGraphs[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = CudaGraphs()
 
     @property
     def behind(self) -> int:
@@ -156,8 +160,43 @@ class Shaping(nn.Module):
             hidden = torch.stack([shape(hidden) for shape in shapes]).mean(0)
         magnitude, phase = self._convolve(self.after, F.leaky_relu(hidden)).split(self.bins, 1)
         shaped = torch.polar(magnitude.exp().clamp(max=LOUDEST), phase.sin())
-        samples = torch.istft(shaped, size, self.hop, size, self.window)
+        samples = self._sound(shaped)
         return (samples if last else samples[:, :-SAMPLES]).clamp(-PEAK, PEAK)
+
+    def streamed(self, mel: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """See `forward`, of windows that are not the last: by a graph, if one takes them."""
+        count, _, frames = mel.shape
+        key = min((key for key in self._graphs.tensors if key[1] == frames and key[0] >= count), default=None)
+        if key is None:
+            return cast("torch.Tensor", self(mel, source, last=False))
+        for own, given in zip(self._graphs.tensors[key][:2], (mel, source), strict=True):
+            own[:count] = given
+        return self._graphs.replay(key)[2][:count].clone()
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int], lengths: Sequence[int]) -> None:
+        """Capture graphs of so many windows of so many frames. Needs CUDA."""
+        snake = torch.compile(_snake, dynamic=True)
+        for residual in (*self.sources, *self.shapes):
+            cast("_Residual", residual).snake = snake
+        make = self.window.new_zeros
+        for size in sorted(sizes, reverse=True):  # the largest first: the others use its memory
+            for frames in sorted(lengths, reverse=True):
+                mel, source = make(size, self.before.in_channels, frames), make(size, frames * SAMPLES)
+                self._graphs.capture((size, frames), partial(self._captured, mel, source))
+
+    def _captured(self, mel: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return mel, source, self(mel, source, last=False)
+
+    def _sound(self, spectrum: torch.Tensor) -> torch.Tensor:
+        """Samples [batch, time] of a spectrum [batch, bins, time], as `torch.istft`, which waits for the device."""
+        window, count = self.window[:, None], spectrum.shape[2]
+        size = len(window)
+        frames = torch.fft.irfft(spectrum, size, dim=1) * window
+        weights = window.square().expand(1, -1, count)
+        length = size + self.hop * (count - 1)
+        summed, weight = (F.fold(each, (1, length), (1, size), stride=(1, self.hop)) for each in (frames, weights))
+        return (summed / weight)[:, 0, 0, size // 2 : length - size // 2]
 
 
 def mixed(
@@ -216,6 +255,12 @@ class Hift(nn.Module):
         rows = self.noise.new_zeros
         return rows(self.shaping.before.in_channels, 0), rows(0), rows(self.mix.in_features, dtype=torch.float64)
 
+    def capture(self, sizes: Sequence[int], first: int, lengths: Sequence[int]) -> None:
+        """Capture graphs of so many first chunks of `first` frames, and later ones of all `lengths`, on CUDA."""
+        frames = {each - self.pitch_ahead for each in (first, *(self.delay + self.behind + each for each in lengths))}
+        if self.noise.is_cuda:
+            self.shaping.capture(sizes, [each for each in frames if each > self.shaping.ahead])
+
     def pitches(self, mel: torch.Tensor, *, last: bool) -> torch.Tensor:
         """Hz [batch, frames] of mel frames; without those of the look-ahead, unless it is over."""
         first, *others = self.pitch
@@ -267,6 +312,7 @@ class Hift(nn.Module):
         known += pitch.shape[1]
         sound = source[:, :0]
         if last or frames - self.delay > sounded:
-            sound = self.shaping(mel[..., :known], source, last=last)[:, sounded * SAMPLES :]
+            shaped = self.shaping(mel, source) if last else self.shaping.streamed(mel[..., :known], source)
+            sound = shaped[:, sounded * SAMPLES :]
         keep = max(0, frames - self.delay - self.behind)
         return sound, mel[..., keep:], source[:, keep * SAMPLES :], phase

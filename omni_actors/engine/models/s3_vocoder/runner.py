@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import msgspec
+import torch
 
 from omni_actors.engine.models.chunks import ChunkPolicy
 from omni_actors.engine.models.codec_decoder.runner import ChunkRunner
@@ -35,6 +36,9 @@ class S3Runner(ChunkRunner):
     """
 
     chunks = ChunkPolicy(first=25, largest=25, look_ahead=0)  # the second of speech that such flows are used with
+    # Of the flow, as its package has it: the frames are at 51 dB of those in float32, in bfloat16 they were at 30.
+    auto_precision: ClassVar[Mapping[str, str]] = {"cuda": "bf16", "cpu": "float32"}
+    half = torch.float16
     batches: S3Batches
     tokenizer: ClassVar[str] = TOKENIZER
 
