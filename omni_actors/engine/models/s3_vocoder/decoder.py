@@ -148,9 +148,13 @@ class S3Batches:
         return FlowChunk(tokens, count, speaker.embedding, speaker.frames, state, given)
 
     def capture(self, first: int, lengths: Sequence[int]) -> None:
-        """Capture the graphs of chunks that are not the last, of these lengths and the checkpoint's voices."""
-        sizes, frames = batch_sizes(self._most), [FRAMES * length for length in lengths]
-        self._flow.capture(sizes, frames, self._room)
+        """Capture the graphs of chunks of these lengths and the checkpoint's voices.
+
+        A last chunk is filled up to the length that others have with their look-ahead. Its sound has no graph.
+        """
+        sizes, ahead = batch_sizes(self._most), FRAMES * self._flow.encoder.look_ahead
+        frames = [FRAMES * length for length in lengths]
+        self._flow.capture(sizes, [*frames, *(ahead + each for each in frames)], self._room)
         self._hift.capture(sizes, FRAMES * first, frames)
 
 
