@@ -21,8 +21,6 @@ from omni_actors.protocol.payloads import ToolCallPiece, WordTime
 from tests.support.realtime import CALLED, Talk
 from tests.support.waiting import eventually
 
-CALL = [ToolCallPiece(0, "call_1", DELEGATE.name, arguments="{}")]
-
 
 class LiveTalk(Talk):
     """A session with its Live API."""
@@ -90,34 +88,6 @@ async def test_the_transcript_comes_when_its_words_are_said(talk: LiveTalk) -> N
     await eventually(lambda: "".join(talk.said()) == text, 10, lambda: str(talk.said()))
     player.cancel()
     assert talk.said() == ["one", " two three", " four"]
-
-
-async def delegation_of(talk: LiveTalk) -> str:
-    """Has the model delegate; returns the id."""
-    talk.tell("session.commentary.append", delegation_id=None, content="Ask.")
-    talk.give("Wait.", CALL)
-    return str((await talk.event("session.delegation.created"))["delegation"]["id"])
-
-
-async def test_the_first_that_the_client_says_of_a_delegation_is_the_result_of_the_call(talk: LiveTalk) -> None:
-    own = {"delegation_id": await delegation_of(talk)}
-    talk.tell("session.instructions.append", **own, content="Be kind.")
-    talk.tell("session.thinking.append", **own, content="14 degrees")
-    assert talk.answers == 1, "what is not to be said is not answered"
-    talk.tell("session.commentary.append", **own, content="It rains.")
-    told = [("system", "Be kind."), ("tool", "14 degrees"), ("system", "It rains.")]
-    assert talk.prompt() == [("system", "Ask."), ("assistant", "Wait."), *told]
-    assert talk.asked[-1].messages[1]["tool_calls"][0]["id"] == talk.asked[-1].messages[3]["tool_call_id"] == "call_1"
-
-
-async def test_what_is_told_while_the_user_speaks_is_answered_with_the_turn(talk: LiveTalk) -> None:
-    talk.hear(0.9, 4)
-    talk.tell("session.commentary.append", delegation_id=None, content="It rains.")
-    assert talk.answers == 0
-    talk.hear(0.0, 4)
-    assert talk.prompt() == [("system", "It rains."), ("user", "0.16 s")]
-    talk.give("Yes.")
-    assert talk.answers == 1
 
 
 async def test_a_turn_that_interrupts_is_answered_once_with_what_was_told_before(talk: LiveTalk) -> None:

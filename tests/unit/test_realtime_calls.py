@@ -16,7 +16,7 @@ from omni_actors.http_server.realtime.formats import RATE
 from omni_actors.http_server.realtime.playing import AHEAD_SECONDS, Loudspeaker
 from omni_actors.http_server.realtime.session import Silence
 from omni_actors.http_server.realtime.webrtc import OPUS_CLOCK, OpusTrack
-from tests.support.realtime import CALLED, Talk, conforms, error_of, kinds
+from tests.support.realtime import CALLED, Talk, conforms, error_of
 from tests.support.servers import tone
 
 VAD = ServerVad(prefix_padding_ms=64, silence_duration_ms=160)
@@ -31,28 +31,6 @@ def silences(talk: Talk) -> int:
 
 
 # -- the session ------------------------------------------------------------------------------------------------------
-
-
-def test_speech_silences_an_answer_that_is_complete_but_not_played() -> None:
-    talk = plays()
-    item = talk.answer("One two three four", seconds=4.0)
-    assert kinds(talk.hear(0.9, 2)) == ["input_audio_buffer.speech_started"]
-    assert silences(talk) == 1
-    (cut,) = talk.take(talk.session.cut(item, 2000))
-    assert (cut["type"], cut["audio_end_ms"]) == ("conversation.item.truncated", 2000)
-    shown = talk.send("conversation.item.retrieve", item_id=item)[0]["item"]
-    assert shown["content"][0]["transcript"] == "One two"
-
-
-def test_speech_silences_nothing_where_it_does_not_interrupt() -> None:
-    talk = Talk(CALLED, vad=ServerVad(interrupt_response=False))
-    talk.answer("One")
-    talk.hear(0.9, 2)
-    assert silences(talk) == 0
-
-
-def test_an_answer_that_is_gone_is_not_cut() -> None:
-    assert plays().session.cut("item_1", 100) == []
 
 
 def test_only_where_the_server_plays_it_can_be_silenced() -> None:
@@ -73,14 +51,6 @@ def test_the_newest_sound_of_an_open_microphone_is_kept() -> None:
     ((samples, _),) = [part["audio"] for part in talk.asked[-1].messages[0]["content"]]
     assert len(samples) == RATE
     assert set(samples) == set(range(21, 31))
-
-
-def test_the_format_of_a_call_is_that_of_its_line() -> None:
-    talk = plays()
-    g711 = {"format": {"type": "audio/pcmu"}}
-    (updated,) = talk.send("session.update", session={"type": "realtime", "audio": {"input": g711, "output": g711}})
-    for direction in ("input", "output"):
-        assert updated["session"]["audio"][direction]["format"] == {"type": "audio/pcm", "rate": RATE}
 
 
 # -- the loudspeaker --------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import Any
 import numpy
 import pytest
 
-from omni_actors.http_server.realtime.config import ServerVad
 from omni_actors.http_server.realtime.formats import (
     RATE,
     SoundDecoder,
@@ -20,7 +19,7 @@ from omni_actors.http_server.realtime.formats import (
     g711_levels,
 )
 from omni_actors.http_server.realtime.turns import AudioBuffer, milliseconds
-from tests.support.realtime import SECOND, WINDOW, Talk, error_of
+from tests.support.realtime import Talk, error_of
 
 PHONE = WireFormat("audio/pcm", 8000)
 FORMATS = [PHONE, WireFormat("audio/pcm", 16000), WireFormat("audio/pcmu"), WireFormat("audio/pcma")]
@@ -117,33 +116,3 @@ def test_the_rest_of_a_sound_does_not_become_part_of_the_next_one() -> None:
         talk.append(audioop.lin2alaw(bytes(16_000), 2))
         assert abs(numpy.frombuffer(talk.session.sound_from(0), "<i2")).max() <= 16, "A-law's smallest sample is 8"
         talk.send("input_audio_buffer.clear")
-
-
-def test_a_format_may_change_while_the_user_speaks() -> None:
-    talk = Talk(vad=ServerVad(), input_format=WireFormat("audio/pcmu"))
-    talk.append(audioop.lin2ulaw(tone(8000).tobytes(), 2))
-    update(talk, input={"format": "pcm16"})
-    assert talk.session.position == RATE
-    talk.append(tone(RATE).tobytes())
-    assert talk.session.position == 2 * RATE
-    assert talk.session.detect(talk.windows(0.0, 2 * RATE // WINDOW)) == []
-
-
-@pytest.mark.parametrize("given", [{"type": "audio/pcm", "rate": 8000}, "g711_ulaw", {"type": "audio/pcma"}])
-def test_one_response_may_have_another_format(given: object) -> None:
-    talk = Talk()
-    response = talk.respond(audio={"output": {"format": given}})
-    talk.take(talk.session.text(response, "la"))
-    events = talk.take(talk.session.sound(response, SECOND))
-    events += talk.take(talk.session.answered(response, {}, cut=False))
-    deltas = [base64.b64decode(event["delta"]) for event in events if event["type"] == "response.output_audio.delta"]
-    assert len(b"".join(deltas)) == 8000 * (2 if isinstance(given, dict) and "rate" in given else 1)
-    talk.answer("la")
-    assert talk.events[-2]["response"]["audio"]["output"]["format"] == {"type": "audio/pcm", "rate": 24000}
-
-
-def test_sound_of_another_rate_is_limited_by_its_length() -> None:
-    talk = Talk(audio_seconds=1.5, input_format=PHONE)
-    assert talk.append(bytes(16_000)) == []
-    assert error_of(talk.append(bytes(16_000)))["code"] == "media_too_large"
-    assert error_of(talk.append(b"\0"))["param"] == "audio"

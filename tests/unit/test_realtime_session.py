@@ -92,38 +92,6 @@ def test_a_refused_field_leaves_the_others(session: dict[str, Any], param: str, 
     assert update(talk) == [{**updated, "event_id": talk.events[-1]["event_id"]}]
 
 
-def test_each_refused_field_is_named() -> None:
-    refused = {"model": "other", "reasoning": {"effort": "low"}, "temperature": 0.8}
-    updated, *errors = update(Talk(), instructions="Yes.", **refused, audio={"output": {"voice": "Ethan", "speed": 5}})
-    assert {event["error"]["param"].rpartition(".")[2] for event in errors} == {*refused, "speed"}
-    assert updated["session"]["instructions"] == "Yes."
-    assert updated["session"]["audio"]["output"]["voice"] == "Ethan"
-
-
-def test_an_update_of_which_nothing_is_right_is_refused_as_a_whole() -> None:
-    talk = Talk()
-    error_of(update(talk, instructions="No.", **{f"field{number}": 1 for number in range(40)}))
-    update(talk, tools=[{"type": "function", "name": "time"}], tool_choice="required")
-    assert error_of(update(talk, instructions="No.", tools=[]))["param"] == "session.tool_choice"
-    assert update(talk)[0]["session"]["instructions"] == ""
-
-
-def test_what_changes_no_answer_is_without_effect() -> None:
-    ignored = {"noise_reduction": {"type": "near_field"}, "transcription": {"model": "gpt-4o-mini-transcribe"}}
-    (updated,) = update(Talk(), tracing="auto", audio={"input": ignored})
-    assert updated["session"]["tracing"] is None
-    assert updated["session"]["audio"]["input"]["noise_reduction"] is None
-    assert updated["session"]["audio"]["input"]["transcription"] == {"model": "gpt-4o-mini-transcribe"}
-
-
-def test_a_voice_has_other_names() -> None:
-    talk = Talk(msgspec.structs.replace(PIPELINE, voice_aliases={"alloy": "Ethan", "ash": "Gone"}))
-    (updated,) = update(talk, audio={"output": {"voice": "alloy"}})
-    assert updated["session"]["audio"]["output"]["voice"] == "Ethan"
-    assert error_of(update(talk, audio={"output": {"voice": {"id": "ash"}}})[1:])["code"] == "unknown_voice"
-    assert update(talk, audio={"output": {"voice": "default"}})[0]["session"]["audio"]["output"]["voice"] is None
-
-
 def test_a_pipeline_without_speech_answers_in_text() -> None:
     talk = Talk(Pipeline(voices=(), stages=("thinker",), speaks=False))
     assert talk.events[0]["session"]["output_modalities"] == ["text"]
@@ -216,18 +184,6 @@ def test_sound_that_does_not_fit_is_refused() -> None:
     assert talk.session.held == len(SECOND)
 
 
-def test_the_oldest_items_make_room() -> None:
-    talk = Talk(audio_seconds=2.5)
-    ids = []
-    for _ in range(3):
-        talk.append(SECOND)
-        ids.append(talk.send("input_audio_buffer.commit")[0]["item_id"])
-    assert kinds(talk.events[-3:]) == [*ITEM_ADDED, "conversation.item.deleted"]
-    assert talk.events[-1]["item_id"] == ids[0]
-    talk.answer("Yes.")
-    assert talk.session.held == 2 * len(SECOND) + len("Yes.")
-
-
 def test_a_conversation_has_so_many_items_and_sounds() -> None:
     conversation = RealtimeConversation(10.0, None)
     for number in range(MAX_MESSAGES + 1):
@@ -260,13 +216,6 @@ def test_a_user_shows_pictures() -> None:
     assert kinds(show(talk, b"three", b"four"))[-1] == "conversation.item.deleted", "the model takes three"
     assert error_of(show(talk, *[b"five"] * 4))["code"] == "item_too_large"
     assert talk.session.held == len("See:threefour")
-
-
-def test_a_response_may_be_shown_pictures_aside() -> None:
-    talk = Talk()
-    message = {"type": "message", "role": "user", "content": [PICTURE]}
-    talk.send("response.create", [b"one", b"two"], response={"conversation": "none", "input": [message, message]})
-    assert talk.prompt() == [("user", "<one>"), ("user", "<two>")]
 
 
 # -- responses --------------------------------------------------------------------------------------------------------
@@ -334,17 +283,6 @@ def test_a_response_that_is_cut_ends_at_once_and_takes_nothing_more(cut: bool, s
     assert talk.fail(response, "aborted") == []
 
 
-def test_a_failure_is_told_twice_and_the_session_goes_on() -> None:
-    """As an event with the message, and as the end of the response."""
-    talk = Talk()
-    failed = talk.fail(talk.respond(), "stage_lost")
-    assert kinds(failed) == ["error", "response.done", "rate_limits.updated"]
-    assert failed[0]["error"]["message"] == "It failed."
-    assert failed[1]["response"]["status"] == "failed"
-    assert failed[1]["response"]["status_details"]["error"]["code"] == "stage_lost"
-    talk.answer("Here again.")
-
-
 def test_a_prompt_that_is_too_long_is_shortened() -> None:
     talk = Talk()
     talk.say("Rules", role="system")
@@ -365,19 +303,6 @@ def test_a_prompt_that_is_too_long_is_shortened() -> None:
 
 
 # -- truncation -------------------------------------------------------------------------------------------------------
-
-
-def test_truncating_a_running_answer_ends_it() -> None:
-    talk = Talk()
-    response = talk.respond()
-    item = talk.take(talk.session.text(response, "one two three four five six"))[0]["item"]["id"]
-    talk.take(talk.session.sound(response, SECOND))
-    events = talk.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=500)
-    assert talk.cancelled == [response]
-    assert kinds(events)[-2:] == ["rate_limits.updated", "conversation.item.truncated"]
-    assert (
-        talk.send("conversation.item.retrieve", item_id=item)[0]["item"]["content"][0]["transcript"] == "one two three"
-    )
 
 
 def test_the_text_of_an_interrupted_answer_is_cut_at_the_pace_of_earlier_ones() -> None:
@@ -412,19 +337,6 @@ def test_an_answer_is_cut_by_the_times_of_its_words(late: bool, end_ms: int, hea
     assert retrieved["item"]["content"][0]["transcript"] == heard
     talk.send("conversation.item.delete", item_id=item)
     talk.session.timed(item, text, words)  # of an answer that is gone
-
-
-def test_of_an_interrupted_answer_nothing_is_heard_that_its_sound_does_not_say() -> None:
-    """A word that ends after the sound stands behind those that have times."""
-    talk, text = Talk(), "One, two, three."
-    response = talk.respond()
-    item = talk.take(talk.session.text(response, text))[0]["item"]["id"]
-    talk.take(talk.session.sound(response, SECOND))
-    talk.send("response.cancel")
-    talk.session.timed(item, text, [WordTime("One", 0.1, 0.5, 0), WordTime("", 1.0, 2.0, 4)])
-    talk.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=1000)
-    talk.respond()
-    assert talk.prompt()[-1] == ("assistant", "One,")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from omni_actors.http_server.generation import tool_options
 from omni_actors.protocol.payloads import ToolCallPiece
 from tests.support.realtime import Talk, error_of, kinds
 
@@ -33,15 +32,6 @@ def call(talk: Talk, text: str = "") -> list[dict[str, Any]]:
     return [*events, *talk.take(talk.session.answered(response, {}, cut=False))]
 
 
-def test_tools_reach_the_pipeline(talk: Talk) -> None:
-    talk.respond(tool_choice={"type": "function", "name": "weather"})
-    asked = talk.asked[-1].config
-    definition = {name: value for name, value in WEATHER.items() if name != "type"}
-    wanted = {"tools": [definition], "tool_choice": {"name": "weather"}, "parallel_tool_calls": False}
-    assert tool_options(asked.tools, asked.tool_choice, asked.parallel_tool_calls, "tool_choice") == wanted
-    assert tool_options([], "auto", None, "tool_choice") == {}
-
-
 def test_a_call_is_an_item_of_its_own(talk: Talk) -> None:
     events = call(talk)
     assert kinds(events) == [
@@ -63,29 +53,6 @@ def test_a_call_is_an_item_of_its_own(talk: Talk) -> None:
     (item,) = events[-2]["response"]["output"]
     assert item["type"] == "function_call"
     assert item["call_id"] == done["call_id"] == "call_1"
-
-
-def test_a_call_may_follow_speech(talk: Talk) -> None:
-    events = call(talk, "Let me look.")
-    added = [event for event in events if event["type"] == "response.output_item.added"]
-    assert [event["output_index"] for event in added] == [0, 1]
-    assert [item["type"] for item in events[-2]["response"]["output"]] == ["message", "function_call"]
-    (transcript,) = [event for event in events if event["type"] == "response.output_audio_transcript.done"]
-    assert transcript["output_index"] == 0
-    (arguments,) = [event for event in events if event["type"] == "response.function_call_arguments.done"]
-    assert arguments["output_index"] == 1
-
-
-def test_the_result_of_a_call_is_part_of_the_next_prompt(talk: Talk) -> None:
-    call(talk, "Let me look.")
-    result = {"type": "function_call_output", "call_id": "call_1", "output": "14 degrees"}
-    assert kinds(talk.send("conversation.item.create", item=result))[-1] == "conversation.item.done"
-    talk.respond()
-    user, assistant, tool = talk.asked[-1].messages
-    assert user["role"] == "user"
-    assert assistant["tool_calls"] == [{"id": "call_1", "name": "weather", "arguments": ARGUMENTS}]
-    assert assistant["content"] == [{"type": "text", "text": "Let me look."}]
-    assert tool == {"role": "tool", "content": "14 degrees", "tool_call_id": "call_1"}
 
 
 @pytest.mark.parametrize("arguments", ["true", "[1]", '{"city": '])
@@ -124,9 +91,3 @@ def test_a_call_that_was_cut_short_is_dropped(talk: Talk) -> None:
     assert events[1]["response"]["output"][0]["status"] == "incomplete"
     talk.respond()
     assert [message["role"] for message in talk.asked[-1].messages] == ["user"]
-
-
-def test_a_call_cannot_be_truncated(talk: Talk) -> None:
-    item = call(talk)[0]["item"]["id"]
-    error = error_of(talk.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=0))
-    assert error["param"] == "item_id"

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.client import RequestStream
-from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.realtime.config import ServerVad, Transcription
 from omni_actors.http_server.realtime.conversation import TurnText, agreed
 from omni_actors.http_server.realtime.requests import Asker, Outbox, Transcriber
-from omni_actors.http_server.realtime.session import Ask, Transcribe
+from omni_actors.http_server.realtime.session import Transcribe
 from omni_actors.protocol.messages import Done
 from omni_actors.protocol.payloads import HearingAbility
 from tests.support.realtime import SECOND, Talk, error_of, kinds
@@ -49,22 +48,6 @@ def test_a_turn_is_written_down_and_keeps_its_transcript() -> None:
     assert talk.prompt() == [("user", "1 s")], "the model hears the turn, and does not read it"
 
 
-def test_turns_are_written_down_only_where_that_was_asked_for() -> None:
-    talk = Talk()
-    talk.append(SECOND)
-    talk.send("input_audio_buffer.commit")
-    assert talk.transcribed == []
-
-
-def test_the_answer_of_a_turn_is_asked_for_before_its_transcript() -> None:
-    talk = Talk(vad=ServerVad(silence_duration_ms=64), transcription=Transcription())
-    talk.hear(0.9, windows=10)
-    talk.append(bytes(20_000))
-    instructions = talk.session.detect(talk.windows(0.0, 4))
-    kept = [type(instruction) for instruction in instructions if isinstance(instruction, Ask | Transcribe)]
-    assert kept == [Ask, Ask, Transcribe], "begun early, and then wanted"
-
-
 def test_a_session_may_only_transcribe() -> None:
     talk = Talk(vad=ServerVad(silence_duration_ms=64))
     heard = {"transcription": {"model": "gpt-4o-transcribe", "language": "en"}}
@@ -82,22 +65,6 @@ def test_a_session_may_only_transcribe() -> None:
     (updated,) = talk.send("session.update", session={"audio": {"input": {"transcription": None}}})
     assert updated["session"]["type"] == "transcription"
     assert updated["session"]["audio"]["input"]["transcription"] == {}, "it would do nothing else"
-
-
-def test_a_failure_is_that_of_the_item() -> None:
-    talk, turn = spoken_turn()
-    error = HttpError(503, "It is away.", code="stage_unavailable")
-    (failed,) = talk.take(talk.session.written("failed", turn.item_id, error=error.body()["error"]))
-    assert failed["type"] == FAILED
-    assert failed["item_id"] == turn.item_id
-    assert failed["error"]["code"] == "stage_unavailable"
-
-
-def test_a_turn_that_is_gone_is_not_written_down() -> None:
-    talk, turn = spoken_turn()
-    talk.send("conversation.item.delete", item_id=turn.item_id)
-    assert talk.session.sound_of(turn.item_id) is None
-    assert not talk.session.written("delta", turn.item_id, delta="Sea")
 
 
 @pytest.mark.parametrize(

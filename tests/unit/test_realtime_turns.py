@@ -30,7 +30,6 @@ from omni_actors.http_server.realtime.turns import (
     TurnDetector,
     TurnEnds,
     TurnEvent,
-    TurnGoesOn,
     TurnPauses,
     VoiceActivity,
 )
@@ -60,12 +59,6 @@ def found(detector: TurnDetector, probabilities: list[float]) -> list[TurnBegins
 # -- the detector -----------------------------------------------------------------------------------------------------
 
 
-def test_a_turn_has_its_padding_and_ends_after_silence() -> None:
-    begins, ends = found(TurnDetector(VAD), [0.1] * 5 + [0.9] * 3 + [0.1] * 5)
-    assert begins == TurnBegins(3 * WINDOW)
-    assert ends == TurnEnds(13 * WINDOW, 5 * WINDOW)
-
-
 @pytest.mark.parametrize(
     ("probabilities", "count"),
     [
@@ -92,12 +85,6 @@ def test_a_pause_is_told_a_little_before_it_ends_the_turn(
     told = [] if pause is None else [TurnPauses((2 + pause) * WINDOW, pause * WINDOW)]
     assert begins == TurnBegins(0)
     assert silence == [*told, TurnEnds((2 + end) * WINDOW, end * WINDOW)]
-
-
-@pytest.mark.parametrize("again", [0.9, 0.4])
-def test_each_pause_is_told_once_and_so_is_its_end(again: float) -> None:
-    told = [type(event) for event in events(TurnDetector(VAD), [0.9] * 2 + ([0.1] * 4 + [again] * 2) * 2 + [0.1] * 5)]
-    assert told == [TurnBegins, *[TurnPauses, TurnGoesOn] * 2, TurnPauses, TurnEnds]
 
 
 # -- the session ------------------------------------------------------------------------------------------------------
@@ -180,23 +167,6 @@ def test_who_asks_for_an_answer_in_a_pause_has_ended_the_turn() -> None:
     assert (talk.cancelled, talk.hear(0.1, 10)) == ([], [])
 
 
-def test_silence_is_not_kept() -> None:
-    talk = Talk(vad=VAD, audio_seconds=1.0)
-    for _ in range(100):
-        talk.hear(0.0, 10)
-    assert talk.session.held == 2 * 2 * WINDOW
-
-
-def test_speech_interrupts_the_answer() -> None:
-    talk = Talk(vad=VAD)
-    response = talk.respond()
-    talk.take(talk.session.text(response, "One two three"))
-    events = talk.hear(0.9, 2)
-    assert talk.cancelled == [response]
-    assert kinds(events)[0] == "input_audio_buffer.speech_started"
-    assert events[-2]["response"]["status_details"]["reason"] == "turn_detected"
-
-
 def test_speech_does_not_interrupt_where_that_is_off() -> None:
     talk = Talk(vad=ServerVad(silence_duration_ms=160, interrupt_response=False))
     response = talk.respond()
@@ -255,31 +225,6 @@ def test_silence_after_an_answer_is_answered() -> None:
         assert talk.hear(0.0, 100) == [], "while it is answered"
         talk.send("response.cancel")
     assert talk.hear(0.0, 100) == [], "the client did not want that answer"
-
-
-def test_who_speaks_after_an_answer_is_not_asked_again() -> None:
-    talk = Talk(vad=ServerVad(idle_timeout_ms=1000, create_response=False))
-    talk.answer("Hello?")
-    talk.hear(0.9, 10)
-    assert kinds(talk.hear(0.0, 100))[-1] == "conversation.item.done", "nor is the turn answered where that is off"
-    assert len(talk.asked) == 1
-
-
-def test_silence_is_not_answered_where_nothing_is() -> None:
-    talk = Talk(vad=ServerVad(idle_timeout_ms=1000))
-    talk.answer("Hello?")
-    talk.send("session.update", session={"type": "transcription"})
-    assert talk.hear(0.0, 100) == []
-
-
-def test_a_client_may_end_a_turn_earlier() -> None:
-    talk = Talk(vad=VAD)
-    (started,) = talk.hear(0.9, 10)
-    assert talk.send("input_audio_buffer.commit")[0]["item_id"] == started["item_id"]
-    assert talk.hear(0.1, 10) == []
-    talk.hear(0.9, 10)
-    talk.send("input_audio_buffer.clear")
-    assert talk.hear(0.1, 10) == []
 
 
 def test_detection_can_be_turned_off_within_a_turn() -> None:
