@@ -11,7 +11,6 @@ import pytest
 from omni_actors.coordinator.core.fleet import STOP_SECONDS, TICK_SECONDS
 from omni_actors.coordinator.core.instructions import Log, ReplicaLost
 from omni_actors.coordinator.core.replicas import Evidence, LaunchState, ReplicaState
-from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.fields import ReplicaId
 from omni_actors.protocol.messages import (
     Fatal,
@@ -20,7 +19,6 @@ from omni_actors.protocol.messages import (
     NodeLeaving,
     Operation,
     Ready,
-    ReplicaEnded,
     Reregister,
     Shutdown,
 )
@@ -57,13 +55,6 @@ def test_a_gpu_that_fails_under_mps_takes_all_that_share_it_along() -> None:
     assert starts(killed) == ["thinker/0"]
     (lost,) = [item for item in killed if isinstance(item, ReplicaLost)]
     assert lost.evidence is Evidence.NONE, "it was no request's doing"
-
-
-@pytest.mark.parametrize(("options", "device"), [({"mps": "off"}, True), ({}, False)])
-def test_a_stage_that_fails_alone_takes_nobody_along(options: dict, device: bool) -> None:
-    world = computing(**options)
-    world.says("code2wav", Fatal("It broke.", device=device))
-    assert to_node(world.ended("code2wav"), KillReplica) == []
 
 
 def test_a_replica_behind_a_silent_link_is_not_killed_at_once() -> None:
@@ -122,14 +113,6 @@ def test_restarts_wait_longer_each_time_until_the_pipeline_is_degraded() -> None
     assert world.state("talker") is ReplicaState.DEAD
     assert world.operate(Operation.RESTART, "talker") == "talker/0 restarts."
     assert world.state("talker") is ReplicaState.STARTING
-
-
-def test_the_end_of_a_former_process_changes_nothing() -> None:
-    world = World().launch()
-    former = world.replica("talker").process
-    world.ended("talker")
-    assert world.node(ReplicaEnded(former, "exit code 1")) == []
-    assert world.node(ReplicaEnded(ReplicaId("nothing", 0, former.epoch), "exit code 1")) == []
 
 
 @pytest.mark.parametrize(
@@ -198,15 +181,6 @@ def test_a_restart_does_not_wait_for_ever_for_requests_or_for_the_process() -> N
     assert list(losses(world.ended("talker", how="killed by signal 9")).values()) == [
         "it did not stop; killed by signal 9"
     ]
-
-
-def test_orders_that_make_no_sense_are_explained() -> None:
-    world = World()
-    world.node_hello()
-    with pytest.raises(InvalidRequest, match="There is no replica talkr/0; there are prompt/0, thinker/0"):
-        world.operate(Operation.DRAIN, "talkr")
-    with pytest.raises(InvalidRequest, match="talker/0 is starting; only a ready one drains"):
-        world.operate(Operation.RESTART, "talker")
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from omni_actors.coordinator.core.fleet import RESTORE_SECONDS
 from omni_actors.coordinator.core.hosts import ABSENT_SECONDS, silent
 from omni_actors.coordinator.core.instructions import (
     FleetInstruction,
-    ReplicaHolds,
     ReplicaLost,
     ReplicaReady,
     ReplicaRegistered,
@@ -21,7 +20,6 @@ from omni_actors.coordinator.core.replicas import LaunchState, NodeEvent, Replic
 from omni_actors.protocol.fields import PROTOCOL_VERSION, ReplicaId
 from omni_actors.protocol.messages import (
     Fatal,
-    HeldRequest,
     Hello,
     KillReplica,
     Launched,
@@ -30,7 +28,6 @@ from omni_actors.protocol.messages import (
     NodeHello,
     NodeLeaving,
     NodeWelcome,
-    Operation,
     Peers,
     Ready,
     Reregister,
@@ -44,7 +41,6 @@ from tests.support.fleet import (
     announced,
     gives_up,
     losses,
-    one_host,
     progress,
     starts,
     to_node,
@@ -115,27 +111,6 @@ def test_a_stage_left_without_replicas_ends_the_launch_with_its_log() -> None:
     assert world.fleet.launch.failure == reason
     end = world.take(world.fleet.shut_down())
     assert to_node(end, Shutdown) == [Shutdown(reason=reason, failed=True)]
-
-
-def test_one_of_two_replicas_that_dies_at_the_start_restarts() -> None:
-    world = World(one_host(talker={"replicas": 2}))
-    world.node_hello()
-    ended = world.ended("talker", 1, "killed by signal 9")
-    assert announced(ended) == [
-        "talker/1 died (killed by signal 9) while starting process.\ntalker/1 restarts in 0.0 s",
-        "starting talker/1 again",
-    ]
-    assert starts(ended) == ["talker/1"]
-    assert not gives_up(ended)
-
-
-def test_a_pipeline_is_ready_without_a_replica_that_was_given_up_at_the_start() -> None:
-    world = World(one_host(talker={"replicas": 2, "restarts": 0}))
-    world.node_hello()
-    assert announced(world.ended("talker", 1))[0].startswith("degraded: talker/1 died")
-    for stage in STAGES:
-        ready = world.ready(stage)
-    assert announced(ready)[-1].startswith("ready after")
 
 
 def test_a_startup_timeout_ends_the_launch_with_the_log_of_the_late_one() -> None:
@@ -225,25 +200,6 @@ def test_clients_do_not_wait_long_for_a_process_that_does_not_come() -> None:
     assert to_stage(late, Peers) == ["talker/0"]
 
 
-def test_clients_do_not_wait_for_a_process_that_has_ended() -> None:
-    world = World()
-    world.node_hello(*running("prompt"), launched=True)
-    assert serves(world.ended("prompt")) + serves(world.tick()) == 1
-
-
-def test_a_first_coordinator_serves_clients_at_once() -> None:
-    assert serves(World().node_hello()) == 1
-
-
-def test_what_a_stage_holds_of_the_coordinator_before_is_passed_on() -> None:
-    world = World()
-    world.node_hello(*running(*STAGES), launched=True)
-    world.hello("talker", epoch=500)
-    held = (HeldRequest("r1", 2, 77),)
-    (holds,) = [item for item in world.says("talker", Ready(seconds=0.1, held=held)) if isinstance(item, ReplicaHolds)]
-    assert (holds.replica.name, holds.held) == ("talker/0", held)
-
-
 def test_a_stage_that_this_coordinator_knows_and_that_says_hello_again_registers_anew() -> None:
     """Its connection was lost, and with it what was on its way."""
     world = World().launch()
@@ -300,19 +256,6 @@ def test_hello_of_a_process(spawn_epoch: int, epoch: int, expected: str) -> None
     assert answer(world, started - 7 + epoch, started - 7 + spawn_epoch) == expected
 
 
-def test_a_hello_may_not_reset_what_works_but_may_renew_what_was_lost() -> None:
-    world = World(one_host(talker={"restarts": 0}))
-    world.launch()
-    for state in ("ready", "dead"):
-        if state == "dead":
-            world.ended("talker")
-        replica = world.replica("talker")
-        assert replica.state == state
-        assert answer(world, replica.epoch, replica.spawn_epoch) == "repeated"
-        assert answer(world, replica.epoch + 1, replica.spawn_epoch) == "renewed"
-        world.says("talker", Ready(seconds=0.5))
-
-
 def answer(world: World, epoch: int, spawn_epoch: int) -> str:
     """What becomes of a talker's hello."""
     before = world.replica("talker").epoch
@@ -341,24 +284,6 @@ def test_a_silent_node_is_away_and_takes_back_what_still_runs_when_it_returns() 
     world.hello("talker", 1, epoch=epoch + 1, spawn_epoch=epoch)
     world.says("talker", Ready(seconds=0.0), 1)
     assert world.state("talker", 1) is ReplicaState.READY
-
-
-def test_what_a_node_no_longer_runs_has_died() -> None:
-    world = World().launch()
-    others = [world.replica(stage) for stage in ("prompt", "thinker", "code2wav")]
-    hello = world.node_hello(*(item.process for item in others))
-    assert losses(hello) == {"talker/0": "its node knows nothing of it"}
-    assert starts(hello) == ["talker/0"]
-
-
-def test_a_replica_does_not_restart_while_its_node_is_away() -> None:
-    world = World(two_hosts()).launch()
-    world.node(NodeLeaving("a signal"), 1)
-    assert world.operate(Operation.RESTART, "talker", 1) == "talker/1 restarts."
-    assert world.state("talker", 1) is ReplicaState.WAITING
-    assert not starts(world.wait(1.0), 1)
-    world.node_hello(rank=1)
-    assert world.state("talker", 1) is ReplicaState.STARTING
 
 
 def test_a_silent_agent_whose_stages_beat_is_not_lost() -> None:

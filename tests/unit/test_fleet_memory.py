@@ -29,18 +29,6 @@ def scaled(count: int = 3, **talker: Any) -> World:
     return world
 
 
-def test_a_restarted_coordinator_takes_over_the_replicas_that_were_added() -> None:
-    world = scaled()
-    world.seen.clear()
-    world.restart_coordinator()
-    assert names(world) == ["talker/0", "talker/1", "talker/2"]
-    assert starts(world.seen) == []
-    assert to_node(world.seen, KillReplica) == []
-    for replica in list(world.fleet.replicas):
-        world.ready(replica.stage, replica.index)
-    assert world.fleet.replicas.healthy
-
-
 def test_a_replica_that_left_does_not_come_back_and_one_that_was_leaving_ends() -> None:
     world = scaled()
     for index in (1, 2):

@@ -91,27 +91,6 @@ def test_a_stage_is_given_up_that_does_not_start_or_becomes_ready_and_never_fini
     assert restart_delays(table, 5, 1.0, becomes_ready=False) == [0.5, 1.0], "three restarts in all"
 
 
-def test_a_restart_that_was_asked_for_counts_nothing() -> None:
-    table = ReplicaTable()
-    for epoch in range(1, 11):
-        replica = ready(table, epoch)
-        replica.on(ReplicaEvent.DRAIN)
-        assert not replica.should_stop(T)
-        replica.orders.restart, replica.orders.drain_until = True, T + 5
-        replica.requests = {"r"}
-        assert not replica.should_stop(T)
-        assert replica.should_stop(T + 5)
-        replica.requests = set()
-        assert replica.should_stop(T)
-        replica.stopping = True
-        assert not replica.should_stop(T)
-        assert plan_restart(CONFIG, replica, T)
-        replica.on(ReplicaEvent.LOST)
-        assert replica.restart_at == T
-    assert replica.history is None
-    assert replica.restarted == 9
-
-
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 

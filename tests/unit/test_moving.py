@@ -9,7 +9,7 @@ import pytest
 from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.fields import ReplicaId
-from omni_actors.protocol.messages import KillReplica, Launched, NodeLeaving, Shutdown, StartReplica
+from omni_actors.protocol.messages import KillReplica, NodeLeaving, Shutdown, StartReplica
 from tests.support.fleet import World, announced, one_host, starts, to_node, two_hosts
 
 
@@ -22,31 +22,6 @@ def world_with(node: int, gpus: int = 0, **talker: Any) -> World:
 
 def nodes_of(world: World) -> list[int]:
     return [replica.node for replica in world.fleet.replicas.of("talker")]
-
-
-def test_a_node_joins_and_takes_replicas_that_are_sent_to_it() -> None:
-    world = World({**one_host(), "cluster": {"nnodes": 2}}).launch()
-    joined = world.node_hello(rank=5, devices=4)
-    assert announced(joined) == ["node 5 has joined with 4 GPUs"]
-    assert to_node(joined, Launched, 5)
-    world.scale("talker", 2, node=5)
-    assert starts(world.seen, 5) == ["talker/1"]
-    world.ready("talker", 1)
-    thinker, vocoder = world.replica("thinker"), world.replica("code2wav")
-    assert [peer.inbox for peer in world.peers[thinker.replica_id].peers][1] == "tcp://10.0.0.5:2"
-    talker = world.replica("talker", 1)
-    assert [peer.inbox for peer in world.peers[talker.replica_id].peers] == [vocoder.remote], "over the network"
-
-
-def test_a_node_that_joins_with_another_configuration_ends_alone() -> None:
-    world = World({**one_host(), "cluster": {"nnodes": 2}})
-    other = World({**one_host(talker={"replicas": 2}), "cluster": {"nnodes": 2}})
-    world.pipeline, ours = other.pipeline, world.pipeline
-    (told,) = to_node(world.node_hello(rank=1), Shutdown, 1)
-    assert told.failed
-    assert "configuration are" in told.reason
-    world.pipeline = ours
-    world.launch()
 
 
 def test_a_node_without_the_stages_gpus_is_no_place() -> None:
@@ -117,17 +92,6 @@ def test_a_replica_moves_once_its_node_is_gone_for_good() -> None:
     assert starts(world.wait(120.0)) == [], "once"
 
 
-def test_a_node_that_comes_back_in_time_keeps_its_replicas() -> None:
-    world = lost_node()
-    epoch = world.replica("talker", 1).spawn_epoch
-    world.wait(50.0)
-    world.node_hello(ReplicaId("talker", 1, epoch), rank=1, launched=True)
-    world.hello("talker", 1, epoch=epoch + 1, spawn_epoch=epoch)
-    world.wait(120.0)
-    assert nodes_of(world) == [0, 1]
-    assert not any("moves" in text for text in announced(world.seen))
-
-
 def test_a_node_that_comes_back_too_late_gives_up_what_has_moved_and_is_of_use() -> None:
     world = lost_node()
     epoch = world.replica("talker", 1).spawn_epoch
@@ -150,13 +114,3 @@ def test_without_room_it_waits_for_a_node_that_has_some_and_says_so_once() -> No
     world.node_hello(rank=2, devices=1)
     moved = world.wait(4.0)
     assert [start.process.replica for start in to_node(moved, StartReplica, 2)] == [1]
-
-
-def test_a_restarted_coordinator_knows_where_a_replica_has_moved() -> None:
-    world = lost_node()
-    world.wait(65.0)
-    world.ready("talker", 1)
-    world.seen.clear()
-    world.restart_coordinator()
-    assert nodes_of(world) == [0, 0]
-    assert starts(world.seen) == []

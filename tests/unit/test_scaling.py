@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from omni_actors.coordinator.core.replicas import ReplicaState
-from omni_actors.errors import InvalidRequest, StageUnavailable
+from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.messages import KillReplica, NodeLeaving, Operation, Shutdown, StartReplica
 from tests.support.fleet import World, announced, one_host, starts, to_node, to_stage, two_hosts
 
@@ -67,22 +67,6 @@ def test_a_replica_that_leaves_ends_when_it_is_empty_and_is_forgotten() -> None:
     assert starts(world.wait(5.0)) == []
 
 
-def test_a_replica_that_dies_while_it_leaves_does_not_come_back() -> None:
-    world = three_talkers()
-    world.replica("talker", 2).hold("r")
-    world.scale("talker", 2)
-    world.ended("talker", 2, how="killed by signal 9")
-    assert starts(world.wait(5.0)) == []
-    assert list(talkers(world)) == ["talker/0", "talker/1"]
-
-
-def test_one_that_does_not_get_empty_is_stopped_at_the_deadline_of_requests() -> None:
-    world = three_talkers()
-    world.replica("talker", 2).hold("r")
-    world.scale("talker", 2)
-    assert to_stage(world.wait(world.pipeline.coordinator.default_timeout + 1.0), Shutdown) == ["talker/2"]
-
-
 def test_those_that_serve_least_leave_first() -> None:
     world = three_talkers(restarts=0)
     world.ended("talker", 0)
@@ -115,31 +99,7 @@ def test_scaling_up_again_keeps_those_that_have_not_left() -> None:
     assert talkers(world) == {"talker/0": "ready", "talker/1": "ready", "talker/2": "leaving", "talker/3": "starting"}
 
 
-def test_a_spare_fills_the_new_place_until_the_new_replica_is_ready() -> None:
-    world = World(one_host(talker={"spares": 1})).launch()
-    world.scale("talker", 2)
-    assert world.replica("talker", 1).serves, "the spare need not wait for it"
-    assert world.replica("talker", 2).spare
-
-
-def test_replicas_that_were_added_and_are_given_up_are_a_fault() -> None:
-    world = World(one_host(talker={"restarts": 0})).launch()
-    world.scale("talker", 2)
-    world.ended("talker", 1)
-    assert world.state("talker", 1) is ReplicaState.DEAD
-    assert not world.fleet.replicas.healthy
-    world.scale("talker", 1)
-    assert list(talkers(world)) == ["talker/0"]
-
-
 # -- places -----------------------------------------------------------------------------------------------------------
-
-
-def test_replicas_spread_over_the_nodes_of_their_stage() -> None:
-    world = World(two_hosts()).launch()
-    world.scale("talker", 4)
-    assert [replica.node for replica in world.fleet.replicas.of("talker")] == [0, 1, 0, 1]
-    assert starts(world.seen, 1)[-1:] == ["talker/3"]
 
 
 def test_a_node_can_be_chosen_for_more_and_for_fewer() -> None:
@@ -206,22 +166,3 @@ def test_a_node_that_is_away_or_has_too_few_is_refused() -> None:
     world.node(NodeLeaving("a test"), 1)
     with pytest.raises(InvalidRequest, match="Node 1 is not there; present are: 0"):
         world.scale("talker", 4, node=1)
-
-
-def test_a_pipeline_that_starts_or_stops_is_not_scaled() -> None:
-    world = World()
-    world.node_hello()
-    with pytest.raises(StageUnavailable, match="still starts"):
-        world.scale("talker", 2)
-    world = World().launch()
-    world.fleet.stop()
-    with pytest.raises(StageUnavailable, match="stops"):
-        world.scale("talker", 2)
-
-
-def test_a_replica_that_leaves_is_not_restarted_by_hand() -> None:
-    world = three_talkers()
-    world.replica("talker", 2).hold("r")
-    world.scale("talker", 2)
-    with pytest.raises(InvalidRequest, match="talker/2 leaves the pipeline"):
-        world.operate(Operation.RESTART, "talker", 2)

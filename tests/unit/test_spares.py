@@ -11,9 +11,9 @@ from omni_actors.config import describe, memory_plan
 from omni_actors.config.placement import shared_devices
 from omni_actors.coordinator.core.instructions import ReplicaLost, ReplicaReady
 from omni_actors.errors import ConfigError
-from omni_actors.protocol.messages import NodeLeaving, Operation, Shutdown
+from omni_actors.protocol.messages import Operation, Shutdown
 from tests.support.builders import chain, load
-from tests.support.fleet import World, announced, one_host, to_stage, two_hosts
+from tests.support.fleet import World, announced, one_host, to_stage
 
 
 def with_a_spare(**talker: Any) -> World:
@@ -49,28 +49,6 @@ def test_a_spare_takes_the_place_before_the_lost_requests_run_again() -> None:
     assert world.fleet.replicas.missing() == [world.replica("talker", 0)]
 
 
-def test_a_replica_that_is_back_becomes_the_spare() -> None:
-    world = with_a_spare()
-    world.ended("talker", 0)
-    back = world.ready("talker", 0)
-    assert chosen(world) == "talker/1", "what is there stays there"
-    assert not any("place" in text for text in announced(back))
-    world.ended("talker", 1)
-    assert chosen(world) == "talker/0"
-
-
-def test_a_place_that_no_spare_can_take_goes_to_the_first_that_is_ready() -> None:
-    world = with_a_spare()
-    world.ended("talker", 1)
-    world.ended("talker", 0)
-    assert chosen(world) == ""
-    assert not world.fleet.replicas.healthy
-    world.ready("talker", 1)
-    assert chosen(world) == "talker/1"
-    world.ready("talker", 0)
-    assert chosen(world) == "talker/1"
-
-
 def test_a_restart_by_an_operator_moves_requests_to_the_spare_at_once() -> None:
     world = with_a_spare()
     held = world.replica("talker", 0)
@@ -84,14 +62,6 @@ def test_a_restart_by_an_operator_moves_requests_to_the_spare_at_once() -> None:
     assert world.replica("talker", 0).spare
     world.operate(Operation.RESTART, "talker", 1)
     assert chosen(world) == "talker/0"
-
-
-def test_the_spare_of_another_node_replaces_those_of_a_node_that_is_lost() -> None:
-    world = World(two_hosts(replicas=1, spares=1, node=[1, 0])).launch()
-    assert world.replica("talker", 0).node == 1
-    world.node(NodeLeaving("a cut"), 1)
-    assert chosen(world) == "talker/1"
-    assert world.fleet.replicas.healthy
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------
