@@ -5,10 +5,10 @@ from __future__ import annotations
 import zlib
 
 from omni_actors.coordinator.core.instructions import Instruction, ToStage
-from omni_actors.coordinator.core.replicas import Evidence, ReplicaState
+from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.coordinator.core.requests import CLAIM_SECONDS, RequestMachine
-from omni_actors.protocol.fields import ATTEMPTS, Header, ReplicaId, pack_token_ids
-from omni_actors.protocol.messages import Abort, Delivered, Done, HeldRequest, Resend, TextDelta
+from omni_actors.protocol.fields import ATTEMPTS, Header, pack_token_ids
+from omni_actors.protocol.messages import Abort, Delivered, Done, HeldRequest, Resend
 from tests.support.builders import done, header_from, submit
 from tests.support.requests import (
     ALICE,
@@ -114,13 +114,6 @@ def test_a_request_that_nobody_holds_starts_over_and_is_delivered_from_where_the
     assert second.body == letter(1)
 
 
-def test_an_answer_that_comes_out_otherwise_is_not_continued() -> None:
-    state = next_coordinator()
-    claim(state, had_text(5))
-    failed = state.from_stage(header_from(replica_id("thinker"), "r1", 0, ATTEMPTS), letter(0), (), NOW)
-    assert "did not repeat" in failed[0].body.message
-
-
 def test_another_request_of_that_id_gets_nothing_of_it() -> None:
     state = next_coordinator(*STAGES, seed=SEED + 1)
     instructions = claim(state)
@@ -137,23 +130,3 @@ def test_what_no_client_claims_is_ended() -> None:
         (stage, 0, Abort) for stage in STAGES
     ]
     assert state.tick(NOW + CLAIM_SECONDS + 1) == []
-
-
-def test_a_replica_that_dies_before_the_claim_is_made_up_for() -> None:
-    state = next_coordinator(*STAGES)
-    state.replicas.add("thinker", 1, 1).state = ReplicaState.READY
-    thinker = state.replicas.current("thinker", 0)
-    thinker.state = ReplicaState.DEAD
-    state.replica_lost(thinker, NOW, "killed by signal 9", Evidence.KILLED)
-    instructions = claim(state)
-    assert set(result_resends(instructions)) == {"prompt"}
-    assert [stage for stage, _ in opened_stages(instructions)] == ["code2wav", "talker", "thinker"]
-    assert state.active["r1"].bound["thinker"] == ReplicaId("thinker", 1, 1)
-
-
-def test_a_text_is_not_given_twice_where_it_was_cut_otherwise() -> None:
-    state = next_coordinator()
-    state.submit(ALICE, Header("", "r1"), submit("text", seed=SEED, delivered=had_text(0, 1)), [], NOW)
-    whole = TextDelta(text="abcd", token_ids=pack_token_ids([0, 1, 2, 3]))
-    (rest,) = state.from_stage(header_from(replica_id("thinker"), "r1", 0, ATTEMPTS), whole, (), NOW)
-    assert rest.body == TextDelta(text="cd", token_ids=pack_token_ids([2, 3]))

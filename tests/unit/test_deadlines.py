@@ -96,17 +96,8 @@ def test_a_new_answer_goes_before_who_has_sound_in_hand_and_after_who_is_silent(
     assert keys([ahead, new, silent], places=2) == ["silent", "new"]
 
 
-def test_priority_stands_above_deadlines() -> None:
-    urgent, silent = Piece("urgent", -1, LATER), Piece("silent", 0, NOW - 1)
-    assert keys([silent, urgent], places=1) == ["urgent"]
-
-
 def test_who_has_sound_in_hand_fills_a_light_step_and_none_that_is_heavy() -> None:
     silent = Piece("silent", 0, NOW, 0.4)
     ahead = [Piece(name, 0, LATER + number, 0.5) for number, name in enumerate("ab")]
     assert keys([silent, *ahead]) == ["silent", "a"]
     assert keys(ahead) == ["a", "b"]
-
-
-def test_equals_keep_their_order() -> None:
-    assert keys([Piece(name, 0, NOW) for name in "cab"], places=2) == ["c", "a"]

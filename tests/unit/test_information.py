@@ -90,17 +90,6 @@ def test_information_that_no_stage_of_the_route_wants_is_refused() -> None:
     assert "none of the stages prompt, thinker wants 'speed'" in body.message, "the talker is not asked"
 
 
-def test_a_request_that_waited_for_its_stages_is_refused_when_they_are_known() -> None:
-    state = wanting(ready(), talker=("speed",))
-    for replica in state.replicas:
-        if replica.stage == "talker":
-            replica.state = ReplicaState.LOADING
-    assert ask(state, {"pitch": 1.0}) == []
-    for replica in state.replicas:
-        replica.state = ReplicaState.READY
-    assert "'pitch'" in failure(state.reopen(NOW)).message
-
-
 def test_a_later_stage_that_starts_again_gets_its_information_again() -> None:
     state = wanting(ready(), talker=("speed", "table"))
     ask(state, {"table": TABLE, "speed": 1.5})
@@ -132,15 +121,6 @@ class TakesEmbeddings(RecordingEngine):
     @property
     def facts(self) -> EngineFacts:
         return EngineFacts(embeds_width=2)
-
-
-def test_embeddings_reach_an_entry_stage_that_takes_them() -> None:
-    stage = StageUnderTest("prompt", engine=TakesEmbeddings())
-    prompt = Prompt(embeds=PromptEmbedsPayload(TensorRef(DType.F32, (2, 2), 0)))
-    assert open_with(stage, {}, prompt, (EMBEDS,)) == []
-    (inputs,) = stage.engine.started()
-    assert inputs.tensors == {"prompt_embeds": EMBEDS}
-    assert inputs.prompt == prompt
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
 import pytest
 
-from omni_actors.config import StageKind, load
-from omni_actors.coordinator.core.admission import check_request
-from omni_actors.coordinator.core.instructions import Instruction, ToClient
+from omni_actors.coordinator.core.instructions import ToClient
 from omni_actors.coordinator.core.replicas import ReplicaState
-from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, InvalidRequest, SlowClient
+from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, SlowClient
 from omni_actors.protocol.fields import DType, Header, TensorRef, pack_token_ids
 from omni_actors.protocol.messages import Done, Failed, OpenRequest, TextDelta
 from omni_actors.protocol.payloads import (
@@ -24,7 +21,7 @@ from omni_actors.protocol.payloads import (
     StageParams,
 )
 from omni_actors.sharing import Tombstones
-from tests.support.builders import done, header_from, pipeline, submit
+from tests.support.builders import done, header_from, submit
 from tests.support.requests import (
     ALICE,
     BOB,
@@ -33,10 +30,8 @@ from tests.support.requests import (
     STAGES,
     aborts,
     ask,
-    bring_back,
     failure,
     finish,
-    lose,
     opened_requests,
     ready,
     replica_id,
@@ -118,36 +113,6 @@ def test_refusals_name_what_would_be_right(modalities, fields, code, words) -> N
     assert state.in_flight == 0
     assert not any(replica.requests for replica in state.replicas)
     assert len(ask(state)) == 4, "the id of a refused request may be used again"
-
-
-def test_a_request_may_change_the_pipelines_number_of_points() -> None:
-    pipeline = load("qwen2_5_omni.yaml", {"stages.code2wav.sampling.num_steps": "6"}, devices=1).pipeline
-    own = submit("audio", params={"code2wav": StageParams(num_steps=20)})
-    points = [
-        check_request(pipeline, request, voices=("Ethan",))[1]["code2wav"].num_steps for request in (submit(), own)
-    ]
-    assert points == [6, 20]
-
-
-@pytest.mark.parametrize(
-    ("kind", "stage", "params", "words"),
-    [
-        ("autoregressive", "thinker", {"num_steps": 3}, "num_steps does not apply to stage 'thinker'"),
-        (
-            "autoregressive",
-            "code2wav",
-            {"stop": (".",)},
-            "stop does not apply to stage 'code2wav', which makes no text",
-        ),
-    ],
-)
-def test_parameters_of_another_kind_of_stage(kind: str, stage: str, params: dict, words: str) -> None:
-    config = pipeline()
-    stages = [msgspec.structs.replace(stage, kind=StageKind(kind)) for stage in config.stages]
-    config = msgspec.structs.replace(config, stages=stages)
-    with pytest.raises(InvalidRequest, match=words) as caught:
-        check_request(config, submit("text", params={stage: StageParams(**params)}), voices=())
-    assert caught.value.field == next(iter(params))
 
 
 @pytest.mark.parametrize(
@@ -256,30 +221,6 @@ def test_done_when_the_last_stage_is_done_whatever_the_order() -> None:
     assert state.dropped == {"late": 1}
 
 
-def test_gap_in_the_results_is_an_error_but_hides_no_failure() -> None:
-    state = ready()
-    ask(state)
-    assert failure(say(state, "thinker", TextDelta(text="b"), 1)).code is ErrorCode.PROTOCOL_ERROR
-    ask(state, "r2")
-    failed = Failed.from_error(InvalidPayload("too large to send"))
-    assert failure(say(state, "code2wav", failed, 3, "r2")).code is ErrorCode.INVALID_PAYLOAD
-
-
-def test_lost_replica_fails_what_it_held_only() -> None:
-    state = ready()
-    ask(state, "both")
-    ask(state, "text", BOB, "text")
-    instructions = lose(state, "talker", restart=False)
-    body = failure(instructions)
-    assert body.code is ErrorCode.STAGE_LOST
-    assert body.stage == "talker"
-    assert body.retryable
-    assert "killed by signal 9" in body.message
-    assert sorted(aborts(instructions)) == ["code2wav", "prompt", "thinker"], "nothing is sent to the dead"
-    assert state.requests_of(BOB) == ("text",)
-    assert state.requests_of(ALICE) == ()
-
-
 def test_requests_wait_in_the_queue_for_a_slot_and_may_be_aborted_there() -> None:
     state = ready(max_in_flight=1)
     ask(state, "a")
@@ -308,22 +249,6 @@ def test_a_client_that_has_more_makes_room_for_one_that_has_less() -> None:
     assert failure(ask(state, "z", BOB)).code is ErrorCode.OVERLOADED, "now both have as much"
 
 
-def test_the_connections_of_one_key_share_its_slots() -> None:
-    state = ready(max_in_flight=1, max_queued=8)
-
-    def with_key(client: bytes, request_id: str, key: bytes) -> list[Instruction]:
-        return state.submit(client, Header("", request_id), submit(), [], NOW, key)
-
-    assert opened_requests(with_key(b"1", "a", b"key")) == {"a"}
-    for number in range(4):
-        with_key(b"%d" % number, f"b{number}", b"key")
-    with_key(b"other", "c", b"other key")
-    order = ["a"]
-    for _ in range(3):
-        order += opened_requests(finish(state, order[-1]))
-    assert order == ["a", "c", "b0", "b2"], "its connections take turns, too"
-
-
 def test_stage_without_credit_holds_requests_back_and_says_so_when_too_many_wait() -> None:
     state = ready(max_queued=1)
     replica = next(replica for replica in state.replicas if replica.stage == "talker")
@@ -341,15 +266,6 @@ def test_stage_without_credit_holds_requests_back_and_says_so_when_too_many_wait
 
 
 # -- replicas and tombstones ------------------------------------------------------------------------------------------
-
-
-def test_requests_that_wait_for_a_stage_enter_it_by_priority_and_arrival() -> None:
-    state = ready()
-    lose(state, "thinker")
-    for request_id, priority in {"first": 0, "second": 0, "urgent": -1, "later": 1}.items():
-        assert ask(state, request_id, priority=priority) == []
-    opened = [item.request_id for item in bring_back(state, "thinker") if item.replica_id.stage == "prompt"]
-    assert opened == ["urgent", "first", "second", "later"]
 
 
 def test_tombstones_age_and_bound() -> None:

@@ -7,7 +7,6 @@ import array
 import pytest
 
 from omni_actors.coordinator.core.instructions import ToClient
-from omni_actors.coordinator.core.replicas import ReplicaEvent
 from omni_actors.errors import ErrorCode, StageLost
 from omni_actors.protocol.fields import DType, TensorRef, pack_token_ids
 from omni_actors.protocol.messages import Done, Failed, OpenRequest, Resend, TextDelta, Unreachable
@@ -84,26 +83,6 @@ def test_stages_before_the_lost_one_go_on_and_give_it_its_input_again(stage, aga
     assert {item.body.voice for item in opened if isinstance(item.body, OpenRequest)} == {"Ethan"}
 
 
-def test_each_loss_starts_a_new_attempt() -> None:
-    state = ready()
-    ask(state)
-    lose(state, "code2wav")
-    bring_back(state, "code2wav")
-    lose(state, "talker")
-    opened = bring_back(state, "talker")
-    assert opened_stages(opened) == [("code2wav", 2), ("talker", 2)]
-    assert resends(opened) == [("thinker", "talker", 2)]
-    assert [(item.replica_id.stage, item.attempt) for item in opened if isinstance(item.body, Resend)] == [
-        ("thinker", 0)
-    ]
-    state.replicas.current("code2wav", 0).orders.restart = True  # no request is blamed for this one
-    lose(state, "code2wav")
-    opened = bring_back(state, "code2wav")
-    assert opened_stages(opened) == [("code2wav", 3)]
-    assert resends(opened) == [("talker", "code2wav", 3)]
-    assert [item.attempt for item in opened if isinstance(item.body, Resend)] == [2]
-
-
 def test_a_replay_starts_further_up_when_the_source_is_gone_as_well() -> None:
     state = ready()
     ask(state)
@@ -173,15 +152,6 @@ def test_an_unreachable_stage_runs_again_unless_that_is_under_way() -> None:
     assert say(state, "talker", body, 1) == []
     assert say(state, "talker", Unreachable(receiver=replica_id("code2wav"), attempt=1), 2) != []
     assert state.active["r1"].losses == [], "no request is blamed"
-
-
-def test_without_its_prompt_a_request_survives_all_but_the_first_stage() -> None:
-    state = ready(retain_bytes=0)
-    ask(state)
-    assert state.retained.used == 0
-    lose(state, "thinker")
-    assert resends(bring_back(state, "thinker")) == [("prompt", "thinker", 1)]
-    assert failure(lose(state, "prompt")).code is ErrorCode.STAGE_LOST
 
 
 def test_stages_learn_what_they_may_forget() -> None:
@@ -321,15 +291,6 @@ def test_over_the_budget_nothing_is_kept() -> None:
     assert state.requests_of(ALICE) == ("kept",)
 
 
-def test_new_requests_wait_for_a_stage_that_comes_back() -> None:
-    state = ready(max_in_flight=2, max_queued=0)
-    lose(state, "talker")
-    assert ask(state, "a") == []
-    assert [item.replica_id.stage for item in ask(state, "text", ALICE, "text")] == ["thinker", "prompt"]
-    assert failure(ask(state, "b")).code is ErrorCode.OVERLOADED
-    assert {item.request_id for item in bring_back(state, "talker")} == {"a"}
-
-
 def test_waiting_requests_end_when_no_replica_comes_or_time_is_up() -> None:
     state = ready(default_timeout=5)
     ask(state)
@@ -342,18 +303,3 @@ def test_waiting_requests_end_when_no_replica_comes_or_time_is_up() -> None:
     body = failure(lose(state, "talker", restart=False, why="bad checkpoint"))
     assert body.code is ErrorCode.STAGE_UNAVAILABLE
     assert body.stage == "talker"
-
-
-def test_draining_replica_takes_nothing_new_and_is_waited_for_when_it_will_be_back() -> None:
-    state = ready()
-    ask(state, "held")
-    talker = state.replicas.current("talker", 0)
-    talker.on(ReplicaEvent.DRAIN)
-    assert failure(ask(state, "drained")).code is ErrorCode.STAGE_UNAVAILABLE
-    talker.orders.restart = True
-    assert ask(state, "waits") == []
-    say(state, "code2wav", done(), 0, "held")
-    assert talker.requests == {"held"}
-    lose(state, "talker")
-    assert state.active["held"].losses == [], "a restart that was asked for is no one's fault"
-    assert len(opened_stages(bring_back(state, "talker"))) == 2 + 4

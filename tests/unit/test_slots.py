@@ -67,15 +67,6 @@ def test_so_do_the_tenants_of_one_client_within_what_it_can_have() -> None:
     assert granted(made) == ["library"]
 
 
-def test_a_client_gains_nothing_by_inventing_tenants() -> None:
-    made = slots(256)
-    for number in range(1000):
-        flood(made, 1, "inventor", tenant=str(number))
-    assert len(granted(made)) == 240
-    flood(made, 1, "honest")
-    assert granted(made) == ["honest"]
-
-
 # -- whose turn it is -------------------------------------------------------------------------------------------------
 
 
@@ -102,18 +93,6 @@ def test_freed_slots_go_to_clients_below_their_share() -> None:
     assert turns(made, running, 3) == ["flooder"] * 3, "until it, too, is below its share"
 
 
-def test_so_do_those_of_a_client_to_its_tenants() -> None:
-    made = slots(12)
-    flood(made, 100, "http", tenant="a", priority=-1000)
-    running = []
-    while (got := made.next()) is not None:
-        running.append(got)
-    assert len(running) == 10
-    flood(made, 100, "http", tenant="b", priority=5)
-    assert granted(made) == ["httpb"]
-    assert turns(made, running, 5) == ["", *["httpb"] * 3, "httpa"]
-
-
 def test_within_their_shares_urgent_requests_go_first_then_those_of_clients_with_fewer_slots() -> None:
     made = slots(3, MANY)
     running = [ticket("a"), ticket("b"), ticket("a")]
@@ -123,20 +102,6 @@ def test_within_their_shares_urgent_requests_go_first_then_those_of_clients_with
     for late in (ticket("b", 3), ticket("c", 3), ticket("c", 2), ticket("d", 3), ticket("a", -9)):
         made.enter(late)
     assert turns(made, running, 2) == ["c", "d"], "the one with priority 2, then one that had nothing yet"
-
-
-def test_of_two_below_their_share_the_one_with_fewer_slots_goes_first() -> None:
-    made = slots(12)
-    running = [ticket("few"), *(ticket("more") for _ in range(4)), ticket("few"), *(ticket("rest") for _ in range(5))]
-    for one in running:
-        made.enter(one)
-        made.next()
-    flood(made, 3, "few")
-    flood(made, 3, "more")
-    running[0], running[-1] = running[-1], running[0]
-    made.enter(ticket("rest"))
-    made.leave(running.pop().request_id)
-    assert turns(made, running, 2) == ["few", "few"], "although it got its last slot later"
 
 
 def test_a_blocked_request_does_not_hold_up_those_of_others() -> None:

@@ -113,15 +113,6 @@ def test_a_suspect_that_runs_for_longer_than_it_took_to_crash_is_cleared() -> No
     assert failure(lose(state, "thinker")).code is ErrorCode.POISON
 
 
-def test_a_crash_in_company_condemns_no_one_whatever_came_before() -> None:
-    state = ready(max_in_flight=9)
-    ask_all(state, "a")
-    crash(state)
-    ask_all(state, "b")
-    assert not [item for item in crash(state) if isinstance(item, ToClient)]
-    assert on(state) == "a", "it is a suspect now, and runs alone"
-
-
 def test_two_kills_count_as_much_as_one_crash() -> None:
     state = ready(max_in_flight=9)
     ask_all(state, "abcd")
@@ -157,14 +148,6 @@ def test_a_stage_that_has_begun_nothing_accuses_nobody() -> None:
     assert state.active["r1"].evidence("talker") == Evidence.CRASHED
 
 
-def test_a_loss_without_evidence_is_not_recorded() -> None:
-    state = ready()
-    ask(state)
-    for _ in range(4):
-        crash(state, evidence=Evidence.NONE)
-    assert state.active["r1"].losses == []
-
-
 def test_several_groups_run_at_a_time_but_one_replica_stays_for_the_others() -> None:
     state = ready(replicas=3, max_in_flight=20)
     ask_all(state, "abcdefghi")
@@ -178,18 +161,6 @@ def test_several_groups_run_at_a_time_but_one_replica_stays_for_the_others() -> 
     ask_all(state, "n")
     (free,) = {0, 1, 2} - set(groups)
     assert "n" in on(state, free)
-
-
-def test_nothing_stays_reserved_when_suspects_end() -> None:
-    state = ready(max_in_flight=9)
-    ask_all(state, "abcd")
-    crash(state)
-    crash(state)
-    assert state.replicas.current("thinker", 0).reserved
-    state.client_gone(ALICE, NOW)
-    assert not any(replica.reserved for replica in state.replicas)
-    ask_all(state, "n")
-    assert on(state) == "n"
 
 
 def test_a_group_whose_members_wait_for_another_stage_lets_others_in() -> None:
