@@ -6,23 +6,14 @@ import msgspec
 import pytest
 
 from omni_actors.config import FlowConfig
-from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, PromptTooLong
+from omni_actors.errors import ErrorCode, InvalidPayload, PromptTooLong
 from omni_actors.protocol.codec import Envelope
-from omni_actors.protocol.fields import DType, Header, HostTensor, ReplicaId, TensorRef, pack_token_ids
-from omni_actors.protocol.messages import AudioChunk, Chunk, Failed, FinishReason, OpenRequest, StageDone, TextDelta
-from omni_actors.protocol.payloads import AdditionalInformationEntry, AdditionalInformationPayload, Prompt, StageParams
+from omni_actors.protocol.fields import DType, Header, HostTensor, ReplicaId
+from omni_actors.protocol.messages import Chunk, FinishReason, OpenRequest, StageDone, TextDelta
+from omni_actors.protocol.payloads import Prompt, StageParams
 from omni_actors.stage import attempts
-from omni_actors.stage.echo import EchoEngine
-from omni_actors.stage.engine_interface import (
-    AudioEvent,
-    ErrorEvent,
-    FinishedEvent,
-    StageRequest,
-    StreamEvent,
-    TextEvent,
-)
+from omni_actors.stage.engine_interface import FinishedEvent, StageRequest, StreamEvent, TextEvent
 from omni_actors.stage.processors import Thinker2Talker
-from tests.support.builders import pipeline
 from tests.support.stage import EMPTY, ROUTE, StageUnderTest, bodies, failed
 
 
@@ -96,17 +87,6 @@ def test_chunks_that_do_not_follow_fail_the_request(final: bool, seq: int) -> No
     assert stage.held() == EMPTY
 
 
-def test_announcement_for_another_process_or_twice() -> None:
-    stage = StageUnderTest("thinker")
-    stage.expect(route=(ReplicaId("thinker", 0, 4),))
-    assert stage.actor.dropped == {"foreign_epoch": 1}
-    assert stage.held() == EMPTY
-    stage.expect()
-    stage.expect()
-    assert stage.actor.dropped["opened_twice"] == 1
-    assert stage.held()["requests"] == 1
-
-
 def test_messages_are_numbered_by_receiver() -> None:
     stage = StageUnderTest("thinker")
     stage.expect(deadline=2000.0)
@@ -129,58 +109,6 @@ def test_messages_are_numbered_by_receiver() -> None:
     assert {ReplicaId(m.header.stage, m.header.replica, m.header.epoch) for m in sent} == {stage.identity}
     assert [type(body) for body in bodies(sent)] == [TextDelta, Chunk, TextDelta, Chunk, StageDone]
     assert stage.held()["requests"] == 0
-
-
-def test_usage_has_times_since_the_announcement_and_an_error_ends_its_own_request() -> None:
-    stage = StageUnderTest("thinker")
-    for request_id in ("r1", "bad"):
-        stage.expect(request_id)
-        stage.tokens("a", request_id=request_id)
-    stage.clock.now += 1
-    sent = stage.do(ErrorEvent("bad", EngineError("boom")), TextEvent("bad", "x", [1]), TextEvent("r1", "x", [1]))
-    assert [type(body) for body in bodies(sent)] == [Failed, TextDelta]
-    assert stage.actor.dropped == {"event_of_ended_request": 1}
-    stage.clock.now += 2
-    *_, message = stage.do(FinishedEvent("r1", FinishReason.LENGTH, 7, 9))
-    usage = message.body.usage
-    assert (usage.first_output, usage.finished, usage.finish_reason) == (1.0, 3.0, FinishReason.LENGTH)
-    assert (usage.input_tokens, usage.output_tokens) == (7, 9)
-
-
-def test_other_sound_is_input_of_the_next_stage_which_hears_of_its_end() -> None:
-    stage = StageUnderTest("talker")
-    stage.expect()
-    stage.tokens("a")
-    sound = HostTensor(DType.F32, (2,), b"abcdefgh")
-    first, second, last, done = stage.do(
-        AudioEvent("r1", sound, 24_000), AudioEvent("r1", sound, 24_000), FinishedEvent("r1", FinishReason.STOP, 1, 2)
-    )
-    for message, start in ((first, 0), (second, 2)):
-        assert message.destination == ROUTE[3]
-        assert message.body.tensors == {"samples": TensorRef(DType.F32, (2,), 0)}
-        assert list(message.buffers) == [sound.data]
-        assert message.body.information.entries["sample_rate"].scalar == 24_000
-        assert message.body.start == start
-        assert not message.body.final
-    assert last.destination == ROUTE[3]
-    assert last.body.start == 4
-    assert last.body.final
-    assert last.header.seq == 2
-    assert isinstance(done.body, StageDone)
-
-
-def test_without_a_stage_downstream_sound_goes_to_the_client_and_a_stream_nowhere() -> None:
-    for name, route in (("code2wav", ROUTE), ("thinker", ROUTE[:2])):
-        stage = StageUnderTest(name)
-        stage.expect(route=route)
-        stage.tokens("a")
-        assert stage.engine.calls[0][1].streams is False
-        if name == "thinker":
-            assert stage.do(StreamEvent("r1", [1])) == []
-        else:
-            (audio,) = stage.do(AudioEvent("r1", HostTensor(DType.F32, (1,), b"abcd"), 24_000))
-            assert isinstance(audio.body, AudioChunk)
-            assert audio.destination is None
 
 
 @pytest.mark.parametrize(
@@ -215,41 +143,6 @@ def test_a_processor_that_breaks_harms_its_request_only_and_quotes_nothing_in_th
     assert "IndexError" in caplog.text
     assert "in broken" in caplog.text
     assert "the prompt" not in caplog.text
-
-
-def test_payload_that_the_processor_refuses() -> None:
-    stage = StageUnderTest("talker", processor="thinker2talker")
-    stage.expect()
-    assert failed(stage.chunk(start=3, tensors={"rows": HostTensor(DType.F32, (1, 2), bytes(8))})).code is (
-        ErrorCode.INVALID_PAYLOAD
-    )
-    stage.expect("r2")
-    information = AdditionalInformationPayload({"prompt_tokens": AdditionalInformationEntry(scalar="1")})
-    assert "whole number" in failed(stage.chunk("r2", information=information)).message
-
-
-def test_streamed_tokens_extend_a_running_request() -> None:
-    stage = StageUnderTest("code2wav", processor="talker2code2wav")
-    stage.expect()
-    stage.chunk(seq=0, token_ids=pack_token_ids([1, 2]))
-    stage.chunk(seq=1, token_ids=pack_token_ids([3]), start=2)
-    stage.chunk(seq=2, final=True, start=3)
-    assert [call[0] for call in stage.engine.calls] == ["start", "extend", "extend"]
-    assert list(stage.engine.calls[1][3]) == [3]
-    assert stage.engine.calls[-1] == ("extend", "r1", None, True)
-
-
-def test_nothing_to_compute_ends_the_stage_and_tells_the_next() -> None:
-    stage = StageUnderTest("talker", processor="thinker2talker")
-    stage.expect()
-    sent = stage.chunk(final=True)
-    chunk, done = bodies(sent)
-    assert chunk == Chunk(final=True, sent=chunk.sent)
-    assert isinstance(done, StageDone)
-    assert [message.destination for message in sent] == [ROUTE[3], None]
-    assert stage.held()["retained"] == 1
-    stage.ended()
-    assert stage.held() == EMPTY
 
 
 def test_abort_is_idempotent_and_frees_everything() -> None:
@@ -335,21 +228,6 @@ def test_chunks_of_the_next_attempt_may_come_first(aborted: bool) -> None:
     assert stage.engine.held == {"r1~1"}
 
 
-def test_old_attempts_touch_nothing() -> None:
-    stage = StageUnderTest("thinker")
-    stage.expect(attempt=1)
-    stage.tokens("ab", attempt=1)
-    stage.expect(attempt=0)
-    stage.abort(attempt=0)
-    own = Header("", "r1", "thinker", 0, 5, 0)
-    assert stage.actor.reject(own, EngineError("could not be sent")) == []
-    assert stage.engine.held == {"r1~1"}
-    stage.abort(attempt=1)
-    stage.expect(attempt=1)
-    assert stage.engine.held == set()
-    assert stage.actor.dropped == {"opened_twice": 2, "late": 1}
-
-
 def test_request_without_a_deadline_gets_one() -> None:
     stage = StageUnderTest("talker", default_timeout=50.0)
     stage.expect()
@@ -395,15 +273,3 @@ def test_saturated_only_by_whole_requests_and_while_the_engine_can_work() -> Non
 
 
 # -- with the echo engine ---------------------------------------------------------------------------------------------
-
-
-def test_a_full_echo_engine_advances_the_most_urgent_first_and_of_those_the_oldest() -> None:
-    config = msgspec.structs.replace(pipeline().stage("thinker"), engine={"max_num_seqs": 1})
-    stage = StageUnderTest("thinker", EchoEngine(config))
-    for request_id, priority in {"first": 0, "second": 0, "urgent": -1, "later": 1}.items():
-        stage.expect(request_id, priority=priority)
-        stage.tokens("ab", request_id=request_id)
-    ends = []
-    while stage.actor.runnable():
-        ends += [message.header.request_id for message in stage.actor.step() if isinstance(message.body, StageDone)]
-    assert ends == ["urgent", "first", "second", "later"]

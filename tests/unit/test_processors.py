@@ -75,13 +75,6 @@ def test_rows_that_come_again_are_dropped_by_position() -> None:
     assert positions(extend.rows) == [5, 6]
 
 
-def test_a_gap_is_an_error() -> None:
-    processor = thinker2talker()
-    processor.feed("thinker", thinker_piece(0, 3, prompt=3))
-    with pytest.raises(InvalidPayload, match="position 5 came where 3"):
-        processor.feed("thinker", thinker_piece(5, 1))
-
-
 @pytest.mark.parametrize(
     "pieces",
     [[thinker_piece(0, 3, 3), InputPiece(final=True)], [InputPiece(final=True)], [thinker_piece(0, 3, 3, final=True)]],

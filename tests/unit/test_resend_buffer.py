@@ -86,21 +86,6 @@ def test_what_was_sent_is_sent_again_and_what_follows_goes_on_from_there() -> No
     assert result.header.attempt == 0, "this stage's own attempt is what it was"
 
 
-def test_much_is_sent_a_few_messages_a_step_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor_module, "RESENT_MESSAGES", 4)
-    stage = started()
-    stage.do(*[row(index) for index in range(10)])
-    resend(stage)
-    got, index = [], 10
-    while stage.actor.runnable():
-        sent = stage.do(row(index)) if index < 13 else stage.actor.step()
-        assert len(sent) <= 5
-        got += chunks(sent)
-        index += 1
-    assert [item[2] for item in got] == list(range(13))
-    assert [item[3] for item in got] == [pack_token_ids([index]) for index in range(13)]
-
-
 def test_a_finished_request_is_kept_until_it_is_over_everywhere() -> None:
     stage = started()
     stage.do(token(0), token(1, final=True))
@@ -180,30 +165,6 @@ def test_a_receiver_that_takes_nothing_is_reported_and_what_is_made_meanwhile_ke
     assert told.header.seq == 2, "also when it is finished here"
 
 
-def test_a_resend_of_another_attempt_is_not_for_this_one() -> None:
-    stage = started()
-    stage.do(row(0))
-    (refused,) = resend(stage, own=1)
-    assert refused.body.code is ErrorCode.STAGE_LOST
-    assert refused.header.attempt == 1
-    stage.expect(attempt=2)
-    assert resend(stage, own=1) == []
-    assert stage.held()["requests"] == 1
-
-
-def test_a_receiver_that_is_lost_while_it_gets_all_again_begins_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor_module, "RESENT_MESSAGES", 64)
-    stage = started()
-    stage.do(*[row(index) for index in range(100)])
-    resend(stage)
-    assert len(stage.actor.step()) == 64
-    resend(stage, ReplicaId("talker", 0, 7), 2)
-    got = []
-    while stage.actor.runnable():
-        got += chunks(stage.actor.step())
-    assert [(item[0].epoch, item[2]) for item in got] == [(7, index) for index in range(100)]
-
-
 def test_small_buffers_are_copied_and_large_ones_referred_to() -> None:
     budget = Budget(1 << 30)
     output = ResendBuffer(budget, [TALKER], 0)
@@ -260,18 +221,6 @@ def test_results_are_kept_while_there_is_no_coordinator_and_the_next_one_gets_wh
     assert results(stage.do(text(4))) == [(3, "e")]
 
 
-def test_a_request_that_ends_meanwhile_is_held_with_its_end() -> None:
-    stage = started()
-    stage.do(text(0))
-    stage.actor.detach()
-    stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 1))
-    assert [held.request_id for held in stage.actor.held_requests()] == ["r1"]
-    fetch(stage, 1)
-    (last,) = [item for item in stage.actor.step() if item.destination is None]
-    assert type(last.body) is StageDone
-    assert last.header.seq == 0
-
-
 def test_a_client_that_has_something_else_gets_an_error() -> None:
     stage = started()
     stage.do(text(0), text(1))
@@ -304,10 +253,3 @@ def test_results_that_cannot_be_kept_while_they_are_fetched_leave_no_hole(monkey
     assert results(sent) == [(0, "a")]
     assert sent[-1].body.code is ErrorCode.STAGE_LOST
     assert results(stage.do(text(4))) == []
-
-
-def test_a_request_whose_results_were_too_much_to_keep_is_not_held() -> None:
-    stage = started(stage=msgspec.structs.replace(pipeline().stage("thinker"), retain_bytes=ENTRY_BYTES))
-    stage.do(text(0), text(1))
-    stage.actor.detach()
-    assert stage.actor.held_requests() == ()
