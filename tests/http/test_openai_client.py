@@ -174,16 +174,6 @@ def test_speech(echo: HttpPipeline) -> None:
     assert "<<<\nhello\n>>>" in spoken
 
 
-def test_speech_events(echo: HttpPipeline) -> None:
-    body = {"model": "echo", "input": "hi", "voice": "Ethan", "response_format": "pcm", "stream_format": "sse"}
-    with httpx.stream("POST", f"{echo.url}/v1/audio/speech", json=body) as response:
-        lines = [line for line in response.iter_lines() if line]
-    kinds = [line.split('"type":"')[1].split('"')[0] for line in lines]
-    assert set(kinds[:-1]) == {"speech.audio.delta"}
-    assert kinds[-1] == "speech.audio.done"
-    assert '"transcript":"Read the text' in lines[-1]
-
-
 def test_flac_is_streamed_on_request(echo: HttpPipeline) -> None:
     body = {"model": "echo", "input": "hi", "response_format": "flac", "stream_format": "audio"}
     with httpx.stream("POST", f"{echo.url}/v1/audio/speech", json=body) as response:

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from omni_actors import launch
 from omni_actors.cli.completion import script
 from omni_actors.cli.connection import with_flag
 from omni_actors.cli.main import SUBCOMMANDS, main
 from omni_actors.host.processes import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from omni_actors.http_server import __main__ as http_server
-from tests.support.builders import chain, write
 
 NONE = "ipc:///tmp/no-coordinator-here"
 HELP_HAS = {
@@ -54,18 +52,6 @@ def test_each_subcommand_reaches_its_module(command: str, capsys: pytest.Capture
         main([command, "--help"])
     assert caught.value.code == EXIT_OK
     assert HELP_HAS[command] in capsys.readouterr().out
-
-
-def test_check_prints_the_configuration_and_starts_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch.logs, "configure", lambda process: None)
-    monkeypatch.setattr(launch, "Launcher", None)
-    assert main(["check", str(write(tmp_path, chain())), "--set", "stages.talker.replicas=3"]) == EXIT_OK
-    shown = capsys.readouterr().out
-    assert "placement" in shown
-    assert "talker: 3 x echo" in shown
-    assert "[command line]" in shown
 
 
 @pytest.mark.parametrize("module", ["omni_actors", "omni_actors.cli.main"])

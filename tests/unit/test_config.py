@@ -44,17 +44,6 @@ def test_outputs(tmp_path: Path) -> None:
     assert "all output text" in refused(tmp_path, with_stage(3, outputs=["text", "audio"]))
 
 
-def test_fan_in_and_fan_out(tmp_path: Path) -> None:
-    data = chain()
-    data["stages"][3]["inputs"] = {"from": ["thinker", "talker"]}
-    data["stages"].append({"name": "other", "kind": "echo", "inputs": {"from": "prompt"}, "outputs": []})
-    data["stages"][3]["inputs"]["from"].append("other")
-    pipeline = load(tmp_path, data).pipeline
-    assert pipeline.downstream("thinker") == ("talker", "code2wav")
-    assert set(pipeline.route(["audio"])) == {"prompt", "thinker", "talker", "other", "code2wav"}
-    assert pipeline.route(["text"]) == ("prompt", "thinker")
-
-
 @pytest.mark.parametrize("prefix", ["mine", "mine."])
 def test_plugins_are_allowed_by_prefixes_of_whole_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from omni_actors import launch
 from omni_actors.config import load
 from omni_actors.config.loading import find_config, shipped
 from omni_actors.host.processes import EXIT_USAGE
-from omni_actors.vllm_version import check_installed
 from tests.support.paths import REPOSITORY
 
 NAMES = sorted(path.stem for path in (REPOSITORY / "stage_configs").glob("*.yaml"))
@@ -80,25 +78,6 @@ def test_names_paths_and_what_lies_in_the_current_folder_are_all_understood(
     (tmp_path / "echo.yaml").write_text("name: mine")
     assert find_config("echo.yaml").read_text() == "name: mine"
     assert load(REPOSITORY / "stage_configs" / "echo.yaml").pipeline == load("stage_configs/echo.yaml").pipeline
-
-
-def test_a_missing_vllm_is_one_line_before_anything_starts(
-    tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def absent(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr("omni_actors.vllm_version.metadata.version", absent)
-    monkeypatch.setattr(launch.logs, "configure", lambda process: None)
-    check_installed.cache_clear()
-    (tmp_path / "config.json").write_text("{}")
-    run_dir = short_path / "run"
-    arguments = ["tiny_qwen2_5_omni", "--model", str(tmp_path), "--run-dir", str(run_dir)]
-    assert launch.main(arguments) == EXIT_USAGE
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "vLLM is not installed. Install omni_actors[cuda] or omni_actors[cpu]" in line
-    assert not run_dir.exists()
-    check_installed.cache_clear()
 
 
 def test_a_package_that_a_stage_needs_is_named_with_its_extra_before_the_start(

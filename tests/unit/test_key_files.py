@@ -47,17 +47,6 @@ def test_a_client_cannot_allow_clients(folder: Path) -> None:
         make_client(folder / "clients" / "alice", "mallory")
 
 
-def test_who_a_folder_makes_us(folder: Path) -> None:
-    assert load_keys(None) is None
-    ours = load_keys(folder)
-    alice = load_keys(folder / "clients" / "alice")
-    assert ours is not None
-    assert alice is not None
-    assert ours.is_member
-    assert not alice.is_member
-    assert alice.cluster == ours.public
-
-
 @pytest.mark.parametrize("name", [".", "cluster.key_secret"])
 @pytest.mark.parametrize("mode", [0o040, 0o004, 0o020])
 def test_what_others_can_reach_is_refused(tmp_path: Path, name: str, mode: int) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from omni_actors.config import check_parameters
-from omni_actors.config.checks import with_defaults
-from omni_actors.errors import ErrorCode, InvalidRequest
-from omni_actors.protocol.messages import Ready
-from omni_actors.protocol.payloads import EngineFacts, Parameter, StageParams
-from tests.support.requests import ask, failure, opened_requests, ready
+from omni_actors.errors import InvalidRequest
+from omni_actors.protocol.payloads import Parameter, StageParams
 
 WIDTH = Parameter("width", "int", least=64, most=2048, multiple_of=16)
 DECLARED = (
@@ -61,22 +57,3 @@ def test_other_values_are_refused_with_the_name_and_the_limits(params: StagePara
         check_parameters("dit", DECLARED, params)
     assert caught.value.field == field
     assert text in caught.value.message
-
-
-def test_clients_see_the_defaults_of_the_yaml_where_it_sets_them() -> None:
-    declared = (msgspec.structs.replace(WIDTH, default=1024), Parameter("shift", "float", default=3.0), DECLARED[1])
-    shown = with_defaults(declared, StageParams(width=512, extra_args={"shift": 2.0}))
-    assert shown is not None
-    assert [(one.name, one.default) for one in shown] == [("width", 512), ("shift", 2.0), ("guidance_scale", None)]
-    assert with_defaults(None, StageParams()) is None
-
-
-def test_a_request_is_checked_before_any_stage_hears_of_it() -> None:
-    state = ready()
-    replica = state.replicas.current("code2wav", 0)
-    assert replica is not None
-    replica.state = replica.state.LOADING
-    replica.become_ready(Ready(1.0, EngineFacts(parameters=DECLARED)))
-    refused = failure(ask(state, params={"code2wav": StageParams(width=100)}))
-    assert (refused.code, refused.field) == (ErrorCode.INVALID_REQUEST, "width")
-    assert "r2" in opened_requests(ask(state, "r2", params={"code2wav": StageParams(width=128)}))

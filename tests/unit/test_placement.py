@@ -16,7 +16,6 @@ from omni_actors.errors import ConfigError
 from omni_actors.host import addresses
 from omni_actors.host.addresses import resolve, resolve_eventually, source_address
 from tests.support.builders import chain, load, write
-from tests.support.paths import REPOSITORY
 
 
 def spread(nnodes: int = 2, **stages: Any) -> dict[str, Any]:
@@ -43,12 +42,6 @@ def test_senders_use_the_network_only_to_other_nodes() -> None:
     talker = table.add("talker", 0, 1, node=1)
     talker.inbox, talker.remote = "ipc:///talker", "tcp://10.0.0.2:5"
     assert [table.peers(("talker",), node)[0].inbox for node in (0, 1)] == ["tcp://10.0.0.2:5", "ipc:///talker"]
-
-
-def test_a_model_computes_on_a_cpu_if_no_host_has_a_gpu(tmp_path: Path) -> None:
-    shipped = config.load(REPOSITORY / "stage_configs" / "tiny_speaker.yaml", devices=0).pipeline
-    assert [placement.on_cpu(shipped, devices) for devices in (0, 1)] == [True, False]
-    assert not placement.on_cpu(load(tmp_path, spread()).pipeline, 0), "echo stages take no GPU"
 
 
 @pytest.mark.parametrize(

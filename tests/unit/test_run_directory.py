@@ -175,18 +175,6 @@ def test_a_stage_that_ends_after_its_launcher_removes_its_socket_and_keeps_the_l
     assert run.log_file("prompt/0").read_text() == "why it failed"
 
 
-def test_a_stage_leaves_the_sockets_of_a_launcher_that_runs(run: RunDirectory) -> None:
-    bind_socket(run.path / "prompt-0-7")
-    clear_abandoned(run.path, temporary=True)
-    assert (run.path / "prompt-0-7").is_socket()
-    assert (run.path / "lock").read_text() == str(os.getpid())
-
-
-def test_a_stage_that_ends_after_the_folder_is_gone_makes_no_new_one(short_path: Path) -> None:
-    clear_abandoned(short_path / "gone", temporary=True)
-    assert not list(short_path.iterdir())
-
-
 def test_stages_of_a_killed_launcher_that_end_together_leave_nothing(short_path: Path) -> None:
     for number in range(200):
         folder = short_path / f"run{number}"

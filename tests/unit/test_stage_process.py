@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -15,16 +14,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from omni_actors.host.run_directory import RunDirectory
-from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.protocol.codec import encode
-from omni_actors.protocol.fields import Header, ReplicaId
+from omni_actors.protocol.fields import Header
 from omni_actors.protocol.messages import Shutdown, Welcome
 from omni_actors.stage.echo import EchoEngine
 from omni_actors.stage.process import StageProcess, build_engine
 from omni_actors.stage.session import ReplicaSpec
 from omni_actors.transport.sockets import Sockets
-from tests.support.builders import chain, load, pipeline
+from tests.support.builders import pipeline
 from tests.support.waiting import until
 
 
@@ -114,13 +111,3 @@ def test_a_coordinator_that_ends_takes_the_stage_along(
     coordinator.sockets.context.destroy(linger=0)
     assert "stopping: the launcher stops" in caplog.text
     assert "registering again" not in caplog.text
-
-
-def test_a_process_is_told_what_it_needs(short_path: Path) -> None:
-    data = chain()
-    environment = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_SHARE": 80}
-    data["stages"][2] |= {"environment": environment}
-    config = load(short_path, data).pipeline
-    with contextlib.closing(RunDirectory(str(short_path / "run"))) as run:
-        spec = ReplicaProcesses(config, run, "ipc:///control").spec(ReplicaId("talker", 0, 7), 0)
-    assert spec.environment == (("CUDA_MODULE_LOADING", "EAGER"), ("CUDA_SHARE", "80"))

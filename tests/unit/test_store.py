@@ -200,8 +200,3 @@ def test_what_is_kept_is_bounded_in_bytes_number_and_time(monkeypatch: pytest.Mo
     assert kept.find("3") is None
     kept.add("new", "new", 100)
     assert kept.values() == ["new"], "what has gone no longer counts"
-
-
-def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    usual = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: usual() + seconds)
