@@ -7,13 +7,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import numpy
 import pytest
 
 from omni_actors.client import OmniClient
-from omni_actors.http_server.realtime.formats import RATE
 from tests.support.paths import REPOSITORY
-from tests.support.realtime import answer_on, openai_session, speech, spoken_turn
+from tests.support.realtime import answer_on, openai_session
 from tests.support.servers import HttpPipeline, data_uri, picture
 
 pytestmark = pytest.mark.e2e
@@ -25,19 +23,6 @@ MODEL = "tiny-qwen2.5-omni"
 def tiny(tiny_http: HttpPipeline) -> Iterator[HttpPipeline]:
     yield tiny_http
     tiny_http.assert_idle()
-
-
-@pytest.mark.nightly
-async def test_a_spoken_turn_has_the_answer_that_the_client_library_gets(tiny: HttpPipeline) -> None:
-    voice, stages = speech(3.0, 3).astype("<i2"), {"thinker": {"max_tokens": 12}, "talker": {"max_tokens": 20}}
-    answer = await spoken_turn(tiny.url, MODEL, voice.tobytes(), "Ethan", seed=5, stage_params=stages)
-    with OmniClient(tiny.endpoint) as client:
-        content = [{"type": "audio", "audio": (voice, RATE)}]
-        wanted = client.generate(
-            [{"role": "user", "content": content}], voice="Ethan", seed=5, params=stages, timeout=120
-        )
-    assert answer.text == wanted.text
-    numpy.testing.assert_allclose(numpy.frombuffer(answer.pcm, "<i2") / 32767, wanted.audio, atol=1e-3)
 
 
 async def test_a_picture_is_seen(tiny: HttpPipeline) -> None:

@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from omni_actors.client import AsyncOmniClient
-from omni_actors.errors import Overloaded
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.builders import flow_chain
@@ -91,17 +90,6 @@ async def test_newcomers_are_served_while_a_client_has_all_that_it_can_get(pipel
             assert [output.text for output in two] == ["two", "two"], "one after the other, through the queue"
             description = await client.describe()
             assert (description.in_flight, description.queued) == (15, 23), "a queued one of the flooder made room"
-
-
-async def test_whoever_asks_for_too_much_at_once_is_refused_alone(pipeline):
-    async with AsyncOmniClient(pipeline.endpoint) as greedy, AsyncOmniClient(pipeline.endpoint) as modest:
-        many = [await greedy.submit("x" * TOKENS, modalities=["text"]) for _ in range(50)]
-        few = [asyncio.create_task(modest.generate("modest", modalities=["text"])) for _ in range(8)]
-        assert {(await one).text for one in few} == {"modest"}
-        await greedy.describe()  # its answer comes after the refusals
-        await greedy.close()
-        ends = await asyncio.gather(*(stream.result() for stream in many), return_exceptions=True)
-        assert sum(isinstance(end, Overloaded) for end in ends) in range(50 - 15 - 24, 50 - 15)
 
 
 def test_an_http_client_that_floods_leaves_room_for_another_address(pipeline):

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 import psutil
-import pytest
 
 from omni_actors.client import AsyncOmniClient
-from omni_actors.errors import Aborted, Overloaded, StageLost
+from omni_actors.errors import Overloaded
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.fields import Header, pack_token_ids
-from omni_actors.protocol.messages import Failed, Operation, StageStatus, Submit
+from omni_actors.protocol.messages import Failed, StageStatus, Submit
 from omni_actors.protocol.payloads import Prompt
 from omni_actors.transport.sockets import Sockets, try_send
 from tests.support.answers import assert_echo, collect
 from tests.support.builders import flow_chain
 from tests.support.launcher import EchoLauncher
 from tests.support.processes import processes_of, shared_memory_of
-from tests.support.waiting import eventually, until
+from tests.support.waiting import eventually
 
 SMALL = {"edge_messages": 32, "outbox_messages": 16, "backlog_requests": 4}
 
@@ -116,62 +113,5 @@ async def test_large_rows_go_by_the_arena_and_all_of_it_is_freed(launch):
     assert not shared_memory_of(processes_of(echo.folder)), "nothing has a name in /dev/shm"
 
 
-async def test_killed_consumer_gives_its_blocks_back(launch):
-    wide = flow_chain({}, thinker={**WIDE, "step_seconds": 0.02})
-    wide["stages"][2]["on_replica_loss"] = "fail"
-    echo = launch(wide).wait_ready()
-    async with AsyncOmniClient(echo.endpoint) as client:
-        await client.generate("the talker says that it reads the arena")
-        tasks = [asyncio.create_task(client.generate("x" * 400, timeout=60)) for _ in range(4)]
-        talker = echo.pid_of("talker")
-        psutil.Process(talker).suspend()  # blocks pile up
-
-        def piled_up() -> bool:
-            stages = {stage.stage: stage for stage in echo.describe().stages}
-            return stages["thinker"].counts.get("arena_blocks", 0) > 3 and stages["talker"].in_flight == len(tasks)
-
-        await asyncio.to_thread(until, piled_up, 10, "blocks, and all requests at the talker")
-        psutil.Process(talker).kill()
-        answers = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(answer) for answer in answers] == [StageLost] * len(tasks), answers
-        assert (await client.generate("text", modalities=["text"])).text == "text"
-    echo.wait_idle()
-    thinker = next(stage for stage in echo.describe().stages if stage.stage == "thinker")
-    assert thinker.counts["arena_blocks"] == 0
-
-
-Launch = Callable[..., EchoLauncher]
-
-
 def status(echo: EchoLauncher, stage: str) -> StageStatus:
     return next(status for status in echo.describe().stages if status.stage == stage)
-
-
-async def test_abort_does_not_queue_behind_what_waits_for_credit(launch):
-    """Two requests saturate the prompt stage, which then grants nothing, so that a third one's prompt has to wait."""
-    flow: dict[str, Any] = {"edge_bytes": 4096, "backlog_requests": 1}
-    echo = launch(flow_chain(flow, prompt={"step_seconds": 0.3})).wait_ready()
-    async with AsyncOmniClient(echo.endpoint) as client:
-        first, second = [await client.submit("x" * 350, modalities=["text"]) for _ in range(2)]
-        await eventually(lambda: status(echo, "prompt").counts.get("engine_requests") == 2, what="both run")
-        third = await client.submit("y" * 3800, modalities=["text"], timeout=60)
-
-        async def until_waiting(count: int) -> None:
-            async def waiting() -> bool:
-                edges = (await client.operate(Operation.STATUS)).edges
-                return {edge.stage: edge.waiting for edge in edges}["prompt"] == count
-
-            await eventually(waiting, 10, f"{count} requests to wait for the prompt stage")
-
-        await until_waiting(1)
-        assert status(echo, "prompt").counts["engine_requests"] == 2
-        async with asyncio.timeout(60):  # alone they take 105 s
-            for stream in (first, second):
-                await stream.abort()
-                with pytest.raises(Aborted):
-                    await stream.result()
-            await until_waiting(0)
-        await third.abort()
-        with pytest.raises(Aborted):
-            await third.result()
-    echo.wait_idle()

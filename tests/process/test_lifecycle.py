@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -275,20 +273,3 @@ def test_an_http_server_that_is_killed_at_the_end_is_no_secret(launch):
     launcher, _ = launched_with_a_stopped_server(launch, 1.0)
     assert launcher.end(seconds=30) == 0
     assert "the HTTP server did not stop within 1 s; killing it" in launcher.output
-
-
-@pytest.mark.nightly
-def test_the_http_server_has_the_shutdown_timeout_to_end(launch):
-    """It may have many clients to tell. This one is stopped for a while."""
-    launcher, server = launched_with_a_stopped_server(launch, 60.0)
-    launcher.process.terminate()
-
-    def asked() -> bool:
-        pending = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{server.pid}/status").read_text(), re.MULTILINE)
-        return pending is not None and bool(int(pending[1], 16) >> (signal.SIGTERM - 1) & 1)
-
-    until(asked, 10, "the launcher to ask the server to end")
-    with pytest.raises(subprocess.TimeoutExpired):
-        launcher.process.wait(6)
-    server.resume()
-    assert launcher.wait_end(30) == 0

@@ -7,7 +7,6 @@ import contextlib
 import re
 import signal
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,6 @@ from tests.support.load import ask_and_check, replicas, text_of, until_busy
 from tests.support.processes import assert_nothing_left, processes_of
 from tests.support.servers import free_port
 from tests.support.waiting import eventually, until
-
-Launch = Callable[..., EchoLauncher]
-
 
 ADDRESSES = ("127.0.0.2", "127.0.0.3")
 
@@ -236,12 +232,3 @@ def test_a_node_that_does_not_come_is_named(launch, short_path):
     assert first.wait_end(40) == 1
     assert re.search(r"missing: (node 0, )?node 1, .*talker/1 \(waiting for node 1\)", first.output)
     assert "is not ready in time while" in first.output
-
-
-def test_nodes_with_other_configurations_are_refused(launch, short_path):
-    hosts = Hosts(launch, short_path, spread_chain())
-    other, first = hosts.start(1, "--set", "coordinator.max_in_flight=7"), hosts.start(0)
-    assert first.wait_end(15) == 1
-    assert other.wait_end(5) == 1
-    for launcher in (first, other):
-        assert "Node 1 is refused: protocol, package and configuration are" in launcher.output
