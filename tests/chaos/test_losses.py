@@ -63,9 +63,6 @@ def await_runs(launcher: EchoLauncher, stage: str, runs: int) -> None:
     assert counted() == runs
 
 
-# -- stuck ------------------------------------------------------------------------------------------------------------
-
-
 async def test_all_stages_that_die_at_once_lose_nothing(launch):
     launcher = launch(disturbed_chain(0.005)).wait_ready()
     async with connected(launcher.endpoint) as (client, losses):
@@ -114,9 +111,6 @@ async def test_a_loop_that_hangs_is_killed_and_its_request_is_poison(launch, tok
         await ask_and_check(client, "alive")
         await losses.finish()
     launcher.wait_idle()
-
-
-# -- crashes and restarts that fail -----------------------------------------------------------------------------------
 
 
 async def test_one_poisonous_request_among_many_fails_alone(launch):

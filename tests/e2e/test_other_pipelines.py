@@ -44,8 +44,6 @@ def test_a_chat_model_is_spoken_while_it_writes(tiny_spoken_chat, tiny_qwen3_tts
         chat.assert_idle()
 
 
-# -- the worked example of docs/extending.md --------------------------------------------------------------------------
-
 LABELS = ["circle", "square", "star"]
 WISHES = [("circle", 20, 1), ("star", 1, 2), ("square", 7, 3), ("star", 50, 4)]  # label, steps, seed
 

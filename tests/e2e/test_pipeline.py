@@ -71,9 +71,6 @@ def asked_together(pipeline, requests):
     return asyncio.run(ask())
 
 
-# -- answers ----------------------------------------------------------------------------------------------------------
-
-
 def test_text_prompts_equal_transformers_six_at_once(tiny_pipeline, reference):
     """Mixed lengths, voices and seeds together: every answer is the one that the request gets alone."""
     cases = [(TEXTS[i % 4], ("Chelsie", "Ethan")[i % 2], 8 + 3 * (i % 5), 10 + 5 * (i % 3), 100 + i) for i in range(6)]
@@ -176,8 +173,6 @@ def test_bad_requests_fail_alone_with_typed_errors_and_an_abort_frees_everything
     assert all(len(stream.result().audio) == 12 * 480 for stream in healthy)
 
 
-# -- what is measured and written down --------------------------------------------------------------------------------
-
 SECRET = "my bank account is 4711-0815"
 OTHER_LOG = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b|\[transformers\]|Traceback")  # besides progress bars and C++
 
@@ -234,6 +229,3 @@ async def test_metrics_that_vllm_and_the_vocoders_budget_report(tiny_pipeline):
         gone = ((table.VLLM_RUNNING, "thinker"), (table.BUDGET_HELD, "code2wav"), (table.BUDGET_STEP, "code2wav"))
         idle = await scrape_until(client, lambda now: not any(now.value(each, stage, "0") for each, stage in gone))
         assert idle.value(table.VLLM_KV, "thinker", "0") == 0
-
-
-# -- priority ---------------------------------------------------------------------------------------------------------

@@ -30,9 +30,6 @@ HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
 
 
-# -- keys and hosts ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def keyed(echo_pipeline: HttpPipeline) -> Iterator[str]:
     settings = ServerSettings(endpoint=echo_pipeline.endpoint, api_key="sésame", check_host=False)
@@ -88,9 +85,6 @@ def test_addresses_are_parsed(text: str, wanted: tuple[str, int]) -> None:
 def test_wrong_addresses_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_address(text)
-
-
-# -- processes --------------------------------------------------------------------------------------------------------
 
 
 def test_a_launch_whose_address_is_taken_ends_at_once() -> None:

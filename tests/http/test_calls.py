@@ -55,9 +55,6 @@ def talker() -> Iterator[HttpPipeline]:
         pipeline.assert_idle()
 
 
-# -- conversations ----------------------------------------------------------------------------------------------------
-
-
 async def test_a_spoken_turn_is_answered_in_sound(talker: HttpPipeline) -> None:
     async with call(talker.url, session=session_of(SENTENCE)) as caller:
         assert caller.of_kind("session.created")[0]["session"]["instructions"] == SENTENCE
@@ -140,9 +137,6 @@ async def test_an_event_that_the_client_cannot_take_is_told(echo: HttpPipeline) 
         await caller.until("conversation.item.deleted")  # the call goes on
 
 
-# -- ends -------------------------------------------------------------------------------------------------------------
-
-
 async def test_a_client_that_vanishes_ends_its_call(slow: HttpPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a word, as where a battery is empty. aioice asks every 5 s whether a peer is there; here more often."""
     monkeypatch.setattr(aioice.ice, "CONSENT_INTERVAL", 0.2)
@@ -183,9 +177,6 @@ async def test_the_end_of_the_server_ends_its_calls(echo: HttpPipeline) -> None:
         await caller.connect(url)
     await ends(caller)
     await caller.close()
-
-
-# -- access and limits ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,6 @@ def test_a_secret_for_what_cannot_be_is_refused(servers: list[str], body: dict[s
 def test_a_secret_expires_and_cannot_be_changed() -> None:
     secret = sealed(Secret(LATER, SESSION), "sesame")
     found = opened(secret, "sesame")
-    assert found is not None
     assert found.session == SESSION
     assert opened(sealed(Secret(LATER - 3600, SESSION), "sesame"), "sesame") is None
     text, _, signature = secret.partition(".")

@@ -244,9 +244,6 @@ def test_bodies_that_arrive_count_towards_the_limit_of_all() -> None:
         until(lambda: answer_to(address, sent)[0] == 400, 10, "what they held to be given back")
 
 
-# -- pages of other sites
-
-
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

@@ -42,9 +42,6 @@ RATE = 24_000
 VOICED = "".join(f"voice=vivian {sentence.strip()}" for sentence in SENTENCES)
 
 
-# -- pipecat ----------------------------------------------------------------------------------------------------------
-
-
 class Listener(FrameProcessor):
     """Notes sound and words by context, and which contexts have stopped."""
 
@@ -110,9 +107,6 @@ async def test_pipecat_speaks_sentences_as_they_are_written(preset: HttpPipeline
         assert [" ".join(words) for words in listener.words.values()] == [WRITTEN.strip()] * 2
 
 
-# -- livekit ----------------------------------------------------------------------------------------------------------
-
-
 @asynccontextmanager
 async def livekit(url: str, **options: Any) -> AsyncIterator[elevenlabs.TTS]:
     async with aiohttp.ClientSession() as session:
@@ -151,9 +145,6 @@ async def test_livekit_speaks_with_all_its_defaults(slow_speech: HttpPipeline) -
     samples = numpy.frombuffer(pcm, "<i2")
     assert len(samples) / 22_050 == pytest.approx(len(SPOKEN) / RATE, abs=0.15)
     assert numpy.abs(samples).max() > 5000
-
-
-# -- messages ---------------------------------------------------------------------------------------------------------
 
 
 def multi(url: str, query: str = "output_format=pcm_24000", voice: str = "vivian") -> Any:

@@ -85,9 +85,6 @@ def test_nothing_is_fetched_unless_hosts_are_named() -> None:
         Fetcher((), 1000).check("https://media.example.com/", "field")
 
 
-# -- against a real https server --------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def authority() -> trustme.CA:
     return trustme.CA()

@@ -34,9 +34,6 @@ def png_that_claims(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT" + zlib.compress(b"")) + chunk(b"IEND")
 
 
-# -- whole answers ----------------------------------------------------------------------------------------------------
-
-
 def test_pictures_of_a_prompt_have_seeds_that_count_up(pictures: HttpPipeline) -> None:
     client = pictures.openai().images
     answer = client.generate(prompt="a fox", n=8, size="128x64", extra_body={"seed": 7})
@@ -83,9 +80,6 @@ def test_the_formats_of_files(pictures: HttpPipeline, name: str) -> None:
         assert len(small.data[0].b64_json) < len(answer.data[0].b64_json)
 
 
-# -- streams ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_stream_has_previews_and_then_the_picture(pictures: HttpPipeline) -> None:
     options = {"prompt": "a fox", "size": "64x128", "extra_body": {"seed": 1, "num_inference_steps": 8}}
     client = pictures.openai().images
@@ -128,9 +122,6 @@ def test_pictures_are_counted_without_their_previews(pictures: HttpPipeline) -> 
     after = {name: total + 1 for name, total in before.items()}
     until(lambda: totals() == after, what=lambda: f"one picture more than {before} is counted: {totals()}")
     assert len(before) == 3
-
-
-# -- edits ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_edit_depends_on_all_of_its_pictures(pictures: HttpPipeline) -> None:
@@ -186,9 +177,6 @@ def test_references_that_are_none_or_too_large(pictures: HttpPipeline) -> None:
     files = {name: ("a.png", picture()) for name in ("image", "style")}
     answer = httpx.post(f"{pictures.url}/v1/images/edits", data={"prompt": "blue"}, files=files)
     assert (answer.status_code, "Only image and mask may be a file" in answer.text) == (400, True)
-
-
-# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_pictures_come_as_urls_that_need_no_key(picture_pipeline: HttpPipeline) -> None:

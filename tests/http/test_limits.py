@@ -149,9 +149,6 @@ def test_content_types_that_browsers_send_to_foreign_sites_are_refused(small: st
     assert response.status_code == 415
 
 
-# -- files and video --------------------------------------------------------------------------------------------------
-
-
 def test_uploads_touch_no_disk(echo_pipeline: HttpPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(create_app(ServerSettings(endpoint=echo_pipeline.endpoint))) as url:
         monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")

@@ -167,8 +167,6 @@ async def test_a_telephone_hears_silence_and_speech_and_is_muted(scripted: HttpP
         assert client.heard.count(WRITTEN) == 1, "not what was said while the microphone was muted"
 
 
-# -- rules ------------------------------------------------------------------------------------------------------------
-
 MODEL = {"model": "gpt-live-1"}
 CONTEXT = "session.thinking.append"
 

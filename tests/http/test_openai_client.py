@@ -21,9 +21,6 @@ def expected_samples(text: str) -> numpy.ndarray:
     return numpy.repeat(numpy.frombuffer(text.encode(), numpy.uint8) / 256.0, SAMPLES_PER_TOKEN)
 
 
-# -- chat -------------------------------------------------------------------------------------------------------------
-
-
 def test_chat(echo: HttpPipeline) -> None:
     answer = echo.openai().chat.completions.create(model="echo", messages=HELLO)
     assert answer.object == "chat.completion"
@@ -140,9 +137,6 @@ def test_an_uploaded_file(echo: HttpPipeline) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="echo", messages=[{"role": "user", "content": parts}])
     assert caught.value.param == "messages[0].content[0].file.file_id"
-
-
-# -- other routes -----------------------------------------------------------------------------------------------------
 
 
 def test_completions(echo: HttpPipeline) -> None:

@@ -18,8 +18,6 @@ from tests.support.waiting import PATIENCE, until
 HELLO = [{"role": "user", "content": "hello, sea"}]
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------
-
 PART = "messages[0].content[0]"
 UNKNOWN_SOUND = {"role": "assistant", "audio": {"id": "audio_unknown"}}
 OLD_CALL = {"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}}
@@ -94,9 +92,6 @@ def test_a_failure_during_a_stream_is_an_event(slow: HttpPipeline) -> None:
         texts.extend(chunk.choices[0].delta.content for chunk in stream)
     assert caught.value.code == "deadline_exceeded"
     assert "x" in texts
-
-
-# -- cancellation -----------------------------------------------------------------------------------------------------
 
 
 def wait_in_flight(pipeline: HttpPipeline, wanted: int, seconds: float = 5.0) -> None:

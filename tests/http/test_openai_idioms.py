@@ -32,9 +32,6 @@ def renamed(echo_pipeline: HttpPipeline) -> Iterator[str]:
         yield url
 
 
-# -- answers as history -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{}, SPOKEN], ids=["text", "spoken"])
 def test_a_whole_answer_is_a_message_of_the_next_turn(echo: HttpPipeline, options: dict) -> None:
     client = echo.openai()
@@ -56,9 +53,6 @@ def test_an_answer_whose_id_has_expired_is_known_by_its_transcript(echo: HttpPip
     turns = [*HELLO, message, {"role": "user", "content": "!"}]
     again = client.chat.completions.create(model="echo", messages=turns)
     assert again.choices[0].message.content == "hello, seahello, sea!"
-
-
-# -- names ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_has_all_the_names_it_is_served_under(renamed: str) -> None:
@@ -141,9 +135,6 @@ async def test_a_session_has_openais_names_too(openais: str) -> None:
         assert (updated.model, updated.audio.output.voice) == ("gpt-realtime", "Ethan")
 
 
-# -- fields -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form", ["pcm", "flac"])
 def test_speech_is_as_fast_as_it_is_asked_for(echo: HttpPipeline, form: str) -> None:
     speech = {"model": "echo", "input": "x", "voice": "Ethan", "response_format": form}
@@ -178,9 +169,6 @@ def test_spoken_answers_have_a_speed(echo: HttpPipeline, n: int) -> None:
     short = {**fast, "messages": [{"role": "user", "content": "s"}], "modalities": ["audio"]}
     (*_, end) = client.chat.completions.create(**short, stream=True)
     assert end.choices[0].finish_reason == "stop", "sound that comes with the end does not replace it"
-
-
-# -- wrong routes, and media that are none ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("headers", [{}, {"content-type": "application/json"}, {"content-type": "text/plain"}])

@@ -90,9 +90,6 @@ def server_of(pipeline: HttpPipeline) -> psutil.Process:
     return psutil.Process(pid)
 
 
-# -- frames -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("before", "flood"),
     [
@@ -168,9 +165,6 @@ def counted_sessions(settings: ServerSettings) -> Iterator[tuple[str, Budget]]:
         yield url, bodies
 
 
-# -- sessions ---------------------------------------------------------------------------------------------------------
-
-
 def test_an_address_leaves_sessions_to_others(echo: HttpPipeline) -> None:
     """The last of four places is for an address that has none."""
     with (
@@ -186,9 +180,6 @@ def test_an_address_leaves_sessions_to_others(echo: HttpPipeline) -> None:
             assert other.head.startswith(ACCEPTED)
             with Peer(url, source="127.0.0.3") as refused:
                 assert refused.head.startswith(b"HTTP/1.1 429 "), "all are taken"
-
-
-# -- faults: they are let go without a traceback ----------------------------------------------------------------------
 
 
 @pytest.fixture

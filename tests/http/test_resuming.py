@@ -60,9 +60,6 @@ def kill_server_of(pipeline: HttpPipeline, client: tuple[str, int]) -> None:
     process.wait()
 
 
-# -- responses --------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def streamed(url: str, **body: Any) -> Iterator[httpx.Response]:
     with httpx.stream("POST", f"{url}/v1/responses", json={"model": "echo", "stream": True, **body}) as answer:
@@ -188,9 +185,6 @@ def test_a_stream_that_cannot_go_on_says_what_to_do(both: HttpPipeline) -> None:
     assert refusal(kept, **{"Last-Event-ID": "x"}) == (400, "invalid_value", "Last-Event-ID")
     assert httpx.delete(f"{both.url}/v1/responses/{kept}").json()["deleted"]
     assert refusal(kept) == (404, "response_not_found", "response_id")
-
-
-# -- realtime sessions ------------------------------------------------------------------------------------------------
 
 
 class Talk:

@@ -108,8 +108,6 @@ def test_origins_that_are_none(tmp_path: Path, origin: str) -> None:
         load(tmp_path, {**chain(), "http": {"cors_origins": [origin]}})
 
 
-# -- pages of other origins -------------------------------------------------------------------------------------------
-
 OURS, THEIRS = "https://a.example", "https://evil.example"
 
 
@@ -135,9 +133,6 @@ def test_pages_of_allowed_origins_may_read_answers_and_refusals(echo: HttpPipeli
 def test_no_origin_is_allowed_by_default(echo: HttpPipeline) -> None:
     answer = httpx.get(f"{echo.url}/v1/models", headers={"origin": OURS})
     assert not [name for name in answer.headers if name.startswith("access-control")]
-
-
-# -- TLS --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -156,7 +156,6 @@ def test_what_fails_says_why(videos: HttpPipeline) -> None:
     client = videos.openai()
     job = ended(client, client.videos.create(prompt="a fox", extra_body={**SLOW, "timeout": 1}))
     assert job.status == "failed"
-    assert job.error is not None
     assert job.error.code == "deadline_exceeded"
     with pytest.raises(openai.BadRequestError, match="The video is failed"):
         client.videos.download_content(job.id)
@@ -172,7 +171,6 @@ def test_jobs_are_bounded_in_number_and_bytes(video_pipeline: HttpPipeline, monk
         client.videos.delete(slow.id)
         until(lambda: not client.videos.list().data, what="it is gone")
         job = ended(client, client.videos.create(prompt="a fox", size="640x320"))
-        assert job.error is not None
         assert (job.status, job.error.code) == ("failed", "media_too_large")
 
 
@@ -184,7 +182,6 @@ def test_the_job_of_a_process_that_died_has_failed(video_pipeline: HttpPipeline,
         lost = VideoJob("video_1", 1.0, "m", "a fox", "1", "64x32", process.pid, status="in_progress", progress=40)
         store.add(lost.id, lost, 10)
         job = openai_client(url).videos.retrieve(lost.id)
-        assert job.error is not None
         assert (job.status, job.error.code) == ("failed", "stage_lost")
 
 

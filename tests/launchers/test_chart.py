@@ -288,7 +288,6 @@ def test_a_pod_starts_its_node(tmp_path, full, rank):
     if rank == 0:
         assert (tmp_path / "tls.key").stat().st_mode & 0o077 == 0
     keys = load_keys(tmp_path / "keys")  # which refuses what others can read
-    assert keys is not None
     assert keys.is_member
     assert [path.name for path in (tmp_path / "keys" / "allowed").iterdir()] == ["web.key"]
 

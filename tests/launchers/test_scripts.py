@@ -96,8 +96,6 @@ SLOW = "trap 'sleep 1; exit 9' TERM; echo up; while :; do sleep 0.1; done"
 def test_a_command_ends_when_its_standard_input_closes(command, code):
     arguments = [sys.executable, "-c", IMPATIENT, "bash", "-c", command]
     with subprocess.Popen(arguments, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as held:
-        assert held.stdin is not None
-        assert held.stdout is not None
         held.stdin.write(b"what comes in is of no interest\n")
         held.stdin.flush()
         if held.stdout.readline():
@@ -115,7 +113,6 @@ def test_a_launcher_has_the_time_that_its_pipeline_gives_requests_to_finish(shor
     with subprocess.Popen(
         [sys.executable, "-c", IMPATIENT, *launch], cwd=REPOSITORY, stdin=subprocess.PIPE, stderr=subprocess.PIPE
     ) as held:
-        assert held.stdin is not None
         assert held.stderr is not None
         assert next((line for line in held.stderr if b"ready after" in line), b"")
         with OmniClient(f"ipc://{short_path}/run/client") as client:
@@ -135,8 +132,6 @@ def test_a_command_that_cannot_run_gives_a_shells_exit_code(arguments, code):
     assert done.returncode == code
     assert done.stderr
 
-
-# -- slurm ------------------------------------------------------------------------------------------------------------
 
 JOB = {"SLURM_JOB_ID": "1234567", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "OMNI_DIR": str(REPOSITORY)}
 

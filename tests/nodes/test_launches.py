@@ -137,8 +137,6 @@ async def test_a_host_whose_plug_is_pulled_costs_typed_errors_at_most_and_comes_
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": import_path()},
     )
-    assert client.stdin is not None
-    assert client.stdout is not None
     try:
         before = processes_of(short_path)
         client.stdin.write(b"20\n")

@@ -36,9 +36,6 @@ async def client(echo):
         yield client
 
 
-# -- metrics ----------------------------------------------------------------------------------------------------------
-
-
 async def test_every_stage_and_edge_counts_its_share_of_a_request(client):
     before = await settled(client)
     prompt = [65] * 1000
@@ -84,9 +81,6 @@ def counters(client: OmniClient) -> dict[str, float]:
     lines = [line.rpartition(" ") for line in client.metrics().splitlines() if not line.startswith("#")]
     rising = re.compile(r"\w+(_total|_count|_sum|_bucket)\b")
     return {name: float(value) for name, _, value in lines if rising.match(name)}
-
-
-# -- timelines --------------------------------------------------------------------------------------------------------
 
 
 async def test_a_timeline_has_every_stage_in_causal_order(client):
@@ -191,9 +185,6 @@ def test_trace_shows_the_last_request(echo, capsys):
     assert "no timeline of request 'unknown'" in capsys.readouterr().err
 
 
-# -- top --------------------------------------------------------------------------------------------------------------
-
-
 def test_top_shows_every_replica_once(echo, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("OMNI_ACTORS_ENDPOINT", echo.endpoint)
@@ -211,9 +202,6 @@ def test_top_shows_every_replica_once(echo, capsys, monkeypatch):
     prompt = next(line for line in lines if line[0] == "prompt/0")
     assert float(prompt[5]) > 10, f"tokens a second: {prompt}"
     assert "thinker/0 → talker/0" in shown
-
-
-# -- logs -------------------------------------------------------------------------------------------------------------
 
 
 def test_logs_have_one_format_and_no_content(launch, short_path):

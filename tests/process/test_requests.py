@@ -136,9 +136,6 @@ def test_the_sync_client_answers_streams_and_aborts(echo):
             use()
 
 
-# -- peers that misbehave ---------------------------------------------------------------------------------------------
-
-
 def submit_frames(request_id: str, text: str = "hi", **header: object) -> list:
     body = Submit(prompt=Prompt(token_ids=pack_token_ids(list(text.encode()))), modalities=("text",))
     return encode(Header("", request_id, **header), body)

@@ -25,7 +25,6 @@ def flooding(endpoint: str, requests: int) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "tests.support.flooder", endpoint, str(requests)]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE)
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"submitted\n"
         yield process
     finally:

@@ -257,14 +257,12 @@ def lose(
     now: float = NOW,
 ) -> list[Instruction]:
     replica = state.replicas.current(stage, index)
-    assert replica is not None
     replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
     return state.replica_lost(replica, now, why, Evidence.NONE if replica.orders.restart else evidence)
 
 
 def bring_back(state: RequestMachine, stage: str, index: int = 0, now: float = NOW) -> list[Instruction]:
     before = state.replicas.current(stage, index)
-    assert before is not None
     replica = state.replicas.add(stage, index, before.epoch + 1)
     replica.state = ReplicaState.READY
     return state.reopen(now)

@@ -54,7 +54,6 @@ class Scribe(StageEngine):
         return EngineFacts(max_media={"audio": 1}, wants_information=(LANGUAGE,), hearing=HearingAbility(("English",)))
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
-        assert inputs.prompt is not None
         (media,), (*_, last) = inputs.prompt.media, inputs.prompt.messages
         begun = last.content[0].text or "" if last.role == "assistant" else ""
         text = heard(len(inputs.media[0].data) / 4 / media.sample_rate)

@@ -44,7 +44,6 @@ def holder(*paths: str) -> subprocess.Popen[bytes]:
     """Start a process that maps these files, which it makes if they are not there."""
     command = [sys.executable, "-S", "-c", HOLDER, *paths]
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert started.stdout is not None
     assert started.stdout.readline() == b"holds\n"
     return started
 

@@ -185,9 +185,6 @@ def test_undecodable_messages_fail_their_request_known_or_not() -> None:
     assert stage.held() == EMPTY
 
 
-# -- several attempts, deadlines, bounds ------------------------------------------------------------------------------
-
-
 def test_a_new_attempt_is_another_request_to_the_engine() -> None:
     stage = StageUnderTest("thinker")
     stage.expect(attempt=0)
@@ -270,6 +267,3 @@ def test_saturated_only_by_whole_requests_and_while_the_engine_can_work() -> Non
     stage.expect("r4")
     stage.tokens("c", request_id="r4")
     assert stage.actor.saturated
-
-
-# -- with the echo engine ---------------------------------------------------------------------------------------------

@@ -15,8 +15,6 @@ from tests.support.builders import header_from, submit
 from tests.support.requests import ALICE, NOW, STAGES, aborts, ask, failure, ready, replica_id
 from tests.support.stage import EMPTY, ROUTE, StageUnderTest, failed
 
-# -- client -> coordinator --------------------------------------------------------------------------------------------
-
 
 def test_what_a_client_claims_to_be_changes_nothing() -> None:
     """Stage, epoch, attempt and seq are the coordinator's to give."""
@@ -25,9 +23,6 @@ def test_what_a_client_claims_to_be_changes_nothing() -> None:
     expected = plain.submit(ALICE, Header("", "r1"), submit(), [], NOW)
     assert lying.submit(ALICE, header, submit(), [], NOW) == expected
     assert {item.attempt for item in expected if isinstance(item, ToStage)} == {0}
-
-
-# -- coordinator -> stage ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -49,9 +44,6 @@ def test_only_the_coordinator_opens_and_ends(kind: OpenRequest | Abort | Resend 
     assert stage.actor.receive(Envelope(header, kind)) == []
     assert stage.actor.counts() == before
     assert stage.actor.dropped == {"not_the_coordinator": 1}
-
-
-# -- stage -> stage ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -79,9 +71,6 @@ def test_a_chunk(change: dict, outcome: object) -> None:
     assert dict(stage.actor.dropped) == ({outcome: 1} if outcome not in ("early", "taken") else {})
     assert (stage.actor.counts()["early_requests"] == 1) is (outcome == "early")
     assert (len(stage.engine.started()) == 1) is (outcome == "taken")
-
-
-# -- stage -> coordinator ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

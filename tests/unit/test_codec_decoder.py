@@ -34,9 +34,6 @@ def chunks_of(stream: CodecStream) -> list[CodecChunk]:
     return [job.payload for job in jobs_of(stream)]
 
 
-# -- the network ------------------------------------------------------------------------------------------------------
-
-
 @torch.inference_mode()
 def decode(frames: torch.Tensor, lengths: list[int], decoder: CodecDecoder | None = None) -> torch.Tensor:
     """Decodes codes [batch, 16, frames] in chunks of these lengths."""
@@ -58,9 +55,6 @@ def test_any_chunking_equals_the_whole_decode_of_transformers(lengths: list[int]
     assert expected.abs().max() > 0.1
     assert expected.std() > 0.01
     assert torch.allclose(decode(frames, lengths), expected, atol=TOLERANCE, rtol=0)
-
-
-# -- the stream -------------------------------------------------------------------------------------------------------
 
 
 def test_an_utterance_is_cut_in_the_same_places_whenever_its_frames_come():

@@ -127,9 +127,6 @@ def test_an_endpoint_may_stand_anywhere(given: list[str], understood: list[str])
     assert with_flag(given) == understood
 
 
-# -- arguments that cannot work: refused at once, without a traceback and without waiting -----------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "problem"),
     [

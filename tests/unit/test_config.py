@@ -188,9 +188,6 @@ def test_host_devices_follow_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -
     assert config.visible_devices([1, 0]) == ["GPU-8f1c", "4"]
 
 
-# -- precedence and sources -------------------------------------------------------------------------------------------
-
-
 def test_command_line_over_environment_over_yaml_over_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = "coordinator.max_in_flight"
     assert load(tmp_path, chain()).pipeline.coordinator.max_in_flight == 256
@@ -231,9 +228,6 @@ def test_check_shows_every_value_with_its_source(tmp_path: Path, monkeypatch: py
     assert "  thinker: 1 x autoregressive on GPU 0, takes input from prompt" in text
     assert "  prompt: 1 x echo on CPU, takes input from the client" in text
     assert "memory of GPU 0: thinker 0.5 + talker 0.5 = 1.00" in text
-
-
-# -- model path -------------------------------------------------------------------------------------------------------
 
 
 def test_model_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

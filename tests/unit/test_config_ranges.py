@@ -99,9 +99,6 @@ def test_environments_that_no_process_can_have(tmp_path: Path, name: str, text: 
     assert "pipeline.yaml, line " in refused(tmp_path, data)
 
 
-# -- where an error stands --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [

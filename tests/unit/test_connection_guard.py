@@ -81,9 +81,6 @@ def member(keys: Path | None, endpoint: str) -> Iterator[Socket]:
     sockets.context.destroy(linger=0)
 
 
-# -- connections and handshakes ---------------------------------------------------------------------------------------
-
-
 def test_silent_connections_make_room_for_those_that_speak(
     bind: Callable[..., Bound], keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,9 +140,6 @@ def test_large_messages_of_members_pass(bind: Callable[..., Bound], keys: Path) 
                 arrives(sockets, router, [b"member", large])
 
 
-# -- messages ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_message_that_does_not_end_ends_its_connection(bind: Callable[..., Bound]) -> None:
     sockets, router, endpoint = bind()
     with dealer(endpoint, b"endless") as endless, dealer(endpoint, b"honest") as honest:
@@ -185,9 +179,6 @@ def test_a_sender_with_a_huge_identity_is_ignored(bind: Callable[..., Bound]) ->
         arrives(sockets, router, [b"i" * MAX_IDENTITY, b"two"])
 
 
-# -- decisions --------------------------------------------------------------------------------------------------------
-
-
 def connection(descriptor: int, watched: bool = True) -> GuardedConnection:
     return GuardedConnection(descriptor, 0, watched)
 
@@ -203,11 +194,9 @@ def test_the_oldest_connection_that_showed_no_key_makes_room() -> None:
     assert connections.add(connection(2)) is None
     assert closed_of(connections, {1: (SENT_BEFORE_ACCEPTED + 1, 600)}) == []
     leaving = connections.add(connection(3))
-    assert leaving is not None
     assert leaving[0].descriptor == 2
     connections.heard(3, 700)
     leaving = connections.add(connection(4))
-    assert leaving is not None
     assert leaving[0].descriptor == 4, "there is no other"
 
 
@@ -238,8 +227,6 @@ def test_all_together_send_a_few_messages_without_ending_one_and_the_largest_lea
     connections.heard(2, counters[2][1])
     assert closed_of(connections, {number: counters[number] for number in range(2, 6)}) == []
 
-
-# -- what the events of a connection mean -----------------------------------------------------------------------------
 
 HUNG_UP, CAME_UP, GONE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 

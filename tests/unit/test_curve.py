@@ -298,7 +298,6 @@ def test_a_stage_with_wrong_keys_ends_its_start(holders: dict[str, Path | None],
 
 def test_the_authenticator_refuses_malformed_questions(folder: Path, contexts: list[Sockets]) -> None:
     keys = load_keys(folder)
-    assert keys is not None
     contexts.append(Sockets(keys=keys))
     authenticator = ZapAuthenticator(contexts[0].context, keys)
     key = z85.decode(keys.cluster)

@@ -192,7 +192,6 @@ def test_it_needs_no_large_pipes_and_ends_with_the_process_that_it_works_for() -
     )
     command = [*AS_ANY_USER, sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         worker = psutil.Process(int(parent.stdout.readline()))
         worker.suspend()  # as if a file kept it busy, so that it cannot see its pipe close
         parent.kill()

@@ -268,7 +268,6 @@ def test_text_completions_may_ask_for_the_best_of_one() -> None:
 @pytest.mark.parametrize("given", [{"fps": 1}, {"use_audio_in_video": "perhaps"}])
 def test_the_processor_takes_no_other_arguments(given: dict[str, Any]) -> None:
     error = refused(mm_processor_kwargs=given)
-    assert error is not None
     assert error.param == f"mm_processor_kwargs.{next(iter(given))}"
 
 

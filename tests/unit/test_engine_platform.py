@@ -92,9 +92,6 @@ print(len(MODULES), set(sys.modules) - before)
     assert later == "set()", "every stage of every model is imported before the fork"
 
 
-# -- bytecode ----------------------------------------------------------------------------------------------------------
-
-
 SCRIPT = """
 import sys
 from omni_actors.engine.platform import keep_bytecode

@@ -24,8 +24,6 @@ from omni_actors.protocol.messages import (
 )
 from tests.support.fleet import T, World, announced, losses, one_host, starts, to_node, to_stage, two_hosts
 
-# -- stuck processes --------------------------------------------------------------------------------------------------
-
 
 def test_a_stuck_replica_is_killed_once_and_restarts() -> None:
     world = World(heartbeat_timeout=4.0).launch()
@@ -95,9 +93,6 @@ def test_a_process_that_registers_again_loses_its_requests_without_blame() -> No
     assert to_stage(world.take(world.fleet.link_cut(lost.replica.replica_id)), Reregister) == ["talker/0"]
 
 
-# -- restarts ---------------------------------------------------------------------------------------------------------
-
-
 def test_restarts_wait_longer_each_time_until_the_pipeline_is_degraded() -> None:
     world = World(one_host(talker={"restarts": 3, "restart_backoff": 0.5})).launch()
     for delay in (0.0, 0.5, 1.0):
@@ -139,9 +134,6 @@ def test_what_a_loss_says_depends_on_how_the_process_ended(
     assert lost.evidence is evidence
 
 
-# -- operators --------------------------------------------------------------------------------------------------------
-
-
 def test_a_drained_replica_stays_and_takes_nothing_new_even_when_it_registers_again() -> None:
     world = World().launch()
     replica = world.replica("talker")
@@ -181,9 +173,6 @@ def test_a_restart_does_not_wait_for_ever_for_requests_or_for_the_process() -> N
     assert list(losses(world.ended("talker", how="killed by signal 9")).values()) == [
         "it did not stop; killed by signal 9"
     ]
-
-
-# -- the end ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_shutdown_lets_requests_finish_and_then_tells_everyone() -> None:

@@ -65,9 +65,6 @@ def test_a_drain_and_a_restart_are_remembered(operation: Operation) -> None:
     assert stops == (["talker/1"] if operation is Operation.RESTART else [])
 
 
-# -- the file ---------------------------------------------------------------------------------------------------------
-
-
 BROKEN = {  # what becomes of the file, and the words for it
     "half of it": (lambda whole: whole[: len(whole) // 2], "truncated"),
     "nothing": (lambda whole: b"", "truncated"),

@@ -91,9 +91,6 @@ def test_a_stage_is_given_up_that_does_not_start_or_becomes_ready_and_never_fini
     assert restart_delays(table, 5, 1.0, becomes_ready=False) == [0.5, 1.0], "three restarts in all"
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_not_in_the_table_does_not_happen() -> None:
     for state in ReplicaState:
         for event in ReplicaEvent:

@@ -60,9 +60,6 @@ def arrived(instructions: list[Instruction]) -> dict[str, tuple[dict[str, Any], 
     return got
 
 
-# -- the coordinator --------------------------------------------------------------------------------------------------
-
-
 def test_each_stage_gets_the_information_that_it_wants_and_the_entry_stage_the_embeddings() -> None:
     state = wanting(ready(), prompt=("noise",), talker=("speed", "table"), code2wav=("names", "noise"))
     assert arrived(ask(state, VALUES)) == {
@@ -105,9 +102,6 @@ def test_a_later_stage_that_starts_again_gets_its_information_again() -> None:
     assert arrived(opened) == {"talker": ({"table": TABLE, "speed": 1.5}, None), "code2wav": ({}, None)}
 
 
-# -- a stage ----------------------------------------------------------------------------------------------------------
-
-
 def open_with(stage: StageUnderTest, values: dict[str, Any], prompt: Prompt | None = None, tensors: tuple = ()) -> list:
     buffers = BufferList()
     for tensor in tensors:
@@ -139,9 +133,6 @@ def test_embeddings_that_a_stage_cannot_take_are_refused(engine: type, width: in
     assert words in body.message
     assert body.stage == "prompt"
     assert stage.engine.started() == []
-
-
-# -- from stage to stage ----------------------------------------------------------------------------------------------
 
 
 def piece_of(chunk: Chunk, buffers: list[Any]) -> InputPiece:

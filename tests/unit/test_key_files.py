@@ -101,7 +101,6 @@ def test_broken_folders_are_named_without_their_content(tmp_path: Path, folder: 
 
 def test_secrets_are_not_shown(folder: Path) -> None:
     keys = load_keys(folder)
-    assert keys is not None
     assert keys.secret.decode() not in f"{keys!r} {keys}"
 
 
@@ -114,10 +113,8 @@ def test_who_may_operate(tmp_path: Path) -> None:
 
     def of(name: str) -> KeyOwner | None:
         keys = load_keys(handed / name)
-        assert keys is not None
         return owners.of(keys.public)
 
-    assert ours is not None
     assert owners.of(ours.public) == KeyOwner("cluster", may_operate=True)
     assert owners.of(b"") == KeyOwners(None).of(b"") == KeyOwner("", may_operate=True)
     assert of("alice") == KeyOwner("alice", may_operate=False)

@@ -265,9 +265,6 @@ def test_stage_without_credit_holds_requests_back_and_says_so_when_too_many_wait
     assert len(state.submit(ALICE, Header("", "r3"), submit(), [], NOW)) == 4
 
 
-# -- replicas and tombstones ------------------------------------------------------------------------------------------
-
-
 def test_tombstones_age_and_bound() -> None:
     stones = Tombstones(ttl=10, maximum=3)
     for i in range(5):

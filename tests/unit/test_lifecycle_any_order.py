@@ -17,8 +17,6 @@ from omni_actors.protocol.messages import Done, Failed, OpenRequest, Resend, Tex
 from tests.support.builders import done, header_from, submit
 from tests.support.requests import ALICE, BOB, CHUNK, NOW, STAGES, letter, ready, replica_id
 
-# -- any interleaving -------------------------------------------------------------------------------------------------
-
 request_numbers = st.integers(0, 7)
 MAX_ATTEMPTS = 3
 

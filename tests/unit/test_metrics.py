@@ -42,9 +42,6 @@ def parsed(text: str) -> dict[str, dict[tuple[str, ...], float]]:
     return found
 
 
-# -- table -------------------------------------------------------------------------------------------------------------
-
-
 def test_the_table_keeps_the_rules_of_prometheus() -> None:
     for metric in TABLE.values():
         assert re.fullmatch(r"omni_[a-z0-9_]+", metric.name), metric.name
@@ -79,9 +76,6 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
                 assert {label.strip() for label in group.split(",")} <= {*metric.labels, "le"}, query
         for counter in re.findall(r"\b(omni_[a-z0-9_]+(?:_total|_bucket|_sum|_count))\b", query):
             assert re.search(rf"(rate|increase)\({counter}", query), f"{counter} is not rated in {query}"
-
-
-# -- counting ----------------------------------------------------------------------------------------------------------
 
 
 def snapshot(tokens: float = 0, steps: tuple[int, ...] | None = None, held: float = 0) -> Snapshot:

@@ -34,9 +34,6 @@ def test_a_node_without_the_stages_gpus_is_no_place() -> None:
     assert nodes_of(world) == [0, 1], "its own node is full"
 
 
-# -- nodes that stop --------------------------------------------------------------------------------------------------
-
-
 def test_a_node_that_stops_ends_once_its_replicas_have_finished_and_takes_none_meanwhile() -> None:
     world = World(two_hosts()).launch()
     talker = world.replica("talker", 1)
@@ -65,9 +62,6 @@ def test_a_node_that_stops_with_the_whole_pipeline_ends_with_it() -> None:
     assert world.state("talker", 1) is ReplicaState.READY
     assert to_node(world.wait(2.0), Shutdown, 1) == []
     assert to_node(world.take(world.fleet.shut_down()), Shutdown, 1)
-
-
-# -- moves ------------------------------------------------------------------------------------------------------------
 
 
 def lost_node(**talker: Any) -> World:

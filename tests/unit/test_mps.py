@@ -76,7 +76,6 @@ def test_a_daemon_of_another_user_is_not_used(short_path: Path, user: int) -> No
     short_path.chmod(0o777)
     command = [python(), "-S", "-c", LISTENER, str(short_path / "control")]
     with subprocess.Popen(command, user=user, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as daemon:
-        assert daemon.stdout is not None
         assert daemon.stdout.readline() == b"listens\n"
         assert answers(str(short_path)) is (user == 0)
         daemon.communicate()

@@ -77,8 +77,6 @@ def test_weights_that_do_not_fit_are_refused(change: dict[str, Any], message: st
         ZImageNetwork(written(reference)).load(weights.items())
 
 
-# -- schedules --------------------------------------------------------------------------------------------------------
-
 SIZED = {"use_dynamic_shifting": True, "max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02}
 
 
@@ -103,8 +101,6 @@ def test_another_kind_of_schedule_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="The checkpoint's scheduler"):
         FlowSchedule.from_config(config)
 
-
-# -- prefixes in parts ------------------------------------------------------------------------------------------------
 
 prefixes = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 6), st.integers(1, 8)), min_size=1, max_size=4).map(
     lambda drawn: Prefix(
@@ -142,9 +138,6 @@ def test_a_second_picture_of_512_pixels_can_join_the_first_in_the_pipeline_that_
     for most in (stage["engine"]["max_num_batched_tokens"], SPEC.engine["max_num_batched_tokens"]):
         ((_, last),) = parts(spec.conditions, most)
         assert tokens + (tokens + last) <= most, "its first step computes its prompt, too"
-
-
-# -- pictures that a prompt refers to ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "mode"), [((160, 128), "RGB"), ((1500, 1100), "RGBA"), ((77, 500), "RGBA")])

@@ -49,9 +49,6 @@ def stage_of(*outputs: Modality, meter: StageMeter | None = None) -> StageUnderT
     return stage
 
 
-# -- wire -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     [
@@ -75,9 +72,6 @@ def test_a_picture_has_bytes_rows_and_three_or_four_channels(dtype: DType, shape
 def test_a_video_has_frames_rows_and_three_channels(dtype: DType, shape: tuple[int, ...]) -> None:
     with pytest.raises(InvalidPayload, match=r"A video must be u8 of shape \[frames, height, width, 3\]"):
         VideoChunk(frames=TensorRef(dtype, shape, 0), frames_per_second=24.0)
-
-
-# -- stage ------------------------------------------------------------------------------------------------------------
 
 
 def test_pictures_go_to_the_client_where_they_are_an_output_and_to_later_stages_without_previews() -> None:
@@ -126,9 +120,6 @@ def test_progress_goes_to_the_client_alone_and_is_no_output() -> None:
     assert done.usage.first_output == 0.0
 
 
-# -- the edge to the decoder ------------------------------------------------------------------------------------------
-
-
 def test_latents_reach_the_decoder_one_by_one_and_the_last_is_the_picture() -> None:
     processor = Latents2Image(0, ("dit",))
     (start,) = processor.feed("dit", InputPiece(tensors={LATENTS: NOISE}, scalars={"width": 16}))
@@ -139,8 +130,6 @@ def test_latents_reach_the_decoder_one_by_one_and_the_last_is_the_picture() -> N
     assert processor.feed("dit", InputPiece()) == []
     assert processor.feed("dit", InputPiece(tensors={LATENTS: RED}, final=True)) == [Extend(RED, complete=True)]
 
-
-# -- coordinator ------------------------------------------------------------------------------------------------------
 
 PICTURE = ImageChunk(pixels=TensorRef(DType.U8, (1, 2, 3), 0))
 PREVIEW = ImageChunk(pixels=TensorRef(DType.U8, (1, 2, 3), 0), preview=True)
@@ -203,9 +192,6 @@ def test_a_replay_without_what_was_delivered_fails(delivered: ImageChunk | Video
     assert failure(again(state, "code2wav", done(), 0, 2)).code is ErrorCode.STAGE_LOST
 
 
-# -- client -----------------------------------------------------------------------------------------------------------
-
-
 async def test_the_result_has_pictures_video_and_latents_and_no_previews() -> None:
     stream = RequestStream("r1", lambda request_id: None, lambda *_: None)
     pixels, latents = TensorRef(DType.U8, (1, 2, 3), 0), TensorRef(DType.F32, (4, 2), 0)
@@ -224,7 +210,6 @@ async def test_the_result_has_pictures_video_and_latents_and_no_previews() -> No
     assert picture.dtype == numpy.uint8
     assert picture.tolist() == [[[255, 0, 0], [255, 0, 0]]]
     assert output.latents == [NOISE]
-    assert output.video is not None
     assert output.video.tolist() == 2 * [[[[255, 0, 0], [255, 0, 0]]]]
     assert output.frames_per_second == 24.0
     assert output.text == ""

@@ -67,9 +67,6 @@ def test_nodes_agree_on_the_pipeline_and_not_on_what_is_their_own(tmp_path: Path
     assert digest(cluster__nnodes="3") == first, "a node may join that the others were not told of"
 
 
-# -- precedence -------------------------------------------------------------------------------------------------------
-
-
 def shown(path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, tuple[str, str]]:
     """What --check says of the cluster: key -> (value, source)."""
     assert launch.main([str(path), "--check", *arguments]) == launch.EXIT_OK

@@ -169,9 +169,6 @@ def test_a_picture_needs_a_name_that_says_its_format(here: Path, capsys: pytest.
     assert run(here, drawing, *ASK, "--save-image", "a.PNG", "--check") == EXIT_OK
 
 
-# -- config.json of the checkpoint ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("content", "problem"),
     [

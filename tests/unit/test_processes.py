@@ -25,7 +25,6 @@ sys.stdin.read()
 def test_a_child_dies_with_its_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert parent.stdin is not None
-    assert parent.stdout is not None
     with parent.stdin, parent.stdout:
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()

@@ -44,9 +44,6 @@ def thinker2talker(start_after: int = 2) -> Thinker2Talker:
     return Thinker2Talker(start_after, ("thinker",))
 
 
-# -- thinker2talker ---------------------------------------------------------------------------------------------------
-
-
 def test_starts_after_two_steps_then_streams() -> None:
     processor = thinker2talker()
     mrope = HostTensor(DType.I64, (3, 3), bytes(72))
@@ -116,9 +113,6 @@ def test_positions_may_come_as_token_ids_with_other_tensors_by_name() -> None:
     assert processor.feed("thinker", InputPiece(final=True, start=6)) == [Extend(None, True, ())]
     with pytest.raises(InvalidPayload, match="position 9 came where 6"):
         processor.feed("thinker", InputPiece(token_ids=[1], start=9))
-
-
-# -- talker2code2wav, passthrough -------------------------------------------------------------------------------------
 
 
 def test_code2wav_gets_codec_tokens_as_they_come() -> None:

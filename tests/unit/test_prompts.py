@@ -33,14 +33,12 @@ def convert(prompt: Any, **given: Any) -> tuple[Prompt, AdditionalInformationPay
 
 def embeds_of(value: Any) -> HostTensor:
     prompt, _, buffers = convert({"prompt_embeds": value})
-    assert prompt.embeds is not None
     ref = prompt.embeds.tensor
     return HostTensor(ref.dtype, ref.shape, buffers.buffers[ref.buffer])
 
 
 def information_of(values: dict[str, Any]) -> dict[str, Any]:
     _, information, buffers = convert("x", additional_information=values)
-    assert information is not None
     return information.values(lambda ref: HostTensor(ref.dtype, ref.shape, buffers.buffers[ref.buffer]))
 
 
@@ -167,7 +165,6 @@ def test_sound_that_models_cannot_take_with_videos_is_refused_with_the_field(
 def test_messages_may_be_a_mapping_to_which_more_is_added() -> None:
     prompt, information, _ = convert({"messages": [MESSAGE], "additional_information": {"style": "calm"}})
     assert prompt == convert([MESSAGE])[0]
-    assert information is not None
     assert information.entries["style"].scalar == "calm"
     with pytest.raises(InvalidRequest, match="given twice"):
         convert({"messages": [MESSAGE], "additional_information": {}}, additional_information={})
@@ -179,14 +176,12 @@ FUNCTION = {"name": "weather", "parameters": {"type": "object"}}
 def test_tools_go_with_messages_in_either_form() -> None:
     whole = {"messages": [MESSAGE], "tools": [{"type": "function", "function": FUNCTION}]}
     prompt, _, _ = convert(whole)
-    assert prompt.tools is not None
     assert [json.loads(text) for text in prompt.tools.definitions] == [FUNCTION]
     assert prompt.tools.choice == "auto"
     assert prompt.tools.parallel
     named = {"type": "function", "function": {"name": "weather"}}
     more = {"messages": [MESSAGE], "tools": [FUNCTION], "tool_choice": named, "parallel_tool_calls": False}
     prompt, _, _ = convert(more)
-    assert prompt.tools is not None
     assert prompt.tools.choice == "required"
     assert prompt.tools.name == "weather"
     assert not prompt.tools.parallel
@@ -299,7 +294,6 @@ def test_information_that_cannot_be_sent_is_refused_with_its_name(given: Any, wo
 
 def test_tensors_of_information_follow_those_of_the_prompt() -> None:
     prompt, information, _ = convert({"prompt_embeds": ROWS, "additional_information": {"a": ROWS, "b": ROWS}})
-    assert information is not None
     assert [ref.buffer for ref in (*prompt.tensor_refs(), *information.tensor_refs())] == [0, 1, 2]
 
 

@@ -33,19 +33,16 @@ def test_rows_of_positions_that_are_computed_twice_come_once():
     assert outputs.stream(output(0, 2), 0, final=False) is None, "preempted, and computed again"
     assert outputs.stream(output(2, 6), 0, final=False) is None
     event = outputs.stream(output(6, 7, 20), 1, final=False)
-    assert event is not None
     assert to_torch(event.tensors["media_rows"]).flatten().tolist() == PLACES
     assert list(event.token_ids) == [*PROMPT, 20]
     assert event.scalars == {"prompt_tokens": len(PROMPT)}
     assert outputs.stream(output(7, 8, 21), 1, final=False) is None, "its text is held back"
     last = outputs.stream(output(8, 9, 22, finished=True), 3, final=True)
-    assert last is not None
     assert (list(last.token_ids), last.start, last.final) == ([21], len(PROMPT) + 1, True)
 
 
 def test_a_second_of_video_has_the_positions_that_the_checkpoint_says(tiny_qwen3_checkpoint):
     from transformers import AutoConfig
 
-    assert SPEC.media is not None
     config = AutoConfig.from_pretrained(tiny_qwen3_checkpoint)
     assert SPEC.media.positions_per_second(config) == config.thinker_config.position_id_per_seconds == 13

@@ -30,9 +30,6 @@ def silences(talk: Talk) -> int:
     return sum(isinstance(instruction, Silence) for instruction in talk.instructions)
 
 
-# -- the session ------------------------------------------------------------------------------------------------------
-
-
 def test_only_where_the_server_plays_it_can_be_silenced() -> None:
     talk = plays()
     assert talk.send("output_audio_buffer.clear") == []
@@ -51,9 +48,6 @@ def test_the_newest_sound_of_an_open_microphone_is_kept() -> None:
     ((samples, _),) = [part["audio"] for part in talk.asked[-1].messages[0]["content"]]
     assert len(samples) == RATE
     assert set(samples) == set(range(21, 31))
-
-
-# -- the loudspeaker --------------------------------------------------------------------------------------------------
 
 
 def delta(response: str, pcm: bytes) -> Event:

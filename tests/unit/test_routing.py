@@ -52,7 +52,6 @@ def at(state: RequestMachine, request_id: str, stage: str = "thinker") -> int:
 
 def load(state: RequestMachine, index: int, stage: str = "thinker") -> int:
     replica = state.replicas.current(stage, index)
-    assert replica is not None
     return len(replica.computing)
 
 
@@ -62,9 +61,6 @@ def answer(state: RequestMachine, request_id: str) -> None:
         request = state.active[request_id]
         header = header_from(request.bound[stage], request_id, request.next_seq.get(stage, 0), request.attempts[stage])
         state.from_stage(header, StageDone(usage=StageUsage(FinishReason.STOP)), (), NOW)
-
-
-# -- load -------------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_stage_has_finished_is_no_load_although_it_is_still_bound() -> None:
@@ -77,9 +73,6 @@ def test_what_a_stage_has_finished_is_no_load_although_it_is_still_bound() -> No
     ask(state, "c")
     ask(state, "d")
     assert [at(state, name) for name in "cd"] == [1, 0], "it holds b, and computes nothing"
-
-
-# -- conversations ----------------------------------------------------------------------------------------------------
 
 
 def test_the_next_turn_goes_to_the_replica_that_has_the_first() -> None:
@@ -141,9 +134,6 @@ def test_what_is_remembered_of_conversations_is_bounded(monkeypatch: pytest.Monk
         before = router.chosen["prefix"]
         ask(state, f"again {number}", ALICE, "text", prompt=chat(*(f"{number} {turn}" for turn in range(43))))
         assert (router.chosen["prefix"] > before) is known
-
-
-# -- hosts ------------------------------------------------------------------------------------------------------------
 
 
 def test_of_those_that_compute_as_few_one_beside_the_source_takes_a_request() -> None:

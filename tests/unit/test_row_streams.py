@@ -109,9 +109,6 @@ def test_a_speech_ends_at_the_latest_where_its_text_allows(asked, params, longes
     assert request.max_tokens == longest
 
 
-# -- the budget -------------------------------------------------------------------------------------------------------
-
-
 def admitted(scheduler: StreamScheduler, **sizes: int) -> set[str]:
     """Those that run after new requests with rows of these sizes have come and a step was made."""
     for name, size in sizes.items():
@@ -191,8 +188,6 @@ def test_the_budget_counts_what_is_held_whatever_happens(seed: int, limit: int) 
         assert budget.rows.used == sum(held.values())
         assert budget.admitted == running
 
-
-# -- the budget and credit --------------------------------------------------------------------------------------------
 
 WIDTH = 4
 ROW_BYTES = 4 * WIDTH

@@ -68,7 +68,6 @@ def test_an_abandoned_folder_is_cleared_but_not_one_in_use(short_path: Path, tem
         "run = RunDirectory(sys.argv[1]); print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", hold, str(folder)], stdout=subprocess.PIPE) as launcher:
-        assert launcher.stdout is not None
         assert launcher.stdout.readline() == b"held\n"
         leave_socket(folder / "client")
         clear_abandoned(folder, temporary)
@@ -154,9 +153,6 @@ def test_a_folder_or_link_of_another_user_is_refused_and_left_as_it_is(short_pat
         RunDirectory(str(folder))
     assert not list(folder.iterdir())
     assert folder.stat().st_mode & 0o777 == 0o755
-
-
-# -- what stages do at their end --------------------------------------------------------------------------------------
 
 
 def bind_socket(path: Path) -> None:

@@ -99,9 +99,6 @@ def test_scaling_up_again_keeps_those_that_have_not_left() -> None:
     assert talkers(world) == {"talker/0": "ready", "talker/1": "ready", "talker/2": "leaving", "talker/3": "starting"}
 
 
-# -- places -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_node_can_be_chosen_for_more_and_for_fewer() -> None:
     world = World(two_hosts()).launch()
     world.scale("talker", 4, node=1)
@@ -135,9 +132,6 @@ def test_gpus_that_are_taken_are_named_and_nothing_changes() -> None:
     assert list(talkers(world)) == ["talker/0"]
     world.scale("talker", 2)
     assert slots_of(world) == [0, 1], "what was refused took no place"
-
-
-# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,6 @@ def granted(made: FairQueue) -> list[str]:
     return found
 
 
-# -- slots that are kept ----------------------------------------------------------------------------------------------
-
-
 @given(st.integers(1, 300))
 def test_one_client_gets_all_slots_but_those_kept_for_others_who_then_get_in_at_once(count: int) -> None:
     made = slots(count)
@@ -65,9 +62,6 @@ def test_so_do_the_tenants_of_one_client_within_what_it_can_have() -> None:
     assert granted(made) == [], "what is left is for other clients,"
     flood(made, 1, "library")
     assert granted(made) == ["library"]
-
-
-# -- whose turn it is -------------------------------------------------------------------------------------------------
 
 
 def turns(made: FairQueue, running: list[Ticket], count: int) -> list[str]:
@@ -117,9 +111,6 @@ def test_a_blocked_request_does_not_hold_up_those_of_others() -> None:
     assert granted(made) == ["a"]
 
 
-# -- a line that is too long ------------------------------------------------------------------------------------------
-
-
 def test_the_client_with_the_most_requests_is_refused_first() -> None:
     made = slots(1, line=4)
     flood(made, 4, "a")
@@ -151,9 +142,6 @@ def test_bytes_are_bounded_too_and_nobody_leaves_in_vain() -> None:
     late = ticket("late", size=98)
     assert made.enter(late) == [late.request_id], "one of the three alone would not make room for it"
     assert made.waiting == 3
-
-
-# -- any order --------------------------------------------------------------------------------------------------------
 
 
 class AnyOrder(RuleBasedStateMachine):

@@ -64,9 +64,6 @@ def test_a_restart_by_an_operator_moves_requests_to_the_spare_at_once() -> None:
     assert chosen(world) == "talker/0"
 
 
-# -- configuration ----------------------------------------------------------------------------------------------------
-
-
 def on_a_gpu(**talker: Any) -> dict[str, Any]:
     data = chain()
     data["stages"][2] |= {"kind": "autoregressive", "engine": {"gpu_memory_utilization": 0.4}, "devices": [0], **talker}

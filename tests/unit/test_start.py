@@ -30,9 +30,6 @@ class Clock:
         self.now += seconds
 
 
-# -- memory of the device ---------------------------------------------------------------------------------------------
-
-
 def test_a_start_waits_until_the_memory_of_a_killed_process_is_free(caplog: pytest.LogCaptureFixture) -> None:
     clock, free = Clock(), iter([10 * GIB, 10 * GIB, 45 * GIB])
     assert wait_for_memory(lambda: (next(free), 80 * GIB), 0.5, clock=clock, sleep=clock.sleep)
@@ -55,9 +52,6 @@ def test_the_worker_looks_at_its_own_device_before_vllm_does(
     monkeypatch.setattr("vllm.v1.worker.gpu_worker.Worker.init_device", lambda self: happened.append("vLLM"))
     worker.init_device()
     assert happened == [1, "vLLM"]
-
-
-# -- compiled kernels -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", ["", "/elsewhere"])

@@ -55,7 +55,6 @@ def test_a_conversation_comes_back_with_its_media(tmp_path: Path) -> None:
     store.add("resp_1", KeptResponse(2, [{"role": "user", "content": parts}], 32), 34)
     other = Store(str(tmp_path), "responses", KeptResponse, 10, 1000, 60.0)
     found = other.find("resp_1")
-    assert found is not None
     audio, video = found.conversation[0]["content"]
     assert audio == {"type": "audio", "audio": b"wav"}
     numpy.testing.assert_array_equal(video["video"][0], frames)
@@ -93,10 +92,8 @@ def age(folder: Path, key: str, seconds: float) -> None:
 async def test_a_journal_goes_on_where_the_process_that_wrote_it_died(tmp_path: Path) -> None:
     journals = Journals(str(tmp_path), "streams")
     first = journals.begin("resp_1", b"head\n\n")
-    assert first is not None
     first.append(b"one\n\n")
     second = journals.find("resp_1")
-    assert second is not None
     assert not second.lock(), "the first one still writes"
     following = asyncio.create_task(followed(second))
     first.append(b"two\n\n")
@@ -114,8 +111,6 @@ async def test_who_follows_a_journal_that_says_nothing_is_told_so(
     monkeypatch.setattr(store_module, "LOST_SECONDS", 0.1)
     journals = Journals(str(tmp_path), "streams")
     writing, reading = journals.begin("resp_1", b"head\n\n"), journals.find("resp_1")
-    assert writing is not None
-    assert reading is not None
     with pytest.raises(HttpError, match="send the request again") as caught:
         await followed(reading)
     assert caught.value.status == 503
@@ -127,8 +122,6 @@ def test_a_journal_in_the_place_of_another_ends_that(tmp_path: Path, caplog: pyt
     journals = Journals(None, "sessions")
     first = journals.begin("sess_1", b"one")
     second = journals.begin("sess_1", b"two")
-    assert first is not None
-    assert second is not None
     assert first.is_replaced
     first.remove()
     second.append(b"more")
@@ -140,7 +133,6 @@ def test_a_journal_in_the_place_of_another_ends_that(tmp_path: Path, caplog: pyt
     assert journals.find("sess_1") is None
     assert journals.find("../sess_1") is None
     large = journals.begin("sess_2", b"one")
-    assert large is not None
     large.append(bytes(33 << 20))
     assert "sess_2 cannot be resumed: [Errno 27] it has more than" in caplog.text
     assert journals.find("sess_2") is None
@@ -165,7 +157,6 @@ def test_journals_are_removed_a_minute_after_their_last_writer_and_the_oldest_be
     journals.sweep()
     assert sorted(os.listdir(folder)) == ["resp_1", "resp_4"]
     last = opened["resp_1"]
-    assert last is not None
     last.close()
     journals.sweep()
     assert "resp_1" in os.listdir(folder), "its client has a minute from now on"

@@ -9,15 +9,9 @@ PROJECT = (REPOSITORY / "pyproject.toml").read_text()
 LOCK = (REPOSITORY / "constraints.txt").read_text()
 
 
-# -- constraints.txt --------------------------------------------------------------------------------------------------
-
-
 def test_every_direct_requirement_is_locked_at_a_version_that_it_allows() -> None:
     assert len(lock.direct_requirements(PROJECT)) > 40
     assert lock.disagreements(PROJECT, LOCK) == []
-
-
-# -- licences ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_package_with_another_licence_is_named_unless_it_is_an_exception() -> None:

@@ -80,9 +80,6 @@ def test_a_gap_is_an_error_and_a_text_without_words_says_nothing() -> None:
     assert processor.feed("chat", InputPiece(start=2, final=True)) == [Skip()]
 
 
-# -- the coordinator ---------------------------------------------------------------------------------------------------
-
-
 def speaking(state: RequestMachine) -> RequestMachine:
     """Have the entry stage say that it takes text in parts."""
     for replica in state.replicas:

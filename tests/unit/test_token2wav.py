@@ -26,8 +26,6 @@ from tests.support.reference import vocoder_noise
 # Compiled where there is a GPU, else interpreted.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-# -- policy -----------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("options", "text"),
@@ -44,9 +42,6 @@ def test_bad_decode_options(options: dict[str, object], text: str):
         DecodeOptions.from_mapping(options, ChunkPolicy(3), tuple(SOLVERS))
 
 
-# -- noise ------------------------------------------------------------------------------------------------------------
-
-
 def test_noise_does_not_depend_on_the_length_or_on_how_it_is_taken():
     whole = NoiseBlocks(7, 24, 80).take(0, 9)
     pieces = NoiseBlocks(7, 24, 80)
@@ -56,9 +51,6 @@ def test_noise_does_not_depend_on_the_length_or_on_how_it_is_taken():
     assert not torch.equal(NoiseBlocks(8, 24, 80).take(0, 1), whole[:1])
     for frames in (10, 24, 100):
         assert torch.equal(vocoder_noise(7, frames, 80)[0], whole.flatten(0, 1)[:frames])
-
-
-# -- BigVGAN ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +103,6 @@ def test_channels_last_vocoder_is_the_same(
     fused = bigvgan.FusedVocoder(small_bigvgan, torch.float64)
     mel = torch.randn(3, 4, 20, dtype=torch.float64)
     assert torch.allclose(fused(mel), bigvgan.Vocoder(small_bigvgan)(mel).float(), rtol=0, atol=1e-6)
-
-
-# -- kernels ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 9, 40])

@@ -66,9 +66,6 @@ def read_all(found: ToolCallReader, tokenizer: Any, answer: str) -> tuple[str, l
     return "".join(texts), calls.whole(), texts
 
 
-# -- answers ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_call_is_separated_from_the_text_before_it(tokenizer: Any) -> None:
     found = reader(tokenizer)
     text, calls, pieces = read_all(found, tokenizer, f"Let me look.\n{CALL}")
@@ -101,7 +98,6 @@ def test_a_call_that_must_be_made_has_a_grammar(tokenizer: Any) -> None:
     assert reader(tokenizer).form is None
     for tools in (Tools(TOOLS.definitions, "required"), Tools(TOOLS.definitions, "required", "weather")):
         found = reader(tokenizer, tools)
-        assert found.form is not None
         assert "<tool_call>" in found.form.structural_tag
         assert "weather" in found.form.structural_tag
         _, calls, _ = read_all(found, tokenizer, CALL)
@@ -111,9 +107,6 @@ def test_a_call_that_must_be_made_has_a_grammar(tokenizer: Any) -> None:
 def test_a_parser_that_vllm_does_not_have_is_refused_with_the_nearest_one(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="Did you mean 'hermes'"):
         parser_class("hermess", tokenizer)
-
-
-# -- rows of the talker -----------------------------------------------------------------------------------------------
 
 
 def outputs_of(tokenizer: Any, answer: str) -> tuple[list[TextEvent], list[StreamEvent]]:
@@ -146,9 +139,6 @@ def test_the_talker_gets_no_rows_of_a_call_and_its_end_early(tokenizer: Any) -> 
     assert [event.final for event in streams].count(True) == 1
     assert streams[-1].final
     assert [event.start for event in streams] == sorted(event.start for event in streams)
-
-
-# -- prompts ----------------------------------------------------------------------------------------------------------
 
 
 def said(role: str, text: str, **more: Any) -> ChatMessage:

@@ -29,9 +29,6 @@ def test_bad_endpoints_are_typed_errors(sockets: Sockets, short_path: Path) -> N
         sockets.pull(f"ipc://{short_path}/missing/inbox")
 
 
-# -- sockets and links ------------------------------------------------------------------------------------------------
-
-
 def test_router_raises_when_a_peer_is_gone(sockets: Sockets, short_path: Path) -> None:
     router, endpoint = sockets.router(f"ipc://{short_path}/r")
     with pytest.raises(PeerGone):
@@ -177,9 +174,6 @@ def test_client_that_grants_nothing_counts_as_stalled(sockets: Sockets, short_pa
     assert not link.stalled()
     clock.now += 5.1
     assert link.stalled()
-
-
-# -- readers -----------------------------------------------------------------------------------------------------------
 
 
 async def test_reader_survives_a_callback_that_raises(sockets: Sockets, short_path: Path) -> None:

@@ -25,9 +25,6 @@ def refused(text: str) -> str:
     return caught.value.message
 
 
-# -- what it takes ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -52,9 +49,6 @@ def test_a_document_knows_on_which_line_its_values_stand() -> None:
     assert document.line(("b", 0, "d")) == 4
     assert document.line(("b", 0, "missing")) == 3, "the nearest that holds it"
     assert document.line(("missing",)) is None
-
-
-# -- what it refuses --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -105,9 +99,6 @@ def test_only_regular_files_of_text_are_read(tmp_path: Path, kind: str) -> None:
         path.write_text("a: ä", encoding=kind)
     with pytest.raises(ConfigError, match=r"regular file|cannot read|not encoded in UTF-8"):
         read_file(path)
-
-
-# -- bounds -----------------------------------------------------------------------------------------------------------
 
 
 def bomb(form: str) -> str:

@@ -107,9 +107,6 @@ def test_a_turn_with_a_picture_gets_its_rows_and_positions_from_the_cache(thinke
     assert torch.equal(*positions)
 
 
-# -- sounds -----------------------------------------------------------------------------------------------------------
-
-
 def voice(seconds, seed, loudness=0.1):
     """Noise that never falls silent: all of it is above the floor that the loudest frame of a sound sets."""
     noise = np.random.default_rng(seed).standard_normal(int(seconds * RATE))
