@@ -1,8 +1,9 @@
-"""Who may use the server, and how its process starts, restarts and ends: keys, hosts, addresses, health."""
+"""Who may use the server and each of its routes, and how its process starts, restarts and ends."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import socket
 import subprocess
@@ -16,11 +17,13 @@ import httpx
 import openai
 import psutil
 import pytest
+from starlette.routing import Route
 
 from omni_actors.client import OmniClient
 from omni_actors.errors import ConfigError
-from omni_actors.http_server.app import create_app
+from omni_actors.http_server.app import create_app, create_routes
 from omni_actors.http_server.settings import ServerSettings, check_exposure, parse_address
+from omni_actors.sharing import Budget
 from tests.support.paths import REPOSITORY
 from tests.support.processes import processes_titled
 from tests.support.servers import ECHO, HttpPipeline, free_port, launch, openai_client, serving, sound, wait_healthy
@@ -196,3 +199,51 @@ def test_a_url_cannot_forge_a_line_of_the_log(keyed: str, caplog: pytest.LogCapt
     assert httpx.get(f"{keyed}/a%0A2026-11-22%20ERROR%20forged%1b%5b2J").status_code == 401
     (line,) = until(lambda: [text for text in caplog.messages if "forged" in text], 5, "the line")
     assert line.isprintable()
+
+
+PAGE_FILES = re.compile(r"/(vendor/)?\w+\.(js|css)")
+KEY = {"authorization": "Bearer sesame"}
+LOOPBACK = {"host": "localhost"}
+OF_ANOTHER = {"host": "pipeline.example"}
+ROUTES = sorted(
+    (method, re.sub(r"{\w+(:path)?}", "x", route.path))
+    for route in create_routes(ServerSettings(endpoint="ipc:///nowhere"), Budget(0)).routes
+    if isinstance(route, Route)
+    for method in route.methods or ()
+)
+
+
+@pytest.fixture(scope="module")
+def servers(echo_pipeline: HttpPipeline) -> Iterator[dict[str, str]]:
+    """As they are started: with a key (on any address), without one (on loopback), and with --http-insecure."""
+    endpoint = echo_pipeline.endpoint
+    with (
+        serving(create_app(ServerSettings(endpoint=endpoint, api_key="sesame", check_host=False))) as keyed,
+        serving(create_app(ServerSettings(endpoint=endpoint))) as loopback,
+        serving(create_app(ServerSettings(endpoint=endpoint, check_host=False))) as insecure,
+    ):
+        yield {"keyed": keyed, "loopback": loopback, "insecure": insecure}
+
+
+def test_there_are_routes() -> None:
+    assert {("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/v1/requests"), ("POST", "/v1/files")} < set(ROUTES)
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_every_route_needs_the_key_or_a_loopback_name(servers: dict[str, str], method: str, path: str) -> None:
+    """Metrics, timelines and the schema, too. `None` stands for an answer of the route itself."""
+    is_open = path in ("/", "/health") or PAGE_FILES.fullmatch(path)
+    needs_key = None if is_open else 401
+    wrong = {"authorization": "Bearer sesam"}
+    for server, headers, wanted in (
+        ("keyed", LOOPBACK, needs_key),
+        ("keyed", OF_ANOTHER, needs_key),
+        ("keyed", {**LOOPBACK, **wrong}, needs_key),
+        ("keyed", {**OF_ANOTHER, **KEY}, None),
+        ("loopback", LOOPBACK, None),
+        ("loopback", OF_ANOTHER, 403),
+        ("loopback", {**OF_ANOTHER, **KEY}, 403),
+        ("insecure", OF_ANOTHER, None),
+    ):
+        status = httpx.request(method, f"{servers[server]}{path}", headers=headers).status_code
+        assert (status if status in (401, 403) else None) == wanted, (server, headers)

@@ -1,4 +1,4 @@
-"""Several answers to one prompt (`n`), as the unchanged `openai` package and the client library see them."""
+"""Several answers to one prompt (`n`), and LoRA adapters as models, with the unchanged `openai` package."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ import pytest
 
 from omni_actors.client import AsyncOmniClient, ChoiceStreams, OmniClient
 from omni_actors.errors import Aborted, InvalidRequest
+from omni_actors.http_server.settings import ServerSettings
+from omni_actors.http_server.state import ServerState
+from omni_actors.protocol.payloads import StageParams
+from omni_actors.sharing import Budget
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import PATIENCE, until
 
@@ -121,3 +125,30 @@ def test_when_one_answer_fails_the_others_end_too(
                 await asyncio.to_thread(until, lambda: looks_on.describe().in_flight == 0)
 
     asyncio.run(ask())
+
+
+def test_an_adapter_is_a_model_whose_parent_is_the_pipelines(echo: HttpPipeline) -> None:
+    client = echo.openai()
+    parents = {model.id: model.parent for model in client.models.list()}
+    assert parents["pirate"] == "echo"
+    assert client.models.retrieve("pirate").parent == "echo"
+    answer = client.chat.completions.create(model="pirate", messages=HELLO)
+    assert (answer.model, answer.choices[0].message.content) == ("pirate", "hello, sea")
+    assert client.completions.create(model="pirate", prompt="abc").model == "pirate"
+    with pytest.raises(openai.NotFoundError, match="pirate") as caught:
+        client.chat.completions.create(model="poet", messages=HELLO)
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+
+
+def test_the_text_stage_runs_the_adapter_that_a_request_names(echo: HttpPipeline) -> None:
+    with OmniClient(echo.endpoint) as client:
+        description = client.describe()
+        assert client.generate("hello", params={"thinker": {"adapter": "pirate"}}, timeout=60).text == "hello"
+        with pytest.raises(InvalidRequest, match="no adapter 'poet'") as caught:
+            client.generate("hello", params={"thinker": {"adapter": "poet"}}, timeout=60)
+        assert caught.value.field == "adapter"
+    assert description.adapters == ("pirate",)
+    state = ServerState(ServerSettings(endpoint=echo.endpoint), Budget(1 << 20))
+    adapted = state.stage_params("pirate", {}, description, {"top_p": 0.5})
+    assert adapted == {"thinker": StageParams(top_p=0.5, adapter="pirate")}
+    assert state.stage_params("echo", {}, description, {"top_p": 0.5}) == {"thinker": StageParams(top_p=0.5)}

@@ -25,8 +25,9 @@ from omni_actors.config import host_devices
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.sharing import Budget
-from tests.support.realtime import spoken_turn
-from tests.support.servers import HttpPipeline, film, picture, serving, sound, tone
+from tests.support.paths import REPOSITORY
+from tests.support.realtime import answer_on, openai_session, spoken_turn
+from tests.support.servers import HttpPipeline, data_uri, film, picture, serving, sound, tone
 
 pytestmark = pytest.mark.e2e
 
@@ -361,3 +362,33 @@ def test_a_call_that_must_be_made_is_made_and_not_spoken(tiny: HttpPipeline, cho
     assert not message.content
     assert message.audio is None
     assert answer.usage.completion_tokens_details.audio_tokens == 0
+
+
+async def test_a_picture_is_seen(tiny: HttpPipeline) -> None:
+    item = {"type": "message", "role": "user"}
+    item["content"] = [{"type": "input_image", "image_url": data_uri("image/png", picture(112, 112))}]
+    async with openai_session(tiny.url, MODEL, output_modalities=["text"], seed=5) as connection:
+        await connection.conversation.item.create(item=item)
+        await connection.response.create(response={"max_output_tokens": 12})
+        usage = (await answer_on(connection)).response.usage
+    with OmniClient(tiny.endpoint) as client:
+        content = [{"type": "image", "image": picture(112, 112)}]
+        wanted = client.generate(
+            [{"role": "user", "content": content}], modalities=["text"], params={"thinker": {"max_tokens": 1}}
+        )
+    assert usage.input_tokens == wanted.usage["thinker"].input_tokens > 16, "a token for 28 x 28 pixels"
+
+
+@pytest.mark.nightly
+def test_the_documented_sound_that_grows_is_answered(tiny: HttpPipeline) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
+    (block,) = [block for block in blocks if '"max_tokens": 0' in block]
+    done = subprocess.run(
+        [sys.executable, "-c", block.replace("ipc:///tmp/omni-x/client", tiny.endpoint)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()

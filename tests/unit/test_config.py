@@ -1,7 +1,8 @@
-"""The pipeline's YAML: what is refused, with which words, and where each value comes from."""
+"""The pipeline's YAML: what is refused, with which words, where each value comes from, and what is shipped."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 
 from omni_actors import config, logs
-from omni_actors.config import BUILT_IN_PROCESSORS, describe, memory_plan
+from omni_actors.config import BUILT_IN_PROCESSORS, PipelineConfig, describe, memory_plan
 from omni_actors.errors import ConfigError
+from omni_actors.sharing import FairQueue, Tenant, Ticket
 from omni_actors.stage.processors import PROCESSORS, Passthrough, StreamProcessor
 from tests.support.builders import chain, load, write
+from tests.support.paths import REPOSITORY
 
 
 def refused(tmp_path: Path, data: Any, overrides: dict[str, str] | None = None, devices: int = 0) -> str:
@@ -262,3 +265,31 @@ def test_log_level_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         root.handlers[:], root.propagate = before[0], before[2]
         root.setLevel(before[1])
+
+
+ANSWERS = 128
+
+
+def shipped() -> PipelineConfig:
+    return config.load(REPOSITORY / "stage_configs" / "qwen2_5_omni.yaml", {}, devices=1).pipeline
+
+
+def granted(count: int, tenant: str) -> int:
+    """How many of so many slots one client gets that is alone, for one of its tenants."""
+    numbers = itertools.count()
+    slots = FairQueue(count, 10 * count, 10 * count, lambda stages: False)
+    for _ in range(2 * count):
+        slots.enter(Ticket(str(next(numbers)), b"http", Tenant(b"http", tenant), 0, 1, ()))
+    return len(list(iter(slots.next, None)))
+
+
+def test_one_client_behind_one_address_has_128_answers_at_a_time() -> None:
+    """All requests over HTTP are those of one client, and all from one address those of one tenant."""
+    pipeline = shipped()
+    assert granted(pipeline.coordinator.max_in_flight, "address") >= ANSWERS
+    assert pipeline.http.connections >= ANSWERS
+    assert pipeline.flow.backlog_requests >= ANSWERS
+
+
+def test_no_text_waits_for_the_end_of_another_one() -> None:
+    assert shipped().stage("thinker").engine["max_num_seqs"] >= ANSWERS

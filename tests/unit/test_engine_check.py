@@ -1,16 +1,27 @@
-"""`omni-actors check` reads what stands below `engine:` of every kind of stage, without a GPU or a model."""
+"""What is refused before an engine loads anything: options below `engine:`, parts of plugins, checkpoints."""
 
 from __future__ import annotations
 
+import json
+import sys
+import types
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
 from omni_actors import config, launch
+from omni_actors.config.checkpoint import models_of
+from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
+from omni_actors.engine.autoregressive import AutoregressiveEngine
+from omni_actors.engine.core import VllmCore
+from omni_actors.engine.models import checkpoint_architecture, registry
+from omni_actors.engine.models.qwen2_5_omni import talker
 from omni_actors.errors import ConfigError
 from omni_actors.host.processes import EXIT_OK, EXIT_USAGE
-from omni_actors.launcher.preflight import check_engines
+from omni_actors.launcher.preflight import check_engines, check_launch
 from tests.support.builders import chain, load, write
 from tests.support.paths import REPOSITORY
 
@@ -113,3 +124,105 @@ def test_a_custom_stage_checks_its_own_options(
         "engine options checked: prompt, thinker, code2wav",
         "not checked: stages.talker.engine, as tests.support.stage.RecordingEngine has no check_options",
     ]
+
+
+if TYPE_CHECKING:  # the engine package prepares the process, which must precede vLLM
+    from vllm.config import VllmConfig
+
+
+@pytest.fixture
+def vllm_config(tiny_checkpoint: Path) -> VllmConfig:
+    return OmniEngineArgs(OmniModelConfig(str(tiny_checkpoint), "talker"), "autoregressive").create_engine_config()
+
+
+@pytest.mark.parametrize("adapter", ["collections.OrderedDict", "json.dumps"])
+def test_an_adapter_of_a_plugin_must_be_one(
+    tiny_checkpoint: Path, adapter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = types.ModuleType("plugin_with_a_wrong_adapter")
+    module.SPEC = replace(talker.SPEC, adapter=adapter)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    architecture = checkpoint_architecture(str(tiny_checkpoint))
+    monkeypatch.setattr(registry, "MODULES", {(architecture, "speaker"): module.__name__})
+    arguments = OmniEngineArgs(OmniModelConfig(str(tiny_checkpoint), "speaker"), "autoregressive")
+    with pytest.raises(ConfigError, match=f"{adapter} is not an AutoregressiveAdapter") as caught:
+        AutoregressiveEngine(arguments)
+    assert "ModelSpec" in caught.value.hint
+
+
+def test_vllms_own_scheduler_is_refused(vllm_config: VllmConfig) -> None:
+    vllm_config.scheduler_config.scheduler_cls = None  # as where a configuration was not made by OmniEngineArgs
+    with pytest.raises(ConfigError, match="Scheduler is not an OmniSchedulerInterface") as caught:
+        VllmCore(vllm_config)
+    assert "create_engine_config" in caught.value.hint
+
+
+def test_wrong_types_within_a_config_json_are_named(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_checkpoint / "config.json").read_text())
+    config["thinker_config"]["text_config"]["hidden_size"] = "many"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = OmniEngineArgs(OmniModelConfig(str(tmp_path), "thinker"), "autoregressive")
+    with pytest.raises(ConfigError, match=f"(?s)the config.json of {tmp_path}: .*'hidden_size' expected int, got str"):
+        arguments.create_engine_config()
+
+
+def test_an_engine_has_its_workers_on_one_host_or_on_a_ray_cluster() -> None:
+    with pytest.raises(ConfigError, match="nnodes: the workers of a replica are on one host") as refused:
+        OmniEngineArgs(OmniModelConfig("x", "thinker"), "autoregressive", {"nnodes": 2})
+    assert "`executor: ray`" in refused.value.hint
+
+
+PROMPT, THINKER, TALKER, CODE2WAV = range(4)
+
+
+def pipeline() -> dict[str, Any]:
+    """The chain with stages of the kinds that Qwen2.5-Omni has."""
+    data = chain()
+    for stage in data["stages"]:
+        stage["kind"] = {"prompt": "prompt", "code2wav": "diffusion"}.get(stage["name"], "autoregressive")
+    return data
+
+
+def test_a_stage_runs_the_checkpoint_of_its_own_and_a_prompt_stage_that_of_the_next(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    data = pipeline()
+    data["stages"][THINKER]["model"] = "own"
+    data["stages"][CODE2WAV]["model"] = "someone/vocoder"
+    loaded = load(tmp_path, data).pipeline
+    assert loaded.stage("thinker").model == str(tmp_path / "own"), "relative to the YAML file"
+    assert models_of(loaded) == (str(tmp_path / "own"), "echo", "someone/vocoder")
+
+
+def test_a_checkpoint_that_is_not_there_is_named_with_its_stage(tmp_path: Path) -> None:
+    data = pipeline()
+    data["stages"][TALKER]["model"] = "./nowhere"
+    with pytest.raises(ConfigError, match=r"stages\.talker\.model: there is no folder './nowhere'"):
+        load(tmp_path, data)
+
+
+def test_a_prompt_stage_cannot_prepare_prompts_for_another_checkpoint(tmp_path: Path) -> None:
+    data = pipeline()
+    data["stages"][PROMPT]["model"] = "someone/other"
+    with pytest.raises(ConfigError, match=r"stages\.prompt\.model is 'someone/other', but the stage 'thinker'.*'echo'"):
+        load(tmp_path, data)
+    data["stages"][THINKER]["model"] = "someone/other"
+    load(tmp_path, data)
+
+
+def test_every_stage_reads_its_own_checkpoint(tmp_path: Path) -> None:
+    from omni_actors.engine.arguments import stage_arguments
+
+    data = pipeline()
+    for name, architecture in (("whole", "Qwen2_5OmniModel"), ("other", "Qwen9OmniModel")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    data |= {"model": "whole"}
+    data["stages"][TALKER]["model"] = "other"
+    loaded = load(tmp_path, data).pipeline
+    for name in ("prompt", "thinker", "code2wav"):
+        assert stage_arguments(loaded, loaded.stage(name)).model_spec()
+    with pytest.raises(ConfigError, match="'talker' of 'Qwen9OmniModel'"):
+        stage_arguments(loaded, loaded.stage("talker")).model_spec()
+    (tmp_path / "other" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"other/config\.json is not valid JSON"):
+        check_launch(loaded, launch.parser().parse_args(["pipeline.yaml", "--check"]))

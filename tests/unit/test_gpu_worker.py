@@ -1,30 +1,38 @@
-"""The worker of autoregressive stages on a GPU, as far as it needs none: its runner, and the size of its KV cache."""
+"""The worker of autoregressive stages on a GPU, as far as it needs none: memory, its runner, kernels of a start."""
 
 from __future__ import annotations
 
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 from torch.nn import functional
+from vllm.model_executor.layers.fused_moe import fused_moe
 
+from omni_actors.engine import platform
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
+from omni_actors.engine.platform import wait_for_memory
 from omni_actors.engine.workers.gpu import (
     GIB,
     OUTSIDE_TORCH_BYTES,
+    Experts,
     OmniGPURunner,
     OmniGPUWorker,
     check_products,
     kv_cache_bytes,
+    prompt_sizes,
 )
 from omni_actors.engine.workers.runner import OmniRunnerBase
 from omni_actors.errors import ConfigError, StartupError
+from omni_actors.vllm_version import Platform
 
 
 @pytest.fixture
@@ -144,3 +152,112 @@ def test_wrong_products_on_a_part_of_a_gpu_end_the_start(monkeypatch: pytest.Mon
     monkeypatch.setattr(functional, "linear", one_tile_is_wrong)
     with pytest.raises(StartupError, match="32 x 512 by 512 x 96 wrongly"):
         check_products(model)
+
+
+GRAPHS = [1, 2, 4, *range(8, 257, 8)]
+THINKER = Experts((128, 1536, 2048), (128, 2048, 768), 8)
+TALKER = Experts((128, 768, 1024), (128, 1024, 384), 6)
+Tuned = Callable[[str], None]
+
+
+@pytest.fixture
+def tuned_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuned]:
+    """Has vLLM look for its tables of a device; of a name that it does not know, it takes its defaults."""
+
+    def use(device: str) -> None:
+        fused_moe.get_moe_configs.cache_clear()
+        monkeypatch.setattr(
+            fused_moe,
+            "get_config_file_name",
+            lambda experts, width, *_: f"E={experts},N={width},device_name={device}.json",
+        )
+
+    yield use
+    fused_moe.get_moe_configs.cache_clear()
+
+
+def all_kernels(kinds: list[Experts], sizes: range | list[int]) -> set[object]:
+    return {kind.kernels(size) for kind in kinds for size in sizes}
+
+
+@pytest.mark.parametrize(
+    ("kind", "graphs", "largest"), [(THINKER, GRAPHS, 2048), (TALKER, GRAPHS[:19], 4096)], ids=["thinker", "talker"]
+)
+@pytest.mark.parametrize("device", ["NVIDIA_H200", "one that nobody has tuned"])
+def test_every_kernel_that_a_prompt_can_need_is_compiled_once(
+    kind: Experts, graphs: list[int], largest: int, device: str, tuned_for: Tuned
+) -> None:
+    tuned_for(device)
+    sizes = prompt_sizes([kind], graphs, largest)
+    begun = [*graphs, largest]
+    assert all_kernels([kind], [*begun, *sizes]) == all_kernels([kind], [*graphs, *range(graphs[-1], largest + 1)])
+    for size in sizes:
+        assert graphs[-1] < size < largest
+        assert kind.kernels(size) not in all_kernels([kind], [*begun, *(other for other in sizes if other < size)])
+
+
+def test_several_kinds_of_experts_share_their_sizes(tuned_for: Tuned) -> None:
+    tuned_for("NVIDIA_H200")
+    kinds = [THINKER, TALKER]
+    sizes = prompt_sizes(kinds, GRAPHS, 2048)
+    assert all_kernels(kinds, [*GRAPHS, 2048, *sizes]) == all_kernels(kinds, [*GRAPHS, *range(256, 2049)])
+    assert len(sizes) < len(prompt_sizes([THINKER], GRAPHS, 2048)) + len(prompt_sizes([TALKER], GRAPHS, 2048))
+
+
+def test_a_batch_that_fits_a_graph_needs_nothing(tuned_for: Tuned) -> None:
+    tuned_for("NVIDIA_H200")
+    assert prompt_sizes([THINKER], GRAPHS, 256) == []
+
+
+class Clock:
+    """Time that passes only by `sleep`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_start_waits_until_the_memory_of_a_killed_process_is_free(caplog: pytest.LogCaptureFixture) -> None:
+    clock, free = Clock(), iter([10 * GIB, 10 * GIB, 45 * GIB])
+    assert wait_for_memory(lambda: (next(free), 80 * GIB), 0.5, clock=clock, sleep=clock.sleep)
+    assert next(free, None) is None
+    assert "waiting for memory of the device: 10.0 GiB are free, 40.0 GiB needed" in caplog.text
+
+
+def test_the_worker_looks_at_its_own_device_before_vllm_does(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = OmniEngineArgs(OmniModelConfig(str(tiny_checkpoint), "talker"), "autoregressive")
+    worker = OmniGPUWorker(arguments.create_engine_config(), 1, 1, f"file://{tmp_path}/rendezvous")
+    happened: list[Any] = []
+
+    def measure(device: int) -> tuple[int, int]:
+        happened.append(device)
+        return 80 * GIB, 80 * GIB
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", measure)
+    monkeypatch.setattr("vllm.v1.worker.gpu_worker.Worker.init_device", lambda self: happened.append("vLLM"))
+    worker.init_device()
+    assert happened == [1, "vLLM"]
+
+
+@pytest.mark.parametrize("given", ["", "/elsewhere"])
+def test_kernels_are_cached_in_one_place_whether_graphs_are_compiled_or_loaded(
+    monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """Compiling and loading set Inductor's folder to different ones, below which Triton's would be."""
+    monkeypatch.setattr(platform, "check_installed", lambda: SimpleNamespace(platform=Platform.CUDA))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/cache")
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")  # both are set below, and restored with this
+    monkeypatch.setenv("TRITON_CACHE_DIR", given)
+    if not given:
+        monkeypatch.delenv("TRITON_CACHE_DIR")
+    platform.prepare.__wrapped__()
+    for inductor in ("/made", "/loaded"):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", inductor)
+        assert triton_cache_dir(0) == (given or "/cache/triton_cache")

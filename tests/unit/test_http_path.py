@@ -1,4 +1,4 @@
-"""What keeps the HTTP server's event loop free, so that the first text of an answer does not wait in it."""
+"""What keeps the HTTP server's event loop free, and when the bytes of a request stop counting."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import base64
 import inspect
 import json
 from collections.abc import AsyncIterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import numpy
 import pytest
 from starlette.requests import Request
+from starlette.responses import PlainTextResponse
 from starlette.routing import Route
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
 from omni_actors.client import Audio, ChoiceStreams, RequestStream, Text
 from omni_actors.errors import InvalidRequest, RequestTimeout
 from omni_actors.http_server import state as server_state
 from omni_actors.http_server.answer import Answer, AnswerResponse, event
-from omni_actors.http_server.app import create_routes
-from omni_actors.http_server.bodies import Submission
+from omni_actors.http_server.app import ENDPOINTS, Endpoint, RequestMiddleware, create_routes
+from omni_actors.http_server.bodies import Submission, reserve
 from omni_actors.http_server.encoders import encoded, encoder_of, fed, pcm16
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.settings import ServerSettings
@@ -206,3 +207,46 @@ async def test_a_request_has_the_priority_seed_and_time_of_its_body(monkeypatch:
     with pytest.raises(HttpError):
         await Answer.begin(request, state, Submission(priority=-3, seed=7, timeout=5.0), "hello", {})
     assert (asked["priority"], asked["seed"], asked["timeout"]) == (-3, 7, 5.0)
+
+
+@pytest.mark.parametrize("endpoint", [one for one in ENDPOINTS if one.body is not None], ids=lambda one: one.path)
+def test_a_body_is_decoded_into_what_its_handler_takes(endpoint: Endpoint) -> None:
+    taken = list(get_type_hints(endpoint.handler).values())[2]
+    (kind,) = get_args(taken) or (taken,)  # that of a Form[...]
+    assert issubclass(endpoint.body.kind, kind)
+
+
+BODY = b"x" * 90_000
+POSTED = {
+    "type": "http",
+    "method": "POST",
+    "path": "/v1/chat/completions",
+    "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+}
+
+
+async def receive() -> Message:
+    return {"type": "http.request", "body": BODY, "more_body": False}
+
+
+async def test_a_client_that_has_its_answer_may_send_as_much_again_at_once() -> None:
+    """The second request comes while the server still sends the last piece of the first one's answer."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        reserve(len((await receive())["body"]))
+        await PlainTextResponse("answer")(scope, receive, send)
+
+    settings = ServerSettings(endpoint="ipc:///tmp/none", bodies_bytes=100_000)
+    server = RequestMiddleware(app, settings, Budget(settings.bodies_bytes))
+    statuses: list[int] = []
+
+    async def second(message: Message) -> None:
+        statuses.extend([message["status"]] if message["type"] == "http.response.start" else [])
+
+    async def first(message: Message) -> None:
+        await second(message)
+        if message["type"] == "http.response.body":
+            await server(dict(POSTED), receive, second)
+
+    await server(dict(POSTED), receive, first)
+    assert statuses == [200, 200]

@@ -1,16 +1,27 @@
-"""Bodies of the routes for pictures: OpenAI's fields are known, and each goes to the stages that take it."""
+"""Bodies of the routes for pictures: OpenAI's fields are known, and each goes to the stages that take it; PNG files."""
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import msgspec
 import numpy
+import numpy as np
 import pytest
 from openai.types import VideoCreateParams, image_edit_params, image_generate_params
+from PIL import Image
 
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.images import EDIT, GENERATION, ImageRequest, background_of, flattened, params_of
+from omni_actors.http_server.images import (
+    EDIT,
+    GENERATION,
+    ImageRequest,
+    background_of,
+    encoded_image,
+    flattened,
+    params_of,
+)
 from omni_actors.http_server.videos import BODY
 from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import Parameter, StageParams
@@ -87,3 +98,18 @@ def test_a_picture_is_put_on_white() -> None:
     assert flattened(pixels).tolist() == [[[255, 0, 0], [255, 255, 255], [127, 127, 127]]]
     assert background_of(pixels) == "transparent"
     assert background_of(flattened(pixels)) == background_of(pixels[:, :1]) == "opaque"
+
+
+def picture(height: int, width: int, channels: int) -> np.ndarray:
+    """A gradient with noise, as a photograph has it."""
+    steps = np.add.outer(np.arange(height), np.arange(width))[..., None] // 3
+    return (steps + np.random.default_rng(0).integers(0, 24, (height, width, channels))).astype(np.uint8)
+
+
+@pytest.mark.parametrize("size", [(1, 1, 3), (3, 5, 4), (64, 1, 4), (1, 700, 3), (512, 512, 4), (700, 900, 3)])
+def test_a_file_has_the_pixels_of_its_picture(size: tuple[int, int, int]) -> None:
+    pixels = picture(*size)
+    with Image.open(io.BytesIO(encoded_image(pixels, "png"))) as opened:
+        opened.load()
+        assert opened.format == "PNG"
+        assert np.array_equal(np.asarray(opened), pixels)

@@ -1,13 +1,20 @@
-"""Metrics: their table, counting, snapshots, merging, and Prometheus text. No process, no socket."""
+"""Metrics: their table, counting, snapshots, merging, Prometheus text and its endpoint; the log of requests."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
+import socket
+import threading
+from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from omni_actors.coordinator.core.requests import RequestMachine
@@ -21,10 +28,11 @@ from omni_actors.stage.meter import KEPT_TIMELINES, StageMeter
 from omni_actors.stage.session import process_values
 from omni_actors.telemetry import metrics as table
 from omni_actors.telemetry.collector import TelemetryCollector
-from omni_actors.telemetry.endpoint import render
+from omni_actors.telemetry.endpoint import CONNECTIONS, MetricsEndpoint, render
 from omni_actors.telemetry.metrics import TABLE, Kind, Meters, edge_metrics
+from omni_actors.telemetry.request_log import KEPT, Playback, RequestLog
 from omni_actors.transport.link import EdgeMetrics, Traffic
-from tests.support.builders import pipeline
+from tests.support.builders import pipeline, submit
 from tests.support.clock import Clock
 from tests.support.paths import REPOSITORY
 from tests.support.requests import ask, bring_back, lose, ready
@@ -256,3 +264,102 @@ def test_a_snapshot_fits_its_message_and_the_next_ones_bring_the_remaining_timel
         assert size > limits.body_bytes - 300, "as many as fit"
     assert seen == names
     assert next_snapshot(meter, 1 << 20).ended == ()
+
+
+PIECES = st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.01, 3.0)), min_size=1, max_size=20)
+
+
+def played(pieces: list[tuple[float, float]], begin: float | None) -> list[float]:
+    """The gaps that a listener hears who presses play at `begin`, or when the first piece comes."""
+    gaps, position = [], pieces[0][0] if begin is None else begin
+    for came, seconds in pieces:
+        gaps.append(max(0.0, came - position))
+        position = max(position, came) + seconds
+    return gaps
+
+
+def arrivals(pieces: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The pieces with the moment of each instead of the time since the one before."""
+    now, timed = 100.0, []
+    for wait, seconds in pieces:
+        now += wait
+        timed.append((now, seconds))
+    return timed
+
+
+def of(pieces: list[tuple[float, float]]) -> Playback:
+    playback = Playback()
+    for came, seconds in pieces:
+        playback.add(came, seconds)
+    return playback
+
+
+@given(PIECES)
+def test_both_listeners_hear_what_is_said_of_them(pieces: list[tuple[float, float]]) -> None:
+    timed = arrivals(pieces)
+    playback = of(timed)
+    gaps = played(timed, None)
+    assert playback.longest_gap == pytest.approx(max(gaps), abs=1e-6)
+    assert playback.gaps == pytest.approx(sum(gaps), abs=1e-6)
+    assert sum(played(timed, playback.smooth_start)) == pytest.approx(0.0, abs=1e-6)
+    if sum(gaps) > 0.002:
+        assert sum(played(timed, playback.smooth_start - 0.001)) > 0.0, "no earlier moment would do"
+
+
+def test_only_the_last_requests_are_kept() -> None:
+    log = RequestLog(Meters(), Clock(1000.0), lambda _: None)
+    for index in range(KEPT + 5):
+        log.admitted(f"r{index}", submit())
+        log.ended(f"r{index}", None)
+    assert log.timeline("r4") is None
+    assert log.timeline("r5") is not None
+    assert [timeline.request_id for timeline in log.recent(2)] == [f"r{KEPT + 4}", f"r{KEPT + 3}"]
+
+
+TEXT = "# TYPE omni_things gauge\nomni_things 3.0\n"
+
+
+async def fetch() -> str:
+    return TEXT
+
+
+@pytest.fixture(params=["127.0.0.1", "::1", "0.0.0.0"])
+def endpoint(request: pytest.FixtureRequest) -> Iterator[MetricsEndpoint]:
+    """Listens on the address of the parameter."""
+    made: list[MetricsEndpoint] = []
+    ready, done = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        made.append(MetricsEndpoint(request.param, 0, fetch))
+        ready.set()
+        await asyncio.to_thread(done.wait, 60)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    assert ready.wait(10)
+    yield made[0]
+    made[0].close()
+    done.set()
+    thread.join()
+
+
+def test_silent_connections_make_room_for_scrapes(endpoint: MetricsEndpoint) -> None:
+    url = httpx.URL(endpoint.url)
+    before = threading.active_count()
+    silent = [socket.create_connection((url.host, url.port), timeout=20) for _ in range(5 * CONNECTIONS)]
+    for half in silent[::2]:
+        half.sendall(b"GET /metrics HTTP/1.1\r\n")
+    assert "omni_things 3.0" in httpx.get(url).text
+    for made in silent[: 4 * CONNECTIONS]:
+        assert made.recv(1) == b""
+    assert threading.active_count() <= before + CONNECTIONS + 1
+    for made in silent:
+        made.close()
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "[", ""])
+def test_on_loopback_a_page_of_another_name_reads_nothing(endpoint: MetricsEndpoint, host: str) -> None:
+    answer = httpx.get(endpoint.url, headers={"host": host})
+    expected = 200 if "0.0.0.0" in endpoint.url else 403
+    assert answer.status_code == expected
+    assert ("omni_things" in answer.text) == (expected == 200)

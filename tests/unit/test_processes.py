@@ -1,16 +1,28 @@
-"""Ending with the parent, open files, and the clock of a process."""
+"""How processes begin, end with their parent, and what is removed of their shared memory."""
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
 
 import psutil
+import pytest
 
+from omni_actors.host import segments
 from omni_actors.host.processes import AnchoredClock, raise_file_limit
+from omni_actors.host.run_directory import RunDirectory
+from omni_actors.host.segments import Segment
+from omni_actors.launcher.replica_processes import SegmentLedger
+from omni_actors.protocol.fields import ReplicaId
 from tests.support.clock import Clock
+from tests.support.paths import REPOSITORY
+from tests.support.segments import holder
 
 CHILD = "import time; from omni_actors.host.processes import die_with_parent; die_with_parent(); print(1, flush=True); "
 PARENT = f"""
@@ -55,3 +67,97 @@ def test_a_clock_does_not_follow_when_the_wall_clock_is_set() -> None:
     wall.now, monotonic.now = 0.0, 12.5
     assert clock() == 5002.5
     assert clock.of(11.0) == 5001.0
+
+
+TALKER, OTHER = ReplicaId("talker", 0, 1), ReplicaId("talker", 1, 1)
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    """A path in /dev/shm; removed at the end."""
+    path = f"/dev/shm/omni-test-{uuid4()} with a space"
+    yield path
+    Path(path).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def hold() -> Iterator[Start]:
+    """Starts processes that map files."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*paths: str) -> subprocess.Popen[bytes]:
+        started.append(holder(*paths))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_what_two_replicas_hold_stays_until_both_are_dead(tmp_path: Path, path: str, hold: Start) -> None:
+    ledger = SegmentLedger(tmp_path / "segments")
+    ledger.look({TALKER: hold(path).pid, OTHER: hold(path).pid})
+    ledger.sweep([TALKER])
+    assert os.path.exists(path)
+    ledger.sweep([OTHER])
+    assert not os.path.exists(path)
+
+
+def test_a_file_that_took_the_same_name_is_not_removed(path: str) -> None:
+    Path(path).touch()
+    name = Path(path).name
+    segments.remove([Segment(name, os.stat(path).st_ino + 1)])
+    assert os.path.exists(path)
+    segments.remove([Segment(name, os.stat(path).st_ino), Segment("omni-test-never", 1)])
+    assert not os.path.exists(path)
+
+
+def test_the_next_launcher_removes_what_a_killed_one_has_listed(short_path: Path, path: str, hold: Start) -> None:
+    folder = short_path / "run"
+    folder.mkdir(mode=0o700)
+    ledger = SegmentLedger(folder / "segments")
+    ledger.look({TALKER: hold(path).pid})
+    run = RunDirectory(str(folder))
+    try:
+        assert not os.path.exists(path)
+    finally:
+        run.close()
+    assert [entry.name for entry in folder.iterdir()] == ["logs"]
+
+
+LAUNCHER = """
+import multiprocessing
+import os
+from concurrent.futures import ThreadPoolExecutor
+from omni_actors.launcher.replica_processes import start_light
+
+print("the main module runs", flush=True)
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=os.write, args=(1, b"a child runs\\n")) for _ in range(3)]
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(start_light, processes))
+    for process in processes:
+        process.join(60)
+    print("the main module is", __import__("sys").modules["__main__"].__file__)
+"""
+
+
+def test_processes_of_stages_do_not_run_the_launchers_main_module(tmp_path: Path) -> None:
+    """multiprocessing would have them do so, which takes longer than the start of an echo stage."""
+    program = tmp_path / "main.py"
+    program.write_text(LAUNCHER)
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    main, *children, main_again = done.stdout.splitlines()
+    assert main == "the main module runs"
+    assert children == ["a child runs"] * 3
+    assert main_again == f"the main module is {program}"

@@ -1,16 +1,22 @@
-"""What a realtime session decides. Every event that it sends here is checked against OpenAI's types."""
+"""What a realtime session decides, and what is kept of it. Every event is checked against OpenAI's types."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import MAX_MESSAGES
 from omni_actors.http_server.realtime.config import Pipeline
 from omni_actors.http_server.realtime.conversation import ItemPart, MessageItem, RealtimeConversation
+from omni_actors.http_server.realtime.resuming import SLACK_BYTES, SessionKeeper, find
+from omni_actors.http_server.store import Journals
 from omni_actors.protocol.payloads import WordTime
 from tests.support.realtime import PIPELINE, SECOND, Talk, error_of, kinds
 
@@ -354,3 +360,28 @@ def test_what_cannot_be_truncated_is_refused(change: dict[str, Any], param: str)
     talk.say("Hello", role="assistant", id="told")
     fields = {"item_id": talk.answer("one"), "content_index": 0, "audio_end_ms": 500, **change}
     assert error_of(talk.send("conversation.item.truncate", **fields))["param"] == param
+
+
+async def test_the_journal_of_a_long_session_stays_short_and_has_all_of_it(tmp_path: Path) -> None:
+    journals, talk = Journals(str(tmp_path), "sessions"), Talk(audio_seconds=10.0)
+    keeper, seen = SessionKeeper(talk.session, "me", journals), 0
+    writing = asyncio.create_task(keeper.run())
+    file = tmp_path / "sessions" / talk.session.id
+    for turn in range(60):
+        talk.append(SECOND[: -2 * turn or None])
+        talk.send("input_audio_buffer.commit")
+        seen, new = len(talk.events), talk.events[seen:]
+        for event in new:
+            keeper.note(event)
+        await keeper.caught_up.wait()
+        assert file.stat().st_size <= 2 * talk.session.held + SLACK_BYTES + 2 * len(SECOND)
+    with file.open("ab") as torn:
+        torn.write(b"\0\0\1\0died")
+    kept = await find(talk.session.id, "me", journals)
+    assert [len(item.parts[0].audio) for item in kept.items] == [len(SECOND) - 2 * turn for turn in range(50, 60)]
+    with pytest.raises(HttpError, match="no session"):
+        await find(talk.session.id, "you", journals)
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+    await keeper.close(ended=True)
+    assert os.listdir(file.parent) == []

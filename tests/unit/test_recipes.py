@@ -1,10 +1,11 @@
-"""The recipes of docs/deploying.md are read by what would run them, and the code of the first pages fits a page."""
+"""The recipes of docs/deploying.md and the names of docs/migrating.md are read by what would run them."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -123,3 +124,18 @@ def test_a_proxy_neither_buffers_nor_cuts_off_what_the_server_allows() -> None:
     assert directives["client_max_body_size"] == "64m", "http.body_bytes"
     assert config.HttpConfig().body_bytes == 64 << 20
     assert int(directives["proxy_read_timeout"].removesuffix("s")) >= config.HttpConfig().request_timeout
+
+
+MIGRATING = (REPOSITORY / "docs" / "migrating.md").read_text()
+
+
+def test_the_yaml_after_the_move_is_valid_and_keeps_the_values(tmp_path: Path) -> None:
+    before, after = re.findall(r"```yaml\n(.*?)```", MIGRATING, re.S)
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(after)
+    pipeline = config.load(file, devices=1).pipeline
+    assert [stage.name for stage in pipeline.stages] == ["prompt", "thinker", "talker", "code2wav"]
+    assert set(pipeline.modalities) == {"text", "audio"}
+    for name, value in re.findall(r"(gpu_memory_utilization|temperature|top_k|top_p): ([\d.]+)", before):
+        if value != "0.15":  # the vocoder's share, which has no counterpart
+            assert f"{name}: {value}" in after

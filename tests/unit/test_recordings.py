@@ -1,12 +1,17 @@
-"""Where long recordings are cut."""
+"""Long recordings: where they are cut, the times of their words as transformers has them, and subtitles."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.models.qwen3_asr.processing_qwen3_asr import Qwen3ASRProcessor, _fix_timestamps
 
-from omni_actors.http_server.recordings import SEARCH_SECONDS, quiet_cuts
-from omni_actors.http_server.transcriptions import gap
+from omni_actors.engine.models.qwen3_asr.words import in_order, words_of
+from omni_actors.http_server.recordings import SEARCH_SECONDS, Stretch, quiet_cuts
+from omni_actors.http_server.transcriptions import Said, cut_at_sentences, gap
+from omni_actors.protocol.payloads import WordTime
 
 RATE = 1000
 LOUD = np.random.default_rng(0).uniform(0.5, 1, 100 * RATE).astype(np.float32)
@@ -48,3 +53,53 @@ def test_every_part_but_the_last_is_about_as_long_as_asked_for_and_none_is_lost(
 )
 def test_parts_of_a_text_are_parted_as_its_script_parts_words(before: str, after: str, between: str) -> None:
     assert gap(before, after) == between
+
+
+TEXTS = st.text(st.one_of(st.sampled_from(" '-.,aé9你好世。こ\u3000\U00020001\n"), st.characters()), max_size=40)
+
+
+@given(TEXTS)
+def test_words_are_those_of_transformers_with_their_places(text: str) -> None:
+    words = words_of(text)
+    processor = Qwen3ASRProcessor.__new__(Qwen3ASRProcessor)
+    assert [word for _, word in words] == processor.split_words_for_alignment(text)
+    assert all(text[place] == word[0] for place, word in words)
+    assert [place for place, _ in words] == sorted({place for place, _ in words})
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=24))
+def test_times_are_put_in_order_as_in_transformers(classes: list[int]) -> None:
+    times = np.array(classes) * 80
+    ordered = in_order(times).tolist()
+    assert ordered == _fix_timestamps(times.astype(np.float32))
+    assert ordered == sorted(ordered)
+
+
+def words(text: str, *times: tuple[float, float]) -> list[WordTime]:
+    found = words_of(text)
+    return [WordTime(word, start, end, place) for (place, word), (start, end) in zip(found, times, strict=True)]
+
+
+def spread(text: str, seconds: float) -> list[WordTime]:
+    count = len(words_of(text))
+    return words(text, *[(index * seconds, (index + 1) * seconds) for index in range(count)])
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "wanted"),
+    [
+        (" The tide is full. Dr. No sails: 3.5!  ", 0.5, [(0, 2, "The tide is full."), (2, 4, "Dr. No sails: 3.5!")]),
+        ("one two three four five", 2, [(0, 6, "one two three"), (6, 10, "four five")]),
+        ("潮满了。他们出海", 1, [(0, 3, "潮满了。"), (3, 7, "他们出海")]),
+        ("one", 9, [(0, 9, "one")]),
+    ],
+)  # fmt: skip
+def test_segments_are_sentences_or_seven_seconds(
+    text: str, seconds: float, wanted: list[tuple[float, float, str]]
+) -> None:
+    segments = cut_at_sentences(Stretch(b"", 100, 200), text, spread(text, seconds))
+    assert segments == [Said(100 + start, 100 + end, said) for start, end, said in wanted]
+
+
+def test_without_times_of_words_a_part_is_a_segment() -> None:
+    assert cut_at_sentences(Stretch(b"", 1, 2), " A tide. A sea.", []) == [Said(1, 2, "A tide. A sea.")]

@@ -18,7 +18,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 
 from omni_actors.engine.models.chunks import ChunkPolicy, DecodeOptions
 from omni_actors.engine.models.qwen2_5_omni import bigvgan, kernels
-from omni_actors.engine.models.qwen2_5_omni.dit import SOLVERS
+from omni_actors.engine.models.qwen2_5_omni.dit import GRAPH_ROWS, SOLVERS, graph_rows
 from omni_actors.engine.models.qwen2_5_omni.stream import NoiseBlocks
 from omni_actors.errors import ConfigError
 from tests.support.reference import vocoder_noise
@@ -182,3 +182,17 @@ def test_attention_kernel(back: int, ahead: int):
         for form in (False, True)
     )
     assert torch.allclose(plain, fused, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("most", [6, 7, 144, 576, GRAPH_ROWS[-1]])
+def test_every_step_has_a_graph_that_is_not_much_larger(most: int) -> None:
+    sizes = graph_rows(most)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == most
+    for rows in range(6, most + 1):
+        assert next(size for size in sizes if size >= rows) <= max(1.5 * rows, rows + 4)
+
+
+def test_no_graph_is_larger_than_any_step() -> None:
+    assert graph_rows(4) == (4,)
+    assert graph_rows(10 * GRAPH_ROWS[-1]) == GRAPH_ROWS
