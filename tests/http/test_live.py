@@ -75,17 +75,8 @@ async def test_what_a_client_tells_is_known_and_said_only_if_it_is_commentary(sc
         await client.until_said(f"{WORDS}And eleven.")
         assert client.said == f"{WORDS}And eleven."
         asked = await prompt(client)
-        texts = [
-            "Rules.",
-            "Be brief.",
-            "Who are you?",
-            "A tide.",
-            "It rains.",
-            "Say thou.",
-            WORDS,
-            WORDS,
-            "And eleven.",
-        ]
+        texts = ["Rules.", "Be brief.", "Who are you?", "A tide.", "It rains.", "Say thou.", WORDS, WORDS]
+        texts.append("And eleven.")
         places = [asked.index(text) for text in texts]
         assert places == sorted(places)
         for kind, event_id in (("thinking", "a"), ("commentary", "c")):

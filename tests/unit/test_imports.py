@@ -24,17 +24,7 @@ ONLY_IN = {  # third-party module -> who may import it
     "shelve": set(),
     "dill": set(),
 }
-PURE = {
-    "zmq",
-    "asyncio",
-    "threading",
-    "socket",
-    "time",
-    "queue",
-    "subprocess",
-    "logging",
-    "os",
-}  # not in coordinator/core
+PURE = {*"zmq asyncio threading socket time queue subprocess logging os".split()}  # not in coordinator/core
 
 
 def modules() -> list[Path]:
