@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import io
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,8 @@ from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.engine.models.s3_vocoder.voices import VoiceEncoder
 from tests.support.code2wav import difference
 from tests.support.minicpm_reference import ENDING, MiniCpmReference
-from tests.support.realtime import spoken_turn
 from tests.support.s3_reference import S3Reference, seconds
-from tests.support.servers import HttpPipeline, tone
+from tests.support.servers import HttpPipeline
 from tools.checkpoints.s3 import TINY
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
@@ -70,31 +67,6 @@ async def test_answers_at_once_read_and_sound_as_the_reference_gives_them(pipeli
         assert difference(output.audio, sound) < TOLERANCE
     assert silent.text
     assert silent.audio is None or not len(silent.audio)
-
-
-async def test_a_recording_is_answered_over_http_and_in_a_session(pipeline, tiny_minicpm_o):
-    """With one at 16 kHz as the reference does it; a session's turn as the same recording in a chat message."""
-    stages = {"thinker": {"max_tokens": 9}, "talker": {"max_tokens": 10, "min_tokens": 10}}
-    tones = {rate: (tone(1.3, rate) * 32767).astype("<i2") for rate in (16_000, 24_000)}
-    told = {}
-    for rate, samples in tones.items():
-        file = io.BytesIO()
-        soundfile.write(file, samples, rate, format="WAV")
-        audio = {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}
-        answer = pipeline.openai().chat.completions.create(
-            model="tiny-minicpm-o",
-            messages=[{"role": "user", "content": [{"type": "input_audio", "input_audio": audio}]}],
-            extra_body={"stage_params": stages, "modalities": ["text"]},
-        )
-        told[rate] = answer.choices[0].message.content
-    reference = MiniCpmReference(tiny_minicpm_o)
-    wanted = reference.answer("", 9, 0, tones[16_000].astype(np.float32) / 32768).answer
-    assert told[16_000] == reference.tokenizer.decode(wanted, skip_special_tokens=True)
-    turn = await spoken_turn(
-        pipeline.url, "tiny-minicpm-o", tones[24_000].tobytes(), "alto", seed=5, stage_params=stages
-    )
-    assert turn.text == told[24_000], turn.response
-    assert len(turn.pcm) == 2 * 9600
 
 
 async def test_the_first_sound_comes_while_the_thinker_stands_still_in_the_middle_of_the_text(pipeline):

@@ -225,28 +225,6 @@ def test_a_chat_model_is_spoken_to_and_spoken(pipeline: HttpPipeline, cascade: H
     assert len(answers[0][1]) > 1000
 
 
-@pytest.mark.nightly
-def test_a_turn_that_is_spoken_calls_a_tool_whose_result_is_spoken(cascade: HttpPipeline) -> None:
-    """A grammar has the model call, whatever it would say."""
-    city = {"type": "object", "properties": {"city": {"enum": ["Kiel", "Ulm"]}}, "required": ["city"]}
-    weather = {"name": "weather", "strict": True, "parameters": city | {"additionalProperties": False}}
-    sound = {"data": base64.b64encode(SHORT).decode(), "format": "flac"}
-    messages = [{"role": "user", "content": [{"type": "input_audio", "input_audio": sound}]}]
-    ask = {"model": "spoken-chat", "modalities": ["text", "audio"], "audio": {"voice": "vivian", "format": "pcm16"}}
-    ask |= {"tools": [{"type": "function", "function": weather}], "temperature": 1.0, "seed": 1, "timeout": 120}
-    create = cascade.openai().chat.completions.create
-    choice = {"type": "function", "function": {"name": "weather"}}
-    called = create(**ask, messages=messages, tool_choice=choice, max_tokens=200).choices[0].message
-    (call,) = called.tool_calls
-    assert json.loads(call.function.arguments)["city"] in ("Kiel", "Ulm")
-    assert called.audio is None, "a call is not spoken"
-    result = {"role": "tool", "tool_call_id": call.id, "content": "It is raining."}
-    messages += [{"role": "assistant", "tool_calls": [call.model_dump()]}, result]
-    answer = create(**ask, messages=messages, tool_choice="none", max_tokens=12).choices[0].message
-    assert answer.audio.transcript
-    assert len(answer.audio.data) > 1000
-
-
 def spoken_events(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
 

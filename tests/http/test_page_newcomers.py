@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -90,21 +89,6 @@ def test_a_conversation_survives_a_reload(echo: HttpPipeline, page: Page, size: 
         page.get_by_label("Delete The sea").click()
     expect(page.locator("#conversations li")).to_have_count(0)
     expect(page.locator("#empty")).to_be_attached()
-
-
-@pytest.mark.nightly
-@sizes
-def test_a_model_on_a_cpu_says_so_once(echo: HttpPipeline, page: Page, size: tuple[int, int]) -> None:
-    page.route("**/v1/status", lambda route: route.fulfill(json={**route.fetch().json(), "on_cpu": True}))
-    visit(page, echo, size)
-    expect(page.locator("#pace")).to_have_text("This model computes on a CPU; answers can take a while.")
-    for count in (1, 2):
-        ask(page, "hello, sea")
-        answered(page, count)
-    pace = re.compile(r"^This model computes on a CPU: \d+\.\d s of sound per second so far\.$")
-    expect(page.get_by_text(re.compile("CPU"))).to_have_text([pace])
-    looks_good(page)
-    page.unroute_all(behavior="wait")
 
 
 def test_a_checkpoint_says_what_it_is_or_the_page_does(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ ONLY_IN = {  # third-party module -> who may import it
     "shelve": set(),
     "dill": set(),
 }
-PURE = {*"zmq asyncio threading socket time queue subprocess logging os".split()}  # not in coordinator/core
+# What is not in coordinator/core:
+PURE = {"zmq", "asyncio", "threading", "socket", "time", "queue", "subprocess", "logging", "os"}
 
 
 def modules() -> list[Path]:
