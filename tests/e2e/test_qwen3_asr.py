@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import itertools
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,17 +15,13 @@ import httpx
 import numpy as np
 import pytest
 import soundfile
-from openai import AsyncOpenAI
 
 from omni_actors.client import OmniClient
-from omni_actors.http_server.realtime.formats import RATE as REALTIME_RATE
 from omni_actors.http_server.recordings import SEARCH_SECONDS, quiet_cuts
-from omni_actors.protocol.payloads import WordTime
+from tests.support.commands import python
 from tests.support.paths import REPOSITORY
-from tests.support.realtime import answer_on, until_event
 from tests.support.servers import HttpPipeline
 from tests.support.spoken import text_socket
-from tests.support.waiting import PATIENCE, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -229,18 +222,6 @@ def spoken_events(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
 
 
-def times_of(pipeline: HttpPipeline, pcm: bytes, text: str) -> list[WordTime]:
-    """When the aligner says that the words of a text are said, in i16 at `REALTIME_RATE`."""
-    samples = np.frombuffer(pcm, "<i2").astype(np.float32) / 32768
-    with OmniClient(pipeline.endpoint) as client:
-        content = [{"type": "audio", "audio": (samples, REALTIME_RATE)}]
-        told = {"transcript": text}
-        found = client.generate(
-            [{"role": "user", "content": content}], modalities=["words"], additional_information=told
-        )
-    return found.words
-
-
 async def test_words_that_are_spoken_have_the_times_that_the_aligner_gives(pipeline: HttpPipeline) -> None:
     """Echo stages make 20 ms of sound of each letter."""
     speech = {"stages.talker.engine.speech": "{}", "stages.code2wav.engine.samples_per_token": 480}
@@ -292,9 +273,7 @@ def test_the_documented_program_prints_the_times_of_words(pipeline: HttpPipeline
     blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
     (block,) = [block for block in blocks if '"words"' in block]
     program = block.replace("ipc:///tmp/omni-x/client", pipeline.endpoint)
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY / "examples", capture_output=True, text=True, timeout=240
-    )
+    done = python("-c", program, cwd=REPOSITORY / "examples")
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^\d+\.\d\d \d+\.\d\d (.*)", done.stdout, re.M) == [
         "What",
@@ -304,35 +283,3 @@ def test_the_documented_program_prints_the_times_of_words(pipeline: HttpPipeline
         "of",
         "Italy",
     ]
-
-
-async def test_an_interrupted_answer_is_cut_at_the_word_that_was_heard(pipeline: HttpPipeline) -> None:
-    """Echo stages make 0.1 s of sound of each letter; the toy aligner puts most words into the last seconds of it."""
-    text = "The tide is full and the sea is calm, and all of the boats are on the shore, but one."
-    overrides = {"stages.code2wav.engine.samples_per_token": 2400}
-    with HttpPipeline(overrides=overrides, arguments=["--http-transcriber", pipeline.endpoint]) as echo:
-        async with (
-            AsyncOpenAI(base_url=f"{echo.url}/v1", api_key="none") as client,
-            client.realtime.connect(model="echo") as connection,
-            asyncio.timeout(30 * PATIENCE),
-        ):
-            content = [{"type": "input_text", "text": text}]
-            await connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
-            await connection.response.create()
-            turn = await answer_on(connection)
-            item_id = turn.response.output[0].id
-            words = await asyncio.to_thread(times_of, pipeline, turn.pcm, text)
-            end, next_end = sorted({word.end for word in words})[:2]
-            cut = (end + next_end) / 2
-            heard = text[: next(word.place for word in words if word.end > cut)].rstrip()
-            assert 0 < len(heard) < len(text)
-            fields = {"item_id": item_id, "content_index": 0, "audio_end_ms": round(1000 * cut)}
-            await connection.conversation.item.truncate(**fields)
-
-            async def known() -> bool:
-                await connection.conversation.item.retrieve(item_id=item_id)
-                *_, event = await until_event(connection, "conversation.item.retrieved")
-                return event.item.content[0].transcript == heard
-
-            await eventually(known, 20, "the times of the words")
-        echo.assert_idle()

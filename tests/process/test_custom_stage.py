@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 
 import numpy
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from omni_actors import config
 from omni_actors.client import OmniClient
 from omni_actors.errors import Aborted, InvalidRequest
+from tests.support.commands import python
 from tests.support.paths import EXAMPLE_MODULES, REPOSITORY
 from tests.support.pipelines import RunningPipeline
 
@@ -27,14 +27,7 @@ def pipeline():
 
 
 def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "omni_actors.launch", str(EXAMPLE / "echo.yaml"), *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    return python("-m", "omni_actors.launch", str(EXAMPLE / "echo.yaml"), *arguments, env={**os.environ, **environment})
 
 
 def test_the_client_hears_the_custom_stages_sound(pipeline):
@@ -57,13 +50,7 @@ def test_the_client_hears_the_custom_stages_sound(pipeline):
 def test_the_documented_additional_information_reaches_the_custom_stage(pipeline):
     blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
     (block,) = [block for block in blocks if "peak" in block]
-    done = subprocess.run(
-        [sys.executable, "-c", block.replace("ipc:///tmp/omni-x/client", pipeline.endpoint)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = python("-c", block.replace("ipc:///tmp/omni-x/client", pipeline.endpoint))
     assert done.returncode == 0, done.stderr
     loudness, wrong_key, wrong_name = done.stdout.splitlines()
     assert loudness == "0.20"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
@@ -18,6 +16,7 @@ from omni_actors.errors import OmniError, RequestTimeout, StageLost, StageUnavai
 from omni_actors.launcher import launcher as launcher_module
 from omni_actors.stage.echo import CRASH_TOKEN
 from tests.support.builders import chain
+from tests.support.commands import python
 from tests.support.nightly import nightly
 from tests.support.processes import assert_nothing_left, processes_of
 from tests.support.waiting import PATIENCE, until
@@ -255,7 +254,7 @@ for _ in range(4):
 
 def test_a_signal_to_a_stage_that_has_just_been_forked_is_not_lost():
     """Before it has set its own handler: the launcher would wait its whole shutdown_timeout in vain."""
-    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=240, check=True)
+    done = python("-c", EARLY, check=True)
     assert done.stdout.split() == ["-15"] * 4
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from omni_actors.errors import ConfigError
 from omni_actors.host.processes import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from omni_actors.http_server import __main__ as http_server
 from omni_actors.launcher.one_request import needed_modalities
+from tests.support.commands import python
 
 NONE = "ipc:///tmp/no-coordinator-here"
 HELP_HAS = {
@@ -60,7 +60,7 @@ def test_each_subcommand_reaches_its_module(command: str, capsys: pytest.Capture
 
 @pytest.mark.parametrize("module", ["omni_actors", "omni_actors.cli.main"])
 def test_the_command_is_a_module_too(module: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "nonsense"], capture_output=True, text=True, timeout=60)
+    done = python("-m", module, "nonsense")
     assert done.returncode == EXIT_USAGE
     assert "unknown command 'nonsense'" in done.stderr
 

@@ -91,14 +91,6 @@ def test_autoregressive_requests_are_never_counted_nor_deferred():
     assert steps == [["x", "a", "y"], ["x", "a", "y"], ["x", "b"]]
 
 
-def test_without_a_budget_nothing_is_deferred():
-    scheduler = Scheduler(config())
-    for index in range(5):
-        scheduler.add_request(diffusion(str(index), 1, 1 << 50))
-    assert len(scheduler.step()) == 5
-    assert scheduler.budget.deferrals == 0
-
-
 def test_a_full_step_makes_room_for_who_falls_silent_earlier_and_goes_on_afterwards():
     ahead, pressing = diffusion("ahead", 4, 1, due=LATER), diffusion("pressing", 2, 1, due=SOON)
     steps = run(10, ahead, arrivals={2: pressing}, places=1)

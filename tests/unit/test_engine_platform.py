@@ -10,6 +10,7 @@ import pytest
 
 from omni_actors.engine import platform
 from omni_actors.vllm_version import Platform
+from tests.support.commands import python
 
 
 def test_no_cuda_process_preloads_the_cpu_worker(monkeypatch):
@@ -21,9 +22,7 @@ def test_no_cuda_process_preloads_the_cpu_worker(monkeypatch):
 
 
 def run(code: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    ).stdout.strip()
+    return python("-c", code, check=True).stdout.strip()
 
 
 @pytest.mark.nightly

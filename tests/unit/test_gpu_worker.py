@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +31,7 @@ from omni_actors.engine.workers.gpu import (
 from omni_actors.engine.workers.runner import OmniRunnerBase
 from omni_actors.errors import ConfigError, StartupError
 from omni_actors.vllm_version import Platform
+from tests.support.commands import python
 
 
 @pytest.fixture
@@ -80,7 +79,7 @@ import sys
 import omni_actors.engine, omni_actors.engine.workers.gpu, torch
 print(torch.cuda.is_initialized(), "vllm.v1.worker.cpu_worker" in sys.modules)
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    ran = python("-c", code, check=True)
     assert ran.stdout.split() == ["False", "False"]
 
 

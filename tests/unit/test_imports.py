@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.commands import python
 
 PACKAGE = Path(__file__).resolve().parents[2] / "omni_actors"
 CORE = PACKAGE / "coordinator" / "core"
@@ -66,7 +66,7 @@ def test_libraries_are_imported_by_their_owners_only() -> None:
 
 def loaded_by(code: str) -> set[str]:
     program = f"{code}\nimport sys\nprint(' '.join(sorted({{name.split('.')[0] for name in sys.modules}})))"
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    done = python("-c", program, check=True)
     return set(done.stdout.split())
 
 
@@ -81,5 +81,5 @@ def test_the_launcher_loads_no_coordinator() -> None:
     program = (
         "import omni_actors.launch, sys; print([name for name in sys.modules if name.endswith('coordinator.shell')])"
     )
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    done = python("-c", program, check=True)
     assert done.stdout == "[]\n"

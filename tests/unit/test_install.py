@@ -20,6 +20,7 @@ from omni_actors.config import load
 from omni_actors.config.loading import find_config, shipped
 from omni_actors.host.processes import EXIT_USAGE
 from scripts import audit, lock
+from tests.support.commands import python
 from tests.support.paths import REPOSITORY
 
 NAMES = sorted(path.stem for path in (REPOSITORY / "stage_configs").glob("*.yaml"))
@@ -61,9 +62,7 @@ def test_an_installed_package_finds_its_configurations_by_name(wheel: Path, tmp_
     environment = {**os.environ, "PYTHONPATH": str(wheel)}
 
     def run(*command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-        )
+        done = python(*command, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -164,13 +163,7 @@ def hub() -> Iterator[tuple[str, list[int]]]:
 def said(folder: Path, *models: str, **environment: str) -> str:
     """What is said of the pipeline's model, or of those that its first stages have of their own."""
     given = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HTTP", "http"))}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *models],
-        env={**given, "HF_HOME": str(folder), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python("-c", PROGRAM, *models, env={**given, "HF_HOME": str(folder), **environment})
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

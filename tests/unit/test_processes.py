@@ -21,6 +21,7 @@ from omni_actors.host.segments import Segment
 from omni_actors.launcher.replica_processes import SegmentLedger
 from omni_actors.protocol.fields import ReplicaId
 from tests.support.clock import Clock
+from tests.support.commands import python
 from tests.support.paths import REPOSITORY
 from tests.support.segments import holder
 
@@ -49,14 +50,7 @@ def test_a_child_dies_with_its_parent() -> None:
 
 def test_the_file_limit_is_raised_as_far_as_it_may_be() -> None:
     code = "from omni_actors.host.processes import raise_file_limit as f; print(f(64))"
-    limited = subprocess.run(
-        [sys.executable, "-c", code],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512)),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    limited = python("-c", code, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512)), check=True)
     assert int(limited.stdout) == 512 - 64
     assert raise_file_limit(64) <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 

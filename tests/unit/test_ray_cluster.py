@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from omni_actors.host import ray_cluster
 from omni_actors.launcher.ray_node import RayNode
 from omni_actors.transport.curve import make_client, make_cluster
 from tests.support.builders import load
+from tests.support.commands import python
 
 CPU, GPUS = {"CPU": 4.0}, {"CPU": 4.0, "GPU": 2.0}
 
@@ -76,14 +75,7 @@ def test_a_cluster_that_does_not_answer_ends_the_process_with_an_error() -> None
     command = "from omni_actors.host import ray_cluster; ray_cluster.connect({}, seconds=0.2)"
     with socket.create_server(("", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        done = subprocess.run(
-            [sys.executable, "-c", command],
-            env={**os.environ, "RAY_ADDRESS": address},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = python("-c", command, env={**os.environ, "RAY_ADDRESS": address})
     assert done.returncode == 1
     assert f"the Ray cluster at {address} did not answer within 0.2 s" in done.stderr
 

@@ -155,17 +155,12 @@ def test_a_folder_or_link_of_another_user_is_refused_and_left_as_it_is(short_pat
     assert folder.stat().st_mode & 0o777 == 0o755
 
 
-def bind_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as late:
-        late.bind(str(path))
-
-
 def test_a_stage_that_ends_after_its_launcher_removes_its_socket_and_keeps_the_logs(short_path: Path) -> None:
     """A launcher that is stopped while it starts a stage may end before that stage has bound its socket."""
     run = RunDirectory(str(short_path / "run"))
     run.log_file("prompt/0").write_text("why it failed")
     run.close()
-    bind_socket(run.path / "prompt-0-7")
+    leave_socket(run.path / "prompt-0-7")
     clear_abandoned(run.path, temporary=True)
     assert [entry.name for entry in run.path.iterdir()] == ["logs"]
     assert run.log_file("prompt/0").read_text() == "why it failed"

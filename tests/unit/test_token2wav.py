@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from omni_actors.engine.models.qwen2_5_omni import bigvgan, kernels
 from omni_actors.engine.models.qwen2_5_omni.dit import GRAPH_ROWS, SOLVERS, graph_rows
 from omni_actors.engine.models.qwen2_5_omni.stream import NoiseBlocks
 from omni_actors.errors import ConfigError
+from tests.support.commands import python
 from tests.support.reference import vocoder_noise
 
 # Compiled where there is a GPU, else interpreted.
@@ -137,9 +136,7 @@ print(loop.count(" = %") - 1)
 """
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
     path = str(Path(kernels.__file__))
-    done = subprocess.run(
-        [sys.executable, "-c", script, path], capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
+    done = python("-c", script, path, env=environment)
     if "ptxas" in done.stderr:
         pytest.skip("this Triton has no assembler")
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +15,7 @@ from packaging.specifiers import SpecifierSet
 from omni_actors.errors import ConfigError
 from omni_actors.host.processes import EXIT_USAGE
 from omni_actors.vllm_version import SUPPORTED, TESTED, Platform, find_installed, is_supported
+from tests.support.commands import python
 from tests.support.paths import REPOSITORY
 
 
@@ -78,14 +78,7 @@ def test_a_missing_vllm_is_named_with_what_to_install(monkeypatch: pytest.Monkey
 def run_with(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
     """Run Python with a folder before everything else on its path."""
     path = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return python(*command, env={**os.environ, "PYTHONPATH": path})
 
 
 @pytest.mark.parametrize("version", ["0.31.4", "0.34.0.dev7+cu130"])
