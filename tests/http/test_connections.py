@@ -14,8 +14,8 @@ from omni_actors.http_server.app import create_app
 from omni_actors.http_server.connections import bounded_protocol
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.servers import HttpPipeline, serving
-from tests.support.tcp import closed
 from tests.support.waiting import PATIENCE, until
+from tests.support.zmtp import closed
 
 GET = b"GET /v1/files HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\n"

@@ -16,7 +16,7 @@ from omni_actors.http_server.connections import bounded_protocol
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.certificates import write_certificates
 from tests.support.servers import serving
-from tests.support.tcp import closed
+from tests.support.zmtp import closed
 
 REQUEST = b"GET /app.js HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 Address = tuple[str, int]

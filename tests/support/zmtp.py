@@ -41,3 +41,15 @@ def dealer(endpoint: str, identity: bytes = b"stranger") -> socket.socket:
     while len(received) < GREETING_BYTES + 2 or len(received) < GREETING_BYTES + 2 + received[GREETING_BYTES + 1]:
         received += made.recv(1)
     return made
+
+
+def closed(made: socket.socket) -> bool:
+    """Whether the other side ends the connection, within its timeout; what it sends is discarded."""
+    try:
+        while made.recv(65536):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True

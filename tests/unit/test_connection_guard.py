@@ -26,9 +26,8 @@ from omni_actors.transport.guard import (
     HandshakeMonitor,
 )
 from omni_actors.transport.sockets import MAX_FRAMES, MAX_IDENTITY, Discarded, Socket, Sockets, try_send
-from tests.support.tcp import closed
 from tests.support.waiting import until
-from tests.support.zmtp import connect, dealer, frame, greeting
+from tests.support.zmtp import closed, connect, dealer, frame, greeting
 
 TCP = "tcp://127.0.0.1:0"
 MESSAGE_BYTES = 1 << 20

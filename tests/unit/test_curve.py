@@ -26,8 +26,8 @@ from omni_actors.transport.guard import HandshakeMonitor
 from omni_actors.transport.sockets import Sockets, drain, try_send
 from tests.support import zmtp
 from tests.support.stage import inbound_of
-from tests.support.tcp import closed
 from tests.support.waiting import PATIENCE, until
+from tests.support.zmtp import closed
 
 REFUSED_SECONDS = 5.0  # within which a peer knows that it was refused
 TCP = "tcp://127.0.0.1:0"
