@@ -12,7 +12,6 @@ import pytest
 from tests.support.paths import REPOSITORY
 
 TESTS = REPOSITORY / "tests"
-CLOCKS = {"time", "monotonic", "perf_counter"}
 NAMED_TUPLE = {"_asdict", "_fields", "_replace"}  # public, whatever their names look like
 ALLOWED_PRIVATE = {
     # Moments between two threads that a test cannot hit from outside.
@@ -59,36 +58,7 @@ def private_attributes(path: Path, module: ast.Module) -> Iterator[ast.AST]:
                 yield node
 
 
-def timed_asserts(path: Path, module: ast.Module) -> Iterator[ast.AST]:
-    """Finds asserts on durations: an assert on the clock's time, or on a name that was computed from it."""
-    if path.parts[0] in ("unit", "support"):  # in one process a clock can be the test's own
-        return
-    for function in ast.walk(module):
-        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        timed = {
-            name.id
-            for node in ast.walk(function)
-            if isinstance(node, ast.Assign) and reads_clock(node.value)
-            for target in node.targets
-            for name in ast.walk(target)
-            if isinstance(name, ast.Name)
-        }
-        for node in ast.walk(function):
-            if isinstance(node, ast.Assert) and reads_clock(node.test, timed):
-                yield node
-
-
-def reads_clock(tree: ast.AST, timed: frozenset[str] | set[str] = frozenset()) -> bool:
-    """Whether an expression reads a clock or one of the names `timed`."""
-    return any(
-        (isinstance(node, ast.Attribute) and node.attr in CLOCKS and ast.unparse(node.value) == "time")
-        or (isinstance(node, ast.Name) and node.id in timed)
-        for node in ast.walk(tree)
-    )
-
-
-@pytest.mark.parametrize("find", [imports_of_tests, private_attributes, timed_asserts], ids=lambda find: find.__name__)
+@pytest.mark.parametrize("find", [imports_of_tests, private_attributes], ids=lambda find: find.__name__)
 def test_no_test_has(find: Finder) -> None:
     found = [f"tests/{path}:{node.lineno}" for path, module in modules().items() for node in find(path, module)]
     assert not found, "\n".join(found)
