@@ -101,7 +101,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     quiet_transformers()
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny_qwen2_5_omni"
-    write_tiny(folder, check=False)  # tests/e2e/test_reference.py checks what it answers
+    write_tiny(folder, check=False)  # tests/e2e compares what it answers
     return folder
 
 

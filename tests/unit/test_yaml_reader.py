@@ -61,13 +61,10 @@ def test_a_document_knows_on_which_line_its_values_stand() -> None:
         ("a: 1\n%YAML 1.2\n---\n", "line 2: directives are not supported"),
         ("a: !!python/object:os.system x", "line 1: the tag 'tag:yaml.org,2002:python/object:os.system' is not"),
         ("a: !!set {b}", "the tag 'tag:yaml.org,2002:set' is not supported"),
-        ("a: !!binary aGk=", "the tag 'tag:yaml.org,2002:binary' is not supported"),
-        ("a: !!int [1]", "the tag 'tag:yaml.org,2002:int' is not supported"),
         ("a: !!int ''", "'' is no int"),
         ("a: !!bool maybe", "'maybe' is no bool"),
         ("? [a]\n: b", "line 1: a key must be a text"),
         ("a: .nan", "line 1: .nan is not a finite number"),
-        ("a: -.Inf", "-.Inf is not a finite number"),
         ("a: 1e999", "1e999 is not a finite number"),
         (f"a: {'9' * 6000}", f"'{'9' * 80}' is no int"),
         (f"a: 1{'0' * 30}", f"the number 1{'0' * 30} does not fit in 64 bits"),
@@ -77,7 +74,6 @@ def test_a_document_knows_on_which_line_its_values_stand() -> None:
         ("a: *b", "line 1: not valid YAML: found undefined alias"),
         ("a: &a [*a]", "more than 50 levels"),
         ("a: {<<: 5}", "line 1: << takes a mapping"),
-        ("a: {<<: [{}, 5]}", "<< takes a mapping"),
     ],
 )
 def test_what_is_refused_is_named_with_its_line(text: str, problem: str) -> None:
