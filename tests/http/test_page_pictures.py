@@ -9,7 +9,18 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.support.browser import SIZES, answered, ask, in_flight, looks_good, needs_chromium, open_page, resize, until
+from tests.support.browser import (
+    SIZES,
+    answered,
+    ask,
+    in_flight,
+    looks_good,
+    needs_chromium,
+    open_page,
+    resize,
+    take_picture,
+    until,
+)
 from tests.support.servers import HttpPipeline, picture, sound
 
 pytestmark = [needs_chromium, pytest.mark.nightly]
@@ -113,6 +124,14 @@ def test_a_picture_is_stopped_in_every_stage(easel: Page, pictures: HttpPipeline
     until(easel, lambda: in_flight(pictures) == 0, "the end of the request")
     expect(easel.get_by_label("Download picture")).to_have_count(0)  # a preview is no result
     expect(easel.locator("#error")).to_be_hidden()
+
+
+def test_everybody_can_make_pictures_at_any_width(easel: Page) -> None:
+    fill(easel, width=512, height=320, seed=3)
+    ask(easel, "The sea at night")
+    answered(easel)
+    take_picture(easel, "web-pictures.png")
+    fits_any_width(easel)
 
 
 def fits_any_width(page: Page) -> None:

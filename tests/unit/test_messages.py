@@ -32,6 +32,8 @@ GOLDEN = Path(__file__).with_name("golden_messages.json")
 REF = TensorRef(DType.BF16, (2, 4), 0)
 
 
+# -- golden bytes -----------------------------------------------------------------------------------------------------
+
 HEADER = Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
 KINDS = {cls.__struct_config__.tag: cls for cls in Body.__subclasses__()}
 RECORDED = json.loads(GOLDEN.read_text())
@@ -77,6 +79,8 @@ def test_the_documentation_lists_the_messages_of_every_channel(row: str, channel
     (messages,) = [line.split("|")[3] for line in lines if line.startswith(f"| {row} |")]
     assert set(re.findall(r"`(\w+)`", messages)) == kinds_of(channel)
 
+
+# -- payloads ---------------------------------------------------------------------------------------------------------
 
 Entry, Chat, Part = payloads.AdditionalInformationEntry, payloads.ChatMessage, payloads.ContentPart
 
