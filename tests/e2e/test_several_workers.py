@@ -11,8 +11,6 @@ import time
 import psutil
 import pytest
 
-from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
-from omni_actors.errors import ConfigError
 from omni_actors.launcher.replica_processes import SegmentLedger
 from omni_actors.protocol.fields import ReplicaId
 from tests.support.paths import REPOSITORY
@@ -93,19 +91,3 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-@pytest.mark.parametrize(
-    ("kind", "stage", "engine", "match"),
-    [
-        ("diffusion", "code2wav", {"tensor_parallel_size": 2}, "one GPU"),
-        ("autoregressive", "talker", {"tensor_parallel_size": 0}, "whole number"),
-        ("autoregressive", "talker", {"tensor_parallel_size": True}, "whole number"),
-        ("autoregressive", "talker", {"pipeline_parallel_size": "2"}, "pipeline_parallel_size must be a whole"),
-        ("diffusion", "code2wav", {"pipeline_parallel_size": 2}, "one GPU"),
-    ],
-)
-def test_other_ways_to_spread_a_stage_are_refused(tiny_checkpoint, kind, stage, engine, match):
-    arguments = OmniEngineArgs(OmniModelConfig(str(tiny_checkpoint), stage), kind, engine)
-    with pytest.raises(ConfigError, match=match):
-        arguments.create_engine_config()

@@ -24,8 +24,6 @@ from tests.support.servers import HttpPipeline, picture, sound
 
 pytestmark = [needs_chromium, pytest.mark.nightly]
 TABLET = (768, 1024)
-
-
 ANSWER = """Rivers make it salty. Rain dissolves a little of the **rock** it runs over and carries it to the sea:
 
 1. The water evaporates and falls again as rain.

@@ -75,6 +75,8 @@ def test_without_the_stages_of_speech_a_configuration_serves_checkpoints_that_on
         ("talker", "dtype", "bfloat17", "stages.talker.engine.dtype: .*'bfloat16'"),
         ("thinker", "limit_mm_per_prompt", "{image: x}", "stages.thinker.engine.limit_mm_per_prompt: image.*integer"),
         ("thinker", "tensor_parallel_size", "0", "stages.thinker.engine.tensor_parallel_size must be a whole number"),
+        ("talker", "tensor_parallel_size", "true", "stages.talker.engine.tensor_parallel_size must be a whole number"),
+        ("talker", "pipeline_parallel_size", "'2'", "engine.pipeline_parallel_size must be a whole number"),
         ("thinker", "max_num_seqs", "0", "stages.thinker.engine.max_num_seqs: Input should be greater than .*; got 0"),
         ("talker", "max_num_seqs", "1000000000000", "stages.talker.engine.max_num_seqs: Input should be less than"),
         ("talker", "max_model_len", "-2", "stages.talker.engine.max_model_len: Input should be greater than"),
@@ -89,6 +91,12 @@ def test_without_the_stages_of_speech_a_configuration_serves_checkpoints_that_on
 def test_a_wrong_option_of_a_model_is_named(stage: str, option: str, value: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         check(FULL, **{f"stages__{stage}__engine__{option}": value})
+
+
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_a_diffusion_stage_is_not_spread(option: str) -> None:
+    with pytest.raises(ConfigError, match="A diffusion stage runs on one GPU"):
+        check(FULL, **{f"stages__code2wav__engine__{option}": "2", "stages__code2wav__devices": "[0, 1]"})
 
 
 @pytest.mark.parametrize(
