@@ -38,12 +38,14 @@ def _mel_filters(*, sr: int, n_fft: int, n_mels: int, fmin: float, fmax: float) 
 def _importable() -> Iterator[None]:
     """Have the package's modules found without what it requires; whatever else is imported stays."""
     modules = _stand_ins()
+    before = {name: sys.modules[name] for name in modules if name in sys.modules}  # other references' stand-ins, too
     sys.modules.update(modules)
     try:
         yield
     finally:
         for name in modules:
             del sys.modules[name]
+        sys.modules.update(before)
 
 
 def _stand_ins() -> dict[str, types.ModuleType]:
