@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import av
 import diffusers
 import httpx
 import numpy
@@ -356,6 +357,24 @@ def test_wrong_options_are_named(folder_of, tmp_path, options, words: str) -> No
     with pytest.raises(OmniError, match=words) as caught:
         made(folder_of("z_image"), tmp_path, **options)
     assert isinstance(caught.value, ConfigError)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+def test_a_pipeline_serves_video_with_its_sound_over_http(folder_of) -> None:
+    options = {"engine.dtype": "float32", "engine.arguments": json.dumps(NO_GUIDANCE), "outputs": '["video", "audio"]'}
+    overrides = {"model": folder_of("ltx2"), **{f"stages.video.{name}": value for name, value in options.items()}}
+    with HttpPipeline("stage_configs/diffusers_video.yaml", overrides) as pipeline:
+        client, steps = pipeline.openai(), {"num_inference_steps": 3}
+        job = client.videos.create(prompt="A red fox.", seconds="0.5", size="64x64", extra_body={**steps, "seed": 3})
+        until(lambda: client.videos.retrieve(job.id).status == "completed", 60, what="the video is made")
+        with av.open(io.BytesIO(client.videos.download_content(job.id).read())) as file:
+            found = numpy.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
+            assert file.streams.audio[0].rate == 16_000
+        given = {**steps, **NO_GUIDANCE, "width": 64, "height": 64, "num_frames": 13}
+        _, wanted = reference(folder_of("ltx2"), "A red fox.", 3, **given)
+        assert found.shape == wanted.shape
+        assert numpy.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.8  # noise, which H.264 blurs
 
 
 def test_a_pipeline_serves_it_over_http(tiny_z_image, tmp_path) -> None:

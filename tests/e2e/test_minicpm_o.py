@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,15 @@ import numpy as np
 import psutil
 import pytest
 import soundfile
+from PIL import Image
 
 from omni_actors.client import AsyncOmniClient, Audio, Text
 from omni_actors.engine.models.s3_vocoder.voices import VoiceEncoder
 from tests.support.code2wav import difference
-from tests.support.minicpm_reference import ENDING, MiniCpmReference
+from tests.support.minicpm_reference import ENDING, MiniCpmReference, SlicedPicture
+from tests.support.realtime import spoken_turn
 from tests.support.s3_reference import S3Reference, seconds
-from tests.support.servers import HttpPipeline
+from tests.support.servers import HttpPipeline, film, picture, tone
 from tools.checkpoints.s3 import TINY
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
@@ -67,6 +71,62 @@ async def test_answers_at_once_read_and_sound_as_the_reference_gives_them(pipeli
         assert difference(output.audio, sound) < TOLERANCE
     assert silent.text
     assert silent.audio is None or not len(silent.audio)
+
+
+async def test_a_recording_is_answered_over_http_and_in_a_session(pipeline, tiny_minicpm_o):
+    """With one at 16 kHz as the reference does it; a session's turn as the same recording in a chat message."""
+    stages = {"thinker": {"max_tokens": 9}, "talker": {"max_tokens": 10, "min_tokens": 10}}
+    tones = {rate: (tone(1.3, rate) * 32767).astype("<i2") for rate in (16_000, 24_000)}
+    told = {}
+    for rate, samples in tones.items():
+        file = io.BytesIO()
+        soundfile.write(file, samples, rate, format="WAV")
+        audio = {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}
+        answer = pipeline.openai().chat.completions.create(
+            model="tiny-minicpm-o",
+            messages=[{"role": "user", "content": [{"type": "input_audio", "input_audio": audio}]}],
+            extra_body={"stage_params": stages, "modalities": ["text"]},
+        )
+        told[rate] = answer.choices[0].message.content
+    reference = MiniCpmReference(tiny_minicpm_o)
+    wanted = reference.answer("", 9, 0, tones[16_000].astype(np.float32) / 32768).answer
+    assert told[16_000] == reference.tokenizer.decode(wanted, skip_special_tokens=True)
+    turn = await spoken_turn(
+        pipeline.url, "tiny-minicpm-o", tones[24_000].tobytes(), "alto", seed=5, stage_params=stages
+    )
+    assert turn.text == told[24_000], turn.response
+    assert len(turn.pcm) == 2 * 9600
+
+
+def test_a_picture_and_a_video_are_seen_over_http(pipeline, tiny_minicpm_o):
+    """The picture as the reference sees it; what is said of a video depends on its sound."""
+
+    def ask(*parts: dict[str, Any], **more: Any) -> Any:
+        answer = pipeline.openai().chat.completions.create(
+            model="tiny-minicpm-o",
+            messages=[{"role": "user", "content": [*parts, {"type": "text", "text": "what is it"}]}],
+            extra_body={"stage_params": {"thinker": {"max_tokens": 9}, "talker": {"max_tokens": 10}}, **more},
+        )
+        return answer.choices[0].message, answer.usage.prompt_tokens
+
+    def sent(kind: str, name: str, data: bytes) -> dict[str, Any]:
+        return {"type": name, name: {"url": f"data:{kind};base64,{base64.b64encode(data).decode()}"}}
+
+    png = picture(175, 287)
+    voice = {"voice": "alto", "format": "wav"}
+    seen, _ = ask(sent("image/png", "image_url", png), modalities=["text", "audio"], audio=voice)
+    reference = MiniCpmReference(tiny_minicpm_o)
+    shown = SlicedPicture(Image.open(io.BytesIO(png)).convert("RGB"), (350, 574))
+    wanted = reference.answer("what is it", 9, 0, shown).answer
+    assert seen.audio.transcript == reference.tokenizer.decode(wanted, skip_special_tokens=True)
+    sound, _ = soundfile.read(io.BytesIO(base64.b64decode(seen.audio.data)))
+    assert len(sound) == 10 * 960
+    filmed = sent("video/mp4", "video_url", film(3.0, side=112, with_sound=True))
+    mute, fewer = ask(filmed, modalities=["text"])
+    heard, more = ask(filmed, modalities=["text"], mm_processor_kwargs={"use_audio_in_video": True})
+    assert more - fewer == 3 * (10 + 2) + 1, "ten a second, their begin and end, and the begin of speech"
+    assert fewer > 3 * 66
+    assert heard.content != mute.content
 
 
 async def test_the_first_sound_comes_while_the_thinker_stands_still_in_the_middle_of_the_text(pipeline):

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image as Picture
 
 from omni_actors.client import AsyncOmniClient, Image, Progress
+from omni_actors.engine.models.qwen_image.layout import written
 from tests.support import flux2_klein, qwen_image, z_image_engine
 from tests.support.nightly import nightly
 from tests.support.picture_wishes import Wish, equal, params
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.e2e
 
 PAINTED = {"z_image": Z_IMAGE, "qwen_image": QWEN_IMAGE, "flux2_klein": FLUX2_KLEIN}
 SUPPORT = {"z_image": z_image_engine, "qwen_image": qwen_image, "flux2_klein": flux2_klein}
+EDIT = qwen_image.WISHES[3]
 LONG = {
     "z_image": Wish("kept", "the blue ship", 128, 128, 120, 2.0),
     "qwen_image": Wish("kept", "the blue ship", 96, 96, 120, 2.0, negative="ugly", references=((64, 96, 4),)),
@@ -125,6 +127,23 @@ async def test_a_picture_is_the_same_when_stages_are_killed_between_two_of_its_s
 
 
 QWEN_IMAGE = pytest.mark.parametrize("family", [nightly("qwen_image")], indirect=True, scope="module")
+
+
+@QWEN_IMAGE
+def test_the_openai_client_edits_a_picture(pipeline, painter):
+    (original,) = EDIT.pictures
+    answer = pipeline.openai().images.edit(
+        image=("picture.png", file_of(original)),
+        prompt=EDIT.prompt,
+        size=f"{EDIT.width}x{EDIT.height}",
+        extra_body={"seed": EDIT.seed, "num_inference_steps": EDIT.steps},
+    )
+    assert equal(picture_of(answer), painter.pixels(EDIT))
+    details = answer.usage.input_tokens_details
+    assert details.image_tokens == 4 * 4, "the reference, scaled to 128 x 128, in tokens of 32 x 32"
+    text = painter.pipeline.processor.tokenizer(written(EDIT.prompt, 1))["input_ids"]
+    assert details.text_tokens == len(text) - 1
+    assert answer.usage.input_tokens == len(text) - 1 + 4 * 4
 
 
 @pytest.mark.parametrize("family", ["flux2_klein"], indirect=True, scope="module")

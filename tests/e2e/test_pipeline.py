@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from omni_actors.client import AsyncOmniClient, Audio, OmniClient, Text
-from omni_actors.errors import InvalidRequest
+from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError, PromptTooLong, UnknownModality, UnknownVoice
 from omni_actors.telemetry import metrics as table
 from tests.support.nightly import nightly
 from tests.support.observations import LOG_LINE, STAGES, assert_causal, grown, reported, scrape_until, settled
@@ -146,6 +146,31 @@ def test_embeddings_equal_the_tokens_whose_embeddings_they_are(client, reference
     numpy.testing.assert_allclose(output.audio, wanted.audio, atol=1e-4 * float(numpy.abs(wanted.audio).max()))
     with pytest.raises(InvalidRequest, match=r"none of the stages .* wants 'style'"):
         client.generate("x", additional_information={"style": 1}, **OPTIONS)
+
+
+def test_bad_requests_fail_alone_with_typed_errors_and_an_abort_frees_everything(client):
+    healthy = [client.submit(text, params=SHORT, seed=3, timeout=120) for text in TEXTS[:2]]
+    nan = (numpy.full(16000, numpy.nan, numpy.float32), 16000)
+    cases: list[tuple[type[OmniError], str, dict, str]] = [
+        (PromptTooLong, "word " * 3000, {}, "2047"),
+        (UnknownVoice, "Hi", {"voice": "Nobody"}, "Chelsie"),
+        (UnknownModality, "Hi", {"modalities": ["smell"]}, "text"),
+        (InvalidRequest, "Hi", {"params": {"thinkr": {}}}, "thinker"),
+        (InvalidRequest, "Hi", {"params": {"thinker": {"num_steps": 3}}}, "num_steps"),
+        (InvalidRequest, "", {}, "empty"),
+        (MalformedMedia, "Hi", {"audios": [b"no audio file"]}, "audio"),
+        (MalformedMedia, "Hi", {"audios": [nan]}, "finite"),
+        (MalformedMedia, "Hi", {"images": [b"no image file"]}, "image"),
+    ]
+    for kind, prompt, options, word in cases:
+        with pytest.raises(kind, match=f"(?i){word}"):
+            client.generate(prompt, **{"params": SHORT, "timeout": 120, **options})
+    stream = client.submit(TEXTS[2], params={"thinker": {"max_tokens": 200}}, timeout=120)
+    next(iter(stream))
+    stream.abort()
+    with pytest.raises(OmniError, match="abort"):
+        stream.result()
+    assert all(len(stream.result().audio) == 12 * 480 for stream in healthy)
 
 
 SECRET = "my bank account is 4711-0815"

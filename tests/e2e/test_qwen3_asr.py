@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import itertools
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +18,17 @@ import httpx
 import numpy as np
 import pytest
 import soundfile
+from openai import AsyncOpenAI
 
 from omni_actors.client import OmniClient
+from omni_actors.http_server.realtime.formats import RATE as REALTIME_RATE
 from omni_actors.http_server.recordings import SEARCH_SECONDS, quiet_cuts
-from tests.support.commands import python
+from omni_actors.protocol.payloads import WordTime
 from tests.support.paths import REPOSITORY
+from tests.support.realtime import answer_on, until_event
 from tests.support.servers import HttpPipeline
 from tests.support.spoken import text_socket
+from tests.support.waiting import PATIENCE, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -218,8 +225,42 @@ def test_a_chat_model_is_spoken_to_and_spoken(pipeline: HttpPipeline, cascade: H
     assert len(answers[0][1]) > 1000
 
 
+@pytest.mark.nightly
+def test_a_turn_that_is_spoken_calls_a_tool_whose_result_is_spoken(cascade: HttpPipeline) -> None:
+    """A grammar has the model call, whatever it would say."""
+    city = {"type": "object", "properties": {"city": {"enum": ["Kiel", "Ulm"]}}, "required": ["city"]}
+    weather = {"name": "weather", "strict": True, "parameters": city | {"additionalProperties": False}}
+    sound = {"data": base64.b64encode(SHORT).decode(), "format": "flac"}
+    messages = [{"role": "user", "content": [{"type": "input_audio", "input_audio": sound}]}]
+    ask = {"model": "spoken-chat", "modalities": ["text", "audio"], "audio": {"voice": "vivian", "format": "pcm16"}}
+    ask |= {"tools": [{"type": "function", "function": weather}], "temperature": 1.0, "seed": 1, "timeout": 120}
+    create = cascade.openai().chat.completions.create
+    choice = {"type": "function", "function": {"name": "weather"}}
+    called = create(**ask, messages=messages, tool_choice=choice, max_tokens=200).choices[0].message
+    (call,) = called.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("Kiel", "Ulm")
+    assert called.audio is None, "a call is not spoken"
+    result = {"role": "tool", "tool_call_id": call.id, "content": "It is raining."}
+    messages += [{"role": "assistant", "tool_calls": [call.model_dump()]}, result]
+    answer = create(**ask, messages=messages, tool_choice="none", max_tokens=12).choices[0].message
+    assert answer.audio.transcript
+    assert len(answer.audio.data) > 1000
+
+
 def spoken_events(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
+
+
+def times_of(pipeline: HttpPipeline, pcm: bytes, text: str) -> list[WordTime]:
+    """When the aligner says that the words of a text are said, in i16 at `REALTIME_RATE`."""
+    samples = np.frombuffer(pcm, "<i2").astype(np.float32) / 32768
+    with OmniClient(pipeline.endpoint) as client:
+        content = [{"type": "audio", "audio": (samples, REALTIME_RATE)}]
+        told = {"transcript": text}
+        found = client.generate(
+            [{"role": "user", "content": content}], modalities=["words"], additional_information=told
+        )
+    return found.words
 
 
 async def test_words_that_are_spoken_have_the_times_that_the_aligner_gives(pipeline: HttpPipeline) -> None:
@@ -273,7 +314,9 @@ def test_the_documented_program_prints_the_times_of_words(pipeline: HttpPipeline
     blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
     (block,) = [block for block in blocks if '"words"' in block]
     program = block.replace("ipc:///tmp/omni-x/client", pipeline.endpoint)
-    done = python("-c", program, cwd=REPOSITORY / "examples")
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY / "examples", capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^\d+\.\d\d \d+\.\d\d (.*)", done.stdout, re.M) == [
         "What",
@@ -283,3 +326,35 @@ def test_the_documented_program_prints_the_times_of_words(pipeline: HttpPipeline
         "of",
         "Italy",
     ]
+
+
+async def test_an_interrupted_answer_is_cut_at_the_word_that_was_heard(pipeline: HttpPipeline) -> None:
+    """Echo stages make 0.1 s of sound of each letter; the toy aligner puts most words into the last seconds of it."""
+    text = "The tide is full and the sea is calm, and all of the boats are on the shore, but one."
+    overrides = {"stages.code2wav.engine.samples_per_token": 2400}
+    with HttpPipeline(overrides=overrides, arguments=["--http-transcriber", pipeline.endpoint]) as echo:
+        async with (
+            AsyncOpenAI(base_url=f"{echo.url}/v1", api_key="none") as client,
+            client.realtime.connect(model="echo") as connection,
+            asyncio.timeout(30 * PATIENCE),
+        ):
+            content = [{"type": "input_text", "text": text}]
+            await connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+            await connection.response.create()
+            turn = await answer_on(connection)
+            item_id = turn.response.output[0].id
+            words = await asyncio.to_thread(times_of, pipeline, turn.pcm, text)
+            end, next_end = sorted({word.end for word in words})[:2]
+            cut = (end + next_end) / 2
+            heard = text[: next(word.place for word in words if word.end > cut)].rstrip()
+            assert 0 < len(heard) < len(text)
+            fields = {"item_id": item_id, "content_index": 0, "audio_end_ms": round(1000 * cut)}
+            await connection.conversation.item.truncate(**fields)
+
+            async def known() -> bool:
+                await connection.conversation.item.retrieve(item_id=item_id)
+                *_, event = await until_event(connection, "conversation.item.retrieved")
+                return event.item.content[0].transcript == heard
+
+            await eventually(known, 20, "the times of the words")
+        echo.assert_idle()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 
 import numpy
 import psutil
 import pytest
 from PIL import Image
 
-from omni_actors.client import AsyncOmniClient, Audio, Text
+from omni_actors.client import AsyncOmniClient, Audio, OmniClient, Text
 from omni_actors.errors import Aborted, DeadlineExceeded
 from tests.support.nightly import nightly
 
@@ -95,6 +96,33 @@ async def test_answers_at_once_are_those_that_transformers_gives_to_each(pipelin
         assert_equal(output, qwen3_reference.generate(inputs, voice=voice, **limits, **how))
     usages = [output.usage for output in outputs]
     assert any(usage["code2wav"].first_output < usage["talker"].finished for usage in usages), "sound streams"
+
+
+def test_a_streamed_chat_is_that_of_the_client_library(pipeline):
+    question, short = [{"role": "user", "content": TEXTS[1]}], greedy(8, 20)
+    with OmniClient(pipeline.endpoint) as client:
+        wanted = client.generate(question, voice="aiden", params=short, timeout=120)
+        silent = client.generate(TEXTS[0], modalities=["text"], params={"thinker": {"max_tokens": 5}})
+    assert len(silent.token_ids) == 5
+    assert set(silent.usage) == {"prompt", "thinker"}, "a text alone wakes no stage of speech"
+    text, pcm = "", b""
+    for chunk in pipeline.openai().chat.completions.create(
+        model="tiny-qwen3-omni",
+        messages=question,
+        modalities=["text", "audio"],
+        audio={"voice": "aiden", "format": "pcm16"},
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"stage_params": short},
+    ):
+        audio = chunk.choices[0].delta.audio if chunk.choices else None
+        text += (audio and audio.transcript) or ""
+        pcm += base64.b64decode((audio and audio.data) or "")
+    assert text == wanted.text
+    assert wanted.audio.shape == (19 * 1920 - 555,)
+    samples = numpy.frombuffer(pcm, "<i2") / 32767.0
+    numpy.testing.assert_allclose(samples, wanted.audio.clip(-1, 1), atol=1e-4)
+    assert chunk.usage.completion_tokens_details.audio_tokens == wanted.usage["talker"].output_tokens == 20
 
 
 @pytest.mark.parametrize("end", ["deadline", "abort"])

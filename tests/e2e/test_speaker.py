@@ -21,7 +21,7 @@ from tests.support.agents import LEAST_SECONDS, ask_livekit, ask_pipecat
 from tests.support.paths import REPOSITORY
 from tests.support.reference import Reference
 from tests.support.servers import HttpPipeline
-from tools.speaker.judge import Judge, edit_distance, phones_of
+from tools.speaker.judge import Judge, edit_distance, held_out_speech, phones_of
 from tools.speaker.texts import COLORS
 
 pytestmark = pytest.mark.e2e
@@ -131,6 +131,26 @@ def test_the_answer_is_that_of_transformers_but_for_the_chunks(answer, wanted):
     assert len(answer.audio) == wanted.waveform.numel() == 480 * len(wanted.codec_tokens)
     reference = wanted.waveform.numpy().reshape(-1)
     assert numpy.square(answer.audio - reference).mean() < CHUNK_ERROR**2 * numpy.square(reference).mean()
+
+
+@pytest.mark.nightly
+def test_two_sentences_sound_right_in_chunks_and_do_not_click(monkeypatch):
+    """The teacher's codes in both voices, decoded by the defaults; measured as benchmarks/quality.py does it."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    import quality
+
+    lines = [quality.Line(*speech) for speech in held_out_speech()[:2]]
+    assert [line.voice for line in lines] == ["Chelsie", "Ethan"]
+    ways = {way.name: way for way in quality.WAYS}
+    sounds = {name: quality.decode(ways[name], lines, str(CHECKPOINT)) for name in ("whole", "defaults")}
+    wholes = [numpy.concatenate(parts) for parts in sounds["whole"]]
+    row = quality.measure(lines, sounds["defaults"], wholes, None)
+    assert all(len(parts) > 2 for parts in sounds["defaults"]), "in chunks"
+    assert row["frames"] < WRONG_FRAMES
+    assert row["edge"] < 1.0, "no click"
+    assert row["mel"] < 0.25
+    broken = [[parts[0], *(part[::-1] for part in parts[1:])] for parts in sounds["defaults"]]
+    assert quality.measure(lines, broken, wholes, None)["frames"] > 0.8
 
 
 def ask(speaker: HttpPipeline, *content: dict) -> str:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
+import openai
 import psutil
 import pytest
 from starlette.routing import Route
@@ -20,9 +25,11 @@ from omni_actors.http_server.app import create_app, create_routes
 from omni_actors.http_server.settings import ServerSettings, check_exposure, parse_address
 from omni_actors.sharing import Budget
 from tests.support.paths import REPOSITORY
-from tests.support.servers import ECHO, HttpPipeline, free_port, launch, serving
+from tests.support.processes import processes_titled
+from tests.support.servers import ECHO, HttpPipeline, free_port, launch, openai_client, serving, sound, wait_healthy
 from tests.support.waiting import PATIENCE, until
 
+HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
 
 
@@ -105,6 +112,32 @@ def test_health_names_a_dead_stage() -> None:
         until(lambda: not not_well(pipeline.url), 10, "the talker's return")
 
 
+def test_killing_the_http_server_loses_its_streams_and_nothing_else(slow: HttpPipeline) -> None:
+    def stream(begun: threading.Event) -> int:
+        body = {**HELLO, "messages": [{"role": "user", "content": "word " * 400}], "stream": True}
+        with httpx.stream("POST", f"{slow.url}{CHAT}", json=body, timeout=60) as answer:
+            seen = 0
+            with contextlib.suppress(httpx.TransportError):
+                for _ in answer.iter_lines():
+                    seen += 1
+                    begun.set()
+                raise AssertionError("the stream ended as if it were complete")
+            return seen
+
+    file = httpx.post(f"{slow.url}/v1/files", files={"file": sound()}).json()["id"]
+    started = [threading.Event() for _ in range(2)]
+    with ThreadPoolExecutor() as pool, OmniClient(slow.endpoint) as client:
+        streams = [pool.submit(stream, begun) for begun in started]
+        assert all(begun.wait(10 * PATIENCE) for begun in started)
+        assert client.describe().in_flight == 2
+        (server,) = processes_titled("omni:http", slow.process.pid)
+        psutil.Process(server).kill()
+        assert all(future.result(10 * PATIENCE) for future in streams)
+        until(lambda: not client.describe().in_flight, 15, "the requests of the dead server to end")
+        assert slow.openai(max_retries=3, timeout=30).chat.completions.create(**HELLO).choices
+        assert httpx.get(f"{slow.url}/v1/files/{file}").status_code == 200, "its files are still there"
+
+
 def not_well(url: str) -> httpx.Response | None:
     response = httpx.get(f"{url}/health")
     return None if response.status_code == 200 else response
@@ -139,6 +172,26 @@ def test_health_while_the_stages_load() -> None:
         return False
 
     until(is_gone, 5, "the HTTP server to end with its launcher")
+
+
+def test_a_separate_server_for_a_running_pipeline(echo: HttpPipeline, tmp_path: Path) -> None:
+    port = free_port()
+    command = f"-m omni_actors.http_server --endpoint {echo.endpoint} --http 127.0.0.1:{port} --served-name sea".split()
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen([sys.executable, *command], cwd=REPOSITORY, stdout=log, stderr=log)
+    try:
+        wait_healthy(f"http://127.0.0.1:{port}")
+        client = openai_client(f"http://127.0.0.1:{port}")
+        assert [model.id for model in client.models.list()] == ["sea", "pirate"]
+        assert client.chat.completions.create(**{**HELLO, "model": "sea"}).model == "sea"
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(**HELLO)
+        process.terminate()
+        assert process.wait(10 * PATIENCE) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.wait()
+    assert "hi" not in [word.strip() for word in (tmp_path / "log").read_text().split()], "user content in the log"
 
 
 def test_a_url_cannot_forge_a_line_of_the_log(keyed: str, caplog: pytest.LogCaptureFixture) -> None:

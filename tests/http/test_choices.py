@@ -68,6 +68,21 @@ def test_streamed_choices_carry_their_index(echo: HttpPipeline) -> None:
     assert usage.prompt_tokens == 10
 
 
+def test_text_completions_have_choices_too(echo: HttpPipeline) -> None:
+    options: dict = {"model": "echo", "prompt": "abc", "n": 2}
+    whole = echo.openai().completions.create(**options)
+    assert [(choice.index, choice.text, choice.finish_reason) for choice in whole.choices] == [
+        (0, "abc", "stop"),
+        (1, "abc", "stop"),
+    ]
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (3, 6)
+    texts = ["", ""]
+    for chunk in echo.openai().completions.create(**options, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == ["abc", "abc"]
+
+
 def test_more_answers_than_slots_are_refused(slow: HttpPipeline) -> None:
     with pytest.raises(openai.BadRequestError, match="2 requests at a time") as caught:
         slow.openai().chat.completions.create(model="echo", messages=HELLO, n=3)

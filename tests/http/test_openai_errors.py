@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import socket
 
 import httpx
 import openai
 import pytest
+from openai import AsyncOpenAI
 
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import PATIENCE, until
@@ -118,6 +121,21 @@ def test_a_client_that_leaves_with_more_requests_in_a_row_frees_every_stage(slow
         wait_in_flight(slow, 1)
         connection.sendall(asked + asked[:100])
     wait_in_flight(slow, 0)
+
+
+def test_cancelling_a_whole_answer_frees_every_stage(slow: HttpPipeline) -> None:
+    async def run() -> None:
+        client = AsyncOpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0)
+        task = asyncio.create_task(client.chat.completions.create(model="echo", messages=LONG))
+        await asyncio.to_thread(wait_in_flight, slow, 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await client.close()
+
+    asyncio.run(run())
+    wait_in_flight(slow, 0)
+    slow.assert_idle(timeout=10)
+    assert re.search(r"POST /v1/chat/completions 499 in \d", slow.log()), "only the log can show it"
 
 
 def test_the_timeout_of_a_request(slow: HttpPipeline) -> None:

@@ -69,3 +69,21 @@ def test_a_turn_is_spoken_and_its_answer_is_heard(talker: HttpPipeline, tmp_path
         until(page, lambda: "omni_realtime_sessions 0.0" in page.request.get(f"{talker.url}/metrics").text(), "its end")
         assert "POST /v1/realtime/calls 201" in talker.log()
         assert "WEBSOCKET" not in talker.log()
+
+
+@pytest.mark.nightly
+def test_speech_and_a_key_cut_the_answer_to_what_was_heard(talker: HttpPipeline, tmp_path: Path) -> None:
+    text = f"{SENTENCE} " * 6  # 14 s
+    with conversation(talker, tmp_path, text, pause=4.0) as page:
+        answers = page.locator("li.assistant")
+        expect(answers.nth(1)).to_be_attached()
+        first = answers.nth(0)
+        expect(first.locator("small")).to_contain_text("interrupted")
+        until(page, lambda: 0 < len(first.locator(".say").inner_text()) < len(text) / 2, "the text that was heard", 15)
+        assert text.startswith(first.locator(".say").inner_text())
+        until_playing(page)
+        page.keyboard.press("Escape")
+        expect(page.locator("body")).to_have_attribute("data-playing", "false")
+        expect(answers.nth(1).locator("small")).to_contain_text("interrupted")
+        expect(page.locator("#spoken")).to_be_visible()
+        expect(page.locator("#error")).to_be_hidden()

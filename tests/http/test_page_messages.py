@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.support.browser import answered, ask, needs_chromium, open_page, plays, sent, sent_messages
-from tests.support.servers import HttpPipeline, picture, sound
+from tests.support.browser import answered, ask, data, needs_chromium, open_page, plays, sent, sent_messages
+from tests.support.servers import HttpPipeline, pdf, picture, sound
 
 pytestmark = [needs_chromium, pytest.mark.nightly]
 
@@ -115,8 +117,46 @@ def test_files_and_recordings_are_sent(echo: HttpPipeline, page: Page) -> None:
     plays(page, page.locator("li.user").get_by_label("Listen to recording").click)
 
 
+def test_a_pdf_that_is_dropped_is_read(silent: Page) -> None:
+    silent.evaluate(
+        """(data) => {
+            const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
+            const dataTransfer = new DataTransfer();
+            dataTransfer.items.add(new File([bytes], "salt.pdf", { type: "application/pdf" }));
+            document.dispatchEvent(new DragEvent("drop", { dataTransfer, cancelable: true }));
+        }""",
+        base64.b64encode(pdf("Salt is 35.")).decode(),
+    )
+    expect(silent.locator("#attachments .card .name")).to_have_text("salt.pdf")
+    expect(silent.locator("#attachments .card small")).to_have_text("1 kB")
+    ask(silent, "!")
+    expect(silent.locator("li.assistant .say")).to_have_text("salt.pdf:\nSalt is 35.!", use_inner_text=False)
+    expect(silent.locator("li.user .card")).to_contain_text("salt.pdf")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings
+
+
+def test_settings_that_change_in_a_conversation_count_from_the_next_message(echo: HttpPipeline, page: Page) -> None:
+    open_page(page, echo)
+    first = sent(page, lambda: ask(page, "hello, sea"))
+    assert first["audio"] == {"voice": "default", "format": "pcm16", "speed": 1}
+    answered(page)
+    page.locator("#system").fill("Be brief.")
+    page.locator("#temperature").fill("0.5")
+    page.locator("#voice").select_option("Ethan")
+    page.locator("#speed").select_option("2×")
+    second = sent(page, lambda: ask(page, "!"))
+    assert [message["content"] for message in second["messages"]] == ["Be brief.", "hello, sea", "hello, sea", "!"]
+    assert second["temperature"] == 0.5
+    assert second["audio"] == {"voice": "Ethan", "format": "pcm16", "speed": 2}
+    answered(page, 2)
+    said = page.locator("li.assistant .say").last.inner_text()
+    assert data(page, "audio-seconds") == pytest.approx(len(said) * 0.02 / 2, rel=0.1)
+    page.locator("#speak").uncheck()
+    assert sent(page, lambda: ask(page, "?"))["modalities"] == ["text"]
+    answered(page, 3)
 
 
 def test_settings_are_sent_and_kept(silent: Page) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
 
 from omni_actors.http_server.app import introduction
-from tests.support.browser import SIZES, answered, ask, looks_good, needs_chromium, plays, resize, take_picture
+from tests.support.browser import SIZES, answered, ask, looks_good, needs_chromium, plays, resize, take_picture, until
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, pdf
 
@@ -89,6 +90,56 @@ def test_a_conversation_survives_a_reload(echo: HttpPipeline, page: Page, size: 
         page.get_by_label("Delete The sea").click()
     expect(page.locator("#conversations li")).to_have_count(0)
     expect(page.locator("#empty")).to_be_attached()
+
+
+@pytest.mark.nightly
+@sizes
+def test_a_model_on_a_cpu_says_so_once(echo: HttpPipeline, page: Page, size: tuple[int, int]) -> None:
+    page.route("**/v1/status", lambda route: route.fulfill(json={**route.fetch().json(), "on_cpu": True}))
+    visit(page, echo, size)
+    expect(page.locator("#pace")).to_have_text("This model computes on a CPU; answers can take a while.")
+    for count in (1, 2):
+        ask(page, "hello, sea")
+        answered(page, count)
+    pace = re.compile(r"^This model computes on a CPU: \d+\.\d s of sound per second so far\.$")
+    expect(page.get_by_text(re.compile("CPU"))).to_have_text([pace])
+    looks_good(page)
+    page.unroute_all(behavior="wait")
+
+
+@pytest.mark.nightly
+def test_each_sound_becomes_a_file_once(echo: HttpPipeline, page: Page) -> None:
+    page.add_init_script(
+        """window.files = 0;
+        window.Blob = class extends Blob {
+            constructor(parts, options) { super(parts, options); files += options?.type === "audio/wav"; }
+        };"""
+    )
+    visit(page, echo, SIZES[0])
+    for count in (1, 2, 3):
+        ask(page, "hello, sea")
+        answered(page, count)
+        until(page, lambda made=count: page.evaluate("files") == made, f"{count} files")
+
+
+@pytest.mark.nightly
+@sizes
+def test_several_pictures_are_made_and_one_is_dragged(
+    pictures: HttpPipeline, page: Page, size: tuple[int, int]
+) -> None:
+    visit(page, pictures, size)
+    expect(page.locator("#examples button")).to_have_count(6)
+    page.locator("#preset").select_option("landscape")
+    page.locator("#count").select_option("2")
+    sent: list[dict] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if "/images/" in request.url else None)
+    ask(page, "The sea")
+    answered(page)
+    expect(page.get_by_label("Download picture")).to_have_count(2)
+    assert [fields["size"] for fields in sent] == ["80x56"] * 2
+    looks_good(page)
+    page.locator("img.picture").first.drag_to(page.locator("#composer"))
+    expect(page.locator("#attachments img")).to_have_count(1)
 
 
 def test_a_checkpoint_says_what_it_is_or_the_page_does(tmp_path: Path) -> None:

@@ -164,3 +164,14 @@ def test_a_video_is_made_shown_and_kept(videos: HttpPipeline, page: Page) -> Non
     page.locator("#toggle-conversations-panel").click()
     page.locator("#conversations .open").click()
     expect(page.locator("video.picture")).to_be_visible()
+
+
+def test_a_video_is_stopped(videos: HttpPipeline, page: Page) -> None:
+    open_page(page, videos)
+    fill(page, steps=1000)
+    ask(page, "The sea, slowly")
+    expect(page.locator(".making")).to_contain_text("%")
+    page.locator("#stop").click()
+    expect(page.locator("li.assistant.stopped")).to_have_count(1)
+    until(page, lambda: in_flight(videos) == 0, "the end of the request")
+    assert "The sea, slowly" not in httpx.get(f"{videos.url}/v1/videos").text

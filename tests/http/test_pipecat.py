@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy
+import pytest
 from pipecat.frames.frames import (
     ErrorFrame,
     Frame,
@@ -25,6 +26,14 @@ from pipecat.processors.aggregators.llm_response_universal import LLMContextAggr
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
 from pipecat.services.llm_service import FunctionCallParams, LLMService
 from pipecat.services.openai.live.llm import OpenAILiveLLMService
+from pipecat.services.openai.realtime.events import (
+    AudioConfiguration,
+    AudioInput,
+    InputAudioTranscription,
+    SemanticTurnDetection,
+    SessionProperties,
+)
+from pipecat.services.openai.realtime.llm import OpenAIRealtimeLLMService
 from pipecat.services.openai.responses.llm import OpenAIResponsesLLMService
 from pipecat.turns.user_turn_strategies import ExternalUserTurnStrategies
 from pipecat.workers.runner import WorkerRunner
@@ -32,7 +41,7 @@ from pipecat.workers.runner import WorkerRunner
 from omni_actors.http_server.realtime.formats import RATE
 from omni_actors.http_server.realtime.live_sessions import PATH
 from tests.support.live import CONVERSATION, check_live_conversation
-from tests.support.realtime import SILENCE, speech
+from tests.support.realtime import INSTRUCTIONS, SILENCE, interruptions, speech
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import PATIENCE, eventually
 
@@ -99,6 +108,17 @@ class Voice:
         return [str(message["content"]) for message in self.context.messages if message["role"] == "user"]
 
 
+def realtime(url: str) -> OpenAIRealtimeLLMService:
+    heard = AudioInput(transcription=InputAudioTranscription(), turn_detection=SemanticTurnDetection())
+    return OpenAIRealtimeLLMService(
+        api_key="none",
+        base_url=f"{url.replace('http', 'ws', 1)}/v1/realtime",
+        settings=OpenAIRealtimeLLMService.Settings(
+            system_instruction=INSTRUCTIONS, session_properties=SessionProperties(audio=AudioConfiguration(input=heard))
+        ),
+    )
+
+
 @asynccontextmanager
 async def conversation(voice: Voice) -> AsyncIterator[Voice]:
     runner = WorkerRunner(handle_sigint=False)
@@ -110,6 +130,31 @@ async def conversation(voice: Voice) -> AsyncIterator[Voice]:
     finally:
         await runner.cancel()
         await running
+
+
+@pytest.mark.nightly
+async def test_pipecat_holds_a_conversation_and_interrupts_it(talkative: HttpPipeline) -> None:
+    before = interruptions(talkative.url)
+    async with conversation(Voice(realtime(talkative.url))) as voice:
+        await voice.worker.queue_frame(LLMRunFrame())  # has the agent speak first, as such programs do
+        await voice.answers(ended=1)
+        await voice.speak(SILENCE, speech(1.0), SILENCE)
+        await voice.answers(ended=2)
+        await voice.speak(speech(1.0), SILENCE)
+        await voice.answers(ended=2, begun=3)
+        await voice.speak(speech(1.0))
+        await voice.answers(ended=3)
+        await voice.speak(SILENCE)
+        await voice.answers(ended=4)
+        await eventually(lambda: len(voice.said()) == 3, 20, lambda: f"transcripts: {voice.said()}")
+        texts = [text for text in voice.heard.texts if text]
+        assert len(texts) == 4
+        assert texts[0] == INSTRUCTIONS
+        # Of the earlier answers the model knows as much as a loudspeaker would have played meanwhile.
+        assert len(INSTRUCTIONS) < len(texts[3]) < sum(map(len, (INSTRUCTIONS, *texts[:3])))
+        assert all(text.startswith(INSTRUCTIONS) for text in texts)
+        assert all(text.startswith("Write down what is said") for text in voice.said())
+    assert interruptions(talkative.url) == before + 1
 
 
 async def weather(params: FunctionCallParams, city: str) -> None:

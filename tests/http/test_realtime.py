@@ -36,7 +36,7 @@ from tests.support.realtime import (
     speech,
     until_event,
 )
-from tests.support.servers import HttpPipeline
+from tests.support.servers import HttpPipeline, data_uri, picture
 from tests.support.waiting import PATIENCE, eventually
 
 SAMPLES_PER_TOKEN = 480
@@ -126,6 +126,24 @@ async def test_the_speed_of_answers_changes_between_turns(echo: HttpPipeline) ->
         await connection.conversation.item.retrieve(item_id=item_id)
         left = (await until_event(connection, "conversation.item.retrieved"))[-1].item.content[0].transcript
         assert len(left) == pytest.approx(len(said) / 2, abs=5), "what was heard is counted in sound as it was heard"
+
+
+async def test_pictures_are_checked_as_in_a_chat(echo: HttpPipeline) -> None:
+    async def show(url: str) -> None:
+        content = [{"type": "input_image", "image_url": url}]
+        await connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+
+    async with openai_session(echo.url) as connection:
+        await show(data_uri("image/png", b"no picture"))
+        error = (await until_event(connection, "error"))[-1].error
+        assert (error.code, error.param) == ("malformed_media", "image_url")
+        await show(data_uri("image/png", picture(300, 200)))
+        added = (await until_event(connection, "conversation.item.done"))[-1]
+        assert added.item.content[0].type == "input_image"
+        await say(connection, "sea")
+        await connection.response.create()
+        events = await until_event(connection, "response.done")
+        assert events[-1].response.output[0].content[0].transcript == "sea"
 
 
 async def test_the_server_finds_the_turns_of_the_user(echo: HttpPipeline) -> None:

@@ -147,3 +147,15 @@ def test_errors_name_the_field(echo: HttpPipeline, changes: dict, param: str) ->
     answer = httpx.post(f"{echo.url}/v1/responses", json={"model": "echo", "input": "x", **changes})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.nightly
+def test_a_failure_during_a_stream_is_an_event(slow: HttpPipeline) -> None:
+    """The deadline lies within the 25 s of the stream, and long after its beginning on a busy machine, too."""
+    seen = []
+    with pytest.raises(openai.APIError, match="deadline"):
+        seen.extend(
+            slow.openai().responses.create(model="echo", input="x" * 500, stream=True, extra_body={"timeout": 6.0})
+        )
+    assert seen[-1].type == "response.failed"
+    assert seen[-1].response.error.message

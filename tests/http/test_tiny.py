@@ -6,6 +6,8 @@ import base64
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +25,6 @@ from omni_actors.config import host_devices
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.sharing import Budget
-from tests.support.commands import python
 from tests.support.paths import REPOSITORY
 from tests.support.realtime import answer_on, openai_session, spoken_turn
 from tests.support.servers import HttpPipeline, data_uri, film, picture, serving, sound, tone
@@ -309,7 +310,13 @@ def test_vllm_bench_serve(
         ["bench", "serve", "--backend", backend, *more, *common, "--result-filename", f"{backend}.json"]
         for backend, more in ROUTES.items()
     ]
-    done = python("-c", COMMANDS, json.dumps(commands), env=vllm_environment)
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=vllm_environment,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     for backend in ROUTES:
         result = json.loads((tmp_path / f"{backend}.json").read_text())
@@ -376,6 +383,12 @@ async def test_a_picture_is_seen(tiny: HttpPipeline) -> None:
 def test_the_documented_sound_that_grows_is_answered(tiny: HttpPipeline) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
     (block,) = [block for block in blocks if '"max_tokens": 0' in block]
-    done = python("-c", block.replace("ipc:///tmp/omni-x/client", tiny.endpoint))
+    done = subprocess.run(
+        [sys.executable, "-c", block.replace("ipc:///tmp/omni-x/client", tiny.endpoint)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

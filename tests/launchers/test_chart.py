@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -57,6 +58,36 @@ SCALED: dict[str, Any] = {**FULL, "autoscaling": {"enabled": True, "maxPods": 6}
 SMALL: dict[str, Any] = {"pipelineConfigMap": "made", "roles": [{**ROLES[0], "name": "all"}], "keys": {"secret": ""}}
 
 NO_PART = {"ServiceMonitor", "ScaledObject"}  # of Kubernetes
+
+
+def _object(required: str = "", **properties: Any) -> dict[str, Any]:
+    return {"properties": properties, "required": required.split(), "additionalProperties": False}
+
+
+# What KEDA 2.18 takes, by its documentation, of the fields that the chart uses; nothing else may be there.
+SCALED_OBJECT = _object(
+    "scaleTargetRef triggers",
+    scaleTargetRef=_object("name", apiVersion={"const": "apps/v1"}, kind={"const": "StatefulSet"}, name={}),
+    pollingInterval={"type": "integer", "minimum": 1},
+    minReplicaCount={"type": "integer", "minimum": 0},
+    maxReplicaCount={"type": "integer", "minimum": 1},
+    advanced=_object(horizontalPodAutoscalerConfig=_object(behavior={"type": "object"})),  # of Kubernetes
+    triggers={
+        "minItems": 1,
+        "items": _object(
+            "type metadata",
+            type={"const": "prometheus"},
+            name={"type": "string"},
+            metricType={"enum": ["AverageValue", "Value"]},
+            metadata=_object(
+                "serverAddress query threshold",
+                serverAddress={"type": "string", "format": "uri"},
+                query={"type": "string"},
+                threshold={"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?$"},
+            ),
+        ),
+    },
+)
 
 
 def helm(*arguments: str, values: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
@@ -152,6 +183,7 @@ def test_keda_scales_the_pods_of_the_last_role_by_our_metrics():
     (scaled,) = of_kind(items, "ScaledObject")
     assert scaled["apiVersion"] == "keda.sh/v1alpha1"
     spec = scaled["spec"]
+    jsonschema.validate(spec, SCALED_OBJECT)
     autoscaler = {
         "apiVersion": "autoscaling/v2",
         "kind": "HorizontalPodAutoscaler",

@@ -8,7 +8,7 @@ import torch
 from omni_actors.engine.models.chunks import ChunkPolicy
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
 from omni_actors.engine.models.codec_decoder.runner import BatchedDecoder
-from omni_actors.engine.models.codec_decoder.stream import CodecStream, Cutting, DecoderCarry
+from omni_actors.engine.models.codec_decoder.stream import CodecChunk, CodecStream, Cutting, DecoderCarry
 from omni_actors.engine.workers.diffusion import DiffusionJob
 from omni_actors.errors import InvalidPayload, InvalidRequest, OmniError, PromptTooLong
 from tests.support.codec import CODEBOOK, WINDOW, codes, flat, own_decoder, whole
@@ -28,6 +28,10 @@ def jobs_of(stream: CodecStream) -> list[DiffusionJob]:
     while (job := stream.next_job()) is not None:
         jobs.append(job)
     return jobs
+
+
+def chunks_of(stream: CodecStream) -> list[CodecChunk]:
+    return [job.payload for job in jobs_of(stream)]
 
 
 @torch.inference_mode()
@@ -51,6 +55,24 @@ def test_any_chunking_equals_the_whole_decode_of_transformers(lengths: list[int]
     assert expected.abs().max() > 0.1
     assert expected.std() > 0.01
     assert torch.allclose(decode(frames, lengths), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_an_utterance_is_cut_in_the_same_places_whenever_its_frames_come():
+    given = flat(codes(21))
+    at_once = CodecStream(cutting(), DecoderCarry())
+    at_once.extend(given, complete=True)
+    slowly, cut = CodecStream(cutting(), DecoderCarry()), []
+    for begin in range(0, len(given), 48):
+        slowly.extend(given[begin : begin + 48], complete=False)
+        cut += chunks_of(slowly)
+    slowly.extend((), complete=True)
+    cut += chunks_of(slowly)
+    places = [(chunk.position, chunk.frames, chunk.samples, chunk.last) for chunk in cut]
+    assert places == [(chunk.position, chunk.frames, chunk.samples, chunk.last) for chunk in chunks_of(at_once)]
+    # The last chunk is filled up to a length that others have, too, so that they share a batch.
+    assert [place[:2] for place in places] == [(0, 1), (1, 1), (2, 2), (4, 4), (8, 8), (16, 8)]
+    assert sum(samples for _, _, samples, _ in places) == 1920 * 21 - 555
+    assert slowly.finished
 
 
 def test_a_request_claims_its_state_until_its_last_chunk():

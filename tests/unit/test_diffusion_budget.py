@@ -58,6 +58,24 @@ def test_later_jobs_pass_a_request_that_waits_and_new_requests_do_not() -> None:
     assert admitted(budget, "a", 1, job(step=20), a), "only its end makes room for the others"
 
 
+def test_a_job_that_is_left_out_of_steps_still_counts() -> None:
+    budget = DeviceBudget(LIMIT)
+    first, second = job(held=30, step=10, final=40, steps=2), job(held=30, step=10, final=40, steps=2)
+    budget.begin_step()
+    assert budget.admits("a", first)
+    assert budget.admits("b", second)
+    budget.begin_step()
+    assert budget.takes(first, 2)
+    assert not budget.takes(second, 2), "60 held and 80 for the two last steps"
+    assert budget.held.used == 60
+    assert not budget.admits("c", job()), "nothing is admitted past it"
+    assert budget.deferred == 2
+    budget.job_ended("a")
+    budget.begin_step()
+    assert budget.deferred == 0
+    assert budget.takes(second, 2)
+
+
 def test_a_job_waits_until_each_job_in_progress_could_take_its_dearest_step() -> None:
     budget = DeviceBudget(LIMIT)
     budget.begin_step()

@@ -66,6 +66,19 @@ def run(
     pytest.fail(f"starved: {steps}")
 
 
+def test_running_request_waits_for_its_expensive_last_step():
+    # Both run together until the decoding at the end, for which there is room only one at a time.
+    steps = run(10, diffusion("a", 3, 2, 9), diffusion("b", 3, 2, 9))
+    assert steps == [["a", "b"], ["a", "b"], ["a"], ["b"]]
+
+
+def test_of_two_jobs_in_progress_the_more_urgent_takes_the_step_that_has_room_for_one():
+    patient, urgent = diffusion("patient", 3, 2, 9), diffusion("urgent", 3, 2, 9)
+    patient.priority, urgent.priority = 5, 1
+    steps = run(10, patient, urgent)
+    assert steps == [["urgent", "patient"], ["urgent", "patient"], ["urgent"], ["patient"]]
+
+
 def test_while_requests_wait_for_memory_that_waits_for_input_there_is_nothing_to_do():
     scheduler = Scheduler(config(budget_bytes=10))
     first, second = diffusion("a/0", 1, 1), diffusion("b/0", 1, 1)
@@ -91,6 +104,14 @@ def test_autoregressive_requests_are_never_counted_nor_deferred():
     assert steps == [["x", "a", "y"], ["x", "a", "y"], ["x", "b"]]
 
 
+def test_without_a_budget_nothing_is_deferred():
+    scheduler = Scheduler(config())
+    for index in range(5):
+        scheduler.add_request(diffusion(str(index), 1, 1 << 50))
+    assert len(scheduler.step()) == 5
+    assert scheduler.budget.deferrals == 0
+
+
 def test_a_full_step_makes_room_for_who_falls_silent_earlier_and_goes_on_afterwards():
     ahead, pressing = diffusion("ahead", 4, 1, due=LATER), diffusion("pressing", 2, 1, due=SOON)
     steps = run(10, ahead, arrivals={2: pressing}, places=1)
@@ -113,6 +134,20 @@ def test_who_has_sound_in_hand_skips_steps_that_must_stay_light():
     pressing = diffusion("pressing", 2, 1, due=SOON, share=0.3)
     steps = run(10, *ahead, arrivals={1: pressing})
     assert [set(step) for step in steps] == [{"a", "b"}, {"pressing", "a"}, {"pressing", "a"}, {"b"}, {"b"}]
+
+
+def test_who_waits_for_memory_in_vain_does_not_stop_those_that_hold_it():
+    scheduler = Scheduler(config(budget_bytes=10))
+    scheduler.clock = lambda: NOW
+    holder, pressing = diffusion("a/0", 3, 1, due=LATER, share=1.0), diffusion("b/0", 1, 1, due=SOON, share=1.0)
+    for request, name in ((holder, "a"), (pressing, "b")):
+        request.sampling_params.extra_args["omni"]["claim"] = Claim(name, 6, 1)
+        scheduler.schedule()
+        scheduler.add_request(request)
+    assert scheduler.step() == ["a/0"]
+    assert scheduler.step() == ["a/0"]
+    scheduler.release("a")
+    assert scheduler.step() == ["b/0"]
 
 
 def test_a_job_whose_last_step_is_in_flight_takes_no_place():

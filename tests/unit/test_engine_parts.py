@@ -56,6 +56,32 @@ def make(params: StageParams, **options):
     return make_sampling_params(params, **{"seed": 7, "end_token_ids": [3, 2], "vocabulary": 10, **options})
 
 
+def test_sampling_carries_what_is_given():
+    made = make(
+        StageParams(
+            max_tokens=5,
+            min_tokens=2,
+            temperature=0.5,
+            top_p=0.9,
+            top_k=4,
+            min_p=0.1,
+            stop_token_ids=(9, 3),
+            allowed_token_ids=(1, 2),
+        ),
+        payload="payload",
+        read_prefix_cache=False,
+    )
+    assert made.min_tokens == 2
+    assert made.temperature == 0.5
+    assert made.top_p == 0.9
+    assert made.top_k == 4
+    assert made.min_p == 0.1
+    assert made.stop_token_ids == [2, 3, 9]
+    assert made.allowed_token_ids == [1, 2], "a list, as vLLM wants it"
+    assert made.extra_args == {"omni": "payload"}
+    assert made.skip_reading_prefix_cache
+
+
 def test_ignoring_the_end_keeps_the_requests_own_stops():
     assert make(StageParams(max_tokens=5, ignore_eos=True, stop_token_ids=(9,))).stop_token_ids == [9]
 

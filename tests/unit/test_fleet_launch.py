@@ -10,7 +10,7 @@ import pytest
 
 import omni_actors
 from omni_actors.coordinator.core.fleet import RESTORE_SECONDS
-from omni_actors.coordinator.core.hosts import ABSENT_SECONDS
+from omni_actors.coordinator.core.hosts import ABSENT_SECONDS, silent
 from omni_actors.coordinator.core.instructions import (
     FleetInstruction,
     ReplicaLost,
@@ -19,7 +19,8 @@ from omni_actors.coordinator.core.instructions import (
     ServeClients,
     ShowProgress,
 )
-from omni_actors.coordinator.core.replicas import LaunchState, ReplicaState
+from omni_actors.coordinator.core.nodes import Node
+from omni_actors.coordinator.core.replicas import LaunchState, NodeEvent, ReplicaState, ReplicaTable
 from omni_actors.coordinator.shell import read_memory, write_memory
 from omni_actors.errors import StartupError
 from omni_actors.host.run_directory import FLEET
@@ -44,6 +45,7 @@ from omni_actors.protocol.messages import (
 )
 from tests.support.fleet import (
     STAGES,
+    T,
     World,
     announced,
     gives_up,
@@ -292,6 +294,22 @@ def test_a_silent_node_is_away_and_takes_back_what_still_runs_when_it_returns() 
     world.hello("talker", 1, epoch=epoch + 1, spawn_epoch=epoch)
     world.says("talker", Ready(seconds=0.0), 1)
     assert world.state("talker", 1) is ReplicaState.READY
+
+
+def test_a_silent_agent_whose_stages_beat_is_not_lost() -> None:
+    replicas = ReplicaTable()
+    master, node = nodes = [Node(rank, heard=T) for rank in (0, 1)]
+    master.on(NodeEvent.HELLO)
+    node.on(NodeEvent.HELLO)
+    talker = replicas.add("talker", 0, 7, node=1)
+    assert not silent(nodes, replicas, T + 3.9, 4)
+    assert silent(nodes, replicas, T + 4.1, 4) == [node], "not the coordinator's own host"
+    talker.heard = T + 2
+    assert not silent(nodes, replicas, T + 4.1, 4)
+    talker.state = ReplicaState.DEAD
+    assert silent(nodes, replicas, T + 4.1, 4) == [node]
+    node.on(NodeEvent.LOST)
+    assert not silent(nodes, replicas, T + 9, 4)
 
 
 def names(world: World) -> list[str]:

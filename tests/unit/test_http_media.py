@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 
 import msgspec
+import numpy
 import pytest
 from PIL import Image
 
@@ -101,6 +102,29 @@ async def test_a_document_that_cannot_be_read_is_named(reader: MediaReader) -> N
             await reader.messages(messages({"type": "file", "file": {"file_data": file}}), {})
         assert (refused.value.status, refused.value.code) == (status, code)
         assert refused.value.param == "messages[0].content[0].file.file_data"
+
+
+async def test_media_become_what_the_client_library_takes(reader: MediaReader) -> None:
+    sent = {"audio": sound(0.1), "image": picture(8, 8), "video": film(1.0)}
+    (message,) = await reader.messages(messages(*[part(modality, data) for modality, data in sent.items()]), {})
+    audio, image, video = message["content"]
+    assert audio == {"type": "audio", "audio": sent["audio"]}
+    assert image == {"type": "image", "image": sent["image"]}
+    frames, rate = video["video"]
+    assert frames.shape == (2, 64, 64, 3)
+    assert frames.dtype == numpy.uint8
+    assert rate == 2.0
+
+
+async def test_a_video_comes_with_its_sound_if_that_is_asked_for(reader: MediaReader) -> None:
+    data = film(1.0, with_sound=True)
+    (message,) = await reader.messages(messages(part("video", data)), {}, sound_in_video=True)
+    frames, rate, track = message["content"][0]["video"]
+    assert frames.shape == (2, 64, 64, 3)
+    assert rate == 2.0
+    assert track == data
+    (message,) = await reader.messages(messages(part("video", data)), {})
+    assert len(message["content"][0]["video"]) == 2
 
 
 async def test_a_video_without_a_sound_track_is_refused_with_its_field(reader: MediaReader) -> None:

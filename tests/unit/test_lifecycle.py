@@ -236,6 +236,19 @@ def test_requests_wait_in_the_queue_for_a_slot_and_may_be_aborted_there() -> Non
     assert (state.in_flight, state.queued, state.retained.used) == (0, 0, 0)
 
 
+def test_a_client_that_has_more_makes_room_for_one_that_has_less() -> None:
+    state = ready(max_in_flight=1, max_queued=3)
+    for name in "abcd":
+        ask(state, name, priority=name == "c")
+    refused = ask(state, "x", BOB)
+    assert [(item.client, item.request_id) for item in refused] == [(ALICE, "c")], "its least urgent one"
+    assert failure(refused).code is ErrorCode.OVERLOADED
+    assert failure(refused).retry_after
+    assert state.requests_of(BOB) == ("x",)
+    ask(state, "y", BOB)
+    assert failure(ask(state, "z", BOB)).code is ErrorCode.OVERLOADED, "now both have as much"
+
+
 def test_stage_without_credit_holds_requests_back_and_says_so_when_too_many_wait() -> None:
     state = ready(max_queued=1)
     replica = next(replica for replica in state.replicas if replica.stage == "talker")

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import msgspec
+import numpy
 import pytest
 
+from omni_actors.client.streams import RequestStream, item_of
 from omni_actors.config import Modality, StageConfig, StageKind
 from omni_actors.config.schema import InputConfig
 from omni_actors.coordinator.core.instructions import ToClient
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.errors import ErrorCode, InvalidPayload
 from omni_actors.protocol import messages
-from omni_actors.protocol.fields import DType, HostTensor, TensorRef
-from omni_actors.protocol.messages import LATENTS, FinishReason, ImageChunk, LatentsChunk, VideoChunk
-from omni_actors.stage.engine_interface import FinishedEvent, LatentsEvent
+from omni_actors.protocol.fields import DType, HostTensor, ReplicaId, TensorRef
+from omni_actors.protocol.messages import (
+    LATENTS,
+    PIXELS,
+    Chunk,
+    Done,
+    FinishReason,
+    ImageChunk,
+    LatentsChunk,
+    StageUsage,
+    VideoChunk,
+)
+from omni_actors.stage.engine_interface import FinishedEvent, ImageEvent, LatentsEvent, ProgressEvent, VideoEvent
 from omni_actors.stage.meter import StageMeter
+from omni_actors.stage.processors import Extend, InputPiece, Latents2Image, Start
+from omni_actors.telemetry import metrics as table
 from tests.support.builders import done, header_from
 from tests.support.requests import ALICE, NOW, again, ask, bring_back, failure, lose, ready, replica_id, say
-from tests.support.stage import ROUTE, StageUnderTest
+from tests.support.stage import ROUTE, StageUnderTest, bodies
 
+RED = HostTensor(DType.U8, (1, 2, 3), bytes([255, 0, 0] * 2))
+FRAME = HostTensor(DType.U8, (1, 1, 2, 3), RED.data)
 NOISE = HostTensor(DType.F32, (4, 2), bytes(32))
 FINISHED = FinishedEvent("r1", FinishReason.STOP, 1, 8)
 
@@ -58,6 +74,22 @@ def test_a_video_has_frames_rows_and_three_channels(dtype: DType, shape: tuple[i
         VideoChunk(frames=TensorRef(dtype, shape, 0), frames_per_second=24.0)
 
 
+def test_pictures_go_to_the_client_where_they_are_an_output_and_to_later_stages_without_previews() -> None:
+    meter = StageMeter(ReplicaId("talker", 0, 5))
+    stage = stage_of(Modality.IMAGE, meter=meter)
+    preview, to_client, to_next = stage.do(ImageEvent("r1", RED, preview=True), ImageEvent("r1", RED))
+    assert preview.body.preview
+    assert preview.destination is None
+    assert not to_client.body.preview
+    assert bytes(to_client.buffers[0]) == RED.data
+    assert to_next.destination == ROUTE[3]
+    assert list(to_next.body.tensors) == [PIXELS]
+    assert not to_next.body.final
+    assert meter.pictures == 1
+    end, _ = stage.do(FINISHED)
+    assert end.body == Chunk(start=1, final=True, sent=end.body.sent)
+
+
 def test_the_last_latents_end_the_stream_to_the_next_stage_and_those_of_previews_do_not() -> None:
     stage = stage_of(Modality.LATENTS)
     preview, to_client, to_next = stage.do(LatentsEvent("r1", NOISE, preview=True), LatentsEvent("r1", NOISE))
@@ -67,6 +99,36 @@ def test_the_last_latents_end_the_stream_to_the_next_stage_and_those_of_previews
     assert to_next.body.final
     (done,) = stage.do(FINISHED)
     assert isinstance(done.body, messages.StageDone), "no second end"
+
+
+def test_a_video_goes_to_the_client_alone() -> None:
+    stage = stage_of(Modality.VIDEO)
+    (message,) = stage.do(VideoEvent("r1", FRAME, 24.0))
+    assert message.destination is None
+    assert (message.body.frames.shape, message.body.frames_per_second) == ((1, 1, 2, 3), 24.0)
+    assert bytes(message.buffers[0]) == FRAME.data
+
+
+def test_progress_goes_to_the_client_alone_and_is_no_output() -> None:
+    meter = StageMeter(ReplicaId("talker", 0, 5))
+    stage = stage_of(meter=meter)
+    (message,) = stage.do(ProgressEvent("r1", 3, 8))
+    assert sum(meter.meters.histogram(table.OUTPUT_SECONDS, *meter.labels).counts) == 0
+    assert message.destination is None
+    assert (message.body.step, message.body.steps) == (3, 8)
+    *_, done = bodies(stage.do(FINISHED))
+    assert done.usage.first_output == 0.0
+
+
+def test_latents_reach_the_decoder_one_by_one_and_the_last_is_the_picture() -> None:
+    processor = Latents2Image(0, ("dit",))
+    (start,) = processor.feed("dit", InputPiece(tensors={LATENTS: NOISE}, scalars={"width": 16}))
+    assert isinstance(start, Start)
+    assert start.inputs.tensors == {LATENTS: NOISE}
+    assert start.inputs.scalars == {"width": 16}
+    assert not start.inputs.complete
+    assert processor.feed("dit", InputPiece()) == []
+    assert processor.feed("dit", InputPiece(tensors={LATENTS: RED}, final=True)) == [Extend(RED, complete=True)]
 
 
 PICTURE = ImageChunk(pixels=TensorRef(DType.U8, (1, 2, 3), 0))
@@ -128,3 +190,26 @@ def test_a_replay_without_what_was_delivered_fails(delivered: ImageChunk | Video
     lose(state, "code2wav")
     bring_back(state, "code2wav")
     assert failure(again(state, "code2wav", done(), 0, 2)).code is ErrorCode.STAGE_LOST
+
+
+async def test_the_result_has_pictures_video_and_latents_and_no_previews() -> None:
+    stream = RequestStream("r1", lambda request_id: None, lambda *_: None)
+    pixels, latents = TensorRef(DType.U8, (1, 2, 3), 0), TensorRef(DType.F32, (4, 2), 0)
+    sent: list[tuple[messages.Output, HostTensor]] = [
+        (messages.StepsDone(step=1, steps=2, stage="dit"), NOISE),
+        (ImageChunk(pixels=pixels, preview=True), RED._replace(data=bytes(6))),
+        (ImageChunk(pixels=pixels), RED),
+        (LatentsChunk(latents=latents), NOISE),
+        *[(VideoChunk(frames=TensorRef(DType.U8, (1, 1, 2, 3), 0), frames_per_second=24.0), FRAME)] * 2,
+    ]
+    for body, tensor in sent:
+        stream.deliver(item_of(body, lambda ref, tensor=tensor: tensor))
+    stream.deliver(Done(usage={"dit": StageUsage(FinishReason.STOP)}))
+    output = await stream.result()
+    (picture,) = output.images
+    assert picture.dtype == numpy.uint8
+    assert picture.tolist() == [[[255, 0, 0], [255, 0, 0]]]
+    assert output.latents == [NOISE]
+    assert output.video.tolist() == 2 * [[[[255, 0, 0], [255, 0, 0]]]]
+    assert output.frames_per_second == 24.0
+    assert output.text == ""

@@ -131,6 +131,17 @@ async def test_after_a_pause_the_time_of_packets_goes_on(
     assert second.pts - first.pts == pytest.approx(2 * OPUS_CLOCK, abs=0.1 * OPUS_CLOCK)
 
 
+async def test_what_was_not_played_is_dropped_and_said(speaker: Loudspeaker, track: OpusTrack, told: Told) -> None:
+    speaker.take(delta("a", bytes(480)))
+    speaker.take(done("a"))
+    speaker.take(delta("b", bytes(48_000)))
+    speaker.take(delta("c", bytes(48_000)))
+    await played(track, 3)
+    assert speaker.silence() == [("b", "item of b", 40), ("c", "item of c", 0)]
+    assert speaker.size == 0
+    assert speaker.silence() == []
+
+
 async def test_an_answer_that_was_cut_short_was_not_heard_to_its_end(speaker: Loudspeaker, track: OpusTrack) -> None:
     """Its text goes on where its sound ends."""
     for response, status in (("a", "completed"), ("b", "cancelled")):

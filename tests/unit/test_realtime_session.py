@@ -227,6 +227,19 @@ def test_a_user_shows_pictures() -> None:
 # -- responses --------------------------------------------------------------------------------------------------------
 
 
+def test_a_response_may_differ_from_its_session() -> None:
+    talk = Talk(instructions="Be brief.")
+    talk.say("Hello")
+    talk.respond(instructions="Sing.", output_modalities=["text"], max_output_tokens=5, metadata={"a": "b"}, seed=7)
+    asked = talk.asked[-1].config
+    assert asked.instructions == "Sing."
+    assert asked.output == "text"
+    assert asked.max_output_tokens == 5
+    assert asked.seed == 7
+    assert talk.events[-1]["response"]["metadata"] == {"a": "b"}
+    assert update(talk)[0]["session"]["instructions"] == "Be brief."
+
+
 def test_a_response_aside_leaves_the_conversation_alone() -> None:
     talk = Talk()
     item = talk.say("Hello")

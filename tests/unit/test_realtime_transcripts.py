@@ -17,12 +17,54 @@ from omni_actors.http_server.realtime.requests import Asker, Outbox, Transcriber
 from omni_actors.http_server.realtime.session import Transcribe
 from omni_actors.protocol.messages import Done
 from omni_actors.protocol.payloads import HearingAbility
-from tests.support.realtime import Talk
+from tests.support.realtime import SECOND, Talk, error_of, kinds
 from tests.support.waiting import PATIENCE, eventually
 
+USAGE = {"type": "tokens", "input_tokens": 1, "output_tokens": 2, "total_tokens": 3}
 DELTA, COMPLETED, FAILED = (
     f"conversation.item.input_audio_transcription.{kind}" for kind in ("delta", "completed", "failed")
 )
+
+
+def spoken_turn(**transcription: Any) -> tuple[Talk, Transcribe]:
+    talk = Talk(transcription=Transcription(**transcription))
+    talk.append(SECOND)
+    talk.send("input_audio_buffer.commit")
+    (turn,) = talk.transcribed
+    return talk, turn
+
+
+def test_a_turn_is_written_down_and_keeps_its_transcript() -> None:
+    talk, turn = spoken_turn(language="en", prompt="Dr Zhivago")
+    assert talk.session.sound_of(turn.item_id)["type"] == "audio"
+    assert (turn.transcription.language, turn.transcription.prompt) == ("en", "Dr Zhivago")
+    events = talk.take(talk.session.written("delta", turn.item_id, delta="Sea"))
+    events += talk.take(talk.session.written("completed", turn.item_id, transcript="Sea salt.", usage=USAGE))
+    assert kinds(events) == [DELTA, COMPLETED]
+    assert events[1]["transcript"] == "Sea salt."
+    (retrieved,) = talk.send("conversation.item.retrieve", item_id=turn.item_id)
+    assert retrieved["item"]["content"][0]["transcript"] == "Sea salt."
+    talk.respond()
+    assert talk.prompt() == [("user", "1 s")], "the model hears the turn, and does not read it"
+
+
+def test_a_session_may_only_transcribe() -> None:
+    talk = Talk(vad=ServerVad(silence_duration_ms=64))
+    heard = {"transcription": {"model": "gpt-4o-transcribe", "language": "en"}}
+    (updated,) = talk.send("session.update", session={"type": "transcription", "audio": {"input": heard}})
+    assert updated["session"]["object"] == "realtime.transcription_session"
+    assert updated["session"]["type"] == "transcription"
+    assert updated["session"]["audio"]["input"]["transcription"] == heard["transcription"]
+    assert updated["session"]["audio"].keys() == {"input"}
+    talk.hear(0.9, windows=60)
+    talk.hear(0.0, windows=4)
+    (turn,) = talk.transcribed
+    assert turn.transcription.language == "en"
+    assert talk.asked == []
+    assert error_of(talk.send("response.create"))["code"] == "unsupported_value"
+    (updated,) = talk.send("session.update", session={"audio": {"input": {"transcription": None}}})
+    assert updated["session"]["type"] == "transcription"
+    assert updated["session"]["audio"]["input"]["transcription"] == {}, "it would do nothing else"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from omni_actors.protocol.payloads import PositionLogprobs, PromptPosition, Toke
 from tests.support.builders import done, header_from, submit
 from tests.support.requests import (
     ALICE,
+    CHUNK,
     NOW,
     STAGES,
     CheckedRequestMachine,
@@ -96,6 +97,28 @@ def test_stages_before_the_lost_one_go_on_and_give_it_its_input_again(stage, aga
     assert {item.body.voice for item in opened if isinstance(item.body, OpenRequest)} == {"Ethan"}
 
 
+def test_a_replay_starts_further_up_when_the_source_is_gone_as_well() -> None:
+    state = ready()
+    ask(state)
+    lose(state, "code2wav")
+    lose(state, "talker")
+    assert bring_back(state, "code2wav") == []
+    opened = bring_back(state, "talker")
+    assert opened_stages(opened) == [("code2wav", 1), ("talker", 1)]
+    assert resends(opened) == [("thinker", "talker", 1)]
+
+    state = ready()
+    ask(state)
+    for stage in ("prompt", "thinker", "talker"):
+        say(state, stage, done())
+    assert lose(state, "thinker") == [], "code2wav has all that it needs"
+    opened = bring_back(state, "thinker")
+    lose(state, "talker")
+    opened = bring_back(state, "talker")
+    assert opened_stages(opened) == [("code2wav", 1), ("talker", 1), ("thinker", 1)]
+    assert resends(opened) == [("prompt", "thinker", 1)]
+
+
 def test_a_stage_that_no_longer_holds_its_output_runs_again() -> None:
     state = ready(max_attempts=2)
     ask(state)
@@ -112,6 +135,25 @@ def test_a_stage_that_no_longer_holds_its_output_runs_again() -> None:
     assert state.replays == 1
     assert state.active["r1"].losses_made_up == 1, "it was one loss"
     assert failure(lose(state, "talker")).code is ErrorCode.STAGE_LOST, "and there may be one only"
+
+
+def test_an_observer_hears_of_what_runs_again_and_of_nothing_else() -> None:
+    """The thinker's `StageDone`, of its first attempt, counts after the vocoder's loss as before."""
+    state = ready()
+    ask(state, voice="Ethan")
+    seen = state.onlooker
+    say(state, "prompt", done())
+    lose(state, "code2wav")
+    assert seen.losses == [("r1", True)]
+    say(state, "thinker", letter(0), 0)
+    say(state, "thinker", done(), 1)
+    bring_back(state, "code2wav")
+    assert seen.attempts["r1"] == {"prompt": 0, "thinker": 0, "talker": 0, "code2wav": 1}
+    say(state, "talker", done())
+    again(state, "code2wav", CHUNK, 0, epoch=2, buffers=(bytes(4),))
+    again(state, "code2wav", done(), 1, epoch=2)
+    assert seen.done["r1"] == seen.done["r1"] | {"thinker": 0, "code2wav": 1}
+    assert seen.ends == {"done": 1}
 
 
 def test_an_unreachable_stage_runs_again_unless_that_is_under_way() -> None:
@@ -365,6 +407,14 @@ def test_a_request_that_nobody_holds_starts_over_and_is_delivered_from_where_the
     assert state.from_stage(header, letter(0), (), NOW) == []
     (second,) = state.from_stage(header_from(replica_id("thinker"), "r1", 1, ATTEMPTS), letter(1), (), NOW)
     assert second.body == letter(1)
+
+
+def test_another_request_of_that_id_gets_nothing_of_it() -> None:
+    state = next_coordinator(*STAGES, seed=SEED + 1)
+    instructions = claim(state)
+    assert sorted(aborts(instructions)) == sorted(STAGES)
+    assert result_resends(instructions) == {}
+    assert {number for _, number in opened_stages(instructions)} == {ATTEMPTS}
 
 
 def test_what_no_client_claims_is_ended() -> None:

@@ -13,6 +13,7 @@ from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.responses.events import ResponseReply, SentEvents
 from omni_actors.http_server.responses.items import ResponsesRequest
 from omni_actors.protocol.messages import Description
+from omni_actors.protocol.payloads import StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FORM = {"type": "json_schema", "name": "city", "schema": SCHEMA}
@@ -22,11 +23,36 @@ def request(**fields: Any) -> ResponsesRequest:
     return decode(json.dumps({"input": "hi", **fields}).encode(), ResponsesRequest)
 
 
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, StructuredOutputs(json_object=True)),
+        (FORM, StructuredOutputs(json=json.dumps(SCHEMA))),
+    ],
+)
+def test_a_form_is_that_of_the_text_stage(form: dict[str, Any], wanted: StructuredOutputs | None) -> None:
+    assert request(text={"format": form}).stage_fields().get("structured_outputs") == wanted
+
+
 def test_a_schema_that_is_too_long_is_refused() -> None:
     form = {**FORM, "schema": {"title": "x" * 70_000}}
     with pytest.raises(HttpError, match="limited to 65536 bytes") as caught:
         request(text={"format": form}).stage_fields()
     assert caught.value.param == "text.format.schema"
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"include": ["reasoning.encrypted_content"], "top_logprobs": 0}, None),
+        ({"include": ["message.output_text.logprobs"]}, 0),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 3}, 3),
+    ],
+)
+def test_log_probabilities_are_those_of_the_text_stage(fields: dict[str, Any], wanted: int | None) -> None:
+    assert request(**fields).stage_fields().get("logprobs") == wanted
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,19 @@ def slots_of(world: World) -> list[int]:
     return [start.slot for start in to_node(world.seen, StartReplica) if start.process.stage == "talker"]
 
 
+def test_new_replicas_start_and_take_requests_once_they_are_ready() -> None:
+    world = World().launch()
+    text = world.scale("talker", 3)
+    assert text == "talker has 3 replicas: talker/1 starts on node 0, talker/2 starts on node 0."
+    assert starts(world.seen)[-2:] == ["talker/1", "talker/2"]
+    assert world.fleet.replicas.healthy, "those that still load are no fault"
+    world.ready("talker", 2)
+    world.replica("talker", 0).hold("r")
+    chosen = world.fleet.replicas.choose("talker")
+    assert chosen is world.replica("talker", 2)
+    assert world.peers[world.replica("thinker").replica_id].peers[-1].inbox.startswith("ipc:///talker/2")
+
+
 def test_a_replica_that_leaves_ends_when_it_is_empty_and_is_forgotten() -> None:
     world = three_talkers()
     world.replica("talker", 2).hold("r")
@@ -189,6 +202,21 @@ def test_a_spare_takes_the_place_before_the_lost_requests_run_again() -> None:
     assert chosen(world) == "talker/1"
     assert world.fleet.replicas.healthy
     assert world.fleet.replicas.missing() == [world.replica("talker", 0)]
+
+
+def test_a_restart_by_an_operator_moves_requests_to_the_spare_at_once() -> None:
+    world = with_a_spare()
+    held = world.replica("talker", 0)
+    held.hold("r")
+    world.operate(Operation.RESTART, "talker", 0)
+    assert chosen(world) == "talker/1", "new requests do not wait for the end of those it holds"
+    held.release("r")
+    assert to_stage(world.tick(), Shutdown) == ["talker/0"]
+    world.ended("talker", 0, how="exit code 0")
+    world.ready("talker", 0)
+    assert world.replica("talker", 0).spare
+    world.operate(Operation.RESTART, "talker", 1)
+    assert chosen(world) == "talker/0"
 
 
 def on_a_gpu(**talker: Any) -> dict[str, Any]:

@@ -49,6 +49,21 @@ def test_one_client_gets_all_slots_but_those_kept_for_others_who_then_get_in_at_
     assert reserved(count) <= max(1, count / 8)
 
 
+def test_so_do_the_tenants_of_one_client_within_what_it_can_have() -> None:
+    made = slots(256)
+    flood(made, 300, "http", tenant="a")
+    assert len(granted(made)) == 225
+    flood(made, 300, "http", tenant="b")
+    assert granted(made) == ["httpb"]
+    for number in range(14):
+        flood(made, 2, "http", tenant=f"c{number}")
+        assert granted(made) == [f"httpc{number}"]
+    flood(made, 1, "http", tenant="d")
+    assert granted(made) == [], "what is left is for other clients,"
+    flood(made, 1, "library")
+    assert granted(made) == ["library"]
+
+
 def turns(made: FairQueue, running: list[Ticket], count: int) -> list[str]:
     """Who gets the slots that are freed, one after the other."""
     order = []
@@ -94,6 +109,19 @@ def test_a_blocked_request_does_not_hold_up_those_of_others() -> None:
     assert granted(made) == [], "nobody has said that anything changed"
     made.look_again()
     assert granted(made) == ["a"]
+
+
+def test_the_client_with_the_most_requests_is_refused_first() -> None:
+    made = slots(1, line=4)
+    flood(made, 4, "a")
+    assert granted(made) == ["a"]
+    assert made.enter(ticket("b")) == []
+    (out,) = made.enter(ticket("b"))
+    assert out.startswith("a")
+    newest = ticket("b")
+    assert made.enter(newest) == [newest.request_id], "it would have as many as the other"
+    assert made.enter(ticket("c"))[0].startswith("a")
+    assert made.waiting == 4
 
 
 def test_bytes_are_bounded_too_and_nobody_leaves_in_vain() -> None:

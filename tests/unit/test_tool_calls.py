@@ -20,7 +20,16 @@ from omni_actors.engine.prompt_processors import ChatTemplate
 from omni_actors.engine.tool_calls import ToolCallReader, parser_class
 from omni_actors.errors import ConfigError, InvalidRequest
 from omni_actors.protocol.fields import DType, TensorRef
-from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, ToolCall, Tools
+from omni_actors.protocol.payloads import (
+    ChatMessage,
+    CollectedCalls,
+    ContentPart,
+    Media,
+    MediaEncoding,
+    Prompt,
+    ToolCall,
+    Tools,
+)
 from omni_actors.stage.engine_interface import StreamEvent, TextEvent
 from tests.support.paths import REPOSITORY
 
@@ -45,6 +54,28 @@ def reader(tokenizer: Any, tools: Tools = TOOLS) -> ToolCallReader:
     return ToolCallReader(parser_class("hermes", tokenizer), tokenizer, tools, [1, 2, 3])
 
 
+def read_all(found: ToolCallReader, tokenizer: Any, answer: str) -> tuple[str, list[ToolCall], list[str]]:
+    """What a reader makes of an answer that comes token by token: text, calls, and the pieces of text."""
+    token_ids = tokenizer(answer)["input_ids"]
+    calls, texts = CollectedCalls(), []
+    for index, token in enumerate(token_ids):
+        text = tokenizer.decode([token])
+        content, pieces = found.read(text, [token], finished=index + 1 == len(token_ids))
+        texts.append(content)
+        calls.add(pieces)
+    return "".join(texts), calls.whole(), texts
+
+
+def test_a_call_is_separated_from_the_text_before_it(tokenizer: Any) -> None:
+    found = reader(tokenizer)
+    text, calls, pieces = read_all(found, tokenizer, f"Let me look.\n{CALL}")
+    assert text == "Let me look.\n"
+    assert len([piece for piece in pieces if piece]) > 3, "text is not held back until the end"
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", {"city": "Kiel"})]
+    assert calls[0].id
+    assert tokenizer.decode(tokenizer(f"Let me look.\n{CALL}")["input_ids"][: found.spoken]) == "Let me look.\n"
+
+
 @pytest.mark.parametrize("answer", ["Nothing to call.", "a < b and <tool", "<", "Grüße 🌊"])
 def test_text_that_is_no_call_is_all_there_and_all_spoken(tokenizer: Any, answer: str) -> None:
     found = reader(tokenizer)
@@ -61,6 +92,16 @@ def test_text_that_is_no_call_is_all_there_and_all_spoken(tokenizer: Any, answer
     assert not found.calling
     assert found.spoken == len(token_ids)
     assert answer.startswith(said)
+
+
+def test_a_call_that_must_be_made_has_a_grammar(tokenizer: Any) -> None:
+    assert reader(tokenizer).form is None
+    for tools in (Tools(TOOLS.definitions, "required"), Tools(TOOLS.definitions, "required", "weather")):
+        found = reader(tokenizer, tools)
+        assert "<tool_call>" in found.form.structural_tag
+        assert "weather" in found.form.structural_tag
+        _, calls, _ = read_all(found, tokenizer, CALL)
+        assert [call.name for call in calls] == ["weather"]
 
 
 def test_a_parser_that_vllm_does_not_have_is_refused_with_the_nearest_one(tokenizer: Any) -> None:
@@ -127,6 +168,32 @@ def plain_message(message: ChatMessage, prompt: Prompt) -> dict[str, Any]:
         for part in message.content
     ]
     return {"role": message.role, "content": parts}
+
+
+def test_definitions_calls_and_results_are_in_the_prompt(tokenizer: Any) -> None:
+    call = ToolCall("call_1", "weather", '{"city":"Kiel"}')
+    prompt = Prompt(
+        messages=(
+            said("user", "The weather in Kiel?"),
+            said("assistant", "", tool_calls=(call,)),
+            said("tool", "14 degrees", tool_call_id="call_1"),
+            said("tool", "rain", tool_call_id="call_1"),
+        ),
+        tools=TOOLS,
+    )
+    text = ChatTemplate(tokenizer, "hermes", TEMPLATE).render(prompt)
+    head, _, rest = text.partition("\n</tools>\n\nFor")
+    assert json.loads(head.rpartition("<tools>\n")[2]) == {"type": "function", "function": WEATHER}
+    assert "<|im_start|>user\nThe weather in Kiel?<|im_end|>\n" in rest
+    called = rest.partition("<|im_start|>assistant\n")[2].partition("<|im_end|>")[0]
+    assert json.loads(called.strip().removeprefix("<tool_call>").removesuffix("</tool_call>")) == {
+        "name": "weather",
+        "arguments": {"city": "Kiel"},
+    }
+    assert rest.endswith(
+        "<|im_start|>user\n<tool_response>\n14 degrees\n</tool_response>\n<tool_response>\nrain\n</tool_response>"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_tools_are_refused_where_nothing_could_read_the_calls(tokenizer: Any) -> None:

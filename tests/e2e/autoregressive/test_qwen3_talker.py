@@ -10,6 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
+from omni_actors.engine.models import SpeechLimit
+from omni_actors.engine.models.qwen3_omni.talker import SPEC
 from omni_actors.engine.rows import to_host
 from omni_actors.errors import InvalidPayload, InvalidRequest, PromptTooLong, UnknownVoice
 from omni_actors.protocol.messages import FinishReason
@@ -152,6 +154,23 @@ def test_a_seed_repeats_itself_alone_and_in_a_batch(talker, spoken):
     differing = (frames_of(talker, "another") != alone).float().mean(dim=0)
     assert differing.min() > 0.3, "every code hangs on the seed"
     assert torch.equal(frames_of(talker, "other0"), spoken["text"].answer.codes), "the greedy ones of the batch stay so"
+
+
+@pytest.mark.nightly
+def test_a_talker_that_does_not_stop_ends_where_its_text_allows(talker, spoken, monkeypatch):
+    case, scheduler = spoken["text"], talker.engine.core.scheduler
+    assert scheduler.speech_limit == SPEC.speech_limit
+    monkeypatch.setattr(scheduler, "speech_limit", SpeechLimit(10, 5))
+    unending = {"logit_bias": {talker.engine.core.worker.model_runner.model.config.codec_end: -100.0}}
+    start(talker, "late", case, case.reply[:1], max_tokens=400, **unending)
+    talker.run()
+    talker.engine.extend("late", token_ids=case.reply[1:3], complete=True)
+    start(talker, "asked for more", case, case.reply[:1], max_tokens=40, min_tokens=40)
+    talker.engine.extend("asked for more", complete=True)
+    talker.run()
+    for name, count in {"late": 10 + 3 * 5, "asked for more": 40}.items():
+        assert talker.finished(name).reason is FinishReason.LENGTH
+        assert talker.finished(name).output_tokens == count
 
 
 @pytest.mark.nightly

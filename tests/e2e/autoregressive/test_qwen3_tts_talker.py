@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
+from omni_actors.engine.models import SpeechLimit
 from omni_actors.engine.models.qwen3_tts.clip_encoder import ClipEncoder, Encoded
+from omni_actors.engine.models.qwen3_tts.talker import SPEC
 from omni_actors.errors import InvalidRequest, PromptTooLong, UnknownVoice
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import StageParams
@@ -160,6 +163,24 @@ def test_a_text_that_comes_in_parts_is_spoken_as_the_reference_speaks_it_wheneve
         asked = {**kind.cases[case].asked, "non_streaming_mode": False}
         answer = kind.reference.speak(WRITTEN, frames=FRAMES, **asked).codes
         assert frames_of(talker, case).equal(answer), case
+
+
+@pytest.mark.nightly
+def test_a_talker_that_does_not_stop_ends_where_its_text_allows(kind, talker, monkeypatch):
+    """In all kinds of prompts, with one text of a few tokens."""
+    scheduler = talker.engine.core.scheduler
+    assert scheduler.speech_limit == SPEC.speech_limit
+    monkeypatch.setattr(scheduler, "speech_limit", SpeechLimit(10, 2))
+    tokenizer = AutoTokenizer.from_pretrained(talker.engine.adapter.model_config.model)
+    count = 10 + 2 * len(tokenizer("Hi.")["input_ids"])
+    end = talker.engine.core.worker.model_runner.model.config.codec_end
+    for name, case in kind.cases.items():
+        unending = {"temperature": 0.0, "max_tokens": 400, "logit_bias": {end: -100.0}}
+        speak(talker, name, "Hi.", voice=case.voice, information=case.information, **unending)
+    talker.run()
+    for name in kind.cases:
+        assert talker.finished(name).reason is FinishReason.LENGTH
+        assert talker.finished(name).output_tokens == count, name
 
 
 def check_penalties(kind, talker, cases, length):

@@ -343,6 +343,9 @@ def test_adapters_that_do_not_fit_are_refused_when_the_stage_starts(flux2, z_ima
             engine(flux2.checkpoint, "dit", adapters={"odd": str(tmp_path)})
 
 
+# -- pictures made from others ----------------------------------------------------------------------------------------
+
+
 def test_with_one_place_every_picture_is_computed_alone_and_has_the_same_bits(qwen, monkeypatch):
     batches, step = [], Denoiser.step
 
@@ -357,9 +360,6 @@ def test_with_one_place_every_picture_is_computed_alone_and_has_the_same_bits(qw
         found.append(latents_of(run(fixed), EDIT.name))
     assert set(batches) == {1}
     assert torch.equal(*found)
-
-
-# -- pictures made from others ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -518,6 +518,22 @@ def test_the_vae_makes_the_pictures_of_diffusers_and_previews_before_them(family
 def test_the_vae_refuses_latents_that_are_not_its_own(z_image, latents, message):
     with pytest.raises(InvalidPayload, match=message):
         decoded(z_image.engine("vae"), latents)
+
+
+@pytest.mark.parametrize("name", ["z_image", "flux2_klein"])
+def test_stages_without_weights_make_pictures_all_the_same(families, name):
+    # That is how a GPU is measured without a published checkpoint.
+    family = families[name]
+    dit, fox = family.engine("dit", load_format="dummy"), family.wishes[0]
+    ask(dit, family, fox)
+    latents = latents_of(run(dit), fox.name)
+    assert latents.std() > 0.1
+    assert isinstance(decoded(family.engine("vae", load_format="dummy"), latents)[0], ImageEvent)
+    if name == "flux2_klein":
+        encoder = family.engine("text_encoder", load_format="dummy")
+        encoder.start(StageRequest("r", StageParams(), seed=0), StageInputs([1, 2, 3]))
+        (stream,) = [event for event in run(encoder) if isinstance(event, StreamEvent)]
+        assert to_torch(stream.tensors["states"]).shape == (512, 192)
 
 
 @pytest.mark.parametrize(
