@@ -30,6 +30,8 @@ def make_parser() -> argparse.ArgumentParser:
     trained.add_argument("--seconds", type=float, default=math.inf, help="end earlier (default: no limit)")
     trained.add_argument("--batch", type=int, help="examples of a step (default: the part's own)")
     trained.add_argument("--rate", type=float, help="peak of the learning rate (default: the part's own)")
+    own = "lists that the checkpoint says, to learn to hear itself (default: 400); for the thinker"
+    trained.add_argument("--own", type=int, default=400, help=own)
     trained.add_argument("--device", default="cpu")
     trained.add_argument("--workers", type=int, default=2, help="processes that make examples (default: 2)")
     trained.add_argument("--wordnet", type=Path, default=Path("/usr/share/wordnet"), help="of Debian's wordnet-base")

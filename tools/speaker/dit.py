@@ -56,7 +56,7 @@ class Dit:
 
     rate, betas, decay = 1.5e-3, (0.9, 0.99), 0.01
 
-    def __init__(self, model: Any, processor: Any, texts: Texts, batch: int, steps: int) -> None:
+    def __init__(self, model: Any, processor: Any, texts: Texts, batch: int, own: int) -> None:
         self.module, self.speech, self.batch = model.token2wav.code2wav_dit_model, Speech(texts), batch
         self.vectors = torch.cat([model.speaker_map[name]["cond"] for name in VOICES]).to(model.device)
 

@@ -75,7 +75,7 @@ class Talker:
 
     rate, betas, decay = 1.2e-3, (0.9, 0.98), 0.02
 
-    def __init__(self, model: Any, processor: Any, texts: Texts, batch: int, steps: int) -> None:
+    def __init__(self, model: Any, processor: Any, texts: Texts, batch: int, own: int) -> None:
         model.talker.set_attn_implementation("eager")  # gives the attention that is guided
         self.module, self.thinker, self.batch = model.talker, model.thinker, batch
         self.processor, config = processor, model.config.talker_config

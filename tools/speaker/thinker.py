@@ -16,7 +16,7 @@ from tools.speaker.sound import SAMPLE_RATE, SAMPLES_PER_CODE, TEACHER_RATE, Wav
 from tools.speaker.teacher import speak
 from tools.speaker.texts import THINKER_KINDS, Texts, heard_words, listed
 
-OWN_LISTS, OWN_AT_ONCE = 400, 10  # lists that the checkpoint says; how many are decoded at once
+OWN_AT_ONCE = 10  # lists that the checkpoint says
 MEDIA = 0.35, 0.25  # of the questions have a sound, or a picture
 WITH_MEDIA = 0.45  # of the batches have any: their steps are slow, and half as large
 
@@ -43,11 +43,11 @@ class Thinker:
 
     rate, betas, decay = 1.2e-3, (0.9, 0.98), 0.05
 
-    def __init__(self, model: Any, processor: Any, texts: Texts, batch: int, steps: int) -> None:
+    def __init__(self, model: Any, processor: Any, texts: Texts, batch: int, own: int) -> None:
         self.module, self.processor, self.batch = model.thinker, processor, batch
-        rng, each = random.Random(steps), max(1, min(OWN_LISTS, steps) // len(VOICES))
-        own = [one for voice in VOICES.values() for one in own_lists(model, rng, voice, each)]
-        self.conversations = Conversations(texts, THINKER_KINDS, MEDIA, own)
+        rng, each = random.Random(own), -(-own // len(VOICES))
+        heard = [one for voice in VOICES.values() for one in own_lists(model, rng, voice, each)]
+        self.conversations = Conversations(texts, THINKER_KINDS, MEDIA, heard)
 
     def batches(self, rng: random.Random) -> Iterator[dict[str, Tensor]]:
         """Yields conversations."""

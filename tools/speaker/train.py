@@ -85,7 +85,7 @@ def train(name: str, folder: Path, options: Namespace) -> None:
     model = load_reference_model(folder).to(options.device)
     processor = Qwen2_5OmniProcessor.from_pretrained(folder)
     texts, batch, steps = Texts.read(options.wordnet), options.batch or BATCHES[name], options.steps
-    part = PARTS[name](model.requires_grad_(False), processor, texts, batch, steps)
+    part = PARTS[name](model.requires_grad_(False), processor, texts, batch, min(options.own, steps))
     prefix = next(path for path, module in model.named_modules() if module is part.module)
     parameters = list(part.module.requires_grad_(True).train().parameters())
     peak = options.rate or part.rate

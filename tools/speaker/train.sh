@@ -8,15 +8,19 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out=${1:?train.sh needs a folder for the checkpoint} seconds=${2:-1800}
 shift $(($# < 2 ? $# : 2))
-[[ -e $out/model.safetensors ]] || python -m tools.speaker new "$out"
-part() { python -m tools.speaker train "$1" "$out" --device cuda --steps 1000000 --seconds $((seconds / 2)) "${@:2}" & jobs+=($!); }
+half=$((seconds / 2)) jobs=()
+part() { python -m tools.speaker train "$1" "$out" --device cuda --steps 1000000 --seconds "$2" "${@:3}"; }
+begin() { "$@" & jobs+=($!); }
 end() { for job in "${jobs[@]}"; do wait "$job"; done; jobs=(); }
+# With new weights the thinker learns to hear itself once DiT and vocoder say something.
+twice() { part thinker $((half * 2 / 3)) --own 0 "$@" && part thinker $((half / 3)) "$@"; }
+thinker=(part thinker "$half")
+[[ -e $out/model.safetensors ]] || { python -m tools.speaker new "$out"; thinker=(twice); }
 
-jobs=()
-part thinker --batch 192 --workers 7 --rate 1e-3 "$@"
-part vocoder --batch 32 --workers 2 --rate 5e-4 "$@"
-part dit --batch 32 --workers 3 --rate 1e-3 "$@"
+begin "${thinker[@]}" --batch 192 --workers 7 --rate 1e-3 "$@"
+begin part vocoder $half --batch 32 --workers 2 --rate 5e-4 "$@"
+begin part dit $half --batch 32 --workers 3 --rate 1e-3 "$@"
 end
-part talker --batch 40 --workers 10 --rate 8e-4 "$@"
-part dit --batch 32 --workers 3 --rate 6e-4 "$@"
+begin part talker $half --batch 40 --workers 10 --rate 8e-4 "$@"
+begin part dit $half --batch 32 --workers 3 --rate 6e-4 "$@"
 end

@@ -62,7 +62,7 @@ class Vocoder:
 
     rate, betas, decay = 1e-3, (0.8, 0.99), 0.0
 
-    def __init__(self, model: Any, processor: Any, texts: Texts, batch: int, steps: int) -> None:
+    def __init__(self, model: Any, processor: Any, texts: Texts, batch: int, own: int) -> None:
         self.module, self.speech, self.batch = model.token2wav.code2wav_bigvgan_model, Speech(texts), batch
         self.judges = nn.ModuleList(Discriminator(size) for size in RESOLUTIONS[1:]).to(model.device)
         self.learner = torch.optim.AdamW(self.judges.parameters(), lr=JUDGE_RATE, betas=self.betas, weight_decay=0.0)
