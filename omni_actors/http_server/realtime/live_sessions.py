@@ -121,7 +121,8 @@ async def stored(session_id: str, connection: HTTPConnection, state: ServerState
 def running(session_id: str, connection: HTTPConnection, state: ServerState) -> SessionConnection:
     """The connection of a session of the client's. Raises `HttpError` 404."""
     found: SessionConnection | None = state.live.get(session_id)
-    if found is None or found.owner != owner_of(connection, state):
+    over = found is not None and found.live is not None and found.live.closed.is_set()
+    if found is None or over or found.owner != owner_of(connection, state):
         message = f"You have no session {session_id[:100]!r} here: it has ended, or another process has it."
         raise HttpError(404, message, param="session_id", code="session_not_found")
     return found
