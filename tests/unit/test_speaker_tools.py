@@ -20,8 +20,8 @@ CHECKPOINT = REPOSITORY / "examples" / "speaker"
 MAX_BYTES = 20_000_000  # it is a part of the repository
 # What is said in docs/audio/boat.wav: phones, and how many codes each lasts.
 BOAT = (
-    "pau:3 dh:3 ax:2 ch:8 ih:3 l:5 d:3 r:2 ax:2 n:3 f:5 aw:8 n:4 d:2 ax:2 s:6 m:1 ao:4 l:3 b:3 ow:5 "
-    "t:3 n:2 ih:2 r:5 dh:2 ax:1 r:6 ih:1 v:3 er:11 pau:5"
+    "pau:3 dh:3 ax:2 ch:8 ih:3 l:5 d:3 r:2 ax:2 n:3 f:5 aw:8 n:4 d:2 ax:2 s:6 m:1 ao:4 l:3 b:4 ow:4 "
+    "t:3 n:3 ih:2 r:5 dh:2 ax:2 r:5 ih:1 v:3 er:11 pau:6"
 )
 
 
