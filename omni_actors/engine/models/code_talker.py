@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.sampling_params import SamplingParams
@@ -71,6 +71,12 @@ class CodeTalker(nn.Module):
             config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "codec_head")
         )
         self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def draw_all_codes(self) -> None:
+        """Set both for a family whose codes may all be drawn, with a table in the place of that of the layers."""
+        del self.decoder.embed_tokens
+        self.codec_embedding = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)
+        self.register_buffer("never_sampled", torch.zeros(self.config.vocab_size, dtype=torch.bool), persistent=False)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load the talker's part of the whole checkpoint; return the names of the parameters that were set."""

@@ -12,7 +12,7 @@ import torch
 from transformers import WhisperFeatureExtractor
 
 from omni_actors.engine.diffusion import DiffusionEngine
-from omni_actors.engine.models.s3_vocoder.flow import Flow, FlowChunk
+from omni_actors.engine.models.s3_vocoder.flow import Flow, FlowChunk, voice_of
 from omni_actors.engine.models.s3_vocoder.runner import S3Runner
 from omni_actors.engine.models.s3_vocoder.voices import VoiceEncoder, mel_frames, token_features
 from omni_actors.engine.models.s3_vocoder.weights import Weights
@@ -142,7 +142,7 @@ def test_half_precision_keeps_the_frames_within_45_decibels(tiny_minicpm_o, voic
         flow.prepare(torch.device("cpu"), dtype)
         voice, state = voices["bass"], flow.begun
         mels: list[torch.Tensor] = []
-        embedding, prompt = flow.voice(voice.embedding), len(voice.mel)
+        embedding, prompt = voice_of(flow.speaker, voice.embedding), len(voice.mel)
         with torch.inference_mode():
             for given, mel in ((voice.tokens, voice.mel), (tokens(28), None), (tokens(28, 1), None)):
                 read = torch.cat([torch.as_tensor(given), torch.as_tensor(given)[: flow.encoder.look_ahead]])

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.qwen2 import Qwen2Model
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm.sampling_params import SamplingParams
@@ -91,11 +90,9 @@ class CosyVoice2Talker(CodeTalker):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        del self.decoder.embed_tokens  # its tokens are those of codec_embedding
+        self.draw_all_codes()
         self._file = Path(vllm_config.model_config.model).parent / WEIGHTS
-        self.codec_embedding = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)
         self.head_bias = nn.Parameter(torch.zeros(self.config.vocab_size), requires_grad=False)
-        self.register_buffer("never_sampled", torch.zeros(self.config.vocab_size, dtype=torch.bool), persistent=False)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load the file of the talker; those of the layers' folder are of the language model that it was made of."""

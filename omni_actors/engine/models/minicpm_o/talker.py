@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, PretrainedConfig
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.llama import LlamaModel
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
@@ -74,9 +73,7 @@ class MiniCpmOTalker(CodeTalker):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        del self.decoder.embed_tokens  # its tokens are those of codec_embedding
-        self.codec_embedding = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)
-        self.register_buffer("never_sampled", torch.zeros(self.config.vocab_size, dtype=torch.bool), persistent=False)
+        self.draw_all_codes()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load the talker's part of the checkpoint; return the names of the parameters that were set."""

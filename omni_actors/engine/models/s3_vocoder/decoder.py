@@ -12,7 +12,7 @@ import torch
 from omni_actors.engine.models.chunks import ChunkPolicy
 from omni_actors.engine.models.codec_decoder.runner import batch_sizes
 from omni_actors.engine.models.codec_decoder.stream import CodecChunk, DecoderCarry
-from omni_actors.engine.models.s3_vocoder.flow import FRAMES, HISTORY, LONGEST, Flow, FlowChunk
+from omni_actors.engine.models.s3_vocoder.flow import FRAMES, HISTORY, LONGEST, Flow, FlowChunk, voice_of
 from omni_actors.engine.models.s3_vocoder.hift import SAMPLE_RATE, SAMPLES, Hift
 from omni_actors.engine.models.s3_vocoder.overlap import OverlapHift
 from omni_actors.engine.models.s3_vocoder.unet import SECOND, UnetFlow
@@ -90,7 +90,7 @@ class S3Batches:
     def speaker(self, voice: RecordedVoice) -> S3Speaker:
         """Bring a voice to the device."""
         tokens, mel = voice.tokens.to(self._device), voice.mel.to(self._device)
-        embedding = self._flow.voice(voice.embedding.to(self._device))
+        embedding = voice_of(self._flow.speaker, voice.embedding.to(self._device))
         read = torch.cat([tokens, tokens[: self._flow.encoder.look_ahead]])
         _, states = self._flow([FlowChunk(read, len(read), embedding, len(mel), self._flow.begun, mel)], last=False)
         self._room = max(self._room, len(mel) + HISTORY)

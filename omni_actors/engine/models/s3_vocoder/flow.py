@@ -318,6 +318,12 @@ def interval_times() -> list[float]:
     return times
 
 
+def voice_of(layer: nn.Linear, embedding: torch.Tensor) -> torch.Tensor:
+    """[mels], by the `speaker` of a flow, of a speaker's embedding [size]."""
+    voice: torch.Tensor = layer(F.normalize(embedding.to(layer.weight), dim=0))
+    return voice
+
+
 def empty_state(encoder: TokenEncoder) -> FlowState:
     """Of an utterance that begins, without the solver's part."""
     width, make = encoder.table.shape[1], encoder.table.new_zeros
@@ -358,11 +364,6 @@ class Flow(nn.Module):
         self.begun = empty_state(self.encoder)._replace(
             convs=make(*solved, 2 * estimator.width, 2), keys=make(*solved, 2, estimator.heads, 0, estimator.size)
         )
-
-    def voice(self, embedding: torch.Tensor) -> torch.Tensor:
-        """[mels], of a speaker's embedding [size]."""
-        voice: torch.Tensor = self.speaker(F.normalize(embedding.to(self.speaker.weight), dim=0))
-        return voice
 
     def state_bytes(self, state: FlowState, frames: int) -> int:
         """Bytes that an utterance keeps at most, if this is its state after a recording of so many frames."""

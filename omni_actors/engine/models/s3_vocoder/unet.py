@@ -164,11 +164,6 @@ class UnetFlow(nn.Module):
         self._empty = empty_state(self.encoder)
         self.begun = Tokens(torch.zeros(0, dtype=torch.int64, device=device))
 
-    def voice(self, embedding: torch.Tensor) -> torch.Tensor:
-        """See `Flow`."""
-        voice: torch.Tensor = self.speaker(F.normalize(embedding.to(self.speaker.weight), dim=0))
-        return voice
-
     def state_bytes(self, state: Tokens, frames: int) -> int:
         """See `Flow`."""
         return LONGEST // FRAMES * state.tokens.itemsize
