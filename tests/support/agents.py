@@ -1,4 +1,4 @@
-"""Who talks to the programs of docs/agents.md: LiveKit's console, and a page over WebRTC."""
+"""Who talks to the programs of docs/deploying.md: LiveKit's console, and a page over WebRTC."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECONDS = 30  # for a whole conversation
 
 def program(name: str, url: str, folder: Path) -> Path:
     """Write a program of the page as printed, but for the address of the server."""
-    page = (REPOSITORY / "docs" / "agents.md").read_text()
+    page = (REPOSITORY / "docs" / "deploying.md").read_text()
     (code,) = re.findall(rf"and `{name}`:\n\n```python\n(.*?)^```", page, re.M | re.S)
     address = url.partition("://")[2]
     (folder / name).write_text(code.replace("127.0.0.1:8000", address))

@@ -62,7 +62,7 @@ def run(*command: str) -> None:
     subprocess.run(command, check=True, timeout=240)
 
 
-PAGES = [DOCS / "http.md", DOCS / "realtime.md", DOCS / "live.md", DOCS / "migrating.md"]
+PAGES = [DOCS / "http.md", DOCS / "realtime.md", DOCS / "migrating.md"]
 EXAMPLES = [
     Example(f"{page.stem}-{number}-{language}", language, code)
     for page in PAGES

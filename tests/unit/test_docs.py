@@ -82,7 +82,7 @@ def test_every_route_and_flag_of_the_server_is_described() -> None:
 
 
 def test_every_error_code_of_the_server_is_on_a_page() -> None:
-    text = "".join((DOCS / page).read_text() for page in ("http.md", "realtime.md", "live.md", "troubleshooting.md"))
+    text = "".join((DOCS / page).read_text() for page in ("http.md", "realtime.md", "troubleshooting.md"))
     sources = (REPOSITORY / "omni_actors" / "http_server").rglob("*.py")
     codes = {code for source in sources for code in re.findall(r'code="(\w+)"', source.read_text())}
     assert len(codes) >= 20
