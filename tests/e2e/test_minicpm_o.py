@@ -20,7 +20,7 @@ from omni_actors.engine.models.s3_vocoder.voices import VoiceEncoder
 from tests.support.code2wav import difference
 from tests.support.minicpm_reference import ENDING, MiniCpmReference, SlicedPicture
 from tests.support.realtime import spoken_turn
-from tests.support.s3_reference import S3Reference, seconds
+from tests.support.s3_reference import S3Reference, growing
 from tests.support.servers import HttpPipeline, film, picture, tone
 from tools.checkpoints.s3 import TINY
 
@@ -46,7 +46,7 @@ def expected(tiny_minicpm_o: Path) -> dict[str, tuple[str, np.ndarray]]:
         answer = reference.answer(text, tokens, codes)
         voice = encoder(*soundfile.read(assets / f"{name}.wav", dtype="float32"))
         written = reference.tokenizer.decode(answer.answer, skip_special_tokens=True)
-        made[name] = written, vocoder.stream(seconds(answer.codes), voice).numpy()
+        made[name] = written, vocoder.stream(growing(answer.codes), voice).numpy()
     return made
 
 

@@ -181,5 +181,6 @@ def cut(given: Sequence[int], ends: Sequence[int]) -> list[Sequence[int]]:
     return [*pieces, given[begins[-1] :]]
 
 
-def seconds(given: Sequence[int]) -> list[Sequence[int]]:
-    return cut(given, range(SECOND, len(given), SECOND))
+def growing(given: Sequence[int]) -> list[Sequence[int]]:
+    """As they are cut unless the YAML says otherwise."""
+    return cut(given, [9, 18, *range(36, len(given), SECOND)])

@@ -12,6 +12,7 @@ import torch
 from transformers import WhisperFeatureExtractor
 
 from omni_actors.engine.diffusion import DiffusionEngine
+from omni_actors.engine.models.s3_vocoder import flow, hift
 from omni_actors.engine.models.s3_vocoder.flow import Flow, FlowChunk, voice_of
 from omni_actors.engine.models.s3_vocoder.runner import S3Runner
 from omni_actors.engine.models.s3_vocoder.voices import VoiceEncoder, mel_frames, token_features
@@ -22,7 +23,7 @@ from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import AudioEvent, FinishedEvent, StageInputs, StageRequest
 from omni_actors.telemetry import metrics as table
 from tests.support.code2wav import WHOLE, arguments, difference, run_dry, sound_of
-from tests.support.s3_reference import S3Reference, cut, seconds
+from tests.support.s3_reference import S3Reference, cut, growing
 from tools.checkpoints.s3 import TINY, VOICES
 
 pytestmark = pytest.mark.e2e
@@ -95,19 +96,29 @@ def test_utterances_of_any_length_and_voice_in_one_batch_equal_the_reference(eng
     sounds = drain(engine)
     for seed, (name, (count, voice)) in enumerate(given.items()):
         assert len(sounds[name]) == 960 * count
-        assert_equal(sounds[name], reference.stream(seconds(tokens(count, seed)), voices[voice or "alto"]))
+        assert_equal(sounds[name], reference.stream(growing(tokens(count, seed)), voices[voice or "alto"]))
 
 
-def test_a_batch_in_memory_for_a_larger_one_and_longer_voices_sounds_the_same(tiny_minicpm_o, reference, voices):
-    """As it is computed with CUDA graphs."""
+def test_a_batch_in_memory_for_a_larger_one_and_longer_voices_sounds_the_same(
+    tiny_minicpm_o, reference, voices, monkeypatch
+):
+    """As it is computed with CUDA graphs: all of it in memory that there is, with what others left there."""
     engine = DiffusionEngine(arguments(tiny_minicpm_o, decode={"policy": "chunks"}, max_num_seqs=5))
-    engine.core.worker.model_runner.batches.capture(25, (25,))
-    for seed, voice in enumerate(["alto", "alto", "bass"]):
-        engine.start(request(f"{seed}", voice), StageInputs(token_ids=tokens(60 + seed, seed)))
-    sounds = drain(engine)
+    runner = engine.core.worker.model_runner
+    runner.batches.capture(runner.policy.first, runner.cutting.lengths())
+    with monkeypatch.context() as patch:
+        for module, name in ((flow, "Encoding"), (flow, "Solver"), (hift, "HiftWindows")):
+            patch.delattr(module, name)
+        given = {"1": (60, "alto"), "2": (61, "alto"), "3": (78, "bass"), "4": (47, "bass"), "5": (10, "alto")}
+        for names in (["3", "4", "5"], ["1", "2", "3"]):
+            for name in names:
+                count, voice = given[name]
+                engine.start(request(name, voice), StageInputs(token_ids=tokens(count, int(name))))
+            sounds = drain(engine)
+            for name in names:
+                count, voice = given[name]
+                assert_equal(sounds[name], reference.stream(growing(tokens(count, int(name))), voices[voice]))
     engine.shutdown()
-    for seed, voice in enumerate(["alto", "alto", "bass"]):
-        assert_equal(sounds[f"{seed}"], reference.stream(seconds(tokens(60 + seed, seed)), voices[voice]))
 
 
 def test_tokens_that_come_by_and_by_while_others_join_make_the_same_sound(engine, reference, voices):
@@ -120,13 +131,14 @@ def test_tokens_that_come_by_and_by_while_others_join_make_the_same_sound(engine
         if begin == 26:
             engine.start(request("other"), StageInputs(token_ids=tokens(40, 1)))
         pieces += [drained for name, drained in drain(engine).items() if name == "slow"]
-    assert_equal(torch.cat(pieces), reference.stream(seconds(given), voices["bass"]))
+    assert_equal(torch.cat(pieces), reference.stream(growing(given), voices["bass"]))
 
 
-def test_shorter_first_chunks_equal_the_reference_with_these(tiny_minicpm_o, reference, voices):
+@pytest.mark.parametrize(("first", "ends"), [(6, [6, 12, 24, 48, 73]), (25, [25, 50, 75])])
+def test_other_first_chunks_equal_the_reference_with_these(tiny_minicpm_o, reference, voices, first, ends):
     given = tokens(90)
-    sound = sound_of(tiny_minicpm_o, given, {}, "bass", decode={"policy": "chunks", "first_blocks": 6})
-    assert_equal(sound, reference.stream(cut(given, [6, 12, 24, 48, 73]), voices["bass"]))
+    sound = sound_of(tiny_minicpm_o, given, {}, "bass", decode={"policy": "chunks", "first_blocks": first})
+    assert_equal(sound, reference.stream(cut(given, ends), voices["bass"]))
 
 
 def test_a_whole_utterance_equals_the_reference(tiny_minicpm_o, reference, voices):
@@ -138,16 +150,16 @@ def test_half_precision_keeps_the_frames_within_45_decibels(tiny_minicpm_o, voic
     """As on GPUs. Of its sound that cannot be said: the smallest change of a pitch adds up in the phase."""
     frames = []
     for dtype in (torch.float32, S3Runner.half):
-        flow = Flow(Weights.read(tiny_minicpm_o / "assets" / "token2wav" / "flow.pt"), 0)
-        flow.prepare(torch.device("cpu"), dtype)
-        voice, state = voices["bass"], flow.begun
+        network = Flow(Weights.read(tiny_minicpm_o / "assets" / "token2wav" / "flow.pt"), 0)
+        network.prepare(torch.device("cpu"), dtype)
+        voice, state = voices["bass"], network.begun
         mels: list[torch.Tensor] = []
-        embedding, prompt = voice_of(flow.speaker, voice.embedding), len(voice.mel)
+        embedding, prompt = voice_of(network.speaker, voice.embedding), len(voice.mel)
         with torch.inference_mode():
             for given, mel in ((voice.tokens, voice.mel), (tokens(28), None), (tokens(28, 1), None)):
-                read = torch.cat([torch.as_tensor(given), torch.as_tensor(given)[: flow.encoder.look_ahead]])
+                read = torch.cat([torch.as_tensor(given), torch.as_tensor(given)[: network.encoder.look_ahead]])
                 chunk = FlowChunk(read, len(read), embedding, prompt, state, mel)
-                made, (state,) = flow([chunk], last=False)
+                made, (state,) = network([chunk], last=False)
                 mels.append(made)
         frames.append(torch.cat(mels[1:], 1))
     error = frames[1] - frames[0]

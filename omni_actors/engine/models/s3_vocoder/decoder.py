@@ -17,6 +17,7 @@ from omni_actors.engine.models.s3_vocoder.hift import SAMPLE_RATE, SAMPLES, Hift
 from omni_actors.engine.models.s3_vocoder.overlap import OverlapHift
 from omni_actors.engine.models.s3_vocoder.unet import SECOND, UnetFlow
 from omni_actors.engine.models.s3_vocoder.voices import RecordedVoice
+from omni_actors.engine.rows import moved
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,10 @@ class S3Batches:
         return [sounds[index] for index in order], [None if last else (*states[index], *left[index]) for index in order]
 
     def _flow_chunk(self, chunk: CodecChunk) -> FlowChunk:
-        speaker, tokens = _speaker(chunk), chunk.codes[0].to(self._device)
+        speaker, tokens = _speaker(chunk), chunk.codes[0]
         count = chunk.count if chunk.last else chunk.count + self._flow.encoder.look_ahead
+        if self._whole or self._flow.recomputes:  # with tokens that are there
+            tokens = moved(tokens, self._device)
         if self._whole:
             voice = speaker.voice
             joined, count = torch.cat([voice.tokens, tokens]), len(voice.tokens) + count
@@ -148,14 +151,10 @@ class S3Batches:
         return FlowChunk(tokens, count, speaker.embedding, speaker.frames, state, given)
 
     def capture(self, first: int, lengths: Sequence[int]) -> None:
-        """Capture the graphs of chunks of these lengths and the checkpoint's voices.
-
-        A last chunk is filled up to the length that others have with their look-ahead. Its sound has no graph.
-        """
-        sizes, ahead = batch_sizes(self._most), FRAMES * self._flow.encoder.look_ahead
-        frames = [FRAMES * length for length in lengths]
-        self._flow.capture(sizes, [*frames, *(ahead + each for each in frames)], self._room)
-        self._hift.capture(sizes, FRAMES * first, frames)
+        """Capture the graphs of chunks of these lengths and the checkpoint's voices; a last one may be longer."""
+        sizes, longest = batch_sizes(self._most), max(lengths) + self._flow.encoder.look_ahead
+        self._flow.capture(sizes, lengths, self._room)
+        self._hift.capture(sizes, [FRAMES * length for length in (*lengths, longest)])
 
 
 def _speaker(chunk: CodecChunk) -> S3Speaker:

@@ -7,11 +7,12 @@ many as the recording has, and the last `HISTORY` of the rest. So does the packa
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch import nn
 
 from omni_actors.engine.models.cuda_graphs import CudaGraphs
 from omni_actors.engine.models.s3_vocoder.weights import Weights
+from omni_actors.engine.rows import moved
 
 HISTORY = 100  # mel frames
 FRAMES = 2  # of a token
@@ -123,24 +125,23 @@ class _Conformer(nn.Module):
         return embedded * math.sqrt(embedded.shape[-1])
 
     def forward(
-        self, hidden: torch.Tensor, pasts: Sequence[torch.Tensor], valid: torch.Tensor
+        self, hidden: torch.Tensor, past: torch.Tensor, lengths: torch.Tensor, valid: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of a chunk, and its keys [batch, layers, 2, heads, time, head size].
 
         Args:
-            pasts: `FlowState.token_keys` or `frame_keys` of each.
+            past: keys of the past [batch, layers, 2, heads, room, head size], at the right end: so distances do not
+                depend on how long it is.
+            lengths: i64 [batch], how many of these there are.
             valid: bool [batch, time or 1, time], what each position sees of the chunk.
         """
-        most, (_, count, width) = max(past.shape[3] for past in pasts), hidden.shape
-        # At the right end, so that distances do not depend on how long the past is.
-        joined = torch.stack([F.pad(past, (0, 0, most - past.shape[3], 0)) for past in pasts])
-        before = torch.arange(most, 0, -1, device=hidden.device)
-        lengths = torch.tensor([past.shape[3] for past in pasts], device=hidden.device)
+        room, (_, count, width) = past.shape[4], hidden.shape
+        before = torch.arange(room, 0, -1, device=hidden.device)
         seen = torch.cat([(before <= lengths[:, None])[:, None].expand(-1, valid.shape[1], -1), valid], 2)[:, None]
-        distances = _sinusoids(torch.arange(most + count - 1, -count, -1, device=hidden.device), width).to(hidden.dtype)
+        distances = _sinusoids(torch.arange(room + count - 1, -count, -1, device=hidden.device), width).to(hidden.dtype)
         keys = []
         for index, layer in enumerate(self.layers):
-            hidden, new = layer(hidden, joined[:, index], distances, seen)
+            hidden, new = layer(hidden, past[:, index], distances, seen)
             keys.append(new)
         return hidden, torch.stack(keys, 1)
 
@@ -176,36 +177,103 @@ class TokenEncoder(nn.Module):
         self.frames = _Conformer(weights, "encoder.up_embed", "encoder.up_encoders")
         self.norm, self.project = weights.norm("encoder.after_norm"), weights.linear("encoder_proj")
         self.look_ahead = int(self.ahead.kernel_size[0]) - 1  # tokens
+        self._graphs: CudaGraphs[Encoding, tuple[torch.Tensor, ...]] = CudaGraphs()
 
     def forward(
         self, chunks: Sequence[FlowChunk], *, last: bool, within: int = 0
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """[batch, frames, mels], and of the first four parts of the states those of these chunks alone.
+
+        The next call may write over them.
 
         Args:
             within: see `visible`, in tokens; for chunks that begin utterances.
         """
-        inputs = torch.stack([chunk.tokens for chunk in chunks])
-        counts = torch.tensor([chunk.count for chunk in chunks], device=inputs.device)
-        embedded = self.tokens.embed(self.table[inputs])
-        read = counts + torch.tensor([chunk.ahead for chunk in chunks], device=inputs.device)
-        embedded = embedded * (torch.arange(inputs.shape[1], device=inputs.device) < read[:, None])[..., None]
+        count, shape = len(chunks), (len(chunks[0].tokens), last)
+        room = max(chunk.state.token_keys.shape[3] for chunk in chunks)
+        captured = None if within else smallest(self._graphs.tensors, shape, count, room)
+        encoding = captured or Encoding(self, count, shape, room)
+        encoding.load(chunks)
+        means, *left = self.compute(encoding, within) if captured is None else self._graphs.replay(captured)
+        return means[:count], left
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int], lengths: Sequence[int], room: int) -> None:
+        """Have memory for so many chunks of these tokens, with those of the look-ahead, on CUDA with graphs.
+
+        Args:
+            room: past tokens.
+        """
+        graphs: CudaGraphs[Encoding, tuple[torch.Tensor, ...]] = CudaGraphs(cuda=self.table.is_cuda)
+        for size in sorted(sizes, reverse=True):  # the largest first: the others use its memory
+            for shape in itertools.product(sorted(lengths, reverse=True), (True, False)):
+                encoding = Encoding(self, size, shape, room, next(iter(graphs.tensors), None))
+                graphs.capture(encoding, partial(self.compute, encoding))
+        self._graphs = graphs
+
+    def compute(self, encoding: Encoding, within: int = 0) -> tuple[torch.Tensor, ...]:
+        """See `forward`."""
+        _, last = encoding.shape
+        counts, read, token_past, frame_past = encoding.numbers
+        token_conv, frame_conv, token_keys, frame_keys = encoding.past
+        embedded = self.tokens.embed(self.table[encoding.tokens])
+        embedded = embedded * (torch.arange(embedded.shape[1], device=read.device) < read[:, None])[..., None]
         if last:
             embedded = F.pad(embedded, (0, 0, 0, self.look_ahead))
         seen_ahead = F.leaky_relu(self.ahead(embedded.transpose(1, 2)))
-        token_conv = torch.cat([torch.stack([chunk.state.token_conv for chunk in chunks]), seen_ahead], 2)
+        token_conv = torch.cat([token_conv, seen_ahead], 2)
         hidden = self.behind(token_conv).transpose(1, 2) + embedded[:, : seen_ahead.shape[2]]
-        valid = torch.arange(hidden.shape[1], device=inputs.device) < (counts[:, None] if last else hidden.shape[1])
-        valid = valid.expand(len(chunks), -1)
-        pasts = [chunk.state.token_keys for chunk in chunks]
-        hidden, token_keys = self.tokens(hidden, pasts, visible(valid, within))
+        valid = torch.arange(hidden.shape[1], device=read.device) < (counts[:, None] if last else hidden.shape[1])
+        valid = valid.expand(len(counts), -1)
+        hidden, token_keys = self.tokens(hidden, token_keys, token_past, visible(valid, within))
         wide = hidden.transpose(1, 2).repeat_interleave(FRAMES, 2)
-        frame_conv = torch.cat([torch.stack([chunk.state.frame_conv for chunk in chunks]), wide], 2)
+        frame_conv = torch.cat([frame_conv, wide], 2)
         hidden = self.frames.embed(self.widening(frame_conv).transpose(1, 2))
-        valid, pasts = valid.repeat_interleave(FRAMES, 1), [chunk.state.frame_keys for chunk in chunks]
-        hidden, frame_keys = self.frames(hidden, pasts, visible(valid, FRAMES * within))
-        left = (token_conv[..., -2:], frame_conv[..., -2 * FRAMES :], token_keys, frame_keys)
-        return self.project(self.norm(hidden)), left
+        valid = visible(valid.repeat_interleave(FRAMES, 1), FRAMES * within)
+        hidden, frame_keys = self.frames(hidden, frame_keys, frame_past, valid)
+        means = self.project(self.norm(hidden))
+        return means, token_conv[..., -2:], frame_conv[..., -2 * FRAMES :], token_keys, frame_keys
+
+
+class Encoding:
+    """Chunks of equal length: the inputs of `TokenEncoder.compute` in memory of their own.
+
+    Args:
+        size: utterances.
+        shape: tokens of each, with those of the look-ahead, and whether they are the last.
+        room: past tokens.
+        shared: one of at least so many utterances, whose memory for the past is used.
+
+    Attributes:
+        numbers: i64 [4, size]: tokens of each, the same with what is read of the look-ahead, past tokens and frames.
+        past: the first four parts of `FlowState`, each [size, ...], the keys at the right end.
+    """
+
+    def __init__(
+        self, encoder: TokenEncoder, size: int, shape: tuple[int, bool], room: int, shared: Encoding | None = None
+    ) -> None:
+        self.shape, self.size, self.room = shape, size, room
+        make, width = encoder.table.new_zeros, encoder.table.shape[1]
+        self.tokens = make(size, shape[0], dtype=torch.int64)
+        self.numbers = make(4, size, dtype=torch.int64)
+        self.past: list[torch.Tensor] = [] if shared is None else [part[:size] for part in shared.past]
+        if shared is None:
+            keys = (encoder.tokens.empty, room), (encoder.frames.empty, FRAMES * room)
+            self.past = [make(size, width, count) for count in (2, 2 * FRAMES)]
+            self.past += [make(size, *sizes[:3], places, sizes[4]) for sizes, places in keys]
+
+    def load(self, chunks: Sequence[FlowChunk]) -> None:
+        """Copy the chunks and their past."""
+        count, device, states = len(chunks), self.tokens.device, [chunk.state for chunk in chunks]
+        self.tokens[:count] = moved(torch.stack([chunk.tokens for chunk in chunks]), device)
+        read = [(chunk.count, chunk.count + chunk.ahead) for chunk in chunks]
+        kept = [(state.token_keys.shape[3], state.frame_keys.shape[3]) for state in states]
+        self.numbers[:, :count] = moved(torch.cat([torch.tensor(read), torch.tensor(kept)], 1), device).T
+        for part, own in enumerate(self.past[:2]):
+            torch.stack([state[part] for state in states], out=own[:count])
+        for part, own in enumerate(self.past[2:]):
+            places = [own[row, :, :, :, own.shape[4] - lengths[part] :] for row, lengths in enumerate(kept)]
+            torch._foreach_copy_(places, [state[2 + part] for state in states])
 
 
 class _Block(nn.Module):
@@ -352,13 +420,15 @@ class Flow(nn.Module):
         weights.done()
         self.width = self.estimator.width
         self.noise, self.times = noise_table(self.speaker.out_features, seed), interval_times()
-        self._steps: list[Interval] = []
+        self._graphs: CudaGraphs[Solver, None] = CudaGraphs()
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move to the device; compute what the time alone decides, and the state of an utterance that begins."""
         self.to(device, dtype)
         self.noise = self.noise.to(device)
-        self.modulations = [self.estimator.modulations(time) for time in self.times[:-1]]
+        modulations = (self.estimator.modulations(time) for time in self.times[:-1])
+        self.modulations = [torch.stack(parts) for parts in zip(*modulations, strict=True)]
+        self.durations = torch.tensor([end - begin for begin, end in itertools.pairwise(self.times)], device=device)
         make, estimator = self.speaker.weight.new_zeros, self.estimator
         solved = INTERVALS, estimator.count, BRANCHES
         self.begun = empty_state(self.encoder)._replace(
@@ -381,70 +451,47 @@ class Flow(nn.Module):
             f32 mel frames [batch, frames, mels], and the states after them; none if they are the last.
         """
         means, left = self.encoder(chunks, last=last)
-        batch, frames, mels = means.shape
-        pasts = [chunk.state.keys.shape[5] for chunk in chunks]
-        given = [means.new_zeros(0, mels) if chunk.given is None else chunk.given.to(means) for chunk in chunks]
-        fixed = [
-            means,
-            torch.stack([chunk.speaker for chunk in chunks])[:, None].expand(-1, frames, -1),
-            torch.stack([F.pad(each, (0, 0, 0, frames - len(each))) for each in given]),
-        ]
-        step = self._interval(batch, frames, max(pasts))
-        inputs, seen = (part.unflatten(0, (BRANCHES, -1)) for part in (step.inputs, step.seen))
-        inputs[0, :batch, :, mels:].copy_(torch.cat(fixed, 2))  # of the other branch they are zero
-        valid = torch.tensor([FRAMES * chunk.count if last else frames for chunk in chunks], device=means.device)
-        places = torch.arange(frames + step.room, device=means.device)
-        kept = torch.tensor(pasts, device=means.device)[:, None]
-        seen[:, :batch, 0, 0].copy_(torch.where(places < frames, places < valid[:, None], places < frames + kept))
-        state = torch.stack([self.noise[past : past + frames] for past in pasts])
-        made: list[list[torch.Tensor]] = [[], []]  # keys and convolutions of all intervals
-        for interval in range(INTERVALS):
-            inputs[:, :batch, :, :mels].copy_(state)
-            step.load(self.modulations[interval], [chunk.state for chunk in chunks], interval)
-            slopes, *new_parts = step.run()
-            with_condition, without = slopes.float().unflatten(0, (BRANCHES, -1))[:, :batch]
-            slope = (1 + GUIDANCE) * with_condition - GUIDANCE * without
-            state = state + (self.times[interval + 1] - self.times[interval]) * slope
-            if not last:
-                for every, new in zip(made, new_parts, strict=True):
-                    every.append(new.unflatten(1, (BRANCHES, -1))[:, :, :batch].clone())
-        if last:
-            return state, []
-        keys, convs = map(torch.stack, made)
-        return state, [self._state(index, chunk, left, keys, convs) for index, chunk in enumerate(chunks)]
-
-    def _interval(self, batch: int, frames: int, room: int) -> Interval:
-        """The smallest of those that there are that takes the batch, or one of its own."""
-        fitting = (step for step in self._steps if step.frames == frames and step.size >= batch and step.room >= room)
-        return min(fitting, key=lambda step: step.size, default=None) or Interval(self.estimator, batch, frames, room)
+        batch, frames, _ = means.shape
+        room = max(chunk.state.keys.shape[5] for chunk in chunks)
+        captured = smallest(self._graphs.tensors, frames, batch, room)
+        solver = captured or Solver(self, batch, frames, room, 0 if last else frames)
+        solver.load(chunks, means, last=last)
+        for _ in range(INTERVALS):
+            solver.advance() if captured is None else self._graphs.replay(captured)
+        states = [] if last else [self._state(index, chunk, left, solver) for index, chunk in enumerate(chunks)]
+        return solver.state[:batch].clone(), states
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], lengths: Sequence[int], room: int) -> None:
-        """Make room for batches of these sizes, chunks of these frames and `room` past frames; on CUDA as graphs."""
-        graphs: CudaGraphs[Interval, Results] = CudaGraphs()
-        past = None
-        # Equal blocks share their code, for any size. It is for graphs alone, or a request could wait for a compiler.
-        blocks = [torch.compile(block, dynamic=True) for block in self.estimator.blocks]
-        for size in sorted(sizes, reverse=True):  # the largest first: the others use its memory
-            for frames in sorted(lengths, reverse=True):
-                step = Interval(self.estimator, size, frames, room, past)
-                past = step.past if past is None else past
-                if self.noise.is_cuda:
-                    step.capture(graphs, blocks)
-                self._steps.append(step)
+        """Have memory for batches of these sizes and chunks of these tokens, on CUDA with graphs.
 
-    def _state(
-        self, index: int, chunk: FlowChunk, left: Sequence[torch.Tensor], keys: torch.Tensor, convs: torch.Tensor
-    ) -> FlowState:
+        A last chunk is filled up to the length that others have with their look-ahead.
+
+        Args:
+            room: past frames.
+        """
+        cuda, read = self.noise.is_cuda, [self.encoder.look_ahead + length for length in lengths]
+        self.encoder.capture(sizes, read, room // FRAMES)
+        graphs: CudaGraphs[Solver, None] = CudaGraphs(cuda=cuda)
+        # Equal blocks share their code, for any size. It is for graphs alone, or a request could wait for a compiler.
+        blocks = [torch.compile(block, dynamic=True) for block in self.estimator.blocks] if cuda else None
+        for size in sorted(sizes, reverse=True):  # the largest first: the others use its memory
+            for frames in sorted({FRAMES * each for each in (*read, *lengths)}, reverse=True):
+                solver = Solver(self, size, frames, room, frames, next(iter(graphs.tensors), None))
+                graphs.capture(solver, partial(solver.advance, blocks))
+        self._graphs = graphs
+
+    def _state(self, index: int, chunk: FlowChunk, left: Sequence[torch.Tensor], solver: Solver) -> FlowState:
         token_conv, frame_conv, token_keys, frame_keys = (part[index] for part in left)
         before, frames = chunk.state, chunk.prompt_frames
+        keys, convs = (part.unflatten(2, (BRANCHES, -1))[:, :, :, index] for part in (solver.new_keys, solver.convs))
         return FlowState(
             token_conv.clone(),
             frame_conv.clone(),
             joined([before.token_keys, token_keys], 3, frames // FRAMES, HISTORY // FRAMES),
             joined([before.frame_keys, frame_keys], 3, frames, HISTORY),
-            convs[:, :, :, index].clone(),
-            joined([keys[:, :, :, index], before.keys], 5, frames, HISTORY),
+            convs.clone(),
+            joined([keys, before.keys], 5, frames, HISTORY),
         )
 
 
@@ -460,51 +507,82 @@ def joined(parts: Sequence[torch.Tensor], dim: int, first: int, last: int) -> to
     return torch.cat(kept, dim)
 
 
-Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Step = TypeVar("Step", Encoding, "Solver")
 
 
-class Interval:
-    """An interval of the solver: its inputs in memory of their own, and its computation, captured or not.
+def smallest(steps: Iterable[Step], shape: object, size: int, room: int) -> Step | None:
+    """The one for the fewest utterances among those of a shape that take so many with so long a past, if any."""
+    fitting = (step for step in steps if step.shape == shape and step.size >= size and step.room >= room)
+    return min(fitting, key=lambda step: step.size, default=None)
+
+
+class Solver:
+    """The solver's intervals, with all that they need and leave in memory of their own.
 
     Args:
         size: utterances. Each has a row with its condition, and `size` rows later one without.
         room: past frames.
-        past: memory for at least so many utterances.
+        kept: frames whose keys are kept, all or none.
+        shared: one of at least so many utterances and frames, whose memory for the past and for new keys is used.
+
+    Attributes:
+        state: f32 [size, frames, mels].
+        new_keys: [intervals, blocks, rows, 2, heads, frames, head size].
+        convs: [intervals, blocks, rows, 2 width, 2], those before the chunk and, once an interval is solved, after it.
     """
 
-    def __init__(
-        self, estimator: Estimator, size: int, frames: int, room: int, past: torch.Tensor | None = None
-    ) -> None:
-        self.size, self.frames, self.room = size, frames, room
-        self._estimator = estimator
-        make, count, width, rows = estimator.input.weight.new_zeros, estimator.count, estimator.width, BRANCHES * size
-        self.inputs = make(rows, frames, estimator.input.in_features)
-        self.past = make(count, rows, 2, estimator.heads, room, estimator.size) if past is None else past[:, :rows]
-        self._convs = make(count, rows, 2 * width, 2)
-        self.seen = make(rows, 1, 1, frames + room).bool()
-        self._modulations = make(count, 9, width), make(2, width)
-        self._graphs: CudaGraphs[Interval, Results] | None = None  # with one of this computation
+    def __init__(self, flow: Flow, size: int, frames: int, room: int, kept: int, shared: Solver | None = None) -> None:
+        self.shape, self.size, self.room = frames, size, room
+        self._flow, estimator, rows = flow, flow.estimator, BRANCHES * size
+        make = estimator.input.weight.new_zeros
+        self._inputs = make(rows, frames, estimator.input.in_features)
+        self.state = make(size, frames, flow.noise.shape[1], dtype=torch.float32)
+        self._seen = make(rows, 1, 1, frames + room, dtype=torch.bool).fill_(True)
+        self._interval = make(1, dtype=torch.int64)
+        if shared is None:
+            solved = INTERVALS, estimator.count, rows
+            self._keys, self.new_keys = (
+                make(*solved, 2, estimator.heads, places, estimator.size) for places in (room, kept)
+            )
+            self.convs = make(*solved, 2 * estimator.width, 2)
+        else:
+            self._keys, self.convs = shared._keys[:, :, :rows], shared.convs[:, :, :rows]
+            self.new_keys = shared.new_keys[:, :, :rows, :, :, :kept]
 
-    def load(self, modulations: Sequence[torch.Tensor], states: Sequence[FlowState], interval: int) -> None:
-        """Copy what the interval needs: what its time does, and the past of the utterances."""
-        for own, modulation in zip(self._modulations, modulations, strict=True):
-            own.copy_(modulation)
-        rows = [slice(index, None, self.size) for index in range(len(states))]
-        own_parts = [self._convs[:, row] for row in rows]
-        own_parts += [self.past[:, row, :, :, : state.keys.shape[5]] for row, state in zip(rows, states, strict=True)]
-        parts = [state.convs[interval] for state in states] + [state.keys[interval] for state in states]
-        torch._foreach_copy_(own_parts, parts)
+    def load(self, chunks: Sequence[FlowChunk], means: torch.Tensor, *, last: bool) -> None:
+        """Copy what the intervals need of the chunks, and begin with the first."""
+        batch, frames, mels = means.shape
+        states = [chunk.state for chunk in chunks]
+        pasts = [state.keys.shape[5] for state in states]
+        inputs = self._inputs[:batch]  # of the other branch they are zero
+        inputs[..., mels : 2 * mels] = means
+        inputs[..., 2 * mels : 3 * mels] = torch.stack([chunk.speaker for chunk in chunks])[:, None]
+        inputs[..., 3 * mels :] = 0
+        for row, chunk in zip(inputs, chunks, strict=True):
+            if chunk.given is not None:
+                row[: len(chunk.given), 3 * mels :] = chunk.given
+        valid = torch.tensor([FRAMES * chunk.count if last else frames for chunk in chunks])[:, None]
+        places, ends = torch.arange(frames + self.room), frames + torch.tensor(pasts)[:, None]
+        seen = moved(torch.where(places < frames, places < valid, places < ends), means.device)
+        self._seen.unflatten(0, (BRANCHES, -1))[:, :batch, 0, 0] = seen
+        torch.stack([self._flow.noise[past : past + frames] for past in pasts], out=self.state[:batch])
+        keys, convs = (part.unflatten(2, (BRANCHES, -1)) for part in (self._keys, self.convs))
+        own = [convs[:, :, :, row] for row in range(batch)]
+        own += [keys[:, :, :, row, :, :, :past] for row, past in enumerate(pasts)]
+        torch._foreach_copy_(own, [state.convs for state in states] + [state.keys for state in states])
+        self._interval.zero_()
 
-    def run(self) -> Results:
-        """See `Estimator.forward`; the next run writes over the results."""
-        return self._compute() if self._graphs is None else self._graphs.replay(self)
-
-    def _compute(self, blocks: Iterable[Callable[..., Any]] | None = None) -> Results:
-        slope, keys, convs = self._estimator(self.inputs, *self._modulations, self.past, self._convs, self.seen, blocks)
-        return slope, keys, convs
-
-    def capture(self, graphs: CudaGraphs[Interval, Results], blocks: Iterable[Callable[..., Any]]) -> None:
-        """Capture the computation by these blocks. Needs CUDA."""
-        self.seen.fill_(True)
-        graphs.capture(self, partial(self._compute, blocks))
-        self._graphs = graphs
+    def advance(self, blocks: Iterable[Callable[..., Any]] | None = None) -> None:
+        """Solve the next interval, by compiled blocks if there are any."""
+        flow, interval = self._flow, self._interval
+        modulation, final, keys, convs, time = (
+            part.index_select(0, interval)[0] for part in (*flow.modulations, self._keys, self.convs, flow.durations)
+        )
+        self._inputs.unflatten(0, (BRANCHES, -1))[..., : self.state.shape[2]] = self.state
+        slopes, new_keys, convs = flow.estimator(self._inputs, modulation, final, keys, convs, self._seen, blocks)
+        with_condition, without = slopes.float().unflatten(0, (BRANCHES, -1))
+        self.state += time * ((1 + GUIDANCE) * with_condition - GUIDANCE * without)
+        if self.new_keys.numel():
+            self.new_keys.index_copy_(0, interval, new_keys[None])
+        self.convs.index_copy_(0, interval, convs[None])
+        interval += 1

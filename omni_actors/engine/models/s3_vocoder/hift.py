@@ -19,6 +19,7 @@ from torch import nn
 
 from omni_actors.engine.models.cuda_graphs import CudaGraphs
 from omni_actors.engine.models.s3_vocoder.weights import Weights
+from omni_actors.engine.rows import moved
 
 SAMPLE_RATE = 24_000  # Hz
 SAMPLES = 480  # of a mel frame
@@ -115,8 +116,6 @@ class Shaping(nn.Module):
         weights.done()
         self.ahead = _reach(self.before) + 1  # its own frames ahead, and one for the spectrum's windows
         self.register_buffer("window", torch.hann_window(2 * (self.bins - 1)), persistent=False)
-        # By windows and their frames: what `forward` reads, and the samples.
-        self._graphs: CudaGraphs[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = CudaGraphs()
 
     @property
     def behind(self) -> int:
@@ -132,22 +131,23 @@ class Shaping(nn.Module):
             reach = max(reach, source) + max(each.reach for each in shapes[kernels * stage :][:kernels]) / scale
         return math.ceil(reach + (_reach(self.after) + 1) / self.frames + spectrum) + 2
 
-    def forward(self, mel: torch.Tensor, source: torch.Tensor, *, last: bool = True) -> torch.Tensor:
-        """Samples [batch, time] of a window; without those of the look-ahead, unless it is over.
+    def forward(self, mel: torch.Tensor, source: torch.Tensor, frames: torch.Tensor | None = None) -> torch.Tensor:
+        """Samples [batch, time] of a window.
 
         Args:
             mel: [batch, mels, frames].
             source: [batch, samples], of all of them.
+            frames: i64 [1], how many come before those of padding, if the network is causal. Of the padding `mel` is
+                zero, as it is after the end; what the source has there is not read.
         """
         size, looks_ahead = 2 * (self.bins - 1), self._convolve is causal
+        if frames is not None:
+            end = frames * SAMPLES - 1  # the last sample, around which the spectrum's windows see the others mirrored
+            places = torch.arange(source.shape[1], device=source.device)
+            source = source.index_select(1, (end - (places - end).abs()).clamp(min=0))
         spectrum = torch.stft(source, size, self.hop, size, self.window, return_complex=True)
-        if not last:
-            spectrum = spectrum[..., : -self.frames * (self.ahead - 1)]
         wave = torch.cat([spectrum.real, spectrum.imag], 1)
-        if looks_ahead:
-            hidden = self.before(F.pad(mel, (0, self.ahead - 1 if last else 0)))
-        else:
-            hidden = centered(self.before, mel)
+        hidden = self.before(F.pad(mel, (0, self.ahead - 1))) if looks_ahead else centered(self.before, mel)
         kernels = len(self.shapes) // len(self.widening)
         for stage, (wide, narrow) in enumerate(zip(self.widening, self.narrowing, strict=True)):
             hidden, stride = F.leaky_relu(hidden, SLOPE), self.strides[stage]
@@ -160,40 +160,23 @@ class Shaping(nn.Module):
             hidden = torch.stack([shape(hidden) for shape in shapes]).mean(0)
         magnitude, phase = self._convolve(self.after, F.leaky_relu(hidden)).split(self.bins, 1)
         shaped = torch.polar(magnitude.exp().clamp(max=LOUDEST), phase.sin())
-        samples = self._sound(shaped)
-        return (samples if last else samples[:, :-SAMPLES]).clamp(-PEAK, PEAK)
+        return self._sound(shaped, frames).clamp(-PEAK, PEAK)
 
-    def streamed(self, mel: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """See `forward`, of windows that are not the last: by a graph, if one takes them."""
-        count, _, frames = mel.shape
-        key = min((key for key in self._graphs.tensors if key[1] == frames and key[0] >= count), default=None)
-        if key is None:
-            return cast("torch.Tensor", self(mel, source, last=False))
-        for own, given in zip(self._graphs.tensors[key][:2], (mel, source), strict=True):
-            own[:count] = given
-        return self._graphs.replay(key)[2][:count].clone()
-
-    @torch.inference_mode()
-    def capture(self, sizes: Sequence[int], lengths: Sequence[int]) -> None:
-        """Capture graphs of so many windows of so many frames. Needs CUDA."""
+    def compile_activations(self) -> None:
+        """Have the kernels of the activations joined, for graphs: a request could wait for the compiler."""
         snake = torch.compile(_snake, dynamic=True)
         for residual in (*self.sources, *self.shapes):
             cast("_Residual", residual).snake = snake
-        make = self.window.new_zeros
-        for size in sorted(sizes, reverse=True):  # the largest first: the others use its memory
-            for frames in sorted(lengths, reverse=True):
-                mel, source = make(size, self.before.in_channels, frames), make(size, frames * SAMPLES)
-                self._graphs.capture((size, frames), partial(self._captured, mel, source))
 
-    def _captured(self, mel: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return mel, source, self(mel, source, last=False)
-
-    def _sound(self, spectrum: torch.Tensor) -> torch.Tensor:
+    def _sound(self, spectrum: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
         """Samples [batch, time] of a spectrum [batch, bins, time], as `torch.istft`, which waits for the device."""
         window, count = self.window[:, None], spectrum.shape[2]
         size = len(window)
         frames = torch.fft.irfft(spectrum, size, dim=1) * window
         weights = window.square().expand(1, -1, count)
+        if ends is not None:  # the last window is around the end
+            heard = torch.arange(count, device=window.device) <= ends * self.frames
+            frames, weights = frames * heard, weights * heard
         length = size + self.hop * (count - 1)
         summed, weight = (F.fold(each, (1, length), (1, size), stride=(1, self.hop)) for each in (frames, weights))
         return (summed / weight)[:, 0, 0, size // 2 : length - size // 2]
@@ -248,6 +231,7 @@ class Hift(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         noise = torch.rand(NOISE_SECONDS * SAMPLE_RATE, self.mix.in_features, generator=generator)
         self.register_buffer("noise", noise, persistent=False)
+        self._graphs: CudaGraphs[HiftWindows, tuple[torch.Tensor, ...]] = CudaGraphs()
 
     @property
     def begun(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -255,35 +239,41 @@ class Hift(nn.Module):
         rows = self.noise.new_zeros
         return rows(self.shaping.before.in_channels, 0), rows(0), rows(self.mix.in_features, dtype=torch.float64)
 
-    def capture(self, sizes: Sequence[int], first: int, lengths: Sequence[int]) -> None:
-        """Capture graphs of so many first chunks of `first` frames, and later ones of all `lengths`, on CUDA."""
-        frames = {each - self.pitch_ahead for each in (first, *(self.delay + self.behind + each for each in lengths))}
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int], frames: Sequence[int]) -> None:
+        """Have memory for so many windows with so many new frames, on CUDA with graphs."""
+        graphs: CudaGraphs[HiftWindows, tuple[torch.Tensor, ...]] = CudaGraphs(cuda=self.noise.is_cuda)
         if self.noise.is_cuda:
-            self.shaping.capture(sizes, [each for each in frames if each > self.shaping.ahead])
+            self.shaping.compile_activations()
+        # Of the shortest, also as first chunks.
+        lengths = {min(frames), *(self.delay + self.behind + each for each in frames)}
+        for size in sorted(sizes, reverse=True):  # the largest first: the others use its memory
+            for length in sorted(lengths, reverse=True):
+                windows = HiftWindows(self, size, length)
+                graphs.capture(windows, partial(self.compute, windows))
+        self._graphs = graphs
 
-    def pitches(self, mel: torch.Tensor, *, last: bool) -> torch.Tensor:
-        """Hz [batch, frames] of mel frames; without those of the look-ahead, unless it is over."""
+    def pitches(self, mel: torch.Tensor) -> torch.Tensor:
+        """Hz [batch, frames] of mel frames, after which there are none."""
         first, *others = self.pitch
-        hidden = F.elu(first(F.pad(mel.double(), (0, self.pitch_ahead if last else 0))))
+        hidden = F.elu(first(F.pad(mel.double(), (0, self.pitch_ahead))))
         for conv in others:
             hidden = F.elu(causal(conv, hidden))
         pitches: torch.Tensor = self.classify(hidden.transpose(1, 2))
         return pitches.squeeze(-1).abs().float()
 
-    def source(
-        self, pitch: torch.Tensor, phase: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The oscillator's samples [batch, samples] of frames with a pitch in Hz, and its phase after them.
-
-        Args:
-            phase: f64 [batch, harmonics], in cycles.
-            positions: i64 [batch], frames of the utterance before these.
-        """
-        harmonics = torch.arange(1, phase.shape[1] + 1, device=pitch.device)
+    def compute(self, windows: HiftWindows) -> tuple[torch.Tensor, ...]:
+        """Samples [batch, samples] of windows, the oscillator's, and its phase after each frame, f64, in cycles."""
+        pitch, known = self.pitches(windows.mel), windows.known
+        harmonics = torch.arange(1, windows.phase.shape[1] + 1, device=pitch.device)
         steps = (pitch[..., None] * harmonics / SAMPLE_RATE).remainder(1)
-        cycles = steps.double().cumsum(1) * SAMPLES + phase[:, None]
+        frames = torch.arange(pitch.shape[1], device=pitch.device)
+        steps = steps.double().masked_fill((frames < known)[:, None], 0)
+        cycles = steps.cumsum(1) * SAMPLES + windows.phase[:, None]
         sines = (cycles.remainder(1) * (2 * math.pi)).sin().float().repeat_interleave(SAMPLES, 1)
-        return mixed(self.mix, sines, pitch, self.noise, positions), cycles[:, -1].remainder(1)
+        new = mixed(self.mix, sines, pitch, self.noise, windows.places)
+        source = torch.where((frames < known).repeat_interleave(SAMPLES), windows.source, new)
+        return self.shaping(windows.mel, source, windows.frames), source, cycles
 
     def stream(
         self,
@@ -300,19 +290,51 @@ class Hift(nn.Module):
         Args:
             mel: [batch, mels, frames], of which `kept` came with chunks before.
             source: [batch, samples], of those of them whose pitch was known.
+            phase: f64 [batch, harmonics], of the oscillator after these, in cycles.
             received: frames of the utterances before this chunk.
         """
-        frames = mel.shape[2]
-        known, sounded = max(0, kept - self.pitch_ahead), max(0, kept - self.delay)
-        begin = max(0, known - self.pitch_behind)
-        pitch = self.pitches(mel[..., begin:], last=last)[:, known - begin :]
-        places = torch.tensor([before - kept + known for before in received], device=mel.device)
-        new, phase = self.source(pitch, phase, places)
-        source = torch.cat([source, new], 1)
-        known += pitch.shape[1]
-        sound = source[:, :0]
-        if last or frames - self.delay > sounded:
-            shaped = self.shaping(mel, source) if last else self.shaping.streamed(mel[..., :known], source)
-            sound = shaped[:, sounded * SAMPLES :]
+        count, _, frames = mel.shape
+        fitting = (each for each in self._graphs.tensors if each.length >= frames and each.size >= count)
+        captured = min(fitting, key=lambda each: (each.size, each.length), default=None)
+        windows = HiftWindows(self, count, frames) if captured is None else captured
+        windows.load(mel, source, phase, [before - kept for before in received])
+        results = self.compute(windows) if captured is None else self._graphs.replay(captured)
+        sound, source, cycles = (each[:count] for each in results)
+        known = frames if last else frames - self.pitch_ahead
+        sounded, end = max(0, kept - self.delay), frames if last else max(0, frames - self.delay)
         keep = max(0, frames - self.delay - self.behind)
-        return sound, mel[..., keep:], source[:, keep * SAMPLES :], phase
+        return (
+            sound[:, sounded * SAMPLES : end * SAMPLES].clone(),
+            mel[..., keep:],
+            source[:, keep * SAMPLES : known * SAMPLES],
+            cycles[:, known - 1].remainder(1),
+        )
+
+
+class HiftWindows:
+    """Windows of utterances: the inputs of `Hift.compute` in memory of their own.
+
+    Attributes:
+        mel, source, phase: see `Hift.stream`; zero, or of other windows, where there are none.
+        known: i64 [1], frames of which the source is given.
+        frames: i64 [1], frames of each.
+        places: i64 [size], frames of the utterances before them.
+    """
+
+    def __init__(self, hift: Hift, size: int, length: int) -> None:
+        self.size, self.length = size, length
+        mel, source, phase = hift.begun
+        self.mel, self.source = mel.new_zeros(size, len(mel), length), source.new_zeros(size, length * SAMPLES)
+        self.phase = phase.new_zeros(size, len(phase))
+        self._numbers = torch.zeros(2 + size, dtype=torch.int64, device=mel.device)
+        self.known, self.frames, self.places = self._numbers.split([1, 1, size])
+
+    def load(self, mel: torch.Tensor, source: torch.Tensor, phase: torch.Tensor, places: Sequence[int]) -> None:
+        """Copy what `Hift.stream` gets."""
+        count, _, frames = mel.shape
+        self.mel[:count, :, :frames] = mel
+        self.mel[:count, :, frames:] = 0
+        self.source[:count, : source.shape[1]] = source
+        self.phase[:count] = phase
+        numbers = torch.tensor([source.shape[1] // SAMPLES, frames, *places])
+        self._numbers[: len(numbers)] = moved(numbers, mel.device)

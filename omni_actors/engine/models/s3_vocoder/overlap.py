@@ -49,7 +49,7 @@ class OverlapHift(nn.Module):
         rows = self.noise.new_zeros
         return rows(self.shaping.before.in_channels, 0), rows(0), rows(0)
 
-    def capture(self, sizes: Sequence[int], first: int, lengths: Sequence[int]) -> None:
+    def capture(self, sizes: Sequence[int], frames: Sequence[int]) -> None:
         """Nothing: where chunks are cut depends on the recording."""
 
     def source(self, mel: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
