@@ -296,7 +296,9 @@ class _Block(nn.Module):
         past: torch.Tensor,
         convs: torch.Tensor,
         seen: torch.Tensor,
+        interval: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        modulation, past, convs = [part.index_select(0, interval)[0] for part in (modulation, past, convs)]
         move, scale, gate, move_mlp, scale_mlp, gate_mlp, move_conv, scale_conv, gate_conv = modulation
         size = self.norm_query.normalized_shape[0]
         inputs = _modulated(hidden, move, scale)
@@ -356,23 +358,27 @@ class Estimator(nn.Module):
         past: torch.Tensor,
         convs: torch.Tensor,
         seen: torch.Tensor,
+        interval: torch.Tensor,
         blocks: Iterable[Callable[..., Any]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The slope of rows [rows, frames, mels], and what they leave: keys and convolutions.
 
         Args:
             inputs: [rows, frames, 4 mels]: state, mean, speaker and what is given.
-            past: [blocks, rows, 2, heads, past frames, head size].
-            convs: [blocks, rows, 2 width, 2].
+            modulation, final: see `modulations`, of all intervals.
+            past: [intervals, blocks, rows, 2, heads, past frames, head size].
+            convs: [intervals, blocks, rows, 2 width, 2].
             seen: bool [rows, 1, 1, frames + past frames].
+            interval: i64 [1], the one of these.
             blocks: compiled ones, if there are any.
         """
         hidden, keys, left = self.input(inputs), [], []
         for index, block in enumerate(self.blocks if blocks is None else blocks):
-            hidden, new, conv = block(hidden, modulation[index], past[index], convs[index], seen)
+            hidden, new, conv = block(hidden, modulation[:, index], past[:, index], convs[:, index], seen, interval)
             keys.append(new)
             left.append(conv)
-        return self.output(_modulated(hidden, *final)), torch.stack(keys), torch.stack(left)
+        slope = self.output(_modulated(hidden, *final.index_select(0, interval)[0]))
+        return slope, torch.stack(keys), torch.stack(left)
 
 
 def noise_table(mels: int, seed: int) -> torch.Tensor:
@@ -554,13 +560,12 @@ class Solver:
         batch, frames, mels = means.shape
         states = [chunk.state for chunk in chunks]
         pasts = [state.keys.shape[5] for state in states]
-        inputs = self._inputs[:batch]  # of the other branch they are zero
-        inputs[..., mels : 2 * mels] = means
-        inputs[..., 2 * mels : 3 * mels] = torch.stack([chunk.speaker for chunk in chunks])[:, None]
-        inputs[..., 3 * mels :] = 0
+        inputs = self._inputs[:batch, :, mels:]  # of the other branch they are zero
+        speakers = torch.stack([chunk.speaker for chunk in chunks])[:, None].expand(-1, frames, -1)
+        torch.cat([means, speakers, torch.zeros_like(means)], 2, out=inputs)
         for row, chunk in zip(inputs, chunks, strict=True):
             if chunk.given is not None:
-                row[: len(chunk.given), 3 * mels :] = chunk.given
+                row[: len(chunk.given), 2 * mels :] = chunk.given
         valid = torch.tensor([FRAMES * chunk.count if last else frames for chunk in chunks])[:, None]
         places, ends = torch.arange(frames + self.room), frames + torch.tensor(pasts)[:, None]
         seen = moved(torch.where(places < frames, places < valid, places < ends), means.device)
@@ -575,13 +580,11 @@ class Solver:
     def advance(self, blocks: Iterable[Callable[..., Any]] | None = None) -> None:
         """Solve the next interval, by compiled blocks if there are any."""
         flow, interval = self._flow, self._interval
-        modulation, final, keys, convs, time = (
-            part.index_select(0, interval)[0] for part in (*flow.modulations, self._keys, self.convs, flow.durations)
-        )
         self._inputs.unflatten(0, (BRANCHES, -1))[..., : self.state.shape[2]] = self.state
-        slopes, new_keys, convs = flow.estimator(self._inputs, modulation, final, keys, convs, self._seen, blocks)
+        inputs = self._inputs, *flow.modulations, self._keys, self.convs, self._seen, interval
+        slopes, new_keys, convs = flow.estimator(*inputs, blocks)
         with_condition, without = slopes.float().unflatten(0, (BRANCHES, -1))
-        self.state += time * ((1 + GUIDANCE) * with_condition - GUIDANCE * without)
+        self.state += flow.durations[interval] * ((1 + GUIDANCE) * with_condition - GUIDANCE * without)
         if self.new_keys.numel():
             self.new_keys.index_copy_(0, interval, new_keys[None])
         self.convs.index_copy_(0, interval, convs[None])
