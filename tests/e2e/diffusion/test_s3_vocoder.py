@@ -107,7 +107,7 @@ def test_a_batch_in_memory_for_a_larger_one_and_longer_voices_sounds_the_same(
     runner = engine.core.worker.model_runner
     runner.batches.capture(runner.policy.first, runner.cutting.lengths())
     with monkeypatch.context() as patch:
-        for module, name in ((flow, "Encoding"), (flow, "Solver"), (hift, "HiftWindows")):
+        for module, name in ((flow, "Encoding"), (flow, "Intervals"), (hift, "HiftWindows")):
             patch.delattr(module, name)
         given = {"1": (60, "alto"), "2": (61, "alto"), "3": (78, "bass"), "4": (47, "bass"), "5": (10, "alto")}
         for names in (["3", "4", "5"], ["1", "2", "3"]):

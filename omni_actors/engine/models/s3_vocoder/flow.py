@@ -242,7 +242,7 @@ class Encoding:
         size: utterances.
         shape: tokens of each, with those of the look-ahead, and whether they are the last.
         room: past tokens.
-        shared: one of at least so many utterances, whose memory for the past is used.
+        base: one of at least so many utterances, whose memory for the past is used.
 
     Attributes:
         numbers: i64 [4, size]: tokens of each, the same with what is read of the look-ahead, past tokens and frames.
@@ -250,14 +250,14 @@ class Encoding:
     """
 
     def __init__(
-        self, encoder: TokenEncoder, size: int, shape: tuple[int, bool], room: int, shared: Encoding | None = None
+        self, encoder: TokenEncoder, size: int, shape: tuple[int, bool], room: int, base: Encoding | None = None
     ) -> None:
         self.shape, self.size, self.room = shape, size, room
         make, width = encoder.table.new_zeros, encoder.table.shape[1]
         self.tokens = make(size, shape[0], dtype=torch.int64)
         self.numbers = make(4, size, dtype=torch.int64)
-        self.past: list[torch.Tensor] = [] if shared is None else [part[:size] for part in shared.past]
-        if shared is None:
+        self.past: list[torch.Tensor] = [] if base is None else [part[:size] for part in base.past]
+        if base is None:
             keys = (encoder.tokens.empty, room), (encoder.frames.empty, FRAMES * room)
             self.past = [make(size, width, count) for count in (2, 2 * FRAMES)]
             self.past += [make(size, *sizes[:3], places, sizes[4]) for sizes, places in keys]
@@ -426,7 +426,7 @@ class Flow(nn.Module):
         weights.done()
         self.width = self.estimator.width
         self.noise, self.times = noise_table(self.speaker.out_features, seed), interval_times()
-        self._graphs: CudaGraphs[Solver, None] = CudaGraphs()
+        self._graphs: CudaGraphs[Intervals, None] = CudaGraphs()
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move to the device; compute what the time alone decides, and the state of an utterance that begins."""
@@ -460,7 +460,7 @@ class Flow(nn.Module):
         batch, frames, _ = means.shape
         room = max(chunk.state.keys.shape[5] for chunk in chunks)
         captured = smallest(self._graphs.tensors, frames, batch, room)
-        solver = captured or Solver(self, batch, frames, room, 0 if last else frames)
+        solver = captured or Intervals(self, batch, frames, room, 0 if last else frames)
         solver.load(chunks, means, last=last)
         for _ in range(INTERVALS):
             solver.advance() if captured is None else self._graphs.replay(captured)
@@ -478,16 +478,16 @@ class Flow(nn.Module):
         """
         cuda, read = self.noise.is_cuda, [self.encoder.look_ahead + length for length in lengths]
         self.encoder.capture(sizes, read, room // FRAMES)
-        graphs: CudaGraphs[Solver, None] = CudaGraphs(cuda=cuda)
+        graphs: CudaGraphs[Intervals, None] = CudaGraphs(cuda=cuda)
         # Equal blocks share their code, for any size. It is for graphs alone, or a request could wait for a compiler.
         blocks = [torch.compile(block, dynamic=True) for block in self.estimator.blocks] if cuda else None
         for size in sorted(sizes, reverse=True):  # the largest first: the others use its memory
             for frames in sorted({FRAMES * each for each in (*read, *lengths)}, reverse=True):
-                solver = Solver(self, size, frames, room, frames, next(iter(graphs.tensors), None))
+                solver = Intervals(self, size, frames, room, frames, next(iter(graphs.tensors), None))
                 graphs.capture(solver, partial(solver.advance, blocks))
         self._graphs = graphs
 
-    def _state(self, index: int, chunk: FlowChunk, left: Sequence[torch.Tensor], solver: Solver) -> FlowState:
+    def _state(self, index: int, chunk: FlowChunk, left: Sequence[torch.Tensor], solver: Intervals) -> FlowState:
         token_conv, frame_conv, token_keys, frame_keys = (part[index] for part in left)
         before, frames = chunk.state, chunk.prompt_frames
         keys, convs = (part.unflatten(2, (BRANCHES, -1))[:, :, :, index] for part in (solver.new_keys, solver.convs))
@@ -513,7 +513,7 @@ def joined(parts: Sequence[torch.Tensor], dim: int, first: int, last: int) -> to
     return torch.cat(kept, dim)
 
 
-Step = TypeVar("Step", Encoding, "Solver")
+Step = TypeVar("Step", Encoding, "Intervals")
 
 
 def smallest(steps: Iterable[Step], shape: object, size: int, room: int) -> Step | None:
@@ -522,14 +522,14 @@ def smallest(steps: Iterable[Step], shape: object, size: int, room: int) -> Step
     return min(fitting, key=lambda step: step.size, default=None)
 
 
-class Solver:
+class Intervals:
     """The solver's intervals, with all that they need and leave in memory of their own.
 
     Args:
         size: utterances. Each has a row with its condition, and `size` rows later one without.
         room: past frames.
         kept: frames whose keys are kept, all or none.
-        shared: one of at least so many utterances and frames, whose memory for the past and for new keys is used.
+        base: one of at least so many utterances and frames, whose memory for the past and for new keys is used.
 
     Attributes:
         state: f32 [size, frames, mels].
@@ -537,7 +537,7 @@ class Solver:
         convs: [intervals, blocks, rows, 2 width, 2], those before the chunk and, once an interval is solved, after it.
     """
 
-    def __init__(self, flow: Flow, size: int, frames: int, room: int, kept: int, shared: Solver | None = None) -> None:
+    def __init__(self, flow: Flow, size: int, frames: int, room: int, kept: int, base: Intervals | None = None) -> None:
         self.shape, self.size, self.room = frames, size, room
         self._flow, estimator, rows = flow, flow.estimator, BRANCHES * size
         make = estimator.input.weight.new_zeros
@@ -545,15 +545,15 @@ class Solver:
         self.state = make(size, frames, flow.noise.shape[1], dtype=torch.float32)
         self._seen = make(rows, 1, 1, frames + room, dtype=torch.bool).fill_(True)
         self._interval = make(1, dtype=torch.int64)
-        if shared is None:
+        if base is None:
             solved = INTERVALS, estimator.count, rows
             self._keys, self.new_keys = (
                 make(*solved, 2, estimator.heads, places, estimator.size) for places in (room, kept)
             )
             self.convs = make(*solved, 2 * estimator.width, 2)
         else:
-            self._keys, self.convs = shared._keys[:, :, :rows], shared.convs[:, :, :rows]
-            self.new_keys = shared.new_keys[:, :, :rows, :, :, :kept]
+            self._keys, self.convs = base._keys[:, :, :rows], base.convs[:, :, :rows]
+            self.new_keys = base.new_keys[:, :, :rows, :, :, :kept]
 
     def load(self, chunks: Sequence[FlowChunk], means: torch.Tensor, *, last: bool) -> None:
         """Copy what the intervals need of the chunks, and begin with the first."""
