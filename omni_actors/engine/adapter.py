@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
+from msgspec import Struct
 from vllm.config import VllmConfig
 from vllm.logprobs import Logprob
 from vllm.tokenizers import TokenizerLike, cached_tokenizer_from_config
@@ -90,8 +90,7 @@ class PromptOnly(RequestOutputs):
         return ()
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(Struct, frozen=True):
     """A checked request, ready for the core.
 
     Args:
@@ -279,7 +278,7 @@ class TextOutputs(RequestOutputs):
             logprobs = self._decoder.logprobs(output, len(token_ids))
             for piece in self._decoder.prompt_logprobs(output):
                 events.append(TextEvent(self._request_id, "", (), prompt_logprobs=piece))
-            events.append(replace(event, logprobs=logprobs) if logprobs else event)
+            events.append(msgspec.structs.replace(event, logprobs=logprobs) if logprobs else event)
         self.stopped, self.stop_reason = self._decoder.stopped, self._decoder.stop_reason
         return events
 

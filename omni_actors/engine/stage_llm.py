@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections import defaultdict
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -197,7 +197,7 @@ class StageLLM:
             answer = answers[request.request_id] = _Answer(self.stage, request.request_id)
             try:
                 inputs, information = self._prompts.read(prompt)
-                self.engine.start(dataclasses.replace(request, information=information), inputs)
+                self.engine.start(msgspec.structs.replace(request, information=information), inputs)
             except OmniError as error:
                 answer.fail(error)
         self._run(answers)

@@ -11,7 +11,6 @@ or another coordinator may ask for all results (`resend_buffer.py`).
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -451,7 +450,9 @@ class StageActor:
         if not attempt.live:  # it failed: the results could not be kept for the next coordinator
             return messages
         attempt.processor = None
-        attempt.request = dataclasses.replace(attempt.request, information={})  # may be large; its output is kept on
+        attempt.request = msgspec.structs.replace(
+            attempt.request, information={}
+        )  # may be large; its output is kept on
         self._advance(attempt, AttemptEvent.FINISHED)
         self._bury(attempt.request_id, attempt.number)
         return messages

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from omni_actors.config import StageConfig
 from omni_actors.errors import EngineError, InvalidRequest, OmniError
@@ -26,8 +27,7 @@ from omni_actors.protocol.payloads import (
 from omni_actors.telemetry.metrics import Metric
 
 
-@dataclass(frozen=True, slots=True)
-class StageRequest:
+class StageRequest(Struct, frozen=True):
     """A request as a stage knows it before any input has come.
 
     Args:
@@ -46,7 +46,7 @@ class StageRequest:
     voice: str | None = None
     priority: int = 0
     streams: bool = True
-    information: Mapping[str, InformationValue] = field(default_factory=dict)
+    information: Mapping[str, InformationValue] = {}
 
     @property
     def effective_seed(self) -> int:
@@ -54,8 +54,7 @@ class StageRequest:
         return self.params.seed if self.params.seed is not None else self.seed
 
 
-@dataclass(frozen=True, slots=True)
-class StageInputs:
+class StageInputs(Struct, frozen=True):
     """The input with which a request starts in an engine.
 
     `prompt` is set for the entry stage, whose `tensors` hold the prompt's embeddings, if it has any (`PROMPT_EMBEDS`),
@@ -66,17 +65,16 @@ class StageInputs:
     """
 
     token_ids: Sequence[int] = ()
-    tensors: Mapping[str, HostTensor] = field(default_factory=dict)
-    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    tensors: Mapping[str, HostTensor] = {}
+    scalars: Mapping[str, Scalar] = {}
     prompt: Prompt | None = None
     media: Sequence[HostTensor] = ()  # one per prompt.media, in order
     complete: bool = True
     in_parts: bool = False
-    lists: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
+    lists: Mapping[str, Sequence[Scalar]] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class TextEvent:
+class TextEvent(Struct, frozen=True):
     """More text of a request whose stage has `text` among its outputs, and pieces of the tool calls in it.
 
     `logprobs` has an entry for each token if the request asks for them, `prompt_logprobs` the next positions of the
@@ -91,8 +89,7 @@ class TextEvent:
     prompt_logprobs: tuple[PromptPosition, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class AudioEvent:
+class AudioEvent(Struct, frozen=True):
     """The next samples: f32 [samples] at `sample_rate` Hz.
 
     They go to the client, or, where the stage has no `audio` among its outputs, to the stages after it.
@@ -103,8 +100,7 @@ class AudioEvent:
     sample_rate: int
 
 
-@dataclass(frozen=True, slots=True)
-class ImageEvent:
+class ImageEvent(Struct, frozen=True):
     """A whole picture: u8 [height, width, channels], 3 channels for RGB or 4 for RGBA.
 
     It goes to the client, if the stage has `image` among its outputs, and to the stages after it. A `preview` shows a
@@ -116,8 +112,7 @@ class ImageEvent:
     preview: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class VideoEvent:
+class VideoEvent(Struct, frozen=True):
     """The next frames of a video, for the client: u8 [frames, height, width, 3].
 
     A video's sound comes before its frames, and the same video is always cut in the same way.
@@ -128,8 +123,7 @@ class VideoEvent:
     frames_per_second: float
 
 
-@dataclass(frozen=True, slots=True)
-class LatentsEvent:
+class LatentsEvent(Struct, frozen=True):
     """Latents of the request's picture: finite floating-point numbers of any shape.
 
     They go to the client, if the stage has `latents` among its outputs, and to the stages after it. Those of a
@@ -141,16 +135,14 @@ class LatentsEvent:
     preview: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WordsEvent:
+class WordsEvent(Struct, frozen=True):
     """All words of what is said, in order, with their times, for the client."""
 
     request_id: str
     words: tuple[WordTime, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ProgressEvent:
+class ProgressEvent(Struct, frozen=True):
     """`step` of `steps` are done, for the client. A request's steps rise."""
 
     request_id: str
@@ -158,8 +150,7 @@ class ProgressEvent:
     steps: int
 
 
-@dataclass(frozen=True, slots=True)
-class StreamEvent:
+class StreamEvent(Struct, frozen=True):
     """Output for the next stage. `start` is the position of the first row or token; `final` ends the stream.
 
     `generated` counts the tokens that were generated for it, as in `FinishedEvent.output_tokens`; by default each of
@@ -168,16 +159,15 @@ class StreamEvent:
 
     request_id: str
     token_ids: Sequence[int] = ()
-    tensors: Mapping[str, HostTensor] = field(default_factory=dict)
-    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    tensors: Mapping[str, HostTensor] = {}
+    scalars: Mapping[str, Scalar] = {}
     start: int = 0
     final: bool = False
-    lists: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
+    lists: Mapping[str, Sequence[Scalar]] = {}
     generated: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedEvent:
+class FinishedEvent(Struct, frozen=True):
     """The engine is done with the request; nothing follows.
 
     Args:
@@ -195,8 +185,7 @@ class FinishedEvent:
     language: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorEvent:
+class ErrorEvent(Struct, frozen=True):
     """The request failed in the engine and is gone from it."""
 
     request_id: str

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import Struct
 
 from omni_actors.errors import OmniError, ProtocolError
 from omni_actors.logs import get_logger
@@ -42,16 +43,14 @@ from omni_actors.transport.sockets import Socket, Sockets, Wakeup, descriptor, d
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(Struct, frozen=True):
     """A checked message; `size` counts for the credit of its edge."""
 
     envelope: Envelope[IntoStage]
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Struct, frozen=True):
     """A message about a request that did not decode (`size` as above), or could not be sent (`size` 0)."""
 
     header: Header
@@ -59,8 +58,7 @@ class Rejected:
     size: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Undelivered:
+class Undelivered(Struct, frozen=True):
     """A later stage takes no messages; at least one of this request is lost."""
 
     request_id: str
@@ -68,23 +66,20 @@ class Undelivered:
     error: OmniError
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Struct, frozen=True):
     """End the process: signal, launcher gone, or the thread itself failed (`failed`)."""
 
     reason: str
     failed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(Struct, frozen=True):
     """The coordinator no longer knows this replica, or was lost too early: drop all requests and register again."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Detached:
+class Detached(Struct, frozen=True):
     """The coordinator is gone; a hello to the next one is on its way. Until it welcomes us, all results are kept."""
 
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from omni_actors.config import FlowConfig
 from omni_actors.errors import OmniError, StageLost
 from omni_actors.host.processes import STEADY
@@ -63,8 +65,7 @@ logger = get_logger(__name__)
 ForClient = TextEvent | AudioEvent | ImageEvent | VideoEvent | LatentsEvent | WordsEvent | ProgressEvent
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(Struct, frozen=True):
     """A message to send: to a downstream replica, or to the coordinator when `destination` is `None`."""
 
     destination: ReplicaId | None

@@ -9,8 +9,9 @@ from __future__ import annotations
 import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from msgspec import Struct
 
 from omni_actors.errors import InvalidPayload, InvalidRequest
 from omni_actors.protocol.codec import Envelope
@@ -20,16 +21,15 @@ from omni_actors.protocol.payloads import PROMPT_EMBEDS, TRANSCRIPT, Information
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs
 
 
-@dataclass(frozen=True, slots=True)
-class InputPiece:
+class InputPiece(Struct, frozen=True):
     """One chunk of a source stage's output, decoded. `start` is the position of its first row or token."""
 
     token_ids: Sequence[int] = ()
-    tensors: Mapping[str, HostTensor] = field(default_factory=dict)
-    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    tensors: Mapping[str, HostTensor] = {}
+    scalars: Mapping[str, Scalar] = {}
     start: int = 0
     final: bool = False
-    lists: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
+    lists: Mapping[str, Sequence[Scalar]] = {}
 
     @classmethod
     def of(cls, chunk: Chunk, envelope: Envelope[Any]) -> InputPiece:
@@ -46,15 +46,13 @@ class InputPiece:
         return cls(unpack_token_ids(chunk.token_ids), tensors | more, scalars, chunk.start, chunk.final, lists)
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(Struct, frozen=True):
     """Start the request in the engine."""
 
     inputs: StageInputs
 
 
-@dataclass(frozen=True, slots=True)
-class Extend:
+class Extend(Struct, frozen=True):
     """Append input to the started request; `complete` says that no more follows."""
 
     rows: HostTensor | None
@@ -62,16 +60,14 @@ class Extend:
     token_ids: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ExtendText:
+class ExtendText(Struct, frozen=True):
     """Append text to the prompt of the started request; `complete` says that no more follows."""
 
     text: str
     complete: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Skip:
+class Skip(Struct, frozen=True):
     """End the request without output: its source had nothing for this stage."""
 
 

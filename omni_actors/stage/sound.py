@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from msgspec import Struct
+
 from omni_actors.telemetry.request_log import AUDIBLE_SECONDS, Playback
 
 FIRST_SECONDS = 0.25  # from the first input of an answer to when its first sound is due
@@ -46,8 +48,7 @@ def picture_due(arrived: float, tokens: int) -> float:
     return arrived + STRETCH * tokens / TOKENS_PER_SECOND
 
 
-@dataclass(frozen=True, slots=True)
-class Piece(Generic[KeyT]):
+class Piece(Struct, Generic[KeyT], frozen=True):
     """The next piece of an answer's sound.
 
     Args:
@@ -96,8 +97,7 @@ LONGEST_SECONDS = 5.0  # to keep sound
 CHUNKS_AHEAD = 6  # of an answer that are looked at
 
 
-@dataclass(frozen=True, slots=True)
-class Ahead:
+class Ahead(Struct, frozen=True):
     """A chunk that is to be made.
 
     Args:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -251,7 +252,7 @@ def test_qwen2_5_omni_equals_transformers(draw: str, tmp_path: Path) -> None:
         for number, (each, answer) in enumerate(zip(asked, answers, strict=True)):
             inputs = talker_inputs(answer.thinker_rows, len(answer.prompt_token_ids))
             if each is asked[-1]:
-                inputs = replace(inputs, tensors={**inputs.tensors, **media})
+                inputs = msgspec.structs.replace(inputs, tensors={**inputs.tensors, **media})
             start = partial(talker.start, inputs=inputs, voice=each.voice, seed=number)
             start_speech(start, number, drawn[number])
         talker.run()

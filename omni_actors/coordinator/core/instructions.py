@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from msgspec import Struct
 
@@ -52,8 +51,7 @@ def as_configured(pipeline: PipelineConfig) -> list[RememberedReplica]:
 # -- about requests ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ToClient:
+class ToClient(Struct, frozen=True):
     """Send `body` to a client."""
 
     client: bytes
@@ -63,8 +61,7 @@ class ToClient:
     buffers: Sequence[Frame] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ToStage:
+class ToStage(Struct, frozen=True):
     """Send `body` to the inbox of a replica. `attempt` is the one that this stage works on."""
 
     replica_id: ReplicaId
@@ -80,15 +77,13 @@ Instruction = ToClient | ToStage
 # -- about processes --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Announce:
+class Announce(Struct, frozen=True):
     """Print a line for the person at the terminal."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ShowProgress:
+class ShowProgress(Struct, frozen=True):
     """Show how far the launch has come, in place of what was shown before.
 
     Args:
@@ -102,8 +97,7 @@ class ShowProgress:
 DEBUG, WARNING, ERROR = 10, 30, 40  # the levels of `logging`, which the core does not import
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
+class Log(Struct, frozen=True):
     """Write a log line about a stage, "" for none."""
 
     level: int
@@ -111,51 +105,44 @@ class Log:
     stage: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TellNode:
+class TellNode(Struct, frozen=True):
     """Send `body` to the agent of a node. One that cannot be reached says hello again when it is back."""
 
     rank: int
     body: CoordinatorToNode
 
 
-@dataclass(frozen=True, slots=True)
-class TellReplica:
+class TellReplica(Struct, frozen=True):
     """Send `body` over the control connection of a stage process."""
 
     replica_id: ReplicaId
     body: CoordinatorToStage
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaRegistered:
+class ReplicaRegistered(Struct, frozen=True):
     """Connect to the inbox of a replica."""
 
     replica: Replica
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaReady:
+class ReplicaReady(Struct, frozen=True):
     """Run the requests that wait for a replica."""
 
     replica: Replica
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaHolds:
+class ReplicaHolds(Struct, frozen=True):
     """Note what a replica has of the requests of the coordinator before."""
 
     replica: Replica
     held: Sequence[HeldRequest]
 
 
-@dataclass(frozen=True, slots=True)
-class ServeClients:
+class ServeClients(Struct, frozen=True):
     """Read what clients ask: all replicas that the coordinator before had are here again, as far as they come."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaLost:
+class ReplicaLost(Struct, frozen=True):
     """Disconnect from a replica; what it held runs again or fails. `evidence`: what that says against its requests."""
 
     replica: Replica
@@ -163,23 +150,20 @@ class ReplicaLost:
     evidence: Evidence
 
 
-@dataclass(frozen=True, slots=True)
-class Remember:
+class Remember(Struct, frozen=True):
     """Keep these, which are all, for the coordinator after this one, in place of what was kept before."""
 
     replicas: Sequence[RememberedReplica]
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(Struct, frozen=True):
     """Pass on what a living stage process measured."""
 
     replica: Replica
     snapshot: Snapshot
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
+class GiveUp(Struct, frozen=True):
     """End the pipeline: the launch has failed."""
 
     reason: str

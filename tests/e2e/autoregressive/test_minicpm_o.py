@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -244,7 +244,7 @@ def test_a_random_draw_is_the_same_for_rows_that_come_late(driver: Any, tiny_min
     talker.engine.extend("late", to_host(answer.rows[11:]), complete=True)
     talker.run()
     assert talker.tokens("late") == talker.tokens("at once")
-    assert talker.finished("late") == dataclasses.replace(talker.finished("at once"), request_id="late")
+    assert talker.finished("late") == msgspec.structs.replace(talker.finished("at once"), request_id="late")
 
 
 def test_a_speech_that_is_given_up_between_two_parts_leaves_nothing(driver: Any, tiny_minicpm_o: Path, answers):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -111,7 +111,7 @@ def test_bad_frames_are_refused(thinker, media_answer):
 
     def frames(data, dtype=DType.U8, length=0):
         tensors = {**inputs.tensors, "vllm.0": HostTensor(dtype, (length or len(data),), data)}
-        return dataclasses.replace(inputs, tensors=tensors)
+        return msgspec.structs.replace(inputs, tensors=tensors)
 
     bad = [
         StageInputs(tensors={"vllm.1": inputs.tensors["vllm.1"]}),
@@ -120,7 +120,7 @@ def test_bad_frames_are_refused(thinker, media_answer):
         *map(frames, (b"\xc1", b"", b"\x91" * 100_000, frame[: len(frame) // 2])),
         frames(frame, length=len(frame) + 1),
         frames(b"1234", DType.I32, 1),
-        dataclasses.replace(inputs, token_ids=[*inputs.token_ids[:-1], 1]),
+        msgspec.structs.replace(inputs, token_ids=[*inputs.token_ids[:-1], 1]),
     ]
     for case in bad:
         with pytest.raises(InvalidPayload):

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -396,7 +397,7 @@ def test_what_pictures_are_made_from_is_computed_in_steps_of_the_budget_between_
     now = small.core.scheduler.clock()
     monkeypatch.setattr(small.core.scheduler, "clock", lambda: now)  # so that none is overdue
     ask(small, qwen, THREE)
-    waiting = [replace(request(long), priority=-1)]
+    waiting = [msgspec.structs.replace(request(long), priority=-1)]
 
     def join(step: int) -> None:
         if waiting and small.counts()["prefix_tokens"]:
