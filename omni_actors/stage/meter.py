@@ -22,8 +22,9 @@ from omni_actors.stage.engine_interface import (
     TextEvent,
 )
 from omni_actors.telemetry import metrics as table
-from omni_actors.telemetry.metrics import Meters
+from omni_actors.telemetry.metrics import Meters, Metric
 
+COUNTERS = (table.INPUT_TOKENS, table.OUTPUT_TOKENS, table.STAGE_AUDIO, table.STAGE_PICTURES, table.HELD_BACK)
 KEPT_TIMELINES = 256  # of requests that ended here without a `StageDone`, until the next snapshot
 
 
@@ -35,16 +36,17 @@ class StageMeter:
         self.clock = AnchoredClock()
         self.meters = Meters()
         self.labels = (identity.stage, str(identity.replica))
-        self.output_tokens = 0
-        self.input_tokens = 0
-        self.audio_seconds = 0.0
-        self.pictures = 0
-        self.held_back = 0.0  # seconds in which there was work, but no credit
         self._steps = self.meters.histogram(table.STEP_SECONDS, *self.labels)
         self._queue = self.meters.histogram(table.QUEUE_SECONDS, *self.labels)
         self._outputs = self.meters.histogram(table.OUTPUT_SECONDS, *self.labels)
+        for metric in COUNTERS:
+            self.meters.set(metric, *self.labels, to=0)
         self._fresh: list[StageTimeline] = []  # handed to the engine since its last step
         self._unreported: collections.deque[EndedWork] = collections.deque(maxlen=KEPT_TIMELINES)
+
+    def count(self, metric: Metric, by: float) -> None:
+        """Increase a counter of this replica."""
+        self.meters.count(metric, *self.labels, by=by)
 
     # -- moments of a request -----------------------------------------------------------------------------------------
 
@@ -91,13 +93,14 @@ class StageMeter:
             case ProgressEvent():
                 return now  # no output yet
             case AudioEvent():
-                self.audio_seconds += event.samples.shape[0] / event.sample_rate
+                self.count(table.STAGE_AUDIO, event.samples.shape[0] / event.sample_rate)
             case ImageEvent():
-                self.pictures += not event.preview
+                self.count(table.STAGE_PICTURES, not event.preview)
             case TextEvent():
-                self.output_tokens += len(event.token_ids)
+                self.count(table.OUTPUT_TOKENS, len(event.token_ids))
             case StreamEvent() if "text" not in outputs:  # a stage with text streams the same tokens again
-                self.output_tokens += len(event.token_ids) if event.generated is None else event.generated
+                count = len(event.token_ids) if event.generated is None else event.generated
+                self.count(table.OUTPUT_TOKENS, count)
         if not timings.first_output:
             timings.first_output = now
             if timings.started:  # otherwise there was nothing to compute
@@ -107,7 +110,7 @@ class StageMeter:
 
     def done(self, timings: StageTimeline, input_tokens: int, output_tokens: int) -> None:
         """End the attempt as done."""
-        self.input_tokens += input_tokens
+        self.count(table.INPUT_TOKENS, input_tokens)
         timings.input_tokens, timings.output_tokens = input_tokens, output_tokens
         self._end(timings, "done")
 

@@ -76,13 +76,8 @@ def snapshot(
     counts = actor.held()  # does not ask the engine, whose workers may be gone when the last snapshot is made
     meters.set(table.STAGE_HELD, *labels, to=counts["requests"])
     meters.set(table.EARLY_CHUNKS, *labels, to=counts["early_chunk_bytes"])
-    meters.set(table.INPUT_TOKENS, *labels, to=meter.input_tokens)
-    meters.set(table.OUTPUT_TOKENS, *labels, to=meter.output_tokens)
-    meters.set(table.STAGE_AUDIO, *labels, to=meter.audio_seconds)
-    meters.set(table.STAGE_PICTURES, *labels, to=meter.pictures)
     meters.set(table.ARENA, *labels, to=held.get("arena_bytes", 0))
     meters.set(table.ARENA_FULL, *labels, to=held.get("dropped_arena_full", 0))
-    meters.set(table.HELD_BACK, *labels, to=meter.held_back)
     meters.set_all(table.DROPPED, labels, actor.dropped)
     meters.set_all(table.REJECTED, (*labels, "inbox"), rejected)
     edge_metrics(meters, "/".join(labels), edges)
@@ -143,7 +138,7 @@ class EngineLoop:
             for event in events:
                 self._on_event(event)
         if runnable and congested:
-            self.meter.held_back += time.monotonic() - began
+            self.meter.count(table.HELD_BACK, time.monotonic() - began)
 
     def _on_event(self, event: Event) -> None:
         match event:

@@ -316,17 +316,7 @@ REALTIME_SMOOTH_START = _histogram(
     "omni_realtime_smooth_start_seconds", "From there until the audio of a complete answer can be played without a gap."
 )
 
-HTTP_METRICS = frozenset(
-    metric.name
-    for metric in (
-        REALTIME_SESSIONS,
-        REALTIME_RESPONSES,
-        REALTIME_INTERRUPTIONS,
-        REALTIME_LAG,
-        REALTIME_FIRST_AUDIO,
-        REALTIME_SMOOTH_START,
-    )
-)
+HTTP_METRICS = frozenset(name for name in TABLE if name.startswith("omni_realtime_"))
 
 
 def markdown() -> str:

@@ -32,7 +32,7 @@ from omni_actors.protocol.messages import (
     transfer_from,
 )
 from omni_actors.telemetry import metrics as table
-from omni_actors.telemetry.metrics import Histogram, Meters
+from omni_actors.telemetry.metrics import Meters
 
 AUDIBLE_SECONDS = 0.05  # a gap at least this long is heard as one
 
@@ -81,6 +81,8 @@ KEPT_STAGES = 64  # parts of one request, over all attempts
 CLIENT_CLOCK_SECONDS = 60.0  # a client's clock that differs by more is ignored
 SETTLE_SECONDS = 2.5  # after which all stages have reported how a failed request ended there
 TOKEN_BYTES = 4
+FIRSTS = {"first_text": table.FIRST_TEXT, "first_audio": table.FIRST_AUDIO, "first_image": table.FIRST_PICTURE}
+OF_DONE = (table.REQUEST_SECONDS, table.REALTIME_FACTOR, table.SMOOTH_START, table.AUDIO_GAPS)
 
 
 @dataclass
@@ -112,15 +114,10 @@ class RequestLog(Observer):
         self._running: dict[str, ObservedRequest] = {}
         self._finished: collections.OrderedDict[str, ObservedRequest] = collections.OrderedDict()
         self._settling: collections.deque[tuple[float, str]] = collections.deque()
-        self._request_seconds = meters.histogram(table.REQUEST_SECONDS)
-        self._first_text = meters.histogram(table.FIRST_TEXT)
-        self._first_audio = meters.histogram(table.FIRST_AUDIO)
-        self._first_picture = meters.histogram(table.FIRST_PICTURE)
-        self._smooth_start = meters.histogram(table.SMOOTH_START)
-        self._audio_gaps = meters.histogram(table.AUDIO_GAPS)
-        self._factor = meters.histogram(table.REALTIME_FACTOR)
-        for metric in (table.AUDIO_SECONDS, table.PICTURES, table.TEXT_TOKENS, table.REPLAYS):
-            meters.set(metric, to=0)
+        for counter in (table.AUDIO_SECONDS, table.PICTURES, table.TEXT_TOKENS, table.REPLAYS):
+            meters.set(counter, to=0)
+        for histogram in (*FIRSTS.values(), *OF_DONE):
+            meters.histogram(histogram)
 
     # -- the coordinator's core ---------------------------------------------------------------------------------------
 
@@ -142,69 +139,58 @@ class RequestLog(Observer):
 
     def bound(self, request_id: str, attempt: int, route: tuple[ReplicaId, ...], begun: Sequence[str]) -> None:
         """Note the route of an attempt, and when the stages that begin with it were informed."""
-        request = self._running.get(request_id)
-        if request is not None:
-            request.timeline.attempt = attempt
-            names = " ".join(replica.name for replica in route)
-            request.timeline.events.append(TimelineEvent("bound", self._clock(), names[:1024]))
+        timeline = self._running[request_id].timeline
+        timeline.attempt = attempt
+        names = " ".join(replica.name for replica in route)
+        timeline.events.append(TimelineEvent("bound", self._clock(), names[:1024]))
 
     def replayed(self, request_id: str, error: OmniError, counts: bool) -> None:
         """Note a replay; `counts` is false for a consequence of one that was counted."""
         self._meters.count(table.REPLAYS, by=int(counts))
-        request = self._running.get(request_id)
-        if request is not None:
-            request.timeline.events.append(TimelineEvent("replayed", self._clock(), error.code.value))
+        events = self._running[request_id].timeline.events
+        events.append(TimelineEvent("replayed", self._clock(), error.code.value))
 
     def came(self, header: Header, body: Output) -> None:
         """Add the transfer from the stage to the coordinator."""
-        request = self._running.get(header.request_id)
-        if request is None:
-            return
         source = f"{header.stage}/{header.replica}"
         now = self._clock()
-        transfer_from(request.timeline.deliveries, source).add(body.sent, now, _payload(body))
+        transfer_from(self._running[header.request_id].timeline.deliveries, source).add(body.sent, now, _payload(body))
         if body.sent:
             self._meters.histogram(table.EDGE_LATENCY, source, table.COORDINATOR[0]).observe(now - body.sent)
 
     def delivered(self, request_id: str, body: Output) -> None:
         """Count tokens, samples and pictures, and note the first of each."""
-        request = self._running.get(request_id)
-        if request is None:
-            return
+        request = self._running[request_id]
         match body:
             case TextDelta():
                 self._meters.count(table.TEXT_TOKENS, by=len(body.token_ids) // TOKEN_BYTES)
-                self._note_first(request, "first_text", self._first_text)
+                self._note_first(request, "first_text")
             case AudioChunk():
                 seconds = body.samples.shape[0] / body.sample_rate
                 self._meters.count(table.AUDIO_SECONDS, by=seconds)
-                self._note_first(request, "first_audio", self._first_audio)
+                self._note_first(request, "first_audio")
                 request.playback.add(self._clock(), seconds)
             case ImageChunk():
                 self._meters.count(table.PICTURES, by=int(not body.preview))
-                self._note_first(request, "first_image", self._first_picture)
+                self._note_first(request, "first_image")
             case VideoChunk() | LatentsChunk() | WordsChunk() | StepsDone():
                 pass
 
-    def _note_first(self, request: ObservedRequest, name: str, seconds: Histogram) -> None:
+    def _note_first(self, request: ObservedRequest, name: str) -> None:
         if name not in request.firsts:
             request.firsts.add(name)
             now = self._clock()
             request.timeline.events.append(TimelineEvent(name, now))
-            seconds.observe(now - request.arrived)
+            self._meters.histogram(FIRSTS[name]).observe(now - request.arrived)
 
     def stage_done(self, header: Header, body: StageDone) -> None:
         """Take over the stage's own timeline of the request."""
-        request = self._running.get(header.request_id)
-        if request is None or body.timeline is None:
-            return
-        self._add_stage(request, header.stage, header.replica, body.timeline)
+        if body.timeline is not None:
+            self._add_stage(self._running[header.request_id], header.stage, header.replica, body.timeline)
 
     def ended(self, request_id: str, error: OmniError | None) -> None:
         """Complete the timeline and keep it among the last ones; `error` is None if the request is done."""
-        request = self._running.pop(request_id, None)
-        if request is None:
-            return
+        request = self._running.pop(request_id)
         now = self._clock()
         code = error.code.value if error is not None else "ok"
         self._meters.count(table.REQUESTS, "failed" if error is not None else "done", code)
@@ -212,11 +198,12 @@ class RequestLog(Observer):
         timeline.outcome = "done" if error is None else code
         timeline.events.append(TimelineEvent("ended", now, "" if error is None else code))
         if error is None:
-            self._request_seconds.observe(now - request.arrived)
-            if request.playback.seconds:
-                self._factor.observe((now - request.arrived) / request.playback.seconds)
-                self._smooth_start.observe(request.playback.smooth_start - request.arrived)
-                self._audio_gaps.observe(request.playback.gaps)
+            seconds, playback, histogram = now - request.arrived, request.playback, self._meters.histogram
+            histogram(table.REQUEST_SECONDS).observe(seconds)
+            if playback.seconds:
+                histogram(table.REALTIME_FACTOR).observe(seconds / playback.seconds)
+                histogram(table.SMOOTH_START).observe(playback.smooth_start - request.arrived)
+                histogram(table.AUDIO_GAPS).observe(playback.gaps)
         self._finished[request_id] = request
         if error is None:
             self._on_settled(request)
