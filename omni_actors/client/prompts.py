@@ -91,7 +91,7 @@ def to_prompt(
     videos: Sequence[VideoInput],
     information: Mapping[str, Any] | None,
     buffers: BufferList,
-) -> tuple[Prompt, AdditionalInformationPayload | None]:
+) -> tuple[Prompt, AdditionalInformationPayload]:
     """Convert a prompt and its additional information, and add the data of media and tensors to `buffers`.
 
     Raises:
@@ -108,7 +108,7 @@ def to_prompt(
     else:
         converted = _chat(_messages_of(prompt, given), buffers)
     values = information_values(information) if information is not None else {}
-    return converted, AdditionalInformationPayload.of(values, buffers.add) if values else None
+    return converted, AdditionalInformationPayload.of(values, buffers.add)
 
 
 def refuse_unknown_keys(given: Mapping[str, Any], known: Collection[str], what: str = "A prompt") -> None:

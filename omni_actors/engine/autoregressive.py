@@ -13,7 +13,7 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from omni_actors.engine.adapter import AutoregressiveAdapter, Parts, PromptOnly, RequestOutputs
 from omni_actors.engine.arguments import OmniEngineArgs
-from omni_actors.engine.core import StepFailed, VllmCore, VllmEngine
+from omni_actors.engine.core import VllmCore, VllmEngine
 from omni_actors.engine.rows import FollowedRows
 from omni_actors.engine.sampling import GrammarCompiler, Prepared, TimedGrammar, needs_grammar
 from omni_actors.engine.workers.base import attach, attachment_of
@@ -21,14 +21,7 @@ from omni_actors.errors import EngineError, InvalidPayload, ModelOutputInvalid, 
 from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import StageParams
-from omni_actors.stage.engine_interface import (
-    EngineEvent,
-    EngineFacts,
-    ErrorEvent,
-    FinishedEvent,
-    StageInputs,
-    StageRequest,
-)
+from omni_actors.stage.engine_interface import EngineEvent, EngineFacts, FinishedEvent, StageInputs, StageRequest
 from omni_actors.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
@@ -110,10 +103,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
             for index in range(size):
                 request = StageRequest(f"_warm_up/{index}", WARM_UP_PARAMS[index % len(WARM_UP_PARAMS)], seed=index)
                 self.start(request, self.adapter.warm_up_inputs(WARM_UP_LENGTH))
-            while self.runnable():  # until the worker, too, has freed them
-                for event in self.step():
-                    if isinstance(event, ErrorEvent):
-                        raise event.error
+            self._run_warm_up()
         self.core.compile_prompt_kernels(WARM_UP_SECONDS)
         self.core.forget_warm_up()
 
@@ -257,47 +247,36 @@ class AutoregressiveEngine(VllmEngine[_Running]):
                 del self._compiling[request.request_id]
                 self._add(request, self._requests[request.request_id], compilation.prepared)
             except OmniError as error:
-                events.append(self._failed(request.request_id, error))
+                events += self._failed(request.request_id, error)
         return events
 
     def step(self) -> Sequence[EngineEvent]:
-        """Do one step of vLLM. Requests of a failed step end with an error each; others go on."""
-        events = self._add_compiled()
-        try:
-            outputs = self.core.step()
-        except StepFailed as failure:
-            for failed in failure.request_ids:
-                request_id = self._parts.pop(failed, failed)
-                if self._requests.pop(request_id, None) is not None:
-                    events.append(ErrorEvent(request_id, failure.for_request()))
-            return events
-        for output in outputs:
-            computed = output.request_id
-            request_id = self._parts.get(computed, computed)
-            if output.finish_reason is not None:
-                self._parts.pop(computed, None)
-            running = self._requests.get(request_id)
-            if running is not None:
-                events.extend(self._events(request_id, running, output))
-        return events
+        """Do one step of vLLM, with the requests whose grammars are compiled by now."""
+        return [*self._add_compiled(), *super().step()]
 
-    def _events(self, request_id: str, running: _Running, output: EngineCoreOutput) -> list[EngineEvent]:
-        try:
-            if output.finish_reason in (VllmFinishReason.ERROR, VllmFinishReason.ABORT):
-                raise EngineError(f"vLLM ended the request: {output.finish_reason}.")
-            if output.num_nans_in_logits:
-                raise ModelOutputInvalid(f"The model's logits hold NaN ({output.num_nans_in_logits} of them).")
-            if running.grammar is not None:
-                running.grammar.check()
-            if running.rows is not None and (emitted := attachment_of(output)):
-                attach(output, running.rows.complete(emitted))
-            events = list(running.outputs.convert(output))
-            running.output_tokens += len(output.new_token_ids) if running.outputs.writes else 0
-            if isinstance(running.outputs, Parts) and running.outputs.goes_on:
-                self._add_part(request_id, running)
-                return events
-        except OmniError as error:
-            return [self._failed(request_id, error)]
+    def _request_of(self, computed: str) -> str:
+        return self._parts.get(computed, computed)  # the first part has the id of its request
+
+    def take_scheduled(self) -> Sequence[tuple[str, float]]:
+        """Requests that vLLM scheduled for the first time since the last call, and when."""
+        return self.core.statistics.take_scheduled()
+
+    def _take(self, request_id: str, running: _Running, output: EngineCoreOutput) -> list[EngineEvent]:
+        if output.finish_reason is not None:
+            self._parts.pop(output.request_id, None)
+        if output.finish_reason in (VllmFinishReason.ERROR, VllmFinishReason.ABORT):
+            raise EngineError(f"vLLM ended the request: {output.finish_reason}.")
+        if output.num_nans_in_logits:
+            raise ModelOutputInvalid(f"The model's logits hold NaN ({output.num_nans_in_logits} of them).")
+        if running.grammar is not None:
+            running.grammar.check()
+        if running.rows is not None and (emitted := attachment_of(output)):
+            attach(output, running.rows.complete(emitted))
+        events = list(running.outputs.convert(output))
+        running.output_tokens += len(output.new_token_ids) if running.outputs.writes else 0
+        if isinstance(running.outputs, Parts) and running.outputs.goes_on:
+            self._add_part(request_id, running)
+            return events
         stopped = running.outputs.stopped
         if output.finish_reason is None and not stopped:
             return events

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -23,7 +24,7 @@ from omni_actors.engine.workers.base import memory_hint
 from omni_actors.engine.workers.ray import place_workers
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniError, StartupError
 from omni_actors.host.processes import STEADY
-from omni_actors.stage.engine_interface import EngineLost, ErrorEvent, FinishedEvent, StageEngine
+from omni_actors.stage.engine_interface import EngineEvent, EngineLost, ErrorEvent, FinishedEvent, StageEngine
 from omni_actors.telemetry import metrics as table
 from omni_actors.telemetry.metrics import Metric
 
@@ -326,7 +327,10 @@ RunningT = TypeVar("RunningT")
 
 
 class VllmEngine(StageEngine, Generic[RunningT]):
-    """Holds the running requests, ends them (finished or failed), and reports the core's statistics."""
+    """Holds the running requests, ends them (finished or failed), and reports the core's statistics.
+
+    What the core computes for a request has ids of its own: the request's, a slash and a number from 0.
+    """
 
     def __init__(self, core: VllmCore) -> None:
         self.core = core
@@ -341,10 +345,48 @@ class VllmEngine(StageEngine, Generic[RunningT]):
         del self._requests[event.request_id]
         return event
 
-    def _failed(self, request_id: str, error: OmniError) -> ErrorEvent:
+    def _failed(self, request_id: str, error: OmniError) -> list[EngineEvent]:
         """End a request that the core may still compute."""
         self.abort(request_id)
-        return ErrorEvent(request_id, error)
+        return [ErrorEvent(request_id, error)]
+
+    def _request_of(self, computed: str) -> str:
+        """The request for which the core computes what has this id there."""
+        return computed.rpartition("/")[0]
+
+    @abstractmethod
+    def _take(self, request_id: str, running: RunningT, output: EngineCoreOutput) -> list[EngineEvent]:
+        """Events of an output for a request. An `OmniError` ends the request."""
+
+    def step(self) -> Sequence[EngineEvent]:
+        """Do one step of vLLM. Requests of a failed step end with an error each; others go on."""
+        events: list[EngineEvent] = []
+        try:
+            outputs = self.core.step()
+        except StepFailed as failure:
+            for request_id in dict.fromkeys(map(self._request_of, failure.request_ids)):
+                if request_id in self._requests:
+                    events += self._failed(request_id, failure.for_request())
+            return events
+        self._note_step(outputs)
+        for output in outputs:
+            request_id = self._request_of(output.request_id)
+            if (running := self._requests.get(request_id)) is not None:
+                try:
+                    events += self._take(request_id, running, output)
+                except OmniError as error:
+                    events += self._failed(request_id, error)
+        return events
+
+    def _note_step(self, outputs: Sequence[EngineCoreOutput]) -> None:
+        """Take note of a step that did not fail, before its outputs are taken."""
+
+    def _run_warm_up(self) -> None:
+        """Step until nothing is left, in the worker, too. Raises the error of a request that fails."""
+        while self.runnable():
+            for event in self.step():
+                if isinstance(event, ErrorEvent):
+                    raise event.error
 
     def runnable(self) -> bool:
         """Whether the core would do something in a step."""
@@ -362,8 +404,9 @@ class VllmEngine(StageEngine, Generic[RunningT]):
         }
 
     def take_scheduled(self) -> Sequence[tuple[str, float]]:
-        """Requests that vLLM scheduled for the first time, and when."""
-        return self.core.statistics.take_scheduled()
+        """Requests of which vLLM first scheduled something since the last call, and when (monotonic clock, seconds)."""
+        scheduled = self.core.statistics.take_scheduled()
+        return [(self._request_of(name), moment) for name, moment in scheduled if name.endswith("/0")]
 
     def statistics(self) -> Mapping[Metric, float]:
         """Totals of vLLM's scheduler."""

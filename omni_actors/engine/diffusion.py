@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput
 
 from omni_actors.engine.arguments import OmniEngineArgs
-from omni_actors.engine.core import StepFailed, VllmCore, VllmEngine, make_request
+from omni_actors.engine.core import VllmCore, VllmEngine, make_request
 from omni_actors.engine.rows import check_finite, to_host
 from omni_actors.engine.scheduler import Claim
 from omni_actors.engine.workers.base import attachment_of
@@ -22,7 +23,6 @@ from omni_actors.stage.engine_interface import (
     AudioEvent,
     EngineEvent,
     EngineFacts,
-    ErrorEvent,
     FinishedEvent,
     ImageEvent,
     LatentsEvent,
@@ -85,9 +85,6 @@ def other_tensors(request_id: str, result: Mapping[str, Any], *, final: bool) ->
     return [StreamEvent(request_id, tensors=hosted, final=final)] if hosted else []
 
 
-FIRST_JOB = "/0"  # suffix of the id of a request's first job
-
-
 @dataclass(slots=True)
 class _RunningStream:
     """A request; `job_id` is the job in the core, if there is one, `jobs` and `steps` count those submitted so far.
@@ -134,7 +131,7 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         super().__init__(VllmCore(arguments.create_engine_config(), has_groups=False))
         self._runner = cast("DiffusionWorker", self.core.worker).model_runner
         self._facts = self._runner.facts
-        self._jobs: dict[str, str] = {}  # id of a job in the core -> request
+        self._began = 0.0  # when the latest step did
         self._keeps = bool(arguments.model_config.decode.get("smooth_start", True))  # first sounds, for a while
         self._costs = Costs(self._scheduler.places)
         self._pace = 0.0  # seconds for a token of the input, of the answer that got some last
@@ -213,7 +210,6 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         running.job_id, running.job, running.done = job_id, job, 0
         running.jobs += 1
         running.steps += job.num_steps
-        self._jobs[job_id] = running.request.request_id
 
     def _has_room(self) -> bool:
         """Whether another answer's sound can be begun; pictures, latents and sound for files have no listeners."""
@@ -237,7 +233,6 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         if running is None:
             return
         if running.job_id is not None:
-            del self._jobs[running.job_id]
             self.core.abort([running.job_id])
         self._release(running)
         self._admit()
@@ -249,69 +244,43 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
 
     def step(self) -> Sequence[EngineEvent]:
         """Do one denoise step of all jobs that fit; the events are those of completed jobs, previews and progress."""
-        began = self._scheduler.clock()
-        events: list[EngineEvent] = []
-        try:
-            outputs = self.core.step()
-        except StepFailed as failure:
-            error = failure.for_request()
-            ended = [self._jobs.pop(job_id) for job_id in failure.request_ids if job_id in self._jobs]
-            for request_id in ended:
-                self._release(running := self._requests.pop(request_id))
-                events += [*self._let_go(running), ErrorEvent(request_id, error)]
-            self._admit()
-            return events
-        if outputs:
-            jobs = (
-                self._requests[self._jobs[output.request_id]].job
-                for output in outputs
-                if output.request_id in self._jobs
-            )
-            shares = [job.share for job in jobs if job is not None]
-            self._costs.stepped(shares, began, self._scheduler.clock())
-        for output in outputs:
-            running_id = self._jobs.get(output.request_id)
-            if running_id is None:  # aborted while its last step was in flight
-                continue
-            if output.finish_reason is None:
-                events += self._step_done(running_id, attachment_of(output))
-            else:
-                del self._jobs[output.request_id]
-                events += self._job_done(running_id, attachment_of(output))
+        self._began = self._scheduler.clock()
+        events = super().step()
         self._admit()
         self._foresee()
         return [*events, *self._leaving()]
 
-    def _step_done(self, request_id: str, result: dict[str, Any]) -> list[EngineEvent]:
-        """Progress, and the latents of a preview if the runner has made them."""
-        running = self._requests[request_id]
-        try:
-            return [*_progress(running), *picture_events(request_id, result, preview=True)]
-        except OmniError as error:
-            return [self._failed(request_id, error)]
+    def _note_step(self, outputs: Sequence[EngineCoreOutput]) -> None:
+        if outputs:
+            computed = {output.request_id for output in outputs}
+            jobs = [running.job for running in self._requests.values() if running.job_id in computed]
+            self._costs.stepped([job.share for job in jobs if job is not None], self._began, self._scheduler.clock())
 
-    def _job_done(self, request_id: str, result: dict[str, Any]) -> list[EngineEvent]:
-        running = self._requests[request_id]
-        job, running.job_id = running.job, None
-        try:
-            if "error" in result:
-                raise result["error"]
-            pictures = picture_events(request_id, result, preview=job is not None and job.preview)
-            others = other_tensors(request_id, result, final=running.stream.finished)
-            events: list[EngineEvent] = [*_progress(running), *pictures, *others]
-            self._take_audio(request_id, running, job, result.get("audio"))
-            running.answered |= bool(running.kept or pictures or others)
-            if not running.stream.finished:
-                self._submit(running)
-                return events
-            if not running.answered:
-                raise EngineError("The model ended the request without an output.")
-        except OmniError as error:
-            return [*self._let_go(running), self._failed(request_id, error)]
+    def _take(self, request_id: str, running: _RunningStream, output: EngineCoreOutput) -> list[EngineEvent]:
+        """Progress, and the latents of a preview if the runner has made them; or what a job gives at its end."""
+        result, job = attachment_of(output), running.job
+        if output.finish_reason is None:
+            return [*_progress(running), *picture_events(request_id, result, preview=True)]
+        running.job_id = None
+        if "error" in result:
+            raise result["error"]
+        pictures = picture_events(request_id, result, preview=job is not None and job.preview)
+        others = other_tensors(request_id, result, final=running.stream.finished)
+        events: list[EngineEvent] = [*_progress(running), *pictures, *others]
+        self._take_audio(request_id, running, job, result.get("audio"))
+        running.answered |= bool(running.kept or pictures or others)
+        if not running.stream.finished:
+            self._submit(running)
+            return events
+        if not running.answered:
+            raise EngineError("The model ended the request without an output.")
         self._release(running)
         events += self._let_go(running)
         done = FinishedEvent(request_id, FinishReason.STOP, running.stream.input_tokens, running.steps)
         return [*events, self._finished(done)]
+
+    def _failed(self, request_id: str, error: OmniError) -> list[EngineEvent]:
+        return [*self._let_go(self._requests[request_id]), *super()._failed(request_id, error)]
 
     def _take_audio(
         self, request_id: str, running: _RunningStream, job: DiffusionJob | None, audio: torch.Tensor | None
@@ -366,14 +335,8 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         """Totals of vLLM's scheduler, and the state of the budget."""
         return {**super().statistics(), **self._scheduler.budget.statistics()}
 
-    def take_scheduled(self) -> Sequence[tuple[str, float]]:
-        """Requests whose first job was scheduled since the last call, and when (monotonic clock, seconds)."""
-        scheduled = super().take_scheduled()
-        return [(job_id.removesuffix(FIRST_JOB), moment) for job_id, moment in scheduled if job_id.endswith(FIRST_JOB)]
-
     def shutdown(self) -> None:
-        """Forget all jobs and shut the core down."""
-        self._jobs.clear()
+        """Forget all requests and shut the core down."""
         self._keeping.clear()
         self._queue.clear()
         super().shutdown()

@@ -14,17 +14,16 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from omni_actors.engine.arguments import OmniEngineArgs
-from omni_actors.engine.core import StepFailed, VllmCore, VllmEngine, make_request
+from omni_actors.engine.core import VllmCore, VllmEngine, make_request
 from omni_actors.engine.models.thinker_state import ENCODED, Encode
 from omni_actors.engine.rows import check_finite, to_host
 from omni_actors.engine.workers.base import attachment_of
-from omni_actors.errors import EngineError, InvalidRequest, OmniError
+from omni_actors.errors import EngineError, InvalidRequest
 from omni_actors.protocol.messages import FinishReason
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import (
     EngineEvent,
     EngineFacts,
-    ErrorEvent,
     FinishedEvent,
     StageInputs,
     StageRequest,
@@ -120,10 +119,7 @@ class EncoderEngine(VllmEngine[_Encoding]):
     def warm_up(self) -> None:
         """Encode a sequence. Raises `EngineError` if that fails, as it then would for every request."""
         self._add(StageRequest("_warm_up", StageParams(), seed=0), {"warm_up": EncoderSequence([0] * 24)})
-        while self.runnable():
-            for event in self.step():
-                if isinstance(event, ErrorEvent):
-                    raise event.error
+        self._run_warm_up()
         self.core.forget_warm_up()
 
     def start(self, request: StageRequest, inputs: StageInputs) -> None:
@@ -158,24 +154,8 @@ class EncoderEngine(VllmEngine[_Encoding]):
         if running is not None and running.waiting:
             self.core.abort([f"{request_id}/{index}" for index in running.waiting])
 
-    def step(self) -> Sequence[EngineEvent]:
-        """Do one step of vLLM; the events are those of requests all of whose sequences are encoded."""
-        try:
-            outputs = self.core.step()
-        except StepFailed as failure:
-            lost = dict.fromkeys(_request_of(name) for name in failure.request_ids)
-            return [self._failed(name, failure.for_request()) for name in lost if name in self._requests]
-        events: list[EngineEvent] = []
-        for output in outputs:
-            running = self._requests.get(_request_of(output.request_id))
-            if running is not None:
-                try:
-                    events += self._take(running, output)
-                except OmniError as error:
-                    events.append(self._failed(running.request.request_id, error))
-        return events
-
-    def _take(self, running: _Encoding, output: EngineCoreOutput) -> list[EngineEvent]:
+    def _take(self, request_id: str, running: _Encoding, output: EngineCoreOutput) -> list[EngineEvent]:
+        """The states of a request once all of its sequences are encoded."""
         index = int(output.request_id.rpartition("/")[2])
         if output.finish_reason in (VllmFinishReason.ERROR, VllmFinishReason.ABORT):
             running.waiting.discard(index)
@@ -193,19 +173,8 @@ class EncoderEngine(VllmEngine[_Encoding]):
             tensors |= sequence.tensors(name, torch.cat(running.parts.get(place, [])))
         for name, states in tensors.items():
             check_finite(states, name)
-        request_id = running.request.request_id
         events = self.adapter.events(request_id, running.sequences, tensors)
         media = [feature for one in running.sequences.values() for feature in one.features]
         shown = sum(feature.mm_position.length for feature in media if feature.modality == "image")
         done = FinishedEvent(request_id, FinishReason.STOP, running.tokens, 0, picture_tokens=shown)
         return [*events, self._finished(done)]
-
-    def take_scheduled(self) -> Sequence[tuple[str, float]]:
-        """Requests whose first sequence was scheduled since the last call, and when (monotonic clock, seconds)."""
-        scheduled = super().take_scheduled()
-        return [(_request_of(name), moment) for name, moment in scheduled if name.endswith("/0")]
-
-
-def _request_of(name: str) -> str:
-    """The request that a sequence belongs to."""
-    return name.rpartition("/")[0]

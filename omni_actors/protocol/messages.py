@@ -39,6 +39,7 @@ from omni_actors.protocol.fields import (
 )
 from omni_actors.protocol.payloads import (
     MAX_CALLS,
+    NO_INFORMATION,
     AdditionalInformationPayload,
     EngineFacts,
     FrameRate,
@@ -263,14 +264,13 @@ class OpenRequest(Body, tag="open_request", frozen=True):
     voice: str | None = None
     priority: int = 0
     prompt: Prompt | None = None
-    information: AdditionalInformationPayload | None = None
+    information: AdditionalInformationPayload = NO_INFORMATION
     more_text: bool | None = None
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""
         prompt = self.prompt.tensor_refs() if self.prompt is not None else ()
-        information = self.information.tensor_refs() if self.information is not None else ()
-        return (*prompt, *information)
+        return (*prompt, *self.information.tensor_refs())
 
 
 class Chunk(Body, tag="chunk", frozen=True):
@@ -287,7 +287,7 @@ class Chunk(Body, tag="chunk", frozen=True):
     token_ids: bytes = b""
     rows: PromptEmbedsPayload | None = None
     tensors: Annotated[dict[Name, TensorRef], Meta(max_length=256)] = {}
-    information: AdditionalInformationPayload | None = None
+    information: AdditionalInformationPayload = NO_INFORMATION
     start: Count = 0
     final: bool = False
     sent: Moment = 0.0
@@ -300,8 +300,7 @@ class Chunk(Body, tag="chunk", frozen=True):
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""
         rows = (self.rows.tensor,) if self.rows is not None else ()
-        more = self.information.tensor_refs() if self.information is not None else ()
-        return (*rows, *self.tensors.values(), *more)
+        return (*rows, *self.tensors.values(), *self.information.tensor_refs())
 
 
 class Delivered(Struct, frozen=True):
@@ -372,7 +371,15 @@ class TextDelta(Body, tag="text", frozen=True):
             )
 
 
-class AudioChunk(Body, tag="audio", frozen=True):
+class TensorChunk(Body, frozen=True):
+    """Base of outputs that hold one tensor, in their first field."""
+
+    def tensor_refs(self) -> tuple[TensorRef, ...]:
+        """The reference to it."""
+        return (getattr(self, self.__struct_fields__[0]),)
+
+
+class AudioChunk(TensorChunk, tag="audio", frozen=True):
     """Stage -> coordinator -> client: the next samples, f32 [samples] in [-1, 1], at `sample_rate` Hz."""
 
     modality: ClassVar[str] = "audio"
@@ -385,12 +392,8 @@ class AudioChunk(Body, tag="audio", frozen=True):
         fits = len(self.samples.shape) == 1 and self.samples.dtype is DType.F32
         check_form(fits, self.samples, "Audio must be f32 of shape [samples]")
 
-    def tensor_refs(self) -> tuple[TensorRef, ...]:
-        """References to the tensors whose bytes travel as buffers of the message."""
-        return (self.samples,)
 
-
-class ImageChunk(Body, tag="image", frozen=True):
+class ImageChunk(TensorChunk, tag="image", frozen=True):
     """Stage -> coordinator -> client: a whole picture, u8 [height, width, channels], 3 channels for RGB or 4 for RGBA.
 
     A `preview` shows the picture while it is made; it is not part of the answer.
@@ -407,12 +410,8 @@ class ImageChunk(Body, tag="image", frozen=True):
         fits = self.pixels.dtype is DType.U8 and len(shape) == 3 and shape[2] in CHANNELS and 0 not in shape
         check_form(fits, self.pixels, "A picture must be u8 of shape [height, width, 3 or 4]")
 
-    def tensor_refs(self) -> tuple[TensorRef, ...]:
-        """References to the tensors whose bytes travel as buffers of the message."""
-        return (self.pixels,)
 
-
-class VideoChunk(Body, tag="video", frozen=True):
+class VideoChunk(TensorChunk, tag="video", frozen=True):
     """Stage -> coordinator -> client: the next frames of a video, u8 [frames, height, width, 3].
 
     A stage always cuts a video in the same way, so that chunks can be counted.
@@ -429,12 +428,8 @@ class VideoChunk(Body, tag="video", frozen=True):
         fits = self.frames.dtype is DType.U8 and len(shape) == 4 and shape[3] == 3 and 0 not in shape
         check_form(fits, self.frames, "A video must be u8 of shape [frames, height, width, 3]")
 
-    def tensor_refs(self) -> tuple[TensorRef, ...]:
-        """References to the tensors whose bytes travel as buffers of the message."""
-        return (self.frames,)
 
-
-class LatentsChunk(Body, tag="latents", frozen=True):
+class LatentsChunk(TensorChunk, tag="latents", frozen=True):
     """Stage -> coordinator -> client: the latents of a picture, floating-point numbers of any shape."""
 
     modality: ClassVar[str] = "latents"
@@ -445,10 +440,6 @@ class LatentsChunk(Body, tag="latents", frozen=True):
     def __post_init__(self) -> None:
         fits = self.latents.dtype in FLOATING and bool(self.latents.shape) and 0 not in self.latents.shape
         check_form(fits, self.latents, "Latents must be floating-point numbers, and not none")
-
-    def tensor_refs(self) -> tuple[TensorRef, ...]:
-        """References to the tensors whose bytes travel as buffers of the message."""
-        return (self.latents,)
 
 
 class WordsChunk(Body, tag="words", frozen=True):
@@ -716,7 +707,7 @@ class Submit(Body, tag="submit", frozen=True):
     priority: Priority = 0
     traceparent: Annotated[str, Meta(pattern=TRACEPARENT)] | None = None
     sent: Moment = 0.0
-    information: AdditionalInformationPayload | None = None
+    information: AdditionalInformationPayload = NO_INFORMATION
     tenant: Annotated[str, Meta(max_length=64)] = ""
     delivered: Delivered | None = None
     more_text: bool | None = None
@@ -725,14 +716,12 @@ class Submit(Body, tag="submit", frozen=True):
         if self.more_text is not None and self.prompt.only_text is None:
             raise InvalidPayload("Only a prompt that is one text can come in parts.", field="more_text")
         of_prompt = len(self.prompt.tensor_refs())
-        information = self.information.tensor_refs() if self.information is not None else ()
-        if any(ref.buffer < of_prompt for ref in information):
+        if any(ref.buffer < of_prompt for ref in self.information.tensor_refs()):
             raise InvalidPayload("The tensors of additional information come after those of the prompt.")
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""
-        information = self.information.tensor_refs() if self.information is not None else ()
-        return (*self.prompt.tensor_refs(), *information)
+        return (*self.prompt.tensor_refs(), *self.information.tensor_refs())
 
 
 class Done(Body, tag="done", frozen=True):

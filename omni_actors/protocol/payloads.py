@@ -156,7 +156,7 @@ class AdditionalInformationPayload(Struct, frozen=True, omit_defaults=True, forb
                 entries[name] = AdditionalInformationEntry(scalar=value)
             else:
                 entries[name] = AdditionalInformationEntry(list=tuple(value))
-        return cls(entries)
+        return cls(entries) if entries else NO_INFORMATION
 
     def values(self, tensor: Callable[[TensorRef], HostTensor]) -> dict[str, InformationValue]:
         """Return the values by name: scalars, lists and tensors. `tensor` finds a tensor's data in the message."""
@@ -181,6 +181,9 @@ class AdditionalInformationPayload(Struct, frozen=True, omit_defaults=True, forb
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""
         return tuple(entry.tensor for entry in self.entries.values() if entry.tensor is not None)
+
+
+NO_INFORMATION = AdditionalInformationPayload()
 
 
 class PromptEmbedsPayload(Struct, frozen=True, forbid_unknown_fields=True):

@@ -295,7 +295,7 @@ class StageActor:
 
     def _attempt(self, header: Header, request: OpenRequest, envelope: Envelope[IntoStage], now: float) -> Attempt:
         receivers = [replica_id for replica_id in request.route if replica_id.stage in self._downstream]
-        information = request.information.values(envelope.tensor) if request.information is not None else {}
+        information = request.information.values(envelope.tensor)
         processor: StreamProcessor | None = Text2Speech(0, (CLIENT,)) if request.more_text is not None else None
         if self.processor_class is not None and self.stage.inputs is not None:
             processor = self.processor_class(self.stage.inputs.start_after, self.stage.source_names)
@@ -450,9 +450,8 @@ class StageActor:
         if not attempt.live:  # it failed: the results could not be kept for the next coordinator
             return messages
         attempt.processor = None
-        attempt.request = msgspec.structs.replace(
-            attempt.request, information={}
-        )  # may be large; its output is kept on
+        # Its information may be large, and its output is kept on.
+        attempt.request = msgspec.structs.replace(attempt.request, information={})
         self._advance(attempt, AttemptEvent.FINISHED)
         self._bury(attempt.request_id, attempt.number)
         return messages

@@ -139,14 +139,11 @@ def chunk_of(event: StreamEvent, sent: float) -> tuple[Chunk, Sequence[Frame]]:
     buffers = BufferList()
     tensors = {name: buffers.add(tensor) for name, tensor in event.tensors.items()}
     rows = tensors.pop(ROWS, None)
-    information = None
-    if event.scalars or event.lists:
-        information = AdditionalInformationPayload.of({**event.scalars, **event.lists}, buffers.add)
     chunk = Chunk(
         token_ids=pack_token_ids(event.token_ids),
         rows=PromptEmbedsPayload(rows) if rows is not None else None,
         tensors=tensors,
-        information=information,
+        information=AdditionalInformationPayload.of({**event.scalars, **event.lists}, buffers.add),
         start=event.start,
         final=event.final,
         sent=sent,

@@ -37,7 +37,7 @@ class InputPiece(Struct, frozen=True):
         tensors = {name: envelope.tensor(ref) for name, ref in chunk.tensors.items()}
         if chunk.rows is not None:
             tensors[ROWS] = envelope.tensor(chunk.rows.tensor)
-        named = chunk.information.values(envelope.tensor) if chunk.information is not None else {}
+        named = chunk.information.values(envelope.tensor)
         more = {name: value for name, value in named.items() if isinstance(value, HostTensor)}
         if twice := tensors.keys() & more.keys():
             raise InvalidPayload(f"Two tensors of a chunk are called {min(twice)!r}.")

@@ -54,7 +54,7 @@ def arrived(instructions: list[Instruction]) -> dict[str, tuple[dict[str, Any], 
         if isinstance(item.body, OpenRequest):
             envelope = decoder.decode(encode(Header("", "r1"), item.body, item.buffers))
             body = envelope.body
-            values = body.information.values(envelope.tensor) if body.information is not None else {}
+            values = body.information.values(envelope.tensor)
             embeds = body.prompt.embeds if body.prompt is not None else None
             got[item.replica_id.stage] = (values, envelope.tensor(embeds.tensor) if embeds is not None else None)
     return got
@@ -106,7 +106,7 @@ def open_with(stage: StageUnderTest, values: dict[str, Any], prompt: Prompt | No
     buffers = BufferList()
     for tensor in tensors:
         buffers.add(tensor)
-    information = AdditionalInformationPayload.of(values, buffers.add) if values else None
+    information = AdditionalInformationPayload.of(values, buffers.add)
     body = OpenRequest(route=ROUTE, params=StageParams(), seed=3, prompt=prompt, information=information)
     return stage.actor.receive(Envelope(Header("open_request", "r1"), body, tuple(buffers.buffers)))
 

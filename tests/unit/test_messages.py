@@ -35,7 +35,12 @@ REF = TensorRef(DType.BF16, (2, 4), 0)
 # -- golden bytes -----------------------------------------------------------------------------------------------------
 
 HEADER = Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
-KINDS = {cls.__struct_config__.tag: cls for cls in Body.__subclasses__()}
+KINDS = {
+    cls.__struct_config__.tag: cls
+    for base in (Body, messages.TensorChunk)
+    for cls in base.__subclasses__()
+    if cls is not messages.TensorChunk
+}
 RECORDED = json.loads(GOLDEN.read_text())
 
 

@@ -24,7 +24,7 @@ FILM = (numpy.zeros((2, 2, 2, 3), numpy.uint8), 2.0)
 ROWS = numpy.arange(6, dtype=numpy.float32).reshape(3, 2)
 
 
-def convert(prompt: Any, **given: Any) -> tuple[Prompt, AdditionalInformationPayload | None, BufferList]:
+def convert(prompt: Any, **given: Any) -> tuple[Prompt, AdditionalInformationPayload, BufferList]:
     buffers = BufferList()
     media = [given.get(name, ()) for name in ("audios", "images", "videos")]
     converted, information = to_prompt(prompt, *media, given.get("additional_information"), buffers)

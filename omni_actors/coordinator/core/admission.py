@@ -95,8 +95,8 @@ def deadline_of(coordinator: CoordinatorConfig, given: float, now: float) -> flo
 def size_of(submit: Submit, buffers: Sequence[Frame]) -> int:
     """Bytes of a request's prompt, media and additional information, roughly."""
     texts = sum(len(part.text or "") for message in submit.prompt.messages for part in message.content)
-    information = submit.information.size if submit.information is not None else 0
-    return texts + len(submit.prompt.token_ids) + information + sum(memoryview(buffer).nbytes for buffer in buffers)
+    given = len(submit.prompt.token_ids) + submit.information.size
+    return texts + given + sum(memoryview(buffer).nbytes for buffer in buffers)
 
 
 def _stage_params(
@@ -219,7 +219,7 @@ class Gate:
             priority=submit.priority,
             retained=Retained(submit.prompt, buffers, size, submit.information),
             parts=self._planner.router.parts(submit.prompt, buffers, params),
-            information=frozenset(submit.information.entries) if submit.information is not None else frozenset(),
+            information=frozenset(submit.information.entries),
             more_text=submit.more_text,
             text_length=len(submit.prompt.only_text or "") if submit.more_text is not None else 0,
         )

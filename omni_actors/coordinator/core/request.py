@@ -15,6 +15,7 @@ from omni_actors.protocol.delivery import Delivery
 from omni_actors.protocol.fields import ATTEMPTS, ReplicaId
 from omni_actors.protocol.messages import RequestStatus, StageUsage
 from omni_actors.protocol.payloads import (
+    NO_INFORMATION,
     AdditionalInformationEntry,
     AdditionalInformationPayload,
     Prompt,
@@ -51,13 +52,12 @@ class Retained:
     prompt: Prompt
     buffers: Sequence[Frame]  # those of the prompt, then those of the information
     size: int  # bytes that count for the budget
-    information: AdditionalInformationPayload | None = None
+    information: AdditionalInformationPayload = NO_INFORMATION
 
     @property
     def prompt_buffers(self) -> Sequence[Frame]:
         """The prompt's own buffers, without those of the information."""
-        of_information = len(self.information.tensor_refs()) if self.information is not None else 0
-        return self.buffers[: len(self.buffers) - of_information]
+        return self.buffers[: len(self.buffers) - len(self.information.tensor_refs())]
 
     def with_text(self, text: str) -> Retained:
         """The same with more text, of a prompt that is a text."""
@@ -66,11 +66,11 @@ class Retained:
 
     def select_information(
         self, names: Collection[str], first: int
-    ) -> tuple[AdditionalInformationPayload | None, list[Frame]]:
+    ) -> tuple[AdditionalInformationPayload, list[Frame]]:
         """Return the information with these names and its buffers, which are numbered from `first`."""
         buffers: list[Frame] = []
         entries = {}
-        for name, entry in self.information.entries.items() if self.information is not None else ():
+        for name, entry in self.information.entries.items():
             if name not in names:
                 continue
             if entry.tensor is not None:
@@ -78,7 +78,7 @@ class Retained:
                 place = msgspec.structs.replace(entry.tensor, buffer=first + len(buffers) - 1)
                 entry = AdditionalInformationEntry(tensor=place)
             entries[name] = entry
-        return (AdditionalInformationPayload(entries), buffers) if entries else (None, [])
+        return AdditionalInformationPayload(entries) if entries else NO_INFORMATION, buffers
 
 
 @dataclass

@@ -55,6 +55,7 @@ from omni_actors.protocol.messages import (
     Submit,
     Unreachable,
 )
+from omni_actors.protocol.payloads import NO_INFORMATION
 from omni_actors.sharing import Budget, Tombstones
 
 LISTED_REQUESTS = 1000
@@ -187,7 +188,7 @@ class RequestMachine:
 
     def _open_stage(self, request: ActiveRequest, stage: str) -> ToStage:
         """Announce a request to a stage. The entry stage gets the prompt, each stage the information that it wants."""
-        retained, prompt, information = request.retained, None, None
+        retained, prompt, information = request.retained, None, NO_INFORMATION
         buffers: list[Frame] = []
         if retained is not None and stage == self._entry:
             prompt, buffers = retained.prompt, [*retained.prompt_buffers]
