@@ -11,6 +11,7 @@ import collections
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToStage
@@ -28,6 +29,7 @@ from omni_actors.transport.sockets import PeerConnections, PeerGone, Socket, Soc
 logger = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class StageLinks:
     """Belongs to the coordinator's loop.
 
@@ -36,23 +38,18 @@ class StageLinks:
         dropped: counts credit of replicas without a link.
     """
 
-    def __init__(
-        self,
-        sockets: Sockets,
-        pipeline: PipelineConfig,
-        state: RequestMachine,
-        fail: Callable[[Header, OmniError], None],
-        traffic: dict[str, Traffic],
-        dropped: collections.Counter[str],
-    ) -> None:
-        self._limits = pipeline.limits
-        self._state = state
-        self._fail = fail
-        self._dropped = dropped
-        self.peers = PeerLinks(sockets, pipeline.flow, traffic)
+    sockets: Sockets
+    pipeline: PipelineConfig
+    state: RequestMachine
+    fail: Callable[[Header, OmniError], None]
+    traffic: dict[str, Traffic]
+    dropped: collections.Counter[str]
+
+    def __post_init__(self) -> None:
+        flow = self.pipeline.flow
+        self.peers = PeerLinks(self.sockets, flow, self.traffic)
         self._congested: set[ReplicaId] = set()
         self._changes: dict[ReplicaId, bool] = {}
-        flow = pipeline.flow
         self._received: ReceivedCredit[ReplicaId] = ReceivedCredit(flow.edge_messages, flow.edge_bytes)
 
     def open(self, replica: Replica) -> None:
@@ -80,7 +77,7 @@ class StageLinks:
         header = Header("", request_id=message.request_id, attempt=message.attempt, deadline=message.deadline)
         link = self.peers.links.get(replica_id)
         try:
-            frames = encode(header, message.body, message.buffers, self._limits)
+            frames = encode(header, message.body, message.buffers, self.pipeline.limits)
         except OmniError as error:  # slightly larger than what the client sent, and so over the limit
             self._fail_later(header.request_id, replica_id, error, header.attempt)
             return
@@ -97,7 +94,7 @@ class StageLinks:
     def tick(self) -> None:
         """Send what waits; give up on what a replica has not taken for too long."""
         for replica_id, request_id in self.peers.flush():
-            attempt = self._state.attempt_of(request_id, replica_id.stage)
+            attempt = self.state.attempt_of(request_id, replica_id.stage)
             self._fail_later(request_id, replica_id, _takes_no_messages(replica_id), attempt)
 
     def took(self, header: Header, frames: Sequence[Frame]) -> None:
@@ -111,13 +108,13 @@ class StageLinks:
             link = self.peers.links.get(replica_id)
             if link is not None:
                 credit = Credit(messages=messages, bytes=size)
-                link.send_urgent("", encode(Header(""), credit, limits=self._limits))
+                link.send_urgent("", encode(Header(""), credit, limits=self.pipeline.limits))
 
     def granted(self, replica_id: ReplicaId | None, credit: Credit) -> None:
         """Count what a replica has taken."""
         link = self.peers.links.get(replica_id)
         if link is None or replica_id is None:
-            self._dropped["credit_of_unknown_replica"] += 1
+            self.dropped["credit_of_unknown_replica"] += 1
             return
         link.granted(credit.messages, credit.bytes)
         self._note_congestion(replica_id, link)
@@ -141,13 +138,14 @@ class StageLinks:
     def _fail_later(self, request_id: str, replica_id: ReplicaId, error: OmniError, attempt: int) -> None:
         """Fail an attempt later on the loop, outside of the instructions that are being carried out now."""
         header = Header.of(replica_id, request_id, attempt)
-        asyncio.get_running_loop().call_soon(self._fail, header, error)
+        asyncio.get_running_loop().call_soon(self.fail, header, error)
 
 
 def _takes_no_messages(replica_id: ReplicaId) -> StageLost:
     return StageLost(f"{replica_id.name} takes no messages.", stage=replica_id.stage)
 
 
+@dataclass(eq=False)
 class ClientLinks:
     """Belongs to the coordinator's loop.
 
@@ -158,25 +156,16 @@ class ClientLinks:
         dropped: counts clients that were slow or lost.
     """
 
-    def __init__(
-        self,
-        socket: Socket,
-        pipeline: PipelineConfig,
-        state: RequestMachine,
-        do: Callable[[Iterable[Instruction]], None],
-        on_gone: Callable[[bytes], None],
-        traffic: Traffic,
-        dropped: collections.Counter[str],
-    ) -> None:
-        self._socket = socket
-        self._flow = pipeline.flow
-        self._client_bytes = pipeline.client_bytes
-        self._limits = pipeline.limits
-        self._state = state
-        self._do = do
-        self._on_gone = on_gone
-        self._traffic = traffic
-        self._dropped = dropped
+    socket: Socket
+    pipeline: PipelineConfig
+    state: RequestMachine
+    do: Callable[[Iterable[Instruction]], None]
+    on_gone: Callable[[bytes], None]
+    traffic: Traffic
+    dropped: collections.Counter[str]
+
+    def __post_init__(self) -> None:
+        self._client_bytes = self.pipeline.client_bytes  # found once: by the modalities of all stages
         self._links: dict[bytes, Link] = {}
         self._connections = PeerConnections()
 
@@ -184,7 +173,7 @@ class ClientLinks:
         """Send to a client. One that takes no more loses its requests, one that is gone is forgotten."""
         client = message.client
         header = Header("", request_id=message.request_id, seq=message.seq)
-        frames = encode(header, message.body, message.buffers, self._limits)
+        frames = encode(header, message.body, message.buffers, self.pipeline.limits)
         link = self._links.get(client)
         if link is None:
             link = self._links[client] = self._new_link()
@@ -193,16 +182,16 @@ class ClientLinks:
                 self._end_slow(client, link, "too much waited for it")
 
     def _new_link(self) -> Link:
-        flow = self._flow
+        flow = self.pipeline.flow
         return Link(
-            self._socket,
+            self.socket,
             time.monotonic,
             flow.client_stall_seconds,
             Window(flow.client_window_messages, flow.client_window_bytes),
             needs_credit=True,
             outbox_messages=flow.client_messages,
             outbox_bytes=self._client_bytes,
-            traffic=self._traffic,
+            traffic=self.traffic,
         )
 
     def granted(self, client: bytes, credit: Credit) -> None:
@@ -232,14 +221,14 @@ class ClientLinks:
     def end_gone(self) -> None:
         """End the requests of clients whose connection was closed, also if nothing is being sent to them."""
         for client in self._connections.gone(time.monotonic()):
-            if self._state.requests_of(client):
+            if self.state.requests_of(client):
                 self._lose(client, "its connection was closed")
             self._links.pop(client, None)
-            self._on_gone(client)
+            self.on_gone(client)
 
     def sweep(self) -> None:
         """Forget clients that have nothing in flight and have read everything."""
-        waiting = {request.client for request in self._state.active.values()}
+        waiting = {request.client for request in self.state.active.values()}
         for client, link in list(self._links.items()):
             if link.settled and client not in waiting:
                 del self._links[client]
@@ -256,31 +245,31 @@ class ClientLinks:
         """Drop what waits for a client and end its requests; it gets the errors when it reads again."""
         link.give_up()
         link.moved = time.monotonic()
-        if not self._state.requests_of(client):  # it has not even taken the errors, or asks and does not read
+        if not self.state.requests_of(client):  # it has not even taken the errors, or asks and does not read
             logger.warning("dropped messages for a client: %s", why)
-            self._dropped["client_messages"] += 1
+            self.dropped["client_messages"] += 1
             return
         logger.warning("ended the requests of a slow client: %s", why)
-        self._dropped["client_slow"] += 1
+        self.dropped["client_slow"] += 1
         error = SlowClient(f"The client reads too slowly: {why}.")
-        self._do(self._state.end_client(client, error, STEADY()))
+        self.do(self.state.end_client(client, error, STEADY()))
 
     def _lose(self, client: bytes, why: str) -> None:
         """Drop a client's messages and end its requests. If it comes back, the answer to its ping shows that."""
         logger.warning("lost a client: %s; its requests end", why)
-        self._dropped["client_lost"] += 1
+        self.dropped["client_lost"] += 1
         self._links.pop(client, None)
-        self._do(self._state.client_gone(client, STEADY()))
+        self.do(self.state.client_gone(client, STEADY()))
 
 
+@dataclass(eq=False)
 class ControlLinks:
     """Belongs to the coordinator's loop. A link exists while something waits for its peer."""
 
-    def __init__(self, socket: Socket, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._socket = socket
-        self._limits = limits
-        self._links: dict[ControlPeer, Link] = {}
+    socket: Socket
+    limits: Limits
+    clock: Callable[[], float] = time.monotonic
+    _links: dict[ControlPeer, Link] = field(default_factory=dict)
 
     def send(self, peer: ControlPeer, body: Body) -> None:
         """Send to a peer, or keep what it does not take now. One that is not connected says hello when it is back.
@@ -288,8 +277,8 @@ class ControlLinks:
         Raises:
             OmniError: the message is over a limit, or too much waits for the peer.
         """
-        frames = encode(Header(""), body, limits=self._limits)
-        link = self._links.get(peer) or Link(self._socket, self._clock)
+        frames = encode(Header(""), body, limits=self.limits)
+        link = self._links.get(peer) or Link(self.socket, self.clock)
         try:
             if not link.send("", [identity_of(peer), *frames]):
                 raise StageLost("It takes no control messages.")

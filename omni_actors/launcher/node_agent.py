@@ -10,6 +10,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -46,6 +47,7 @@ REPORT_SECONDS = 5.0  # between two reports of waiting for the coordinator
 LOG_CHARACTERS = 16_000
 
 
+@dataclass(eq=False)
 class NodeAgent:
     """One node's connection to the coordinator. Belongs to the event loop in which it was made.
 
@@ -56,32 +58,26 @@ class NodeAgent:
             for as long as it takes, as this makes sure that the coordinator is restarted; without it, it gives up.
     """
 
-    def __init__(
-        self,
-        pipeline: PipelineConfig,
-        endpoint: str,
-        processes: ReplicaProcesses,
-        on_shutdown: Callable[[str, bool], None],
-        on_silence: Callable[[float], None] | None = None,
-    ) -> None:
-        self._pipeline = pipeline
-        self._rank = pipeline.cluster.node_rank
-        self._endpoint = endpoint
-        self._processes = processes
-        self._on_shutdown = on_shutdown
-        self._on_silence = on_silence
+    pipeline: PipelineConfig
+    endpoint: str
+    processes: ReplicaProcesses
+    on_shutdown: Callable[[str, bool], None]
+    on_silence: Callable[[float], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._rank = self.pipeline.cluster.node_rank
         self.launched = asyncio.Event()  # set once the coordinator says that the pipeline is ready
         self._next_report = time.monotonic() + REPORT_SECONDS
         self._last_heard = time.monotonic()
         self._welcomed = self._ever_welcomed = False
         self._ended = asyncio.Event()  # the pipeline or this node's part in it has, or this agent has given up
         self._drains = False
-        self._decoder: Decoder[CoordinatorToNode] = Decoder(CoordinatorToNode, pipeline.limits)
+        self._decoder: Decoder[CoordinatorToNode] = Decoder(CoordinatorToNode, self.pipeline.limits)
         self._starts: asyncio.Queue[tuple[ReplicaId, int] | None] = asyncio.Queue()
         self._starting: set[ReplicaId] = set()
-        keys = load_keys(pipeline.coordinator.keys_dir)
-        self._sockets = Sockets(max_message_bytes=pipeline.limits.message_bytes, keys=keys)
-        processes.on_exit = self._on_exit
+        keys = load_keys(self.pipeline.coordinator.keys_dir)
+        self._sockets = Sockets(max_message_bytes=self.pipeline.limits.message_bytes, keys=keys)
+        self.processes.on_exit = self._on_exit
         self._connect()
         self._starter = asyncio.create_task(self._start_replicas(), name="starter")
         self._beater = asyncio.create_task(self._beat(), name="node heartbeat")
@@ -103,10 +99,10 @@ class NodeAgent:
         await asyncio.gather(self._beater, return_exceptions=True)
         if self._welcomed:
             self._send(NodeLeaving(reason=reason[:16000]))
-        self._processes.refuse_starts(interrupt=bool(self._starting))
+        self.processes.refuse_starts(interrupt=bool(self._starting))
         self._starts.put_nowait(None)
         await self._starter
-        self._processes.on_exit = lambda identity, how, code: None  # the coordinator is no longer there to read it
+        self.processes.on_exit = lambda identity, how, code: None  # the coordinator is no longer there to read it
         self._disconnect()
         await asyncio.get_running_loop().run_in_executor(None, self._sockets.context.term)
 
@@ -114,15 +110,15 @@ class NodeAgent:
 
     def _connect(self) -> None:
         """Open a new socket and say hello. A new one each time: what is still queued in the old one must not follow."""
-        self._socket, self._handshake = self._sockets.dealer(self._endpoint, identity_of(self._rank))
+        self._socket, self._handshake = self._sockets.dealer(self.endpoint, identity_of(self._rank))
         self._reader = SocketReader(self._socket, self._on_message)
         self.monitor = SocketReader(self._handshake.socket, self._on_connection)
         self._welcomed = False
         hello = NodeHello(
             protocol=PROTOCOL_VERSION,
             package=omni_actors.__version__,
-            config=self._pipeline.digest(),
-            processes=tuple(self._starting | self._processes.running().keys()),
+            config=self.pipeline.digest(),
+            processes=tuple(self._starting | self.processes.running().keys()),
             launched=self.launched.is_set(),
             devices=host_devices(),
         )
@@ -155,16 +151,16 @@ class NodeAgent:
     def _give_up(self, why: str) -> None:
         if not self._ended.is_set():
             self._ended.set()
-            self._on_shutdown(why, True)
+            self.on_shutdown(why, True)
 
     def _send(self, body: Body) -> None:
-        if not try_send(self._socket, encode(Header("", replica=self._rank), body, limits=self._pipeline.limits)):
+        if not try_send(self._socket, encode(Header("", replica=self._rank), body, limits=self.pipeline.limits)):
             logger.warning("the coordinator accepts no messages; dropped a %s", type(body).__name__)
         self._reader.poke()
 
     async def _beat(self) -> None:
         """Send heartbeats and watch for the coordinator's silence."""
-        interval = self._pipeline.coordinator.heartbeat_interval
+        interval = self.pipeline.coordinator.heartbeat_interval
         while True:
             before = time.monotonic()
             await asyncio.sleep(interval)
@@ -172,8 +168,8 @@ class NodeAgent:
             if now > before + interval + LATE_SECONDS:
                 self._last_heard = now
             silent = now > self._last_heard + max(SILENCE_SECONDS, 3 * interval)
-            if silent and self._on_silence is not None:
-                self._on_silence(now - self._last_heard)
+            if silent and self.on_silence is not None:
+                self.on_silence(now - self._last_heard)
             if not self._welcomed:
                 self._wait_for_coordinator(now)
                 continue
@@ -183,13 +179,13 @@ class NodeAgent:
 
     def _wait_for_coordinator(self, now: float) -> None:
         """Report the wait every few seconds; give up in time."""
-        settings = self._pipeline.coordinator
+        settings = self.pipeline.coordinator
         limit = settings.reconnect_timeout if self.launched.is_set() else settings.startup_timeout
         if now >= self._next_report:
             self._next_report = now + REPORT_SECONDS
-            say(f"node {self._rank} waits for the coordinator at {self._endpoint}")
-        if now > self._last_heard + limit and self._on_silence is None:
-            self._give_up(f"The coordinator at {self._endpoint} was not heard from for {limit:g} s.")
+            say(f"node {self._rank} waits for the coordinator at {self.endpoint}")
+        if now > self._last_heard + limit and self.on_silence is None:
+            self._give_up(f"The coordinator at {self.endpoint} was not heard from for {limit:g} s.")
 
     def _on_message(self, frames: Sequence[bytes]) -> None:
         try:
@@ -203,8 +199,8 @@ class NodeAgent:
                 self._welcomed = self._ever_welcomed = True
                 if self._drains:  # another coordinator does not know
                     self._send(NodeLeaving(drains=True))
-                elif self._on_silence is None:
-                    say(f"node {self._rank} is connected to the coordinator at {self._endpoint}")
+                elif self.on_silence is None:
+                    say(f"node {self._rank} is connected to the coordinator at {self.endpoint}")
             case Reregister():
                 # Later: reconnecting closes the socket whose reader has called us.
                 asyncio.get_running_loop().call_soon(self._reconnect, "it does not know this node")
@@ -214,10 +210,10 @@ class NodeAgent:
                 self._starting.add(process)
                 self._starts.put_nowait((process, slot))
             case KillReplica(process=process):
-                self._processes.kill_replica(process)
+                self.processes.kill_replica(process)
             case Shutdown():
                 self._ended.set()
-                self._on_shutdown(body.reason, body.failed)
+                self.on_shutdown(body.reason, body.failed)
             case NodeBeat():  # that it was heard is all that it says
                 pass
 
@@ -228,8 +224,8 @@ class NodeAgent:
         while (start := await self._starts.get()) is not None:
             replica_id, slot = start
             try:
-                await self._processes.kill_former(replica_id)
-                await self._processes.start(replica_id, slot)
+                await self.processes.kill_former(replica_id)
+                await self.processes.start(replica_id, slot)
             except (OSError, EOFError, OmniError) as error:  # EOFError: the fork server has ended
                 self._report(replica_id, f"cannot start a process: {error}", "")
             except Exception as error:  # an error in our code: nothing else would tell the coordinator, which waits
@@ -238,7 +234,7 @@ class NodeAgent:
             self._starting.discard(replica_id)
 
     def _on_exit(self, replica_id: ReplicaId, how: str, code: int | None) -> None:
-        self._report(replica_id, how, self._processes.log_tail(replica_id), code)
+        self._report(replica_id, how, self.processes.log_tail(replica_id), code)
 
     def _report(self, replica_id: ReplicaId, how: str, log: str, code: int | None = None) -> None:
         """Report the end of a replica, with the last lines of its log if they fit into a message."""

@@ -24,6 +24,7 @@ from omni_actors.errors import ConfigError, EngineError, ModelOutputInvalid
 from omni_actors.protocol.fields import ReplicaId
 from omni_actors.stage.engine_interface import ImageEvent, LatentsEvent, OutputEvent, StreamEvent, TextEvent
 from omni_actors.stage.meter import StageMeter
+from omni_actors.telemetry import metrics as table
 
 
 def test_a_step_shows_latents_as_a_preview_and_the_last_one_gives_those_of_the_picture():
@@ -76,7 +77,7 @@ def counted(events: Iterable[OutputEvent], outputs: tuple[str, ...] = ()) -> int
     timings = meter.opened(0, has_input=True)
     for event in events:
         meter.output(timings, event, outputs)
-    return meter.output_tokens
+    return int(meter.meters.values[(table.OUTPUT_TOKENS.name, meter.labels)])
 
 
 @pytest.mark.parametrize("lead", [0, 3], ids=["a text", "a clip that is continued"])

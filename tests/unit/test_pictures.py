@@ -85,7 +85,7 @@ def test_pictures_go_to_the_client_where_they_are_an_output_and_to_later_stages_
     assert to_next.destination == ROUTE[3]
     assert list(to_next.body.tensors) == [PIXELS]
     assert not to_next.body.final
-    assert meter.pictures == 1
+    assert meter.meters.values[(table.STAGE_PICTURES.name, meter.labels)] == 1
     end, _ = stage.do(FINISHED)
     assert end.body == Chunk(start=1, final=True, sent=end.body.sent)
 

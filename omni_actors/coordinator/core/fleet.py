@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 
 import omni_actors
 from omni_actors.config import PipelineConfig, placement
@@ -75,6 +76,7 @@ KILL_SECONDS = 2.0  # for a node to report the end of a process that it had to k
 Instructions = list[FleetInstruction]
 
 
+@dataclass(eq=False)
 class Fleet:
     """The replicas and nodes of a pipeline, from the first hello to the end. Every event returns instructions.
 
@@ -90,34 +92,28 @@ class Fleet:
         memory: what the coordinator before this one has left; nothing if there was none, or it had changed nothing.
     """
 
-    def __init__(
-        self,
-        pipeline: PipelineConfig,
-        replicas: ReplicaTable,
-        client: str,
-        results: str,
-        new_epoch: Callable[[], int],
-        began: float,
-        now: float,
-        started: float,
-        memory: Sequence[RememberedReplica] = (),
-    ) -> None:
-        self.pipeline = pipeline
-        self.settings = pipeline.coordinator
-        self._graph = StageGraph(pipeline)
-        self._client = client
-        self._results = results
-        self._new_epoch = new_epoch
-        remembered = memory or as_configured(pipeline)
+    pipeline: PipelineConfig
+    replicas: ReplicaTable
+    client: str
+    results: str
+    new_epoch: Callable[[], int]
+    began: InitVar[float]
+    now: InitVar[float]
+    started: InitVar[float]
+    memory: InitVar[Sequence[RememberedReplica]] = ()
+
+    def __post_init__(self, began: float, now: float, started: float, memory: Sequence[RememberedReplica]) -> None:
+        self.settings = self.pipeline.coordinator
+        self._graph = StageGraph(self.pipeline)
+        remembered = memory or as_configured(self.pipeline)
         self._remembered = {(item.stage, item.index): item for item in remembered}  # until their processes are found
         self.created = self._ticked = self.next_move = now
         self.restoring = True  # processes of the coordinator before may still register, each on its own
         self._awaited: set[ReplicaId] = set()  # those that run, as their nodes say
         self._early: dict[tuple[str, int], tuple[ReplicaId, Hello]] = {}  # hellos of processes before their node's
-        self.replicas = replicas
-        ranks = sorted({item.node for item in remembered} | {*placement.ranks(pipeline)})
+        ranks = sorted({item.node for item in remembered} | {*placement.ranks(self.pipeline)})
         self.nodes = {rank: Node(rank, heard=now) for rank in ranks}
-        self.launch = Launch(replicas, self.nodes, pipeline, began, now, started)
+        self.launch = Launch(self.replicas, self.nodes, self.pipeline, began, now, started)
         self.dropped: collections.Counter[str] = collections.Counter()
 
     # -- the launch ---------------------------------------------------------------------------------------------------
@@ -207,7 +203,7 @@ class Fleet:
         for stage in self.pipeline.stages:  # one may have died for good meanwhile
             done += self.fill_places(stage.name)
         done += [TellNode(rank, Launched()) for rank, node in self.nodes.items() if node.present]
-        return [*done, Announce(f"ready after {launch.after(now):.1f} s, clients connect to {self._client}")]
+        return [*done, Announce(f"ready after {launch.after(now):.1f} s, clients connect to {self.client}")]
 
     def fail(self, reason: str) -> Instructions:
         """Give up a pipeline that has not been launched; one that has been goes on degraded."""
@@ -318,7 +314,7 @@ class Fleet:
             return [TellReplica(replica.replica_id, Shutdown(reason=difference))]
         replica.on(ReplicaEvent.HELLO)
         replica.pid, replica.inbox, replica.remote, replica.arena = hello.pid, hello.inbox, hello.remote, hello.arena
-        welcome = TellReplica(replica.replica_id, Welcome(results=self._results))
+        welcome = TellReplica(replica.replica_id, Welcome(results=self.results))
         return [ReplicaRegistered(replica), welcome, *self._announce_peers()]
 
     def difference(self, hello: Hello | NodeHello) -> str:
@@ -368,7 +364,7 @@ class Fleet:
     def start_replica(self, stage: str, index: int, seat: Seat, now: float) -> Instructions:
         """Have a node start a process for a replica."""
         former = self.replicas.current(stage, index)
-        spawn_epoch = max(former.epoch + 1 if former is not None else 1, self._new_epoch())
+        spawn_epoch = max(former.epoch + 1 if former is not None else 1, self.new_epoch())
         replica, done = self._expect(stage, index, seat, spawn_epoch, now)
         return [*done, TellNode(replica.node, StartReplica(replica.process, replica.slot))]
 

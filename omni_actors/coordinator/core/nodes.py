@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from omni_actors.config import PipelineConfig, StageConfig
 from omni_actors.config.placement import devices_by_slot, memory_share, node_devices, slot_devices, stage_devices
@@ -114,23 +114,18 @@ def explain_end(replica: Replica, what: str, log: str) -> str:
     return f"{replica.name} {what} while {replica.phase}.{words}{tail}"
 
 
+@dataclass(eq=False)
 class Launch:
     """The launch of a pipeline. Timeouts count from when it `began`, the times that are shown from `started`."""
 
-    def __init__(
-        self,
-        replicas: ReplicaTable,
-        nodes: Mapping[int, Node],
-        pipeline: PipelineConfig,
-        began: float,
-        now: float,
-        started: float,
-    ) -> None:
-        self._replicas = replicas
-        self._nodes = nodes
-        self._pipeline = pipeline
-        self.began = began
-        self._started = started
+    replicas: ReplicaTable
+    nodes: Mapping[int, Node]
+    pipeline: PipelineConfig
+    began: float
+    now: InitVar[float]
+    started: float
+
+    def __post_init__(self, now: float) -> None:
         self._next_redraw = now + REDRAW_SECONDS
         self._next_line = now + PROGRESS_SECONDS
         self._line_seconds = PROGRESS_SECONDS
@@ -165,12 +160,12 @@ class Launch:
 
     def missing(self) -> list[Replica]:
         """Replicas that the launch waits for: those that are not ready and may still become so."""
-        return [replica for replica in self._replicas.missing() if replica.state is not ReplicaState.DEAD]
+        return [replica for replica in self.replicas.missing() if replica.state is not ReplicaState.DEAD]
 
     def overdue(self, now: float) -> Replica | None:
         """The first replica that is not ready within its startup timeout."""
         for replica in self.missing():
-            if now > self.began + startup_timeout(self._pipeline, replica):
+            if now > self.began + startup_timeout(self.pipeline, replica):
                 return replica
         return None
 
@@ -189,17 +184,17 @@ class Launch:
 
     def after(self, now: float) -> float:
         """Seconds since the launcher's process started."""
-        return now - self._started
+        return now - self.started
 
     def progress(self, now: float) -> str:
         """Say how many replicas are ready, how long that took, and what is missing."""
-        ready = sum(replica.ready for replica in self._replicas)
-        count = ready + len(self._replicas.missing())
+        ready = sum(replica.ready for replica in self.replicas)
+        count = ready + len(self.replicas.missing())
         return f"{ready} of {count} ready after {self.after(now):.0f} s; missing: {self._missing() or 'none'}"
 
     def _missing(self) -> str:
-        away = [f"node {rank}" for rank, node in self._nodes.items() if not node.present]
-        return ", ".join([*away, *(f"{replica.name} ({replica.phase})" for replica in self._replicas.missing())])
+        away = [f"node {rank}" for rank, node in self.nodes.items() if not node.present]
+        return ", ".join([*away, *(f"{replica.name} ({replica.phase})" for replica in self.replicas.missing())])
 
 
 # -- seats ------------------------------------------------------------------------------------------------------------
