@@ -15,7 +15,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import Struct
@@ -84,14 +84,6 @@ class Detached(Struct, frozen=True):
 
 
 Event = Received | Rejected | Undelivered | CoordinatorToStage | Stop | Lost | Detached
-
-
-@dataclass
-class Pulse:
-    """What the heartbeat reports of the engine loop: one thread assigns, another reads, so no lock is needed."""
-
-    progress: int = 0
-    counts: dict[str, int] = field(default_factory=dict)
 
 
 LIMIT = 4096  # events that may wait for the engine; further messages wait in zmq and at the sender
@@ -251,7 +243,9 @@ class Inbound(threading.Thread):
         self._orphaned_at = math.inf  # when the launcher was found gone
         self._received = 0  # messages that came to the inbox, of any kind
         self._welcomed = False
-        self.pulse = Pulse()
+        # What the heartbeat reports of the engine loop: one thread assigns, another reads, so no lock is needed.
+        self.progress = 0
+        self.counts: dict[str, int] = {}
         self.serving = False  # the main thread serves requests, and outlives a lost coordinator
 
     def tell(self, body: Body) -> None:
@@ -350,8 +344,7 @@ class Inbound(threading.Thread):
                 next_beat = time.monotonic() + self.heartbeat_interval
                 if self._orphaned_at == math.inf:
                     self._restore_files()
-                pulse, counts = self.pulse, {**self.pulse.counts, **self.rejected()}
-                self._send(control, Heartbeat(pulse.progress, counts))
+                self._send(control, Heartbeat(self.progress, {**self.counts, **self.rejected()}))
             refusal = handshake.take()
             # Always, because sending may have consumed the descriptor's signal; and after the check of the connection,
             # because by the time it is lost all of the coordinator's last messages can be read, and they count.

@@ -12,7 +12,6 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,118 +89,6 @@ def snapshot(
 
 TICK_SECONDS = 0.1
 CONGESTED_SECONDS = 0.005  # until a stage that waits for its receivers looks again
-
-
-@dataclass
-class EngineLoop:
-    """Serves one session's requests with its actor, until the session ends."""
-
-    pipeline: PipelineConfig
-    actor: StageActor
-    engine: StageEngine
-    inbox: Inbox
-    inbound: Inbound
-    outbound: Outbound
-    meter: StageMeter
-    ready: Ready  # what the coordinator was told, and the next one is told again
-
-    def __post_init__(self) -> None:
-        self.engine.on_progress(self.inbox.wake)
-        self._before = process_values(self.engine)
-        flow = self.pipeline.flow
-        self._received: ReceivedCredit[ReplicaId | None] = ReceivedCredit(flow.edge_messages, flow.edge_bytes)
-        self._grants_due = False
-        self._next_tick = self._next_snapshot = 0.0
-        self._detached_at = math.inf  # since when there is no coordinator
-        self._end: Stop | Lost | None = None
-
-    def run(self) -> Stop | Lost:
-        """Serve until the session ends; return why it did."""
-        while self._end is None:
-            self._take_events()
-            if not self.outbound.congested:  # when it is, the stages after this one set the pace
-                output = self.actor.step()
-                self.outbound.send(output, idle=not self.actor.runnable())
-            self.inbound.pulse.progress += 1  # the coordinator sees by the next heartbeat that the loop is alive
-            self._grant(everything=self._tick())
-        if isinstance(self._end, Stop):
-            self._report_metrics()  # what has been counted since the last report
-        return self._end
-
-    def _take_events(self) -> None:
-        """Handle all pending events. Wait for the first one if there is no step to do."""
-        runnable, congested = self.actor.runnable(), self.outbound.congested
-        timeout = CONGESTED_SECONDS if congested else 0.0 if runnable else TICK_SECONDS
-        began = time.monotonic()
-        while self._end is None and (events := self.inbox.take(timeout)):
-            timeout = 0.0
-            for event in events:
-                self._on_event(event)
-        if runnable and congested:
-            self.meter.count(table.HELD_BACK, time.monotonic() - began)
-
-    def _on_event(self, event: Event) -> None:
-        match event:
-            case Received(envelope=envelope, size=size):
-                self._grants_due |= self._received.take(envelope.header.sender, size)
-                self.outbound.send(self.actor.receive(envelope))
-            case Rejected(header=header, error=error, size=size):
-                if size:
-                    self._grants_due |= self._received.take(header.sender, size)
-                self.outbound.send(self.actor.reject(header, error))
-            case Undelivered(request_id=request_id, receiver=receiver, error=error):
-                self.outbound.send(self.actor.undelivered(request_id, receiver, error))
-            case Peers():
-                self.outbound.set_peers(event)
-            case Shutdown(reason=reason):
-                self._end_with(Stop(reason))
-            case Detached():
-                self._detached_at = time.monotonic()
-                self.actor.detach()
-                self.outbound.detach()
-            case Welcome(results=results):
-                self._detached_at = math.inf
-                self.outbound.attach(results)
-                self.inbound.tell(msgspec.structs.replace(self.ready, held=self.actor.held_requests()))
-            case Reregister():  # the inbound thread has seen to it
-                pass
-            case Stop() | Lost():
-                self._end_with(event)
-
-    def _end_with(self, end: Stop | Lost) -> None:
-        """End the loop. A coordinator that shuts down says so and leaves: that it has left must not undo that."""
-        if not isinstance(self._end, Stop):
-            self._end = end
-
-    def _tick(self) -> bool:
-        """Do what depends on time, ten times a second; whether it was due."""
-        now = time.monotonic()
-        if now < self._next_tick:
-            return False
-        self._next_tick = now + TICK_SECONDS
-        if now > self._detached_at + (patience := self.pipeline.coordinator.reconnect_timeout):
-            raise StartupError(f"No coordinator has come for {patience:g} s in the place of the one that was lost.")
-        self.outbound.send(self.actor.tick())
-        dropped = {f"dropped_{reason}": count for reason, count in self.actor.dropped.items()}
-        self.inbound.pulse.counts = {**self.actor.counts(), **self.outbound.counts(), **dropped}
-        if now >= self._next_snapshot and self._detached_at == math.inf:
-            self._next_snapshot = now + self.pipeline.coordinator.heartbeat_interval
-            self._report_metrics()
-        return True
-
-    def _grant(self, everything: bool) -> None:
-        """Give credit for what was taken, unless the engine has too much to do already."""
-        if (everything or self._grants_due) and not self.actor.saturated:
-            self._grants_due = False
-            for sender, messages, size in self._received.collect(everything):
-                self.outbound.grant(sender, messages, size)
-
-    def _report_metrics(self) -> None:
-        rejected, edges, held = self.inbound.rejected_by_reason(), self.outbound.edges(), self.outbound.counts()
-        limit = self.pipeline.limits.body_bytes
-        self.inbound.tell(snapshot(self.meter, self.actor, self.engine, self._before, rejected, edges, held, limit))
-
-
 CLOSE_SECONDS = 4.0
 
 
@@ -241,6 +128,12 @@ class Session:
         epoch: of this session.
     """
 
+    # From `serve` on.
+    _engine: StageEngine
+    _actor: StageActor
+    _ready: Ready  # what the coordinator was told, and the next one is told again
+    _before: Mapping[Metric, float]  # what the process had counted before
+
     def __init__(self, pipeline: PipelineConfig, spec: ReplicaSpec, epoch: int) -> None:
         self._pipeline = pipeline
         self._stage = pipeline.stage(spec.stage)
@@ -272,7 +165,11 @@ class Session:
             on_credit=self._outbound.granted,
             remote_endpoint=spec.remote_endpoint,
         )
-        self._actor: StageActor | None = None
+        self._received: ReceivedCredit[ReplicaId | None] = ReceivedCredit(flow.edge_messages, flow.edge_bytes)
+        self._grants_due = False
+        self._next_tick = self._next_snapshot = 0.0
+        self._detached_at = math.inf  # since when there is no coordinator
+        self._end: Stop | Lost | None = None
         self._closed = False
 
     def tell(self, body: Body) -> None:
@@ -330,18 +227,100 @@ class Session:
         wants = (*facts.wants_information, *(processor.wants_information if processor is not None else ()))
         parameters = with_defaults(facts.parameters, self._stage.sampling)
         facts = msgspec.structs.replace(facts, wants_information=tuple(dict.fromkeys(wants)), parameters=parameters)
-        ready = Ready(load_seconds, facts)
+        self._engine, self._ready = engine, Ready(load_seconds, facts)
+        self._before = process_values(engine)
+        engine.on_progress(self._inbox.wake)
         self._inbound.serving = True
-        self.tell(ready)
-        return EngineLoop(
-            self._pipeline, self._actor, engine, self._inbox, self._inbound, self._outbound, self._meter, ready
-        ).run()
+        self.tell(self._ready)
+        while self._end is None:
+            self._take_events()
+            if not self._outbound.congested:  # when it is, the stages after this one set the pace
+                output = self._actor.step()
+                self._outbound.send(output, idle=not self._actor.runnable())
+            self._inbound.progress += 1  # the coordinator sees by the next heartbeat that the loop is alive
+            self._grant(everything=self._tick())
+        if isinstance(self._end, Stop):
+            self._report_metrics()  # what has been counted since the last report
+        return self._end
+
+    def _take_events(self) -> None:
+        """Handle all pending events. Wait for the first one if there is no step to do."""
+        runnable, congested = self._actor.runnable(), self._outbound.congested
+        timeout = CONGESTED_SECONDS if congested else 0.0 if runnable else TICK_SECONDS
+        began = time.monotonic()
+        while self._end is None and (events := self._inbox.take(timeout)):
+            timeout = 0.0
+            for event in events:
+                self._on_event(event)
+        if runnable and congested:
+            self._meter.count(table.HELD_BACK, time.monotonic() - began)
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case Received(envelope=envelope, size=size):
+                self._grants_due |= self._received.take(envelope.header.sender, size)
+                self._outbound.send(self._actor.receive(envelope))
+            case Rejected(header=header, error=error, size=size):
+                if size:
+                    self._grants_due |= self._received.take(header.sender, size)
+                self._outbound.send(self._actor.reject(header, error))
+            case Undelivered(request_id=request_id, receiver=receiver, error=error):
+                self._outbound.send(self._actor.undelivered(request_id, receiver, error))
+            case Peers():
+                self._outbound.set_peers(event)
+            case Shutdown(reason=reason):
+                self._end_with(Stop(reason))
+            case Detached():
+                self._detached_at = time.monotonic()
+                self._actor.detach()
+                self._outbound.detach()
+            case Welcome(results=results):
+                self._detached_at = math.inf
+                self._outbound.attach(results)
+                self._inbound.tell(msgspec.structs.replace(self._ready, held=self._actor.held_requests()))
+            case Reregister():  # the inbound thread has seen to it
+                pass
+            case Stop() | Lost():
+                self._end_with(event)
+
+    def _end_with(self, end: Stop | Lost) -> None:
+        """End the loop. A coordinator that shuts down says so and leaves: that it has left must not undo that."""
+        if not isinstance(self._end, Stop):
+            self._end = end
+
+    def _tick(self) -> bool:
+        """Do what depends on time, ten times a second; whether it was due."""
+        now = time.monotonic()
+        if now < self._next_tick:
+            return False
+        self._next_tick = now + TICK_SECONDS
+        if now > self._detached_at + (patience := self._pipeline.coordinator.reconnect_timeout):
+            raise StartupError(f"No coordinator has come for {patience:g} s in the place of the one that was lost.")
+        self._outbound.send(self._actor.tick())
+        dropped = {f"dropped_{reason}": count for reason, count in self._actor.dropped.items()}
+        self._inbound.counts = {**self._actor.counts(), **self._outbound.counts(), **dropped}
+        if now >= self._next_snapshot and self._detached_at == math.inf:
+            self._next_snapshot = now + self._pipeline.coordinator.heartbeat_interval
+            self._report_metrics()
+        return True
+
+    def _grant(self, everything: bool) -> None:
+        """Give credit for what was taken, unless the engine has too much to do already."""
+        if (everything or self._grants_due) and not self._actor.saturated:
+            self._grants_due = False
+            for sender, messages, size in self._received.collect(everything):
+                self._outbound.grant(sender, messages, size)
+
+    def _report_metrics(self) -> None:
+        rejected, edges, held = self._inbound.rejected_by_reason(), self._outbound.edges(), self._outbound.counts()
+        limit = self._pipeline.limits.body_bytes
+        self._inbound.tell(snapshot(self._meter, self._actor, self._engine, self._before, rejected, edges, held, limit))
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """Drop every request, in the engine too, and close: the coordinator that waited for answers is gone."""
-        if self._actor is not None:
+        if self._inbound.serving:
             self._actor.drop_all()
         self.close(last_messages=False)
 

@@ -98,7 +98,7 @@ def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subpr
     assert not harness.control.poll(200), "it beats before it is welcomed"
     harness.tell(Welcome(results="ipc:///results"))
     assert harness.next() == Welcome(results="ipc:///results")
-    harness.inbound.pulse.progress = 7
+    harness.inbound.progress = 7
 
     def beats() -> bool:
         for _, *frames in drain(harness.control):
