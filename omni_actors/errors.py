@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import enum
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 S = TypeVar("S", bound=enum.StrEnum)
 E = TypeVar("E", bound=enum.StrEnum)
@@ -69,10 +69,13 @@ class OmniError(Exception):
     retryable: ClassVar[bool] = False
     default_hint: ClassVar[str] = "See the stage's log for the cause."
 
-    def __init_subclass__(cls, **rest: Any) -> None:
-        super().__init_subclass__(**rest)
-        if "code" in cls.__dict__:  # else it is a finer class that shares the code of its base
-            ERROR_CLASSES[cls.code] = cls
+    def __init_subclass__(
+        cls, code: ErrorCode | None = None, fault: Fault = Fault.OPERATOR, retryable: bool = False
+    ) -> None:
+        super().__init_subclass__()
+        if code is not None:  # else it is a finer class, with what its base says
+            cls.code, cls.fault, cls.retryable = code, fault, retryable
+            ERROR_CLASSES[code] = cls
 
     def __init__(
         self,
@@ -95,115 +98,86 @@ class OmniError(Exception):
         return f"{place}{self.message} {self.hint}".strip()
 
 
-class InvalidRequest(OmniError):
+class InvalidRequest(OmniError, code=ErrorCode.INVALID_REQUEST, fault=Fault.CALLER):
     """The request contradicts itself or lacks something."""
 
-    code = ErrorCode.INVALID_REQUEST
-    fault = Fault.CALLER
     default_hint = "Change the request as the message says; the same request would fail again."
 
 
-class InvalidPayload(OmniError):
+class InvalidPayload(OmniError, code=ErrorCode.INVALID_PAYLOAD, fault=Fault.CALLER):
     """The shape, dtype or size of a tensor is wrong, or fields are set that exclude one another."""
 
-    code = ErrorCode.INVALID_PAYLOAD
-    fault = Fault.CALLER
     default_hint = "Send the shape, dtype and size that the message names."
 
 
-class PromptTooLong(OmniError):
+class PromptTooLong(OmniError, code=ErrorCode.PROMPT_TOO_LONG, fault=Fault.CALLER):
     """The prompt, including its media, has more tokens than a stage accepts."""
 
-    code = ErrorCode.PROMPT_TOO_LONG
-    fault = Fault.CALLER
     default_hint = "Shorten the prompt or its media, or request fewer tokens."
 
 
-class UnknownVoice(OmniError):
+class UnknownVoice(OmniError, code=ErrorCode.UNKNOWN_VOICE, fault=Fault.CALLER):
     """No stage has the requested voice."""
 
-    code = ErrorCode.UNKNOWN_VOICE
-    fault = Fault.CALLER
     default_hint = "Choose one of the voices listed."
 
 
-class UnknownModality(OmniError):
+class UnknownModality(OmniError, code=ErrorCode.UNKNOWN_MODALITY, fault=Fault.CALLER):
     """The pipeline cannot answer in the requested modality."""
 
-    code = ErrorCode.UNKNOWN_MODALITY
-    fault = Fault.CALLER
     default_hint = "Choose among the modalities listed."
 
 
-class MalformedMedia(OmniError):
+class MalformedMedia(OmniError, code=ErrorCode.MALFORMED_MEDIA, fault=Fault.CALLER):
     """An audio, image or video file cannot be read."""
 
-    code = ErrorCode.MALFORMED_MEDIA
-    fault = Fault.CALLER
     default_hint = "Send it again in a supported format."
 
 
-class Overloaded(OmniError):
+class Overloaded(OmniError, code=ErrorCode.OVERLOADED, fault=Fault.CALLER, retryable=True):
     """The limit on requests in flight, or on the bytes held for them, is reached."""
 
-    code = ErrorCode.OVERLOADED
-    fault = Fault.CALLER
-    retryable = True
     default_hint = "Try again after the time given."
 
 
-class SlowClient(OmniError):
+class SlowClient(OmniError, code=ErrorCode.SLOW_CLIENT, fault=Fault.CALLER, retryable=True):
     """The client read its response too slowly."""
 
-    code = ErrorCode.SLOW_CLIENT
-    fault = Fault.CALLER
-    retryable = True
     default_hint = "Read responses as they arrive, or request fewer at a time."
 
 
-class DeadlineExceeded(OmniError):
+class DeadlineExceeded(OmniError, code=ErrorCode.DEADLINE_EXCEEDED, fault=Fault.CALLER):
     """The request's deadline passed before its response was complete."""
 
-    code = ErrorCode.DEADLINE_EXCEEDED
-    fault = Fault.CALLER
     default_hint = "Allow more time, or request fewer tokens."
 
 
-class Aborted(OmniError):
+class Aborted(OmniError, code=ErrorCode.ABORTED, fault=Fault.NO_ONE):
     """The caller ended the request or disconnected."""
 
-    code = ErrorCode.ABORTED
-    fault = Fault.NO_ONE
     default_hint = "The caller ended the request; there is nothing to do."
 
 
-class StageUnavailable(OmniError):
+class StageUnavailable(OmniError, code=ErrorCode.STAGE_UNAVAILABLE, retryable=True):
     """A stage that the request needs is down."""
 
-    code = ErrorCode.STAGE_UNAVAILABLE
-    retryable = True
     default_hint = "Request only modalities whose stages are up, or try again when the stage is back."
 
 
-class StageLost(OmniError):
+class StageLost(OmniError, code=ErrorCode.STAGE_LOST, retryable=True):
     """A stage died while it held the request, and the request could not be run again."""
 
-    code = ErrorCode.STAGE_LOST
-    retryable = True
     default_hint = "Send the request again."
 
 
-class Poison(OmniError):
+class Poison(OmniError, code=ErrorCode.POISON):
     """Several replicas of a stage died while they computed the request."""
 
-    code = ErrorCode.POISON
     default_hint = "Do not send it again; the logs of the replicas named show what it did to them."
 
 
-class EngineError(OmniError):
+class EngineError(OmniError, code=ErrorCode.ENGINE_ERROR):
     """The model failed on the request."""
-
-    code = ErrorCode.ENGINE_ERROR
 
 
 class ModelOutputInvalid(EngineError):
@@ -215,41 +189,33 @@ class ModelOutputInvalid(EngineError):
     )
 
 
-class ProtocolError(OmniError):
+class ProtocolError(OmniError, code=ErrorCode.PROTOCOL_ERROR, fault=Fault.DEVELOPER):
     """Two processes run different versions, or one of them has a bug."""
 
-    code = ErrorCode.PROTOCOL_ERROR
-    fault = Fault.DEVELOPER
     default_hint = "Run the same omni_actors version on both sides."
 
 
-class ConfigError(OmniError):
+class ConfigError(OmniError, code=ErrorCode.CONFIG_ERROR):
     """The pipeline's configuration, or an option of a command, is wrong."""
 
-    code = ErrorCode.CONFIG_ERROR
     default_hint = "Correct the configuration; `--check` validates it without starting anything."
 
 
-class StartupError(OmniError):
+class StartupError(OmniError, code=ErrorCode.STARTUP_ERROR):
     """A stage did not become ready."""
 
-    code = ErrorCode.STARTUP_ERROR
     default_hint = "The log lines above name the cause."
 
 
-class RequestTimeout(OmniError):
+class RequestTimeout(OmniError, code=ErrorCode.TIMEOUT, fault=Fault.CALLER, retryable=True):
     """The coordinator did not answer in time."""
 
-    code = ErrorCode.TIMEOUT
-    fault = Fault.CALLER
-    retryable = True
     default_hint = "Check that the coordinator is running and that the endpoint is right."
 
 
-class Unauthorized(OmniError):
+class Unauthorized(OmniError, code=ErrorCode.UNAUTHORIZED):
     """Keys are missing, wrong or not allowed, or do not permit the operation."""
 
-    code = ErrorCode.UNAUTHORIZED
     default_hint = "Compare the key folders on both sides."
 
 

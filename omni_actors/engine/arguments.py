@@ -69,11 +69,6 @@ _ADDED = {
 }
 
 
-def problem_of(name: str, value: object) -> str:
-    """Say what is wrong with an argument; "" if nothing is, or if vLLM's annotation cannot be evaluated."""
-    return wrong_type(name, value) or out_of_range(name, value)
-
-
 def wrong_type(name: str, value: object) -> str:
     """Say what is wrong with the type of an argument; "" if nothing is, or if vLLM's annotation cannot be evaluated.
 
@@ -288,8 +283,7 @@ class OmniEngineArgs:
         """Check values that can be judged without the checkpoint. Raises `ConfigError` for a wrong one."""
         self._parallel_sizes()
         for name, value in self.engine.items():
-            problem = problem_of(name, value)
-            if problem:
+            if problem := wrong_type(name, value) or out_of_range(name, value):
                 raise ConfigError(f"{self.where}.{name}: {problem}; got {value!r}.")
 
     def model_spec(self) -> ModelSpec:

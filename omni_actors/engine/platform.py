@@ -22,7 +22,6 @@ import time
 import types
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +161,7 @@ def prepare() -> Platform:
         enable_interpreter()
     else:
         os.environ.setdefault("TRITON_CACHE_DIR", triton_cache())
-        if find_spec("flashinfer") is None:
+        if importlib.util.find_spec("flashinfer") is None:
             # vLLM chooses flashinfer's sampler by the GPU alone, and would fail at the first sampled token.
             os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     return platform
@@ -208,8 +207,7 @@ def preload_modules() -> list[str]:
         "omni_actors.engine.prompt",
         "omni_actors.engine.autoregressive",
         worker,
-        *(["ray"] if find_spec("ray") else []),  # vLLM imports it wherever it is installed
+        *(["ray"] if importlib.util.find_spec("ray") else []),  # vLLM imports it wherever it is installed
         "omni_actors.engine.diffusion",
-        "omni_actors.engine.scheduler",
         "omni_actors.engine.workers.diffusion",
     ]

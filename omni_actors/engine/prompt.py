@@ -116,11 +116,6 @@ class PromptEngine(StageEngine):
             decoder.future.add_done_callback(_log_failure)
 
     @property
-    def limits(self) -> MediaLimits:
-        """The limits in force."""
-        return self.prompts.limits
-
-    @property
     def decoder_pids(self) -> list[int]:
         """Process ids of the decoders that run."""
         return self._threads.pids

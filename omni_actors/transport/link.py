@@ -75,11 +75,6 @@ class Window:
         return fits or not self.messages_out
 
     @property
-    def messages_left(self) -> int:
-        """Messages that may be sent without more credit, if their bytes allow it."""
-        return max(0, self.messages - self.messages_out)
-
-    @property
     def exhausted(self) -> bool:
         """Whether nothing more may be sent before credit comes."""
         return self.messages_out >= self.messages or self.bytes_out >= self.size
@@ -254,7 +249,7 @@ class Link:
         """Return the edge's metrics. Thread-safe."""
         totals = self.traffic.metrics()
         window = self.window or Window(0, 0)
-        state = window.messages_out, window.bytes_out, window.messages_left, self.backlog
+        state = window.messages_out, window.bytes_out, max(0, window.messages - window.messages_out), self.backlog
         return EdgeMetrics(totals.messages, totals.bytes, totals.shared_bytes, True, *state)
 
     def close(self) -> None:

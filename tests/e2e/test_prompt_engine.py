@@ -411,7 +411,9 @@ def test_a_request_is_whole_and_its_id_free(engine):
         engine.extend("r", None, complete=False)
     engine.step()
     assert engine.facts.max_input_tokens == MAX_MODEL_LEN - 1
-    assert replace(LIMITS, audio_seconds=30.0) == engine.limits, "what the extractor takes, which would cut the rest"
+    assert replace(LIMITS, audio_seconds=30.0) == engine.prompts.limits, (
+        "what the extractor takes, which would cut the rest"
+    )
 
 
 # -- which request is next --------------------------------------------------------------------------------------------

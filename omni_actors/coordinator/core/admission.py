@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from omni_actors.config import CoordinatorConfig, Modality, PipelineConfig, check_parameters, unknown_adapter
+from omni_actors.config import Modality, PipelineConfig, StageConfig, check_parameters, unknown_adapter
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.request import ActiveRequest, Retained
 from omni_actors.coordinator.core.routing import Planner
@@ -25,71 +25,8 @@ from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.delivery import Delivery
 from omni_actors.protocol.fields import Header
 from omni_actors.protocol.messages import Submit
-from omni_actors.protocol.payloads import DECLARED_PARAMS, TEXT_PARAMS, Parameter, StageParams
+from omni_actors.protocol.payloads import DECLARED_PARAMS, TEXT_PARAMS, StageParams
 from omni_actors.sharing import Budget, FairQueue, Tenant, Ticket
-
-
-def check_request(
-    pipeline: PipelineConfig,
-    submit: Submit,
-    voices: tuple[str, ...],
-    max_input_tokens: int = 0,
-    max_media: Mapping[str, int] | None = None,
-    parameters: Mapping[str, Sequence[Parameter] | None] | None = None,
-) -> tuple[tuple[str, ...], dict[str, StageParams]]:
-    """Check a request against the pipeline. Returns its stages, in order of the graph, and the parameters of all.
-
-    Args:
-        max_input_tokens: longest prompt of token ids, 0 for unknown. The tokens of a text are counted by its stage.
-        max_media: how many media a prompt may have, by modality; no limit for those that are missing.
-        parameters: those that the models declare, by stage, or `None`. The engine checks those of a missing stage.
-
-    Raises:
-        UnknownModality, UnknownVoice, PromptTooLong, InvalidRequest: naming the valid values.
-    """
-    offered = pipeline.modalities
-    for modality in submit.modalities:
-        if modality not in offered:
-            raise UnknownModality(
-                f"The output modality {modality!r} is not offered; this pipeline answers in {_listed(offered)}."
-            )
-    if submit.voice is not None and voices and submit.voice not in voices:
-        raise UnknownVoice(f"There is no voice {submit.voice!r}; the voices are {_listed(voices)}.")
-    tokens = submit.prompt.length
-    if 0 < max_input_tokens < tokens:
-        raise PromptTooLong(f"The prompt has {tokens} tokens; at most {max_input_tokens} are allowed.")
-    check_counts((medium.modality for medium in submit.prompt.media), max_media or {})
-    stages = pipeline.route(submit.modalities)
-    params = _stage_params(pipeline, submit.params, parameters or {})
-    for name in stages[:-1]:
-        if params[name].max_tokens == 0:
-            raise InvalidRequest(
-                f"Stage {name!r}: with max_tokens 0 it only computes the prompt, and {stages[-1]!r} would get nothing.",
-                hint=f"Ask for the outputs of {name!r} alone.",
-                field="max_tokens",
-            )
-    for given in params.values():
-        if given.adapter is not None and given.adapter not in pipeline.adapters:
-            raise unknown_adapter(given.adapter, pipeline.adapters)
-    return stages, params
-
-
-def deadline_of(coordinator: CoordinatorConfig, given: float, now: float) -> float:
-    """The Unix time by which a request has to be done; `given` is 0 for the default.
-
-    Raises:
-        InvalidRequest: the deadline is not finite, or too far away.
-        DeadlineExceeded: it has passed.
-    """
-    if not math.isfinite(given):
-        raise InvalidRequest(f"Deadline must be a finite Unix timestamp; got {given}.")
-    latest = coordinator.max_timeout
-    if given > now + latest:
-        raise InvalidRequest(f"The deadline is {given - now:.0f} s away; at most {latest:g} s are allowed.")
-    deadline = given or now + min(coordinator.default_timeout, latest)
-    if deadline <= now:
-        raise DeadlineExceeded("The deadline had passed before the request arrived.")
-    return deadline
 
 
 def size_of(submit: Submit, buffers: Sequence[Frame]) -> int:
@@ -97,35 +34,6 @@ def size_of(submit: Submit, buffers: Sequence[Frame]) -> int:
     texts = sum(len(part.text or "") for message in submit.prompt.messages for part in message.content)
     given = len(submit.prompt.token_ids) + submit.information.size
     return texts + given + sum(memoryview(buffer).nbytes for buffer in buffers)
-
-
-def _stage_params(
-    pipeline: PipelineConfig, given: Mapping[str, StageParams], declared: Mapping[str, Sequence[Parameter] | None]
-) -> dict[str, StageParams]:
-    names = [stage.name for stage in pipeline.stages]
-    for name in given:
-        if name not in names:
-            raise InvalidRequest(f"Parameters for the unknown stage {name!r}.{suggest(name, names)}", field="params")
-    merged = {}
-    for stage in pipeline.stages:
-        own = given.get(stage.name)
-        for parameter in own.given() if own is not None else ():
-            if parameter not in stage.params:
-                what = "which makes no text" if parameter in TEXT_PARAMS else f"of kind {stage.kind}"
-                raise InvalidRequest(
-                    f"{parameter} does not apply to stage {stage.name!r}, {what}."
-                    f"{suggest(parameter, stage.params - DECLARED_PARAMS)}",
-                    field=parameter,
-                )
-        if own is not None and own.max_tokens == 0 and Modality.TEXT not in stage.outputs:
-            raise InvalidRequest(
-                f"max_tokens must be at least 1 for stage {stage.name!r}, which makes no text.", field="max_tokens"
-            )
-        if own is not None and stage.name in declared:
-            check_parameters(stage.name, declared[stage.name], own)
-        merged[stage.name] = own.merged_over(stage.sampling) if own is not None else stage.sampling
-        _check_lengths(stage.name, merged[stage.name])
-    return merged
 
 
 def _check_lengths(stage: str, params: StageParams) -> None:
@@ -186,18 +94,9 @@ class Gate:
         self, client: bytes, header: Header, submit: Submit, buffers: Sequence[Frame], now: float
     ) -> ActiveRequest:
         """Check a request against the pipeline and its state. Raises `OmniError`."""
-        deadline = deadline_of(self._pipeline.coordinator, header.deadline, now)
-        longest = self.max_input_tokens if submit.prompt.length else 0
-        loaded = {stage: replica for stage in submit.params if (replica := self._replicas.loaded(stage)) is not None}
-        parameters = {stage: replica.facts.parameters for stage, replica in loaded.items()}
-        stages, params = check_request(
-            self._pipeline,
-            submit,
-            self._replicas.voices if submit.voice is not None else (),
-            longest,
-            self.max_media,
-            parameters,
-        )
+        deadline = self._deadline(header.deadline, now)
+        stages = self._stages(submit)
+        params = self._params(submit.params, stages)
         if submit.more_text is not None:
             self._check_text_in_parts()
         size = size_of(submit, buffers)
@@ -223,6 +122,90 @@ class Gate:
             more_text=submit.more_text,
             text_length=len(submit.prompt.only_text or "") if submit.more_text is not None else 0,
         )
+
+    def _deadline(self, given: float, now: float) -> float:
+        """The Unix time by which a request has to be done; `given` is 0 for the default.
+
+        Raises:
+            InvalidRequest: the deadline is not finite, or too far away.
+            DeadlineExceeded: it has passed.
+        """
+        if not math.isfinite(given):
+            raise InvalidRequest(f"Deadline must be a finite Unix timestamp; got {given}.")
+        latest = self._pipeline.coordinator.max_timeout
+        if given > now + latest:
+            raise InvalidRequest(f"The deadline is {given - now:.0f} s away; at most {latest:g} s are allowed.")
+        deadline = given or now + min(self._pipeline.coordinator.default_timeout, latest)
+        if deadline <= now:
+            raise DeadlineExceeded("The deadline had passed before the request arrived.")
+        return deadline
+
+    def _stages(self, submit: Submit) -> tuple[str, ...]:
+        """Check modalities, voice and prompt. Returns the stages of the request, in order of the graph.
+
+        Raises:
+            UnknownModality, UnknownVoice, PromptTooLong, InvalidRequest: naming the valid values.
+        """
+        offered = self._pipeline.modalities
+        for modality in submit.modalities:
+            if modality not in offered:
+                raise UnknownModality(
+                    f"The output modality {modality!r} is not offered; this pipeline answers in {_listed(offered)}."
+                )
+        voices = self._replicas.voices if submit.voice is not None else ()
+        if voices and submit.voice not in voices:
+            raise UnknownVoice(f"There is no voice {submit.voice!r}; the voices are {_listed(voices)}.")
+        tokens = submit.prompt.length  # those of a text are counted by its stage
+        longest = self.max_input_tokens if tokens else 0
+        if 0 < longest < tokens:
+            raise PromptTooLong(f"The prompt has {tokens} tokens; at most {longest} are allowed.")
+        check_counts((medium.modality for medium in submit.prompt.media), self.max_media)
+        return self._pipeline.route(submit.modalities)
+
+    def _params(self, given: Mapping[str, StageParams], stages: Sequence[str]) -> dict[str, StageParams]:
+        """Check the parameters of a request for these stages. Returns those of all stages. Raises `InvalidRequest`."""
+        names = [stage.name for stage in self._pipeline.stages]
+        for name in given:
+            if name not in names:
+                raise InvalidRequest(
+                    f"Parameters for the unknown stage {name!r}.{suggest(name, names)}", field="params"
+                )
+        params = {}
+        for stage in self._pipeline.stages:
+            own = given.get(stage.name)
+            if own is not None:
+                self._check_own(stage, own)
+            params[stage.name] = own.merged_over(stage.sampling) if own is not None else stage.sampling
+            _check_lengths(stage.name, params[stage.name])
+        for name in stages[:-1]:
+            if params[name].max_tokens == 0:
+                raise InvalidRequest(
+                    f"Stage {name!r}: with max_tokens 0 it only computes the prompt, and {stages[-1]!r} would get "
+                    "nothing.",
+                    hint=f"Ask for the outputs of {name!r} alone.",
+                    field="max_tokens",
+                )
+        for own in params.values():
+            if own.adapter is not None and own.adapter not in self._pipeline.adapters:
+                raise unknown_adapter(own.adapter, self._pipeline.adapters)
+        return params
+
+    def _check_own(self, stage: StageConfig, own: StageParams) -> None:
+        """Check what a request gives for a stage. The engine checks what a model that is not loaded yet declares."""
+        for parameter in own.given():
+            if parameter not in stage.params:
+                what = "which makes no text" if parameter in TEXT_PARAMS else f"of kind {stage.kind}"
+                raise InvalidRequest(
+                    f"{parameter} does not apply to stage {stage.name!r}, {what}."
+                    f"{suggest(parameter, stage.params - DECLARED_PARAMS)}",
+                    field=parameter,
+                )
+        if own.max_tokens == 0 and Modality.TEXT not in stage.outputs:
+            raise InvalidRequest(
+                f"max_tokens must be at least 1 for stage {stage.name!r}, which makes no text.", field="max_tokens"
+            )
+        if (loaded := self._replicas.loaded(stage.name)) is not None:
+            check_parameters(stage.name, loaded.facts.parameters, own)
 
     def _check_text_in_parts(self) -> None:
         entry = self._replicas.loaded(self._pipeline.entry.name)

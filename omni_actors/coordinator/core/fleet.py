@@ -20,8 +20,8 @@ from omni_actors.coordinator.core.instructions import (
     ERROR,
     WARNING,
     Announce,
-    FleetInstruction,
     GiveUp,
+    Instructions,
     Log,
     Measured,
     Remember,
@@ -72,8 +72,6 @@ RESTORE_SECONDS = 3.0  # for what runs to register with a coordinator that was r
 LAST_LOG_SECONDS = 1.0  # for a node to report the log of the replica that fails the launch
 STOP_SECONDS = 4.0  # that one stage may take to stop before it is killed
 KILL_SECONDS = 2.0  # for a node to report the end of a process that it had to kill
-
-Instructions = list[FleetInstruction]
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from omni_actors.config.placement import node_devices
-from omni_actors.coordinator.core.instructions import ERROR, Announce, FleetInstruction, Log, TellNode
+from omni_actors.coordinator.core.instructions import ERROR, Announce, Instructions, Log, TellNode
 from omni_actors.coordinator.core.nodes import Node, find_seat
 from omni_actors.coordinator.core.replicas import (
     Evidence,
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 ABSENT_SECONDS = 10.0  # for a node to come back to a coordinator that was restarted
 MOVE_SECONDS = 2.0  # between two looks for replicas that have to move
 NO_ROOM = "lost with its node; no other has room"
-
-Instructions = list[FleetInstruction]
 
 
 def from_node(fleet: Fleet, rank: int, body: NodeToCoordinator, now: float) -> Instructions:

@@ -184,6 +184,7 @@ FleetInstruction = (
     | Measured
     | GiveUp
 )
+Instructions = list[FleetInstruction]
 
 
 class Observer:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from omni_actors.coordinator.core.fleet import Fleet, Instructions
-from omni_actors.coordinator.core.instructions import Announce
+from omni_actors.coordinator.core.fleet import Fleet
+from omni_actors.coordinator.core.instructions import Announce, Instructions
 from omni_actors.coordinator.core.nodes import Node, find_seat
 from omni_actors.coordinator.core.replicas import LaunchState, Replica, ReplicaEvent, ReplicaState
 from omni_actors.errors import InvalidRequest, StageUnavailable, counted, suggest

@@ -213,7 +213,8 @@ class RequestMachine:
         return [
             self._to_stage(request, source, Resend(receiver=request.bound[stage], attempt=request.attempts[stage]))
             for stage in opened
-            for source in self.planner.graph.feeders(stage, opened)
+            for source in self.planner.graph.sources[stage]
+            if source not in opened
         ]
 
     # -- what a coordinator before this one had -----------------------------------------------------------------------

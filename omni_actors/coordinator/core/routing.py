@@ -57,10 +57,6 @@ class StageGraph:
             look += [before for before in self.sources[stage] if before in stages and not holds(before)]
         return found
 
-    def feeders(self, stage: str, again: Collection[str]) -> list[str]:
-        """The stages before `stage` that go on and have to send it their output from the start."""
-        return [source for source in self.sources[stage] if source not in again]
-
 
 CONVERSATIONS = 65_536  # latest turns whose replica is remembered
 ABOVE_MEAN = 1.25  # times the mean of requests, and one more: up to there a replica gets the turns of its conversations
