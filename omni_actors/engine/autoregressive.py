@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from msgspec import Struct
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
@@ -47,8 +47,7 @@ WARM_UP_PARAMS = (
 )
 
 
-@dataclass(slots=True)
-class _Running:
+class _Running(Struct):
     outputs: RequestOutputs
     input_tokens: int
     follows_rows: bool = False

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import torch
+from msgspec import Struct
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput
 
@@ -85,8 +86,7 @@ def other_tensors(request_id: str, result: Mapping[str, Any], *, final: bool) ->
     return [StreamEvent(request_id, tensors=hosted, final=final)] if hosted else []
 
 
-@dataclass(slots=True)
-class _RunningStream:
+class _RunningStream(Struct):
     """A request; `job_id` is the job in the core, if there is one, `jobs` and `steps` count those submitted so far.
 
     `job` is the one in the core, with `done` of its steps done, and `answered` says that there was output. `claim` is
@@ -97,7 +97,7 @@ class _RunningStream:
     request: StageRequest
     stream: DiffusionStream
     first_due: float
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    arrivals: Arrivals = msgspec.field(default_factory=Arrivals)
     claim: Claim | None = None
     job_id: str | None = None
     job: DiffusionJob | None = None
@@ -105,8 +105,8 @@ class _RunningStream:
     answered: bool = False
     jobs: int = 0
     steps: int = 0
-    made: Playback = field(default_factory=Playback)
-    kept: list[EngineEvent] = field(default_factory=list)
+    made: Playback = msgspec.field(default_factory=Playback)
+    kept: list[EngineEvent] = []
     leaves: float = 0.0
     left: bool = False
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from vllm.config import VllmConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sampling_params import SamplingParams
@@ -85,15 +86,14 @@ class EncoderAdapter(ABC):
         """What to encode, by the name that its states get. Raises `OmniError`; keeps no state."""
 
 
-@dataclass(slots=True)
-class _Encoding:
+class _Encoding(Struct):
     """A request; `waiting` are the sequences that the core still has, `parts` the states of each so far."""
 
     request: StageRequest
     sequences: Mapping[str, EncoderSequence]
     tokens: int
     waiting: set[int]
-    parts: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    parts: dict[int, list[torch.Tensor]] = {}
 
 
 class EncoderEngine(VllmEngine[_Encoding]):

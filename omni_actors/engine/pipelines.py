@@ -18,7 +18,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -158,8 +157,7 @@ class SteppedCall:
             raise CallStopped
 
 
-@dataclass(eq=False)
-class PipelineRequest:
+class PipelineRequest(Struct, eq=False):
     """A request: what it asks for, its pictures once they are decoded, and its call once it has one."""
 
     request: StageRequest
@@ -167,7 +165,7 @@ class PipelineRequest:
     params: StageParams
     arrival: int
     decoding: MediaDecoder | None = None
-    pictures: list[Image.Image] = field(default_factory=list)
+    pictures: list[Image.Image] = []
     call: SteppedCall | None = None
     rate: float = 0.0  # frames per second
     steps: int = 0

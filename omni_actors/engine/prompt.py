@@ -8,7 +8,6 @@ processes of their own (`media/decoders.py`), while texts are processed in the s
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import queue
@@ -18,6 +17,7 @@ from concurrent.futures import Future
 
 import jinja2
 import numpy as np
+from msgspec import Struct
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -59,8 +59,7 @@ WAIT_SECONDS = 60.0  # of a step that has nothing to do but to wait for media
 SPOKEN_RATE = 24_000  # of the sound of realtime sessions, in Hz
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Waiting:
+class _Waiting(Struct, eq=False):
     request: StageRequest
     prompt: Prompt
     tensors: Sequence[HostTensor]  # of its media, and then the embeddings that it has instead of tokens

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 import msgspec
 import numpy as np
 import torch
+from msgspec import Struct
 from PIL import Image
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
@@ -276,8 +277,7 @@ def seconds_per_patch(seconds: float, patches: int, positions_per_second: int) -
     return min(torch.tensor(seconds, dtype=torch.float32).item(), seconds, key=misses)
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodedMedia:
+class DecodedMedia(Struct, frozen=True):
     """Input of the model: audio f32 [samples] at 16 kHz, a PIL RGB image, or video u8 [frames, height, width, 3]."""
 
     modality: str

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -157,8 +156,7 @@ T = TypeVar("T")
 Prepared = tuple[Request, int]  # what vLLM's core makes of a request before it adds it
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Compilation:
+class Compilation(Struct, frozen=True, eq=False):
     """A request whose grammar is compiled, or could not be: `error` says why."""
 
     request: EngineCoreRequest

@@ -33,10 +33,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+from msgspec import Struct
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -109,16 +109,14 @@ class OmniSchedulerInterface(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class RowUpdate:
+class RowUpdate(Struct):
     """Rows on their way to the worker, each [n, width] on the CPU; `complete` if they are the last."""
 
-    rows: list[torch.Tensor] = field(default_factory=list)
+    rows: list[torch.Tensor] = []
     complete: bool = False
 
 
-@dataclass(slots=True)
-class RowStream:
+class RowStream(Struct):
     """Streamed input of one request.
 
     Args:
@@ -359,8 +357,7 @@ class OmniAsyncScheduler(OmniSchedulerMixin, AsyncScheduler):
     """For scheduling a step ahead of the device (CUDA)."""
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(Struct, frozen=True):
     """What a request claims from its first job to its end.
 
     Args:

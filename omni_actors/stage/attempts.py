@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from omni_actors.errors import ProtocolError
 from omni_actors.protocol.codec import Envelope
@@ -77,8 +78,7 @@ class InputOrder:
         self._open.discard(source)
 
 
-@dataclass
-class Attempt:
+class Attempt(Struct):
     """One attempt at a request. `request` is what the engine knows; its id differs from attempt to attempt."""
 
     request_id: str

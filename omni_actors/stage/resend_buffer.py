@@ -7,10 +7,10 @@ whole batch, and would keep all of that alive. Tokens that came one by one are k
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeGuard
 
 import msgspec
+from msgspec import Struct
 
 from omni_actors.protocol.codec import Frame
 from omni_actors.protocol.delivery import Delivery
@@ -23,8 +23,7 @@ JOINED_BYTES = 64 << 10  # of token ids in one message
 ENTRY_BYTES = 512  # what a kept message counts in addition to its tokens and buffers
 
 
-@dataclass
-class Receiver:
+class Receiver(Struct):
     """What a stage after this one, or the coordinator, has got. `attempt` is the receiver's."""
 
     replica_id: ReplicaId | None

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from msgspec import Struct
@@ -165,8 +164,7 @@ class Costs:
         return max(1.0, self._places * self._sound / (seconds * ROOM))
 
 
-@dataclass(slots=True)
-class Arrivals:
+class Arrivals(Struct):
     """How an answer's input comes: when tokens first and last came, and how many did by then. Seconds."""
 
     first: float = 0.0
@@ -187,8 +185,7 @@ class Arrivals:
         return (self.last - self.first) / more if more else usual
 
 
-@dataclass(slots=True)
-class Outlook:
+class Outlook(Struct):
     """An answer: what was made of it, when its next chunk is due, seconds for a token of its input, all chunks to come.
 
     `smooth_start` is the result: when a listener can start and hear no gap, as far as is foreseen.
@@ -198,7 +195,7 @@ class Outlook:
     due: float
     pace: float
     ahead: Sequence[Ahead]
-    smooth_start: float = field(default=0.0)
+    smooth_start: float = 0.0
 
     @property
     def leaves(self) -> float:

@@ -9,7 +9,9 @@ import collections
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import Struct
 
 from omni_actors.coordinator.core.instructions import Observer
 from omni_actors.errors import OmniError
@@ -85,16 +87,15 @@ FIRSTS = {"first_text": table.FIRST_TEXT, "first_audio": table.FIRST_AUDIO, "fir
 OF_DONE = (table.REQUEST_SECONDS, table.REALTIME_FACTOR, table.SMOOTH_START, table.AUDIO_GAPS)
 
 
-@dataclass
-class ObservedRequest:
+class ObservedRequest(Struct):
     """A request since its admission, and for a while after its end."""
 
     timeline: RequestTimeline
     parent_id: str  # the caller's span, "" for none
     sampled: bool
     arrived: float
-    firsts: set[str] = field(default_factory=set)  # names of the events of first outputs
-    playback: Playback = field(default_factory=Playback)
+    firsts: set[str] = set()  # names of the events of first outputs
+    playback: Playback = msgspec.field(default_factory=Playback)
 
 
 class RequestLog(Observer):

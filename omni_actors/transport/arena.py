@@ -19,11 +19,11 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import psutil
+from msgspec import Struct
 
 from omni_actors.errors import InvalidPayload, StartupError
 from omni_actors.protocol.codec import Frame
@@ -39,8 +39,7 @@ Memory = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
 F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 2, 4
 
 
-@dataclass
-class _Published:
+class _Published(Struct):
     offset: int
     length: int  # with prefix and padding
     expires: float

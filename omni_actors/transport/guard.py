@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import zmq
+from msgspec import Struct
 from zmq.utils.monitor import parse_monitor_message
 
 from omni_actors.errors import OmniError, Unauthorized
@@ -134,8 +135,7 @@ SO_COOKIE = 57  # identifies a connection for as long as the system runs, where 
 TCP_INFO_BYTES = struct.Struct("=120xQQ")  # of `struct tcp_info`: bytes that the peer acknowledged, bytes received
 
 
-@dataclass
-class GuardedConnection:
+class GuardedConnection(Struct):
     """An accepted connection.
 
     Attributes:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import zmq
+from msgspec import Struct
 
 from omni_actors.config import FlowConfig
 from omni_actors.host.addresses import is_tcp
@@ -47,8 +48,7 @@ class EdgeMetrics(NamedTuple):
     waiting: int = 0  # messages
 
 
-@dataclass(slots=True)
-class Traffic:
+class Traffic(Struct):
     """Totals of one receiver since the process began, over all links to it. Other threads may read them."""
 
     messages: int = 0
@@ -60,8 +60,7 @@ class Traffic:
         return EdgeMetrics(self.messages, self.bytes, self.shared_bytes)
 
 
-@dataclass(slots=True)
-class Window:
+class Window(Struct):
     """The sender's side of one edge: how much may be sent without more credit, in messages and bytes."""
 
     messages: int

@@ -9,6 +9,8 @@ import collections
 from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass
 
+from msgspec import Struct
+
 from omni_actors.config import PipelineConfig, StageConfig
 from omni_actors.config.placement import devices_by_slot, memory_share, node_devices, slot_devices, stage_devices
 from omni_actors.coordinator.core.instructions import ShowProgress
@@ -28,8 +30,7 @@ from omni_actors.coordinator.core.replicas import (
 from omni_actors.errors import InvalidRequest, advance, counted
 
 
-@dataclass
-class Node:
+class Node(Struct):
     """A host with an agent. `heard` is when its agent was last heard of, `devices` the number of its GPUs."""
 
     rank: int
@@ -98,8 +99,7 @@ PROGRESS_SECONDS = 5.0  # until the first one elsewhere; each further one takes 
 STILL_SECONDS = 60.0  # after which the same is said again
 
 
-@dataclass(frozen=True)
-class Culprit:
+class Culprit(Struct, frozen=True):
     """A replica that fails the launch. Its log is awaited until `until`."""
 
     replica: Replica

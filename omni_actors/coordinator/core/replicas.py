@@ -11,9 +11,11 @@ import enum
 import math
 import signal
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
+
+import msgspec
+from msgspec import Struct
 
 from omni_actors.errors import advance
 from omni_actors.host.processes import Backoff
@@ -209,8 +211,7 @@ class Seat(NamedTuple):
     slot: int
 
 
-@dataclass
-class ProcessOrders:
+class ProcessOrders(Struct):
     """What was ordered of a process. Holds however often the process registers."""
 
     drain: bool = False
@@ -242,8 +243,7 @@ class ProcessOrders:
         return reason
 
 
-@dataclass
-class Replica:
+class Replica(Struct):
     """One process of a stage. Each registration of it with the coordinator has an epoch.
 
     A new process gets the next epoch, and so does a process that registers again. `spawn_epoch` is the epoch with which
@@ -267,9 +267,9 @@ class Replica:
     facts: EngineFacts = NO_FACTS
     start_seconds: float = 0.0  # that it took to be ready
     progress: int = -1
-    counts: dict[str, int] = field(default_factory=dict)
-    requests: set[str] = field(default_factory=set)  # bound to it; change it with `hold` and `release`
-    computing: set[str] = field(default_factory=set)  # those of them that this stage has not finished
+    counts: dict[str, int] = {}
+    requests: set[str] = set()  # bound to it; change it with `hold` and `release`
+    computing: set[str] = set()  # those of them that this stage has not finished
     productive: bool = False  # this process has finished a request
     congested: bool = False  # it has granted no credit for more input
     reserved: bool = False  # kept for suspects
@@ -280,7 +280,7 @@ class Replica:
     heard: float = 0.0
     moved: float = 0.0
     restart_at: float = 0.0
-    orders: ProcessOrders = field(default_factory=ProcessOrders)
+    orders: ProcessOrders = msgspec.field(default_factory=ProcessOrders)
     stopping: bool = False  # this registration was asked to end
     left_with_node: bool = False  # it is dead because its node is away
     last_words: str = ""  # why it ends, in its own words

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import Struct
 
 from omni_actors.coordinator.core.replicas import REQUEST_TRANSITIONS, Evidence, RequestEvent, RequestState
 from omni_actors.errors import advance
@@ -27,8 +26,7 @@ from omni_actors.sharing import Ticket
 LISTED_LOSSES = 8  # the newest ones, for operators
 
 
-@dataclass(frozen=True)
-class Loss:
+class Loss(Struct, frozen=True):
     """A replica that died while it held a request.
 
     `evidence` is what that says against the request, `alone` whether the replica computed no other one, and `seconds`
@@ -45,8 +43,7 @@ class Loss:
         return f"{self.replica_id.name} (epoch {self.replica_id.epoch}): {self.why}"
 
 
-@dataclass(frozen=True)
-class Retained:
+class Retained(Struct, frozen=True):
     """What the client sent for the stages, kept to run a request again."""
 
     prompt: Prompt
@@ -62,7 +59,7 @@ class Retained:
     def with_text(self, text: str) -> Retained:
         """The same with more text, of a prompt that is a text."""
         prompt = text_prompt((self.prompt.only_text or "") + text)
-        return dataclasses.replace(self, prompt=prompt, size=self.size + len(text))
+        return msgspec.structs.replace(self, prompt=prompt, size=self.size + len(text))
 
     def select_information(
         self, names: Collection[str], first: int
@@ -81,8 +78,7 @@ class Retained:
         return AdditionalInformationPayload(entries) if entries else NO_INFORMATION, buffers
 
 
-@dataclass
-class ActiveRequest:
+class ActiveRequest(Struct):
     """A request between admission and its terminal message.
 
     `attempt` is the number of the newest attempt, `attempts` the one that each bound stage works on: when a replica is
@@ -104,16 +100,16 @@ class ActiveRequest:
     more_text: bool | None = None  # that of `Submit`; false once the text is complete
     text_length: int = 0  # characters of a text that comes in parts
     state: RequestState = RequestState.QUEUED
-    bound: dict[str, ReplicaId] = field(default_factory=dict)  # by stage; not all of them while it waits
+    bound: dict[str, ReplicaId] = {}  # by stage; not all of them while it waits
     attempt: int = 0
-    attempts: dict[str, int] = field(default_factory=dict)
-    opened_at: dict[str, float] = field(default_factory=dict)  # when each bound stage was
+    attempts: dict[str, int] = {}
+    opened_at: dict[str, float] = {}  # when each bound stage was
     losses_made_up: int = 0
     client_seq: int = 0
-    next_seq: dict[str, int] = field(default_factory=dict)
-    usage: dict[str, StageUsage] = field(default_factory=dict)
-    delivery: Delivery = field(default_factory=Delivery)
-    losses: list[Loss] = field(default_factory=list)
+    next_seq: dict[str, int] = {}
+    usage: dict[str, StageUsage] = {}
+    delivery: Delivery = msgspec.field(default_factory=Delivery)
+    losses: list[Loss] = []
     ticket: Ticket | None = None  # with which it got its slot
     suspected_by: str | None = None  # the stage in which it runs apart from others, to see if it crashes it again
 
@@ -139,7 +135,7 @@ class ActiveRequest:
     def forgive(self, excused: Callable[[ReplicaId], bool]) -> None:
         """Stop counting the losses of some replicas against this request."""
         self.losses = [
-            dataclasses.replace(loss, evidence=Evidence.NONE) if excused(loss.replica_id) else loss
+            msgspec.structs.replace(loss, evidence=Evidence.NONE) if excused(loss.replica_id) else loss
             for loss in self.losses
         ]
 

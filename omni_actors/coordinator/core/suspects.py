@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from omni_actors.coordinator.core.replicas import Evidence, Replica, ReplicaState, ReplicaTable
 from omni_actors.coordinator.core.request import ActiveRequest, Loss
@@ -25,8 +26,7 @@ RUN_SECONDS = 60.0  # the longest run after which a suspect is cleared
 MARGIN_SECONDS = 1.0  # that a suspect must run for longer than twice the time in which it crashed before
 
 
-@dataclass(eq=False)
-class IsolationRun:
+class IsolationRun(Struct, eq=False):
     """A group of suspects of one stage, and the replica that they have to themselves while they run."""
 
     stage: str

@@ -10,10 +10,10 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import Struct
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
@@ -45,8 +45,7 @@ STEP_TOKEN = 0
 FAILED_TOKEN = 1
 
 
-@dataclass(frozen=True)
-class DiffusionJob:
+class DiffusionJob(Struct, frozen=True):
     """One validated piece of work of a diffusion model: a request, or a chunk of one.
 
     Args:
@@ -233,8 +232,7 @@ def diffusion_job(sampling_params: SamplingParams | None) -> DiffusionJob | None
     return diffusion_entry(sampling_params).get("diffusion")
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(Struct, frozen=True):
     """Result of a step for one job: device tensors by name, or an error if it failed.
 
     With its last step come `audio` f32 [samples], `image` u8 [height, width, 3 or 4] or `latents` (floating-point
@@ -242,7 +240,7 @@ class StepResult:
     for the stages after this one; they come with the last step of a job.
     """
 
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = {}
     error: BaseException | None = None
 
 

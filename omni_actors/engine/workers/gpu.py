@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.nn import functional
 from vllm.config import CUDAGraphMode
@@ -33,8 +33,7 @@ from omni_actors.errors import ConfigError, StartupError
 _SPECIAL = 16  # Triton has code of its own for multiples of this
 
 
-@dataclass(frozen=True)
-class Experts:
+class Experts(Struct, frozen=True):
     """What the kernels of a layer of experts depend on, besides the number of tokens.
 
     Args:
