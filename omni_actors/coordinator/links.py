@@ -48,8 +48,7 @@ class StageLinks:
     def __post_init__(self) -> None:
         flow = self.pipeline.flow
         self.peers = PeerLinks(self.sockets, flow, self.traffic)
-        self._congested: set[ReplicaId] = set()
-        self._changes: dict[ReplicaId, bool] = {}
+        self._used: set[ReplicaId] = set()  # links with traffic since the last look at their congestion
         self._received: ReceivedCredit[ReplicaId] = ReceivedCredit(flow.edge_messages, flow.edge_bytes)
 
     def open(self, replica: Replica) -> None:
@@ -60,7 +59,6 @@ class StageLinks:
 
     def close(self, replica_id: ReplicaId) -> None:
         """Disconnect from a replica. Idempotent."""
-        self._congested.discard(replica_id)
         if (link := self.peers.links.get(replica_id)) is not None:
             asyncio.get_running_loop().remove_reader(link.descriptor)
             self.peers.close(replica_id)
@@ -89,7 +87,7 @@ class StageLinks:
             link.send_urgent(header.request_id, frames)
         elif not link.send(header.request_id, frames):
             self._fail_later(header.request_id, replica_id, _takes_no_messages(replica_id), header.attempt)
-        self._note_congestion(replica_id, link)
+        self._used.add(replica_id)
 
     def tick(self) -> None:
         """Send what waits; give up on what a replica has not taken for too long."""
@@ -117,23 +115,17 @@ class StageLinks:
             self.dropped["credit_of_unknown_replica"] += 1
             return
         link.granted(credit.messages, credit.bytes)
-        self._note_congestion(replica_id, link)
+        self._used.add(replica_id)
 
-    def _note_congestion(self, replica_id: ReplicaId, link: Link) -> None:
-        """Note whether a stage takes no more input, for `changes`.
+    def congestion(self) -> list[tuple[ReplicaId, bool]]:
+        """Say of replicas whose links had traffic since the last call whether they take no more input.
 
         A socket that refuses is not a slow stage, which holds us up by credit, but one that may be lost: the health
         policy will know soon, and what waits here is replayed then.
         """
-        congested = link.congested and not link.refused
-        if congested != (replica_id in self._congested):
-            self._changes[replica_id] = congested
-            (self._congested.add if congested else self._congested.discard)(replica_id)
-
-    def changes(self) -> list[tuple[ReplicaId, bool]]:
-        """Replicas that have become congested (true) or free again since the last call."""
-        changes, self._changes = list(self._changes.items()), {}
-        return changes
+        used, self._used = self._used & self.peers.links.keys(), set()
+        links = ((replica_id, self.peers.links[replica_id]) for replica_id in used)
+        return [(replica_id, link.congested and not link.refused) for replica_id, link in links]
 
     def _fail_later(self, request_id: str, replica_id: ReplicaId, error: OmniError, attempt: int) -> None:
         """Fail an attempt later on the loop, outside of the instructions that are being carried out now."""

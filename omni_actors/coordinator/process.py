@@ -22,7 +22,7 @@ import msgspec
 import setproctitle
 
 from omni_actors import logs
-from omni_actors.coordinator.process_spec import Answer, CoordinatorSpec, Finished, Listening
+from omni_actors.coordinator import Answer, CoordinatorSpec, Finished, Listening
 from omni_actors.coordinator.shell import Coordinator
 from omni_actors.errors import OmniError
 from omni_actors.host.processes import EXIT_OK

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from omni_actors.coordinator import CoordinatorSpec
 from omni_actors.coordinator.core.fleet import TICK_SECONDS as FLEET_TICK_SECONDS
 from omni_actors.coordinator.core.fleet import Fleet
 from omni_actors.coordinator.core.hosts import from_node
@@ -45,7 +46,6 @@ from omni_actors.coordinator.core.instructions import (
 from omni_actors.coordinator.core.operations import operate
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.coordinator.links import ClientLinks, ControlLinks, StageLinks
-from omni_actors.coordinator.process_spec import CoordinatorSpec
 from omni_actors.coordinator.reports import Reports, check_operator
 from omni_actors.errors import OmniError, StartupError, Unauthorized
 from omni_actors.host.processes import STEADY, at_most
@@ -389,8 +389,8 @@ class Coordinator:
     def _do(self, instructions: Iterable[Instruction]) -> None:
         """Carry out what was decided about requests."""
         self._send(instructions)
-        while changes := self._stages.changes():
-            for replica_id, congested in changes:
+        while links := self._stages.congestion():
+            for replica_id, congested in links:
                 self._send(self._requests.note_congestion(replica_id, congested, STEADY()))
         self._client_reader.poke()  # sending may have swallowed the descriptor's edge
         if self._requests.in_flight or self._requests.queued:

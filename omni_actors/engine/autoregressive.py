@@ -155,27 +155,19 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         self._scheduler.open_stream(running.part, stream)
         self._add(request, running)
 
-    def extend(
-        self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
+    def _extend(
+        self, request_id: str, running: _Running, rows: HostTensor | None, token_ids: Sequence[int], complete: bool
     ) -> None:
-        """See `StageEngine.extend`. Drops rows of ended requests: a talker may end before its input does."""
-        running = self._requests.get(request_id)
-        if running is None:
-            return
-        try:
-            if rows is not None and token_ids:
-                raise InvalidPayload("A stage takes either rows or tokens in one message.")
-            tensor = self.adapter.read_tokens(token_ids) if token_ids else None
-            if rows is not None:
-                tensor = self.adapter.read_rows(rows)
-            if isinstance(running.outputs, Parts):
-                running.outputs.extend(tensor, complete=complete)
-                self._add_part(request_id, running)
-            else:
-                self._scheduler.push_rows(request_id, tensor, complete=complete)
-        except OmniError:
-            self.abort(request_id)  # without these rows it could never end
-            raise
+        if rows is not None and token_ids:
+            raise InvalidPayload("A stage takes either rows or tokens in one message.")
+        tensor = self.adapter.read_tokens(token_ids) if token_ids else None
+        if rows is not None:
+            tensor = self.adapter.read_rows(rows)
+        if isinstance(running.outputs, Parts):
+            running.outputs.extend(tensor, complete=complete)
+            self._add_part(request_id, running)
+        else:
+            self._scheduler.push_rows(request_id, tensor, complete=complete)
 
     def extend_text(self, request_id: str, text: str, *, complete: bool) -> None:
         """See `StageEngine.extend_text`."""

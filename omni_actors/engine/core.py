@@ -24,6 +24,7 @@ from omni_actors.engine.workers.base import memory_hint
 from omni_actors.engine.workers.ray import place_workers
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniError, StartupError
 from omni_actors.host.processes import STEADY
+from omni_actors.protocol.fields import HostTensor
 from omni_actors.stage.engine_interface import EngineEvent, EngineLost, ErrorEvent, FinishedEvent, StageEngine
 from omni_actors.telemetry import metrics as table
 from omni_actors.telemetry.metrics import Metric
@@ -377,6 +378,24 @@ class VllmEngine(StageEngine, Generic[RunningT]):
                 except OmniError as error:
                     events += self._failed(request_id, error)
         return events
+
+    def _extend(
+        self, request_id: str, running: RunningT, rows: HostTensor | None, token_ids: Sequence[int], complete: bool
+    ) -> None:
+        """Append streamed input; see `StageEngine.extend`."""
+        super().extend(request_id, rows, token_ids=token_ids, complete=complete)
+
+    def extend(
+        self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
+    ) -> None:
+        """See `StageEngine.extend`. Drops input of ended requests: a talker may end before its input does."""
+        if (running := self._requests.get(request_id)) is None:
+            return
+        try:
+            self._extend(request_id, running, rows, token_ids, complete)
+        except OmniError:
+            self.abort(request_id)  # without this input it could never end
+            raise
 
     def _note_step(self, outputs: Sequence[EngineCoreOutput]) -> None:
         """Take note of a step that did not fail, before its outputs are taken."""

@@ -156,21 +156,18 @@ class DiffusionEngine(VllmEngine[_RunningStream]):
         self._arrived(running)
         self._submit(running)
 
-    def extend(
-        self, request_id: str, rows: HostTensor | None = None, *, token_ids: Sequence[int] = (), complete: bool
+    def _extend(
+        self,
+        request_id: str,
+        running: _RunningStream,
+        rows: HostTensor | None,
+        token_ids: Sequence[int],
+        complete: bool,
     ) -> None:
-        """See `StageEngine.extend`. Drops input of ended requests."""
-        running = self._requests.get(request_id)
-        if running is None:
-            return
-        try:
-            if rows is not None:
-                running.stream.extend_tensor(rows, complete=complete)
-            else:
-                running.stream.extend(token_ids, complete=complete)
-        except OmniError:
-            self.abort(request_id)  # without this input it could never end
-            raise
+        if rows is not None:
+            running.stream.extend_tensor(rows, complete=complete)
+        else:
+            running.stream.extend(token_ids, complete=complete)
         self._arrived(running)
         if running.job_id is None:
             self._submit(running)

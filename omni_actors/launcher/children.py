@@ -16,7 +16,7 @@ import msgspec
 import psutil
 
 from omni_actors.config import PipelineConfig
-from omni_actors.coordinator.process_spec import Answer, CoordinatorSpec, Finished, Listening
+from omni_actors.coordinator import Answer, CoordinatorSpec, Finished, Listening
 from omni_actors.errors import OmniError, StartupError, counted
 from omni_actors.host.processes import EXIT_OK, Backoff, at_most, describe_exit, until_done
 from omni_actors.host.run_directory import RunDirectory

@@ -5,7 +5,7 @@ A request that runs again comes with the next attempt number. A stage has at mos
 Every method that takes an event returns the messages to send. An attempt at a request begins with its `OpenRequest`;
 chunks that come earlier wait. When it has ended, a tombstone absorbs late messages.
 Output is kept until the coordinator says that the request has ended everywhere: a later stage may have to start again,
-or another coordinator may ask for all results (`resend_buffer.py`).
+or another coordinator may ask for all results (`attempts.py`).
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ from omni_actors.stage.attempts import (
     AttemptState,
     EarlyChunks,
     InputOrder,
+    Receiver,
+    ResendBuffer,
+    stage_of,
 )
 from omni_actors.stage.engine_interface import (
     EngineEvent,
@@ -75,7 +78,6 @@ from omni_actors.stage.processors import (
     Text2Speech,
     start_of,
 )
-from omni_actors.stage.resend_buffer import Receiver, ResendBuffer, stage_of
 from omni_actors.transport.link import wire_size
 
 logger = get_logger(__name__)

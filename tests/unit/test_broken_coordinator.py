@@ -14,8 +14,7 @@ import pytest
 
 import omni_actors
 from omni_actors.client import AsyncOmniClient
-from omni_actors.coordinator import shell
-from omni_actors.coordinator.process_spec import CoordinatorSpec
+from omni_actors.coordinator import CoordinatorSpec, shell
 from omni_actors.coordinator.shell import Coordinator
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.fields import PROTOCOL_VERSION, Header, identity_of

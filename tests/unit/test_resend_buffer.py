@@ -23,9 +23,9 @@ from omni_actors.protocol.messages import (
 from omni_actors.protocol.payloads import PromptEmbedsPayload
 from omni_actors.sharing import Budget
 from omni_actors.stage import actor as actor_module
+from omni_actors.stage.attempts import COPIED_BYTES, ENTRY_BYTES, JOINED_BYTES, Receiver, ResendBuffer
 from omni_actors.stage.engine_interface import ErrorEvent, FinishedEvent, StreamEvent, TextEvent
 from omni_actors.stage.outbound import Outgoing
-from omni_actors.stage.resend_buffer import COPIED_BYTES, ENTRY_BYTES, JOINED_BYTES, Receiver, ResendBuffer
 from tests.support.builders import pipeline
 from tests.support.stage import EMPTY, ROUTE, StageUnderTest
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from omni_actors.config.placement import node_devices
@@ -91,22 +90,36 @@ def _node_hello(fleet: Fleet, node: Node, hello: NodeHello, now: float) -> Instr
     done.append(TellNode(node.rank, NodeWelcome()))
     if fleet.launch.serving:
         done.append(TellNode(node.rank, Launched()))
-    takeover = take_over(fleet.replicas.on(node.rank), hello.processes)
-    done += [TellNode(node.rank, KillReplica(process)) for process in takeover.kill]
-    for process, seat in takeover.adopt.items():
+    return done + _take_over(fleet, node, hello.processes, now) + fleet.restored(now)
+
+
+def _take_over(fleet: Fleet, node: Node, running: Sequence[ReplicaId], now: float) -> Instructions:
+    """Go on with the processes that run on a node that has come or come back, and start what is missing there."""
+    listed = {process.name: process for process in running}
+    adopted: dict[ReplicaId, Seat] = {}
+    missing, ended = [], []
+    for replica in fleet.replicas.on(node.rank):
+        process = listed.pop(replica.name, None)
+        if process is not None and not (process == replica.process and replica.alive):
+            # It counted as lost, or is older than this coordinator.
+            adopted[process] = replica.seat
+        elif process is None and (replica.spawn_epoch == 0 or replica.left_with_node):
+            missing.append(replica)
+        elif process is None and replica.alive:
+            ended.append(replica)
+    done: Instructions = [TellNode(node.rank, KillReplica(process)) for process in listed.values()]  # not needed
+    for process, seat in adopted.items():
         done += fleet.adopt(process, seat, now)
     where = f" on node {node.rank}" if len(fleet.nodes) > 1 else ""
-    if takeover.adopt:
-        names = ", ".join(process.name for process in takeover.adopt)
-        done.append(Announce(f"{names} still running{where}"))
-    if takeover.start and not fleet.launch.ending:
-        names = ", ".join(replica.name for replica in takeover.start)
-        done.append(Announce(f"starting {names}{where}"))
-        for replica in takeover.start:
+    if adopted:
+        done.append(Announce(f"{', '.join(process.name for process in adopted)} still running{where}"))
+    if missing and not fleet.launch.ending:
+        done.append(Announce(f"starting {', '.join(replica.name for replica in missing)}{where}"))
+        for replica in missing:
             done += fleet.start_replica(replica.stage, replica.index, replica.seat, now)
-    for replica in takeover.ended:  # last: a death restarts all that is due
+    for replica in ended:  # last: a death restarts all that is due
         done += fleet.died(replica, "its node knows nothing of it", "", now, Evidence.KILLED)
-    return done + fleet.restored(now)
+    return done
 
 
 def give_up_nodes(fleet: Fleet, now: float) -> Instructions:
@@ -214,16 +227,6 @@ def _move(fleet: Fleet, replica: Replica, now: float) -> Instructions:
     return [moves, *fleet.start_replica(replica.stage, replica.index, seat, now), *fleet.remember()]
 
 
-@dataclass(frozen=True)
-class Takeover:
-    """Consequences of a node's hello."""
-
-    adopt: dict[ReplicaId, Seat]  # they run, and will register
-    start: list[Replica]
-    ended: list[Replica]  # believed to run, and do not
-    kill: list[ReplicaId]  # they run, and the pipeline does not need them
-
-
 def silent(nodes: Iterable[Node], replicas: ReplicaTable, now: float, seconds: float) -> list[Node]:
     """Nodes that were silent for `seconds`, neither of their agents nor of any process on them.
 
@@ -236,20 +239,3 @@ def silent(nodes: Iterable[Node], replicas: ReplicaTable, now: float, seconds: f
         if node.present and node.rank > 0 and max([node.heard, *heard]) + seconds < now:
             found.append(node)
     return found
-
-
-def take_over(replicas: Iterable[Replica], running: Iterable[ReplicaId]) -> Takeover:
-    """Decide about the `running` processes of a node that has come or come back; `replicas` are placed there."""
-    listed = {process.name: process for process in running}
-    adopt: dict[ReplicaId, Seat] = {}
-    start, ended = [], []
-    for replica in replicas:
-        process = listed.pop(replica.name, None)
-        if process is not None and not (process == replica.process and replica.alive):
-            # It counted as lost, or is older than this coordinator.
-            adopt[process] = replica.seat
-        elif process is None and (replica.spawn_epoch == 0 or replica.left_with_node):
-            start.append(replica)
-        elif process is None and replica.alive:
-            ended.append(replica)
-    return Takeover(adopt, start, ended, list(listed.values()))

@@ -467,9 +467,10 @@ class RequestMachine:
     def note_congestion(self, replica_id: ReplicaId, congested: bool, now: float) -> list[Instruction]:
         """A replica has granted no credit for more input, or some again: new requests for it wait meanwhile."""
         replica = self.replicas.at(replica_id)
-        if replica is not None and replica.congested != congested:
-            replica.congested = congested
-            self._slots.look_again()
+        if replica is None or replica.congested == congested:
+            return []
+        replica.congested = congested
+        self._slots.look_again()
         return self._filled([], now)
 
     def _replay_or_fail(
