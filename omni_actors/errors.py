@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar, TypeVar
 
 S = TypeVar("S", bound=enum.StrEnum)
-E = TypeVar("E", bound=enum.StrEnum)
+E = TypeVar("E", bound=str)
 
 
 class ErrorCode(enum.StrEnum):
@@ -237,5 +237,5 @@ def advance(table: Mapping[tuple[S, E], S], state: S, event: E) -> S:
     """Return the state of a machine after `event`; raises `ProtocolError` where its table has none for `state`."""
     following = table.get((state, event))
     if following is None:
-        raise ProtocolError(f"{event.value} cannot happen while {state.value}.")
+        raise ProtocolError(f"{event} cannot happen while {state.value}.")
     return following

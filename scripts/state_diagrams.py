@@ -19,10 +19,10 @@ def document() -> str:
     return f"{head}{BEGIN}{diagrams()}{END}{rest.partition(END)[2]}"
 
 
-def mermaid(table: Mapping[tuple[enum.StrEnum, enum.StrEnum], enum.StrEnum], initial: enum.StrEnum) -> str:
+def mermaid(table: Mapping[tuple[enum.StrEnum, str], enum.StrEnum], initial: enum.StrEnum) -> str:
     """Draw a table as a Mermaid state diagram."""
     lines = ["stateDiagram-v2", f"    [*] --> {initial.value}"]
-    lines += [f"    {state.value} --> {after.value}: {event.value}" for (state, event), after in table.items()]
+    lines += [f"    {state.value} --> {after.value}: {event}" for (state, event), after in table.items()]
     ends = {after for after in table.values()} - {state for state, _ in table}
     lines += [f"    {state.value} --> [*]" for state in sorted(ends)]
     return "\n".join(lines)

@@ -70,7 +70,7 @@ async def _run(spec: CoordinatorSpec) -> int:
     except Exception:
         logger.critical("the coordinator cannot go on; its launcher starts another one", exc_info=True)
         return EXIT_BROKEN
-    _answer(Finished(coordinator.failure))
+    _answer(Finished(coordinator.fleet.launch.failure))
     return EXIT_OK
 
 

@@ -216,11 +216,6 @@ class Coordinator:
 
     # -- from the start to the end ------------------------------------------------------------------------------------
 
-    @property
-    def failure(self) -> str:
-        """Why the launch failed, "" if it did not."""
-        return self.fleet.launch.failure
-
     async def run(self) -> None:
         """Serve until `stop` or a launch that fails. Then let requests finish, tell everyone, and close.
 

@@ -364,7 +364,7 @@ class StageActor:
                     case Start(inputs=inputs):
                         self._runs += 1
                         self.engine.start(attempt.request, inputs)
-                        self._advance(attempt, AttemptEvent.STARTED)
+                        self._advance(attempt, "started")
                         self._meter.started(attempt.timings)
                     case Extend(rows=rows, token_ids=token_ids, complete=complete):
                         self.engine.extend(attempt.request.request_id, rows, token_ids=token_ids, complete=complete)
@@ -380,7 +380,7 @@ class StageActor:
             logger.error("a request's input was refused: %s", trace_of(error), extra=about)
             return self._fail(attempt.request_id, EngineError(f"{type(error).__name__}: {error}."))
         if attempt.input_order.complete and attempt.state is AttemptState.RUNNING:
-            self._advance(attempt, AttemptEvent.INPUT_ENDED)
+            self._advance(attempt, "input_ended")
         return []
 
     def _keep_early(self, header: Header, envelope: Envelope[IntoStage]) -> list[Outgoing]:
@@ -454,7 +454,7 @@ class StageActor:
         attempt.processor = None
         # Its information may be large, and its output is kept on.
         attempt.request = msgspec.structs.replace(attempt.request, information={})
-        self._advance(attempt, AttemptEvent.FINISHED)
+        self._advance(attempt, "finished")
         self._bury(attempt.request_id, attempt.number)
         return messages
 
@@ -592,7 +592,7 @@ class StageActor:
             self._bury(attempt.request_id, attempt.number)
         attempt.output.release()
         attempt.results.release()
-        self._advance(attempt, AttemptEvent.ENDED)
+        self._advance(attempt, "ended")
 
     def _bury(self, request_id: str, attempt: int) -> None:
         """Ignore what still comes for attempts up to this one; early chunks of a later one stay."""

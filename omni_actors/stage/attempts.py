@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from typing import TypeGuard
+from typing import Literal, TypeGuard
 
 import msgspec
 from msgspec import Struct
@@ -36,22 +36,18 @@ class AttemptState(enum.StrEnum):
     ENDED = "ended"
 
 
-class AttemptEvent(enum.StrEnum):
-    """What can happen to an attempt."""
-
-    STARTED = "started"
-    INPUT_ENDED = "input_ended"
-    FINISHED = "finished"
-    ENDED = "ended"  # failed, aborted, replaced by the next attempt, or over in every stage
+# What can happen to an attempt. It is "ended" when it failed, was aborted or replaced by the next one, or is over in
+# every stage.
+AttemptEvent = Literal["started", "input_ended", "finished", "ended"]
 
 
 LIVE = (AttemptState.OPEN, AttemptState.RUNNING, AttemptState.INPUT_COMPLETE)
 
 ATTEMPT_TRANSITIONS: dict[tuple[AttemptState, AttemptEvent], AttemptState] = {
-    (AttemptState.OPEN, AttemptEvent.STARTED): AttemptState.RUNNING,
-    (AttemptState.RUNNING, AttemptEvent.INPUT_ENDED): AttemptState.INPUT_COMPLETE,
-    **{(state, AttemptEvent.FINISHED): AttemptState.FINISHED for state in LIVE},  # an open one had nothing to compute
-    **{(state, AttemptEvent.ENDED): AttemptState.ENDED for state in (*LIVE, AttemptState.FINISHED)},
+    (AttemptState.OPEN, "started"): AttemptState.RUNNING,
+    (AttemptState.RUNNING, "input_ended"): AttemptState.INPUT_COMPLETE,
+    **{(state, "finished"): AttemptState.FINISHED for state in LIVE},  # an open one had nothing to compute
+    **{(state, "ended"): AttemptState.ENDED for state in (*LIVE, AttemptState.FINISHED)},
 }
 
 

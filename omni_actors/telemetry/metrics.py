@@ -2,7 +2,7 @@
 
 There is no lock: one thread counts, and others may read, as every change assigns one number.
 
-`python -m omni_actors.telemetry.metrics` prints the table of `docs/observability.md`; a test compares the two.
+`scripts/reference_docs.py` writes the table of `docs/observability.md`.
 """
 
 from __future__ import annotations
@@ -317,16 +317,3 @@ REALTIME_SMOOTH_START = _histogram(
 )
 
 HTTP_METRICS = frozenset(name for name in TABLE if name.startswith("omni_realtime_"))
-
-
-def markdown() -> str:
-    """The table for the documentation."""
-    lines = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
-    for metric in TABLE.values():
-        labels = ", ".join(f"`{label}`" for label in metric.labels)
-        lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(markdown())

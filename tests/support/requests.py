@@ -12,7 +12,7 @@ import msgspec
 
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.instructions import Instruction, Observer, ToClient, ToStage
-from omni_actors.coordinator.core.replicas import Evidence, ReplicaEvent, ReplicaState
+from omni_actors.coordinator.core.replicas import Evidence, ReplicaState
 from omni_actors.coordinator.core.request import ActiveRequest
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.errors import OmniError
@@ -257,7 +257,7 @@ def lose(
     now: float = NOW,
 ) -> list[Instruction]:
     replica = state.replicas.current(stage, index)
-    replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
+    replica.on("lost" if restart else "given_up")
     return state.replica_lost(replica, now, why, Evidence.NONE if replica.orders.restart else evidence)
 
 

@@ -234,7 +234,7 @@ OURS = (
     "omni_actors.engine.workers.cpu:CPUStructuredOutputs",
     "omni_actors.engine.workers.diffusion:DiffusionWorker",
     "omni_actors.engine.workers.diffusion:DiffusionOutput",
-    "omni_actors.engine.workers.runner:EmittedOutput",
+    "omni_actors.engine.workers.base:AttachedOutput",
     "omni_actors.engine.models.qwen2_5_omni.thinker:Qwen2_5OmniThinker",
     "omni_actors.engine.models.qwen2_5_omni.talker:Qwen2_5OmniTalker",
     "omni_actors.engine.models.qwen2_5_omni.talker:CodeTalkerDecoder",

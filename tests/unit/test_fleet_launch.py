@@ -20,7 +20,7 @@ from omni_actors.coordinator.core.instructions import (
     ShowProgress,
 )
 from omni_actors.coordinator.core.nodes import Node
-from omni_actors.coordinator.core.replicas import LaunchState, NodeEvent, ReplicaState, ReplicaTable
+from omni_actors.coordinator.core.replicas import LaunchState, ReplicaState, ReplicaTable
 from omni_actors.coordinator.shell import read_memory, write_memory
 from omni_actors.errors import StartupError
 from omni_actors.host.run_directory import FLEET
@@ -299,8 +299,8 @@ def test_a_silent_node_is_away_and_takes_back_what_still_runs_when_it_returns() 
 def test_a_silent_agent_whose_stages_beat_is_not_lost() -> None:
     replicas = ReplicaTable()
     master, node = nodes = [Node(rank, heard=T) for rank in (0, 1)]
-    master.on(NodeEvent.HELLO)
-    node.on(NodeEvent.HELLO)
+    master.on("hello")
+    node.on("hello")
     talker = replicas.add("talker", 0, 7, node=1)
     assert not silent(nodes, replicas, T + 3.9, 4)
     assert silent(nodes, replicas, T + 4.1, 4) == [node], "not the coordinator's own host"
@@ -308,7 +308,7 @@ def test_a_silent_agent_whose_stages_beat_is_not_lost() -> None:
     assert not silent(nodes, replicas, T + 4.1, 4)
     talker.state = ReplicaState.DEAD
     assert silent(nodes, replicas, T + 4.1, 4) == [node]
-    node.on(NodeEvent.LOST)
+    node.on("lost")
     assert not silent(nodes, replicas, T + 9, 4)
 
 

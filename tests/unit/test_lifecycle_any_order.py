@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from omni_actors.coordinator.core.instructions import Instruction, ToStage
-from omni_actors.coordinator.core.replicas import Evidence, ReplicaEvent, ReplicaState
+from omni_actors.coordinator.core.replicas import Evidence, ReplicaState
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, StageLost
 from omni_actors.protocol.fields import Header, ReplicaId
 from omni_actors.protocol.messages import Done, Failed, OpenRequest, Resend, TextDelta, Unreachable
@@ -152,7 +152,7 @@ class AnyOrder(RuleBasedStateMachine):
         if replica is not None and replica.alive:
             replica.orders.restart = restart and wanted
             computing = {name for name in replica.computing if not self.through_with(name, stage)}
-            replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
+            replica.on("lost" if restart else "given_up")
             instructions = self.state.replica_lost(
                 replica, self.now, "test", Evidence.NONE if restart and wanted else evidence
             )
@@ -170,7 +170,7 @@ class AnyOrder(RuleBasedStateMachine):
     def replica_drains(self, stage: str, index: int) -> None:
         replica = self.state.replicas.current(stage, index)
         if replica is not None and replica.state is ReplicaState.READY:
-            replica.on(ReplicaEvent.DRAIN)
+            replica.on("drain")
 
     @rule(stage=st.sampled_from(STAGES), index=st.integers(0, 1))
     def replica_back(self, stage: str, index: int) -> None:

@@ -92,8 +92,8 @@ CHANGES: list[tuple[Callable[[Release], object], str]] = [
         "OmniGPUWorker._make_model_runner overrides nothing any more",
     ),
     (
-        lambda release: release.abstract["EmittedOutput"].append("get_timing"),
-        "EmittedOutput does not define get_timing, which is abstract",
+        lambda release: release.abstract["AttachedOutput"].append("get_timing"),
+        "AttachedOutput does not define get_timing, which is abstract",
     ),
 ]
 

@@ -36,16 +36,7 @@ from omni_actors.coordinator.core.instructions import (
     as_configured,
 )
 from omni_actors.coordinator.core.nodes import Culprit, Launch, Node, explain_end, plan_restart, why_stuck
-from omni_actors.coordinator.core.replicas import (
-    Evidence,
-    LaunchEvent,
-    NodeState,
-    Replica,
-    ReplicaEvent,
-    ReplicaState,
-    ReplicaTable,
-    Seat,
-)
+from omni_actors.coordinator.core.replicas import Evidence, NodeState, Replica, ReplicaState, ReplicaTable, Seat
 from omni_actors.coordinator.core.routing import StageGraph
 from omni_actors.protocol.fields import PROTOCOL_VERSION, ControlPeer, ReplicaId
 from omni_actors.protocol.messages import (
@@ -129,12 +120,12 @@ class Fleet:
     def stop(self) -> None:
         """Drain a launched pipeline, end one that still starts. Idempotent."""
         if self.launch.wanted:
-            self.launch.on(LaunchEvent.STOP)
+            self.launch.on("stop")
 
     def end(self) -> None:
         """Stop supervision: from now on no replica restarts and no change is announced. Idempotent."""
         if not self.launch.ending:
-            self.launch.on(LaunchEvent.END)
+            self.launch.on("end")
 
     def shut_down(self) -> Instructions:
         """End, and tell every stage process and every node to shut down."""
@@ -196,7 +187,7 @@ class Fleet:
             return [Announce(launch.progress(now)), *self.kill(overdue, "", now)]
         if launch.missing():
             return [*launch.reports(now)]
-        launch.on(LaunchEvent.ALL_READY)
+        launch.on("all_ready")
         done: Instructions = []
         for stage in self.pipeline.stages:  # one may have died for good meanwhile
             done += self.fill_places(stage.name)
@@ -207,7 +198,7 @@ class Fleet:
         """Give up a pipeline that has not been launched; one that has been goes on degraded."""
         if not self.launch.starting:
             return []
-        self.launch.on(LaunchEvent.FAIL)
+        self.launch.on("fail")
         self.launch.failure = reason
         return [GiveUp(reason)]
 
@@ -310,7 +301,7 @@ class Fleet:
         if difference:
             replica.last_words = f"{replica.name}: {difference}."
             return [TellReplica(replica.replica_id, Shutdown(reason=difference))]
-        replica.on(ReplicaEvent.HELLO)
+        replica.on("hello")
         replica.pid, replica.inbox, replica.remote, replica.arena = hello.pid, hello.inbox, hello.remote, hello.arena
         welcome = TellReplica(replica.replica_id, Welcome(results=self.results))
         return [ReplicaRegistered(replica), welcome, *self._announce_peers()]
@@ -455,7 +446,7 @@ class Fleet:
 
     def lose(self, replica: Replica, why: str, restart: bool, evidence: Evidence = Evidence.NONE) -> Instructions:
         """End a registration: what the replica held runs again or fails."""
-        replica.on(ReplicaEvent.LOST if restart else ReplicaEvent.GIVEN_UP)
+        replica.on("lost" if restart else "given_up")
         self._awaited.discard(replica.process)
         done = [ReplicaLost(replica, why, evidence), *self.fill_places(replica.stage)]
         return done if self.launch.ending else [*done, *self._announce_peers()]
@@ -467,7 +458,7 @@ class Fleet:
 
     def drain(self, replica: Replica) -> Instructions:
         """Have a ready replica finish what it holds and take nothing new."""
-        replica.on(ReplicaEvent.DRAIN)
+        replica.on("drain")
         return [Announce(f"{replica.name} drains"), *self.fill_places(replica.stage)]
 
     def stop_drained(self, now: float) -> Instructions:

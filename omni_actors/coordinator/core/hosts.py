@@ -10,9 +10,7 @@ from omni_actors.coordinator.core.instructions import ERROR, Announce, Instructi
 from omni_actors.coordinator.core.nodes import Node, find_seat
 from omni_actors.coordinator.core.replicas import (
     Evidence,
-    LaunchEvent,
     LaunchState,
-    NodeEvent,
     NodeState,
     Replica,
     ReplicaState,
@@ -83,10 +81,10 @@ def _node_hello(fleet: Fleet, node: Node, hello: NodeHello, now: float) -> Instr
     done: Instructions = []
     if not node.present and not _is_needed(fleet, node) and fleet.launch.serving:
         done.append(Announce(f"node {node.rank} has joined with {node_devices(hello.devices)}"))
-    node.on(NodeEvent.HELLO)
+    node.on("hello")
     node.devices = hello.devices
     if hello.launched and node.rank == 0 and fleet.launch.starting:
-        fleet.launch.on(LaunchEvent.ALL_READY)  # under a coordinator before this one
+        fleet.launch.on("all_ready")  # under a coordinator before this one
     done.append(TellNode(node.rank, NodeWelcome()))
     if fleet.launch.serving:
         done.append(TellNode(node.rank, Launched()))
@@ -141,7 +139,7 @@ def _drain_node(fleet: Fleet, node: Node) -> Instructions:
     """
     if not node.stays:
         return []
-    node.on(NodeEvent.DRAIN)
+    node.on("drain")
     if not fleet.launch.wanted:
         return []
     replicas = fleet.replicas.on(node.rank)
@@ -160,14 +158,14 @@ def release_drained(fleet: Fleet) -> Instructions:
     for node in fleet.nodes.values() if fleet.launch.wanted else ():
         empty = not any(replica.requests for replica in fleet.replicas.on(node.rank))
         if node.state is NodeState.DRAINING and empty:
-            node.on(NodeEvent.RELEASED)
+            node.on("released")
             done.append(TellNode(node.rank, Shutdown(reason="its requests are finished")))
     return done
 
 
 def lose_node(fleet: Fleet, node: Node, why: str, now: float) -> Instructions:
     """Count the replicas of a node as dead until it is back or they have moved."""
-    node.on(NodeEvent.LOST)
+    node.on("lost")
     node.away_since = now
     away = f"node {node.rank} is away: {why}"
     done: Instructions = [Announce(away)]

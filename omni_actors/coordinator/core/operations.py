@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from omni_actors.coordinator.core.fleet import Fleet
 from omni_actors.coordinator.core.instructions import Announce, Instructions
 from omni_actors.coordinator.core.nodes import Node, find_seat
-from omni_actors.coordinator.core.replicas import LaunchState, Replica, ReplicaEvent, ReplicaState
+from omni_actors.coordinator.core.replicas import LaunchState, Replica, ReplicaState
 from omni_actors.errors import InvalidRequest, StageUnavailable, counted, suggest
 from omni_actors.protocol.messages import Operate, Operation
 
@@ -51,7 +51,7 @@ def _drain_or_restart(fleet: Fleet, order: Operate, now: float) -> tuple[str, In
         raise InvalidRequest(text, hint="Scale the stage again to have more replicas.")
     if order.operation is Operation.RESTART and replica.state is ReplicaState.DEAD:
         replica.history = None
-        replica.on(ReplicaEvent.REVIVED)
+        replica.on("revived")
         replica.restart_at = now
         return f"{replica.name} restarts.", fleet.restart_due(now) if fleet.launch.wanted else []
     if replica.state not in (ReplicaState.READY, ReplicaState.DRAINING):
@@ -122,7 +122,7 @@ def _grow(fleet: Fleet, stage: str, more: int, nodes: Sequence[Node], now: float
     for replica in kept:
         replica.orders.stay()
         if replica.state is ReplicaState.DRAINING:
-            replica.on(ReplicaEvent.STAY)
+            replica.on("stay")
             done += fleet.ready_again(replica)
     for index in taken:
         done += fleet.start_replica(stage, index, seats[(stage, index)], now)

@@ -12,7 +12,7 @@ import math
 import signal
 from collections.abc import Collection, Iterator
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -35,31 +35,23 @@ class ReplicaState(enum.StrEnum):
     DEAD = "dead"  # its process is gone, and no restart is planned
 
 
-class ReplicaEvent(enum.StrEnum):
-    """What can happen to a replica."""
-
-    HELLO = "hello"
-    READY = "ready"
-    DRAIN = "drain"
-    STAY = "stay"  # an operator wants it after all
-    LOST = "lost"  # a restart follows
-    GIVEN_UP = "given_up"  # lost, and no restart follows
-    REVIVED = "revived"  # an operator asked for a restart
-    SPAWNED = "spawned"  # a new process, with a new epoch
+# What can happen to a replica. After "lost" a restart follows, after "given_up" none; an operator has it "stay" after
+# all, or has one "revived" that was given up; "spawned" is a new process, with a new epoch.
+ReplicaEvent = Literal["hello", "ready", "drain", "stay", "lost", "given_up", "revived", "spawned"]
 
 
 _ALIVE = (ReplicaState.STARTING, ReplicaState.LOADING, ReplicaState.READY, ReplicaState.DRAINING)
 
 REPLICA_TRANSITIONS: dict[tuple[ReplicaState, ReplicaEvent], ReplicaState] = {
-    (ReplicaState.STARTING, ReplicaEvent.HELLO): ReplicaState.LOADING,
-    (ReplicaState.LOADING, ReplicaEvent.READY): ReplicaState.READY,
-    (ReplicaState.READY, ReplicaEvent.DRAIN): ReplicaState.DRAINING,
-    (ReplicaState.DRAINING, ReplicaEvent.DRAIN): ReplicaState.DRAINING,
-    (ReplicaState.DRAINING, ReplicaEvent.STAY): ReplicaState.READY,
-    **{(state, ReplicaEvent.LOST): ReplicaState.WAITING for state in _ALIVE},
-    **{(state, ReplicaEvent.GIVEN_UP): ReplicaState.DEAD for state in (*_ALIVE, ReplicaState.WAITING)},
-    (ReplicaState.WAITING, ReplicaEvent.SPAWNED): ReplicaState.STARTING,
-    (ReplicaState.DEAD, ReplicaEvent.REVIVED): ReplicaState.WAITING,
+    (ReplicaState.STARTING, "hello"): ReplicaState.LOADING,
+    (ReplicaState.LOADING, "ready"): ReplicaState.READY,
+    (ReplicaState.READY, "drain"): ReplicaState.DRAINING,
+    (ReplicaState.DRAINING, "drain"): ReplicaState.DRAINING,
+    (ReplicaState.DRAINING, "stay"): ReplicaState.READY,
+    **{(state, "lost"): ReplicaState.WAITING for state in _ALIVE},
+    **{(state, "given_up"): ReplicaState.DEAD for state in (*_ALIVE, ReplicaState.WAITING)},
+    (ReplicaState.WAITING, "spawned"): ReplicaState.STARTING,
+    (ReplicaState.DEAD, "revived"): ReplicaState.WAITING,
 }
 
 
@@ -73,20 +65,15 @@ class NodeState(enum.StrEnum):
     AWAY = "away"  # it left or fell silent; its replicas count as dead until it is back
 
 
-class NodeEvent(enum.StrEnum):
-    """What can happen to a node."""
-
-    HELLO = "hello"
-    DRAIN = "drain"
-    RELEASED = "released"  # nothing is left to finish
-    LOST = "lost"
+# What can happen to a node: "released" once nothing is left to finish.
+NodeEvent = Literal["hello", "drain", "released", "lost"]
 
 
 NODE_TRANSITIONS: dict[tuple[NodeState, NodeEvent], NodeState] = {
-    **{(state, NodeEvent.HELLO): NodeState.PRESENT for state in NodeState},
-    (NodeState.PRESENT, NodeEvent.DRAIN): NodeState.DRAINING,
-    (NodeState.DRAINING, NodeEvent.RELEASED): NodeState.LEAVING,
-    **{(state, NodeEvent.LOST): NodeState.AWAY for state in NodeState},
+    **{(state, "hello"): NodeState.PRESENT for state in NodeState},
+    (NodeState.PRESENT, "drain"): NodeState.DRAINING,
+    (NodeState.DRAINING, "released"): NodeState.LEAVING,
+    **{(state, "lost"): NodeState.AWAY for state in NodeState},
 }
 
 
@@ -100,23 +87,19 @@ class LaunchState(enum.StrEnum):
     FAILED = "failed"  # as stopping, and the launcher exits with an error
 
 
-class LaunchEvent(enum.StrEnum):
-    """What can happen to the pipeline."""
-
-    ALL_READY = "all_ready"
-    STOP = "stop"  # a signal or an operator's shutdown
-    FAIL = "fail"
-    END = "end"  # nothing is in flight, or the drain timeout has passed
+# What can happen to the pipeline: a signal or an operator's shutdown is a "stop"; it has come to its "end" when nothing
+# is in flight, or the drain timeout has passed.
+LaunchEvent = Literal["all_ready", "stop", "fail", "end"]
 
 
 LAUNCH_TRANSITIONS: dict[tuple[LaunchState, LaunchEvent], LaunchState] = {
-    (LaunchState.STARTING, LaunchEvent.ALL_READY): LaunchState.LAUNCHED,
-    (LaunchState.STARTING, LaunchEvent.FAIL): LaunchState.FAILED,
-    (LaunchState.STARTING, LaunchEvent.STOP): LaunchState.STOPPING,
-    (LaunchState.LAUNCHED, LaunchEvent.STOP): LaunchState.DRAINING,
-    (LaunchState.STARTING, LaunchEvent.END): LaunchState.STOPPING,
-    (LaunchState.LAUNCHED, LaunchEvent.END): LaunchState.STOPPING,
-    (LaunchState.DRAINING, LaunchEvent.END): LaunchState.STOPPING,
+    (LaunchState.STARTING, "all_ready"): LaunchState.LAUNCHED,
+    (LaunchState.STARTING, "fail"): LaunchState.FAILED,
+    (LaunchState.STARTING, "stop"): LaunchState.STOPPING,
+    (LaunchState.LAUNCHED, "stop"): LaunchState.DRAINING,
+    (LaunchState.STARTING, "end"): LaunchState.STOPPING,
+    (LaunchState.LAUNCHED, "end"): LaunchState.STOPPING,
+    (LaunchState.DRAINING, "end"): LaunchState.STOPPING,
 }
 
 
@@ -130,24 +113,19 @@ class RequestState(enum.StrEnum):
     FAILED = "failed"
 
 
-class RequestEvent(enum.StrEnum):
-    """What can happen to a request."""
-
-    GRANTED = "granted"  # a slot
-    OPENED = "opened"
-    REPLAYED = "replayed"  # a replica of its route was lost: a new attempt
-    COMPLETED = "completed"
-    FAILED = "failed"
+# What can happen to a request: a slot is "granted"; a replica of its route was lost, and it is "replayed" by a new
+# attempt.
+RequestEvent = Literal["granted", "opened", "replayed", "completed", "failed"]
 
 
 REQUEST_TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
-    (RequestState.QUEUED, RequestEvent.GRANTED): RequestState.WAITING,
-    (RequestState.WAITING, RequestEvent.OPENED): RequestState.RUNNING,
-    (RequestState.RUNNING, RequestEvent.REPLAYED): RequestState.WAITING,
-    (RequestState.RUNNING, RequestEvent.COMPLETED): RequestState.DONE,
-    (RequestState.RUNNING, RequestEvent.FAILED): RequestState.FAILED,
-    (RequestState.WAITING, RequestEvent.FAILED): RequestState.FAILED,
-    (RequestState.QUEUED, RequestEvent.FAILED): RequestState.FAILED,
+    (RequestState.QUEUED, "granted"): RequestState.WAITING,
+    (RequestState.WAITING, "opened"): RequestState.RUNNING,
+    (RequestState.RUNNING, "replayed"): RequestState.WAITING,
+    (RequestState.RUNNING, "completed"): RequestState.DONE,
+    (RequestState.RUNNING, "failed"): RequestState.FAILED,
+    (RequestState.WAITING, "failed"): RequestState.FAILED,
+    (RequestState.QUEUED, "failed"): RequestState.FAILED,
 }
 
 
@@ -358,7 +336,7 @@ class Replica(Struct):
     def become_ready(self, ready: Ready) -> None:
         """Take what a replica reports when its model is loaded."""
         self.joining, self.phase, self.facts, self.start_seconds = False, "ready", ready.facts, ready.seconds
-        self.on(ReplicaEvent.READY)
+        self.on("ready")
 
     def hold(self, request_id: str) -> None:
         """Bind a request to it."""

@@ -21,7 +21,7 @@ import msgspec
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator.core.admission import Gate
 from omni_actors.coordinator.core.instructions import Instruction, Observer, ToClient, ToStage
-from omni_actors.coordinator.core.replicas import Evidence, Replica, ReplicaTable, RequestEvent, RequestState
+from omni_actors.coordinator.core.replicas import Evidence, Replica, ReplicaTable, RequestState
 from omni_actors.coordinator.core.request import ActiveRequest
 from omni_actors.coordinator.core.routing import Planner
 from omni_actors.coordinator.core.suspects import poison
@@ -143,7 +143,7 @@ class RequestMachine:
         while (ticket := self._slots.next()) is not None:
             request = self.active[ticket.request_id]
             request.ticket = ticket
-            request.on(RequestEvent.GRANTED)
+            request.on("granted")
             self.retained.take(ticket.request_id, ticket.size)
             instructions += self.claim(request, now)
             instructions += self._open(request, now)
@@ -170,7 +170,7 @@ class RequestMachine:
         opened = request.missing
         for replica in chosen:
             self._bind(request, replica, request.attempt, now)
-        request.on(RequestEvent.OPENED)
+        request.on("opened")
         if opened:
             self._observer.bound(request.request_id, request.attempt, request.route, opened)
         # Later stages first: each should know the request before the first output of the stage before it.
@@ -435,7 +435,7 @@ class RequestMachine:
             return []
         if not request.delivery.complete:
             return self._fail(request, diverged(), now)
-        request.on(RequestEvent.COMPLETED)
+        request.on("completed")
         self._observer.ended(request.request_id, None)
         done = self._to_client(request, Done(usage=request.usage))
         for replica_id in request.bound.values():
@@ -491,7 +491,7 @@ class RequestMachine:
         self.replays += counts
         self._observer.replayed(request.request_id, error, counts)
         if request.state is RequestState.RUNNING:  # otherwise no stage has seen the number yet
-            request.on(RequestEvent.REPLAYED)
+            request.on("replayed")
             request.attempt += 1
         return instructions + self._open(request, now)
 
@@ -536,7 +536,7 @@ class RequestMachine:
 
     def _fail(self, request: ActiveRequest, error: OmniError, now: float) -> list[Instruction]:
         """End a request with an error, the only way there is: one message to the client, one to each of its stages."""
-        request.on(RequestEvent.FAILED)
+        request.on("failed")
         self._observer.ended(request.request_id, error)
         instructions: list[Instruction] = [self._to_client(request, Failed.from_error(error))]
         instructions += self._aborts(request, request.bound)

@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -151,7 +151,7 @@ class HostCopy:
 
 
 def attachment_of(output: EngineCoreOutput) -> dict[str, Any]:
-    """What `AttachedOutput.attachments` gave this request in a step; empty for none."""
+    """What an `AttachedOutput` gave this request in a step; empty for none."""
     return cast("dict[str, Any]", output.pooling_output or {})  # vLLM declares a tensor, and passes on what it gets
 
 
@@ -181,18 +181,22 @@ class AttachedOutput(WrappedOutput):
     """A runner's output with one dictionary per request in `pooler_output`.
 
     vLLM passes `pooler_output[i]` on as `EngineCoreOutput.pooling_output`, even for requests that sample tokens.
-    Subclasses build the dictionaries in `attachments`, which runs when vLLM waits for the output.
+
+    Args:
+        attachments: makes the dictionaries, in the order of the batch, when vLLM waits for the output.
     """
 
-    @abstractmethod
-    def attachments(self) -> list[dict[str, Any] | None]:
-        """One entry per request, in the order of the batch."""
+    def __init__(
+        self, inner: AsyncModelRunnerOutput | ModelRunnerOutput, attachments: Callable[[], list[dict[str, Any] | None]]
+    ) -> None:
+        super().__init__(inner)
+        self._attachments = attachments
 
     def get_output(self) -> ModelRunnerOutput:
         """vLLM's output, with the attachments once they have arrived."""
         output = self.inner_output()
         # Declared for tensors, but passed on untouched.
-        output.pooler_output = self.attachments()  # type: ignore[assignment]
+        output.pooler_output = self._attachments()  # type: ignore[assignment]
         return output
 
 

@@ -309,7 +309,8 @@ class DiffusionOutput(AttachedOutput):
                 req_ids=list(request_ids),
                 req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
                 sampled_token_ids=[[FAILED_TOKEN if wrong else STEP_TOKEN] for wrong in failed],
-            )
+            ),
+            self._split,
         )
         self._results = [results[request_id] for request_id in request_ids]
         flat: dict[str, list[torch.Tensor]] = {}
@@ -325,7 +326,7 @@ class DiffusionOutput(AttachedOutput):
             self._computed = torch.cuda.Event(blocking=True)
             self._computed.record()
 
-    def attachments(self) -> list[dict[str, Any] | None]:
+    def _split(self) -> list[dict[str, Any] | None]:
         """Wait for the step and its copies; give every request its own tensors."""
         if self._computed is not None:
             self._computed.synchronize()

@@ -13,7 +13,6 @@ import torch
 from msgspec import Struct
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from omni_actors.engine.scheduler import RowUpdate
@@ -117,24 +116,6 @@ class EmittingState(PerRequestState):
         """Work on a sampled step; under tensor parallelism, all ranks do, and the output of the first one counts."""
 
 
-class EmittedOutput(AttachedOutput):
-    """vLLM's output of a step together with what the model's `EmittingState` gave."""
-
-    def __init__(
-        self,
-        inner: AsyncModelRunnerOutput | ModelRunnerOutput,
-        emission: Emission,
-        copy_stream: torch.cuda.Stream | None,
-    ) -> None:
-        super().__init__(inner)
-        self._copy = HostCopy(emission.tensors, copy_stream)
-        self._split = emission.split
-
-    def attachments(self) -> Attachments:
-        """Wait for the copies; give every request its part."""
-        return self._split(self._copy.wait())
-
-
 class OmniRunnerMixin(OmniRunnerBase, BurstRunnerMixin):
     """Mixin, in front of vLLM's V2 `GPUModelRunner` (the base class of the CPU runner, too).
 
@@ -221,7 +202,8 @@ class OmniRunnerMixin(OmniRunnerBase, BurstRunnerMixin):
             emission = state.emit(step)
         if emission is None or get_tp_group().rank_in_group:
             return output
-        return EmittedOutput(output, emission, self.output_copy_stream if step.hidden.is_cuda else None)
+        copy = HostCopy(emission.tensors, self.output_copy_stream if step.hidden.is_cuda else None)
+        return AttachedOutput(output, lambda: emission.split(copy.wait()))
 
     # -- OmniRunnerBase
 
