@@ -23,7 +23,7 @@ from omni_actors.telemetry.collector import TelemetryCollector
 from omni_actors.telemetry.endpoint import render
 from omni_actors.telemetry.metrics import Meters
 from omni_actors.transport.curve import KeyOwner
-from omni_actors.transport.link import PeerLinks
+from omni_actors.transport.link import EdgeMetrics, PeerLinks
 
 logger = get_logger(__name__)
 
@@ -107,19 +107,11 @@ class Reports:
 
     def _edge(self, replica: Replica) -> EdgeStatus:
         link, now = self.links.links.get(replica.replica_id), time.monotonic()
-        window = link.window if link is not None else None
-        return EdgeStatus(
-            replica.stage,
-            replica.index,
-            replica.epoch,
-            window.messages_out if window is not None else 0,
-            window.bytes_out if window is not None else 0,
-            link.backlog if link is not None else 0,
-            replica.history.restarts if replica.history is not None else 0,
-            now - replica.heard,
-            now - replica.moved,
-            replica.phase,
-        )
+        edge = link.metrics() if link is not None else EdgeMetrics(0, 0, 0)
+        sent = edge.messages_out, edge.bytes_out, edge.waiting
+        restarts = replica.history.restarts if replica.history is not None else 0
+        silent, idle = now - replica.heard, now - replica.moved
+        return EdgeStatus(replica.stage, replica.index, replica.epoch, *sent, restarts, silent, idle, replica.phase)
 
     def observe(self, question: Observe) -> Observation | Failed:
         """Answer with metrics or timelines, or with why that cannot be had."""

@@ -241,15 +241,13 @@ class Outbound(threading.Thread):
                 self._queued += len(messages)
                 self._queued_bytes += size
                 self._queue.append(messages)
-                wake = True
+                self._wakeup.set()
             else:
                 placed: dict[int, Block] = {}
                 for message in messages:
                     self._send(message, placed)
                 self._release_batch(placed)
-                wake = self._account()
-        if wake:
-            self._wakeup.set()
+                self._account()
 
     def set_peers(self, peers: Peers) -> None:
         """Connect to new replicas and drop the links to those that are gone."""
@@ -275,19 +273,14 @@ class Outbound(threading.Thread):
                     self.readers.add(receiver)
                 for ticket in credit.released:
                     self.arena.release(receiver, ticket)
-            wake = self._account()
-        if wake:
-            self._wakeup.set()
+            self._account()
 
     def grant(self, sender: ReplicaId | None, messages: int, size: int) -> None:
         """Give credit to the sender of an edge (`None`: the coordinator), and return all unused blocks."""
         with self._lock:
-            if self._closed:
-                return
-            self._credit(sender, messages, size)
-            wake = self._account()
-        if wake:
-            self._wakeup.set()
+            if not self._closed:
+                self._credit(sender, messages, size)
+                self._account()
 
     def wake(self) -> None:
         """Return unused blocks soon. Takes no lock: it is called on whichever thread drops a block's last view."""
@@ -457,12 +450,13 @@ class Outbound(threading.Thread):
             credit = Credit(messages, size, tuple(released), mapped)
             link.send_urgent("", encode(self._header, credit, limits=self.limits))
 
-    def _account(self) -> bool:
-        """Note what waits; whether a link waits for its socket that the thread does not poll yet."""
+    def _account(self) -> None:
+        """Note what waits, and wake the thread for a link that waits for its socket and is not polled yet."""
         links = [link for link in self._peers.links.values() if link.backlog]
         self._waiting = sum(link.backlog for link in links if link.window is not None)
         self._waiting_bytes = sum(link.backlog_bytes for link in links if link.window is not None)
-        return any(link.refused and link not in self._polled for link in links)
+        if any(link.refused and link not in self._polled for link in links):
+            self._wakeup.set()
 
     def _send(self, message: Outgoing, placed: dict[int, Block]) -> None:
         """Do all steps at once."""

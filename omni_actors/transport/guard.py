@@ -233,10 +233,9 @@ class ConnectionGuard(threading.Thread):
         monitor.connect(address)
         self._new.append((monitor, watched))
 
-    def heard(self, frame: zmq.Frame) -> None:
-        """Report a frame of a message that was read. Thread-safe."""
-        with contextlib.suppress(zmq.ZMQError):  # a local connection has no such property
-            self._heard[int(frame.get("__fd"))] = None
+    def heard(self, descriptor: int) -> None:
+        """Report that a message of a connection was read. Thread-safe."""
+        self._heard[descriptor] = None
 
     def run(self) -> None:
         """Guard until the context ends. Called by `Thread.start`."""

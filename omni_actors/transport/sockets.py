@@ -327,12 +327,12 @@ class Sockets:
         keys, and its descriptor in this process, in digits.
         """
         frames = _receive(socket)
-        if self._guard is not None:
-            self._guard.heard(frames[0])
+        key, connection = (_property(frames[0], name) for name in (PEER_KEY, DESCRIPTOR))
+        if self._guard is not None and connection:
+            self._guard.heard(int(connection))
         if len(frames[0]) > MAX_IDENTITY:  # it would stand in front of every answer
             raise Discarded
-        about = (_property(frames[0], name) for name in (PEER_KEY, DESCRIPTOR))
-        return [*about, *(frame.bytes for frame in frames)]
+        return [key, connection, *(frame.bytes for frame in frames)]
 
     def _protect(self, socket: Socket, open_to: str) -> None:
         """Bound what strangers may do to a TCP endpoint that is about to be bound."""
