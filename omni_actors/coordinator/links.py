@@ -39,14 +39,13 @@ class StageLinks:
     """
 
     sockets: Sockets
-    pipeline: PipelineConfig
     state: RequestMachine
     fail: Callable[[Header, OmniError], None]
     traffic: dict[str, Traffic]
     dropped: collections.Counter[str]
 
     def __post_init__(self) -> None:
-        flow = self.pipeline.flow
+        flow = self.state.pipeline.flow
         self.peers = PeerLinks(self.sockets, flow, self.traffic)
         self._used: set[ReplicaId] = set()  # links with traffic since the last look at their congestion
         self._received: ReceivedCredit[ReplicaId] = ReceivedCredit(flow.edge_messages, flow.edge_bytes)
@@ -75,7 +74,7 @@ class StageLinks:
         header = Header("", request_id=message.request_id, attempt=message.attempt, deadline=message.deadline)
         link = self.peers.links.get(replica_id)
         try:
-            frames = encode(header, message.body, message.buffers, self.pipeline.limits)
+            frames = encode(header, message.body, message.buffers, self.state.pipeline.limits)
         except OmniError as error:  # slightly larger than what the client sent, and so over the limit
             self._fail_later(header.request_id, replica_id, error, header.attempt)
             return
@@ -106,7 +105,7 @@ class StageLinks:
             link = self.peers.links.get(replica_id)
             if link is not None:
                 credit = Credit(messages=messages, bytes=size)
-                link.send_urgent("", encode(Header(""), credit, limits=self.pipeline.limits))
+                link.send_urgent("", encode(Header(""), credit, limits=self.state.pipeline.limits))
 
     def granted(self, replica_id: ReplicaId | None, credit: Credit) -> None:
         """Count what a replica has taken."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from omni_actors.config import PipelineConfig, StageKind
+from omni_actors.config import StageKind
 from omni_actors.config.placement import on_cpu
 from omni_actors.coordinator.core.fleet import Fleet
 from omni_actors.coordinator.core.replicas import Replica
@@ -38,7 +38,6 @@ class Reports:
         coordinator: its name.
     """
 
-    pipeline: PipelineConfig
     requests: RequestMachine
     fleet: Fleet
     links: PeerLinks
@@ -49,38 +48,38 @@ class Reports:
 
     def describe(self, client: bytes) -> Description:
         """Describe the pipeline and a client's own requests."""
-        requests, replicas = self.requests, self.requests.replicas
-        loaded = {stage.name: replicas.loaded(stage.name) for stage in self.pipeline.stages}
+        requests, replicas, pipeline = self.requests, self.requests.replicas, self.requests.pipeline
+        loaded = {stage.name: replicas.loaded(stage.name) for stage in pipeline.stages}
         declared = {name: replica.facts.parameters for name, replica in loaded.items() if replica is not None}
         parameters = {name: those for name, those in declared.items() if those is not None}
-        outputs: dict[str, str] = {modality: stage.name for stage in self.pipeline.stages for modality in stage.outputs}
+        outputs: dict[str, str] = {modality: stage.name for stage in pipeline.stages for modality in stage.outputs}
         aligner = loaded.get(outputs.get("words", ""))
         return Description(
             coordinator=self.coordinator,
-            pipeline=self.pipeline.name,
-            model=self.pipeline.model,
-            modalities=tuple(self.pipeline.modalities),
+            pipeline=pipeline.name,
+            model=pipeline.model,
+            modalities=tuple(pipeline.modalities),
             voices=replicas.voices,
             sample_rate=replicas.sample_rate,
             healthy=replicas.healthy,
             in_flight=requests.in_flight,
             queued=requests.queued,
-            max_in_flight=self.pipeline.coordinator.max_in_flight,
+            max_in_flight=pipeline.coordinator.max_in_flight,
             stages=tuple(replica.status() for replica in replicas),
             requests=requests.requests_of(client),
             counts=self._counts(),
             outputs=outputs,
             sampling_stages=tuple(
                 stage.name
-                for stage in self.pipeline.stages
+                for stage in pipeline.stages
                 if stage.kind is not StageKind.PROMPT or parameters.get(stage.name)
             ),
             parameters=parameters,
             max_media=requests.gate.max_media,
-            adapters=tuple(self.pipeline.adapters),
-            on_cpu=on_cpu(self.pipeline, sum(node.devices for node in self.fleet.nodes.values())),
-            calls_tools=self.pipeline.tool_call_parser is not None,
-            speech=entry.facts.speech if (entry := loaded.get(self.pipeline.entry.name)) else None,
+            adapters=tuple(pipeline.adapters),
+            on_cpu=on_cpu(pipeline, sum(node.devices for node in self.fleet.nodes.values())),
+            calls_tools=pipeline.tool_call_parser is not None,
+            speech=entry.facts.speech if (entry := loaded.get(pipeline.entry.name)) else None,
             hearing=entry.facts.hearing if entry is not None else None,
             aligning=aligner.facts.hearing if aligner is not None else None,
         )
@@ -120,7 +119,8 @@ class Reports:
                 observation = Observation(text=render(self.gather()))
             else:
                 observation = self.collector.answer(question)
-            encode(Header(""), observation, limits=self.pipeline.limits)  # a very large pipeline may exceed them
+            # A very large pipeline may exceed the limits.
+            encode(Header(""), observation, limits=self.requests.pipeline.limits)
         except OmniError as error:
             return Failed.from_error(error)
         return observation

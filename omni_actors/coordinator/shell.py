@@ -182,21 +182,14 @@ class Coordinator:
             traffic[CLIENTS],
             self._dropped,
         )
-        self._stages = StageLinks(self._sockets, pipeline, self._requests, self._fail, traffic, self._dropped)
+        self._stages = StageLinks(self._sockets, self._requests, self._fail, traffic, self._dropped)
         decoders: dict[str, Decoder[Any]] = {
             "client": self._client_decoder,
             "control": self._control_decoder,
             "results": self._results_decoder,
         }
         self._reports = Reports(
-            pipeline,
-            self._requests,
-            self.fleet,
-            self._stages.peers,
-            self._collector,
-            decoders,
-            self._dropped,
-            spec.name,
+            self._requests, self.fleet, self._stages.peers, self._collector, decoders, self._dropped, spec.name
         )
         self._client_reader = SocketReader(
             self._clients, self._on_client, self._client_links.flush, self._sockets.receive_from_client, paused=True

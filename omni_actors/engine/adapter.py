@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -12,13 +12,15 @@ import torch
 from msgspec import Struct
 from vllm.config import VllmConfig
 from vllm.logprobs import Logprob
+from vllm.lora.request import LoRARequest
 from vllm.tokenizers import TokenizerLike, cached_tokenizer_from_config
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer, IncrementalDetokenizer
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
-from omni_actors.engine.arguments import LoraAdapters, OmniModelConfig
+from omni_actors.config import unknown_adapter
+from omni_actors.engine.arguments import OmniModelConfig, lora_requests
 from omni_actors.engine.core import make_request
 from omni_actors.engine.sampling import check_prompt_logprobs, make_sampling_params
 from omni_actors.engine.scheduler import RowStream
@@ -122,7 +124,7 @@ class AutoregressiveAdapter(ABC):
         # Declared as a name, too; vLLM has resolved it.
         self.model_dtype = cast("torch.dtype", vllm_config.model_config.dtype)
         self.vocabulary: int = vllm_config.model_config.get_vocab_size()
-        self.lora = LoraAdapters({})
+        self.lora: Mapping[str, LoRARequest] = {}  # adapters by name
 
     @property
     def facts(self) -> EngineFacts:
@@ -299,7 +301,7 @@ class TextAdapter(AutoregressiveAdapter):
         generation = model_config.try_get_generation_config()
         ends = generation.get("eos_token_id", self._tokenizer.eos_token_id)
         self.end_token_ids = frozenset(ends if isinstance(ends, list) else [ends])
-        self.lora = LoraAdapters(self.model_config.adapters)
+        self.lora = lora_requests(self.model_config.adapters)
         self._make_reader = reader_maker(self.model_config.tool_call_parser, self._tokenizer)
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
@@ -339,7 +341,9 @@ class TextAdapter(AutoregressiveAdapter):
         """
         params = _formed(request.params, calls).merged_over(self.defaults)
         check_prompt_logprobs(params, len(token_ids or ()), embeds=features.get("prompt_embeds") is not None)
-        lora = self.lora.request(params.adapter)
+        if params.adapter is not None and params.adapter not in self.lora:
+            raise unknown_adapter(params.adapter, self.lora)
+        lora = self.lora[params.adapter] if params.adapter is not None else None
         sampling = make_sampling_params(
             params,
             seed=request.effective_seed,

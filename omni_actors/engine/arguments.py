@@ -21,7 +21,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from omni_actors.config import Executor, PipelineConfig, StageConfig, StageKind, unknown_adapter
+from omni_actors.config import Executor, PipelineConfig, StageConfig, StageKind
 from omni_actors.config.checkpoint import model_of
 from omni_actors.config.checks import adapted_stages
 from omni_actors.engine.models import (
@@ -163,25 +163,9 @@ def rank_of(name: str, folder: Path) -> int:
     return rank
 
 
-class LoraAdapters:
-    """The adapters of a stage by name. vLLM knows an adapter by number, and its prefix cache by name and folder."""
-
-    def __init__(self, folders: Mapping[str, str]) -> None:
-        self._requests = {
-            name: LoRARequest(name, number, str(folder)) for number, (name, folder) in enumerate(folders.items(), 1)
-        }
-
-    def all(self) -> list[LoRARequest]:
-        """What vLLM loads when the stage starts."""
-        return list(self._requests.values())
-
-    def request(self, name: str | None) -> LoRARequest | None:
-        """What vLLM needs to run an adapter; `None` for the model alone. Raises `InvalidRequest` for an unknown one."""
-        if name is None:
-            return None
-        if name not in self._requests:
-            raise unknown_adapter(name, self._requests)
-        return self._requests[name]
+def lora_requests(folders: Mapping[str, str]) -> dict[str, LoRARequest]:
+    """What vLLM needs to load and to run each adapter, which it knows by number, and its prefix cache by name."""
+    return {name: LoRARequest(name, number, str(folder)) for number, (name, folder) in enumerate(folders.items(), 1)}
 
 
 GIB = 1 << 30

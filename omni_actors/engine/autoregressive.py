@@ -69,7 +69,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         adapter_class, defaults = arguments.adapter_class(AutoregressiveAdapter), arguments.model_spec().params
         self.adapter: AutoregressiveAdapter = adapter_class(vllm_config, arguments.model_config, defaults)
         super().__init__(VllmCore(vllm_config))
-        for adapter in self.adapter.lora.all():
+        for adapter in self.adapter.lora.values():
             self.core.load_adapter(adapter)
         self._grammars = GrammarCompiler(vllm_config, self.core.prepare)
         self._compiling: dict[str, EngineCoreRequest] = {}  # requests that are not in the core yet

@@ -22,7 +22,7 @@ from omni_actors.host.processes import EXIT_OK, Backoff, at_most, describe_exit,
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.http_server.settings import SPEC_FLAG, HttpServerSpec, ServerSettings
 from omni_actors.launcher.preflight import pip_install
-from omni_actors.logs import get_logger
+from omni_actors.logs import get_logger, say
 from omni_actors.protocol.messages import Failed
 
 logger = get_logger(__name__)
@@ -138,7 +138,6 @@ class CoordinatorChild:
 
     Args:
         on_end: called with "" after an orderly end, else with the reason why the launch failed or cannot go on.
-        on_restart: called with a sentence when the coordinator died and will be restarted.
         started: when the launcher's process started, on the monotonic clock; now if `None`.
     """
 
@@ -149,7 +148,6 @@ class CoordinatorChild:
         control: str,
         results: str,
         on_end: Callable[[str], None],
-        on_restart: Callable[[str], None],
         started: float | None = None,
     ) -> None:
         settings = pipeline.coordinator
@@ -165,7 +163,6 @@ class CoordinatorChild:
             started=time.monotonic() if started is None else started,
         )
         self._on_end = on_end
-        self._on_restart = on_restart
         self._stop_seconds = settings.drain_timeout + STOP_SECONDS
         self._backoff = Backoff(FIRST_BACKOFF, LAST_BACKOFF, settings.restarts, settings.restart_window)
         self._process: asyncio.subprocess.Process | None = None
@@ -247,7 +244,7 @@ class CoordinatorChild:
                 restarts = counted(self._backoff.restarts, "restart")
                 self._on_end(f"The coordinator died ({how}), after {restarts}.{refused}")
                 return
-            self._on_restart(f"the coordinator died ({how}) and is started again")
+            say(f"the coordinator died ({how}) and is started again")
             await at_most(delay, self._stopping.wait())
             if self._stopping.is_set():
                 continue

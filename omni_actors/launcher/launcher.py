@@ -87,7 +87,7 @@ class Launcher:
         if self._rank == 0:
             results = addresses.results or self._run_directory.endpoint("results")
             self._coordinator = CoordinatorChild(
-                pipeline, self._run_directory, self._control, results, self._on_end, say, started
+                pipeline, self._run_directory, self._control, results, self._on_end, started
             )
         self._mps = MpsChild(pipeline, self._run_directory, say)
         self._agent: NodeAgent | None = None

@@ -35,7 +35,7 @@ def child(monkeypatch, short_path):
         (short_path / "sitecustomize.py").write_text(f"import os, signal, time\n{statement}\n")
         monkeypatch.setenv("PYTHONPATH", f"{short_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
         endpoints = (directory.endpoint("control"), directory.endpoint("results"))
-        return CoordinatorChild(pipeline(), directory, *endpoints, on_end=lambda _: None, on_restart=lambda _: None)
+        return CoordinatorChild(pipeline(), directory, *endpoints, on_end=lambda _: None)
 
     yield make
     directory.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from omni_actors.engine.arguments import LoraAdapters, OmniEngineArgs, OmniModelConfig, engine_arguments
+from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig, engine_arguments, lora_requests
 from omni_actors.engine.autoregressive import AutoregressiveEngine
 from omni_actors.errors import ConfigError, InvalidRequest
 from omni_actors.vllm_version import Platform
@@ -105,7 +105,7 @@ def test_vllm_reserves_what_the_adapters_need(folders, reference, tmp_path):
     many = {f"a{index}": str(tmp_path / "large") for index in range(20)}
     large = {"enable_lora": True, "max_lora_rank": 64}
     assert engine_arguments(many, Platform.CUDA) == {**large, "max_loras": 8, "max_cpu_loras": 20}
-    assert [adapter.lora_int_id for adapter in LoraAdapters(many).all()] == list(range(1, 21))
+    assert [adapter.lora_int_id for adapter in lora_requests(many).values()] == list(range(1, 21))
 
 
 @pytest.mark.parametrize(
