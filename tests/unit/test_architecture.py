@@ -10,8 +10,8 @@ from scripts import lines_per_package
 from tests.support.paths import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-CODE_LINES = 36_036
-FILES = 268
+CODE_LINES = 35_685
+FILES = 266
 
 
 @cache  # it reads the whole package
