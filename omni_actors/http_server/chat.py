@@ -47,13 +47,17 @@ from omni_actors.http_server.generation import (
     MAX_MESSAGES,
     PARAMETERS,
     AnyMessage,
+    AssistantMessage,
     AudioParameters,
     Likeliest,
     NamedTool,
     Sampling,
+    ToolMessage,
     ToolMode,
     Tools,
+    Turn,
     answers_of,
+    called_tool,
     tool_options,
 )
 from omni_actors.http_server.state import ServerState, json_response
@@ -238,6 +242,32 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
 BODY = JsonBody(ChatRequest, OF_CHATS, parameters=PARAMETERS)
 
 
+def turns_of(messages: Sequence[AnyMessage], transcripts: Store[str]) -> dict[str, Turn]:
+    """The messages as those of any route. Raises `HttpError` for sound of an answer that is not kept any more."""
+    found: dict[str, Turn] = {}
+    for index, message in enumerate(messages):
+        where, role = f"messages[{index}]", str(message.__struct_config__.tag)
+        turn = found[where] = Turn("system" if role == "developer" else role, message.content or "")
+        if isinstance(message, ToolMessage):
+            turn.answers = (message.tool_call_id, f"{where}.tool_call_id")
+        elif isinstance(message, AssistantMessage):
+            turn.content = turn.content or _said(message, where, transcripts)
+            made = [(call.id, call.function) for call in message.tool_calls or ()]
+            turn.calls = [called_tool(call_id, function.name, function.arguments) for call_id, function in made]
+    return found
+
+
+def _said(message: AssistantMessage, where: str, transcripts: Store[str]) -> str:
+    if message.audio is None:
+        return message.refusal or ""
+    text = transcripts.find(message.audio.id)
+    text = message.audio.transcript if text is None else text
+    if text is None:
+        unknown = "This audio is not known, or no longer: send its text as content, or its transcript with its id."
+        raise bad_field(f"{where}.audio.id", unknown)
+    return text
+
+
 async def chat_completions(request: Request, state: ServerState, body: ChatRequest) -> Response:
     """Answer a chat in text, or in text and speech; complete or as server-sent events."""
     body.check()
@@ -245,7 +275,8 @@ async def chat_completions(request: Request, state: ServerState, body: ChatReque
     form, options = speech_of(body.modalities, body.audio, body.stream, description, state)
     params = state.stage_params(body.model, body.params_by_stage(), description, body.stage_fields())
     sound_in_video = bool(body.mm_processor_kwargs and body.mm_processor_kwargs.use_audio_in_video)
-    messages = await state.media.messages(body.messages, description.max_media, sound_in_video=sound_in_video)
+    turns = turns_of(body.messages, state.transcripts)
+    messages = await state.media.messages(turns, description.max_media, sound_in_video=sound_in_video)
     answer = await Answer.begin(
         request,
         state,

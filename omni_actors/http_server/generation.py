@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
-from msgspec import Meta, Raw, json
+from msgspec import Meta, Raw, Struct, json
 
 from omni_actors.client import MAX_CHOICES
 from omni_actors.client.prompts import with_json_text
@@ -45,26 +45,56 @@ MAX_MESSAGES = 1024
 MAX_PARTS = 256
 
 
+class Source(NamedTuple):
+    """Where a medium of a request is.
+
+    Args:
+        param: the field that has it.
+        modality: "" for a file, whose content decides what it is.
+        data: JSON string, a URL unless `is_base64`; not of an uploaded file, which has a `file_id`.
+        name: of the file.
+    """
+
+    param: str
+    modality: str = ""
+    data: Raw = Raw(b"null")
+    is_base64: bool = False
+    file_id: str | None = None
+    name: str | None = None
+
+
+class Content(Protocol):
+    """A part of a message in any route."""
+
+    def source(self, where: str) -> Source | str:
+        """Its medium, or its text; `where` is the field of the part. Raises `HttpError` 400 if it lacks something."""
+
+
 class Part(Strict, frozen=True, tag_field="type"):
     """A part of a message's content."""
 
 
-class TextPart(Part, frozen=True, tag="text"):
+class SomeText(Part, frozen=True):
+    """A part that is a text."""
+
+    text: BodyText
+
+    def source(self, where: str) -> str:
+        """See `Content.source`."""
+        return self.text
+
+
+class TextPart(SomeText, frozen=True, tag="text"):
     """Text in a message."""
 
-    text: BodyText
 
-
-class InputText(Part, frozen=True, tag="input_text"):
+class InputText(SomeText, frozen=True, tag="input_text"):
     """Text for the model, in a response or a realtime session."""
 
-    text: BodyText
 
-
-class OutputText(Part, frozen=True, tag="output_text"):
+class OutputText(SomeText, frozen=True, tag="output_text"):
     """Text of the model, as it came, in a response or a realtime session."""
 
-    text: BodyText
     annotations: Anything = ABSENT  # ignored, as is the next one
     logprobs: Anything = ABSENT
 
@@ -81,6 +111,10 @@ class AudioPart(Part, frozen=True, tag="input_audio"):
 
     input_audio: AudioData
 
+    def source(self, where: str) -> Source:
+        """See `Content.source`."""
+        return Source(f"{where}.input_audio.data", "audio", self.input_audio.data, is_base64=True)
+
 
 class Url(Strict, frozen=True):
     """Where a medium lies."""
@@ -89,19 +123,28 @@ class Url(Strict, frozen=True):
     detail: str | None = None  # of OpenAI's images; ignored
 
 
-class ImageUrlPart(Part, frozen=True, tag="image_url"):
+class UrlPart(Part, frozen=True):
+    """A medium by URL, in the field that has the name of its type."""
+
+    def source(self, where: str) -> Source:
+        """See `Content.source`."""
+        name = str(self.__struct_config__.tag)
+        return Source(f"{where}.{name}.url", name.removesuffix("_url"), getattr(self, name).url)
+
+
+class ImageUrlPart(UrlPart, frozen=True, tag="image_url"):
     """A picture in a message."""
 
     image_url: Url
 
 
-class AudioUrlPart(Part, frozen=True, tag="audio_url"):
+class AudioUrlPart(UrlPart, frozen=True, tag="audio_url"):
     """A sound in a message, by URL."""
 
     audio_url: Url
 
 
-class VideoUrlPart(Part, frozen=True, tag="video_url"):
+class VideoUrlPart(UrlPart, frozen=True, tag="video_url"):
     """A video in a message."""
 
     video_url: Url
@@ -114,16 +157,22 @@ class FileReference(Strict, frozen=True):
     file_data: OptionalLongString = ABSENT  # data: URI
     filename: str | None = None
 
-    @property
-    def is_inline(self) -> bool:
-        """Whether `file_data` is given."""
-        return not is_null(self.file_data)
+    def source(self, where: str) -> Source:
+        """See `Content.source`."""
+        if (self.file_id is None) == is_null(self.file_data):
+            raise bad_field(where, "Give exactly one of file_id and file_data.")
+        param = f"{where}.{'file_data' if self.file_id is None else 'file_id'}"
+        return Source(param, data=self.file_data, file_id=self.file_id, name=self.filename)
 
 
 class FilePart(Part, frozen=True, tag="file"):
     """A file in a message; its content decides what it is."""
 
     file: FileReference
+
+    def source(self, where: str) -> Source:
+        """See `Content.source`."""
+        return self.file.source(f"{where}.file")
 
 
 AnyPart = TextPart | AudioPart | ImageUrlPart | AudioUrlPart | VideoUrlPart | FilePart
@@ -199,6 +248,28 @@ class AssistantMessage(RoleMessage, frozen=True, kw_only=True, tag="assistant"):
 
 
 AnyMessage = UserMessage | SystemMessage | DeveloperMessage | AssistantMessage | ToolMessage
+
+
+class Turn(Struct):
+    """A message of any route whose media are not read yet.
+
+    Args:
+        calls: of tools, as the client library takes them.
+        answers: the id of the call whose result it is, and the field that has it.
+    """
+
+    role: str
+    content: str | Sequence[Content]
+    calls: list[dict[str, str]] = []
+    answers: tuple[str, str] | None = None
+
+
+Turns = Mapping[str, Turn]  # by their fields of the request
+
+
+def called_tool(call_id: str, name: str, arguments: str) -> dict[str, str]:
+    """A call as the client library takes it."""
+    return {"id": call_id, "name": name, "arguments": arguments}
 
 
 AudioFormat = Literal["wav", "pcm16", "flac", "mp3", "opus", "aac"]

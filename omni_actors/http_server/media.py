@@ -25,18 +25,7 @@ import numpy
 from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError
 from omni_actors.http_server.bodies import FormFile, decode, reserve
 from omni_actors.http_server.errors import HttpError, bad_field, too_large
-from omni_actors.http_server.generation import (
-    AnyMessage,
-    AnyPart,
-    AssistantMessage,
-    AudioPart,
-    AudioUrlPart,
-    FilePart,
-    ImageUrlPart,
-    TextPart,
-    ToolMessage,
-    VideoUrlPart,
-)
+from omni_actors.http_server.generation import Source, Turn, Turns
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.store import Store, UploadedFile
 from omni_actors.media.decoders import DecoderThreads, MediaDecoder, Reply
@@ -213,7 +202,6 @@ MIN_BASE64 = 16  # characters; a shorter one may be anything
 BASE64 = re.compile(rb"[A-Za-z0-9+/_-]+={0,2}\s*")
 PIECE = 1 << 20  # characters of base64 decoded at once: each call holds the interpreter lock
 KINDS = {"audio": AUDIO_FILE, "image": IMAGE_FILE}
-MediaPart = AudioPart | ImageUrlPart | AudioUrlPart | VideoUrlPart | FilePart
 
 
 class _Medium(NamedTuple):
@@ -226,10 +214,9 @@ class _Medium(NamedTuple):
 
 
 class _Unread(NamedTuple):
-    """A medium to read, its field of the request, and the empty part of a message that it will fill."""
+    """A medium to read, and the empty part of a message that it will fill."""
 
-    part: MediaPart
-    where: str
+    source: Source
     into: dict[str, Any]
 
 
@@ -237,12 +224,7 @@ class MediaReader:
     """Converts chat messages, fetching and checking their media."""
 
     def __init__(
-        self,
-        settings: ServerSettings,
-        fetcher: Fetcher,
-        files: Store[UploadedFile],
-        transcripts: Store[str],
-        decoders: DecoderThreads,
+        self, settings: ServerSettings, fetcher: Fetcher, files: Store[UploadedFile], decoders: DecoderThreads
     ) -> None:
         self._settings = settings
         self._limits = MediaLimits(
@@ -253,15 +235,9 @@ class MediaReader:
         self._decoders = decoders
         self._fetcher = fetcher
         self._files = files
-        self._transcripts = transcripts
 
     async def messages(
-        self,
-        messages: Sequence[AnyMessage],
-        max_media: Mapping[str, int],
-        calls: Collection[str] = (),
-        *,
-        sound_in_video: bool = False,
+        self, turns: Turns, max_media: Mapping[str, int], calls: Collection[str] = (), *, sound_in_video: bool = False
     ) -> list[dict[str, Any]]:
         """Messages as `AsyncOmniClient.submit` takes them.
 
@@ -273,16 +249,18 @@ class MediaReader:
         Raises:
             HttpError: 400 or 413, with the field at fault.
         """
-        self._check_count(messages)
-        check_calls(messages, calls)
+        check_calls(turns, calls)
         unread: list[_Unread] = []
-        converted = [self._message(message, f"messages[{index}]", unread) for index, message in enumerate(messages)]
+        converted = [self._message(turn, where, unread) for where, turn in turns.items()]
+        param, most = next(iter(turns)).partition("[")[0], self._settings.media_parts
+        if len(unread) > most:
+            raise bad_field(param, f"The messages have {len(unread)} media; at most {most} are allowed.")
         found = await self._read_all(unread)
         tracks = ["audio" for medium in found if sound_in_video and medium.modality == "video"]
         try:
             check_counts([medium.modality for medium in found] + tracks, max_media)
         except InvalidRequest as error:
-            raise bad_field("messages", error.message) from None
+            raise bad_field(param, error.message) from None
         values = await self._checked(found, sound_in_video)
         for one, medium, value in zip(unread, found, values, strict=True):
             one.into.update({"type": medium.modality, medium.modality: value})
@@ -290,7 +268,7 @@ class MediaReader:
 
     async def _read_all(self, unread: Sequence[_Unread]) -> list[_Medium]:
         """Read media side by side. Raises the error of the first one that has one, in the order of the request."""
-        reading = [asyncio.create_task(self._read(one.part, one.where), name="medium") for one in unread]
+        reading = [asyncio.create_task(self._read(one.source), name="medium") for one in unread]
         try:
             return [await task for task in reading]
         finally:
@@ -335,81 +313,40 @@ class MediaReader:
         values = await self._checked([_Medium("image", file.data, file.field) for file in files])
         return [{"type": "image", "image": value} for value in values]
 
-    def _check_count(self, messages: Sequence[AnyMessage]) -> None:
-        parts = [part for message in messages for part in message.content or () if not isinstance(part, str)]
-        count = sum(not isinstance(part, TextPart) for part in parts)
-        if count > self._settings.media_parts:
-            message = f"The messages have {count} media; at most {self._settings.media_parts} are allowed."
-            raise bad_field("messages", message)
-
-    def _message(self, message: AnyMessage, where: str, unread: list[_Unread]) -> dict[str, Any]:
+    def _message(self, turn: Turn, where: str, unread: list[_Unread]) -> dict[str, Any]:
         """A message whose media are empty parts: they are filled when what is added to `unread` has been read."""
-        tag = str(message.__struct_config__.tag)
-        role = "system" if tag == "developer" else tag
-        content: str | Sequence[AnyPart] = message.content or ""
-        calls: dict[str, Any] = {}
-        if isinstance(message, AssistantMessage):
-            content = content or self._said(message, where)
-            if message.tool_calls:
-                calls["tool_calls"] = [
-                    {"id": call.id, "name": call.function.name, "arguments": call.function.arguments}
-                    for call in message.tool_calls
-                ]
-        if isinstance(message, ToolMessage):
-            calls["tool_call_id"] = message.tool_call_id
-        if isinstance(content, str):
-            return {"role": role, "content": content, **calls}
-        parts: list[dict[str, Any]] = []
-        for index, part in enumerate(content):
-            if isinstance(part, TextPart):
-                parts.append({"type": "text", "text": part.text})
-                continue
-            parts.append({})
-            unread.append(_Unread(part, f"{where}.content[{index}]", parts[-1]))
-        return {"role": role, "content": parts, **calls}
+        message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+        if turn.calls:
+            message["tool_calls"] = turn.calls
+        if turn.answers is not None:
+            message["tool_call_id"] = turn.answers[0]
+        if not isinstance(turn.content, str):
+            message["content"] = parts = []
+            for index, part in enumerate(turn.content):
+                source = part.source(f"{where}.content[{index}]")
+                parts.append({"type": "text", "text": source} if isinstance(source, str) else {})
+                if isinstance(source, Source):
+                    unread.append(_Unread(source, parts[-1]))
+        return message
 
-    def _said(self, message: AssistantMessage, where: str) -> str:
-        if message.audio is None:
-            return message.refusal or ""
-        text = self._transcripts.find(message.audio.id)
-        text = message.audio.transcript if text is None else text
-        if text is None:
-            unknown = "This audio is not known, or no longer: send its text as content, or its transcript with its id."
-            raise bad_field(f"{where}.audio.id", unknown)
-        return text
-
-    async def _read(self, part: MediaPart, where: str) -> _Medium:
-        if isinstance(part, AudioPart):
-            param = f"{where}.input_audio.data"
-            text = await asyncio.to_thread(_string_of, part.input_audio.data, param)
-            return await self._base64(text, "audio", param)
-        if isinstance(part, FilePart):
-            return await self._file(part, f"{where}.file")
-        tag: Any = part.__struct_config__.tag  # image_url, audio_url or video_url
-        param = f"{where}.{tag}.url"
-        text = await asyncio.to_thread(_string_of, getattr(part, tag).url, param)
-        return await self._url(text, tag.removesuffix("_url"), param)
-
-    async def _file(self, part: FilePart, where: str) -> _Medium:
-        if (part.file.file_id is None) == (not part.file.is_inline):
-            raise bad_field(where, "Give exactly one of file_id and file_data.")
-        if part.file.is_inline:
-            param = f"{where}.file_data"
-            text = await asyncio.to_thread(_string_of, part.file.file_data, param)
-            data, name = (await self._url(text, "", param)).data, part.file.filename
-        else:
-            param, file_id = f"{where}.file_id", part.file.file_id or ""
-            found = await asyncio.to_thread(self._files.find, file_id)
-            data = await asyncio.to_thread(self._files.data, file_id)
+    async def _read(self, source: Source) -> _Medium:
+        modality, param, name = source.modality, source.param, source.name
+        if source.file_id is not None:
+            found = await asyncio.to_thread(self._files.find, source.file_id)
+            data = await asyncio.to_thread(self._files.data, source.file_id)
             if found is None or not data:
-                message = f"There is no file {file_id[:100]!r}, or no longer: upload it again."
+                message = f"There is no file {source.file_id[:100]!r}, or no longer: upload it again."
                 raise bad_field(param, message, "file_not_found")
             reserve(len(data))  # it is sent to the pipeline as if it were in the body
-            name = part.file.filename or found.name
-        measured = await self._measured(UNKNOWN_FILE, "The file", data, param)
-        return _Medium(measured.modality, data, param, name or "")
+            name = name or found.name
+        else:
+            text = await asyncio.to_thread(_string_of, source.data, param)
+            data = await (self._base64(text, param) if source.is_base64 else self._url(text, modality, param))
+        if not modality:
+            modality = (await self._measured(UNKNOWN_FILE, "The file", data, param)).modality
+        return _Medium(modality, data, param, name or "")
 
-    async def _url(self, url: memoryview, modality: str, param: str) -> _Medium:
+    async def _url(self, url: memoryview, modality: str, param: str) -> bytes:
         """What is at a URL; raises `HttpError` if a data: URI declares another modality, unless that is empty."""
         start = bytes(url[:MAX_URL])
         if start[:5].lower() != b"data:":
@@ -420,19 +357,18 @@ class MediaReader:
                 raise bad_field(param, message, "invalid_url")
             if len(url) > MAX_URL:
                 raise bad_field(param, f"A URL is limited to {MAX_URL} bytes.", "invalid_url")
-            data = await self._fetcher.fetch(start.decode(errors="replace"), param)
-            return _Medium(modality, data, param)
+            return await self._fetcher.fetch(start.decode(errors="replace"), param)
         head, comma, _ = start.partition(b",")
         kind = head[5:].decode(errors="replace").lower()
         if not comma or not kind.endswith(";base64"):
             raise bad_field(param, "A data: URI must have the form data:TYPE;base64,DATA.", "invalid_url")
         if modality and not kind.startswith((f"{modality}/", "application/octet-stream")):
             raise bad_field(param, f"The type {kind.partition(';')[0]!r} is not {modality}.", "invalid_url")
-        return await self._base64(url[len(head) + 1 :], modality, param)
+        return await self._base64(url[len(head) + 1 :], param)
 
-    async def _base64(self, text: memoryview, modality: str, param: str) -> _Medium:
+    async def _base64(self, text: memoryview, param: str) -> bytes:
         self._check_size((len(text) - 4) * 3 // 4, param)
-        return _Medium(modality, await asyncio.to_thread(_base64_of, text, param), param)
+        return await asyncio.to_thread(_base64_of, text, param)
 
     def _check_file(self, data: bytes, param: str) -> None:
         if not data:
@@ -521,12 +457,11 @@ def _base64_of(text: memoryview, param: str) -> bytes:
     return b"".join(pieces)
 
 
-def check_calls(messages: Sequence[AnyMessage], calls: Collection[str]) -> None:
+def check_calls(turns: Turns, calls: Collection[str]) -> None:
     """Raise `HttpError` 400 for the result of a call that no earlier message makes, and that is none of `calls`."""
     known = set(calls)
-    for index, message in enumerate(messages):
-        if isinstance(message, AssistantMessage):
-            known |= {call.id for call in message.tool_calls or ()}
-        elif isinstance(message, ToolMessage) and message.tool_call_id not in known:
-            where = f"messages[{index}].tool_call_id"
-            raise bad_field(where, f"{where}: no assistant's message before it has a tool call with this id.")
+    for turn in turns.values():
+        known |= {call["id"] for call in turn.calls}
+        if turn.answers is not None and turn.answers[0] not in known:
+            param = turn.answers[1]
+            raise bad_field(param, f"{param}: no assistant's message before it has a tool call with this id.")

@@ -217,7 +217,7 @@ class ServerState:
         self.voices = VoiceStore(settings.voices_dir, settings.voices)
         self._decoders = DecoderThreads()
         fetcher = fetcher or Fetcher(settings.media_hosts, settings.media_bytes)
-        self.media = MediaReader(settings, fetcher, self.files, self.transcripts, self._decoders)
+        self.media = MediaReader(settings, fetcher, self.files, self._decoders)
         self.turns = asyncio.Lock()  # held for a turn of the loop by each answer that has sound to encode
         self.started = int(time.time())
         self._description: Description | None = None

@@ -122,7 +122,7 @@ def test_a_response_is_spoken(echo: HttpPipeline) -> None:
     [
         ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         (
             {
                 "input": [

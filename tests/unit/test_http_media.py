@@ -14,8 +14,9 @@ import pytest
 from PIL import Image
 
 from omni_actors.http_server.bodies import FormFile
+from omni_actors.http_server.chat import turns_of
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.generation import AnyMessage
+from omni_actors.http_server.generation import AnyMessage, Turn
 from omni_actors.http_server.media import Fetcher, MediaReader
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.store import Store, UploadedFile
@@ -38,11 +39,7 @@ def files() -> Store[UploadedFile]:
 
 @pytest.fixture
 def reader(decoders: DecoderThreads, files: Store[UploadedFile]) -> MediaReader:
-    return MediaReader(ServerSettings(endpoint="ipc:///nowhere"), Fetcher([], 1), files, transcripts(), decoders)
-
-
-def transcripts() -> Store[str]:
-    return Store(None, "transcripts", str, 10, 1 << 20, 60.0)
+    return MediaReader(ServerSettings(endpoint="ipc:///nowhere"), Fetcher([], 1), files, decoders)
 
 
 def part(modality: str, data: bytes) -> dict:
@@ -50,8 +47,11 @@ def part(modality: str, data: bytes) -> dict:
     return {"type": f"{modality}_url", f"{modality}_url": {"url": url}}
 
 
-def messages(*parts: dict) -> list[AnyMessage]:
-    return msgspec.json.decode(json.dumps([{"role": "user", "content": list(parts)}]), type=list[AnyMessage])
+def messages(*parts: dict) -> dict[str, Turn]:
+    given = json.dumps([{"role": "user", "content": list(parts)}])
+    return turns_of(
+        msgspec.json.decode(given, type=list[AnyMessage]), Store(None, "transcripts", str, 10, 1 << 20, 60.0)
+    )
 
 
 async def test_more_media_than_a_prompt_may_have_are_refused_before_any_is_read(
@@ -186,7 +186,7 @@ async def test_media_of_one_request_are_fetched_side_by_side(
     decoders: DecoderThreads, files: Store[UploadedFile]
 ) -> None:
     settings = ServerSettings(endpoint="ipc:///nowhere")
-    reader = MediaReader(settings, MeetingFetcher(), files, transcripts(), decoders)
+    reader = MediaReader(settings, MeetingFetcher(), files, decoders)
     parts = [
         {"type": "image_url", "image_url": {"url": "https://a.example/1"}},
         {"type": "audio_url", "audio_url": {"url": "https://a.example/2"}},

@@ -36,6 +36,7 @@ from omni_actors.http_server.generation import (
     Language,
     OutputText,
     Part,
+    Source,
     Speed,
     ToolMode,
     TranscriptionPrompt,
@@ -364,6 +365,10 @@ class ShownPicture(Part, frozen=True, tag="input_image"):
 
     image_url: LongString  # as in chats
     detail: str | None = None  # ignored, as in chats
+
+    def source(self, where: str) -> Source:
+        """See `Content.source`."""
+        return Source("image_url", "image", self.image_url)
 
 
 class OutputSound(Part, frozen=True, tag="output_audio"):

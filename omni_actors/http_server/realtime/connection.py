@@ -21,7 +21,7 @@ from omni_actors.http_server.bodies import BODIES, SHORT, take_bytes
 from omni_actors.http_server.connections import EventRate
 from omni_actors.http_server.encoders import Tempo, pcm16
 from omni_actors.http_server.errors import HttpError, bad_field, internal_error
-from omni_actors.http_server.generation import ImageUrlPart, Url, UserMessage
+from omni_actors.http_server.generation import Turn
 from omni_actors.http_server.realtime import config
 from omni_actors.http_server.realtime.client_secrets import (
     PREFIX,
@@ -302,13 +302,8 @@ class SessionConnection:
         """The files of pictures, fetched and checked as those of a chat. Raises `HttpError` or `OmniError`."""
         if not given:
             return ()
-        chat = UserMessage(content=[ImageUrlPart(Url(picture.image_url)) for picture in given])
         description = await self._state.facts()
-        try:
-            (message,) = await self._state.media.messages([chat], description.max_media)
-        except HttpError as error:
-            error.param = "image_url"
-            raise
+        (message,) = await self._state.media.messages({"image_url": Turn("user", given)}, description.max_media)
         return [part["image"] for part in message["content"]]
 
     async def _listen(self, pcm: bytes, position: int) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import msgspec
@@ -17,12 +17,11 @@ from starlette.responses import Response, StreamingResponse
 from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import EVENTS, Answer, AnswerResponse, speech_of
 from omni_actors.http_server.bodies import Strict, reserve
-from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.responses.events import END, Keep, ResponseReply, SentEvents
-from omni_actors.http_server.responses.items import BODY, Located, ResponsesRequest, messages_of
+from omni_actors.http_server.responses.items import BODY, ResponsesRequest, turns_of
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.http_server.store import Journal, KeptResponse
-from omni_actors.protocol.messages import Description
 
 FIELDS: dict[str, str] = {
     ErrorCode.UNKNOWN_VOICE: "audio.voice",
@@ -34,7 +33,6 @@ FIELDS: dict[str, str] = {
     "structured_outputs.json": "text.format.schema",
     "structured_outputs": "text.format",
 }
-MESSAGE = re.compile(r"messages\[(\d+)\](.*)")
 Conversation = list[dict[str, Any]]
 SEED_BITS = 63
 LAST_EVENT = "Last-Event-ID"
@@ -79,7 +77,8 @@ async def _begun(
     description, model = await state.model(body.model)
     form, options = speech_of(body.modalities, body.audio, body.stream, description, state)
     before = await _before(body, state)
-    asked = await _converted(messages_of(body.input), before, description, state)
+    known = {call["id"] for message in before for call in message.get("tool_calls", ())}
+    asked = await state.media.messages(turns_of(body.input), description.max_media, known)
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     answer = await Answer.begin(
         request,
@@ -211,21 +210,3 @@ async def _before(body: ResponsesRequest, state: ServerState) -> Conversation:
         raise bad_field("previous_response_id", message, "previous_response_not_found")
     reserve(found.conversation_bytes)
     return found.conversation
-
-
-async def _converted(
-    located: Sequence[Located], before: Conversation, description: Description, state: ServerState
-) -> Conversation:
-    """Messages with their media, as the client library takes them. Errors name the field of the input."""
-    known = {call["id"] for message in before for call in message.get("tool_calls", ())}
-    try:
-        return await state.media.messages([item.message for item in located], description.max_media, known)
-    except HttpError as error:
-        if found := MESSAGE.fullmatch(error.param or ""):
-            rest = found[2].replace(".image_url.url", ".image_url").replace(".file.", ".")
-            where = f"{located[int(found[1])].where}{rest.replace('.tool_call_id', '.call_id')}"
-            error.message = error.message.replace(error.param or "", where)
-            error.param = where
-        elif error.param == "messages":
-            error.param = "input"
-        raise

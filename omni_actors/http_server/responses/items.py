@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw
 
-from omni_actors.http_server import generation as chat
 from omni_actors.http_server.bodies import (
     ABSENT,
     NULLABLE_OBJECT,
@@ -27,6 +26,8 @@ from omni_actors.http_server.generation import (
     MAX_MESSAGES,
     MAX_PARTS,
     AudioParameters,
+    AudioPart,
+    FileReference,
     FlatChoice,
     FlatFormat,
     FlatTools,
@@ -34,7 +35,10 @@ from omni_actors.http_server.generation import (
     Likeliest,
     OutputText,
     Part,
+    Source,
     ToolMode,
+    Turn,
+    called_tool,
     output_form,
     tool_options,
 )
@@ -51,6 +55,10 @@ class Refusal(Part, frozen=True, tag="refusal"):
 
     refusal: BodyText
 
+    def source(self, where: str) -> str:
+        """See `Content.source`."""
+        return self.refusal
+
 
 class InputImage(Part, frozen=True, tag="input_image"):
     """A picture, by URL or as an uploaded file."""
@@ -59,16 +67,20 @@ class InputImage(Part, frozen=True, tag="input_image"):
     file_id: str | None = None
     detail: str | None = None  # ignored, as in chats
 
+    def source(self, where: str) -> Source:
+        """See `Content.source`."""
+        if self.file_id is not None:
+            return FileReference(self.file_id, self.image_url).source(where)
+        if is_null(self.image_url):
+            raise bad_field(where, "An input_image needs an image_url or a file_id.")
+        return Source(f"{where}.image_url", "image", self.image_url)
 
-class InputFile(Part, frozen=True, tag="input_file"):
+
+class InputFile(FileReference, frozen=True, tag_field="type", tag="input_file"):
     """A file, uploaded before or in the body."""
 
-    file_id: str | None = None
-    file_data: OptionalLongString = ABSENT
-    filename: str | None = None
 
-
-AnyInput = InputText | OutputText | Refusal | InputImage | chat.AudioPart | InputFile
+AnyInput = InputText | OutputText | Refusal | InputImage | AudioPart | InputFile
 Content = BodyText | Annotated[list[AnyInput], Meta(max_length=MAX_PARTS)]
 
 
@@ -158,83 +170,36 @@ class ResponsesRequest(StagedSubmission, frozen=True, kw_only=True):
 # As messages of a chat
 
 
-class Located(NamedTuple):
-    """A message, and the field of the request that it comes from."""
-
-    message: chat.AnyMessage
-    where: str
-
-
-def messages_of(items: str | Sequence[InputItem]) -> list[Located]:
+def turns_of(items: str | Sequence[InputItem]) -> dict[str, Turn]:
     """The input as messages. Raises `HttpError` for items that lack something."""
     if isinstance(items, str):
-        return [Located(chat.UserMessage(content=items), "input")]
-    found: list[Located] = []
+        return {"input": Turn("user", items)}
+    found: dict[str, Turn] = {}
+    last: Turn | None = None
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if item.type == "function_call":
-            _add_call(found, item, where)
+            call_id, name = _needed(item.call_id, f"{where}.call_id"), _needed(item.name, f"{where}.name")
+            if last is None or last.role != "assistant":  # a call belongs to the answer before it, if that is one
+                last = found[where] = Turn("assistant", "")
+            last.calls.append(called_tool(call_id, name, item.arguments or ""))
         elif item.type == "function_call_output":
             content = _needed(item.output, f"{where}.output")
             call_id = _needed(item.call_id, f"{where}.call_id")
-            texts = _texts(content, f"{where}.output")
-            found.append(Located(chat.ToolMessage(content=texts, tool_call_id=call_id), where))
+            _check_text(content, f"{where}.output")
+            last = found[where] = Turn("tool", content, answers=(call_id, f"{where}.call_id"))
         else:
-            found.append(Located(_message(item, where), where))
+            content = _needed(item.content, f"{where}.content")
+            role = _needed(item.role, f"{where}.role")
+            if role != "user":
+                _check_text(content, f"{where}.content")
+            last = found[where] = Turn("system" if role == "developer" else role, content)
     return found
 
 
-def _add_call(found: list[Located], item: InputItem, where: str) -> None:
-    """Append a call to the answer that it is a part of: the message before it, if that is one."""
-    call = chat.CalledTool(
-        _needed(item.call_id, f"{where}.call_id"),
-        chat.CalledFunction(_needed(item.name, f"{where}.name"), item.arguments or ""),
-    )
-    last = found[-1].message if found else None
-    if isinstance(last, chat.AssistantMessage):
-        calls = [*(last.tool_calls or ()), call]
-        found[-1] = Located(chat.AssistantMessage(content=last.content, tool_calls=calls), found[-1].where)
-    else:
-        found.append(Located(chat.AssistantMessage(tool_calls=[call]), where))
-
-
-def _message(item: InputItem, where: str) -> chat.AnyMessage:
-    content = _needed(item.content, f"{where}.content")
-    role = _needed(item.role, f"{where}.role")
-    if role == "user":
-        parts = content if isinstance(content, str) else [_part(part, where) for part in content]
-        return chat.UserMessage(content=parts)
-    texts = _texts(content, f"{where}.content")
-    return chat.AssistantMessage(content=texts) if role == "assistant" else chat.SystemMessage(content=texts)
-
-
-def _part(part: AnyInput, where: str) -> chat.AnyPart:
-    if isinstance(part, chat.AudioPart):
-        return part
-    if isinstance(part, InputFile):
-        return chat.FilePart(chat.FileReference(part.file_id, part.file_data, part.filename))
-    if isinstance(part, InputImage):
-        if part.file_id is not None:
-            return chat.FilePart(chat.FileReference(part.file_id, part.image_url))
-        if is_null(part.image_url):
-            raise bad_field(f"{where}.content", "An input_image needs an image_url or a file_id.")
-        return chat.ImageUrlPart(chat.Url(part.image_url))
-    return chat.TextPart(_text_of(part))
-
-
-def _texts(content: str | Sequence[AnyInput], where: str) -> str | list[chat.TextPart]:
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if isinstance(part, chat.AudioPart | InputFile | InputImage):
-            raise bad_field(where, f"{where} may hold text only.")
-    return [chat.TextPart(_text_of(part)) for part in content]
-
-
-def _text_of(part: AnyInput) -> str:
-    if isinstance(part, InputText | OutputText):
-        return part.text
-    return part.refusal if isinstance(part, Refusal) else ""
+def _check_text(content: str | Sequence[AnyInput], where: str) -> None:
+    if any(isinstance(part, AudioPart | InputFile | InputImage) for part in content):
+        raise bad_field(where, f"{where} may hold text only.")
 
 
 def _needed(value: Any, where: str) -> Any:
