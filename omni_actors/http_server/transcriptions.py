@@ -2,22 +2,26 @@
 
 An omni model is asked for the text, as a user would ask it; a model of hearing (`Description.hearing`) writes nothing
 else. Where another stage gives words their times (`Description.aligning`), what has times, such as subtitles, is cut at
-sentences; elsewhere it is a piece for each part of the recording that was heard as a whole.
+sentences; elsewhere it is a piece for each part of the recording that was heard as a whole. A recording that is too
+long for a model is cut at quiet places, as in Qwen's package `qwen-asr`, and its parts are requests.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import unicodedata
 from bisect import bisect
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from omni_actors.client import AsyncOmniClient, Text, WordTimes
+from omni_actors.client import AsyncOmniClient, ChoiceItem, ChoiceStreams, RequestStream, Text, WordTimes
 from omni_actors.errors import ErrorCode, OmniError
 from omni_actors.http_server.answer import (
     DONE_EVENT,
@@ -29,8 +33,9 @@ from omni_actors.http_server.answer import (
     token_counts,
     usage_of,
 )
-from omni_actors.http_server.bodies import OF_TRANSCRIPTIONS, Form, FormBody, Submission, Temperature
+from omni_actors.http_server.bodies import OF_TRANSCRIPTIONS, Form, FormBody, Submission, Temperature, reserve
 from omni_actors.http_server.ears import about_sound
+from omni_actors.http_server.encoders import Samples, encode
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.generation import (
     Language,
@@ -38,13 +43,16 @@ from omni_actors.http_server.generation import (
     transcription_question,
     translation_question,
 )
-from omni_actors.http_server.recordings import PartStreams, Stretch, parts_of
 from omni_actors.http_server.speech.recital import request_ids
 from omni_actors.http_server.speech.sentences import SentenceCutter
 from omni_actors.http_server.state import ServerState, json_response
+from omni_actors.media.limits import AUDIO_RATE
 from omni_actors.protocol.messages import Description, StageUsage
-from omni_actors.protocol.payloads import LANGUAGE, WordTime
+from omni_actors.protocol.payloads import LANGUAGE, HearingAbility, WordTime
 
+SEARCH_SECONDS = 5.0  # before and after where a cut would be, for a quiet place
+QUIET_SECONDS = 0.1
+LEAST_SECONDS = 0.5  # of the last part, which silence follows
 TRANSCRIPTION_FIELDS: dict[str, str] = {
     ErrorCode.PROMPT_TOO_LONG: "file",
     ErrorCode.MALFORMED_MEDIA: "file",
@@ -142,15 +150,69 @@ async def _asked(
     options: dict[str, Any],
 ) -> Answer:
     """Ask for the text of each part of a recording. Raises `HttpError`."""
-    parts = PartStreams()
+    streams: list[RequestStream] = []
     options |= request_options(request, state, fields)
     try:
         for prompt, name in zip(prompts, request_ids(request.state.request_id), strict=False):
-            parts.streams.append(await client.submit(prompt, request_id=name, seed=fields.seed, **options))
+            streams.append(await client.submit(prompt, request_id=name, seed=fields.seed, **options))
     except OmniError as error:
-        await parts.abort()
+        for stream in streams:
+            await stream.abort()
         raise HttpError.of(error, TRANSCRIPTION_FIELDS) from error
-    return await Answer.of(parts, request, state, TRANSCRIPTION_FIELDS)
+    return await Answer.of(ChoiceStreams(streams), request, state, TRANSCRIPTION_FIELDS)
+
+
+class Stretch(NamedTuple):
+    """A part of a recording: a file, and where it begins and ends, in seconds."""
+
+    data: bytes
+    start: float
+    end: float
+
+
+def quiet_cuts(samples: Samples, rate: int, seconds: float) -> list[int]:
+    """Where samples f32 [n] at `rate` Hz are cut into parts of about `seconds`, which are more than `SEARCH_SECONDS`.
+
+    Each cut is at the quietest sample of the quietest tenth of a second around.
+    """
+    cuts, start, quiet = [], 0, round(QUIET_SECONDS * rate)
+    while len(samples) - start > seconds * rate:
+        begin = start + round((seconds - SEARCH_SECONDS) * rate)
+        loudness = numpy.abs(samples[begin : begin + round(2 * SEARCH_SECONDS * rate)])
+        sums = numpy.cumsum(loudness, dtype=numpy.float64)
+        place = int(numpy.argmin(sums[quiet:] - sums[:-quiet])) + 1 if len(loudness) > quiet else 0
+        start = begin + place + int(numpy.argmin(loudness[place : place + quiet]))
+        cuts.append(start)
+    return cuts
+
+
+async def parts_of(file: bytes, state: ServerState, abilities: Sequence[HearingAbility]) -> list[Stretch]:
+    """The parts of an uploaded recording: itself if the models hear it as a whole; its end is 0 if it does not say it.
+
+    Args:
+        abilities: those of the models; none of one whose limit is that of all media.
+
+    Raises:
+        HttpError: 400 or 413, as for the media of messages.
+    """
+    seconds = await state.media.seconds(file, "file")
+    most = min((ability.max_seconds for ability in abilities), default=math.inf) - SEARCH_SECONDS
+    if 0 < seconds <= most or not abilities:
+        return [Stretch(file, 0.0, seconds)]
+    longest = state.settings.audio_seconds
+    reserve(round((seconds or longest) * AUDIO_RATE) * numpy.dtype(numpy.float32).itemsize)
+    samples = await state.media.samples(file, "file", AUDIO_RATE, longest)
+    return await asyncio.to_thread(_cut, samples, most)
+
+
+def _cut(samples: Samples, seconds: float) -> list[Stretch]:
+    places = [0, *quiet_cuts(samples, AUDIO_RATE, seconds), len(samples)]
+    parts = []
+    for start, end in itertools.pairwise(places):
+        silence = max(0, round(LEAST_SECONDS * AUDIO_RATE) - (end - start))
+        data = encode(numpy.pad(samples[start:end], (0, silence)), "flac", AUDIO_RATE)
+        parts.append(Stretch(data, start / AUDIO_RATE, end / AUDIO_RATE))
+    return parts
 
 
 class Said(NamedTuple):
@@ -281,10 +343,22 @@ def _word(said: Said) -> dict[str, Any]:
     return {"word": said.text, "start": round(said.start, 3), "end": round(said.end, 3)}
 
 
+async def part_by_part(items: AsyncIterator[ChoiceItem], count: int) -> AsyncIterator[ChoiceItem]:
+    """The items of `count` parts of a recording; those of later ones wait until the parts before are complete."""
+    waiting: list[deque[ChoiceItem]] = [deque() for _ in range(count)]
+    heard = 0
+    async for found in items:
+        waiting[found.choice].append(found)
+        while heard < len(waiting) and waiting[heard]:
+            ready = waiting[heard].popleft()
+            heard += ready.item is None
+            yield ready
+
+
 async def _transcript_events(answer: Answer, description: Description) -> AsyncIterator[bytes]:
     """Stream OpenAI's transcript.text.delta and transcript.text.done events."""
     text, heard = "", 0
-    async for part, item in answer.choices():
+    async for part, item in part_by_part(answer.choices(), len(answer.usages)):
         if isinstance(item, Text) and item.text:
             delta = item.text if part == heard else gap(text, item.text) + item.text
             text, heard = text + delta, part

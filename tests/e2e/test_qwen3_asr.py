@@ -22,7 +22,7 @@ from openai import AsyncOpenAI
 
 from omni_actors.client import OmniClient
 from omni_actors.http_server.realtime.formats import RATE as REALTIME_RATE
-from omni_actors.http_server.recordings import SEARCH_SECONDS, quiet_cuts
+from omni_actors.http_server.transcriptions import SEARCH_SECONDS, quiet_cuts
 from omni_actors.protocol.payloads import WordTime
 from tests.support.paths import REPOSITORY
 from tests.support.realtime import answer_on, until_event

@@ -8,9 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.qwen3_asr.processing_qwen3_asr import Qwen3ASRProcessor, _fix_timestamps
 
+from omni_actors.client import ChoiceStreams, RequestStream, Text
 from omni_actors.engine.models.qwen3_asr.words import in_order, words_of
-from omni_actors.http_server.recordings import SEARCH_SECONDS, Stretch, quiet_cuts
-from omni_actors.http_server.transcriptions import Said, cut_at_sentences, gap
+from omni_actors.http_server.transcriptions import (
+    SEARCH_SECONDS,
+    Said,
+    Stretch,
+    cut_at_sentences,
+    gap,
+    part_by_part,
+    quiet_cuts,
+)
+from omni_actors.protocol.messages import Done
 from omni_actors.protocol.payloads import WordTime
 
 RATE = 1000
@@ -53,6 +62,15 @@ def test_every_part_but_the_last_is_about_as_long_as_asked_for_and_none_is_lost(
 )
 def test_parts_of_a_text_are_parted_as_its_script_parts_words(before: str, after: str, between: str) -> None:
     assert gap(before, after) == between
+
+
+async def test_parts_are_read_one_after_the_other_however_they_arrive() -> None:
+    streams = [RequestStream(str(part), lambda _: None, lambda *_: None) for part in range(3)]
+    choices = ChoiceStreams(streams)
+    for part, text in ((2, "c"), (0, "a"), (1, "b"), (0, None), (2, None), (1, None)):
+        streams[part].deliver(Done({}) if text is None else Text(text, []))
+    found = [(part, item and item.text) async for part, item in part_by_part(choices, 3)]
+    assert found == [(0, "a"), (0, None), (1, "b"), (1, None), (2, "c"), (2, None)]
 
 
 TEXTS = st.text(st.one_of(st.sampled_from(" '-.,aé9你好世。こ\u3000\U00020001\n"), st.characters()), max_size=40)
