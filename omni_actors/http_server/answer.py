@@ -259,39 +259,6 @@ class AnswerResponse(Response):
                 await self._answer.close()
 
 
-@dataclass
-class WholeAnswer:
-    """Keeps what comes of an answer, for a response that is sent whole."""
-
-    texts: list[str] = field(default_factory=list)
-    pieces: list[Samples] = field(default_factory=list)
-    calls: CollectedCalls = field(default_factory=CollectedCalls)
-    logprobs: list[msgspec.Raw] = field(default_factory=list)
-    prompt_logprobs: list[PromptPosition] = field(default_factory=list)
-
-    def add(self, item: StreamItem) -> None:
-        """Keep an item. Log probabilities count as bytes of the request until the response is sent."""
-        if isinstance(item, Text):
-            self.texts.append(item.text)
-            self.calls.add(item.tool_calls)
-            likely = token_logprobs(item.logprobs)
-            reserve(sum(memoryview(entry).nbytes for entry in likely))
-            self.logprobs.extend(likely)
-            self.prompt_logprobs.extend(item.prompt_logprobs)
-        elif isinstance(item, Audio):
-            self.pieces.append(item.samples)
-
-    @property
-    def text(self) -> str:
-        """All of it."""
-        return "".join(self.texts)
-
-    @property
-    def samples(self) -> Samples:
-        """All sound."""
-        return numpy.concatenate(self.pieces) if self.pieces else numpy.zeros(0, numpy.float32)
-
-
 def speech_of(
     modalities: Sequence[str] | None,
     audio: AudioParameters | None,
@@ -424,6 +391,44 @@ def token_logprobs(positions: Sequence[PositionLogprobs]) -> list[msgspec.Raw]:
 
 def _entry(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token.text, "logprob": max(token.logprob, LEAST_LOGPROB), "bytes": list(token.text.encode())}
+
+
+@dataclass
+class WholeAnswer:
+    """Keeps what comes of an answer, for a response that is sent whole.
+
+    Args:
+        entries: what log probabilities become.
+    """
+
+    entries: Callable[[Sequence[PositionLogprobs]], list[msgspec.Raw]] = token_logprobs
+    texts: list[str] = field(default_factory=list)
+    pieces: list[Samples] = field(default_factory=list)
+    calls: CollectedCalls = field(default_factory=CollectedCalls)
+    logprobs: list[msgspec.Raw] = field(default_factory=list)
+    prompt_logprobs: list[PromptPosition] = field(default_factory=list)
+
+    def add(self, item: StreamItem) -> None:
+        """Keep an item. Log probabilities count as bytes of the request until the response is sent."""
+        if isinstance(item, Text):
+            self.texts.append(item.text)
+            self.calls.add(item.tool_calls)
+            likely = self.entries(item.logprobs)
+            reserve(sum(memoryview(entry).nbytes for entry in likely))
+            self.logprobs.extend(likely)
+            self.prompt_logprobs.extend(item.prompt_logprobs)
+        elif isinstance(item, Audio):
+            self.pieces.append(item.samples)
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts)
+
+    @property
+    def samples(self) -> Samples:
+        """All sound."""
+        return numpy.concatenate(self.pieces) if self.pieces else numpy.zeros(0, numpy.float32)
 
 
 def prompt_logprobs(positions: Sequence[PromptPosition]) -> list[dict[str, Any] | None]:

@@ -29,6 +29,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from omni_actors import __version__
 from omni_actors.config.checkpoint import read_json_object
@@ -213,32 +214,15 @@ class RequestMiddleware:
         )
         began = time.monotonic()
         status = 0
+        holder = object()
+        BODIES.set((self._bodies, holder))
 
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] in BEGINNINGS:
                 status = message.get("status", SWITCHING_PROTOCOLS)
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-            await send(message)
-
-        try:
-            await self._check_and_run(scope, headers, receive, answer)
-        except asyncio.CancelledError:  # by uvicorn, at the end of the time that a stop gives to requests
-            if status or scope["type"] == "websocket":
-                raise
-            await HttpError(503, STOPPING, code=ErrorCode.STAGE_UNAVAILABLE).response()(scope, receive, answer)
-        finally:
-            quiet = scope["path"] in POLLED_PATHS and status < 500
-            level, method = logging.DEBUG if quiet else logging.INFO, scope.get("method", "WEBSOCKET")
-            what = (method, _printable(scope["path"][:200]), status, time.monotonic() - began)
-            logger.log(level, "%s %s %d in %.3f s", *what, extra={"request_id": request_id})
-
-    async def _check_and_run(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
-        holder = object()
-        BODIES.set((self._bodies, holder))
-
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
                 self._bodies.release(holder)  # first: the client's next request may come at once
                 rest = memoryview(message.get("body", b""))
                 while len(rest) > PIECE_BYTES:  # uvicorn would hold all of it until the client has read it
@@ -248,18 +232,26 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            self._check_host(headers)
-            self._check_origin(scope, headers)
-            self._check_key(scope["path"], headers)
-        except HttpError as error:
-            await error.response()(scope, receive, send)
-            return
-        try:
+            self._check(scope, headers)
             await self._app(scope, receive, answer)
+        except HttpError as error:
+            await error.response()(scope, receive, answer)
+        except asyncio.CancelledError:  # by uvicorn, at the end of the time that a stop gives to requests
+            if status or scope["type"] == "websocket":
+                raise
+            await HttpError(503, STOPPING, code=ErrorCode.STAGE_UNAVAILABLE).response()(scope, receive, answer)
         finally:
             self._bodies.release(holder)
+            quiet = scope["path"] in POLLED_PATHS and status < 500
+            level, method = logging.DEBUG if quiet else logging.INFO, scope.get("method", "WEBSOCKET")
+            what = (method, _printable(scope["path"][:200]), status, time.monotonic() - began)
+            logger.log(level, "%s %s %d in %.3f s", *what, extra={"request_id": request_id})
 
-    # -- checks -------------------------------------------------------------------------------------------------------
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """Raise `HttpError` for a request that this server does not take from where it comes."""
+        self._check_host(headers)
+        self._check_origin(scope, headers)
+        self._check_key(scope["path"], headers)
 
     def _check_host(self, headers: Headers) -> None:
         """Refuse a foreign page whose name resolves to this machine: its requests have its own name as Host."""
@@ -328,18 +320,10 @@ class Endpoint(NamedTuple):
 
     async def __call__(self, request: Request) -> Response:
         """Check the query, read the body and answer. Raises `HttpError`."""
-        known = self.query.__struct_fields__ if self.query is not None else ()
-        for name in request.query_params if self.path.startswith(f"{PREFIX}/") else ():  # probes add some to others
-            if name not in known:
-                what = f"it has {', '.join(known)}" if known else "it has none"
-                message = f"{name[:100]}: {self.path} has no such parameter of the query; {what}."
-                raise bad_field(name[:100], message, "unknown_parameter")
-        given: list[Any] = []
-        if self.body is not None:
-            given.append(await self.body.read(request, request.app.state.settings))
-        if self.query is not None:
-            given.append(decode(msgspec.json.encode(dict(request.query_params)), self.query))
-        return await self.handler(request, request.app.state.server, *given)
+        is_probe = not self.path.startswith(f"{PREFIX}/")  # which may come with any query
+        query = [] if is_probe else _query(request, self.path, self.query)
+        body = [] if self.body is None else [await self.body.read(request, request.app.state.settings)]
+        return await self.handler(request, request.app.state.server, *body, *query)
 
     def described(self) -> dict[str, Any]:
         """The operation in an OpenAPI document."""
@@ -358,6 +342,17 @@ class Endpoint(NamedTuple):
             **({"requestBody": self.body.described()} if self.body is not None else {}),
             "responses": {"200": {"description": "Success"}, **dict.fromkeys(ERROR_STATUSES, ERROR)},
         }
+
+
+def _query(connection: HTTPConnection, path: str, kind: type[msgspec.Struct] | None) -> list[Any]:
+    """The query as a struct, if the path has one. Raises `HttpError` 400 for parameters that it does not take."""
+    known = kind.__struct_fields__ if kind is not None else ()
+    for name in connection.query_params:
+        if name not in known:
+            what = f"it has {', '.join(known)}" if known else "it has none"
+            message = f"{name[:100]}: {path} has no such parameter of the query; {what}."
+            raise bad_field(name[:100], message, "unknown_parameter")
+    return [] if kind is None else [decode(msgspec.json.encode(dict(connection.query_params)), kind)]
 
 
 ENDPOINTS = (
@@ -386,7 +381,7 @@ ENDPOINTS = (
     Endpoint("GET", "/v1/files/{file_id}", state.file),
     Endpoint("GET", "/v1/files/{file_id}/content", state.content),
     Endpoint("DELETE", "/v1/files/{file_id}", state.delete),
-    Endpoint("POST", calls.PATH, calls.create, calls.BODY, calls.CallQuery),
+    Endpoint("POST", calls.PATH, calls.create, calls.BODY, realtime.CallQuery),
     Endpoint("POST", f"{calls.PATH}/{{call_id}}/hangup", calls.hang_up),
     Endpoint("POST", live_sessions.PATH, live_sessions.create, live_sessions.BODY),
     Endpoint("POST", f"{live_sessions.SESSION}/fork", live_sessions.fork_call, live_sessions.FORK_BODY),
@@ -400,14 +395,14 @@ ENDPOINTS = (
     Endpoint("GET", "/v1/requests/{request_id}/timeline", timeline),
 )
 
-SOCKETS = {
-    REALTIME: realtime.realtime,
-    live_sessions.PATH: live_sessions.live,
-    f"{live_sessions.SESSION}/attach": live_sessions.attach,
-    f"{live_sessions.SESSION}/fork": live_sessions.fork,
-    stream.PATH: stream.stream,
-    elevenlabs.SINGLE: elevenlabs.stream_input,
-    elevenlabs.MULTI: elevenlabs.stream_input,
+SOCKETS: dict[str, tuple[Callable[..., Awaitable[None]], type[msgspec.Struct] | None]] = {  # handler and query
+    REALTIME: (realtime.realtime, realtime.SessionQuery),
+    live_sessions.PATH: (live_sessions.live, None),
+    f"{live_sessions.SESSION}/attach": (live_sessions.attach, live_sessions.AttachQuery),
+    f"{live_sessions.SESSION}/fork": (live_sessions.fork, None),
+    stream.PATH: (stream.stream, None),
+    elevenlabs.SINGLE: (elevenlabs.stream_input, elevenlabs.Query),
+    elevenlabs.MULTI: (elevenlabs.stream_input, elevenlabs.Query),
 }
 
 
@@ -460,7 +455,7 @@ def create_routes(settings: ServerSettings, bodies: Budget, fetcher: Fetcher | N
     routes += [Route("/openapi.json", _openapi), *(Route(path, _no_websocket) for path in SOCKETS)]
     answer: Any = _answer  # which takes requests and WebSockets
     app = Starlette(
-        routes=[*routes, *(WebSocketRoute(path, endpoint) for path, endpoint in SOCKETS.items())],
+        routes=[*routes, *map(_socket, SOCKETS)],
         lifespan=lifespan,
         exception_handlers=dict.fromkeys((HttpError, OmniError, HTTPException, Exception), answer),
     )
@@ -474,6 +469,15 @@ def _route(path: str, operations: dict[str, Endpoint]) -> Route:
         return await operations["GET" if request.method == "HEAD" else request.method](request)
 
     return Route(path, endpoint, methods=list(operations))
+
+
+def _socket(path: str) -> WebSocketRoute:
+    handler, kind = SOCKETS[path]
+
+    async def endpoint(websocket: WebSocket) -> None:
+        await handler(websocket, websocket.app.state.server, *_query(websocket, path, kind))
+
+    return WebSocketRoute(path, endpoint)
 
 
 async def _no_websocket(request: Request) -> Response:

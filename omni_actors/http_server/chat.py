@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +40,6 @@ from omni_actors.http_server.bodies import (
     Modalities,
     Strict,
     decode,
-    reserve,
 )
 from omni_actors.http_server.encoders import encoded_base64, pcm16
 from omni_actors.http_server.errors import bad_field
@@ -64,7 +64,7 @@ from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.http_server.store import Store
 from omni_actors.protocol.fields import PositiveInt, TokenId
 from omni_actors.protocol.messages import Description
-from omni_actors.protocol.payloads import USE_AUDIO_IN_VIDEO, PositionLogprobs, PromptPosition, ToolCall, ToolCallPiece
+from omni_actors.protocol.payloads import USE_AUDIO_IN_VIDEO, PositionLogprobs, ToolCall, ToolCallPiece
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 COMPLETION_FIELDS: dict[str, str] = {ErrorCode.PROMPT_TOO_LONG: "prompt", ErrorCode.INVALID_PAYLOAD: "prompt"}
@@ -139,24 +139,12 @@ class CompletionChoice:
     """One of the answers to a text completion. The offsets of its `logprobs` count characters of the tokens' texts."""
 
     index: int
+    came: WholeAnswer = field(default_factory=lambda: WholeAnswer(_likely_tokens))
     offset: int = 0
-    texts: list[str] = field(default_factory=list)
-    logprobs: dict[str, list[Any]] = field(default_factory=dict)
-    prompt_logprobs: list[PromptPosition] = field(default_factory=list)
-
-    def keep(self, item: StreamItem) -> None:
-        """Keep an item of an answer that is sent whole. Log probabilities count as bytes of the request until then."""
-        if isinstance(item, Text):
-            self.texts.append(item.text)
-            self.prompt_logprobs.extend(item.prompt_logprobs)
-            if likely := self._likely(item.logprobs):
-                reserve(sum(memoryview(likeliest).nbytes for likeliest in likely["top_logprobs"]))
-                for name, values in likely.items():
-                    self.logprobs.setdefault(name, []).extend(values)
 
     async def whole(self, end: Mapping[str, Any]) -> dict[str, Any]:
         """The choice of a whole text_completion object."""
-        return {"index": self.index, "text": "".join(self.texts), **end, "logprobs": self.logprobs or None}
+        return {"index": self.index, "text": self.came.text, **end, "logprobs": self._likely(self.came.logprobs)}
 
     def begin(self) -> Iterator[dict[str, Any]]:
         """The first choices of a stream: none."""
@@ -165,30 +153,32 @@ class CompletionChoice:
     def chunks(self, item: StreamItem) -> Iterator[dict[str, Any]]:
         """The choices of the objects that an item becomes in a stream."""
         if isinstance(item, Text):
-            yield {"index": self.index, "text": item.text, **GOES_ON, "logprobs": self._likely(item.logprobs)}
+            likely = self._likely(_likely_tokens(item.logprobs))
+            yield {"index": self.index, "text": item.text, **GOES_ON, "logprobs": likely}
 
     def end(self, end: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The last choices of a stream."""
         yield {"index": self.index, "text": "", **end, "logprobs": None}
 
-    def _likely(self, positions: Sequence[PositionLogprobs]) -> dict[str, Any] | None:
-        """The next positions; `None` for none."""
-        if not positions:
+    def _likely(self, tokens: Sequence[Raw]) -> dict[str, Any] | None:
+        """The `logprobs` of the next tokens; `None` for none."""
+        if not tokens:
             return None
-        offsets = []
-        for position in positions:
-            offsets.append(self.offset)
-            self.offset += len(position.token.text)
-        return {
-            "text_offset": offsets,
-            "token_logprobs": [max(position.token.logprob, LEAST_LOGPROB) for position in positions],
-            "tokens": [position.token.text for position in positions],
-            "top_logprobs": [Raw(json.encode(_likeliest(position))) for position in positions],
-        }
+        texts, logprobs, top = zip(*(json.decode(token, type=LikelyToken) for token in tokens), strict=True)
+        *offsets, self.offset = itertools.accumulate(map(len, texts), initial=self.offset)
+        return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": texts, "top_logprobs": top}
 
 
-def _likeliest(position: PositionLogprobs) -> dict[str, float]:
-    return {token.text: max(token.logprob, LEAST_LOGPROB) for token in (*position.top, position.token)}
+LikelyToken = tuple[str, float, Raw]  # its text, and the likeliest at its place by their texts
+
+
+def _likely_tokens(positions: Sequence[PositionLogprobs]) -> list[Raw]:
+    """The JSON of a `LikelyToken` for each token."""
+    found = []
+    for token, top in ((position.token, position.top) for position in positions):
+        likeliest = {one.text: max(one.logprob, LEAST_LOGPROB) for one in (*top, token)}
+        found.append(Raw(json.encode((token.text, max(token.logprob, LEAST_LOGPROB), likeliest))))
+    return found
 
 
 FIELDS: dict[str, str] = {
@@ -313,15 +303,6 @@ class ChatChoice:
     transcripts: Store[str]
     came: WholeAnswer = field(default_factory=WholeAnswer)
 
-    def keep(self, item: StreamItem) -> None:
-        """Keep an item of an answer that is sent whole."""
-        self.came.add(item)
-
-    @property
-    def prompt_logprobs(self) -> Sequence[PromptPosition]:
-        """Those of the prompt, which come with the first answer."""
-        return self.came.prompt_logprobs
-
     async def whole(self, end: Mapping[str, Any]) -> dict[str, Any]:
         """The choice of a chat.completion object."""
         came, text = self.came, self.came.text
@@ -396,11 +377,11 @@ class TextReply:
     async def _whole(self) -> dict[str, Any]:
         async for index, item in self.answer.choices():
             if item is not None:
-                self.choices[index].keep(item)
+                self.choices[index].came.add(item)
         choices = [await choice.whole(self._ending(index)) for index, choice in enumerate(self.choices)]
         whole = {**self.head, "choices": choices, "usage": usage_of(self.answer.usages, self.description)}
         if self.body.prompt_logprobs is not None:  # where vLLM has them
-            likely = Raw(json.encode(prompt_logprobs(self.choices[0].prompt_logprobs)))
+            likely = Raw(json.encode(prompt_logprobs(self.choices[0].came.prompt_logprobs)))
             for part in [whole] if isinstance(self.body, ChatRequest) else choices:
                 part["prompt_logprobs"] = likely
         return whole

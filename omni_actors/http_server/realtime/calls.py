@@ -14,7 +14,7 @@ from starlette.responses import Response
 from omni_actors.http_server.bodies import FORM, FormBody, Strict, received
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.config import parse
-from omni_actors.http_server.realtime.connection import SessionConnection, asked_by, begun, new_session
+from omni_actors.http_server.realtime.connection import CallQuery, SessionConnection, asked_by, begun, new_session
 from omni_actors.http_server.realtime.session import RealtimeSession
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState
@@ -67,22 +67,15 @@ class OfferBody:
 BODY = OfferBody()
 
 
-class CallQuery(Strict, frozen=True):
-    """The query, as of a WebSocket."""
-
-    model: str | None = None
-    intent: str | None = None
-
-
 def available() -> bool:
     """Whether the extra is installed."""
     return importlib.util.find_spec("aiortc") is not None
 
 
-async def create(request: Request, state: ServerState, offer: Offer, _: CallQuery) -> Response:
+async def create(request: Request, state: ServerState, offer: Offer, query: CallQuery) -> Response:
     """Begin a realtime session over WebRTC: answers an SDP offer, 201."""
     call = await new_call()
-    asked = asked_by(request, state.settings.api_key)
+    asked = asked_by(request, query, state.settings.api_key)
     if offer.session is not None:
         asked |= parse(offer.session.encode(errors="surrogatepass"), dict[str, Any], "session")
     session = new_session(*begun(asked, state, await state.describe(), called=True), state)

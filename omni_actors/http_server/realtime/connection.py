@@ -17,7 +17,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from omni_actors.client import Audio, Text
 from omni_actors.errors import OmniError
 from omni_actors.http_server.answer import finish_reason, token_counts, usage_of
-from omni_actors.http_server.bodies import BODIES, SHORT, take_bytes
+from omni_actors.http_server.bodies import BODIES, SHORT, Strict, take_bytes
 from omni_actors.http_server.connections import EventRate
 from omni_actors.http_server.encoders import Tempo, pcm16
 from omni_actors.http_server.errors import HttpError, bad_field, internal_error
@@ -459,23 +459,32 @@ async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-PARAMETERS = ("model", "intent", "session")
+class CallQuery(Strict, frozen=True):
+    """The query of a call."""
+
+    model: str | None = None
+    intent: str | None = None
 
 
-async def realtime(websocket: WebSocket) -> None:
+class SessionQuery(CallQuery, frozen=True):
+    """The query of a WebSocket; `session` is one whose connection was lost."""
+
+    session: str | None = None
+
+
+async def realtime(websocket: WebSocket, state: ServerState, query: SessionQuery) -> None:
     """Converse, with OpenAI's realtime events. A refusal is a plain HTTP response.
 
     With `session` in the query, go on with a session whose connection was lost.
     """
-    state: ServerState = websocket.app.state.server
-    asked = asked_by(websocket, state.settings.api_key)
+    asked = asked_by(websocket, query, state.settings.api_key)
     session = new_session(*begun(asked, state, await state.describe()), state)
-    if (session_id := websocket.query_params.get("session")) is not None:
-        kept = await find(session_id, owner_of(websocket, state), state.sessions)
+    if query.session is not None:
+        kept = await find(query.session, owner_of(websocket, state), state.sessions)
         for name, has in (("model", kept.config.model), ("type", kept.config.kind)):
             if asked.get(name) not in (None, has):
                 raise bad_field(name, f"The {name} of a session stays what it was at its start: {has}.")
-        session.go_on(session_id, kept)
+        session.go_on(query.session, kept)
     line = WebSocketLine(websocket)
     with state.realtime.session(state.tenant(websocket), line):
         await state.realtime.load()
@@ -494,15 +503,10 @@ async def create_secret(request: Request, state: ServerState, body: SecretReques
     return json_response({"value": value, "expires_at": expires, "session": session})
 
 
-def asked_by(connection: HTTPConnection, api_key: str | None) -> dict[str, Any]:
-    """The `session` that a client asks for when it connects. Raises `HttpError` 400, or 401 for a wrong secret."""
-    query = connection.query_params
-    for name in query:
-        if name not in PARAMETERS:
-            message = f"There is no parameter {name[:64]!r}; there are {', '.join(PARAMETERS)}."
-            raise bad_field(name[:64], message, "unknown_parameter")
-    asked: dict[str, Any] = {"model": query.get("model")}
-    if query.get("intent") == "transcription":
+def asked_by(connection: HTTPConnection, query: CallQuery, api_key: str | None) -> dict[str, Any]:
+    """The `session` that a client asks for when it connects. Raises `HttpError` 401 for a wrong secret."""
+    asked: dict[str, Any] = {"model": query.model}
+    if query.intent == "transcription":
         asked["type"] = "transcription"
     if (given := key_of(connection.headers)).startswith(PREFIX):
         secret = opened(given, api_key)

@@ -132,9 +132,8 @@ def running(session_id: str, connection: HTTPConnection, state: ServerState) -> 
 # WebSockets
 
 
-async def live(websocket: WebSocket) -> None:
+async def live(websocket: WebSocket, state: ServerState) -> None:
     """Converse, with the events of OpenAI's Live API. A refusal before them is a plain HTTP response."""
-    state: ServerState = websocket.app.state.server
 
     async def begin(data: bytes) -> Made:
         start = config.parse(data, LiveEvent)
@@ -145,9 +144,8 @@ async def live(websocket: WebSocket) -> None:
     await _converse(websocket, state, begin)
 
 
-async def fork(websocket: WebSocket) -> None:
+async def fork(websocket: WebSocket, state: ServerState) -> None:
     """Go on from where a stored session is, in a session of its own."""
-    state: ServerState = websocket.app.state.server
     found = await stored(websocket.path_params["session_id"], websocket, state)
 
     async def begin(data: bytes) -> Made:
@@ -160,8 +158,6 @@ async def fork(websocket: WebSocket) -> None:
 
 async def _converse(websocket: WebSocket, state: ServerState, begin: Callable[[bytes], Awaitable[Made]]) -> None:
     """Run the session that `begin` makes of the first event."""
-    for name in websocket.query_params:
-        raise bad_field(name[:64], f"{PATH} has no parameters: the session says what it is.", "unknown_parameter")
     line = WebSocketLine(websocket)
     with state.realtime.session(state.tenant(websocket), line), contextlib.suppress(WebSocketDisconnect):
         await state.realtime.load()
@@ -184,11 +180,14 @@ def _shown(error: HttpError, data: bytes) -> Event:
     return live_error(config.error_event(error, config.event_id_of(data))["error"])
 
 
-async def attach(websocket: WebSocket) -> None:
+class AttachQuery(Strict, frozen=True):
+    """The query of a further connection to a session."""
+
+    graceful_close: str | None = None  # without effect
+
+
+async def attach(websocket: WebSocket, state: ServerState, query: AttachQuery) -> None:
     """Watch a session that runs over another connection, and tell it what to do."""
-    state: ServerState = websocket.app.state.server
-    for name in {*websocket.query_params} - {"graceful_close"}:
-        raise bad_field(name[:64], f"{name[:64]}: there is graceful_close, without effect.", "unknown_parameter")
     connection = running(websocket.path_params["session_id"], websocket, state)
     session = connection.live
     if session is None or len(session.listeners) == MAX_ATTACHED:

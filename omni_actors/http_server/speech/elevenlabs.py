@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import msgspec
 import numpy
 from msgspec import Meta
 from starlette.websockets import WebSocket
@@ -120,10 +119,8 @@ class WireSound:
         return self._file.feed(samples_of(pcm))
 
 
-async def stream_input(websocket: WebSocket) -> None:
+async def stream_input(websocket: WebSocket, state: ServerState, query: QueryFields) -> None:
     """Speak a text while it is written, or several, each in its own context. A refusal is a plain HTTP response."""
-    state: ServerState = websocket.app.state.server
-    query = decode(msgspec.json.encode(dict(websocket.query_params)), Query)
     speaker = await _speaker(websocket, state, query)
     WireSound(query.output_format, speaker.description.sample_rate)  # which may refuse the format
     multi = websocket.url.path.endswith(MULTI.removeprefix(PATH))

@@ -11,7 +11,7 @@ from starlette.websockets import WebSocket
 
 from omni_actors.http_server.bodies import decode
 from omni_actors.http_server.encoders import Encoder, made_encoder
-from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.realtime.config import ClientEvent, Event, UpdateSession, error_event, event, event_id_of
 from omni_actors.http_server.speech.narrator import Narrator, SpeechSession
 from omni_actors.http_server.speech.recital import Manner, TextSpeaker, Utterance, request_ids, times_of
@@ -43,11 +43,8 @@ class CancelText(ClientEvent, frozen=True, kw_only=True, tag="input_text.cancel"
 AnyEvent = UpdateSession | AppendText | FlushText | EndText | CancelText
 
 
-async def stream(websocket: WebSocket) -> None:
+async def stream(websocket: WebSocket, state: ServerState) -> None:
     """Speak a text while it is written. A refusal is a plain HTTP response."""
-    for name in websocket.query_params:
-        raise bad_field(name[:64], f"{PATH} has no parameters: send session.update.", "unknown_parameter")
-    state: ServerState = websocket.app.state.server
     await SpeechSession(websocket, state, StreamEvents(websocket, state)).run()
 
 
