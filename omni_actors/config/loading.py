@@ -178,16 +178,21 @@ def _converted(data: dict[str, Any], places: _Places) -> PipelineConfig:
         raise ConfigError(f"{places(place)}: {f'{key}: ' if key else ''}{problem}") from error
 
 
-OptionsT = TypeVar("OptionsT", bound=Struct)
+StructT = TypeVar("StructT", bound=Struct)
 
 
-def engine_options(stage: StageConfig, struct: type[OptionsT]) -> OptionsT:
+def engine_options(stage: StageConfig, struct: type[StructT]) -> StructT:
     """Read a stage's `engine` mapping. Raises `ConfigError` for an unknown option or a wrong type."""
+    return converted(stage.engine, struct, f"stages.{stage.name}.engine")
+
+
+def converted(data: Any, struct: type[StructT], key: str) -> StructT:
+    """Convert a section of a configuration, which has a dotted key. Raises `ConfigError` with the key at fault."""
     try:
-        return msgspec.convert(stage.engine, struct, strict=True)
+        return msgspec.convert(data, struct, strict=True)
     except ValidationError as error:
         place, problem = explain(error, struct)
-        raise ConfigError(f"{'.'.join(map(str, ('stages', stage.name, 'engine', *place)))}: {problem}") from error
+        raise ConfigError(f"{'.'.join(map(str, (key, *place)))}: {problem}") from error
 
 
 def explain(error: ValidationError, struct: type[Struct]) -> tuple[Place, str]:

@@ -18,7 +18,7 @@ from msgspec import Struct
 from omni_actors import envs, flags
 from omni_actors.config import HttpConfig
 from omni_actors.config.checks import check_http_sizes
-from omni_actors.config.loading import explain
+from omni_actors.config.loading import converted
 from omni_actors.config.schema import meanings
 from omni_actors.errors import ConfigError
 from omni_actors.host.addresses import is_loopback
@@ -143,11 +143,7 @@ def _alias(text: str) -> tuple[str, str]:
 
 def http_config(options: argparse.Namespace) -> HttpConfig:
     """Build the section `http` from flags alone. Raises `ConfigError`, naming the key, for a value off limits."""
-    try:
-        http = msgspec.convert(given_flags(options), HttpConfig)
-    except msgspec.ValidationError as error:
-        place, problem = explain(error, HttpConfig)
-        raise ConfigError(f"http.{'.'.join(map(str, place))}: {problem}") from error
+    http = converted(given_flags(options), HttpConfig, "http")
     check_http_sizes(http)
     return http
 

@@ -326,12 +326,12 @@ class RealtimeConversation:
         """Id of the newest item."""
         return self._items[-1].id if self._items else None
 
-    def find(self, item_id: str) -> AnyItem:
-        """An item. Raises `HttpError` 404."""
+    def find(self, item_id: str, param: str = "item_id") -> AnyItem:
+        """An item. Raises `HttpError` 404, for the field that names it."""
         for item in self._items:
             if item.id == item_id:
                 return item
-        raise HttpError(404, f"The conversation has no item {item_id!r}.", param="item_id", code="item_not_found")
+        raise HttpError(404, f"The conversation has no item {item_id!r}.", param=param, code="item_not_found")
 
     def message(self, item_id: str) -> MessageItem | None:
         """A message; `None` if it is gone."""
@@ -349,7 +349,7 @@ class RealtimeConversation:
         if after == FIRST:
             index = 0
         elif after is not None:
-            index = self._items.index(self._before(after)) + 1
+            index = self._items.index(self.find(after, "previous_item_id")) + 1
         self._items.insert(index, item)
         self._weights[item.id] = Counter()
         self.weigh(item)
@@ -385,13 +385,6 @@ class RealtimeConversation:
         for item_id in dropped:
             self.remove(item_id)
         return dropped
-
-    def _before(self, item_id: str) -> AnyItem:
-        try:
-            return self.find(item_id)
-        except HttpError as error:
-            error.param = "previous_item_id"
-            raise
 
     def _exceeds(self, weight: Counter[str]) -> bool:
         return any(weight[name] > most for name, most in self._most.items())

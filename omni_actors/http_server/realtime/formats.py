@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from functools import cache
 from typing import Any, Literal
 
 import msgspec
 import numpy
+import soundfile
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
@@ -120,15 +122,10 @@ def _resampled(resampler: Any, samples: Samples, last: bool) -> Samples:
 @cache
 def g711_levels(law: str) -> Samples:
     """The sample of each code."""
-    codes = numpy.arange(256)
-    if law == "audio/pcmu":
-        codes = ~codes & 0xFF
-        size = ((((codes & 15) << 3) + 132) << (codes >> 4 & 7)) - 132
-        return numpy.where(codes & 0x80, -size, size).astype(numpy.int16)
-    codes ^= 0x55
-    segment, step = codes >> 4 & 7, (codes & 15) << 4
-    size = numpy.where(segment == 0, step + 8, (step + 264) << numpy.maximum(segment - 1, 0))
-    return numpy.where(codes & 0x80, size, -size).astype(numpy.int16)
+    about = {"format": "RAW", "samplerate": G711_RATE, "channels": 1}
+    codes, subtype = io.BytesIO(bytes(range(256))), "ULAW" if law == "audio/pcmu" else "ALAW"
+    samples: Samples = soundfile.read(codes, dtype="int16", subtype=subtype, **about)[0]
+    return samples
 
 
 def g711_codes(law: str, samples: Samples) -> NDArray[numpy.uint8]:

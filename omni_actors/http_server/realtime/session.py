@@ -487,13 +487,10 @@ class RealtimeSession:
         items: list[AnyItem] = []
         for index, entry in enumerate(given):
             where = f"response.input[{index}]"
-            if not isinstance(entry, config.ItemReference):
+            if isinstance(entry, config.ItemReference):
+                items.append(self._conversation.find(entry.id, f"{where}.id"))
+            else:
                 items.append(self._item_of(entry, where))
-                continue
-            try:
-                items.append(self._conversation.find(entry.id))
-            except HttpError as error:
-                raise bad_field(f"{where}.id", error.message, "item_not_found") from None
         return items
 
     def _ask(self, response: RunningResponse, silence: float, items: Iterable[AnyItem], early: bool = False) -> Ask:
