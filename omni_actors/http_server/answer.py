@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -50,8 +50,8 @@ class AnswerStreams(Protocol):
         """End all requests that have not ended. Idempotent."""
 
 
-def request_options(request: Request, state: ServerState, body: Submission) -> dict[str, Any]:
-    """What `AsyncOmniClient.submit` takes with each request that serves an HTTP request."""
+def request_options(request: HTTPConnection, state: ServerState, body: Submission) -> dict[str, Any]:
+    """What `AsyncOmniClient.submit` takes with each request that serves an HTTP request or a WebSocket."""
     return {
         "timeout": state.settings.request_timeout if body.timeout is None else body.timeout,
         "priority": body.priority or 0,

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -45,6 +45,7 @@ from omni_actors.http_server.speech import elevenlabs, stream, texts, voices
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.logs import get_logger, trace_of
 from omni_actors.protocol.fields import TRACEPARENT
+from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.sharing import Budget
 from omni_actors.telemetry.endpoint import METRICS_TYPE, is_name_of_loopback
@@ -77,21 +78,20 @@ async def health(request: Request, state: ServerState) -> Response:
 async def models(request: Request, state: ServerState) -> Response:
     """The names under which the pipeline's model is served, and its LoRA adapters, whose parent it is."""
     description = await state.describe()
-    names = state.model_names(description)
-    adapters = [_model(name, state, names[0]) for name in description.adapters]
-    return json_response({"object": "list", "data": [*(_model(name, state) for name in names), *adapters]})
+    names = (*state.model_names(description), *description.adapters)
+    return json_response({"object": "list", "data": [_model(name, state, description) for name in names]})
 
 
 async def model(request: Request, state: ServerState) -> Response:
     """One of these models."""
-    name = request.path_params["name"]
     description = await state.describe()
-    parent = state.model_names(description)[0] if name in description.adapters else None
-    return json_response(_model(state.model_name(name, description), state, parent))
+    name = state.model_name(request.path_params["name"], description)
+    return json_response(_model(name, state, description))
 
 
-def _model(name: str, state: ServerState, parent: str | None = None) -> dict[str, Any]:
+def _model(name: str, state: ServerState, description: Description) -> dict[str, Any]:
     """OpenAI's fields, then those of vLLM's that its tools need (`vllm bench serve` reads `root`)."""
+    parent = state.model_names(description)[0] if name in description.adapters else None
     of_openai = {"id": name, "object": "model", "created": state.started, "owned_by": "omni_actors"}
     return {**of_openai, "root": name, "parent": parent}
 
@@ -432,20 +432,8 @@ def create_routes(settings: ServerSettings, bodies: Budget, fetcher: Fetcher | N
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        state = ServerState(settings, bodies, fetcher)
-        async with AsyncExitStack() as connections:
-            for client in (state.client, *([state.ears.client] if state.ears is not None else [])):
-                await connections.enter_async_context(client)
-            app.state.server = state
-            tasks = [
-                asyncio.create_task(state.refresh(), name="refresh"),
-                asyncio.create_task(state.sweep(), name="sweep"),
-            ]
+        async with ServerState(settings, bodies, fetcher) as app.state.server:
             yield
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await state.close()
 
     by_path: defaultdict[str, dict[str, Endpoint]] = defaultdict(dict)
     for operation in ENDPOINTS:

@@ -282,7 +282,7 @@ class MediaReader:
         Raises:
             HttpError: 400 or 413, as for the media of messages.
         """
-        self._check_file(data, param)
+        self.check_file(data, param)
         return (await self._measured(AUDIO_FILE, "The file", data, param)).seconds
 
     async def samples(self, data: bytes, param: str, rate: int, most_seconds: float) -> numpy.ndarray:
@@ -291,7 +291,7 @@ class MediaReader:
         Raises:
             HttpError: 400 or 413, as for the media of messages.
         """
-        self._check_file(data, param)
+        self.check_file(data, param)
         # Its seconds bound what a decoder holds: sound is averaged and resampled as it is read.
         limits = dataclasses.replace(self._limits, audio_seconds=most_seconds, audio_rate=rate, decoded_bytes=UNLIMITED)
         (samples,) = await self._decoded(AUDIO_FILE, "The recording", data, param, limits=limits)
@@ -309,7 +309,7 @@ class MediaReader:
         if len(files) > most:
             raise bad_field(param, f"There are {len(files)} pictures; at most {most} are allowed.")
         for file in files:
-            self._check_file(file.data, file.field)
+            self.check_file(file.data, file.field)
         values = await self._checked([_Medium("image", file.data, file.field) for file in files])
         return [{"type": "image", "image": value} for value in values]
 
@@ -370,7 +370,8 @@ class MediaReader:
         self._check_size((len(text) - 4) * 3 // 4, param)
         return await asyncio.to_thread(_base64_of, text, param)
 
-    def _check_file(self, data: bytes, param: str) -> None:
+    def check_file(self, data: bytes, param: str) -> None:
+        """Raise `HttpError` 400 or 413 for an uploaded file that is empty or too large."""
         if not data:
             raise bad_field(param, "The file is empty.")
         self._check_size(len(data), param)
@@ -378,7 +379,7 @@ class MediaReader:
     def _check_size(self, size: int, param: str) -> None:
         limit = self._settings.media_bytes
         if size > limit:
-            raise too_large(f"Each image, audio or video is limited to {limit} bytes.", param)
+            raise too_large(f"Each file, image, audio or video is limited to {limit} bytes.", param)
 
     async def _checked(self, found: Sequence[_Medium], sound_in_video: bool = False) -> list[Any]:
         """Check audio and images by their headers and decode video and documents; what the client library takes.

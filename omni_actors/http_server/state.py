@@ -224,6 +224,16 @@ class ServerState:
         self._described = 0.0
         self._whole = False  # whether this coordinator has had all stages ready, and so knows all of them
         self._asking: asyncio.Task[Description] | None = None
+        self._tasks: list[asyncio.Task[NoReturn]] = []
+
+    async def __aenter__(self) -> ServerState:
+        for client in (self.client, *([self.ears.client] if self.ears is not None else [])):
+            await client.__aenter__()
+        self._tasks = [asyncio.create_task(work(), name=work.__name__) for work in (self.refresh, self.sweep)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def describe(self) -> Description:
         """The pipeline's state, at most `FRESH_SECONDS` old. Raises `RequestTimeout` if there is no answer.
@@ -293,7 +303,7 @@ class ServerState:
 
     async def close(self) -> None:
         """End calls and jobs, the connection to the pipeline, and the decoders."""
-        for task in (tasks := [*self.calls.values(), *self.video_jobs.values()]):
+        for task in (tasks := [*self._tasks, *self.calls.values(), *self.video_jobs.values()]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._asking is not None:
@@ -413,10 +423,7 @@ BODY = FormBody(UploadForm, {})
 async def upload(request: Request, state: ServerState, form: Form[UploadForm]) -> Response:
     """Upload an image, audio or video for `{"type": "file", "file": {"file_id": ...}}`."""
     file = form.files[0]
-    if not file.data:
-        raise bad_field("file", "The file is empty.")
-    if len(file.data) > state.settings.media_bytes:
-        raise too_large(f"Each file is limited to {state.settings.media_bytes} bytes.", "file")
+    state.media.check_file(file.data, file.field)
     if len(file.name.encode()) > MAX_NAME_BYTES:
         raise bad_field("file", f"The file's name has more than {MAX_NAME_BYTES} bytes.")
     return json_response(_file(await _keep(state, f"file-{uuid.uuid4().hex}", file, form.fields.purpose)))

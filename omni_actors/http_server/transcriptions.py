@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import numpy
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -88,22 +89,19 @@ TRANSLATION = FormBody(TranslationForm, {})
 
 async def transcriptions(request: Request, state: ServerState, form: Form[TranscriptionForm]) -> Response:
     """Write down what is said in a recording."""
-    question = transcription_question(form.fields.language, form.fields.prompt)
-    return await _respond(form.fields, form.files[0].data, "transcribe", question, request, state)
+    return await _respond(form.fields, form.files[0].data, "transcribe", request, state)
 
 
 async def translations(request: Request, state: ServerState, form: Form[TranslationForm]) -> Response:
     """Write down in English what is said in a recording."""
-    return await _respond(
-        form.fields, form.files[0].data, "translate", translation_question(form.fields.prompt), request, state
-    )
+    fields = TranscriptionForm(**msgspec.structs.asdict(form.fields))
+    return await _respond(fields, form.files[0].data, "translate", request, state)
 
 
 async def _respond(
-    fields: TranslationForm, file: bytes, task: Task, question: str, request: Request, state: ServerState
+    fields: TranscriptionForm, file: bytes, task: Task, request: Request, state: ServerState
 ) -> Response:
-    stream = isinstance(fields, TranscriptionForm) and fields.stream
-    if stream and fields.response_format != "json":
+    if fields.stream and fields.response_format != "json":
         raise bad_field("stream", "Events are JSON: with stream, response_format must be 'json'.", "unsupported_value")
     state.model_name(fields.model, await state.facts())
     client, description = await state.transcriber()
@@ -114,7 +112,7 @@ async def _respond(
     if hearing is not None and task == "translate":
         message = "This model writes down what it hears in the language that is spoken; it does not translate."
         raise bad_field("model", message, "unsupported_value")
-    timed = isinstance(fields, TranscriptionForm) and "word" in (fields.timestamp_granularities or ())
+    timed = "word" in (fields.timestamp_granularities or ())
     if timed and description.aligning is None:
         message = "This pipeline does not know when words are said: ask for segments."
         raise bad_field("timestamp_granularities", message, "unsupported_value")
@@ -127,15 +125,16 @@ async def _respond(
         message = f"The file does not say its length, which {fields.response_format!r} needs: ask for 'json' or 'text'."
         raise bad_field("response_format", message, "unsupported_value")
     sounds = [{"type": "audio", "audio": part.data} for part in parts]
+    asked = translation_question(fields.prompt) if task == "translate" else None
+    question = asked or transcription_question(fields.language, fields.prompt)
     prompts = [about_sound(sound, None if hearing else question, fields.prompt) for sound in sounds]
-    spoken = fields.language if isinstance(fields, TranscriptionForm) else None
     options = {
         "modalities": ["text"] if aligning is None else ["text", "words"],
-        "additional_information": {LANGUAGE: spoken} if hearing is not None and spoken else None,
+        "additional_information": {LANGUAGE: fields.language} if hearing and fields.language else None,
         "params": state.stage_params(fields.model, {}, description, {"temperature": fields.temperature}),
     }
     answer = await _asked(client, prompts, fields, request, state, options)
-    if stream:
+    if fields.stream:
         return AnswerResponse(answer, _transcript_events(answer, description), EVENTS, state.settings.write_timeout)
     async with answer:
         return _whole(fields, task, await _heard(answer, parts, description), timed)
@@ -144,7 +143,7 @@ async def _respond(
 async def _asked(
     client: AsyncOmniClient,
     prompts: Sequence[Any],
-    fields: TranslationForm,
+    fields: TranscriptionForm,
     request: Request,
     state: ServerState,
     options: dict[str, Any],
@@ -290,9 +289,8 @@ def gap(before: str, after: str) -> str:
     return "" if ends else " "
 
 
-def _whole(fields: TranslationForm, task: Task, transcript: Transcript, timed: bool) -> Response:
+def _whole(fields: TranscriptionForm, task: Task, transcript: Transcript, timed: bool) -> Response:
     text, segments = transcript.text, [segment for segment in transcript.segments if segment.text]
-    spoken = fields.language if isinstance(fields, TranscriptionForm) else None
     match fields.response_format:
         case "text":
             return PlainTextResponse(f"{text}\n")
@@ -307,7 +305,7 @@ def _whole(fields: TranslationForm, task: Task, transcript: Transcript, timed: b
             return json_response(
                 {
                     "task": task,
-                    "language": "en" if task == "translate" else transcript.language or spoken or "unknown",
+                    "language": "en" if task == "translate" else transcript.language or fields.language or "unknown",
                     "duration": round(transcript.seconds, 3),
                     "text": text,
                     "segments": [_segment(number, each, fields.temperature) for number, each in enumerate(segments)],

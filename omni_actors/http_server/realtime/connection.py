@@ -342,7 +342,7 @@ class SessionConnection:
                     if event["type"] == "response.done":
                         self._count(response := event["response"])
                         if (pcm := self._sounds.get(response["id"])) is not None:
-                            self._aligning.add(task := _task(self._find_words(response, pcm), "realtime aligner"))
+                            self._aligning.add(task := asyncio.create_task(self._find_words(response, pcm)))
                             task.add_done_callback(self._aligning.discard)
                 case Cancel(response_id):
                     if response_id in self._answers:
@@ -368,7 +368,7 @@ class SessionConnection:
             self._transcriber.pause(ask.messages[-1]["content"][0])
         else:
             wanted.set()
-        answer = self._answers[response_id] = _task(self._relay(ask, wanted), "realtime answer")
+        answer = self._answers[response_id] = asyncio.create_task(self._relay(ask, wanted))
         answer.add_done_callback(partial(self._answered, response_id, wanted))
 
     def _count(self, response: Mapping[str, Any]) -> None:
@@ -445,10 +445,6 @@ class SessionConnection:
         self._carry_out(self._session.answered(ask.response_id, {**token_counts(found), **details}, cut))
         if playback.first:
             meters.histogram(REALTIME_SMOOTH_START).observe(playback.smooth_start - speech_ended)
-
-
-def _task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    return asyncio.create_task(work, name=name)
 
 
 async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -16,7 +16,7 @@ from omni_actors.http_server.answer import Answer, WholeAnswer, finish_reason, t
 from omni_actors.http_server.bodies import free_form
 from omni_actors.http_server.encoders import encoded_base64, pcm16
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.generation import TextFormat
+from omni_actors.http_server.generation import TextFormat, called_tool
 from omni_actors.http_server.responses.items import ResponsesRequest
 from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import ToolCallPiece
@@ -157,7 +157,7 @@ class ResponseReply:
     def message(self) -> dict[str, Any]:
         """The answer as a message of the next turn."""
         items = [item for item in self._output("completed") if item["type"] == "function_call"]
-        calls = [{"id": item["call_id"], **{name: item[name] for name in ("name", "arguments")}} for item in items]
+        calls = [called_tool(item["call_id"], item["name"], item["arguments"]) for item in items]
         said = {"role": "assistant", "content": self._came.text}
         return {**said, "tool_calls": calls} if calls else said
 

@@ -9,10 +9,9 @@ from typing import Protocol
 
 from starlette.websockets import WebSocket
 
-from omni_actors.client import Audio, StreamItem, Text
+from omni_actors.client import StreamItem
 from omni_actors.errors import OmniError
 from omni_actors.http_server.bodies import MAX_VALUES, check_bounds, take_bytes
-from omni_actors.http_server.encoders import Samples, fed
 from omni_actors.http_server.errors import HttpError, too_large
 from omni_actors.http_server.realtime.config import Event
 from omni_actors.http_server.realtime.connection import EVENT_BYTES, WebSocketLine, close, read_events, together
@@ -57,9 +56,6 @@ class Narrator:
         self.recital = Recital(grows=True)
         self._outbox = outbox
         self._dialect = dialect
-        self._seconds = 0.0  # of the piece that is heard
-        self._sound: list[Samples] = []  # of it, if its words are to get times
-        self._said = ""
 
     async def append(self, utterance: Utterance, text: str) -> None:
         """Add to the text of an utterance. Raises `HttpError` 413 if too much of it would wait."""
@@ -105,25 +101,18 @@ class Narrator:
             await self.recital.abort()
 
     async def _pass_on(self, piece: TextPiece, item: StreamItem | None) -> None:
-        utterance = piece.utterance
-        if isinstance(item, Text):
-            self._said += item.text
-        elif isinstance(item, Audio) and not utterance.over:
-            self._seconds += len(item.samples) / item.sample_rate
-            self._sound += [item.samples] if utterance.speaker.aligner is not None else []
-            self._send(utterance, await fed(utterance.encoder, item.samples))
-        elif item is None:
+        if item is None:
             await self._end(piece)
+        elif not piece.utterance.over:
+            self._send(piece.utterance, await piece.take(item))
         await self._outbox.room(ANSWER_BYTES)
 
     async def _end(self, piece: TextPiece) -> None:
         utterance = piece.utterance
         if piece.text and not utterance.over:
-            utterance.texts.append(self._said if utterance.speaker.answers else piece.text)
-            words = await utterance.speaker.words(piece.text, self._sound)
-            if (event := self._dialect.spoken(utterance, piece.text, self._seconds, words)) is not None:
+            words = await piece.complete()
+            if (event := self._dialect.spoken(utterance, utterance.texts[-1], piece.seconds, words)) is not None:
                 self._outbox.put(event)
-        self._seconds, self._said, self._sound = 0.0, "", []
         if piece.last:
             if not utterance.over:
                 self._send(utterance, utterance.encoder.finish())

@@ -10,21 +10,21 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy
 from msgspec import Meta
 from starlette.requests import HTTPConnection
 
-from omni_actors.client import Audio, ChoiceItem, RequestStream
+from omni_actors.client import Audio, ChoiceItem, RequestStream, StreamItem, Text
 from omni_actors.client.async_client import SEEDS
 from omni_actors.client.prompts import read_aloud, speech_ability
 from omni_actors.errors import Aborted, ErrorCode, OmniError, suggest
-from omni_actors.http_server.answer import token_counts, usage_of
+from omni_actors.http_server.answer import request_options, token_counts, usage_of
 from omni_actors.http_server.bodies import StagedSubmission
 from omni_actors.http_server.ears import WORDS_SECONDS, Ears
-from omni_actors.http_server.encoders import Encoder, Samples
+from omni_actors.http_server.encoders import Encoder, Samples, fed
 from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.generation import Speed, VoiceId
 from omni_actors.http_server.speech.sentences import SentenceCutter
@@ -120,11 +120,9 @@ class TextSpeaker:
         options |= {
             "params": state.stage_params(manner.model, manner.params_by_stage(), description, {}),
             "seed": secrets.randbelow(SEEDS) if manner.seed is None else manner.seed,
-            "priority": manner.priority or 0,
-            "traceparent": connection.state.traceparent,
-            "tenant": state.tenant(connection),
+            **request_options(connection, state, manner),
         }
-        limit = state.settings.request_timeout if manner.timeout is None else manner.timeout
+        limit = options.pop("timeout")
         aligner = await state.aligner()
         return cls(state, description, ability is None, in_parts, prompt, options, limit, expires, ids, aligner)
 
@@ -208,10 +206,12 @@ class Utterance:
 
     Args:
         name: what its client calls it.
+        timed: its client is told when words are said, if that is known.
     """
 
-    def __init__(self, speaker: TextSpeaker, encoder: Encoder, name: str | None = None) -> None:
+    def __init__(self, speaker: TextSpeaker, encoder: Encoder, name: str | None = None, timed: bool = True) -> None:
         self.speaker = speaker
+        self.timed = timed and speaker.aligner is not None
         self.encoder = encoder
         self.name = name
         self.cutter = SentenceCutter()
@@ -237,6 +237,9 @@ class TextPiece:
     Args:
         last: whether nothing of the utterance follows.
         stream: its request, or why there is none; `None` until it is asked for.
+        said: what is said, as far as the model says it.
+        seconds: of its sound so far.
+        sound: that sound, if the utterance is timed.
     """
 
     utterance: Utterance
@@ -244,6 +247,26 @@ class TextPiece:
     whole: bool = True
     last: bool = False
     stream: RequestStream | OmniError | None = None
+    said: str = ""
+    seconds: float = 0.0
+    sound: list[Samples] = field(default_factory=list)
+
+    async def take(self, item: StreamItem) -> bytes:
+        """Take what comes of its request; returns the sound that is ready, encoded."""
+        if isinstance(item, Text):
+            self.said += item.text
+        if not isinstance(item, Audio):
+            return b""
+        self.seconds += len(item.samples) / item.sample_rate
+        if self.utterance.timed:
+            self.sound.append(item.samples)
+        return await fed(self.utterance.encoder, item.samples)
+
+    async def complete(self) -> Sequence[WordTime]:
+        """Note what was said; returns when its words were, as far as that is known."""
+        text = self.said if self.utterance.speaker.answers else self.text
+        self.utterance.texts.append(text)
+        return await self.utterance.speaker.words(text, self.sound)
 
     async def abort(self) -> None:
         """End its request, if it has one. Idempotent."""

@@ -10,17 +10,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from omni_actors.client import Audio, StreamItem, Text
 from omni_actors.http_server.answer import EVENTS, Answer, AnswerResponse, WholeAnswer, event
 from omni_actors.http_server.bodies import JsonBody
-from omni_actors.http_server.encoders import MEDIA_TYPES, Samples, Tempo, encoded, fed, made_encoder
+from omni_actors.http_server.encoders import MEDIA_TYPES, Tempo, encoded, made_encoder
 from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.speech.recital import (
     FIELDS,
@@ -62,8 +61,8 @@ async def speech(request: Request, state: ServerState, body: SpeechRequest) -> R
     speaker = await TextSpeaker.of(request, state, body, request_ids(request.state.request_id), expires)
     description, timeout = speaker.description, state.settings.write_timeout
     encoder = await made_encoder(body.response_format, description.sample_rate, body.speed)
-    utterance = Utterance(speaker, encoder)
     timed = bool(body.timestamp_granularities)
+    utterance = Utterance(speaker, encoder, timed=timed)
     if timed and body.stream_format != "sse":
         message = 'Times of words come as events: ask for stream_format: "sse".'
         raise bad_field("timestamp_granularities", message, "unsupported_value")
@@ -77,7 +76,7 @@ async def speech(request: Request, state: ServerState, body: SpeechRequest) -> R
     tempos = [await asyncio.to_thread(Tempo, body.speed)] if whole and body.speed not in (None, 1) else []
     answer = await Answer.of(recital, request, state, FIELDS, tempos)
     if body.stream_format == "sse":
-        return AnswerResponse(answer, _events(answer, utterance, texts, body), EVENTS, timeout)
+        return AnswerResponse(answer, _events(answer, recital, utterance, body), EVENTS, timeout)
     if whole:
         # FLAC states its length at the beginning. A stream cannot, so readers such as libsndfile fail at its end;
         # therefore FLAC is streamed only on explicit request.
@@ -87,50 +86,33 @@ async def speech(request: Request, state: ServerState, body: SpeechRequest) -> R
                 found.add(item)
             file = await encoded(found.samples, "flac", description.sample_rate)
             return Response(file, media_type=MEDIA_TYPES["flac"])
-    return AnswerResponse(answer, _file(answer, utterance), MEDIA_TYPES[body.response_format], timeout)
+    return AnswerResponse(answer, _file(answer, recital, utterance), MEDIA_TYPES[body.response_format], timeout)
 
 
-async def _encoded(answer: Answer, utterance: Utterance) -> AsyncIterator[tuple[StreamItem | None, bytes]]:
-    """Note what is said in an answer, and encode its sound: each item with what it became, `None` behind a piece."""
-    said = ""
+async def _file(answer: Answer, recital: Recital, utterance: Utterance) -> AsyncIterator[bytes]:
     async for _, item in answer.choices():
-        data = await fed(utterance.encoder, item.samples) if isinstance(item, Audio) else b""
-        if isinstance(item, Text):
-            said += item.text
-        elif item is None:
-            utterance.texts.append(said)
-            said = ""
-        yield item, data
-    yield None, utterance.encoder.finish()
-
-
-async def _file(answer: Answer, utterance: Utterance) -> AsyncIterator[bytes]:
-    async for _, data in _encoded(answer, utterance):
-        if data:
+        if item is not None and (data := await recital.piece.take(item)):
             yield data
+    yield utterance.encoder.finish()
 
 
-async def _events(
-    answer: Answer, utterance: Utterance, texts: Sequence[str], body: SpeechRequest
-) -> AsyncIterator[bytes]:
+async def _events(answer: Answer, recital: Recital, utterance: Utterance, body: SpeechRequest) -> AsyncIterator[bytes]:
     """Stream OpenAI's speech.audio.delta and speech.audio.done events, the latter with the spoken text.
 
     With times of words, speech.audio.words comes behind the sound of each piece.
     """
-    speaker, speed = utterance.speaker, body.speed or 1
-    begin, sound = 0.0, list[Samples]()
-    async for item, data in _encoded(answer, utterance):
-        if data:
-            yield event({"type": "speech.audio.delta", "audio": data})
-        if isinstance(item, Audio) and body.timestamp_granularities:
-            sound.append(item.samples)
-        elif item is None and sound:
-            place = len(utterance.texts) - 1
-            text = utterance.texts[place] if speaker.answers else texts[place]
-            if words := await speaker.words(text, sound):
-                times = times_of(words, begin, speed)
-                yield event({"type": "speech.audio.words", "text": text, "words": times})
-            begin += sum(map(len, sound)) / speaker.description.sample_rate
-            sound.clear()
-    transcript = " ".join(filter(None, utterance.texts)) if speaker.answers else body.input
+    begin = 0.0
+    async for _, item in answer.choices():
+        piece = recital.piece
+        if item is not None:
+            if data := await piece.take(item):
+                yield event({"type": "speech.audio.delta", "audio": data})
+            continue
+        if words := await piece.complete():
+            times = times_of(words, begin, body.speed or 1)
+            yield event({"type": "speech.audio.words", "text": utterance.texts[-1], "words": times})
+        begin += piece.seconds
+    if data := utterance.encoder.finish():
+        yield event({"type": "speech.audio.delta", "audio": data})
+    transcript = " ".join(filter(None, utterance.texts)) if utterance.speaker.answers else body.input
     yield event({"type": "speech.audio.done", "usage": utterance.usage(), "transcript": transcript})
