@@ -14,9 +14,9 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Struct, ValidationError
@@ -200,12 +200,14 @@ def explain(error: ValidationError, struct: type[Struct]) -> tuple[Place, str]:
     problem, _, path = str(error).partition(" - at `")
     place: Place = tuple(int(index) if index else name for name, index in _STEP.findall(path))
     words: list[str] = []
-    for kind in _types_at(place, struct):
+    for kind in types_at(place, struct):
         if isinstance(kind, str):  # of a `Literal`
             words.append(kind)
-        elif _is_struct(kind):
-            for name, annotation in _fields(kind).items():  # with those of sections: `temperature` is below `sampling`
-                below = [key for part in _parts(annotation) if _is_struct(part) for key in _fields(part)]
+        elif is_struct(kind):  # with the fields of sections: `temperature` is below `sampling`
+            for name, annotation in fields_of(
+                kind
+            ).items():  # with those of sections: `temperature` is below `sampling`
+                below = [key for part in _parts(annotation) if is_struct(part) for key in fields_of(part)]
                 words += [name, *(f"{name}.{key}" for key in below)]
         elif isinstance(kind, type) and issubclass(kind, enum.Enum):
             words += [str(member.value) for member in kind]
@@ -216,33 +218,33 @@ def explain(error: ValidationError, struct: type[Struct]) -> tuple[Place, str]:
     return place, f"{problem}."
 
 
-def _types_at(place: Place, struct: type[Struct]) -> list[Any]:
-    """All types in the annotation at a place."""
-    kinds: list[Any] = [struct]
+def types_at(place: Iterable[str | int], kind: Any) -> list[Any]:
+    """All types in the annotation at a place, with the values of a `Literal`. A list has those of its items, too."""
+    kinds = [*_parts(kind)]
     for step in place:
-        if isinstance(step, str):  # the types of a list hold those of its items
-            found = [_fields(kind)[step] for kind in kinds if _is_struct(kind) and step in _fields(kind)]
+        if isinstance(step, str):
+            found = [fields_of(kind)[step] for kind in kinds if is_struct(kind) and step in fields_of(kind)]
             kinds = [part for annotation in found for part in _parts(annotation)]
     return kinds
 
 
 @functools.cache  # to evaluate the annotations takes milliseconds
-def _fields(struct: type[Struct]) -> dict[str, Any]:
-    """The annotations of a struct's fields, by the names that they have in the YAML."""
-    hints = get_type_hints(struct, include_extras=True)
-    return {
-        encoded: hints[name]
-        for name, encoded in zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
-    }
+def fields_of(struct: type[Struct]) -> dict[str, Any]:
+    """The annotations of a struct's fields and of its tag, by the names that they have in YAML or JSON."""
+    hints, config = get_type_hints(struct, include_extras=True), struct.__struct_config__
+    named = zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
+    tag = {config.tag_field: Literal[config.tag]} if config.tag_field is not None else {}
+    return {**tag, **{encoded: hints[name] for name, encoded in named}}
 
 
-def _is_struct(kind: Any) -> bool:
+def is_struct(kind: Any) -> TypeGuard[type[Struct]]:
+    """Whether a type is that of structs."""
     return isinstance(kind, type) and issubclass(kind, Struct)
 
 
 def _parts(annotation: Any) -> Iterator[Any]:
     yield get_origin(annotation) or annotation
-    for argument in get_args(annotation):
+    for argument in get_args(annotation)[: 1 if get_origin(annotation) is Annotated else None]:
         yield from _parts(argument)
 
 
@@ -277,7 +279,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def as_yaml(key: str, text: str) -> str:
     """Quote what is given for a key that has a text, as YAML has a meaning for `~`, ` #` and `: `; else it is YAML."""
-    takes_text = not {int, float, bool, list, dict} & set(_types_at(tuple(key.split(".")), PipelineConfig))
+    takes_text = not {int, float, bool, list, dict} & set(types_at(tuple(key.split(".")), PipelineConfig))
     return json.dumps(text, ensure_ascii=False) if takes_text else text
 
 

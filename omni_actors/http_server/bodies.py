@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import binascii
 import difflib
-import functools
 import re
-from collections.abc import AsyncGenerator, Hashable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Hashable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_type_hints
 
@@ -20,6 +19,7 @@ from msgspec import Meta, Raw, Struct, defstruct, field, json
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
+from omni_actors.config.loading import fields_of, is_struct, types_at
 from omni_actors.errors import suggest
 from omni_actors.http_server.errors import HttpError, bad_field, too_large
 from omni_actors.http_server.settings import ServerSettings
@@ -148,16 +148,17 @@ def _of(message: str, kind: Any, where: str) -> HttpError:
     """Translate an error of msgspec: what is wrong, then at which path."""
     found = PLACE.search(message)
     what, in_a_key, path = (message[: found.start()], found[1], found[2]) if found else (message, None, "")
+    kinds = types_at(filter(None, STEP.findall(path)), kind)
     place, name = _join(where, path), what.partition("`")[2].removesuffix("`")[:NAME_CHARACTERS]
     if what.startswith("Object contains unknown field `"):
-        nearest = suggest(name, sorted({known for node in _nodes(kind, path) for known in node.get("properties", ())}))
+        nearest = suggest(name, sorted({field for one in filter(is_struct, kinds) for field in fields_of(one)}))
         return _error(_join(where, f"{path}.{name}"), f"there is no such field.{nearest}", "unknown_parameter")
     if what.startswith("Object missing required field `"):
         return _error(_join(where, f"{path}.{name}"), "the field is missing.", "missing_required_parameter")
     if what.startswith("Invalid base64"):
         return _error(place, "this is not valid base64.", "invalid_base64")
     if what.startswith("Invalid "):  # value or enum value
-        choices = _choices(kind, path)
+        choices = [one for one in kinds if isinstance(one, str | int)]
         if len(choices) == 1:
             return _error(place, f"must be {choices[0]!r}.")
         given = what.partition("'")[2].removesuffix("'")[:NAME_CHARACTERS]
@@ -166,8 +167,9 @@ def _of(message: str, kind: Any, where: str) -> HttpError:
         return _error(place, f"must be one of {', '.join(map(repr, choices))}.{meant}")
     expected, example = EXPECTED.fullmatch(what), ""
     if expected is not None and expected["kinds"].partition(" ")[0] == "object" and expected["got"] == "str":
-        (required, *others) = [node["required"] for node in _nodes(kind, path) if node.get("required")] or [[]]
-        example = f', such as {{"{required[0]}": ...}}' if len(required) == 1 and not others else ""
+        structs = [msgspec.structs.fields(one) for one in filter(is_struct, kinds)]
+        needed = [field.encode_name for fields in structs for field in fields if field.required]
+        example = f', such as {{"{needed[0]}": ...}}' if len(needed) == 1 else ""
     return _error(place, f"{'each key ' if in_a_key else ''}{in_words(what)}{example}.")
 
 
@@ -194,41 +196,6 @@ def _error(param: str, message: str, code: str = "invalid_value") -> HttpError:
 def _join(where: str, path: str) -> str:
     path = path.replace("[...]", "")  # msgspec does not say which key of a mapping
     return f"{where}{path}" if where else path.removeprefix(".")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a type allows at a path
-
-
-def _choices(kind: Any, path: str) -> list[Any]:
-    choices = (choice for node in _nodes(kind, path) for choice in node.get("enum", ()))
-    return [choice for choice in dict.fromkeys(choices) if choice is not None]
-
-
-def _nodes(kind: Any, path: str) -> list[dict[str, Any]]:
-    """The parts of the schema that describe what is at `path`, one for each branch of a union."""
-    schema = _schema(kind)
-    nodes = list(_branches(schema, schema))
-    for name in STEP.findall(path):
-        inner = [
-            node.get("properties", {}).get(name, {}) if name else node.get("items", node.get("additionalProperties"))
-            for node in nodes
-        ]
-        nodes = [branch for node in inner if isinstance(node, dict) for branch in _branches(node, schema)]
-    return nodes
-
-
-def _branches(node: dict[str, Any], schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if "$ref" in node:
-        node = schema["$defs"][node["$ref"].rpartition("/")[2]]
-    for branch in node.get("anyOf", ()):
-        yield from _branches(branch, schema)
-    yield node
-
-
-@functools.cache
-def _schema(kind: Any) -> dict[str, Any]:
-    return msgspec.json.schema(kind)
 
 
 def base64_string(data: bytes) -> msgspec.Raw:

@@ -47,7 +47,7 @@ def refusal(body: bytes, kind: type = CHAT.kind) -> HttpError:
         (chat(tools=[{"type": "funktion"}]), "tools[0].type", "invalid_value", ": must be 'function'."),
         (content({"type": "smell"}), "messages[0].content[0].type", "invalid_value", "'text', 'input_audio'"),
         (content({"type": "image_url", "image_url": {}}), "messages[0].content[0].image_url.url", None, "missing"),
-        (chat(audio={"format": LONG}), "audio.format", "invalid_value", "'flac', 'mp3', 'opus', 'pcm16', 'wav'"),
+        (chat(audio={"format": LONG}), "audio.format", "invalid_value", "'wav', 'pcm16', 'flac', 'mp3', 'opus', 'aac'"),
         (
             chat(audio={"voice": 3}),
             "audio.voice",
