@@ -44,8 +44,7 @@ from omni_actors.http_server.generation import (
     transcription_question,
     translation_question,
 )
-from omni_actors.http_server.speech.recital import request_ids
-from omni_actors.http_server.speech.sentences import SentenceCutter
+from omni_actors.http_server.speech.recital import SentenceCutter, request_ids
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.media.limits import AUDIO_RATE
 from omni_actors.protocol.messages import Description, StageUsage

@@ -15,8 +15,15 @@ from omni_actors.client import Audio, RequestStream, Text
 from omni_actors.client.prompts import speech_ability
 from omni_actors.errors import Aborted, Overloaded, StageUnavailable
 from omni_actors.http_server.encoders import PcmEncoder
-from omni_actors.http_server.speech.recital import Recital, TextPiece, TextSpeaker, Utterance
-from omni_actors.http_server.speech.sentences import LONGEST, SentenceCutter, pieces_of
+from omni_actors.http_server.speech.recital import (
+    LONGEST,
+    Recital,
+    SentenceCutter,
+    TextPiece,
+    TextSpeaker,
+    Utterance,
+    pieces_of,
+)
 from omni_actors.protocol.messages import Description, Done, StageStatus
 
 TEXT = Text("said", [1])

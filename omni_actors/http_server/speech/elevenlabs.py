@@ -19,8 +19,8 @@ from omni_actors.http_server.encoders import FileEncoder, Samples, pcm16, sample
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.config import Event
 from omni_actors.http_server.realtime.formats import SoundEncoder
-from omni_actors.http_server.speech.narrator import Narrator, SpeechSession
 from omni_actors.http_server.speech.recital import Manner, TextPiece, TextSpeaker, Utterance, request_ids
+from omni_actors.http_server.speech.stream import Narrator, SpeechSession
 from omni_actors.http_server.speech.texts import MAX_TEXT
 from omni_actors.http_server.state import ServerState
 from omni_actors.protocol.fields import Seed

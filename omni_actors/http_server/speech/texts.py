@@ -23,15 +23,17 @@ from omni_actors.http_server.encoders import MEDIA_TYPES, Tempo, encoded, made_e
 from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.speech.recital import (
     FIELDS,
+    LONGEST,
     Manner,
     Recital,
     TextPiece,
     TextSpeaker,
     Utterance,
+    pieces_of,
     request_ids,
+    speakable,
     times_of,
 )
-from omni_actors.http_server.speech.sentences import LONGEST, pieces_of, speakable
 from omni_actors.http_server.state import ServerState
 
 MAX_TEXT = 100_000
