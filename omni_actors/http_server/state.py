@@ -303,12 +303,10 @@ class ServerState:
 
     async def close(self) -> None:
         """End calls and jobs, the connection to the pipeline, and the decoders."""
-        for task in (tasks := [*self._tasks, *self.calls.values(), *self.video_jobs.values()]):
+        asking = [self._asking] if self._asking is not None else []
+        for task in (tasks := [*self._tasks, *self.calls.values(), *self.video_jobs.values(), *asking]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
         self._report()
         if self.ears is not None:
             await self.ears.close()

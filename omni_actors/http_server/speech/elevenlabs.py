@@ -189,7 +189,7 @@ class Contexts:
             await self._close(context)
         if ends:
             self._closing = True
-            session.finish()
+            session.complete.set()
 
     def _context(self, name: str, session: SpeechSession) -> SpokenContext:
         context = self._contexts.get(name)

@@ -139,7 +139,7 @@ class Narrator:
 
 
 class SpeechSession:
-    """Runs one session until the client leaves, a limit is reached, or all is spoken after `finish`."""
+    """Runs one session until the client leaves, a limit is reached, or all is spoken once `complete` is set."""
 
     def __init__(self, websocket: WebSocket, state: ServerState, dialect: Dialect) -> None:
         self._websocket = websocket
@@ -148,9 +148,9 @@ class SpeechSession:
         self._line = WebSocketLine(websocket)
         self.outbox = Outbox(self._line.send, state.settings.write_timeout, None)
         self._tasks = asyncio.TaskGroup()
-        self._narrators: set[Narrator] = set()
-        self._finishes = False
-        self._finished = asyncio.Event()
+        self._narrators: dict[Narrator, asyncio.Task[None]] = {}
+        self.complete = asyncio.Event()
+        """Is set when no more text comes: the WebSocket is closed once all narrators have ended."""
 
     async def run(self) -> None:
         """Take a place and run. Raises `HttpError` 429 if there is none; at the end none of its requests is left."""
@@ -163,24 +163,14 @@ class SpeechSession:
     def narrator(self) -> Narrator:
         """One more that speaks at the same time as the others."""
         narrator = Narrator(self.outbox, self._dialect)
-        self._narrators.add(narrator)
-        self._tasks.create_task(self._narrate(narrator), name="narrator")
+        task = self._narrators[narrator] = self._tasks.create_task(narrator.run(), name="narrator")
+        task.add_done_callback(lambda _: self._narrators.pop(narrator))
         return narrator
 
-    def finish(self) -> None:
-        """Close the WebSocket once all narrators have ended."""
-        self._finishes = True
-        if not self._narrators:
-            self._finished.set()
-
-    async def _narrate(self, narrator: Narrator) -> None:
-        await narrator.run()
-        self._narrators.discard(narrator)
-        if self._finishes:
-            self.finish()
-
     async def _close(self) -> None:
-        await self._finished.wait()
+        await self.complete.wait()
+        while self._narrators:
+            await asyncio.wait(self._narrators.values())
         await close(self._line, self.outbox)
 
     async def _read(self) -> None:
@@ -284,7 +274,7 @@ class StreamEvents:
         if isinstance(found, EndText):
             self._complete = True
             narrator.recital.end()
-            session.finish()
+            session.complete.set()
 
     async def _speaker_of(self, given: dict[str, Any]) -> TextSpeaker:
         manner = decode(msgspec.json.encode(given), Manner, "session")
