@@ -19,7 +19,7 @@ from omni_actors.client.prompts import AudioInput, ImageInput, Prompting, VideoI
 from omni_actors.client.streams import ChoiceStreams, OmniRequestOutput, RequestStream, item_of
 from omni_actors.errors import Aborted, InvalidRequest, OmniError, ProtocolError, RequestTimeout, StageLost
 from omni_actors.host.addresses import is_tcp
-from omni_actors.host.processes import STEADY, at_most
+from omni_actors.host.processes import STEADY, at_most, end_tasks
 from omni_actors.logs import get_logger
 from omni_actors.protocol.codec import BadBody, BadHeader, BufferList, Decoder, encode
 from omni_actors.protocol.delivery import Delivery
@@ -160,8 +160,7 @@ class AsyncOmniClient:
         """Abort all requests in flight and disconnect. Idempotent."""
         if self._sockets is None:
             return
-        self._watch.cancel()
-        await asyncio.gather(self._watch, return_exceptions=True)
+        await end_tasks(self._watch)
         for request_id in list(self._requests):
             self._give_up(request_id, RequestTimeout("The client was closed."))
         self._fail_answers(RequestTimeout("The client was closed."))

@@ -24,7 +24,7 @@ from omni_actors.client.async_client import AsyncOmniClient
 from omni_actors.client.prompts import Prompting, to_params
 from omni_actors.client.streams import OmniRequestOutput, RequestStream
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, Overloaded, RequestTimeout, StartupError, suggest
-from omni_actors.host.processes import ChildStopTime
+from omni_actors.host.processes import ChildStopTime, end_tasks
 from omni_actors.host.run_directory import short_temporary_folder
 from omni_actors.logs import redraw
 from omni_actors.protocol.messages import Description, Submit
@@ -398,9 +398,7 @@ async def answer_all(
     try:
         await asyncio.gather(*workers)
     finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        await end_tasks(*workers)
     return [outputs[index] for index in range(len(submitted))]
 
 

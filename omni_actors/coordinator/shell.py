@@ -48,7 +48,7 @@ from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.coordinator.links import ClientLinks, ControlLinks, StageLinks
 from omni_actors.coordinator.reports import Reports, check_operator
 from omni_actors.errors import OmniError, StartupError, Unauthorized
-from omni_actors.host.processes import STEADY, at_most
+from omni_actors.host.processes import STEADY, at_most, end_tasks
 from omni_actors.host.run_directory import FLEET
 from omni_actors.logs import get_logger, redraw, say
 from omni_actors.protocol.codec import BadBody, BadHeader, Decoder
@@ -256,9 +256,7 @@ class Coordinator:
 
     async def _close(self) -> None:
         """Close all sockets; what is queued for clients gets a moment to leave."""
-        for ticker in self._tickers:
-            ticker.cancel()
-        await asyncio.gather(*self._tickers, return_exceptions=True)
+        await end_tasks(*self._tickers)
         for reader in (self._client_reader, self._control_reader, self._results_reader):
             reader.close()
         self._stages.close_all()

@@ -166,6 +166,14 @@ async def at_most(seconds: float, awaitable: Awaitable[object]) -> None:
             await awaitable
 
 
+async def end_tasks(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancel the tasks that there are, and wait until they have ended, however they do."""
+    there = [task for task in tasks if task is not None]
+    for task in there:
+        task.cancel()
+    await asyncio.gather(*there, return_exceptions=True)
+
+
 async def until_done(done: asyncio.Future[Any], workers: Callable[[], Iterable[psutil.Process]]) -> None:
     """Wait for what these processes do; kill them when their main threads have stood still for some seconds.
 

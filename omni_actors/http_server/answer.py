@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from omni_actors.client import Audio, ChoiceItem, StreamItem, Text
 from omni_actors.errors import Aborted, OmniError
+from omni_actors.host.processes import end_tasks
 from omni_actors.http_server.bodies import Submission, reserve
 from omni_actors.http_server.encoders import Samples, Tempo
 from omni_actors.http_server.errors import HttpError, bad_field
@@ -180,8 +181,7 @@ class Answer:
 
     async def close(self) -> None:
         """End the request in every stage, unless it has ended. Idempotent."""
-        self._watch.cancel()
-        await asyncio.gather(self._watch, return_exceptions=True)
+        await end_tasks(self._watch)
         await self._streams.abort()
 
     async def __aenter__(self) -> Answer:

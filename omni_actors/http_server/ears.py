@@ -20,6 +20,7 @@ import numpy
 from omni_actors.client import AsyncOmniClient, WordTimes
 from omni_actors.errors import OmniError, RequestTimeout
 from omni_actors.host.addresses import is_tcp
+from omni_actors.host.processes import end_tasks
 from omni_actors.http_server.generation import transcription_question
 from omni_actors.logs import get_logger
 from omni_actors.protocol.messages import Description
@@ -50,9 +51,7 @@ class Ears:
 
     async def close(self) -> None:
         """End what is being written down, and the connection."""
-        for task in self._texts.values():
-            task.cancel()
-        await asyncio.gather(*self._texts.values(), return_exceptions=True)
+        await end_tasks(*self._texts.values())
         await self.client.close()
 
     async def describe(self) -> Description:

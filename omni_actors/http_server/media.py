@@ -23,6 +23,7 @@ import msgspec
 import numpy
 
 from omni_actors.errors import InvalidRequest, MalformedMedia, OmniError
+from omni_actors.host.processes import end_tasks
 from omni_actors.http_server.bodies import FormFile, decode, reserve
 from omni_actors.http_server.errors import HttpError, bad_field, too_large
 from omni_actors.http_server.generation import Source, Turn, Turns
@@ -272,9 +273,7 @@ class MediaReader:
         try:
             return [await task for task in reading]
         finally:
-            for task in reading:
-                task.cancel()
-            await asyncio.gather(*reading, return_exceptions=True)
+            await end_tasks(*reading)
 
     async def seconds(self, data: bytes, param: str) -> float:
         """The length of an uploaded sound in seconds, 0 if it does not say that.

@@ -23,6 +23,7 @@ from starlette.responses import Response, StreamingResponse
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import ConfigError, OmniError
+from omni_actors.host.processes import end_tasks
 from omni_actors.host.run_directory import check_own_folder, expanded
 from omni_actors.http_server.bodies import Form, FormBody, FormFile, Strict
 from omni_actors.http_server.ears import Ears, hearing, is_deaf
@@ -303,10 +304,7 @@ class ServerState:
 
     async def close(self) -> None:
         """End calls and jobs, the connection to the pipeline, and the decoders."""
-        asking = [self._asking] if self._asking is not None else []
-        for task in (tasks := [*self._tasks, *self.calls.values(), *self.video_jobs.values(), *asking]):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._tasks, *self.calls.values(), *self.video_jobs.values(), self._asking)
         self._report()
         if self.ears is not None:
             await self.ears.close()

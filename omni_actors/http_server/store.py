@@ -407,8 +407,10 @@ class Journals:
             with contextlib.suppress(FileNotFoundError):  # another process has removed it
                 status = entry.stat()
                 written = status.st_mtime
-                if now - written > 2 * SWEEP_SECONDS and _is_locked(entry.path):
-                    os.utime(entry.path, (now, written := now))
+                if now - written > 2 * SWEEP_SECONDS:
+                    with contextlib.closing(Journal(entry.path)) as journal:
+                        if not journal.lock():  # a process writes it
+                            os.utime(entry.path, (now, written := now))
                 found.append((written, status.st_size, entry.path))
         total = sum(size for _, size, _ in found)
         for written, size, path in sorted(found):
@@ -420,13 +422,3 @@ class Journals:
         """Remove the folder, if only this process has it."""
         if self._removal is not None:
             self._removal()
-
-
-def _is_locked(path: str) -> bool:
-    """Whether a process writes a journal."""
-    with open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False

@@ -18,7 +18,7 @@ import psutil
 from omni_actors.config import PipelineConfig
 from omni_actors.coordinator import Answer, CoordinatorSpec, Finished, Listening
 from omni_actors.errors import OmniError, StartupError, counted
-from omni_actors.host.processes import EXIT_OK, Backoff, at_most, describe_exit, until_done
+from omni_actors.host.processes import EXIT_OK, Backoff, at_most, describe_exit, end_tasks, until_done
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.http_server.settings import SPEC_FLAG, HttpServerSpec, ServerSettings
 from omni_actors.launcher.preflight import pip_install
@@ -106,10 +106,8 @@ class HttpChild:
 
     async def stop(self, seconds: float) -> None:
         """Send SIGTERM, after `seconds` SIGKILL, and close the socket. Idempotent."""
-        if self._restarting is not None:
-            self._restarting.cancel()
-            await asyncio.gather(self._restarting, return_exceptions=True)
-            self._restarting = None
+        await end_tasks(self._restarting)
+        self._restarting = None
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             process.terminate()

@@ -18,7 +18,7 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.config import PipelineConfig, placement
 from omni_actors.errors import StartupError
 from omni_actors.host.addresses import resolve, resolve_eventually, source_address
-from omni_actors.host.processes import EXIT_FAILED
+from omni_actors.host.processes import EXIT_FAILED, end_tasks
 from omni_actors.host.run_directory import RunDirectory, scratch_folder
 from omni_actors.http_server.settings import bind, processes_of, server_settings, url
 from omni_actors.launcher.children import CoordinatorChild, HttpChild
@@ -209,10 +209,7 @@ class Launcher:
         task = asyncio.create_task(work)
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(stop, task)
         return task
 
     def keep_logs(self) -> None:

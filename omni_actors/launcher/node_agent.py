@@ -18,7 +18,7 @@ import omni_actors
 from omni_actors import logs
 from omni_actors.config import PipelineConfig, host_devices
 from omni_actors.errors import OmniError
-from omni_actors.host.processes import at_most
+from omni_actors.host.processes import at_most, end_tasks
 from omni_actors.launcher.replica_processes import ReplicaProcesses
 from omni_actors.logs import say
 from omni_actors.protocol.codec import BadBody, BadHeader, Decoder, encode
@@ -95,8 +95,7 @@ class NodeAgent:
         """Tell the coordinator, start nothing more and disconnect. Idempotent."""
         if self._beater.cancelled():
             return
-        self._beater.cancel()
-        await asyncio.gather(self._beater, return_exceptions=True)
+        await end_tasks(self._beater)
         if self._welcomed:
             self._send(NodeLeaving(reason=reason[:16000]))
         self.processes.refuse_starts(interrupt=bool(self._starting))

@@ -36,7 +36,7 @@ from omni_actors.config.checkpoint import MODEL_KINDS
 from omni_actors.config.placement import replicas_of, runs_models, slot_devices, spans_hosts, threads_of
 from omni_actors.errors import StartupError
 from omni_actors.host import segments
-from omni_actors.host.processes import at_most, describe_exit, start_resource_tracker, until_done
+from omni_actors.host.processes import at_most, describe_exit, end_tasks, start_resource_tracker, until_done
 from omni_actors.host.run_directory import RunDirectory
 from omni_actors.host.segments import Segment
 from omni_actors.launcher.mps import NO_MPS
@@ -318,8 +318,7 @@ class ReplicaProcesses:
         self.refuse_starts(interrupt=True)
         await at_most(KILL_SECONDS, self._none_left.wait())
         if self._looking is not None and self._ledger is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+            await end_tasks(self._looking)
             self._ledger.close()
 
     def kill_replica(self, identity: ReplicaId) -> None:

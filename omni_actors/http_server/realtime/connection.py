@@ -16,6 +16,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from omni_actors.client import Audio, Text
 from omni_actors.errors import OmniError
+from omni_actors.host.processes import at_most, end_tasks
 from omni_actors.http_server.answer import finish_reason, token_counts, usage_of
 from omni_actors.http_server.bodies import BODIES, SHORT, Strict, take_bytes
 from omni_actors.http_server.connections import EventRate
@@ -214,7 +215,8 @@ class SessionConnection:
             self._state.live.pop(self._session.id, None)
             if self._activity is not None:
                 self._state.realtime.forget(self._activity)
-            await _end([*self._answers.values(), *self._aligning])
+            with contextlib.suppress(asyncio.CancelledError):
+                await end_tasks(*self._answers.values(), *self._aligning)
             if self.live is not None and not self.live.closed.is_set():
                 await self._store()
                 self.live.close("connection_lost")
@@ -416,10 +418,8 @@ class SessionConnection:
         stream = await self._asker.answer(ask, description)
         speed = ask.config.speed
         try:
-            with contextlib.suppress(TimeoutError):  # the client sends no more sound: the turn does not end
-                async with asyncio.timeout(EARLY_SECONDS):
-                    await wanted.wait()
-            if not wanted.is_set():
+            await at_most(EARLY_SECONDS, wanted.wait())
+            if not wanted.is_set():  # the client sends no more sound: the turn does not end
                 return
             if self._state.ears is not None and ask.config.output == "audio":
                 self._sounds[ask.response_id] = bytearray()
@@ -445,14 +445,6 @@ class SessionConnection:
         self._carry_out(self._session.answered(ask.response_id, {**token_counts(found), **details}, cut))
         if playback.first:
             meters.histogram(REALTIME_SMOOTH_START).observe(playback.smooth_start - speech_ended)
-
-
-async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel tasks, and wait for them."""
-    for task in tasks:
-        task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class CallQuery(Strict, frozen=True):

@@ -8,7 +8,6 @@ knows what the user has heard when speech cuts an answer short.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ import msgspec
 import numpy
 from msgspec import Struct
 
+from omni_actors.host.processes import at_most
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.generation import FlatTool, InputText
 from omni_actors.http_server.realtime import config
@@ -500,9 +500,7 @@ class LiveSession:
             await asyncio.sleep(due - LEAD_SECONDS - self._now() / 1000)
             due = max(due, self._now() / 1000 - MOST_LATE)
             if (found := self.speaker.next(1, int(PIECE_SECONDS * hertz) * self._wire.sample_bytes)) is None:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(due + PIECE_SECONDS - self._now() / 1000):
-                        await self.speaker.more()
+                await at_most(due + PIECE_SECONDS - self._now() / 1000, self.speaker.more())
                 if (missing := int((self._now() / 1000 - due) * hertz)) > 0:
                     self._sound(self._silence * missing)
                     due += missing / hertz

@@ -79,10 +79,15 @@ class LiveOutput(Strict, frozen=True):
     voice: str | VoiceId | None = None
 
 
-class LiveAudio(Strict, frozen=True):
-    """The voice, and how sound travels in both directions."""
+class ForkAudio(Strict, frozen=True):
+    """How sound travels in both directions."""
 
     format: WireFormat | None = None
+
+
+class LiveAudio(ForkAudio, frozen=True):
+    """The same, and the voice."""
+
     output: LiveOutput | None = None
 
 
@@ -105,12 +110,6 @@ class LiveUpdate(Strict, frozen=True, kw_only=True):
 
     delegation: ClientDelegation | ResponsesDelegation | None = None
     triggers: Nothing = None
-
-
-class ForkAudio(Strict, frozen=True):
-    """How sound travels in both directions."""
-
-    format: WireFormat | None = None
 
 
 class ForkFields(Strict, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ import msgspec
 
 from omni_actors.client import RequestStream, Text
 from omni_actors.errors import OmniError
+from omni_actors.host.processes import end_tasks
 from omni_actors.http_server.ears import WORDS_SECONDS, to_write_down
 from omni_actors.http_server.encoders import samples_of
 from omni_actors.http_server.errors import HttpError
@@ -171,9 +172,7 @@ class Transcriber:
                     self._send("failed", turn, error=HttpError.of(error).body()["error"])
                 self._writing = False
         finally:
-            if self._listening is not None:
-                self._listening.cancel()
-                await asyncio.gather(self._listening, return_exceptions=True)
+            await end_tasks(self._listening)
 
     def add(self, turn: Transcribe) -> None:
         """Have a turn written down that has ended."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from omni_actors.host.processes import give_back_memory
+from omni_actors.host.processes import end_tasks, give_back_memory
 from omni_actors.http_server.encoders import samples_of
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.realtime.config import ServerVad
@@ -460,7 +460,5 @@ class Realtime:
 
     async def close(self) -> None:
         """End the task and its thread."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        await end_tasks(self._looking)
         self.thread.shutdown(wait=False, cancel_futures=True)
