@@ -82,11 +82,10 @@ async def models(request: Request, state: ServerState) -> Response:
     return json_response({"object": "list", "data": [_model(name, state, description) for name in names]})
 
 
-async def model(request: Request, state: ServerState) -> Response:
+async def model(request: Request, state: ServerState, name: str) -> Response:
     """One of these models."""
     description = await state.describe()
-    name = state.model_name(request.path_params["name"], description)
-    return json_response(_model(name, state, description))
+    return json_response(_model(state.model_name(name, description), state, description))
 
 
 def _model(name: str, state: ServerState, description: Description) -> dict[str, Any]:
@@ -136,10 +135,10 @@ async def recent_timelines(request: Request, state: ServerState, query: RecentQu
     return json_response({"object": "list", "data": data})
 
 
-async def timeline(request: Request, state: ServerState) -> Response:
+async def timeline(request: Request, state: ServerState, request_id: str) -> Response:
     """The timeline of a running request or of one of the last 200 that ended."""
     try:
-        return json_response(as_json(await state.client.timeline(request.path_params["request_id"])))
+        return json_response(as_json(await state.client.timeline(request_id)))
     except InvalidRequest as error:
         raise HttpError(404, error.message, param="request_id", code="not_found") from None
 
@@ -307,7 +306,8 @@ class Endpoint(NamedTuple):
     """A method of a path.
 
     Args:
-        handler: called with the request, the server's state, and the decoded body or query if there is one.
+        handler: called with the request, the server's state, the decoded body or query if there is one, and what the
+            path names.
         body: how the body is decoded.
         query: struct of the parameters in the query.
     """
@@ -323,7 +323,7 @@ class Endpoint(NamedTuple):
         is_probe = not self.path.startswith(f"{PREFIX}/")  # which may come with any query
         query = [] if is_probe else _query(request, self.path, self.query)
         body = [] if self.body is None else [await self.body.read(request, request.app.state.settings)]
-        return await self.handler(request, request.app.state.server, *body, *query)
+        return await self.handler(request, request.app.state.server, *body, *query, **request.path_params)
 
     def described(self) -> dict[str, Any]:
         """The operation in an OpenAPI document."""
@@ -463,7 +463,8 @@ def _socket(path: str) -> WebSocketRoute:
     handler, kind = SOCKETS[path]
 
     async def endpoint(websocket: WebSocket) -> None:
-        await handler(websocket, websocket.app.state.server, *_query(websocket, path, kind))
+        query = _query(websocket, path, kind)
+        await handler(websocket, websocket.app.state.server, *query, **websocket.path_params)
 
     return WebSocketRoute(path, endpoint)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from omni_actors.client import Audio, StreamItem
 from omni_actors.http_server.bodies import base64_string
-from omni_actors.http_server.errors import HttpError
+from omni_actors.http_server.errors import bad_field
 
 Samples = NDArray[numpy.float32]
 
@@ -109,7 +109,7 @@ class FileEncoder:
     def __init__(self, name: str, rate: int) -> None:
         container, subtype = SOUNDFILE_FORMATS[name]
         if name == "opus" and rate not in OPUS_RATES:
-            raise _no_format(f"Opus does not support {rate} Hz.")
+            raise bad_field("response_format", f"Opus does not support {rate} Hz.", "unsupported_value")
         self.sink = _Sink()
         # Readers estimate the length of a stream from its first bytes, which a variable bit rate would falsify.
         mode = {"compression_level": 0.5, "bitrate_mode": "CONSTANT"} if name == "mp3" else {}
@@ -133,7 +133,7 @@ class AacEncoder:
         import av  # here, because its import takes as long as that of the rest of the server
 
         if rate not in AAC_RATES:
-            raise _no_format(f"AAC does not support {rate} Hz.")
+            raise bad_field("response_format", f"AAC does not support {rate} Hz.", "unsupported_value")
         self._frame = av.AudioFrame
         self._rate = rate
         self._given = 0  # samples
@@ -236,10 +236,6 @@ class PacedEncoder:
 
     def _written(self, heard: list[Audio]) -> bytes:
         return b"".join(self._encoder.feed(one.samples) for one in heard)
-
-
-def _no_format(message: str) -> HttpError:
-    return HttpError(400, message, param="response_format", code="unsupported_value")
 
 
 def codec_of(name: str, rate: int) -> AacEncoder | FileEncoder:

@@ -452,14 +452,14 @@ async def files(request: Request, state: ServerState) -> Response:
     return json_response({"object": "list", "data": found, "has_more": False})
 
 
-async def file(request: Request, state: ServerState) -> Response:
+async def file(request: Request, state: ServerState, file_id: str) -> Response:
     """One file, without its content."""
-    return json_response(_file(await state.files.get(request.path_params["file_id"])))
+    return json_response(_file(await state.files.get(file_id)))
 
 
-async def content(request: Request, state: ServerState) -> Response:
+async def content(request: Request, state: ServerState, file_id: str) -> Response:
     """The content of a file: a picture that was made as such, what was uploaded as a download."""
-    found = await state.files.get(request.path_params["file_id"])
+    found = await state.files.get(file_id)
     made = PICTURE_PATH.fullmatch(request.url.path) is not None
     kind = f"image/{found.name.rpartition('.')[2]}" if made else "application/octet-stream"
     headers = {"x-content-type-options": "nosniff", "content-disposition": "inline" if made else "attachment"}
@@ -467,9 +467,9 @@ async def content(request: Request, state: ServerState) -> Response:
     return StreamingResponse(state.files.pieces(found.id, found.bytes), 200, headers, kind)
 
 
-async def delete(request: Request, state: ServerState) -> Response:
+async def delete(request: Request, state: ServerState, file_id: str) -> Response:
     """Delete a file."""
-    return json_response(await state.files.delete(request.path_params["file_id"]))
+    return json_response(await state.files.delete(file_id))
 
 
 def _file(file: UploadedFile) -> dict[str, Any]:

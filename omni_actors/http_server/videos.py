@@ -110,9 +110,9 @@ async def create(request: Request, state: ServerState, form: Form[VideoRequest])
     return json_response(_shown(job))
 
 
-async def retrieve(request: Request, state: ServerState) -> Response:
+async def retrieve(request: Request, state: ServerState, video_id: str) -> Response:
     """A video's job: its status and progress."""
-    return json_response(_shown(await state.videos.get(request.path_params["video_id"])))
+    return json_response(_shown(await state.videos.get(video_id)))
 
 
 async def listed(request: Request, state: ServerState, query: ListQuery) -> Response:
@@ -129,18 +129,18 @@ async def listed(request: Request, state: ServerState, query: ListQuery) -> Resp
     return json_response({"object": "list", "data": shown, **ends, "has_more": len(jobs) > len(shown)})
 
 
-async def content(request: Request, state: ServerState, query: ContentQuery) -> Response:
+async def content(request: Request, state: ServerState, query: ContentQuery, video_id: str) -> Response:
     """The video as an MP4 file."""
-    job = await state.videos.get(request.path_params["video_id"])
+    job = await state.videos.get(video_id)
     if _shown(job)["status"] != "completed":
         raise HttpError(400, f"The video is {_shown(job)['status']}.", param="video_id", code="video_not_completed")
     headers = {"content-length": str(job.bytes), "x-content-type-options": "nosniff"}
     return StreamingResponse(state.videos.pieces(job.id, job.bytes), 200, headers, "video/mp4")
 
 
-async def delete(request: Request, state: ServerState) -> Response:
+async def delete(request: Request, state: ServerState, video_id: str) -> Response:
     """Delete a video. A job that is under way ends, at its next step if another process has it."""
-    deleted = await state.videos.delete(request.path_params["video_id"])
+    deleted = await state.videos.delete(video_id)
     if (making := state.video_jobs.get(deleted["id"])) is not None:
         making.cancel()
     return json_response({**deleted, "object": "video.deleted"})

@@ -126,9 +126,8 @@ def _address(request: Request) -> str:
     return str(mapped or address)
 
 
-async def hang_up(request: Request, state: ServerState) -> Response:
+async def hang_up(request: Request, state: ServerState, call_id: str) -> Response:
     """End a call."""
-    call_id = request.path_params["call_id"]
     if (task := state.calls.get(call_id)) is None:
         message = f"This process has no call {call_id[:100]!r}: it has ended, or another process of the server has it."
         raise HttpError(404, message, param="call_id", code="call_not_found")

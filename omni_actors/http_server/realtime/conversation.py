@@ -20,8 +20,6 @@ from omni_actors.http_server.generation import MAX_MESSAGES, InputText, OutputTe
 from omni_actors.http_server.realtime.config import (
     AnyContent,
     Event,
-    FunctionCall,
-    FunctionCallOutput,
     GivenMessage,
     InputSound,
     OutputSound,
@@ -186,11 +184,6 @@ def _part(content: AnyContent, pictures: Iterator[bytes]) -> ItemPart:
             return ItemPart("input_image", image=next(pictures))
 
 
-def seconds_of(pcm: bytes) -> float:
-    """Length of PCM."""
-    return len(pcm) / BYTES_PER_SECOND
-
-
 def heard(text: str, end: float, seconds: float, rate: float, *, complete: bool) -> str:
     """Estimate the part of a transcript that was heard until the playback of its sound was stopped.
 
@@ -230,11 +223,6 @@ class CallItem(Struct, tag="call"):
     status: Literal["in_progress", "completed", "incomplete"] = "completed"
     role = "assistant"
 
-    @classmethod
-    def of(cls, given: FunctionCall) -> CallItem:
-        """Convert an item of a client, as of an earlier conversation."""
-        return cls(given.call_id or new_id("call"), given.name, given.arguments, given.id or new_id("item"))
-
     @property
     def weight(self) -> Counter[str]:
         """What it takes of a conversation's bounds."""
@@ -263,11 +251,6 @@ class ResultItem(Struct, tag="result"):
     id: str
     role = "tool"
     status = "completed"
-
-    @classmethod
-    def of(cls, given: FunctionCallOutput) -> ResultItem:
-        """Convert an item of a client."""
-        return cls(given.call_id, given.output, given.id or new_id("item"))
 
     @property
     def weight(self) -> Counter[str]:

@@ -144,9 +144,9 @@ async def live(websocket: WebSocket, state: ServerState) -> None:
     await _converse(websocket, state, begin)
 
 
-async def fork(websocket: WebSocket, state: ServerState) -> None:
+async def fork(websocket: WebSocket, state: ServerState, session_id: str) -> None:
     """Go on from where a stored session is, in a session of its own."""
-    found = await stored(websocket.path_params["session_id"], websocket, state)
+    found = await stored(session_id, websocket, state)
 
     async def begin(data: bytes) -> Made:
         start = config.parse(data, StartFork)
@@ -186,9 +186,9 @@ class AttachQuery(Strict, frozen=True):
     graceful_close: str | None = None  # without effect
 
 
-async def attach(websocket: WebSocket, state: ServerState, query: AttachQuery) -> None:
+async def attach(websocket: WebSocket, state: ServerState, query: AttachQuery, session_id: str) -> None:
     """Watch a session that runs over another connection, and tell it what to do."""
-    connection = running(websocket.path_params["session_id"], websocket, state)
+    connection = running(session_id, websocket, state)
     session = connection.live
     if session is None or len(session.listeners) == MAX_ATTACHED:
         raise HttpError(429, f"{MAX_ATTACHED} connections are attached to this session.", code="overloaded")
@@ -255,9 +255,9 @@ async def create(request: Request, state: ServerState, body: CreateLive) -> Resp
     return await _call(request, state, body.transport, body.session, history(body.session))
 
 
-async def fork_call(request: Request, state: ServerState, body: ForkLive) -> Response:
+async def fork_call(request: Request, state: ServerState, body: ForkLive, session_id: str) -> Response:
     """Go on from where a stored session is, over WebRTC."""
-    found = await stored(request.path_params["session_id"], request, state)
+    found = await stored(session_id, request, state)
     fields = forked(found, body.session or ForkFields(), called=True)
     return await _call(request, state, body.transport, fields, found.items)
 
@@ -272,9 +272,9 @@ async def _call(
     return json_response(answer, 201, {"location": f"{PATH}/{session.id}"})
 
 
-async def hang_up(request: Request, state: ServerState) -> Response:
+async def hang_up(request: Request, state: ServerState, session_id: str) -> Response:
     """End a session."""
-    connection = running(request.path_params["session_id"], request, state)
+    connection = running(session_id, request, state)
     connection.end(HttpError(400, "The session was hung up.", code=CLOSE_REQUESTED))
     if connection.live is not None:
         await at_most(CLOSE_SECONDS, connection.live.closed.wait())

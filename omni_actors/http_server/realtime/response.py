@@ -6,14 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from omni_actors.http_server.realtime.config import Event, SessionConfig, event, new_id
-from omni_actors.http_server.realtime.conversation import (
-    CallItem,
-    ItemPart,
-    MessageItem,
-    RealtimeConversation,
-    seconds_of,
-)
-from omni_actors.http_server.realtime.formats import SoundEncoder
+from omni_actors.http_server.realtime.conversation import CallItem, ItemPart, MessageItem, RealtimeConversation
+from omni_actors.http_server.realtime.formats import BYTES_PER_SECOND, SoundEncoder
 from omni_actors.protocol.payloads import ToolCallPiece
 
 Status = Literal["in_progress", "completed", "cancelled", "failed", "incomplete"]
@@ -67,7 +61,7 @@ class RunningResponse:
     def sound(self, pcm: bytes) -> Events:
         """The next sound."""
         item, sent = self._begun()
-        self._part.seconds += seconds_of(pcm)
+        self._part.seconds += len(pcm) / BYTES_PER_SECOND
         return [*sent, *self._encoded(item, pcm)]
 
     def _encoded(self, item: MessageItem, pcm: bytes, last: bool = False) -> Events:

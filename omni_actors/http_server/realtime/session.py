@@ -274,11 +274,12 @@ class RealtimeSession:
     def _item_of(self, given: config.GivenItem, where: str) -> AnyItem:
         match given:
             case config.FunctionCall():
-                return CallItem.of(given)
+                call_id = given.call_id or new_id("call")
+                return CallItem(call_id, given.name, given.arguments, given.id or new_id("item"))
             case config.FunctionCallOutput():
                 if not any(isinstance(item, CallItem) and item.call_id == given.call_id for item in self._conversation):
                     raise bad_field(f"{where}.call_id", "The conversation has no function_call with this call_id.")
-                return ResultItem.of(given)
+                return ResultItem(given.call_id, given.output, given.id or new_id("item"))
             case config.GivenMessage():
                 return MessageItem.of(given, where, self._pictures)
 

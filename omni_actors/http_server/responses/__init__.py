@@ -119,9 +119,8 @@ async def _written(
             journal.close()
 
 
-async def retrieve(request: Request, state: ServerState, query: RetrieveQuery) -> Response:
+async def retrieve(request: Request, state: ServerState, query: RetrieveQuery, response_id: str) -> Response:
     """A response that is still kept; or the rest of its stream, also if the process that sent it has died."""
-    response_id = request.path_params["response_id"]
     if query.stream:
         return await _resumed(request, state, response_id, _last_event(request, query))
     if query.starting_after is not None:
@@ -178,9 +177,8 @@ async def _rest(
         journal.close()
 
 
-async def delete(request: Request, state: ServerState) -> Response:
+async def delete(request: Request, state: ServerState, response_id: str) -> Response:
     """Forget a response."""
-    response_id = request.path_params["response_id"]
     if (journal := await asyncio.to_thread(state.streams.find, response_id)) is not None:
         journal.remove()
         journal.close()

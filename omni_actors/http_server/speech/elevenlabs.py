@@ -119,19 +119,18 @@ class WireSound:
         return self._file.feed(samples_of(pcm))
 
 
-async def stream_input(websocket: WebSocket, state: ServerState, query: QueryFields) -> None:
+async def stream_input(websocket: WebSocket, state: ServerState, query: QueryFields, voice_id: str) -> None:
     """Speak a text while it is written, or several, each in its own context. A refusal is a plain HTTP response."""
-    speaker = await _speaker(websocket, state, query)
+    speaker = await _speaker(websocket, state, query, voice_id)
     WireSound(query.output_format, speaker.description.sample_rate)  # which may refuse the format
     multi = websocket.url.path.endswith(MULTI.removeprefix(PATH))
     await SpeechSession(websocket, state, Contexts(speaker, query, state.settings.realtime_idle_seconds, multi)).run()
 
 
-async def _speaker(websocket: WebSocket, state: ServerState, query: QueryFields) -> TextSpeaker:
+async def _speaker(websocket: WebSocket, state: ServerState, query: QueryFields, given: str) -> TextSpeaker:
     """The speaker of all texts. A model of ElevenLabs' is the one that is served, and so is the voice of an id."""
     description = await state.facts()
     ability = speech_ability(description)
-    given: str = websocket.path_params["voice_id"]
     known = {*map(str.casefold, (*description.voices, *state.voice_aliases(description.voices)))}
     presets = ability is None or ability.clip == "none"
     voice = None if presets and given.casefold() not in known and VOICE.fullmatch(given) else given

@@ -71,18 +71,16 @@ async def create(request: Request, state: ServerState, form: Form[VoiceForm]) ->
     return json_response(_shown(voice))
 
 
-async def voice(request: Request, state: ServerState) -> Response:
+async def voice(request: Request, state: ServerState, name: str) -> Response:
     """A voice that a client has made, by its name or id."""
-    name = request.path_params["name"]
     found = await asyncio.to_thread(state.voices.find, name)
     if found is None:
         raise no_voice(name)
     return json_response(_shown(found))
 
 
-async def delete(request: Request, state: ServerState) -> Response:
+async def delete(request: Request, state: ServerState, name: str) -> Response:
     """Delete a voice that a client has made. Requests that speak with it already go on."""
-    name = request.path_params["name"]
     removed = await asyncio.to_thread(state.voices.remove, name)
     if removed is None:
         raise no_voice(name)
