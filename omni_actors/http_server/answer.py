@@ -221,16 +221,13 @@ class AnswerResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers and the pieces; close the answer at the end, and when the client stops reading."""
         about = {"request_id": scope["state"]["request_id"]}
-        held: list[bytes] = []
-        held_bytes = 0
+        held = bytearray()
 
         async def flush() -> None:
-            nonlocal held_bytes
             if not held:
                 return
-            body = b"".join(held)
+            body = bytes(held)
             held.clear()
-            held_bytes = 0
             async with asyncio.timeout(self._write_timeout):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
 
@@ -239,17 +236,16 @@ class AnswerResponse(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for piece in self._pieces:
-                held.append(piece)
-                held_bytes += len(piece)
-                if held_bytes >= JOINED_BYTES or self._answer is None:
+                held += piece
+                if len(held) >= JOINED_BYTES or self._answer is None:
                     await flush()
-            await send({"type": "http.response.body", "body": b"".join(held), "more_body": False})
+            await send({"type": "http.response.body", "body": bytes(held), "more_body": False})
         except TimeoutError:
             logger.warning("the client does not read; its request is aborted", extra=about)
         except HttpError as error:
             if self.media_type == EVENTS:
-                held.append(event(error.body()))
-                await send({"type": "http.response.body", "body": b"".join(held), "more_body": False})
+                body = bytes(held) + event(error.body())
+                await send({"type": "http.response.body", "body": body, "more_body": False})
             elif error.code != Aborted.code:
                 logger.warning("response cut short: %s", error.code, extra=about)
         finally:

@@ -549,18 +549,16 @@ async def received(request: Request, settings: ServerSettings, media_type: str) 
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:
         raise too_large
-    pieces: list[bytes] = []
-    size = 0
+    body = bytearray()
     try:
         async with asyncio.timeout(seconds):
             async for piece in request.stream():
-                size += len(piece)
-                if size > limit:
+                if len(body) + len(piece) > limit:
                     raise too_large  # before it is reserved: a body that never fits must not say "retry"
                 reserve(len(piece))
-                pieces.append(piece)
+                body += piece
     except ClientDisconnect:
         raise HttpError(400, "The connection ended before the body did.", code="incomplete_body") from None
     except TimeoutError:
         raise HttpError(408, f"The body did not arrive completely within {seconds:g} s.", code="body_timeout") from None
-    return b"".join(pieces)
+    return bytes(body)

@@ -176,8 +176,7 @@ class Fetcher:
             raise bad_field(param, "The URL could not be fetched.", "media_not_fetched") from None
 
     async def _get(self, url: str, param: str) -> bytes:
-        pieces: list[bytes] = []
-        size = 0
+        data = bytearray()
         async with (
             httpcore.AsyncConnectionPool(ssl_context=self._trust, network_backend=self._backend) as pool,
             pool.stream("GET", url, headers={"Host": urlsplit(url).netloc, "User-Agent": "omni_actors"}) as response,
@@ -187,12 +186,11 @@ class Fetcher:
                 message = f"The URL's host answered {response.status}. {detail}".strip()
                 raise bad_field(param, message, "media_not_fetched")
             async for piece in response.aiter_stream():
-                size += len(piece)
-                if size > self._limit:
+                if len(data) + len(piece) > self._limit:
                     raise too_large(f"The file at this URL exceeds {self._limit} bytes.", param)
                 reserve(len(piece))
-                pieces.append(piece)
-        return b"".join(pieces)
+                data += piece
+        return bytes(data)
 
 
 T = TypeVar("T")
