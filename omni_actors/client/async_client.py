@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -272,10 +272,14 @@ class AsyncOmniClient:
         """
         check_choices(n)
         options["request_id"] = options.get("request_id") or uuid.uuid4().hex
+        return await self.submit_all({"prompt": prompt, **of_choice(options, choice)} for choice in range(n))
+
+    async def submit_all(self, requests: Iterable[Mapping[str, Any]]) -> ChoiceStreams:
+        """Send several requests, each with the arguments of `submit`; if one cannot be sent, the others end."""
         streams: list[RequestStream] = []
         try:
-            for choice in range(n):
-                streams.append(await self.submit(prompt, **of_choice(options, choice)))
+            for arguments in requests:
+                streams.append(await self.submit(**arguments))
         except BaseException:  # also when the task is cancelled: the caller never hears of this answer, so it must end
             for stream in streams:
                 await stream.abort()

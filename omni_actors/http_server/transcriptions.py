@@ -22,7 +22,7 @@ import numpy
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from omni_actors.client import AsyncOmniClient, ChoiceItem, ChoiceStreams, RequestStream, Text, WordTimes
+from omni_actors.client import ChoiceItem, Text, WordTimes
 from omni_actors.errors import ErrorCode, OmniError
 from omni_actors.http_server.answer import (
     DONE_EVENT,
@@ -81,6 +81,11 @@ class TranscriptionForm(TranslationForm, frozen=True, kw_only=True):
     timestamp_granularities: list[Literal["segment", "word"]] | None = None
     chunking_strategy: Literal["auto"] | None = None  # the recording is heard as a whole
 
+    @property
+    def timed(self) -> bool:
+        """Whether the times of words are asked for."""
+        return "word" in (self.timestamp_granularities or ())
+
 
 TRANSCRIPTION = FormBody(TranscriptionForm, OF_TRANSCRIPTIONS)
 TRANSLATION = FormBody(TranslationForm, {})
@@ -97,67 +102,58 @@ async def translations(request: Request, state: ServerState, form: Form[Translat
     return await _respond(fields, form.files[0].data, "translate", request, state)
 
 
-async def _respond(
-    fields: TranscriptionForm, file: bytes, task: Task, request: Request, state: ServerState
-) -> Response:
+def _check(fields: TranscriptionForm, task: Task, description: Description) -> None:
+    """Raise `HttpError` 400 for fields that do not go together, or that the pipeline which writes down cannot do."""
     if fields.stream and fields.response_format != "json":
         raise bad_field("stream", "Events are JSON: with stream, response_format must be 'json'.", "unsupported_value")
-    state.model_name(fields.model, await state.facts())
-    client, description = await state.transcriber()
     if "text" not in description.outputs or description.max_media.get("audio") == 0:
         message = "This model writes nothing down: it does not hear, or does not answer in text."
         raise bad_field("model", message, "unknown_modality")
-    hearing = description.hearing
-    if hearing is not None and task == "translate":
+    if description.hearing is not None and task == "translate":
         message = "This model writes down what it hears in the language that is spoken; it does not translate."
         raise bad_field("model", message, "unsupported_value")
-    timed = "word" in (fields.timestamp_granularities or ())
-    if timed and description.aligning is None:
+    if fields.timed and description.aligning is None:
         message = "This pipeline does not know when words are said: ask for segments."
         raise bad_field("timestamp_granularities", message, "unsupported_value")
-    if timed and fields.response_format != "verbose_json":
+    if fields.timed and fields.response_format != "verbose_json":
         message = "Times of words are in verbose_json alone."
         raise bad_field("timestamp_granularities", message, "unsupported_value")
+
+
+async def _respond(
+    fields: TranscriptionForm, file: bytes, task: Task, request: Request, state: ServerState
+) -> Response:
+    state.model_name(fields.model, await state.facts())
+    client, description = await state.transcriber()
+    _check(fields, task, description)
+    hearing = description.hearing
     aligning = description.aligning if fields.response_format in TIMED and task == "transcribe" else None
     parts = await parts_of(file, state, [ability for ability in (hearing, aligning) if ability is not None])
     if fields.response_format in TIMED and not parts[-1].end:
         message = f"The file does not say its length, which {fields.response_format!r} needs: ask for 'json' or 'text'."
         raise bad_field("response_format", message, "unsupported_value")
-    sounds = [{"type": "audio", "audio": part.data} for part in parts]
     asked = translation_question(fields.prompt) if task == "translate" else None
-    question = asked or transcription_question(fields.language, fields.prompt)
-    prompts = [about_sound(sound, None if hearing else question, fields.prompt) for sound in sounds]
+    question = None if hearing else asked or transcription_question(fields.language, fields.prompt)
+    sounds = [{"type": "audio", "audio": part.data} for part in parts]
     options = {
         "modalities": ["text"] if aligning is None else ["text", "words"],
         "additional_information": {LANGUAGE: fields.language} if hearing and fields.language else None,
         "params": state.stage_params(fields.model, {}, description, {"temperature": fields.temperature}),
+        "seed": fields.seed,
+        **request_options(request, state, fields),
     }
-    answer = await _asked(client, prompts, fields, request, state, options)
+    try:
+        streams = await client.submit_all(
+            {"prompt": about_sound(sound, question, fields.prompt), "request_id": name, **options}
+            for sound, name in zip(sounds, request_ids(request.state.request_id), strict=False)
+        )
+    except OmniError as error:
+        raise HttpError.of(error, TRANSCRIPTION_FIELDS) from error
+    answer = await Answer.of(streams, request, state, TRANSCRIPTION_FIELDS)
     if fields.stream:
         return AnswerResponse(answer, _transcript_events(answer, description), EVENTS, state.settings.write_timeout)
     async with answer:
-        return _whole(fields, task, await _heard(answer, parts, description), timed)
-
-
-async def _asked(
-    client: AsyncOmniClient,
-    prompts: Sequence[Any],
-    fields: TranscriptionForm,
-    request: Request,
-    state: ServerState,
-    options: dict[str, Any],
-) -> Answer:
-    """Ask for the text of each part of a recording. Raises `HttpError`."""
-    streams: list[RequestStream] = []
-    options |= request_options(request, state, fields)
-    try:
-        for prompt, name in zip(prompts, request_ids(request.state.request_id), strict=False):
-            streams.append(await client.submit(prompt, request_id=name, seed=fields.seed, **options))
-    except OmniError as error:
-        for stream in streams:
-            await stream.abort()
-        raise HttpError.of(error, TRANSCRIPTION_FIELDS) from error
-    return await Answer.of(ChoiceStreams(streams), request, state, TRANSCRIPTION_FIELDS)
+        return _whole(fields, task, await _heard(answer, parts, description))
 
 
 class Stretch(NamedTuple):
@@ -288,7 +284,7 @@ def gap(before: str, after: str) -> str:
     return "" if ends else " "
 
 
-def _whole(fields: TranscriptionForm, task: Task, transcript: Transcript, timed: bool) -> Response:
+def _whole(fields: TranscriptionForm, task: Task, transcript: Transcript) -> Response:
     text, segments = transcript.text, [segment for segment in transcript.segments if segment.text]
     match fields.response_format:
         case "text":
@@ -308,7 +304,7 @@ def _whole(fields: TranscriptionForm, task: Task, transcript: Transcript, timed:
                     "duration": round(transcript.seconds, 3),
                     "text": text,
                     "segments": [_segment(number, each, fields.temperature) for number, each in enumerate(segments)],
-                    **({"words": [_word(each) for each in transcript.words]} if timed else {}),
+                    **({"words": [_word(each) for each in transcript.words]} if fields.timed else {}),
                     # Whole seconds, rounded up: LiteLLM refuses a fraction.
                     "usage": {"type": "duration", "seconds": math.ceil(transcript.seconds)},
                 }
