@@ -290,7 +290,9 @@ async def test_strangers_are_refused(limited: str, echo: HttpPipeline) -> None:
     assert await refusal(echo.url, additional_headers={"sec-fetch-site": "cross-site"}) == (403, "origin_not_allowed")
     assert await refusal(echo.url, "/v1/chat/completions") == (404, "not_found")
     assert await refusal(echo.url, "/v1/realtime?model=gpt-realtime") == (404, "model_not_found")
-    assert await refusal(echo.url, "/v1/realtime?voice=Ethan") == (400, "unknown_parameter")
+    sessions = ("/v1/realtime", "/v1/live/sessions", "/v1/live/sessions/s/attach", "/v1/audio/speech/stream")
+    for path in (*sessions, "/v1/text-to-speech/v/stream-input"):
+        assert await refusal(echo.url, f"{path}?voice=Ethan") == (400, "unknown_parameter")
 
 
 async def test_a_page_of_the_server_itself_may_converse(limited: str, echo: HttpPipeline) -> None:
