@@ -204,9 +204,7 @@ def explain(error: ValidationError, struct: type[Struct]) -> tuple[Place, str]:
         if isinstance(kind, str):  # of a `Literal`
             words.append(kind)
         elif is_struct(kind):  # with the fields of sections: `temperature` is below `sampling`
-            for name, annotation in fields_of(
-                kind
-            ).items():  # with those of sections: `temperature` is below `sampling`
+            for name, annotation in fields_of(kind).items():
                 below = [key for part in _parts(annotation) if is_struct(part) for key in fields_of(part)]
                 words += [name, *(f"{name}.{key}" for key in below)]
         elif isinstance(kind, type) and issubclass(kind, enum.Enum):
