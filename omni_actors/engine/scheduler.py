@@ -43,7 +43,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from omni_actors.engine.models.registry import SpeechLimit
+from omni_actors.engine.models import SpeechLimit
 from omni_actors.engine.rows import FollowedRows, RowBudget, RowCache, budget_values
 from omni_actors.engine.workers.base import DRAFT, mark_burst, omni_options
 from omni_actors.engine.workers.diffusion import DiffusionJob, diffusion_entry, diffusion_job

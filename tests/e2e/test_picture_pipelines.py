@@ -14,7 +14,7 @@ import pytest
 from PIL import Image as Picture
 
 from omni_actors.client import AsyncOmniClient, Image, Progress
-from omni_actors.engine.models.qwen_image.layout import written
+from omni_actors.engine.models.qwen_image import written
 from tests.support import flux2_klein, qwen_image, z_image_engine
 from tests.support.nightly import nightly
 from tests.support.picture_wishes import Wish, equal, params

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from omni_actors.engine.models.qwen_image.layout import scaled_size
+from omni_actors.engine.models.qwen_image import scaled_size
 from omni_actors.engine.rows import to_host
 from omni_actors.stage.engine_interface import StageInputs
 from tests.support import picture_wishes

@@ -75,7 +75,7 @@ print(values.tolist(), counts[0] > 0, counts[0] == counts[2])
 def test_preloading_has_all_models_and_leaves_nothing_that_forbids_a_fork():
     code = """
 import sys, threading, torch, gc, omni_actors.engine.workers.preload
-from omni_actors.engine.models.registry import MODULES, find_model_spec
+from omni_actors.engine.models import MODULES, find_model_spec
 print(threading.active_count(), torch.cuda.is_initialized(), gc.get_freeze_count() > 100_000)
 before = set(sys.modules)
 for key in MODULES:

@@ -21,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from omni_actors.engine.models.flux2 import reference_picture
 from omni_actors.engine.models.flux2.dit import Flux2Network
 from omni_actors.engine.models.flux2.dit_stage import log_shift
-from omni_actors.engine.models.flux2.layout import reference_picture
 from omni_actors.engine.models.pictures.denoising import FlowSchedule, PictureSpec
 from omni_actors.engine.models.qwen_image.dit import Prefix, QwenImageNetwork, parts
 from omni_actors.engine.models.qwen_image.dit_stage import SPEC

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers.models.qwen3_asr.processing_qwen3_asr import Qwen3ASRProcessor, _fix_timestamps
 
 from omni_actors.client import ChoiceStreams, RequestStream, Text
-from omni_actors.engine.models.qwen3_asr.words import in_order, words_of
+from omni_actors.engine.models.qwen3_asr.aligner import in_order, words_of
 from omni_actors.http_server.transcriptions import (
     SEARCH_SECONDS,
     Said,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from omni_actors.engine.models.registry import ModelSpec
+from omni_actors.engine.models import ModelSpec
 from omni_actors.errors import ConfigError
 from omni_actors.protocol.payloads import StageParams
 

@@ -11,7 +11,7 @@ import importlib
 import threading
 from collections.abc import Mapping
 
-from omni_actors.engine.models.registry import MODULES
+from omni_actors.engine.models import MODULES
 from omni_actors.engine.platform import keep_bytecode, preload_modules
 from omni_actors.errors import StartupError
 from omni_actors.logs import get_logger

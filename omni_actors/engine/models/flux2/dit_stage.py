@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from omni_actors.engine.models.flux2 import layout
+from omni_actors.engine.models.flux2 import LATENT_PIXELS, MAX_TOKENS, is_distilled
 from omni_actors.engine.models.flux2.dit import Flux2Condition, Flux2Network
 from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES
 from omni_actors.engine.models.pictures.denoising import FlowSchedule, PictureSpec
@@ -40,11 +40,11 @@ class Flux2Dit(DenoisingStage):
     adaptable = True
     activations = 24  # what a single layer makes, the wider layer's two halves and what they are made from
     defaults = DEFAULTS
-    latent_pixels = multiple = layout.LATENT_PIXELS
+    latent_pixels = multiple = LATENT_PIXELS
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self._distilled = layout.is_distilled(self.folder)
+        self._distilled = is_distilled(self.folder)
         about = "how far the picture keeps from its negative prompt; above 1, half as fast"
         if self._distilled:
             about = "accepted and ignored: this checkpoint is distilled, and makes pictures without guidance"
@@ -56,7 +56,7 @@ class Flux2Dit(DenoisingStage):
 
     def warm_up_condition(self) -> Flux2Condition:
         """A prompt, which has as many tokens as any."""
-        return Flux2Condition(torch.zeros(layout.MAX_TOKENS, self.network.text_width))
+        return Flux2Condition(torch.zeros(MAX_TOKENS, self.network.text_width))
 
     def conditions(self, inputs: StageInputs, guidance: float) -> tuple[Flux2Condition, Flux2Condition | None, float]:
         """The prompt, and with guidance the negative prompt, which refers to the same pictures."""

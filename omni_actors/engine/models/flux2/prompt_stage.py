@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from omni_actors.engine.models import ModelSpec, renamed
-from omni_actors.engine.models.flux2.layout import MAX_TOKENS, is_distilled, reference_picture
+from omni_actors.engine.models.flux2 import MAX_TOKENS, is_distilled, reference_picture
 from omni_actors.engine.models.pictures import NEGATIVE_TOKENS, picture
 from omni_actors.engine.models.pictures.prompts import NEGATIVE_PROMPT, PicturePrompts
 from omni_actors.engine.rows import to_host

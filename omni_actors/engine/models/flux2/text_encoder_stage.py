@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3Model
 
 from omni_actors.config.checks import check_parameters
 from omni_actors.engine.models.cuda_graphs import CudaGraphs
-from omni_actors.engine.models.flux2.layout import MAX_TOKENS
+from omni_actors.engine.models.flux2 import MAX_TOKENS
 from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES, negative_ids
 from omni_actors.engine.models.pictures.vae_stage import MAX_STEPS, OneStepStage
 from omni_actors.engine.models.placeholder import picture_spec

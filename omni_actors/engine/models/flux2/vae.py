@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from omni_actors.engine.models.flux2.layout import LATENT_PIXELS
+from omni_actors.engine.models.flux2 import LATENT_PIXELS
 from omni_actors.engine.models.pictures.vae_stage import PictureVae, VaeEncoderStage, VaeStage, vae_specs
 from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.errors import ConfigError

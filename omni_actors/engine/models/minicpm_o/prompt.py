@@ -29,6 +29,7 @@ from vllm.multimodal.processing.processor import ResolvedPromptUpdate
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoded_requests import FEATURES, LENGTHS, MASK
+from omni_actors.engine.models import PromptMedia
 from omni_actors.engine.models.minicpm_o.config import POOLED, QUERIES, hearing_part
 from omni_actors.engine.models.minicpm_o.pictures import (
     FRAME_SIZES,
@@ -50,7 +51,6 @@ from omni_actors.engine.models.minicpm_o.pictures import (
     slices_of,
     whole_of,
 )
-from omni_actors.engine.models.registry import PromptMedia
 from omni_actors.engine.prompt_processors import ChatTemplate, DecodedMedia, PromptProcessor
 from omni_actors.media.limits import AUDIO_RATE, MediaLimits
 from omni_actors.protocol.payloads import ContentPart, Prompt

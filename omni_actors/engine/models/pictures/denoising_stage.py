@@ -14,7 +14,6 @@ import torch
 from omni_actors.config.checks import check_parameters, unknown_adapter
 from omni_actors.engine.models.diffusers_layout import WEIGHTS, checkpoint_folder, part_config, read_tensors
 from omni_actors.engine.models.pictures import ADAPTER, MAX_REFERENCES, reference
-from omni_actors.engine.models.pictures.adapters import load_adapters
 from omni_actors.engine.models.pictures.denoising import (
     Denoiser,
     FlowSchedule,
@@ -24,6 +23,7 @@ from omni_actors.engine.models.pictures.denoising import (
     fastest_attention,
     without_weights,
 )
+from omni_actors.engine.models.pictures.weights import load_adapters
 from omni_actors.engine.rows import check_rows, is_finite, to_torch
 from omni_actors.engine.workers.base import omni_options
 from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionModelRunner, DiffusionStream, StepResult

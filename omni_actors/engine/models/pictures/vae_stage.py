@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from omni_actors.config.checks import check_parameters
+from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.diffusers_layout import checkpoint_folder, diffusers_class, part_config
 from omni_actors.engine.models.pictures import MAX_REFERENCES, picture, reference
 from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS, read_finite
 from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.engine.models.placeholder import picture_spec
-from omni_actors.engine.models.registry import ModelSpec
 from omni_actors.engine.rows import to_torch
 from omni_actors.engine.workers.base import omni_options
 from omni_actors.engine.workers.diffusion import (

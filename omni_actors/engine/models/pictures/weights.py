@@ -1,16 +1,31 @@
-"""Published weights and configurations of a diffusion transformer, as ours keeps them."""
+"""Published weights and configurations of a diffusion transformer, as ours keeps them, and its LoRA adapters."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from omni_actors.engine.models.pictures.layers import AdaptedLinear
 from omni_actors.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omni_actors.engine.models.pictures.denoising import PackedNetwork
+
+# Of adapters as diffusers saves them.
+FILE = "pytorch_lora_weights.safetensors"
+PREFIX = "transformer."
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+METADATA = "lora_adapter_metadata"
+UNSUPPORTED = ("alpha_pattern", "rank_pattern", "use_rslora", "use_dora")
 
 
 class PartConfig:
@@ -114,3 +129,54 @@ def load(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], names: N
             f"The checkpoint's transformer lacks {len(lacking)} parameters, the first is {lacking[0]}.",
             hint="Download it again: a part of its files is missing.",
         )
+
+
+def load_adapters(network: PackedNetwork, folders: Mapping[str, str]) -> None:
+    """Give a network its adapters, folders by name.
+
+    Raises:
+        ConfigError: a folder holds none, or one that changes other parts than the products of layers.
+    """
+    changes: dict[AdaptedLinear, list[tuple[int, int, int, torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    modules = dict(network.named_modules())
+    for number, (name, folder) in enumerate(folders.items()):
+        for published, down, up in _matrices(name, Path(folder)):
+            ours, part, parts = network.names.place(f"{published}.weight")
+            module = modules.get(ours.removesuffix(".weight"))
+            if not isinstance(module, AdaptedLinear) or down.shape[1] != module.in_features:
+                raise ConfigError(f"adapters.{name}: {published} cannot be adapted in {network.names.model}.")
+            changes[module].append((number, part, parts, down, up))
+    for module, own in changes.items():
+        ups, begin = torch.zeros(module.out_features, sum(len(down) for *_, down, _ in own)), 0
+        for _, part, parts, down, up in own:
+            ups.chunk(parts)[part][:, begin : begin + len(down)] = up
+            begin += len(down)
+        numbers = [number for number, _, _, down, _ in own for _ in down]
+        module.adapter_of = torch.tensor(numbers, device=module.weight.device)
+        module.down = torch.cat([down for *_, down, _ in own]).to(module.weight)
+        module.up = ups.to(module.weight)
+    network.adapters = tuple(folders)
+
+
+def _matrices(name: str, folder: Path) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """What an adapter changes, by published name: f32 [rank, in] and [out, rank], of which the latter is scaled."""
+    try:
+        with safe_open(folder / FILE, framework="pt") as file:
+            tensors = {key: file.get_tensor(key).float() for key in file.keys()}  # noqa: SIM118 - not a mapping
+            written = json.loads((file.metadata() or {}).get(METADATA, "{}"))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ConfigError(
+            f"adapters.{name}: {folder} holds no LoRA adapter: {error}.",
+            hint=f"Name the folder with {FILE}, as diffusers' save_lora_weights writes it.",
+        ) from error
+    if odd := [key for key in UNSUPPORTED if written.get(PREFIX + key)]:
+        raise ConfigError(f"adapters.{name} has {odd[0]}, which is not supported.")
+    for key, down in tensors.items():
+        if not key.startswith(PREFIX) or not key.endswith((DOWN, UP)):
+            raise ConfigError(f"adapters.{name}: {key} is no matrix of a LoRA adapter of the transformer.")
+        if key.endswith(DOWN):
+            up = tensors.get(key.replace(DOWN, UP))
+            if up is None or up.shape[1] != len(down):
+                raise ConfigError(f"adapters.{name}: {key} lacks its second matrix.")
+            scale = written.get(f"{PREFIX}lora_alpha", len(down)) / len(down)
+            yield key.removeprefix(PREFIX).removesuffix(DOWN), down, up * scale

@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoded_requests import MAX_SENT_FRAMES, embeddings_of_seconds
-from omni_actors.engine.models.registry import PromptMedia
+from omni_actors.engine.models import PromptMedia
 from omni_actors.engine.prompt_processors import PromptProcessor, Template
 from omni_actors.errors import InvalidRequest, suggest
 from omni_actors.media.decoders import MediaDecoder

@@ -18,8 +18,8 @@ from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES
 from omni_actors.engine.models.pictures.denoising import FlowSchedule, PictureSpec
 from omni_actors.engine.models.pictures.denoising_stage import MAX_STEPS, DenoisingStage, read_finite
 from omni_actors.engine.models.placeholder import picture_spec
+from omni_actors.engine.models.qwen_image import LATENT_PIXELS, MULTIPLE
 from omni_actors.engine.models.qwen_image.dit import Part, Prefix, QwenImageNetwork, parts
-from omni_actors.engine.models.qwen_image.layout import LATENT_PIXELS, MULTIPLE
 from omni_actors.engine.workers.diffusion import DiffusionJob, KnownJobs
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, PromptTooLong
 from omni_actors.protocol.fields import HostTensor

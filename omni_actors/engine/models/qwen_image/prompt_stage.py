@@ -17,8 +17,14 @@ from omni_actors.engine.encoded_requests import request_tensors
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.pictures import NEGATIVE_TOKENS, on_white, picture
 from omni_actors.engine.models.pictures.prompts import NEGATIVE_PROMPT, PicturePrompts
-from omni_actors.engine.models.qwen_image import text_encoder_stage
-from omni_actors.engine.models.qwen_image.layout import MULTIPLE, PICTURE_TOKEN, REFERENCE_SIZE, scaled_size, written
+from omni_actors.engine.models.qwen_image import (
+    MULTIPLE,
+    PICTURE_TOKEN,
+    REFERENCE_SIZE,
+    scaled_size,
+    text_encoder_stage,
+    written,
+)
 from omni_actors.engine.rows import to_host
 from omni_actors.errors import InvalidRequest
 from omni_actors.media.decoders import MediaDecoder

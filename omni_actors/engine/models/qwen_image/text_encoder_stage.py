@@ -25,7 +25,7 @@ from omni_actors.engine.encoded_requests import RequestReader, merged_patches
 from omni_actors.engine.encoder import EncoderAdapter, EncoderSequence
 from omni_actors.engine.models import ModelSpec, renamed
 from omni_actors.engine.models.pictures import MAX_REFERENCES, NEGATIVE_STATES, STATES, negative_ids
-from omni_actors.engine.models.qwen_image.layout import SYSTEM
+from omni_actors.engine.models.qwen_image import SYSTEM
 from omni_actors.engine.models.thinker_state import EncoderState, Residual
 from omni_actors.engine.rows import FRAME_PREFIX
 from omni_actors.errors import InvalidPayload, PromptTooLong

@@ -17,7 +17,7 @@ from torch import nn
 from omni_actors.engine.models.pictures.layers import norm_pixels
 from omni_actors.engine.models.pictures.vae_stage import BACKGROUND, PictureVae, VaeEncoderStage, VaeStage, vae_specs
 from omni_actors.engine.models.pictures.weights import PartConfig
-from omni_actors.engine.models.qwen_image.layout import LATENT_PIXELS, MULTIPLE
+from omni_actors.engine.models.qwen_image import LATENT_PIXELS, MULTIPLE
 from omni_actors.errors import ConfigError
 
 LEAST_LENGTH = 1e-12  # of a pixel's channels, by which they are divided
