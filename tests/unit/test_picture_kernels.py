@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import QwenImage21DupUp3D
 
+from omni_actors.engine.models.diffusion_layers import add_and_norm, gate, rotation_at, take_heads
 from omni_actors.engine.models.pictures.denoising import (
     attend_each,
     attend_varlen,
@@ -19,7 +20,6 @@ from omni_actors.engine.models.pictures.denoising import (
     pack,
     vllm_attention,
 )
-from omni_actors.engine.models.pictures.layers import add_and_norm, gate, rotation_at, take_heads
 from omni_actors.engine.models.qwen_image.dit import Prefix, QwenImageNetwork
 from omni_actors.engine.models.qwen_image.vae import PictureDecoder, sources_of
 from tools.checkpoints.pictures import QWEN_IMAGE
@@ -48,6 +48,23 @@ def test_a_branch_is_gated_and_added_before_the_norm(width: int, added: bool, dt
         add_and_norm(given.clone(), branch if added else None, gates, scales, OWNER, eps=EPS, fused=fused)
         for fused in (True, False)
     )
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert_close(mine, reference)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_rows_of_one_sequence_are_scaled_and_shifted_in_another_type(added: bool) -> None:
+    given, branch = drawn(2, 3, 24, 48)
+    gates, scales, shifts = drawn(2, 3 * 48).split(48, dim=1)
+    owner = torch.tensor([[0], [1], [1]]).to(DEVICE)
+    ours, theirs = (
+        add_and_norm(
+            given.clone(), branch if added else None, gates, scales, owner, shifts,
+            eps=EPS, fused=fused, dtype=torch.bfloat16,
+        )
+        for fused in (True, False)
+    )  # fmt: skip
+    assert torch.equal(ours[0], given) is not added
     for mine, reference in zip(ours, theirs, strict=True):
         assert_close(mine, reference)
 

@@ -143,23 +143,6 @@ print(loop.count(" = %") - 1)
     assert int(done.stdout) == 17  # six samples, eleven values of the doubled rate
 
 
-@pytest.mark.parametrize("update", [False, True])
-def test_norm_kernel(update: bool):
-    torch.manual_seed(0)
-    residual, added = torch.randn(3, 24, 48, device=DEVICE), torch.randn(3, 24, 48, device=DEVICE)
-    gate, scale, shift = torch.randn(2, 3 * 48, device=DEVICE).split(48, dim=1)
-    slot = torch.tensor([0, 1, 1], device=DEVICE)
-    results = []
-    for fused in (False, True):
-        state = residual.clone()
-        given = (added, gate) if update else (None, None)
-        normed = kernels.modulated_norm(state, *given, scale, shift, slot, torch.float32, fused=fused)
-        results.append((normed, state))
-    assert torch.allclose(*(normed for normed, _ in results), atol=1e-5)
-    assert torch.allclose(*(state for _, state in results), atol=1e-6)
-    assert torch.equal(results[1][1], residual) is not update
-
-
 @pytest.mark.parametrize(("back", "ahead"), [(0, 0), (1, 0), (0, 1), (1, 1)])
 def test_attention_kernel(back: int, ahead: int):
     torch.manual_seed(0)

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from omni_actors.engine.models.pictures.denoising import PackedNetwork, Packing, Size, interleaved, pack
-from omni_actors.engine.models.pictures.layers import (
+from omni_actors.engine.models.diffusion_layers import (
     AdaptedLinear,
     LayerWeights,
     MomentEmbedding,
@@ -25,6 +24,7 @@ from omni_actors.engine.models.pictures.layers import (
     grid,
     turned,
 )
+from omni_actors.engine.models.pictures.denoising import PackedNetwork, Packing, Size, interleaved, pack
 from omni_actors.engine.models.pictures.weights import Names, PartConfig, fused
 from omni_actors.engine.rows import moved
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from omni_actors.engine.models.diffusers_layout import diffusers_class
-from omni_actors.engine.models.pictures.layers import rotation_at
+from omni_actors.engine.models.diffusion_layers import rotation_at
 from omni_actors.engine.models.pictures.weights import Names, load
 from omni_actors.engine.rows import moved
 from omni_actors.errors import ConfigError

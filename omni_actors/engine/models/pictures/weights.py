@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from omni_actors.engine.models.pictures.layers import AdaptedLinear
+from omni_actors.engine.models.diffusion_layers import AdaptedLinear
 from omni_actors.errors import ConfigError
 
 if TYPE_CHECKING:

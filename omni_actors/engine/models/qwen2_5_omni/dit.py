@@ -12,10 +12,9 @@ On CUDA an interval is one graph, captured for several numbers of rows; the resu
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from omni_actors.engine.models.cuda_graphs import CudaGraphs
-from omni_actors.engine.models.qwen2_5_omni.kernels import MIN_HALF_HEAD, block_attention, modulated_norm
+from omni_actors.engine.models.diffusion_layers import add_and_norm
+from omni_actors.engine.models.qwen2_5_omni.kernels import MIN_HALF_HEAD, block_attention
 
 if TYPE_CHECKING:
     from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniDiTConfig
@@ -186,6 +186,7 @@ def lay_out(chunks: Sequence[DitChunk], rows: int, entries: int, reaches: Sequen
     return Layout(intervals, first, index | own)
 
 
+EPS = 1e-6  # of norms
 _Affine = tuple[torch.Tensor, torch.Tensor]  # weight [outputs, inputs] and bias [outputs]
 _Window = tuple[torch.Tensor, torch.Tensor]  # `keys` and `valid` of `block_attention`
 
@@ -296,7 +297,10 @@ class Dit:
         self._proj_out: _Affine = model.proj_out.weight.to(dtype), model.proj_out.bias.to(dtype)
         self._split_input(model, config)
         self._rotary = {reach: self._rotary_table(model, *reach) for reach in self.reaches}
-        self._modulations: OrderedDict[tuple[float, float], torch.Tensor] = OrderedDict()
+        # Of all the modulations of an interval, those that scale.
+        self._scales = [6 * layer + part for layer in range(len(self.layers)) for part in (1, 4)]
+        self._scales.append(6 * len(self.layers))
+        self._modulation = lru_cache(MODULATIONS_KEPT)(self._modulations)
         self._graphs: CudaGraphs[int, tuple[torch.Tensor, torch.Tensor]] = CudaGraphs()  # by rows
         self._static: _Rows | None = None
 
@@ -331,19 +335,13 @@ class Dit:
             branches.append((code + voice).repeat_interleave(self.repeats, dim=0))
         return torch.cat(branches).view(-1, self.frames, self.width)
 
-    def _modulation(self, start: float, end: float) -> torch.Tensor:
+    def _modulations(self, start: float, end: float) -> torch.Tensor:
         """All scales, shifts and gates of the interval's evaluations, f32 [evaluations, modulations]."""
-        key = (start, end)
-        if (found := self._modulations.get(key)) is not None:
-            self._modulations.move_to_end(key)
-            return found
         times = torch.tensor(self.solver.times(start, end), dtype=torch.float32, device=self.device)
         embedding = F.silu(self._time_embed(times))
         parts = [F.linear(embedding, *layer.modulation) for layer in self.layers]
         made = torch.cat([*parts, F.linear(embedding, *self._final_modulation)], dim=1)
-        self._modulations[key] = made
-        if len(self._modulations) > MODULATIONS_KEPT:
-            self._modulations.popitem(last=False)
+        made.unflatten(1, (-1, self.width))[:, self._scales] += 1.0
         return made
 
     def kept_shape(self, intervals: int, branches: int) -> tuple[int, ...]:
@@ -473,17 +471,19 @@ class Dit:
         def part(index: int) -> torch.Tensor:
             return modulation[:, index * width : (index + 1) * width]
 
-        def norm(update: torch.Tensor | None, gate: torch.Tensor | None, scale: int, shift: int) -> torch.Tensor:
-            return modulated_norm(
-                hidden, update, gate, part(scale), part(shift), batch.slot, self.dtype, fused=self.fused
+        def norm(update: torch.Tensor | None, gate: int, scale: int, shift: int) -> torch.Tensor:
+            nonlocal hidden
+            hidden, normed = add_and_norm(
+                hidden, update, part(gate), part(scale), owner, part(shift), eps=EPS, fused=self.fused, dtype=self.dtype
             )
+            return normed
 
-        hidden = batch.fixed + F.linear(state, self._state_weight)
-        update, gate = None, None
+        hidden, owner = batch.fixed + F.linear(state, self._state_weight), batch.slot[:, None]
+        update: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             # In the order of the checkpoint: shift, scale and gate of the attention, then of the feed-forward layer.
             first = 6 * index
-            normed = norm(update, gate, first + 1, first)
+            normed = norm(update, max(0, first - 1), first + 1, first)
             qkv = F.linear(normed, *layer.qkv)
             left = batch.left[evaluation, 0][:0]
             if layer.back:
@@ -501,11 +501,10 @@ class Dit:
                 precise=self.precise,
                 fused=self.fused,
             )
-            normed = norm(F.linear(mixed, *layer.out), part(first + 2), first + 4, first + 3)
+            normed = norm(F.linear(mixed, *layer.out), first + 2, first + 4, first + 3)
             update = F.linear(self._gelu_linear(normed, *layer.up), *layer.down)
-            gate = part(first + 5)
         last = 6 * len(self.layers)
-        slope = F.linear(norm(update, gate, last, last + 1), *self._proj_out).float()
+        slope = F.linear(norm(update, last - 1, last, last + 1), *self._proj_out).float()
         conditional = slope[batch.conditional]
         return conditional + (conditional - slope[batch.null]) * batch.guidance
 

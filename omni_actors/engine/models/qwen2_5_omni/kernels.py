@@ -15,87 +15,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-EPSILON = 1e-6
 MIN_HALF_HEAD = 16  # the shortest inner dimension that Triton's matrix product takes
 HIDDEN = -1e30  # a score that no softmax sees, and that is still finite
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# residual += gate * update; layer norm; scale and shift
-
-
-@triton.jit
-def _modulated_norm(
-    residual,
-    update,
-    gate,
-    scale,
-    shift,
-    slot,
-    output,
-    modulation_stride,
-    width,
-    eps,
-    FRAMES: tl.constexpr,
-    HAS_UPDATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    place = tl.load(slot + row // FRAMES) * modulation_stride + column
-    value = tl.load(residual + row * width + column, mask=inside, other=0.0)
-    if HAS_UPDATE:
-        added = tl.load(update + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        value += tl.load(gate + place, mask=inside, other=0.0) * added
-        tl.store(residual + row * width + column, value, mask=inside)
-    centred = tl.where(inside, value - tl.sum(value, axis=0) / width, 0.0)
-    deviation = tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
-    scaled = centred / deviation * (1.0 + tl.load(scale + place, mask=inside, other=0.0))
-    scaled += tl.load(shift + place, mask=inside, other=0.0)
-    tl.store(output + row * width + column, scaled.to(output.dtype.element_ty), mask=inside)
-
-
-def modulated_norm(
-    residual: torch.Tensor,
-    update: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    slot: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    fused: bool,
-) -> torch.Tensor:
-    """Add `gate * update` to `residual` in place; return its layer norm `* (1 + scale) + shift` in `dtype`.
-
-    Shapes: `residual` f32 and `update` [rows, frames, width]; `gate`, `scale`, `shift` f32 [slots, width], views with
-    the same stride; `slot` i64 [rows] is the index into them for each row. `update` and `gate` are given together or
-    not at all.
-    """
-    if not fused:
-        if update is not None and gate is not None:
-            residual += gate[slot][:, None] * update
-        normed = F.layer_norm(residual, residual.shape[-1:], eps=EPSILON)
-        return (normed * (1 + scale[slot][:, None]) + shift[slot][:, None]).to(dtype)
-    rows, frames, width = residual.shape
-    output = torch.empty_like(residual, dtype=dtype)
-    _modulated_norm[(rows * frames,)](
-        residual,
-        residual if update is None else update,
-        scale if gate is None else gate,
-        scale,
-        shift,
-        slot,
-        output,
-        scale.stride(0),
-        width,
-        EPSILON,
-        FRAMES=frames,
-        HAS_UPDATE=update is not None,
-        BLOCK=triton.next_power_of_2(width),
-    )
-    return output
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,9 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from omni_actors.engine.models.pictures import weights
-from omni_actors.engine.models.pictures.denoising import PackedNetwork, Packing, Size, pack
-from omni_actors.engine.models.pictures.layers import (
+from omni_actors.engine.models.diffusion_layers import (
     LayerWeights,
     MomentEmbedding,
     add_and_norm,
@@ -28,6 +26,8 @@ from omni_actors.engine.models.pictures.layers import (
     grid,
     take_heads,
 )
+from omni_actors.engine.models.pictures import weights
+from omni_actors.engine.models.pictures.denoising import PackedNetwork, Packing, Size, pack
 from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.engine.rows import moved
 from omni_actors.errors import EngineError

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from omni_actors.engine.models.diffusion_layers import MOMENT_WAVES, LayerWeights, MomentEmbedding, compile_halves, grid
 from omni_actors.engine.models.pictures import weights
 from omni_actors.engine.models.pictures.denoising import Attention, PackedNetwork, Packing, Size, interleaved, pack
-from omni_actors.engine.models.pictures.layers import MOMENT_WAVES, LayerWeights, MomentEmbedding, compile_halves, grid
 from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.engine.rows import moved
 

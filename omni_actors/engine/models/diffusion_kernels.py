@@ -1,4 +1,4 @@
-"""The kernels of `layers.py`, in Triton: what a layer computes between its products, in float32 inside."""
+"""The kernels of `diffusion_layers.py`, in Triton: what a layer computes between its products, in float32 inside."""
 
 # Triton decides the types of its functions' arguments:
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -15,16 +15,19 @@ __all__ = ["add_and_norm", "gate", "next_power_of_2", "norm_pixels", "rotate_hea
 
 @triton.jit
 def add_and_norm(
-    tokens, branch, gates, scales, owner, out, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr, ADDED: tl.constexpr
+    tokens, branch, gates, scales, shifts, owner, out, stride, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    TOGETHER: tl.constexpr, ADDED: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """A program for each token: its norm times its sequence's row of `scales` [sequences, WIDTH], to `out`.
 
-    With ADDED, `branch` times the sequence's row of `gates` is added to `tokens` before, and stored there.
+    With ADDED, `branch` times the sequence's row of `gates` is added to `tokens` before, and stored there. With
+    SHIFTED, that of `shifts` is added to the result. Rows of the three are `stride` apart; TOGETHER tokens have one
+    owner.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
-    sequence = tl.load(owner + row) * WIDTH + column
+    sequence = tl.load(owner + row // TOGETHER) * stride + column
     at = row * WIDTH + column
     value = tl.load(tokens + at, mask=inside, other=0.0).to(tl.float32)
     if ADDED:
@@ -36,8 +39,10 @@ def add_and_norm(
     mean = tl.sum(value, axis=0) / WIDTH
     apart = tl.where(inside, value - mean, 0.0)
     normed = apart * tl.rsqrt(tl.sum(apart * apart, axis=0) / WIDTH + eps)
-    scale = tl.load(scales + sequence, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, (normed * scale).to(out.dtype.element_ty), mask=inside)
+    normed *= tl.load(scales + sequence, mask=inside, other=0.0).to(tl.float32)
+    if SHIFTED:
+        normed += tl.load(shifts + sequence, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -164,28 +164,34 @@ def add_and_norm(
     gates: torch.Tensor,
     scales: torch.Tensor,
     owner: torch.Tensor,
+    shifts: torch.Tensor | None = None,
     *,
     eps: float,
     fused: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [tokens, width] with `branch` times their sequences' rows of `gates` added, and their norm.
+    """Tokens [..., width] with `branch` times their sequences' rows of `gates` added, and their norm.
 
-    The norm is multiplied by their sequences' rows of `scales` [sequences, width]. Given tokens to which a branch is
-    added are not to be used afterwards.
+    The norm is multiplied by their sequences' rows of `scales` [sequences, width], and those of `shifts` are added, if
+    there are any. Given tokens to which a branch is added are not to be used afterwards.
 
     Args:
-        owner: i64 [tokens], the sequence of each.
+        gates: its rows lie as far apart as those of `scales` and `shifts`.
+        owner: i64 [...], the sequence of each; [rows, 1] for tokens [rows, n, width] whose rows have one sequence.
+        dtype: of the norm, by default that of the tokens.
     """
     if not fused:
         if branch is not None:
             tokens = tokens + gates[owner] * branch
-        return tokens, F.layer_norm(tokens, tokens.shape[-1:], eps=eps) * scales[owner]
-    kernels, normed = _kernels(), torch.empty_like(tokens)
-    rows, width = tokens.shape
-    padded = kernels.next_power_of_2(width)
+        normed = F.layer_norm(tokens, tokens.shape[-1:], eps=eps) * scales[owner]
+        return tokens, (normed if shifts is None else normed + shifts[owner]).to(dtype or tokens.dtype)
+    kernels, normed = _kernels(), torch.empty_like(tokens, dtype=dtype)
+    width = tokens.shape[-1]
+    rows, padded = tokens.numel() // width, kernels.next_power_of_2(width)
     kernels.add_and_norm[(rows,)](
-        tokens, tokens if branch is None else branch, gates, scales, owner, normed, eps,
-        width, padded, branch is not None, num_warps=min(8, max(1, padded // 256)),
+        tokens, tokens if branch is None else branch, gates, scales, scales if shifts is None else shifts, owner,
+        normed, scales.stride(0), eps, width, padded, rows // owner.numel(), branch is not None, shifts is not None,
+        num_warps=min(8, max(1, padded // 256)),
     )  # fmt: skip
     return tokens, normed
 
@@ -234,9 +240,9 @@ def gate(given: torch.Tensor, *, fused: bool = False) -> torch.Tensor:
 
 
 def _kernels() -> Any:
-    from omni_actors.engine.models.pictures import layer_kernels  # Triton is not on every machine
+    from omni_actors.engine.models import diffusion_kernels  # Triton is not on every machine
 
-    return layer_kernels
+    return diffusion_kernels
 
 
 def norm_pixels(pixels: torch.Tensor, weight: torch.Tensor, factor: float) -> torch.Tensor:
