@@ -112,31 +112,14 @@ class FrameKernels:
         outer = outer // 2 if gated else outer
         tiling = Tiling.of(inner, outer, self.rows, gated)
         grid = outer // tiling.columns, triton.cdiv(self.rows, tiling.lines)
+        kind = kernels.GATED if gated else kernels.PLAIN if out is not None else kernels.ROW
         kernels.product[grid](
-            given,
-            weight,
-            self.squares,
-            weight if bias is None else bias,
-            self.x,
-            self.weighted,
-            self.squares,
-            weight if norm is None else norm,
-            self.x if out is None else out,
-            self.rows,
-            self.config.eps,
-            K=inner,
-            N=outer,
-            TILES=self.tiles if normed else 0,
-            KIND=kernels.GATED if gated else kernels.PLAIN if out is not None else kernels.ROW,
-            BIASED=bias is not None,
-            ADDED=added,
-            COLUMNS=tiling.columns,
-            LINES=tiling.lines,
-            PARTS=tiling.parts,
-            DEPTH=tiling.depth,
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
-        )
+            given, weight, self.squares, weight if bias is None else bias, self.x, self.weighted, self.squares,
+            weight if norm is None else norm, self.x if out is None else out, self.rows, self.config.eps,
+            K=inner, N=outer, TILES=self.tiles if normed else 0, KIND=kind, BIASED=bias is not None, ADDED=added,
+            COLUMNS=tiling.columns, LINES=tiling.lines, PARTS=tiling.parts, DEPTH=tiling.depth,
+            num_warps=tiling.warps, num_stages=tiling.stages,
+        )  # fmt: skip
         if out is None:
             self.tiles = grid[0]
 
@@ -144,22 +127,11 @@ class FrameKernels:
         """The attention of layer `index`."""
         config, predictor = self.config, self.predictor
         kernels.attention[(self.rows, config.heads)](
-            self.qkv,
-            *self.cache[index],
-            predictor.layers[index].qk_norm,
-            predictor.cos,
-            predictor.sin,
-            self.mixed,
-            position,
-            config.eps,
-            config.head_dim**-0.5,
-            HEADS=config.heads,
-            KV_HEADS=config.kv_heads,
-            HALF=config.head_dim // 2,
-            POSITIONS=config.groups,
-            SEEN=triton.next_power_of_2(config.groups),
-            num_warps=2,
-        )
+            self.qkv, *self.cache[index], predictor.layers[index].qk_norm, predictor.cos, predictor.sin, self.mixed,
+            position, config.eps, config.head_dim**-0.5,
+            HEADS=config.heads, KV_HEADS=config.kv_heads, HALF=config.head_dim // 2, POSITIONS=config.groups,
+            SEEN=triton.next_power_of_2(config.groups), num_warps=2,
+        )  # fmt: skip
 
     def read(self, position: int) -> None:
         """Pass the position through the layers; the rows await the last norm."""
@@ -181,16 +153,9 @@ class FrameKernels:
         if self.predictor.projection is not None:
             self.entered.copy_(given)
             return
-        width = self.config.hidden_size
-        kernels.enter[(self.rows,)](
-            given,
-            self.x,
-            self.weighted,
-            self.squares,
-            self.predictor.layers[0].input_norm,
-            WIDTH=width,
-            PADDED=triton.next_power_of_2(width),
-        )
+        width, norm = self.config.hidden_size, self.predictor.layers[0].input_norm
+        padded = triton.next_power_of_2(width)
+        kernels.enter[(self.rows,)](given, self.x, self.weighted, self.squares, norm, WIDTH=width, PADDED=padded)
         self.tiles = 1
 
     def draw(
@@ -201,29 +166,14 @@ class FrameKernels:
         projected = predictor.projection is not None
         self.product(self.weighted, predictor.heads[group], self.logits, normed=True)
         kernels.draw[(self.rows,)](
-            self.logits,
-            *drawn_by,
-            group,
-            codes,
-            predictor.embeddings[group],
-            total,
-            summed,
-            self.x,
-            self.entered if projected else self.weighted,
-            self.squares,
-            predictor.layers[0].input_norm,
-            config.temperature,
-            config.top_p,
-            VOCABULARY=config.vocab_size,
-            PADDED=triton.next_power_of_2(config.vocab_size),
-            TOP_K=min(config.top_k, config.vocab_size),
-            GROUPS=config.groups,
-            WIDTH=config.input_size,
-            PADDED_WIDTH=triton.next_power_of_2(config.input_size),
-            LAST=group == config.groups - 2,
-            PROJECTED=projected,
-            num_warps=4,
-        )
+            self.logits, *drawn_by, group, codes, predictor.embeddings[group], total, summed, self.x,
+            self.entered if projected else self.weighted, self.squares, predictor.layers[0].input_norm,
+            config.temperature, config.top_p,
+            VOCABULARY=config.vocab_size, PADDED=triton.next_power_of_2(config.vocab_size),
+            TOP_K=min(config.top_k, config.vocab_size), GROUPS=config.groups, WIDTH=config.input_size,
+            PADDED_WIDTH=triton.next_power_of_2(config.input_size), LAST=group == config.groups - 2,
+            PROJECTED=projected, num_warps=4,
+        )  # fmt: skip
         self.tiles = 1
 
 

@@ -30,24 +30,10 @@ def _rotate(first, second, cosine, sine):
 
 @triton.jit
 def _block_attention(
-    qkv,
-    left,
-    keys,
-    valid,
-    cosines,
-    sines,
-    output,
-    rows,
-    softmax_scale,
-    FRAMES: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BACK: tl.constexpr,
-    PADDED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    qkv, left, keys, valid, cosines, sines, output, rows, softmax_scale,
+    FRAMES: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, BACK: tl.constexpr,
+    PADDED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     frame = tl.arange(0, PADDED)[:, None]
@@ -125,42 +111,14 @@ def block_attention(
     """
     rows, frames, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     half, window = width // heads // 2, keys.shape[1]
-    if not fused:
-        return _block_attention_torch(qkv, left, keys, valid, rotary, heads, back)
-    output = torch.empty((rows, frames, width), dtype=qkv.dtype, device=qkv.device)
-    _block_attention[(rows, heads)](
-        qkv,
-        left,
-        keys,
-        valid,
-        *rotary,
-        output,
-        rows,
-        (2 * half) ** -0.5,
-        FRAMES=frames,
-        HEADS=heads,
-        HALF=half,
-        WINDOW=window,
-        BACK=back,
-        PADDED=triton.next_power_of_2(frames),
-        PRECISION="ieee" if precise else "tf32",
-        MASKED=HIDDEN,
-        num_warps=2,
-    )
-    return output
-
-
-def _block_attention_torch(
-    qkv: torch.Tensor,
-    left: torch.Tensor,
-    keys: torch.Tensor,
-    valid: torch.Tensor,
-    rotary: tuple[torch.Tensor, torch.Tensor],
-    heads: int,
-    back: int,
-) -> torch.Tensor:
-    rows, frames, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
-    window = keys.shape[1]
+    if fused:
+        output = torch.empty((rows, frames, width), dtype=qkv.dtype, device=qkv.device)
+        _block_attention[(rows, heads)](
+            qkv, left, keys, valid, *rotary, output, rows, (2 * half) ** -0.5,
+            FRAMES=frames, HEADS=heads, HALF=half, WINDOW=window, BACK=back, PADDED=triton.next_power_of_2(frames),
+            PRECISION="ieee" if precise else "tf32", MASKED=HIDDEN, num_warps=2,
+        )  # fmt: skip
+        return output
     query = qkv[..., :width]
     if window > 1:
         key_value = torch.cat([qkv[..., width:], left])[keys.clamp(min=0)].flatten(1, 2)
@@ -293,17 +251,7 @@ def anti_aliased_snake(
     # As few samples per program as fill the device with warps: each program computes six pairs that are not used.
     steps = min(64, max(8, triton.next_power_of_2(hidden.numel() // (32 * 8192) + 1)))
     _anti_aliased_snake[(triton.cdiv(length, steps), triton.cdiv(channels, lanes), batch)](
-        hidden,
-        output,
-        offset,
-        up_filter,
-        down_filter,
-        frequency,
-        magnitude,
-        length,
-        channels,
-        STEPS=steps,
-        LANES=lanes,
-        num_warps=lanes // 32,
-    )
+        hidden, output, offset, up_filter, down_filter, frequency, magnitude, length, channels,
+        STEPS=steps, LANES=lanes, num_warps=lanes // 32,
+    )  # fmt: skip
     return output
