@@ -37,8 +37,8 @@ prepare()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import workload  # noqa: E402
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu  # noqa: E402
 
-from omni_actors.engine.models.flux2 import dit_stage as flux2_stage  # noqa: E402
 from omni_actors.engine.models.flux2.dit import Flux2Condition, Flux2Network  # noqa: E402
 from omni_actors.engine.models.pictures.denoising import (  # noqa: E402
     Denoiser,
@@ -199,7 +199,7 @@ class Flux2Klein(Family):
 
     network_class, tools, latent_pixels = Flux2Network, FLUX2_KLEIN, 16
     branches = ("attn.to_out", "attn.to_add_out", "linear_out")
-    schedule: Mapping[str, Any] = {"rising": False, "log_shift": flux2_stage.log_shift}
+    schedule: Mapping[str, Any] = {"rising": False, "log_shift": compute_empirical_mu}
 
     def condition(self, states: torch.Tensor) -> Flux2Condition:
         return Flux2Condition(states)

@@ -62,13 +62,17 @@ class RequestReader:
         self._audio_embeddings = audio_embeddings
 
     def read(
-        self, tensors: Mapping[str, HostTensor], token_ids: list[int]
+        self, tensors: Mapping[str, HostTensor], token_ids: Sequence[int]
     ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
         """Prompt ids and media features of an encoded EngineCoreRequest; the rest of it is ignored.
+
+        Without tensors there are no media, and the prompt is `token_ids`.
 
         Raises:
             InvalidPayload: it cannot be read, or its features do not fit its prompt.
         """
+        if not tensors:
+            return list(token_ids), []
         names = [f"{FRAME_PREFIX}{index}" for index in range(len(tensors))]
         if len(tensors) > MAX_FRAMES or set(names) != set(tensors):
             raise InvalidPayload(f"This stage needs the tensors vllm.0, vllm.1, ...; it got {sorted(tensors)[:8]}.")
@@ -86,7 +90,7 @@ class RequestReader:
         prompt = decoded.prompt_token_ids
         if prompt is None or decoded.prompt_embeds is not None:
             raise InvalidPayload("The encoded request must hold prompt_token_ids and no prompt_embeds.")
-        if token_ids and token_ids != prompt:
+        if token_ids and list(token_ids) != prompt:
             raise InvalidPayload("The encoded request and token_ids disagree about the prompt.")
         features = decoded.mm_features or []
         for feature in features:

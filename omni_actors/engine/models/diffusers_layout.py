@@ -1,8 +1,10 @@
-"""Weights of checkpoints as tensors, and the layout of diffusers: `model_index.json`, and a folder for each part."""
+"""Weights of checkpoints, and the layout of diffusers: `model_index.json`, and a folder for each part."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +57,116 @@ def read_tensors(model: str, prefix: str, folder: str = "", stem: str = "model")
         raise StartupError(f"The checkpoint {model!r} has no tensor {prefix}*.", hint="Use a full Omni checkpoint.")
 
 
-def fill(module: nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> None:
-    """Copy all weights of `what`, as errors call it, into a module. Raises `StartupError` if they do not fit."""
-    own = module.state_dict()
-    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    misshapen = sorted(name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape)
+class PartConfig:
+    """The configuration of a part of one class.
+
+    Args:
+        part: its name, for errors.
+        config: the content of its config.json.
+        class_name: the class of diffusers that it has to be of.
+
+    Raises:
+        ConfigError: it is of another class.
+    """
+
+    def __init__(self, part: str, config: Mapping[str, Any], class_name: str) -> None:
+        self._part, self._config = part, config
+        if (name := config.get("_class_name")) != class_name:
+            raise ConfigError(f"The checkpoint's {part} is {name!r}, not {class_name}.")
+
+    def expect(self, **values: Any) -> None:
+        """Raise `ConfigError` if one of these keys is there with another value."""
+        for key, value in values.items():
+            if self._config.get(key, value) != value:
+                raise ConfigError(
+                    f"The checkpoint's {self._part} has {key} {self._config[key]!r}; only {value!r} is supported."
+                )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value, or what holds where it is missing."""
+        return self._config.get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        """A value. Raises `ConfigError` if it is missing."""
+        try:
+            return self._config[key]
+        except KeyError as error:
+            raise ConfigError(f"The config.json of the checkpoint's {self._part} has no {error}.") from error
+
+
+# What diffusers calls parts that several of its transformers have, and what ours do.
+COMMON_NAMES = (
+    (r"^transformer_blocks\.", "layers."),
+    (r"^time_\w+\.timestep_embedder\.linear_1\.", "moment.inner."),
+    (r"^time_\w+\.timestep_embedder\.linear_2\.", "moment.outer."),
+    (r"^norm_out\.linear\.", "final_modulation."),
+    (r"^proj_out\.", "final."),
+    (r"\.att\w+\.to_out\.0\.", ".out."),
+    (r"\.att\w+\.(norm_[qk])\.", r".\1."),
+)
+
+
+@dataclass(frozen=True)
+class Names:
+    """How published names of parameters become ours.
+
+    Args:
+        parts: what of a published name becomes what of ours, as which part of how many.
+        patterns: regular expressions for names, with what replaces each.
+    """
+
+    parts: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
+    patterns: Sequence[tuple[str, str]] = ()
+
+    def place(self, name: str) -> tuple[str, int, int]:
+        """Our name of a published parameter, which part of that it is, and of how many."""
+        place = 0, 1
+        for published, (ours, *which) in self.parts.items():
+            if published in name:
+                name, place = name.replace(published, ours), (which[0], which[1])
+        for pattern, replacement in self.patterns:
+            name = re.sub(pattern, replacement, name)
+        return name, *place
+
+    def parts_of(self, name: str) -> int:
+        """How many published parameters one of ours is made of."""
+        return next((parts for ours, _, parts in self.parts.values() if ours in name), 1)
+
+
+def fused(ours: str, *published: str) -> dict[str, tuple[str, int, int]]:
+    """The parts of a matrix that is kept as one, for `Names.parts`."""
+    return {name: (ours, index, len(published)) for index, name in enumerate(published)}
+
+
+@torch.no_grad()
+def fill(module: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], what: str, names: Names = Names()) -> None:
+    """Copy the published weights of `what`, as errors call it, into a module.
+
+    Raises:
+        StartupError: one is missing, unknown, there twice, or of another shape than the configuration says.
+    """
+    targets = module.state_dict()
+    missing = {(name, part) for name in targets for part in range(names.parts_of(name))}
+    unexpected, misshapen = [], []
+    for published, value in weights:
+        name, part, parts = names.place(published)
+        if (name, part) not in missing:
+            unexpected.append(published)
+            continue
+        missing.remove((name, part))
+        target = targets[name].chunk(parts)[part] if parts > 1 else targets[name]
+        if target.shape == value.shape:
+            target.copy_(value)
+        else:
+            misshapen.append(published)
     if missing or unexpected or misshapen:
+        lacking = sorted(name if names.parts_of(name) == 1 else f"{name} (part {part})" for name, part in missing)
+        counts = f"{len(missing)}, {len(unexpected)} and {len(misshapen)} in all"
         raise StartupError(
-            f"The weights of {what} do not fit its config: missing {missing[:3]}, unexpected {unexpected[:3]}, of "
-            f"another shape {misshapen[:3]} ({len(missing)}, {len(unexpected)} and {len(misshapen)} in all).",
-            hint="Check that config.json and the safetensors files belong together.",
+            f"The weights of {what} do not fit its config: missing {lacking[:3]}, unexpected {sorted(unexpected)[:3]}, "
+            f"of another shape {sorted(misshapen)[:3]} ({counts}).",
+            hint="Check that config.json and the safetensors files belong together, and download them again.",
         )
-    module.load_state_dict(weights)
 
 
 def checkpoint_folder(model: str) -> Path:

@@ -7,7 +7,7 @@ functions are the reference; Triton's interpreter runs the kernels (`fused`) on 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,6 @@ def turned(
     """Queries, keys and values [tokens, heads, head_dim] of a product; the first two are normed and turned."""
     query, key, value = qkv.unflatten(-1, (3 * heads, -1)).chunk(3, 1)
     return rotate(norm_q(query), rotation), rotate(norm_k(key), rotation), value
-
-
-def compile_halves(blocks: Iterable[Any], **options: Any) -> None:
-    """Compile `before` and `after` attention of layers. Equal layers share their code, for any batch."""
-    for block in blocks:
-        block.before = torch.compile(block.before, dynamic=True, **options)
-        block.after = torch.compile(block.after, dynamic=True, **options)
 
 
 class AdaptedLinear(nn.Linear):

@@ -8,6 +8,7 @@ inspected.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,16 +77,8 @@ def vocoder_spec(
         most: requests at a time.
         params: see `ModelSpec`.
     """
-    required = {"max_model_len": max_steps + 1, "max_num_batched_tokens": max_steps + 1, "dtype": "float32"}
-    return ModelSpec(
-        kind="diffusion",
-        hf_overrides=placeholder_overrides(part, max_steps),
-        vllm_models={ARCHITECTURE: PlaceholderModel},
-        engine={"max_num_seqs": most},
-        required={**required, "skip_tokenizer_init": True, "enforce_eager": True},
-        params=params,
-        runner=runner,
-    )
+    required = {"max_num_batched_tokens": max_steps + 1, "dtype": "float32", "enforce_eager": True}
+    return _spec(runner, part, max_steps, {"max_num_seqs": most}, required, params)
 
 
 def picture_spec(
@@ -106,13 +99,20 @@ def picture_spec(
         compiled: whether `enforce_eager` has a meaning for it.
     """
     eager = {} if compiled else {"enforce_eager": True}
+    return replace(
+        _spec(runner, part, max_steps, {"dtype": "bfloat16", **engine}, eager, params), folder="text_encoder"
+    )
+
+
+def _spec(
+    runner: str, part: str, max_steps: int, engine: Mapping[str, Any], required: Mapping[str, Any], params: StageParams
+) -> ModelSpec:
     return ModelSpec(
         kind="diffusion",
-        folder="text_encoder",
         hf_overrides=placeholder_overrides(part, max_steps),
         vllm_models={ARCHITECTURE: PlaceholderModel},
-        engine={"dtype": "bfloat16", **engine},
-        required={"max_model_len": max_steps + 1, "skip_tokenizer_init": True, **eager},
+        engine=engine,
+        required={"max_model_len": max_steps + 1, "skip_tokenizer_init": True, **required},
         params=params,
         runner=runner,
     )

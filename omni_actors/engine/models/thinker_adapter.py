@@ -162,7 +162,7 @@ class ThinkerAdapter(TextAdapter):
         if PROMPT_EMBEDS in inputs.tensors:
             embeds = self.read_embeds(inputs.tensors, token_ids)
             token_ids = token_ids or [0] * len(embeds)
-        elif inputs.tensors:
+        else:
             token_ids, features = self.requests.read(inputs.tensors, token_ids)
         self.check_tokens(token_ids)
         prompt_only = request.params.max_tokens == 0

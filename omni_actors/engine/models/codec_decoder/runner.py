@@ -257,7 +257,7 @@ class CodecRunner(ChunkRunner):
             torch.manual_seed(DUMMY_SEED)
             decoder = self.make_decoder().eval()
         if not dummy:
-            fill(decoder, self.read_weights(), f"the codec decoder in {self.model_name!r}")
+            fill(decoder, self.read_weights().items(), f"the codec decoder in {self.model_name!r}")
         decoder.requires_grad_(False).to(self.device, self.dtype)
         self.batches = batches = BatchedDecoder(decoder, self.device, self.max_requests)
         self.cutting = Cutting(decoder.sizes, self.policy, batches.state_bytes, self.dtype.itemsize)

@@ -15,21 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from omni_actors.engine.models.diffusion_layers import (
-    AdaptedLinear,
-    LayerWeights,
-    MomentEmbedding,
-    compile_halves,
-    gate,
-    grid,
-    turned,
-)
+from omni_actors.engine.models.diffusers_layout import COMMON_NAMES, Names, PartConfig, fused
+from omni_actors.engine.models.diffusion_layers import AdaptedLinear, LayerWeights, MomentEmbedding, gate, grid, turned
 from omni_actors.engine.models.pictures.denoising import PackedNetwork, Packing, Size, interleaved, pack
-from omni_actors.engine.models.pictures.weights import Names, PartConfig, fused
 from omni_actors.engine.rows import moved
 
 NAMES = Names(
-    model="FLUX.2",
     parts={
         **fused(".picture.qkv.", ".attn.to_q.", ".attn.to_k.", ".attn.to_v."),
         **fused(".text.qkv.", ".attn.add_q_proj.", ".attn.add_k_proj.", ".attn.add_v_proj."),
@@ -38,7 +29,6 @@ NAMES = Names(
         (r"^single_transformer_blocks\.(\d+)\.attn\.to_qkv_mlp_proj\.", r"single_layers.\1.qkv_up."),
         (r"^single_transformer_blocks\.(\d+)\.attn\.to_out\.", r"single_layers.\1.out_down."),
         (r"^single_transformer_blocks\.(\d+)\.attn\.", r"single_layers.\1."),
-        (r"^transformer_blocks\.", "layers."),
         (r"\.attn\.to_out\.0\.", ".picture.out."),
         (r"\.attn\.to_add_out\.", ".text.out."),
         (r"\.attn\.(norm_[qk])\.", r".picture.\1."),
@@ -47,15 +37,12 @@ NAMES = Names(
         (r"\.ff\.linear_out\.", ".picture.down."),
         (r"\.ff_context\.linear_in\.", ".text.up."),
         (r"\.ff_context\.linear_out\.", ".text.down."),
-        (r"^time_guidance_embed\.timestep_embedder\.linear_1\.", "moment.inner."),
-        (r"^time_guidance_embed\.timestep_embedder\.linear_2\.", "moment.outer."),
         (r"^double_stream_modulation_img\.linear\.", "picture_modulation."),
         (r"^double_stream_modulation_txt\.linear\.", "text_modulation."),
         (r"^single_stream_modulation\.linear\.", "single_modulation."),
         (r"^x_embedder\.", "embed."),
         (r"^context_embedder\.", "text_in."),
-        (r"^norm_out\.linear\.", "final_modulation."),
-        (r"^proj_out\.", "final."),
+        *COMMON_NAMES,
     ),
 )
 TIME_SCALE = 1000.0
@@ -69,9 +56,8 @@ class Flux2Condition:
     states: torch.Tensor
     references: tuple[torch.Tensor, ...] = ()
 
-    @property
-    def tokens(self) -> int:
-        """Of a sequence, besides those of the picture that is made."""
+    def __len__(self) -> int:
+        """Tokens of a sequence, besides those of the picture that is made."""
         return len(self.states) + sum(one[0].numel() for one in self.references)
 
 
@@ -216,7 +202,7 @@ class Flux2SingleBlock(nn.Module):
 class Flux2Network(PackedNetwork):
     """The network: predicts the velocity of latents, from noise at moment 1 to a picture at moment 0."""
 
-    names = NAMES
+    model, names = "FLUX.2", NAMES
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         config = PartConfig("transformer", given, "Flux2Transformer2DModel")
@@ -238,11 +224,6 @@ class Flux2Network(PackedNetwork):
         self.single_modulation = nn.Linear(width, 3 * width, bias=False)
         self.final_modulation = nn.Linear(width, 2 * width, bias=False)
         self.final = nn.Linear(width, self.channels, bias=False)
-
-    def compile(self, **options: Any) -> None:
-        """Compile the two parts of the layers around attention. Equal layers share their code, for any batch."""
-        compile_halves([one for block in self.layers for one in (block.text, block.picture)], **options)
-        compile_halves(self.single_layers, **options)
 
     def condition(self, given: Sequence[Flux2Condition]) -> list[EncodedCondition]:
         """Embed prompts and the pictures that they refer to."""

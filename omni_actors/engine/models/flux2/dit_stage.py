@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from omni_actors.engine.models.diffusers_layout import diffusers_class
 from omni_actors.engine.models.flux2 import LATENT_PIXELS, MAX_TOKENS, is_distilled
 from omni_actors.engine.models.flux2.dit import Flux2Condition, Flux2Network
 from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES
@@ -21,16 +22,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 DEFAULTS = StageParams(width=1024, height=1024, num_steps=4, guidance_scale=1.0, previews=0)
-
-
-def log_shift(tokens: int, num_steps: int) -> float:
-    """The logarithm of the schedule's shift: along lines that were fitted for 10 and for 200 steps, as published."""
-    for_200 = 0.00016927 * tokens + 0.45666666
-    if tokens > 4300:
-        return for_200
-    for_10 = 8.73809524e-05 * tokens + 1.89833333
-    slope = (for_200 - for_10) / 190.0
-    return slope * num_steps + for_200 - 200.0 * slope
 
 
 class Flux2Dit(DenoisingStage):
@@ -52,7 +43,10 @@ class Flux2Dit(DenoisingStage):
 
     def read_schedule(self, config: Mapping[str, Any]) -> FlowSchedule:
         """The schedule that scheduler_config.json describes."""
-        return FlowSchedule.from_config(config, rising=False, log_shift=log_shift)
+        diffusers_class("Flux2KleinPipeline")  # else an error says what to install
+        from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+        return FlowSchedule.from_config(config, rising=False, log_shift=compute_empirical_mu)
 
     def warm_up_condition(self) -> Flux2Condition:
         """A prompt, which has as many tokens as any."""
@@ -64,10 +58,6 @@ class Flux2Dit(DenoisingStage):
         names = [STATES] if self._distilled or guidance <= 1.0 else [STATES, NEGATIVE_STATES]
         condition, *negative = (Flux2Condition(self.read_states(inputs.tensors, name), references) for name in names)
         return (condition, negative[0], guidance - 1.0) if negative else (condition, None, 0.0)
-
-    def tokens_of(self, condition: Flux2Condition) -> int:
-        """Tokens of a prompt and its pictures."""
-        return condition.tokens
 
     def stream(self, spec: PictureSpec, input_tokens: int) -> SingleJob:
         """The job of a picture: latents, and what its conditions contribute, are held."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from omni_actors.engine.models.diffusers_layout import PartConfig
 from omni_actors.engine.models.flux2 import LATENT_PIXELS
 from omni_actors.engine.models.pictures.vae_stage import PictureVae, VaeEncoderStage, VaeStage, vae_specs
-from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.errors import ConfigError
 
 EDGE = 2  # the VAE's own latent pixels along an edge of one of the denoising stage's

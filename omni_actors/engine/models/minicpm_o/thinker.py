@@ -199,9 +199,7 @@ class MiniCpmOThinkerAdapter(TextAdapter):
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
         """Check tokens, features and parameters. Raises `OmniError` for what the model cannot take."""
-        token_ids, features = list(inputs.token_ids), list[MultiModalFeatureSpec]()
-        if inputs.tensors:
-            token_ids, features = self._requests.read(inputs.tensors, token_ids)
+        token_ids, features = self._requests.read(inputs.tensors, inputs.token_ids)
         # The model answers what it hears as if it spoke.
         if request.streams or any(map(_is_heard, features)):
             token_ids.append(self._begin)

@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from omni_actors.engine.models.diffusers_layout import diffusers_class
+from omni_actors.engine.models.diffusers_layout import Names, diffusers_class, fill
 from omni_actors.engine.models.diffusion_layers import rotation_at
-from omni_actors.engine.models.pictures.weights import Names, load
 from omni_actors.engine.rows import moved
 from omni_actors.errors import ConfigError
 
@@ -167,6 +166,7 @@ class PackedNetwork(nn.Module, ABC):
     network, or lacks a size.
 
     Attributes:
+        model: its name, for errors.
         names: how its published weights become its parameters.
         adapters: names of its LoRA adapters, in their order.
         attend: the attention to compute with.
@@ -179,6 +179,7 @@ class PackedNetwork(nn.Module, ABC):
         patch: latent pixels along an edge of a token.
     """
 
+    model: ClassVar[str]
     names: ClassVar[Names]
     adapters: tuple[str, ...] = ()
 
@@ -213,13 +214,19 @@ class PackedNetwork(nn.Module, ABC):
         One that can be adapted also takes what `choose` gave, as `chosen`.
         """
 
-    @abstractmethod
     def compile(self, **options: Any) -> None:
-        """Compute what is between products and attention in fewer kernels. The options are those of `torch.compile`."""
+        """Compute what is between products and attention in fewer kernels: layers' `before` and `after` attention.
+
+        Equal layers share their code, for any batch. The options are those of `torch.compile`.
+        """
+        for block in self.modules():
+            for half in ("before", "after"):
+                if (compute := getattr(block, half, None)) is not None:
+                    setattr(block, half, torch.compile(compute, dynamic=True, **options))
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy published weights. Raises `ConfigError` if they do not fit."""
-        load(self, weights, self.names)
+        """Copy published weights. Raises `StartupError` if they do not fit."""
+        fill(self, weights, f"{self.model}'s transformer", self.names)
 
     def choose(self, names: Sequence[str | None]) -> torch.Tensor | None:
         """Which adapter each sequence has: [sequences, adapters] of ones and zeros. None if none has one."""

@@ -14,6 +14,7 @@ import torch
 from omni_actors.config.checks import check_parameters, unknown_adapter
 from omni_actors.engine.models.diffusers_layout import WEIGHTS, checkpoint_folder, part_config, read_tensors
 from omni_actors.engine.models.pictures import ADAPTER, MAX_REFERENCES, reference
+from omni_actors.engine.models.pictures.adapters import load_adapters
 from omni_actors.engine.models.pictures.denoising import (
     Denoiser,
     FlowSchedule,
@@ -23,7 +24,6 @@ from omni_actors.engine.models.pictures.denoising import (
     fastest_attention,
     without_weights,
 )
-from omni_actors.engine.models.pictures.weights import load_adapters
 from omni_actors.engine.rows import check_rows, is_finite, to_torch
 from omni_actors.engine.workers.base import omni_options
 from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionModelRunner, DiffusionStream, StepResult
@@ -98,16 +98,14 @@ class DenoisingStage(DiffusionModelRunner):
     def conditions(self, inputs: StageInputs, guidance: float) -> tuple[Any, Any, float]:
         """What the picture is to show, what it is not to (None without guidance), and how much further than it.
 
+        The length of each is the number of its tokens.
+
         Args:
             guidance: as the request has it.
 
         Raises:
             OmniError: the input is not this model's.
         """
-
-    @abstractmethod
-    def tokens_of(self, condition: Any) -> int:
-        """Tokens of a condition, for the usage report."""
 
     @abstractmethod
     def stream(self, spec: PictureSpec, input_tokens: int) -> DiffusionStream:
@@ -191,8 +189,7 @@ class DenoisingStage(DiffusionModelRunner):
         """Load the network.
 
         Raises:
-            StartupError: a file of the weights is missing.
-            ConfigError: the weights do not fit the configuration.
+            StartupError: a file of the weights is missing, or they do not fit the configuration.
         """
         config = part_config(self.folder, "transformer")
         network: PackedNetwork = without_weights(lambda: self.network_class(config), self.device, self.dtype)
@@ -242,7 +239,7 @@ class DenoisingStage(DiffusionModelRunner):
             previews=params.previews or 0,
             adapter=params.adapter,
         )
-        return self.stream(spec, sum(map(self.tokens_of, spec.conditions)))
+        return self.stream(spec, sum(map(len, spec.conditions)))
 
     def add(self, request_id: str, job: DiffusionJob) -> None:
         """Bring a picture's noise to the device, and what its conditions contribute, as far as it is not there."""

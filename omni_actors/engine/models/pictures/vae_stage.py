@@ -13,10 +13,9 @@ import torch
 
 from omni_actors.config.checks import check_parameters
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.diffusers_layout import checkpoint_folder, diffusers_class, part_config
+from omni_actors.engine.models.diffusers_layout import PartConfig, checkpoint_folder, diffusers_class, part_config
 from omni_actors.engine.models.pictures import MAX_REFERENCES, picture, reference
 from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS, read_finite
-from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.engine.models.placeholder import picture_spec
 from omni_actors.engine.rows import to_torch
 from omni_actors.engine.workers.base import omni_options

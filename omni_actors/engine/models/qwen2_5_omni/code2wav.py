@@ -91,7 +91,7 @@ class Qwen2_5OmniCode2Wav(VocoderRunner):
             torch.manual_seed(DUMMY_SEED)
             model = Qwen2_5OmniToken2WavModel._from_config(self.config).float().eval()
         if not dummy:
-            fill(model, dict(read_tensors(self.model_name, WEIGHT_PREFIX)), f"the vocoder in {self.model_name!r}")
+            fill(model, read_tensors(self.model_name, WEIGHT_PREFIX), f"the vocoder in {self.model_name!r}")
         model.requires_grad_(False)
         dit = model.code2wav_dit_model
         self.dit = Dit(

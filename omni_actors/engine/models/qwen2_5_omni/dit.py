@@ -467,6 +467,7 @@ class Dit:
         """The guided slope at `state` [rows, frames, mel_dim]; also writes the keys and values to keep into `kept`."""
         width = self.width
         modulation = batch.modulation[evaluation]
+        hidden, owner = batch.fixed + F.linear(state, self._state_weight), batch.slot[:, None]
 
         def part(index: int) -> torch.Tensor:
             return modulation[:, index * width : (index + 1) * width]
@@ -478,7 +479,6 @@ class Dit:
             )
             return normed
 
-        hidden, owner = batch.fixed + F.linear(state, self._state_weight), batch.slot[:, None]
         update: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             # In the order of the checkpoint: shift, scale and gate of the attention, then of the feed-forward layer.

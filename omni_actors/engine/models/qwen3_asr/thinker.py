@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm.model_executor.models.qwen3_asr import Qwen3ASRForConditionalGeneration
-from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 from omni_actors.engine.adapter import Admission, TextAdapter, TextDecoder, TextOutputs
 from omni_actors.engine.encoded_requests import RequestReader, no_pictures
@@ -82,12 +80,9 @@ class AsrAdapter(TextAdapter):
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
         """Check tokens and features. Raises `OmniError` for what the model cannot take."""
-        token_ids = list(inputs.token_ids)
-        features: Sequence[MultiModalFeatureSpec] = ()
-        if inputs.tensors:
-            token_ids, features = self._requests.read(inputs.tensors, token_ids)
+        token_ids, features = self._requests.read(inputs.tensors, inputs.token_ids)
         self.check_tokens(token_ids)
-        core_request = self.make_request(request, token_ids, None, mm_features=list(features) or None)
+        core_request = self.make_request(request, token_ids, None, mm_features=features or None)
         decoder = TextDecoder(self._tokenizer, core_request)
         heard = features[-1].mm_position.offset if features else 0
         return Admission(core_request, AsrOutputs(request.request_id, decoder, self._tag in token_ids[heard:]))

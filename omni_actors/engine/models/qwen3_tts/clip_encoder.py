@@ -78,7 +78,7 @@ class ClipEncoder:
         if not dummy:
             parts = (self._speaker, "", "speaker_encoder."), (self._codec, CODEC_FOLDER, "encoder.")
             for module, folder, prefix in parts:
-                fill(module, dict(read_tensors(model, prefix, folder)), f"{prefix}* in {model!r}")
+                fill(module, read_tensors(model, prefix, folder), f"{prefix}* in {model!r}")
         bank = mel_filter_bank(FFT // 2 + 1, MELS, 0.0, SAMPLE_RATE / 2, SAMPLE_RATE, norm="slaney", mel_scale="slaney")
         self._mel = torch.from_numpy(bank.T.astype(np.float32))
         self._known: OrderedDict[bytes, Encoded] = OrderedDict()

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from omni_actors.engine.models.diffusers_layout import COMMON_NAMES, Names, PartConfig, fused
 from omni_actors.engine.models.diffusion_layers import (
     LayerWeights,
     MomentEmbedding,
@@ -26,32 +27,23 @@ from omni_actors.engine.models.diffusion_layers import (
     grid,
     take_heads,
 )
-from omni_actors.engine.models.pictures import weights
 from omni_actors.engine.models.pictures.denoising import PackedNetwork, Packing, Size, pack
-from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.engine.rows import moved
 from omni_actors.errors import EngineError
 
-NAMES = weights.Names(
-    model="Qwen-Image",
+NAMES = Names(
     parts={
-        **weights.fused(".qkv.", ".attn.to_q.", ".attn.to_k.", ".attn.to_v."),
-        **weights.fused(".up.", ".img_mlp.gate_layer.", ".img_mlp.proj."),
+        **fused(".qkv.", ".attn.to_q.", ".attn.to_k.", ".attn.to_v."),
+        **fused(".up.", ".img_mlp.gate_layer.", ".img_mlp.proj."),
     },
     patterns=(
-        (r"^transformer_blocks\.", "layers."),
         (r"^img_in\.", "embed."),
-        (r"^time_text_embed\.timestep_embedder\.linear_1\.", "moment.inner."),
-        (r"^time_text_embed\.timestep_embedder\.linear_2\.", "moment.outer."),
         (r"^modulation\.1\.", "modulation."),
         (r"^txt_in\.text_norm\.", "text_norm."),
         (r"^txt_in\.in_layer\.", "text_in."),
         (r"^txt_in\.out_layer\.", "text_out."),
-        (r"^norm_out\.linear\.", "final_modulation."),
-        (r"^proj_out\.", "final."),
-        (r"\.attn\.to_out\.0\.", ".out."),
-        (r"\.attn\.(norm_[qk])\.", r".\1."),
         (r"\.img_mlp\.out\.", ".down."),
+        *COMMON_NAMES,
     ),
 )
 
@@ -104,9 +96,8 @@ class Prefix:
         self.done = 0
         self.kept: torch.Tensor | None = None
 
-    @property
-    def tokens(self) -> int:
-        """Of the whole prefix."""
+    def __len__(self) -> int:
+        """Tokens of the whole prefix."""
         return len(self.states) + sum(one[0].numel() for one in self.references)
 
     @property
@@ -200,7 +191,7 @@ class QwenImageBatch:
             self.prefixes, self.pictures.lengths, itertools.accumulate(self.sequences.lengths), strict=True
         ):
             for whole, part in zip((self.keys, self.values), prefix.of_layer(layer), strict=True):
-                places.append(whole[end - own - prefix.tokens : end - own])
+                places.append(whole[end - own - len(prefix) : end - own])
                 kept.append(part)
         torch._foreach_copy_(places, kept)  # one launch for all
 
@@ -235,7 +226,7 @@ class _Factors:
 class QwenImageNetwork(PackedNetwork):
     """The network: predicts the velocity of latents, from noise at moment 1 to a picture at moment 0."""
 
-    names = NAMES
+    model, names = "Qwen-Image", NAMES
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         config = PartConfig("transformer", given, "QwenImage21Transformer2DModel")
@@ -273,7 +264,7 @@ class QwenImageNetwork(PackedNetwork):
     def condition(self, given: Sequence[Prefix]) -> list[Prefix]:
         """Compute what is left of the prefixes."""
         for prefix in given:
-            self.extend(prefix, prefix.tokens)
+            self.extend(prefix, len(prefix))
         return list(given)
 
     @torch.inference_mode()
@@ -283,7 +274,7 @@ class QwenImageNetwork(PackedNetwork):
         if not runs:
             return
         if prefix.kept is None:
-            shape = (len(self.layers), 2, prefix.tokens, *self.heads)
+            shape = (len(self.layers), 2, len(prefix), *self.heads)
             prefix.kept = torch.empty(shape, dtype=self.dtype, device=self.device)
         tokens = torch.cat([self._embedded(run) for run in runs])
         rotation = self.rotation(torch.cat([_positions(run) for run in runs]))
@@ -314,7 +305,7 @@ class QwenImageNetwork(PackedNetwork):
         """The batch of sequences with these pictures and these prefixes."""
         lengths = [height * width for height, width in pictures]
         positions = [_grid(*size, prefix.reach) for size, prefix in zip(pictures, conditions, strict=True)]
-        whole = [prefix.tokens + length for prefix, length in zip(conditions, lengths, strict=True)]
+        whole = [len(prefix) + length for prefix, length in zip(conditions, lengths, strict=True)]
         slots = [
             torch.arange(end - length, end) for length, end in zip(lengths, itertools.accumulate(whole), strict=True)
         ]

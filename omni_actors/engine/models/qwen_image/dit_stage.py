@@ -101,17 +101,13 @@ class QwenImageDit(DenoisingStage):
         self._prefixes.add(prefix)
         return prefix
 
-    def tokens_of(self, condition: Prefix) -> int:
-        """Tokens of a prompt and its pictures."""
-        return condition.tokens
-
     def stream(self, spec: PictureSpec, input_tokens: int) -> KnownJobs:
         """The jobs of a picture: first those that compute its prefixes, whose keys and values are held to its end.
 
         What is left of the prefixes when a step would have room for it is computed with the picture's first step.
         """
         prefixes: list[Prefix] = spec.conditions
-        kept = sum(prefix.tokens for prefix in prefixes)
+        kept = sum(map(len, prefixes))
         tokens = spec.tokens * len(prefixes)
         *before, (_, last) = cut = parts(prefixes, self._step_tokens)
         if last > self._step_tokens:  # a picture
@@ -137,7 +133,7 @@ class QwenImageDit(DenoisingStage):
 
     def omni_counts(self) -> dict[str, int]:
         """Pictures in progress, and tokens of prefixes whose keys and values are on the device."""
-        kept = sum(prefix.tokens for prefix in self._prefixes if prefix.kept is not None)
+        kept = sum(len(prefix) for prefix in self._prefixes if prefix.kept is not None)
         return {**super().omni_counts(), "prefix_tokens": kept}
 
 

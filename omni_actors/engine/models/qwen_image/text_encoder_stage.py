@@ -94,11 +94,8 @@ class QwenImageTextAdapter(EncoderAdapter):
 
     def sequences(self, request: StageRequest, inputs: StageInputs) -> Mapping[str, EncoderSequence]:
         """The prompts; of each the text after the system's message is given on."""
-        token_ids = list(inputs.token_ids)
-        features: Sequence[MultiModalFeatureSpec] = ()
         encoded = {name: tensor for name, tensor in inputs.tensors.items() if name.startswith(FRAME_PREFIX)}
-        if encoded:
-            token_ids, features = self._requests.read(encoded, token_ids)
+        token_ids, features = self._requests.read(encoded, inputs.token_ids)
         found = {STATES: self._sequence(token_ids, features)}
         if (negative := negative_ids(inputs.tensors)) is not None:
             found[NEGATIVE_STATES] = self._sequence(negative, features)

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from omni_actors.engine.models.diffusers_layout import PartConfig
 from omni_actors.engine.models.diffusion_layers import norm_pixels
 from omni_actors.engine.models.pictures.vae_stage import BACKGROUND, PictureVae, VaeEncoderStage, VaeStage, vae_specs
-from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.engine.models.qwen_image import LATENT_PIXELS, MULTIPLE
 from omni_actors.errors import ConfigError
 

@@ -20,17 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from omni_actors.engine.models.diffusion_layers import MOMENT_WAVES, LayerWeights, MomentEmbedding, compile_halves, grid
-from omni_actors.engine.models.pictures import weights
+from omni_actors.engine.models.diffusers_layout import COMMON_NAMES, Names, PartConfig, fused
+from omni_actors.engine.models.diffusion_layers import MOMENT_WAVES, LayerWeights, MomentEmbedding, grid
 from omni_actors.engine.models.pictures.denoising import Attention, PackedNetwork, Packing, Size, interleaved, pack
-from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.engine.rows import moved
 
-NAMES = weights.Names(
-    model="Z-Image",
+NAMES = Names(
     parts={
-        **weights.fused(".qkv.", ".attention.to_q.", ".attention.to_k.", ".attention.to_v."),
-        **weights.fused(".up.", ".feed_forward.w1.", ".feed_forward.w3."),
+        **fused(".qkv.", ".attention.to_q.", ".attention.to_k.", ".attention.to_v."),
+        **fused(".up.", ".feed_forward.w1.", ".feed_forward.w3."),
     },
     patterns=(
         (r"^all_x_embedder\.2-1\.", "embed."),
@@ -42,10 +40,9 @@ NAMES = weights.Names(
         (r"^cap_embedder\.1\.", "text_in."),
         (r"^x_pad_token$", "picture_filler"),
         (r"^cap_pad_token$", "text_filler"),
-        (r"\.attention\.to_out\.0\.", ".out."),
-        (r"\.attention\.(norm_[qk])\.", r".\1."),
         (r"\.feed_forward\.w2\.", ".down."),
         (r"\.adaLN_modulation\.0\.", ".modulation."),
+        *COMMON_NAMES,
     ),
 )
 
@@ -166,7 +163,7 @@ class ZImageNetwork(PackedNetwork):
         lengths: the number of positions along each axis.
     """
 
-    names = NAMES
+    model, names = "Z-Image", NAMES
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         config = PartConfig("transformer", given, "ZImageTransformer2DModel")
@@ -192,10 +189,6 @@ class ZImageNetwork(PackedNetwork):
         self.text_filler = nn.Parameter(torch.zeros(1, width))
         self.final_modulation = nn.Linear(moment_width(width), width)
         self.final = nn.Linear(width, patch_width)
-
-    def compile(self, **options: Any) -> None:
-        """Compile the two parts of the layers around attention. Equal layers share their code, for any batch."""
-        compile_halves((*self.noise_refiner, *self.context_refiner, *self.layers), **options)
 
     def condition(self, given: Sequence[torch.Tensor]) -> list[EncodedPrompt]:
         """The contributions of prompts, from the text encoder's hidden states, each [length, text_width]."""

@@ -52,10 +52,6 @@ class ZImageDit(DenoisingStage):
             raise PromptTooLong(f"The prompt has {len(states)} tokens; this model takes {positions - 2}.")
         return states
 
-    def tokens_of(self, condition: torch.Tensor) -> int:
-        """Tokens of a prompt."""
-        return len(condition)
-
     def stream(self, spec: PictureSpec, input_tokens: int) -> SingleJob:
         """The job of a picture: latents, refined prompts and rotations are held."""
         texts = [filled(len(each)) for each in spec.conditions]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from omni_actors.engine.models.diffusers_layout import PartConfig
 from omni_actors.engine.models.pictures.vae_stage import PictureVae, VaeStage, vae_specs
-from omni_actors.engine.models.pictures.weights import PartConfig
 from omni_actors.engine.models.z_image.dit_stage import LATENT_PIXELS
 from omni_actors.errors import ConfigError
 
