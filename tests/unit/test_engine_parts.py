@@ -1,4 +1,4 @@
-"""The pure parts of the engine package: tensors, sampling parameters, registry, joined outputs."""
+"""The pure parts of the engine package: tensors, sampling parameters, models, joined outputs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from omni_actors.engine import models
 from omni_actors.engine.core import StepFailed, device_is_lost
 from omni_actors.engine.encoded_requests import check_feature, merged_patches
-from omni_actors.engine.models import chat, checkpoint_architecture, find_model_spec, load_plugins, registry
+from omni_actors.engine.models import CHAT, checkpoint_architecture, find_model_spec, load_plugins
 from omni_actors.engine.models.qwen2_5_omni.thinker import Qwen2_5OmniThinkerAdapter
 from omni_actors.engine.rows import check_rows, to_host, to_torch
 from omni_actors.engine.sampling import GrammarCompiler, check_prompt_logprobs, make_sampling_params
@@ -112,7 +113,7 @@ def test_unknown_models_name_what_there_is(tmp_path):
         find_model_spec("LlamaForCausalLLM", "thinker")
     with pytest.raises(ConfigError, match="needs a stage 'thinker'"):
         find_model_spec("LlamaForCausalLM", "talker")
-    assert find_model_spec("LlamaForCausalLM", "thinker") is chat.SPEC
+    assert find_model_spec("LlamaForCausalLM", "thinker") is CHAT
     with pytest.raises(ConfigError):
         checkpoint_architecture(str(tmp_path / "nothing"))
     (tmp_path / "config.json").write_text('{"model_type": "qwen2", "architectures": []}')
@@ -123,7 +124,7 @@ def test_unknown_models_name_what_there_is(tmp_path):
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
     """Writes a plugin module and loads it into a copy of the registry."""
-    monkeypatch.setattr(registry, "MODULES", dict(registry.MODULES))
+    monkeypatch.setattr(models, "MODULES", dict(models.MODULES))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", "plugin_of_test")
     for name in [name for name in sys.modules if name.startswith("plugin_of_test")]:

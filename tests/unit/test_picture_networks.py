@@ -25,7 +25,7 @@ from omni_actors.engine.models.flux2 import reference_picture
 from omni_actors.engine.models.flux2.dit import Flux2Network
 from omni_actors.engine.models.pictures.denoising import FlowSchedule, PictureSpec
 from omni_actors.engine.models.qwen_image.dit import Prefix, QwenImageNetwork, parts
-from omni_actors.engine.models.qwen_image.dit_stage import SPEC
+from omni_actors.engine.models.qwen_image.stages import SPEC
 from omni_actors.engine.models.z_image.dit import ZImageNetwork
 from omni_actors.errors import ConfigError, InvalidRequest, StartupError
 from tests.support.paths import REPOSITORY
@@ -134,7 +134,7 @@ def test_a_second_picture_of_512_pixels_can_join_the_first_in_the_pipeline_that_
     shipped = yaml.safe_load((REPOSITORY / "stage_configs" / "qwen_image.yaml").read_text())
     stage = next(stage for stage in shipped["stages"] if stage["name"] == "dit")
     spec = PictureSpec((32, 32), 40, 0, Prefix(torch.zeros(300, 8)))
-    for most in (stage["engine"]["max_num_batched_tokens"], SPEC.engine["max_num_batched_tokens"]):
+    for most in (stage["engine"]["max_num_batched_tokens"], SPEC["dit"].engine["max_num_batched_tokens"]):
         ((_, last),) = parts(spec.conditions, most)
         assert tokens + (tokens + last) <= most, "its first step computes its prompt, too"
 

@@ -113,8 +113,8 @@ def renamed(architecture: str, part: str) -> Callable[[PretrainedConfig], Pretra
 # The module of each stage.
 _SPEECH = {stage: stage for stage in ("talker", "code2wav")}
 _OMNI = {"thinker": "thinker", **_SPEECH}
-_PICTURES = {"text_encoder": "text_encoder_stage", "dit": "dit_stage"}
-_EDITING = {"prompt": "prompt_stage", **_PICTURES, "vae": "vae", "vae_encoder": "vae"}
+_PICTURES = {"text_encoder": "text_encoder_stage", "dit": "stages", "vae": "stages"}
+_EDITING = {"prompt": "prompt_stage", **_PICTURES, "vae_encoder": "stages"}
 _FAMILIES = {  # architecture, or pipeline of diffusers -> folder and stages
     "Qwen2_5OmniModel": ("qwen2_5_omni", _OMNI),  # as published
     "Qwen2_5OmniForConditionalGeneration": ("qwen2_5_omni", _OMNI),  # as transformers saves it
@@ -123,7 +123,7 @@ _FAMILIES = {  # architecture, or pipeline of diffusers -> folder and stages
     "Qwen3ASRForConditionalGeneration": ("qwen3_asr", {"thinker": "thinker", "aligner": "aligner"}),
     "MiniCPMO": ("minicpm_o", _OMNI),
     "CosyVoice2Model": ("cosyvoice2", _SPEECH),
-    "ZImagePipeline": ("z_image", {**_PICTURES, "vae": "vae_stage"}),
+    "ZImagePipeline": ("z_image", _PICTURES),
     "QwenImage21Pipeline": ("qwen_image", _EDITING),
     "Flux2KleinPipeline": ("flux2", _EDITING),
 }

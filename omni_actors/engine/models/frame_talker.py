@@ -142,10 +142,8 @@ class FrameTalker(CodeTalker):
         never_sampled[config.codec_end] = False
         self.register_buffer("never_sampled", never_sampled, persistent=False)
 
-    @staticmethod
-    def get_model_state_cls() -> type[FrameTalkerState]:
-        """The class by which vLLM's runner prepares this model's inputs, and that completes the frames."""
-        return FrameTalkerState
+    # The class by which vLLM's runner prepares this model's inputs, and that completes the frames.
+    get_model_state_cls = staticmethod(lambda: FrameTalkerState)
 
     def take_table(self, table: torch.Tensor) -> None:
         """Project the table once and for all."""

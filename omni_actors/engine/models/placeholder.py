@@ -82,7 +82,7 @@ def vocoder_spec(
 
 
 def picture_spec(
-    runner: str,
+    runner: type,
     part: str,
     max_steps: int,
     engine: Mapping[str, Any],
@@ -93,15 +93,15 @@ def picture_spec(
     """The spec of a stage that a `DiffusionModelRunner` computes, of a checkpoint with a folder for each part.
 
     Args:
-        runner: its class path.
+        runner: its class.
         part: see `placeholder_overrides`; of the text encoder's configuration. So is `max_steps`.
         engine: see `ModelSpec`; so is `params`.
         compiled: whether `enforce_eager` has a meaning for it.
     """
     eager = {} if compiled else {"enforce_eager": True}
-    return replace(
-        _spec(runner, part, max_steps, {"dtype": "bfloat16", **engine}, eager, params), folder="text_encoder"
-    )
+    path = f"{runner.__module__}.{runner.__qualname__}"
+    spec = _spec(path, part, max_steps, {"dtype": "bfloat16", **engine}, eager, params)
+    return replace(spec, folder="text_encoder")
 
 
 def _spec(

@@ -21,8 +21,8 @@ from omni_actors.engine.diffusion import DiffusionEngine
 from omni_actors.engine.models.diffusers_layout import part_config
 from omni_actors.engine.models.pictures.denoising import Denoiser, Picture
 from omni_actors.engine.models.qwen_image.dit import Prefix, QwenImageNetwork
-from omni_actors.engine.models.qwen_image.dit_stage import QwenImageDit
-from omni_actors.engine.models.z_image.dit_stage import ZImageDit
+from omni_actors.engine.models.qwen_image.stages import QwenImageDit
+from omni_actors.engine.models.z_image.stages import ZImageDit
 from omni_actors.engine.rows import to_host, to_torch
 from omni_actors.engine.workers.diffusion import StepResult
 from omni_actors.errors import (

@@ -6,7 +6,6 @@ Its layers are those of transformers' Qwen3-Omni, except that whatever looks bac
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -153,37 +152,35 @@ class FrameTransformer(nn.Module):
         return output
 
 
-@dataclass(frozen=True)
 class CodecSizes:
     """See `codec_decoder.stream.Sizes`.
 
     Args:
-        upsampling_ratios: of frames, before the convolutions.
-        upsample_rates: of the convolutions; each halves the channels, from `decoder_dim`.
         trims_start: whether each convolution that upsamples leaves out the first entry; the sound is then shorter.
+        sample_rate: of the sound.
     """
 
-    num_quantizers: int
-    codebook_size: int
-    max_position_embeddings: int
-    upsampling_ratios: tuple[int, ...]
-    upsample_rates: tuple[int, ...]
-    decoder_dim: int
-    trims_start: bool
-    sample_rate: int
+    def __init__(self, config: Qwen3OmniMoeCode2WavConfig, trims_start: bool, sample_rate: int) -> None:
+        self.num_quantizers: int = config.num_quantizers
+        self.codebook_size: int = config.codebook_size
+        self.max_position_embeddings: int = config.max_position_embeddings
+        self.trims_start, self.sample_rate = trims_start, sample_rate
+        self._ratios: list[int] = config.upsampling_ratios  # of frames, before the convolutions
+        self._rates: list[int] = config.upsample_rates  # of the convolutions; each halves the channels
+        self._channels: int = config.decoder_dim
 
     def samples(self, frames: int) -> int:
         """Length of the sound of `frames` frames."""
-        length = frames * math.prod(self.upsampling_ratios)
-        for rate in self.upsample_rates:
+        length = frames * math.prod(self._ratios)
+        for rate in self._rates:
             length = max(0, length - self.trims_start) * rate
         return length
 
     @property
     def widest(self) -> int:
         """Elements per frame of the largest tensor between two layers."""
-        largest, rate, channels = 0, math.prod(self.upsampling_ratios), self.decoder_dim
-        for factor in self.upsample_rates:
+        largest, rate, channels = 0, math.prod(self._ratios), self._channels
+        for factor in self._rates:
             rate, channels = rate * factor, channels // 2
             largest = max(largest, rate * channels)
         return largest
@@ -210,17 +207,7 @@ class CodecDecoder(nn.Module):
         sample_rate: int = 24_000,
     ) -> None:
         super().__init__()
-        ratios, rates = tuple(config.upsampling_ratios), tuple(config.upsample_rates)
-        self.sizes = CodecSizes(
-            config.num_quantizers,
-            config.codebook_size,
-            config.max_position_embeddings,
-            ratios,
-            rates,
-            config.decoder_dim,
-            trims_start,
-            sample_rate,
-        )
+        self.sizes = CodecSizes(config, trims_start, sample_rate)
         width = width or config.hidden_size
         self._past, self._front = Past(config.sliding_window), front_name
         self.add_module(front_name, front)
@@ -229,13 +216,14 @@ class CodecDecoder(nn.Module):
             nn.ModuleList(
                 [Qwen3OmniMoeCausalTransConvNet(width, width, ratio, ratio), Qwen3OmniMoeConvNeXtBlock(width)]
             )
-            for ratio in ratios
+            for ratio in config.upsampling_ratios
         )
-        channels = config.decoder_dim >> len(rates)
+        convolutions = len(config.upsample_rates)
+        channels = config.decoder_dim >> convolutions
         self.decoder = nn.ModuleList(
             [
                 Qwen3OmniMoeCausalConvNet(width, config.decoder_dim, 7),
-                *(Qwen3OmniMoeCode2WavDecoderBlock(config, index) for index in range(len(rates))),
+                *(Qwen3OmniMoeCode2WavDecoderBlock(config, index) for index in range(convolutions)),
                 Qwen3OmniMoeSnakeBeta(channels),
                 Qwen3OmniMoeCausalConvNet(channels, 1, 7),
             ]

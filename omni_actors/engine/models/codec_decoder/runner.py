@@ -103,10 +103,8 @@ class BatchedDecoder:
         """See `Batches`."""
         self._before = torch.zeros(self._most, self._state_size, dtype=self._dtype, device=self._device)
         self._after = torch.zeros_like(self._before)
-        quantizers, shapes = (
-            self.decoder.sizes.num_quantizers,
-            [(True, first), *((False, length) for length in lengths)],
-        )
+        quantizers = self.decoder.sizes.num_quantizers
+        shapes = [(True, first), *((False, length) for length in lengths)]
         # The largest first, so that the others find room in its memory.
         for batch in reversed(batch_sizes(self._most)):
             for begins, frames in sorted(shapes, key=lambda shape: -shape[1]):

@@ -104,8 +104,5 @@ class Flux2TextEncoder(OneStepStage):
 
 
 SPEC = picture_spec(
-    "omni_actors.engine.models.flux2.text_encoder_stage.Flux2TextEncoder",
-    "num_key_value_heads",
-    MAX_STEPS,
-    {"max_num_seqs": 8, "max_num_batched_tokens": 4 * MAX_TOKENS},
+    Flux2TextEncoder, "num_key_value_heads", MAX_STEPS, {"max_num_seqs": 8, "max_num_batched_tokens": 4 * MAX_TOKENS}
 )

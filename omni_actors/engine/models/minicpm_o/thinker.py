@@ -47,8 +47,8 @@ from omni_actors.engine.models.minicpm_o.prompt import (
     media_embeddings,
 )
 from omni_actors.engine.models.thinker_adapter import RowOutputs
-from omni_actors.engine.models.thinker_state import EmitRows, ThinkerState
-from omni_actors.engine.workers.runner import Attachments, Emission, Step
+from omni_actors.engine.models.thinker_state import EmitRows, ThinkerState, emission
+from omni_actors.engine.workers.runner import Emission, Step
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
 
@@ -142,10 +142,8 @@ class MiniCpmOThinker(Qwen3ForCausalLM, SupportsMultiModal):
         embeddings: torch.Tensor = self.audio_projection_layer(states).transpose(1, 2)
         return F.avg_pool1d(embeddings, POOLED)[0].T
 
-    @staticmethod
-    def get_model_state_cls() -> type[MiniCpmOThinkerState]:
-        """The class by which vLLM's runner prepares this model's inputs, and that makes the rows."""
-        return MiniCpmOThinkerState
+    # The class by which vLLM's runner prepares this model's inputs, and that makes the rows.
+    get_model_state_cls = staticmethod(lambda: MiniCpmOThinkerState)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load the thinker's part of the checkpoint; return the names of the parameters that were set."""
@@ -160,14 +158,13 @@ class MiniCpmOThinkerState(ThinkerState):
     def emit(self, step: Step) -> Emission | None:
         """The rows of the step's tokens that belong to answers."""
         requests = self.emitting(step)
-        starts = [
-            max(start, request.prompt_len) if request is not None else 0
+        begun = [  # how far into its answer each request is; below 0, so far before it
+            start - request.prompt_len if request is not None else 0
             for request, start in zip(requests, step.starts, strict=True)
         ]
-        first = [row + begin - start for row, begin, start in zip(step.offsets, starts, step.starts, strict=False)]
         spans = [
-            (min(row, end), end) if request is not None else (end, end)
-            for request, row, end in zip(requests, first, step.offsets[1:], strict=True)
+            (min(row - min(place, 0), end), end) if request is not None else (end, end)
+            for request, place, row, end in zip(requests, begun, step.offsets, step.offsets[1:], strict=False)
         ]
         places = np.concatenate([np.arange(*span) for span in spans])
         if not len(places):
@@ -176,15 +173,10 @@ class MiniCpmOThinkerState(ThinkerState):
         rows = self.model.speech_rows(step.batch.input_ids[on_device], step.hidden[on_device])
         cuts = np.cumsum([0, *(end - row for row, end in spans)]).tolist()
 
-        def split(host: Mapping[str, torch.Tensor]) -> Attachments:
-            return [
-                None
-                if request is None or cuts[index] == cuts[index + 1]
-                else {"start": starts[index] - request.prompt_len, "rows": host["rows"][cuts[index] : cuts[index + 1]]}
-                for index, request in enumerate(requests)
-            ]
+        def part(index: int, host: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+            return {"start": max(0, begun[index]), "rows": host["rows"][cuts[index] : cuts[index + 1]]}
 
-        return Emission({"rows": rows}, split)
+        return emission(requests, {"rows": rows}, {}, part)
 
 
 class MiniCpmOThinkerAdapter(TextAdapter):

@@ -15,7 +15,8 @@ from omni_actors.config.checks import check_parameters
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.diffusers_layout import PartConfig, checkpoint_folder, diffusers_class, part_config
 from omni_actors.engine.models.pictures import MAX_REFERENCES, picture, reference
-from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS, read_finite
+from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS, DenoisingStage, read_finite
+from omni_actors.engine.models.pictures.denoising_stage import MAX_STEPS as DENOISING_STEPS
 from omni_actors.engine.models.placeholder import picture_spec
 from omni_actors.engine.rows import to_torch
 from omni_actors.engine.workers.base import omni_options
@@ -308,15 +309,22 @@ class _PictureLatents(JobQueue):
         return self._complete and not self._jobs
 
 
-def vae_specs(part: str, decoder: type[VaeStage], encoder: type[VaeEncoderStage] | None = None) -> dict[str, ModelSpec]:
-    """The specs of a VAE's stages; for `part` see `picture_spec`.
+def picture_specs(
+    part: str, dit: type[DenoisingStage], tokens: int, vae: type[VaeStage], encoder: type[VaeEncoderStage] | None = None
+) -> dict[str, ModelSpec]:
+    """The specs of the stages after the text encoder.
 
-    Their tokens are latent pixels: one picture of 2048 x 2048, or four of 1024 x 1024 at a time.
+    Tokens of the VAE's are latent pixels: one picture of 2048 x 2048, or four of 1024 x 1024 at a time.
+
+    Args:
+        part: see `picture_spec`.
+        tokens: in a step of the denoising stage.
     """
-    found: dict[str, ModelSpec] = {}
-    for stage, runner in (("vae", decoder), ("vae_encoder", encoder)):
+    engine = {"max_num_seqs": 32, "max_num_batched_tokens": tokens}
+    found = {"dit": picture_spec(dit, part, DENOISING_STEPS, engine, compiled=True, params=dit.defaults)}
+    for stage, runner in (("vae", vae), ("vae_encoder", encoder)):
         if runner is not None:
-            tokens = MAX_PIXELS // runner.vae_class.latent_pixels**2
-            engine = {"max_num_seqs": 8, "max_num_batched_tokens": tokens}
-            found[stage] = picture_spec(f"{runner.__module__}.{runner.__qualname__}", part, MAX_STEPS, engine)
+            pixels = MAX_PIXELS // runner.vae_class.latent_pixels**2
+            engine = {"max_num_seqs": 8, "max_num_batched_tokens": pixels}
+            found[stage] = picture_spec(runner, part, MAX_STEPS, engine)
     return found

@@ -170,11 +170,10 @@ def lay_out(chunks: Sequence[DitChunk], rows: int, entries: int, reaches: Sequen
         for branch in range(chunk.branches):
             begin = first + branch * blocks
             for number, (back, ahead) in enumerate(reaches):
-                for place in range(back + 1 + ahead):
-                    wanted = block + place - back
-                    inside = (wanted >= 0) & (wanted < blocks)
-                    keys[number, begin : begin + blocks, place] = np.where(inside, begin + wanted, -1)
-                    valid[number, begin : begin + blocks, place] = np.where(inside, real[wanted % blocks], 0)
+                wanted = block[:, None] + np.arange(-back, ahead + 1)
+                inside = (wanted >= 0) & (wanted < blocks)
+                keys[number, begin : begin + blocks, : back + 1 + ahead] = np.where(inside, begin + wanted, -1)
+                valid[number, begin : begin + blocks, : back + 1 + ahead] = np.where(inside, real[wanted % blocks], 0)
                 if back and chunk.left is not None:
                     keys[number, begin, 0], valid[number, begin, 0] = rows + left_entries + branch, frames
             keep[entry] = begin + chunk.keep_block

@@ -218,10 +218,8 @@ class Qwen2_5OmniTalker(CodeTalker, ContinuedPositions, SupportsPP):
         self.codec_embedding = VocabParallelEmbedding(config.vocab_size, config.embedding_size)
         self.make_empty_intermediate_tensors = cast("CodeTalkerDecoder", self.decoder).make_empty_intermediate_tensors
 
-    @staticmethod
-    def get_model_state_cls() -> type[TalkerModelState]:
-        """The class by which vLLM's runner prepares this model's inputs."""
-        return TalkerModelState
+    # The class by which vLLM's runner prepares this model's inputs.
+    get_model_state_cls = staticmethod(lambda: TalkerModelState)
 
     def take_table(self, table: torch.Tensor) -> None:
         """Keep those rows of the thinker's table that the talker adds to its own input."""

@@ -170,17 +170,15 @@ class Qwen2_5OmniThinker(Qwen2_5OmniThinkerForConditionalGeneration):
 
     def _videos_with_sound(self, features: list[MultiModalFeatureSpec]) -> Iterator[SoundedVideo]:
         config = self.config
-        turn = int(positions_per_second_of(config) * config.seconds_per_chunk)
+        turn = int(positions_per_second(config) * config.seconds_per_chunk)
         for offset, modality, data in self.iter_mm_features(features):
             if modality == "video" and data["use_audio_in_video"]:
                 times = (np.arange(data["grid_t"]) * data["t_factor"]).astype(np.int64)
                 sounds = self._compute_audio_token_count(data["audio_feature_length"])
                 yield SoundedVideo(offset, times, data["grid_h"], data["grid_w"], sounds, turn)
 
-    @staticmethod
-    def get_model_state_cls() -> type[Qwen2_5OmniThinkerState]:
-        """The class by which vLLM's runner prepares this model's inputs, and that makes the rows."""
-        return Qwen2_5OmniThinkerState
+    # The class by which vLLM's runner prepares this model's inputs, and that makes the rows.
+    get_model_state_cls = staticmethod(lambda: Qwen2_5OmniThinkerState)
 
 
 def audio_embeddings(frames: int) -> int:
@@ -208,13 +206,8 @@ class Qwen2_5OmniThinkerAdapter(ThinkerAdapter):
 
 
 def positions_per_second(config: PretrainedConfig) -> int:
-    """How many of the thinker's time positions a second of video has."""
-    return positions_per_second_of(config.thinker_config)
-
-
-def positions_per_second_of(thinker: PretrainedConfig) -> int:
-    """Likewise, from the part of the configuration that is the thinker's."""
-    rate: int = getattr(thinker.vision_config, "tokens_per_second", 25)
+    """How many of the thinker's time positions a second of video has; of its configuration, or of the whole one."""
+    rate: int = getattr(getattr(config, "thinker_config", config).vision_config, "tokens_per_second", 25)
     return rate
 
 

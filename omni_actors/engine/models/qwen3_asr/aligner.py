@@ -74,10 +74,8 @@ class Qwen3Aligner(Qwen3Asr):
         classes, width = self.config.classify_num, self.config.text_config.hidden_size
         self.classifier = nn.Linear(width, classes, bias=False, dtype=vllm_config.model_config.dtype)
 
-    @staticmethod
-    def get_model_state_cls() -> type[Qwen3AlignerState]:
-        """The class by which vLLM's runner prepares this model's inputs, and that gives the classes."""
-        return Qwen3AlignerState
+    # The class by which vLLM's runner prepares this model's inputs, and that gives the classes.
+    get_model_state_cls = staticmethod(lambda: Qwen3AlignerState)
 
 
 def aligner_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -8,6 +8,7 @@ cache. Thinking and Captioner checkpoints have this part alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.engine import EngineCoreOutput
 
 from omni_actors.engine.encoded_requests import embeddings_of_seconds
-from omni_actors.engine.models import ModelSpec, PromptMedia
+from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models.qwen3_asr.prompt import MEDIA
 from omni_actors.engine.models.thinker_adapter import ThinkerAdapter, ThinkerOutputs
 from omni_actors.engine.models.thinker_state import ThinkerState, emission
 from omni_actors.engine.rows import to_host
@@ -99,7 +101,6 @@ def flat_where_sound_is_in_video(positions: torch.Tensor, features: Sequence[Mul
 
 
 ARCHITECTURE = "OmniActorsQwen3OmniThinker"
-MIN_AUDIO_SAMPLES = 320  # two frames of features; vLLM cannot encode the mask of a single one
 
 
 def thinker_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -145,10 +146,8 @@ class Qwen3OmniThinker(Qwen3OmniMoeThinkerForConditionalGeneration):
         if held is not None:
             yield held
 
-    @staticmethod
-    def get_model_state_cls() -> type[Qwen3OmniThinkerState]:
-        """The class by which vLLM's runner prepares this model's inputs, and that makes the rows."""
-        return Qwen3OmniThinkerState
+    # The class by which vLLM's runner prepares this model's inputs, and that makes the rows.
+    get_model_state_cls = staticmethod(lambda: Qwen3OmniThinkerState)
 
 
 class TokenOutputs(ThinkerOutputs):
@@ -204,12 +203,6 @@ class TokenOutputs(ThinkerOutputs):
         self._mrope_positions = emitted.get("mrope_positions", self._mrope_positions)
 
 
-def audio_window(config: PretrainedConfig) -> int:
-    """Frames between which the encoder of audio attends: 8 s."""
-    frames: int = config.thinker_config.audio_config.n_window_infer
-    return frames
-
-
 class Qwen3OmniThinkerAdapter(ThinkerAdapter):
     """The thinker's requests, and the token ids that are spoken.
 
@@ -260,5 +253,5 @@ SPEC = ModelSpec(
     # The defaults of transformers' Qwen3OmniMoeForConditionalGeneration.generate.
     params=StageParams(max_tokens=1024, temperature=0.0),
     adapter="omni_actors.engine.models.qwen3_omni.thinker.Qwen3OmniThinkerAdapter",
-    media=PromptMedia(positions_per_second, MIN_AUDIO_SAMPLES, audio_window, embeddings_of_seconds),
+    media=replace(MEDIA, positions_per_second=positions_per_second),  # it hears as the recognizer does
 )

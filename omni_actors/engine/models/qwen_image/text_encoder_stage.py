@@ -61,10 +61,8 @@ class QwenImageTextEncoder(Qwen3VLForConditionalGeneration):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.language_model.model.norm = Residual()  # type: ignore[assignment]  # declared as a norm
 
-    @staticmethod
-    def get_model_state_cls() -> type[EncoderState]:
-        """The class by which vLLM's runner prepares this model's inputs, and that gives the states."""
-        return EncoderState
+    # The class by which vLLM's runner prepares this model's inputs, and that gives the states.
+    get_model_state_cls = staticmethod(lambda: EncoderState)
 
     def load_weights(self, weights: Any) -> set[str]:
         """Load all but the weight of the norm."""

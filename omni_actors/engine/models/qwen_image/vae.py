@@ -1,4 +1,4 @@
-"""Qwen-Image's VAE and its stages; the decoder has diffusers' layers in the order of a GPU's convolutions.
+"""Qwen-Image's VAE, whose decoder has diffusers' layers in the order of a GPU's convolutions.
 
 diffusers keeps a dimension of time, which has one place, and the channels before the pixels. Convolutions of half
 precision want them after the pixels, and so do norms over channels, which are then rows. The parameters are those of
@@ -16,7 +16,7 @@ from torch import nn
 
 from omni_actors.engine.models.diffusers_layout import PartConfig
 from omni_actors.engine.models.diffusion_layers import norm_pixels
-from omni_actors.engine.models.pictures.vae_stage import BACKGROUND, PictureVae, VaeEncoderStage, VaeStage, vae_specs
+from omni_actors.engine.models.pictures.vae_stage import PictureVae
 from omni_actors.engine.models.qwen_image import LATENT_PIXELS, MULTIPLE
 from omni_actors.errors import ConfigError
 
@@ -150,19 +150,3 @@ class QwenImageVae(PictureVae):
     @cached_property
     def _decoder(self) -> PictureDecoder:
         return PictureDecoder(self.model, fused=self.model.device.type == "cuda")
-
-
-class QwenImageVaeEncoder(VaeEncoderStage):
-    """Pictures u8 [height, width, 4] to latents f32 [channels, height / 16, width / 16]."""
-
-    vae_class = QwenImageVae
-
-
-class QwenImageVaeDecoder(VaeStage):
-    """Latents to pictures u8 [16 * height, 16 * width, 4], or 3 if they are to be opaque."""
-
-    vae_class = QwenImageVae
-    parameters = (BACKGROUND,)
-
-
-SPEC = vae_specs("vision_config", QwenImageVaeDecoder, QwenImageVaeEncoder)

@@ -1,6 +1,7 @@
-"""Qwen-Image's denoising stage: hidden states of prompts, and the latents of pictures that they refer to, to latents.
+"""Qwen-Image's stages after the text encoder: hidden states and latents of references to latents, and the VAE's two.
 
-The two come from two stages. The latents of each picture have a name of their own, so that `passthrough` joins them.
+States and references come from two stages. The latents of each picture have a name of their own, so that `passthrough`
+joins them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from omni_actors.config.checkpoint import INDEX_NAME, read_json_object
 from omni_actors.engine.encoder import RUNS
 from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES
 from omni_actors.engine.models.pictures.denoising import FlowSchedule, PictureSpec
-from omni_actors.engine.models.pictures.denoising_stage import MAX_STEPS, DenoisingStage, read_finite
-from omni_actors.engine.models.placeholder import picture_spec
+from omni_actors.engine.models.pictures.denoising_stage import DenoisingStage, read_finite
+from omni_actors.engine.models.pictures.vae_stage import BACKGROUND, VaeEncoderStage, VaeStage, picture_specs
 from omni_actors.engine.models.qwen_image import LATENT_PIXELS, MULTIPLE
 from omni_actors.engine.models.qwen_image.dit import Part, Prefix, QwenImageNetwork, parts
+from omni_actors.engine.models.qwen_image.vae import QwenImageVae
 from omni_actors.engine.workers.diffusion import DiffusionJob, KnownJobs
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest, PromptTooLong
 from omni_actors.protocol.fields import HostTensor
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 MAX_REACH = 8192  # positions that the model was made for
-DEFAULTS = StageParams(width=1024, height=1024, num_steps=40, guidance_scale=1.0, previews=0)
 
 
 class QwenImageDit(DenoisingStage):
@@ -39,11 +40,11 @@ class QwenImageDit(DenoisingStage):
     network_class = QwenImageNetwork
     # Queries, keys, values, the wider layer's two halves with what is made of them, keys and values of whole sequences.
     activations = 18
-    defaults = DEFAULTS
+    defaults = StageParams(width=1024, height=1024, num_steps=40, guidance_scale=1.0, previews=0)
     latent_pixels = LATENT_PIXELS
     multiple = MULTIPLE
     guidance = Parameter(
-        "guidance_scale", "float", 1.0, 100.0, default=DEFAULTS.guidance_scale,
+        "guidance_scale", "float", 1.0, 100.0, default=defaults.guidance_scale,
         about="how far the picture keeps from its negative prompt, without which it has to be 1; above 1, half as fast",
     )  # fmt: skip
 
@@ -137,12 +138,18 @@ class QwenImageDit(DenoisingStage):
         return {**super().omni_counts(), "prefix_tokens": kept}
 
 
+class QwenImageVaeEncoder(VaeEncoderStage):
+    """Pictures u8 [height, width, 4] to latents f32 [channels, height / 16, width / 16]."""
+
+    vae_class = QwenImageVae
+
+
+class QwenImageVaeDecoder(VaeStage):
+    """Latents to pictures u8 [16 * height, 16 * width, 4], or 3 if they are to be opaque."""
+
+    vae_class = QwenImageVae
+    parameters = (BACKGROUND,)
+
+
 # Tokens in a step: those of one picture of 512 x 512 with guidance, or of two without, and of a prompt.
-SPEC = picture_spec(
-    "omni_actors.engine.models.qwen_image.dit_stage.QwenImageDit",
-    "vision_config",
-    MAX_STEPS,
-    {"max_num_seqs": 32, "max_num_batched_tokens": 2560},
-    compiled=True,
-    params=DEFAULTS,
-)
+SPEC = picture_specs("vision_config", QwenImageDit, 2560, QwenImageVaeDecoder, QwenImageVaeEncoder)

@@ -1,4 +1,4 @@
-"""FLUX.2's denoising stage: states of prompts, and latents of pictures that they refer to, to latents."""
+"""FLUX.2's stages after the text encoder: states and latents of references to latents, and the VAE's two."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
-from omni_actors.engine.models.diffusers_layout import diffusers_class
+from omni_actors.engine.models.diffusers_layout import PartConfig, diffusers_class
 from omni_actors.engine.models.flux2 import LATENT_PIXELS, MAX_TOKENS, is_distilled
 from omni_actors.engine.models.flux2.dit import Flux2Condition, Flux2Network
 from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES
 from omni_actors.engine.models.pictures.denoising import FlowSchedule, PictureSpec
-from omni_actors.engine.models.pictures.denoising_stage import MAX_STEPS, DenoisingStage
-from omni_actors.engine.models.placeholder import picture_spec
+from omni_actors.engine.models.pictures.denoising_stage import DenoisingStage
+from omni_actors.engine.models.pictures.vae_stage import PictureVae, VaeEncoderStage, VaeStage, picture_specs
 from omni_actors.engine.workers.diffusion import SingleJob
+from omni_actors.errors import ConfigError
 from omni_actors.protocol.payloads import Parameter, StageParams
 from omni_actors.stage.engine_interface import StageInputs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-DEFAULTS = StageParams(width=1024, height=1024, num_steps=4, guidance_scale=1.0, previews=0)
 
 
 class Flux2Dit(DenoisingStage):
@@ -30,7 +30,7 @@ class Flux2Dit(DenoisingStage):
     network_class = Flux2Network
     adaptable = True
     activations = 24  # what a single layer makes, the wider layer's two halves and what they are made from
-    defaults = DEFAULTS
+    defaults = StageParams(width=1024, height=1024, num_steps=4, guidance_scale=1.0, previews=0)
     latent_pixels = multiple = LATENT_PIXELS
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -39,7 +39,9 @@ class Flux2Dit(DenoisingStage):
         about = "how far the picture keeps from its negative prompt; above 1, half as fast"
         if self._distilled:
             about = "accepted and ignored: this checkpoint is distilled, and makes pictures without guidance"
-        self.guidance = Parameter("guidance_scale", "float", 0.0, 100.0, default=DEFAULTS.guidance_scale, about=about)
+        self.guidance = Parameter(
+            "guidance_scale", "float", 0.0, 100.0, default=self.defaults.guidance_scale, about=about
+        )
 
     def read_schedule(self, config: Mapping[str, Any]) -> FlowSchedule:
         """The schedule that scheduler_config.json describes."""
@@ -65,12 +67,56 @@ class Flux2Dit(DenoisingStage):
         return SingleJob(self.picture_job(spec, tokens, self.needed(tokens), self.bytes_of(input_tokens)), input_tokens)
 
 
+EDGE = 2  # the VAE's own latent pixels along an edge of one of the denoising stage's
+
+
+class Flux2Vae(PictureVae):
+    """The VAE, whose latents are normed by statistics among its weights."""
+
+    class_name = "AutoencoderKLFlux2"
+    latent_pixels = multiple = LATENT_PIXELS
+
+    def configure(self, config: PartConfig) -> None:
+        """Take the sizes."""
+        config.expect(patch_size=[EDGE, EDGE])
+        blocks: list[int] = config.get("block_out_channels", [64])
+        if EDGE * 2 ** (len(blocks) - 1) != LATENT_PIXELS:
+            raise ConfigError(f"The checkpoint's VAE has {len(blocks)} blocks; FLUX.2's has 4.")
+        self.channels = EDGE**2 * config["latent_channels"]
+        self.width = max(blocks[0], (config.get("decoder_block_out_channels") or blocks)[0])
+        self._eps: float = config.get("batch_norm_eps", 1e-4)
+
+    def encode(self, levels: torch.Tensor) -> torch.Tensor:
+        """The mean of a picture's latents."""
+        mean, spread = self._scaling(levels)
+        latents: torch.Tensor = self.model.encode(levels[None]).latent_dist.mode()[0]
+        return (F.pixel_unshuffle(latents, EDGE) - mean) / spread
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """The picture [3, height, width] from -1 to 1."""
+        mean, spread = self._scaling(latents)
+        given = F.pixel_shuffle(latents * spread + mean, EDGE)
+        picture: torch.Tensor = self.model.decode(given[None], return_dict=False)[0][0]
+        return picture
+
+    def _scaling(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and spread of each channel."""
+        norm = self.model.bn
+        mean, spread = norm.running_mean, torch.sqrt(norm.running_var + self._eps)
+        return mean.view(-1, 1, 1).to(like.dtype), spread.view(-1, 1, 1).to(like.dtype)
+
+
+class Flux2VaeEncoder(VaeEncoderStage):
+    """Pictures u8 [height, width, 3] to latents f32 [channels, height / 16, width / 16]."""
+
+    vae_class = Flux2Vae
+
+
+class Flux2VaeDecoder(VaeStage):
+    """Latents to pictures u8 [16 * height, 16 * width, 3]."""
+
+    vae_class = Flux2Vae
+
+
 # Tokens in a step: those of two pictures of 512 x 512 with their prompts.
-SPEC = picture_spec(
-    "omni_actors.engine.models.flux2.dit_stage.Flux2Dit",
-    "num_key_value_heads",
-    MAX_STEPS,
-    {"max_num_seqs": 32, "max_num_batched_tokens": 3072},
-    compiled=True,
-    params=DEFAULTS,
-)
+SPEC = picture_specs("num_key_value_heads", Flux2Dit, 3072, Flux2VaeDecoder, Flux2VaeEncoder)

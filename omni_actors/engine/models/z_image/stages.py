@@ -1,21 +1,24 @@
-"""Z-Image's denoising stage: hidden states of prompts to latents, f32 [channels, height / 8, width / 8]."""
+"""Z-Image's stages after the text encoder: hidden states of prompts to latents, and latents to pictures.
+
+Latents are f32 [channels, height / 8, width / 8].
+"""
 
 from __future__ import annotations
 
 import torch
 
+from omni_actors.engine.models.diffusers_layout import PartConfig
 from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES
 from omni_actors.engine.models.pictures.denoising import PictureSpec
-from omni_actors.engine.models.pictures.denoising_stage import MAX_STEPS, DenoisingStage
-from omni_actors.engine.models.placeholder import picture_spec
+from omni_actors.engine.models.pictures.denoising_stage import DenoisingStage
+from omni_actors.engine.models.pictures.vae_stage import PictureVae, VaeStage, picture_specs
 from omni_actors.engine.models.z_image.dit import PATCH, ZImageNetwork, filled
 from omni_actors.engine.workers.diffusion import SingleJob
-from omni_actors.errors import PromptTooLong
+from omni_actors.errors import ConfigError, PromptTooLong
 from omni_actors.protocol.payloads import Parameter, StageParams
 from omni_actors.stage.engine_interface import StageInputs
 
 LATENT_PIXELS = 8  # along an edge of a latent pixel
-DEFAULTS = StageParams(width=1024, height=1024, num_steps=50, guidance_scale=5.0, previews=0)
 
 
 class ZImageDit(DenoisingStage):
@@ -23,11 +26,11 @@ class ZImageDit(DenoisingStage):
 
     network_class = ZImageNetwork
     activations = 16  # queries, keys and values, the two halves of the wider layer and what they are made from
-    defaults = DEFAULTS
+    defaults = StageParams(width=1024, height=1024, num_steps=50, guidance_scale=5.0, previews=0)
     latent_pixels = LATENT_PIXELS
     multiple = LATENT_PIXELS * PATCH
     guidance = Parameter(
-        "guidance_scale", "float", 0.0, 100.0, default=DEFAULTS.guidance_scale,
+        "guidance_scale", "float", 0.0, 100.0, default=defaults.guidance_scale,
         about="how strongly the picture follows its prompt; 0 for none, twice as fast",
     )  # fmt: skip
 
@@ -59,12 +62,33 @@ class ZImageDit(DenoisingStage):
         return SingleJob(self.picture_job(spec, tokens, self.needed(tokens), self.bytes_of(sum(texts))), input_tokens)
 
 
+class ZImageVae(PictureVae):
+    """The VAE, whose latents are scaled and shifted."""
+
+    class_name = "AutoencoderKL"
+    latent_pixels = LATENT_PIXELS
+
+    def configure(self, config: PartConfig) -> None:
+        """Take the sizes, and how latents are scaled."""
+        self.channels = config.get("latent_channels", 16)
+        self._scale: float = config.get("scaling_factor", 1.0)
+        self._shift: float = config.get("shift_factor") or 0.0
+        blocks: list[int] = config.get("block_out_channels", [1])
+        if 2 ** (len(blocks) - 1) != LATENT_PIXELS:
+            raise ConfigError(f"The checkpoint's VAE has {len(blocks)} blocks; Z-Image's has 4.")
+        self.width = max(blocks[0], 1)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """The picture [3, height, width] from -1 to 1."""
+        picture: torch.Tensor = self.model.decode((latents / self._scale + self._shift)[None], return_dict=False)[0][0]
+        return picture
+
+
+class ZImageVaeDecoder(VaeStage):
+    """Decodes."""
+
+    vae_class = ZImageVae
+
+
 # Tokens in a step: with those of one picture of 512 x 512 an H200 is full, so more would only let pictures wait.
-SPEC = picture_spec(
-    "omni_actors.engine.models.z_image.dit_stage.ZImageDit",
-    "num_key_value_heads",
-    MAX_STEPS,
-    {"max_num_seqs": 32, "max_num_batched_tokens": 2560},
-    compiled=True,
-    params=DEFAULTS,
-)
+SPEC = picture_specs("num_key_value_heads", ZImageDit, 2560, ZImageVaeDecoder)
