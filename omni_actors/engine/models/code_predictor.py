@@ -281,14 +281,9 @@ class GraphedPredictor:
 
     def __init__(self, predictor: CodePredictor, largest: int, dtype: torch.dtype, device: torch.device) -> None:
         self.predictor = predictor
-        width = predictor.config.input_size
-        self._inputs = (
-            torch.zeros(largest, width, dtype=dtype, device=device),
-            torch.zeros(largest, width, dtype=dtype, device=device),
-            torch.zeros(largest, dtype=torch.int64, device=device),
-            torch.zeros(largest, dtype=torch.int64, device=device),
-            torch.zeros(largest, dtype=torch.bool, device=device),
-        )
+        rows = torch.zeros(2, largest, predictor.config.input_size, dtype=dtype, device=device)
+        numbers = torch.zeros(2, largest, dtype=torch.int64, device=device)
+        self._inputs = (*rows, *numbers, torch.zeros(largest, dtype=torch.bool, device=device))
         self._graphs: CudaGraphs[int, tuple[torch.Tensor, torch.Tensor]] = CudaGraphs()
 
     @torch.inference_mode()

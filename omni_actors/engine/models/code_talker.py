@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -132,7 +131,11 @@ class CodeTalker(nn.Module):
 
 
 class ContinuedPositions(SupportsMRoPE):
-    """Takes the positions of a request that is being added from `known_positions`: vLLM passes only its token ids."""
+    """Takes the positions of a request that is being added from its state: vLLM passes only its token ids.
+
+    Attributes:
+        next_positions: of that request, i64 [3, P]; None for text alone.
+    """
 
     next_positions: torch.Tensor | None = None
 
@@ -146,20 +149,6 @@ class ContinuedPositions(SupportsMRoPE):
         following = int(given.max()) + 1
         tail = torch.arange(following, following + length - given.shape[1]).expand(3, -1)
         return torch.cat([given, tail], dim=1), following - given.shape[1]
-
-
-@contextmanager
-def known_positions(model: Any, positions: torch.Tensor | None) -> Iterator[None]:
-    """While the block runs, requests that are added have these positions i64 [3, P]; `None` for text alone.
-
-    Args:
-        model: `ContinuedPositions`, if there are any.
-    """
-    model.next_positions = positions
-    try:
-        yield
-    finally:
-        model.next_positions = None
 
 
 Piece = TypeVar("Piece")
@@ -232,14 +221,16 @@ class TalkerState(DefaultModelState, StreamedInputState):
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Take a new request, or one that resumes after preemption and keeps its text, into slot `req_index`."""
         payload = payload_of(new_req_data)
-        positions = None
+        model: Any = self.model
         if isinstance(payload, self.payload_class):
             if new_req_data.req_id not in self._speeches:
                 self._speeches[new_req_data.req_id] = self.begin(payload)
             self._speeches[new_req_data.req_id].prompt = self.prompt_inputs(payload)
-            positions = getattr(payload, "positions", None)
-        with known_positions(self.model, positions):
+            model.next_positions = getattr(payload, "positions", None)
+        try:
             super().add_request(req_index, new_req_data)
+        finally:
+            model.next_positions = None
 
     def push_rows(self, request_id: str, update: RowUpdate) -> None:
         """Append text. Ignores unknown ids."""

@@ -43,12 +43,7 @@ def read_tensors(model: str, prefix: str, folder: str = "", stem: str = "model")
         shards = sorted({shard for name, shard in weight_map.items() if name.startswith(prefix)})
     found = False
     for shard in shards:
-        path = cached_file(model, within + shard, _raise_exceptions_for_missing_entries=False)
-        if path is None:
-            raise StartupError(
-                f"The checkpoint {model!r} has no file {within + shard!r}.", hint="Download it completely."
-            )
-        with safe_open(path, framework="pt") as file:
+        with safe_open(checkpoint_file(model, within + shard), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
                 if name.startswith(prefix):
                     found = True
@@ -167,6 +162,14 @@ def fill(module: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], what: s
             f"of another shape {sorted(misshapen)[:3]} ({counts}).",
             hint="Check that config.json and the safetensors files belong together, and download them again.",
         )
+
+
+def checkpoint_file(model: str, name: str) -> Path:
+    """A file of a checkpoint with a path or a hub name. Raises `StartupError` if it has none."""
+    path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+    if path is None:
+        raise StartupError(f"The checkpoint {model!r} has no file {name!r}.", hint="Download it completely.")
+    return Path(path)
 
 
 def checkpoint_folder(model: str) -> Path:

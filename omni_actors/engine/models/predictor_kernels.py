@@ -206,7 +206,8 @@ def attention(
     place = cached + seen[:, None] * SIZE
     scores = tl.sum(_with_new(keys, place, key_low, seen, position, half) * query_low[None, :], axis=1)
     scores += tl.sum(_with_new(keys, place + HALF, key_high, seen, position, half) * query_high[None, :], axis=1)
-    shares = tl.where(seen <= position, tl.exp((scores - _largest(scores, seen, position)) * softmax_scale), 0.0)
+    largest = tl.max(tl.where(seen <= position, scores, -float("inf")), axis=0)
+    shares = tl.where(seen <= position, tl.exp((scores - largest) * softmax_scale), 0.0)
     shares /= tl.sum(shares, axis=0)
     mixed_low = tl.sum(_with_new(values, place, value_low, seen, position, half) * shares[:, None], axis=0)
     mixed_high = tl.sum(_with_new(values, place + HALF, value_high, seen, position, half) * shares[:, None], axis=0)
@@ -219,11 +220,6 @@ def attention(
         tl.store(keys + here + HALF + half, key_high)
         tl.store(values + here + half, value_low)
         tl.store(values + here + HALF + half, value_high)
-
-
-@triton.jit
-def _largest(scores, seen, position):
-    return tl.max(tl.where(seen <= position, scores, -float("inf")), axis=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

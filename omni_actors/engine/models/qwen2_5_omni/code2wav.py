@@ -20,6 +20,7 @@ import torch
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
 
 from omni_actors.engine.models.chunks import WARM_UP, ChunkPolicy, VocoderRunner
+from omni_actors.engine.models.code_talker import chosen_voice
 from omni_actors.engine.models.diffusers_layout import fill, read_tensors
 from omni_actors.engine.models.placeholder import vocoder_spec
 from omni_actors.engine.models.qwen2_5_omni.bigvgan import FusedVocoder, GraphedVocoder, Vocoder
@@ -28,7 +29,7 @@ from omni_actors.engine.models.qwen2_5_omni.stream import Carry, Code2WavPayload
 from omni_actors.engine.models.qwen2_5_omni.talker import load_voices
 from omni_actors.engine.rows import moved
 from omni_actors.engine.workers.diffusion import DiffusionJob, StepResult
-from omni_actors.errors import InvalidRequest, UnknownVoice
+from omni_actors.errors import InvalidRequest
 from omni_actors.protocol.payloads import DIFFUSION_PARAMS, StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
@@ -141,9 +142,7 @@ class Qwen2_5OmniCode2Wav(VocoderRunner):
         Raises:
             OmniError: one of them cannot be decoded.
         """
-        voice = request.voice if request.voice is not None else next(iter(self._voices))
-        if voice not in self._voices:
-            raise UnknownVoice(f"There is no voice {voice!r}; the voices are {', '.join(self._voices)}.")
+        voice = chosen_voice(request.voice, self._voices)
         if foreign := sorted(set(request.params.given()) - DIFFUSION_PARAMS):
             raise InvalidRequest(f"Parameters {foreign} do not apply to a diffusion stage.")
         given = request.params.merged_over(SPEC.params).given()

@@ -19,7 +19,7 @@ from transformers.audio_utils import mel_filter_bank
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import ECAPA_TimeDelayNet
 
 from omni_actors.engine.models.diffusers_layout import fill, read_tensors
-from omni_actors.engine.models.qwen3_tts.prompt import CODEC_FOLDER, SAMPLE_RATE, codec_part, read_json
+from omni_actors.engine.models.qwen3_tts.prompt import CODEC_FOLDER, SAMPLE_RATE, codec_config
 
 KEPT = 64  # clips; each takes 8 KiB, and 1.5 KiB a second of its codes
 FFT, HOP, MELS = 1024, 256, 128
@@ -64,10 +64,10 @@ class ClipEncoder:
     """
 
     def __init__(self, model: str, speaker: dict[str, Any], groups: int, *, dummy: bool) -> None:
-        codec = read_json(model, f"{CODEC_FOLDER}/config.json")
+        codec = codec_config(model)
         self._groups = min(groups, codec["encoder_valid_num_quantizers"])
         self.samples_per_frame: int = codec["encode_downsample_rate"]
-        encoder = MimiConfig(**vars(codec_part(model, "encoder_config")))
+        encoder = MimiConfig(**codec["encoder_config"])
         encoder.sliding_window = encoder.max_position_embeddings  # the codec was trained without a window
         with torch.random.fork_rng():
             torch.manual_seed(0)

@@ -14,7 +14,7 @@ from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
 from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS, CodecRunner
 from omni_actors.engine.models.diffusers_layout import read_tensors
 from omni_actors.engine.models.placeholder import vocoder_spec
-from omni_actors.engine.models.qwen3_tts.prompt import CODEC_FOLDER, codec_part, read_json
+from omni_actors.engine.models.qwen3_tts.prompt import CODEC_FOLDER, codec_config
 
 WEIGHT_PREFIX = "decoder."
 LEAST_USAGE = 1e-5  # of an entry of a codebook, as in the codec's training
@@ -59,8 +59,8 @@ class Qwen3TtsCode2Wav(CodecRunner):
 
     def make_decoder(self) -> CodecDecoder:
         """See `CodecRunner.make_decoder`."""
-        config = Qwen3OmniMoeCode2WavConfig(**vars(codec_part(self.model_name, "decoder_config")))
-        codec = read_json(self.model_name, f"{CODEC_FOLDER}/config.json")
+        codec = codec_config(self.model_name)
+        config = Qwen3OmniMoeCode2WavConfig(**codec["decoder_config"])
         front = SummedCodebooks(config.num_quantizers, config.codebook_size, config.codebook_dim, config.latent_dim)
         rate = codec["output_sample_rate"]
         return CodecDecoder(config, front, "front", width=config.latent_dim, trims_start=False, sample_rate=rate)

@@ -22,14 +22,13 @@ where the clip is continued (T the clip's text, the text and tts_eos; C the clip
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig, Qwen3Config
-from transformers.utils import cached_file
 
+from omni_actors.config.checkpoint import read_json_object
+from omni_actors.engine.models.diffusers_layout import checkpoint_file
 from omni_actors.engine.models.frame_talker import NO_CODE, FramePayload
 from omni_actors.errors import ConfigError, StartupError
 from omni_actors.protocol.payloads import StageParams
@@ -50,34 +49,25 @@ class Qwen3TtsConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is
 AutoConfig.register(Qwen3TtsConfig.model_type, Qwen3TtsConfig, exist_ok=True)
 
 
-def read_json(model: str, name: str) -> dict[str, Any]:
-    """A file of the checkpoint. Raises `StartupError` if it has none."""
-    path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
-    if path is None:
-        raise StartupError(f"The checkpoint {model!r} has no file {name!r}.", hint="Download it completely.")
-    with open(path, encoding="utf-8") as file:
-        content: dict[str, Any] = json.load(file)
-    return content
-
-
-def codec_part(model: str, part: str) -> SimpleNamespace:
-    """`encoder_config` or `decoder_config` of the codec.
+def codec_config(model: str) -> dict[str, Any]:
+    """The configuration of the codec.
 
     Raises:
         StartupError: it is missing, or is that of another codec.
+        ConfigError: it is no JSON object.
     """
-    config = read_json(model, f"{CODEC_FOLDER}/config.json")
+    config = read_json_object(checkpoint_file(model, f"{CODEC_FOLDER}/config.json"))
     if config.get("model_type") != CODEC:
         raise StartupError(
             f"The codec of {model!r} is {config.get('model_type')!r}; this model needs {CODEC!r}.",
             hint="Use a checkpoint whose name has 12Hz in it.",
         )
-    return SimpleNamespace(**config[part])
+    return config
 
 
 def sampling_defaults(model: str) -> tuple[StageParams, dict[str, Any]]:
     """What the checkpoint's generation_config.json says: of the talker, and of the code predictor."""
-    given = read_json(model, "generation_config.json")
+    given = read_json_object(checkpoint_file(model, "generation_config.json"))
 
     def drawn(prefix: str, sample: str) -> dict[str, Any]:
         found = {name: given[prefix + name] for name in ("temperature", "top_k", "top_p") if prefix + name in given}

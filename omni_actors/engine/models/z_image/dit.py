@@ -52,11 +52,6 @@ PATCH = 2  # latent pixels along an edge of a token
 MOMENT_HIDDEN = 1024
 
 
-def moment_width(width: int) -> int:
-    """Width of the vector that the modulations of tokens of a width come from."""
-    return min(width, MOMENT_WAVES)
-
-
 def filled(tokens: int) -> int:
     """`tokens`, rounded up to what the model takes."""
     return -(-tokens // MULTIPLE) * MULTIPLE
@@ -69,7 +64,7 @@ class ZImageBlock(LayerWeights):
         super().__init__(width, heads, int(width / 3 * 8), 1e-5)
         self.attention_norm1, self.attention_norm2 = (nn.RMSNorm(width, eps) for _ in range(2))
         self.ffn_norm1, self.ffn_norm2 = (nn.RMSNorm(width, eps) for _ in range(2))
-        self.modulation = nn.Linear(moment_width(width), 4 * width) if modulated else None
+        self.modulation = nn.Linear(min(width, MOMENT_WAVES), 4 * width) if modulated else None
 
     def forward(
         self,
@@ -82,7 +77,7 @@ class ZImageBlock(LayerWeights):
         """Tokens [tokens, width] after this layer.
 
         Args:
-            moments: [sequences, moment_width]; None if the layer is not modulated.
+            moments: [sequences, width of a moment]; None if the layer is not modulated.
         """
         # Attention is a call of its own between the two halves, so that either may be compiled, with any kernel.
         factors = None if self.modulation is None or moments is None else self.modulation(moments)
@@ -182,12 +177,12 @@ class ZImageNetwork(PackedNetwork):
         self.noise_refiner = layers(config["n_refiner_layers"], modulated=True)
         self.context_refiner = layers(config["n_refiner_layers"], modulated=False)
         self.layers = layers(config["n_layers"], modulated=True)
-        self.moment = MomentEmbedding(MOMENT_HIDDEN, moment_width(width), config["t_scale"], bias=True)
+        self.moment = MomentEmbedding(MOMENT_HIDDEN, min(width, MOMENT_WAVES), config["t_scale"], bias=True)
         self.text_norm = nn.RMSNorm(text_width, eps)
         self.text_in = nn.Linear(text_width, width)
         self.picture_filler = nn.Parameter(torch.zeros(1, width))
         self.text_filler = nn.Parameter(torch.zeros(1, width))
-        self.final_modulation = nn.Linear(moment_width(width), width)
+        self.final_modulation = nn.Linear(self.moment.outer.out_features, width)
         self.final = nn.Linear(width, patch_width)
 
     def condition(self, given: Sequence[torch.Tensor]) -> list[EncodedPrompt]:
@@ -197,7 +192,8 @@ class ZImageNetwork(PackedNetwork):
         own = moved(_places(lengths, [len(each) for each in given]), self.device)
         embedded = self.text_in(self.text_norm(moved(torch.cat(list(given)), self.device).to(self.dtype)))
         tokens = self.text_filler.expand(sum(lengths), -1).index_copy(0, own, embedded)
-        rotations = [self.rotation(_line(length)) for length in lengths]
+        lines = (F.pad(torch.arange(1, length + 1)[:, None], (0, 2)) for length in lengths)  # along the first axis
+        rotations = [self.rotation(positions) for positions in lines]
         rotation = torch.cat(rotations)
         for block in self.context_refiner:
             tokens = block(tokens, None, rotation, packing, self.attend)
@@ -254,13 +250,6 @@ def _places(lengths: Sequence[int], own: Sequence[int]) -> torch.Tensor:
     """Places i64 of the first `own` tokens of each of the sequences of these lengths."""
     begins = [sum(lengths[:index]) for index in range(len(lengths))]
     return torch.cat([torch.arange(begin, begin + count) for begin, count in zip(begins, own, strict=True)])
-
-
-def _line(length: int) -> torch.Tensor:
-    """Positions i64 [length, 3] of a filled prompt: along the first axis, from 1."""
-    positions = torch.zeros(length, 3, dtype=torch.int64)
-    positions[:, 0] = torch.arange(1, length + 1)
-    return positions
 
 
 def _grid(height: int, width: int, *, after: int) -> torch.Tensor:
