@@ -246,8 +246,8 @@ def _processor(arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimit
     """The processor that the model names, or one for an omni model or a text model."""
     spec = arguments.model_spec()
     if spec.prompts:
-        processor_class: type[TextPromptProcessor] = resolve_obj_by_qualname(spec.prompts)
-        return processor_class.of(arguments, config, limits)
+        make: Callable[..., TextPromptProcessor] = resolve_obj_by_qualname(spec.prompts)
+        return make(arguments, config, limits)
     if spec.media is None:
         return TextPromptProcessor.of(arguments, config, limits)
     return PromptProcessor(arguments, config, limits, spec.media)

@@ -117,6 +117,6 @@ def test_what_cannot_be_aligned_is_refused(aligner: Aligner) -> None:
         aligner.start("no word", sound, " -- ")
     with pytest.raises(PromptTooLong, match="at most 1023"):
         aligner.start("long", sound, "sail " * 400)
-    with pytest.raises(InvalidPayload, match="cannot be read"):
+    with pytest.raises(InvalidPayload, match="needs a recording"):
         aligner.engine.start(StageRequest("no sound", StageParams(), 0), StageInputs(scalars={TEXT: "The tide."}))
     assert not any(aligner.engine.counts().values())

@@ -75,7 +75,8 @@ class ModelSpec:
             absolute path of a folder that has.
         tokens_folder: that of the tokenizer, likewise.
         media: set if prompts may have audio, images and video (the thinker of an omni model).
-        prompts: class path of the `TextPromptProcessor` of prompt stages that read prompts in their own way.
+        prompts: class path of the `TextPromptProcessor` of prompt stages that read prompts in their own way. It is made
+            of the stage's arguments, vLLM's configuration for them, and the limits for media.
     """
 
     kind: ModelKind

@@ -10,6 +10,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
+from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.models import ModelSpec, renamed
 from omni_actors.engine.models.flux2 import MAX_TOKENS, is_distilled, reference_picture
 from omni_actors.engine.models.pictures import NEGATIVE_TOKENS, picture
@@ -27,8 +28,8 @@ ARCHITECTURE = "OmniActorsFlux2Prompts"  # a class object, which vLLM need not i
 class Flux2Prompts(PicturePrompts):
     """Turns a prompt with up to ten pictures into token ids and pixels; unless distilled, with a negative prompt."""
 
-    def __init__(self, config: VllmConfig, limits: MediaLimits) -> None:
-        super().__init__(config, limits)
+    def __init__(self, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> None:
+        super().__init__(arguments, config, limits)
         self._distilled = is_distilled(Path(config.model_config.model).parent)
         self.parameters = () if self._distilled else (NEGATIVE_PROMPT,)
 

@@ -310,8 +310,3 @@ class Prompts(PromptProcessor):
             data.setdefault(item.modality, []).append(given)
         self._set_padding([*data.get("audio", ()), *(sound for _, sound in data.get("video", ()))])
         return data, None
-
-    @classmethod
-    def of(cls, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> Prompts:
-        """The processor of a checkpoint."""
-        return cls(arguments, config, limits)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Self
 
 from PIL import Image
 from vllm.config import VllmConfig
@@ -26,14 +25,9 @@ NEGATIVE_PROMPT = Parameter("negative_prompt", "text", most=65_536, about="what 
 class PicturePrompts(TextPromptProcessor):
     """Reads one message of the user: a text, and up to ten pictures, whatever their places in the message."""
 
-    def __init__(self, config: VllmConfig, limits: MediaLimits) -> None:
+    def __init__(self, _arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> None:
         allowed = {"image": MAX_REFERENCES, "audio": 0, "video": 0}
         super().__init__(config, cached_tokenizer_from_config(config.model_config), self, limits, allowed)
-
-    @classmethod
-    def of(cls, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> Self:
-        """The processor of a checkpoint."""
-        return cls(config, limits)
 
     @abstractmethod
     def write(self, text: str, pictures: int) -> str:

@@ -62,11 +62,6 @@ class AsrPrompts(PromptProcessor):
         known = tuple(config.model_config.hf_config.support_languages or LANGUAGE_CODE_TO_NAME.values())
         self.hearing: HearingAbility = HearingAbility(known, self.limits.audio_seconds)
 
-    @classmethod
-    def of(cls, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> AsrPrompts:
-        """The processor of a checkpoint."""
-        return cls(arguments, config, limits)
-
     def _longest_sound(self, limits: MediaLimits, config: VllmConfig) -> float:
         """The longest recording in seconds, whose windows fit into a message, and whose text into the context, too."""
         windows = (MAX_SENT_FRAMES - 2) * audio_window(config.model_config.hf_config) / FRAMES_PER_SECOND

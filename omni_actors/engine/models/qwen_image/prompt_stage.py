@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
+from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoded_requests import request_tensors
 from omni_actors.engine.models import ModelSpec
 from omni_actors.engine.models.pictures import NEGATIVE_TOKENS, on_white, picture
@@ -47,8 +48,8 @@ class QwenImagePrompts(PicturePrompts):
         ),
     )  # fmt: skip
 
-    def __init__(self, config: VllmConfig, limits: MediaLimits) -> None:
-        super().__init__(config, limits)
+    def __init__(self, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> None:
+        super().__init__(arguments, config, limits)
         self._picture_token: int = self._tokenizer.convert_tokens_to_ids(PICTURE_TOKEN)
         self._input_processor = InputProcessor(config)
         self._one_at_a_time = threading.Lock()  # vLLM's objects are not made for several threads
