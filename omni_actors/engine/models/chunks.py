@@ -100,10 +100,13 @@ class ChunkStream(DiffusionStream):
         width: codes of a frame.
         values: that a code can have.
         longest: frames of an utterance.
+        carried: bytes that a chunk leaves for the next one; 0 if there is none.
+        largest: bytes that the largest chunk holds and needs in a step; likewise.
     """
 
-    def __init__(self, width: int, values: int, longest: int) -> None:
+    def __init__(self, width: int, values: int, longest: int, carried: int, largest: int) -> None:
         self._width, self._values, self._longest = width, values, longest
+        self._carried, self._largest = carried, largest
         self._codes: list[int] = []
         self._complete = False
         self._finished = False
@@ -117,6 +120,16 @@ class ChunkStream(DiffusionStream):
     def finished(self) -> bool:
         """Whether the last chunk has been returned."""
         return self._finished
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are kept between two chunks; 0 if none is to come."""
+        return 0 if self._finished else self._carried
+
+    @property
+    def job_bytes(self) -> int:
+        """Bytes of the largest chunk that the policy can make; 0 after the last."""
+        return 0 if self._finished else self._largest
 
     def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
         """Append whole frames, the codes of one after those of the other.

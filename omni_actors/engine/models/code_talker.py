@@ -331,26 +331,25 @@ class CodeTalkerAdapter(AutoregressiveAdapter):
     def admitted(
         self,
         request: StageRequest,
-        token_ids: Sequence[int] | None,
+        prompt: Sequence[int] | torch.Tensor,
         outputs: RequestOutputs,
         stream: RowStream,
         *,
         payload: Any = None,
         params: StageParams | None = None,
-        prompt_embeds: torch.Tensor | None = None,
         work: Callable[[], None] | None = None,
     ) -> Admission:
         """vLLM's request over codes. Raises `OmniError` for a prompt that is too long and for wrong parameters.
 
         Args:
-            token_ids: the prompt, whose codes count for penalties; `None` for one of embeddings alone.
+            prompt: codes, which count for penalties, or embeddings [positions, width].
             params: the request's, with all defaults; by default those of the stage.
         """
-        given: Any = prompt_embeds if token_ids is None else token_ids
-        self.check_length(len(given))
+        self.check_length(len(prompt))
         sampling = self.sampling_of(request, params, payload)
+        token_ids, embeds = (None, prompt) if isinstance(prompt, torch.Tensor) else (prompt, None)
         core_request = make_request(
-            request.request_id, token_ids, sampling, priority=request.priority, prompt_embeds=prompt_embeds
+            request.request_id, token_ids, sampling, priority=request.priority, prompt_embeds=embeds
         )
         return Admission(core_request, outputs, stream, work=work)
 

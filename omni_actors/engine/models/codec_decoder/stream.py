@@ -124,22 +124,12 @@ class CodecStream(ChunkStream):
     """
 
     def __init__(self, cutting: Cutting, carry: DecoderCarry, unheard: int = 0) -> None:
-        sizes = cutting.sizes
-        super().__init__(sizes.num_quantizers, sizes.codebook_size, sizes.max_position_embeddings)
+        sizes, policy = cutting.sizes, cutting.policy
+        needed = (cutting.state_bytes, cutting.step_bytes(policy.largest)) if policy is not None else (0, 0)
+        super().__init__(sizes.num_quantizers, sizes.codebook_size, sizes.max_position_embeddings, *needed)
         self._cutting, self._carry = cutting, carry
         self._silent = unheard // sizes.num_quantizers  # frames
         self._frame = 0  # where the next chunk begins
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the `DecoderCarry` between two chunks; 0 if none is to come."""
-        return 0 if self._finished or self._cutting.policy is None else self._cutting.state_bytes
-
-    @property
-    def job_bytes(self) -> int:
-        """Bytes of the largest chunk that the policy can make; 0 after the last."""
-        policy = self._cutting.policy
-        return 0 if self._finished or policy is None else self._cutting.step_bytes(policy.largest)
 
     def close(self) -> None:
         """Free what the last chunk left on the device."""

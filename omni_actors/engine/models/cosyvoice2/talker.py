@@ -168,11 +168,10 @@ class CosyVoice2TalkerAdapter(CodeTalkerAdapter):
             params = msgspec.structs.replace(params, min_tokens=min(LEAST * len(text), params.max_tokens))
         return self.admitted(
             request,
-            None,
+            rows,
             CodecOutputs(request.request_id, self.end_token_ids, BLOCK),
             RowStream(0, complete=True, held_bytes=rows.nbytes, text_tokens=len(text)),
             params=params,
-            prompt_embeds=rows,
         )
 
     def sampling_of(

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.models import ModelSpec, renamed
 from omni_actors.engine.models.flux2 import MAX_TOKENS, is_distilled, reference_picture
-from omni_actors.engine.models.pictures import NEGATIVE_TOKENS, picture
 from omni_actors.engine.models.pictures.prompts import NEGATIVE_PROMPT, PicturePrompts
-from omni_actors.engine.rows import to_host
 from omni_actors.media.decoders import MediaDecoder
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.fields import HostTensor
@@ -44,14 +40,9 @@ class Flux2Prompts(PicturePrompts):
         self, request: StageRequest, prompt: Prompt, tensors: Sequence[HostTensor], decoder: MediaDecoder | None = None
     ) -> tuple[list[int], dict[str, HostTensor]]:
         """The token ids of a checked prompt; as tensors those of its negative prompt, and its pictures."""
-        found: dict[str, HostTensor] = {}
-        if not self._distilled:
-            negative = self.tokens(request.params.negative_prompt or "", 0)
-            self._check_length(len(negative))
-            found[NEGATIVE_TOKENS] = to_host(torch.tensor(negative, dtype=torch.int64))
-        for index, image in enumerate(self.pictures(prompt, tensors, decoder)):
-            found[picture(index)] = to_host(torch.from_numpy(np.array(reference_picture(image))))
-        return self._tokenize(prompt), found
+        negative = None if self._distilled else self.tokens(request.params.negative_prompt or "", 0)
+        pictures = [reference_picture(image) for image in self.pictures(prompt, tensors, decoder)]
+        return self._tokenize(prompt), self.tensors(negative, pictures)
 
 
 SPEC = ModelSpec(

@@ -5,13 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+import torch
 from PIL import Image
 from vllm.config import VllmConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from omni_actors.engine.arguments import OmniEngineArgs
-from omni_actors.engine.models.pictures import MAX_REFERENCES, layered_pictures, text_of
+from omni_actors.engine.models.pictures import MAX_REFERENCES, NEGATIVE_TOKENS, layered_pictures, picture, text_of
 from omni_actors.engine.prompt_processors import TextPromptProcessor
+from omni_actors.engine.rows import to_host
 from omni_actors.errors import InvalidRequest
 from omni_actors.media.decoders import MediaDecoder
 from omni_actors.media.limits import MediaLimits
@@ -48,6 +51,14 @@ class PicturePrompts(TextPromptProcessor):
         """The token ids of a text that refers to n pictures."""
         token_ids: list[int] = self._tokenizer(self.write(text, pictures), add_special_tokens=False)["input_ids"]
         return token_ids
+
+    def tensors(self, negative: list[int] | None, pictures: Sequence[Image.Image]) -> dict[str, HostTensor]:
+        """What the next stages get besides the ids: those of a negative prompt, and pixels. Raises `PromptTooLong`."""
+        found = {picture(index): to_host(torch.from_numpy(np.array(image))) for index, image in enumerate(pictures)}
+        if negative is not None:
+            self._check_length(len(negative))
+            found[NEGATIVE_TOKENS] = to_host(torch.tensor(negative, dtype=torch.int64))
+        return found
 
     def pictures(
         self, prompt: Prompt, tensors: Sequence[HostTensor], decoder: MediaDecoder | None

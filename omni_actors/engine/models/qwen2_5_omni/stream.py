@@ -128,6 +128,8 @@ class Geometry:
 
     def carried_bytes(self, intervals: int, branches: int) -> int:
         """Upper bound of the bytes of a `Carry`: at most twice BigVGAN's context is kept of the mel frames."""
+        if self.policy is None:
+            return 0
         return self.kept_bytes(intervals, branches) + 4 * 2 * self.context * self.mel_dim
 
     def job(self, payload: Code2WavPayload) -> DiffusionJob:
@@ -195,23 +197,14 @@ class Code2WavStream(ChunkStream):
     def __init__(
         self, geometry: Geometry, carry: Carry, voice: str, seed: int, times: tuple[float, ...], guidance_scale: float
     ) -> None:
-        super().__init__(1, geometry.codec_tokens, geometry.max_tokens)
+        sizes = len(times) - 1, branches_of(guidance_scale)
+        needed = geometry.carried_bytes(*sizes), geometry.largest_job_bytes(*sizes)
+        super().__init__(1, geometry.codec_tokens, geometry.max_tokens, *needed)
         self._geometry, self._carry, self._voice = geometry, carry, voice
         self._times, self._guidance_scale = times, guidance_scale
-        self._sizes = len(times) - 1, branches_of(guidance_scale)
         self._noise = NoiseBlocks(seed, geometry.frames_per_block, geometry.mel_dim)
         self._block = 0  # where the next chunk begins
         self._emitted = 0  # frames sent
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the `Carry` between two chunks; 0 if none is to come."""
-        return 0 if self._finished or self._geometry.policy is None else self._geometry.carried_bytes(*self._sizes)
-
-    @property
-    def job_bytes(self) -> int:
-        """Bytes of the largest chunk that the policy can make; 0 after the last."""
-        return 0 if self._finished else self._geometry.largest_job_bytes(*self._sizes)
 
     def close(self) -> None:
         """Free what the last chunk left on the device."""
@@ -238,7 +231,7 @@ class Code2WavStream(ChunkStream):
         while len(pieces) < CHUNKS_AHEAD and (total is None or begin < total):
             end, window_end = self._cut(policy, begin)
             share = (window_end - begin) / LIGHT_BLOCKS
-            pieces.append(Ahead(emitted / rate, share, max(1, self._sizes[0]), self._missing(window_end)))
+            pieces.append(Ahead(emitted / rate, share, max(1, len(self._times) - 1), self._missing(window_end)))
             emitted = self._emit_to(emitted, end, (window_end - end) * geometry.frames_per_block)
             begin = end
         return pieces

@@ -133,18 +133,16 @@ class Qwen3OmniThinker(Qwen3OmniMoeThinkerForConditionalGeneration):
 
     def iter_mm_features(self, mm_features: list[MultiModalFeatureSpec]) -> Iterator[tuple[int, str, dict[str, Any]]]:
         """Place, modality and sizes of each medium: a sound is one, though it has a feature for each of its pieces."""
-        held: tuple[int, str, dict[str, Any]] | None = None
+        found: list[tuple[int, str, dict[str, Any]]] = []
         for offset, modality, data in super().iter_mm_features(mm_features):
-            if held is not None and held[1] == modality == "audio":
-                frames = held[2]["audio_feature_length"]
-                if held[0] + embeddings_of_seconds(frames) == offset:
-                    held = held[0], modality, {"audio_feature_length": frames + data["audio_feature_length"]}
+            if found and found[-1][1] == modality == "audio":
+                begin, _, before = found[-1]
+                frames = before["audio_feature_length"]
+                if begin + embeddings_of_seconds(frames) == offset:
+                    found[-1] = begin, modality, {"audio_feature_length": frames + data["audio_feature_length"]}
                     continue
-            if held is not None:
-                yield held
-            held = offset, modality, data
-        if held is not None:
-            yield held
+            found.append((offset, modality, data))
+        return iter(found)
 
     # The class by which vLLM's runner prepares this model's inputs, and that makes the rows.
     get_model_state_cls = staticmethod(lambda: Qwen3OmniThinkerState)

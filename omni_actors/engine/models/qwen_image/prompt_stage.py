@@ -6,8 +6,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from PIL import Image
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
@@ -16,7 +14,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoded_requests import request_tensors
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.pictures import NEGATIVE_TOKENS, on_white, picture
+from omni_actors.engine.models.pictures import on_white
 from omni_actors.engine.models.pictures.prompts import NEGATIVE_PROMPT, PicturePrompts
 from omni_actors.engine.models.qwen_image import (
     MULTIPLE,
@@ -26,7 +24,6 @@ from omni_actors.engine.models.qwen_image import (
     text_encoder_stage,
     written,
 )
-from omni_actors.engine.rows import to_host
 from omni_actors.errors import InvalidRequest
 from omni_actors.media.decoders import MediaDecoder
 from omni_actors.media.limits import MediaLimits
@@ -75,13 +72,8 @@ class QwenImagePrompts(PicturePrompts):
         if pictures := [_scaled(each, size) for each in self.pictures(prompt, tensors, decoder)]:
             token_ids, found, lengths = self._encoded(request.request_id, token_ids, pictures)
             negative = self._filled(negative, lengths) if negative is not None else None
-            for index, each in enumerate(pictures):
-                found[picture(index)] = to_host(torch.from_numpy(np.array(each)))
-        if negative is not None:
-            self._check_length(len(negative))
-            found[NEGATIVE_TOKENS] = to_host(torch.tensor(negative, dtype=torch.int64))
         self._check_length(len(token_ids))
-        return token_ids, found
+        return token_ids, found | self.tensors(negative, pictures)
 
     def _counted(self, token_ids: list[int], pictures: int) -> list[int]:
         """The ids, if they have a placeholder for each picture; one inside a text would take the picture of another."""
