@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,17 @@ def fill(module: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], what: s
             f"of another shape {sorted(misshapen)[:3]} ({counts}).",
             hint="Check that config.json and the safetensors files belong together, and download them again.",
         )
+
+
+@contextmanager
+def same_everywhere(device: torch.device | str = "cpu") -> Iterator[None]:
+    """While the block runs, modules are made on a device with random weights that are the same in every process.
+
+    A stage that is restarted without a checkpoint's weights goes on with the same sounds and pictures.
+    """
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(0)
+        yield
 
 
 def checkpoint_file(model: str, name: str) -> Path:

@@ -14,7 +14,7 @@ from omni_actors.engine.models.chunks import WARM_UP, ChunkPolicy, VocoderRunner
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
 from omni_actors.engine.models.codec_decoder.stream import CodecChunk, CodecStream, Cutting, DecoderCarry
 from omni_actors.engine.models.cuda_graphs import CudaGraphs
-from omni_actors.engine.models.diffusers_layout import fill
+from omni_actors.engine.models.diffusers_layout import fill, same_everywhere
 from omni_actors.engine.rows import moved
 from omni_actors.engine.workers.diffusion import DiffusionJob, StepResult
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
@@ -128,7 +128,6 @@ def batch_sizes(most: int) -> list[int]:
 
 
 MAX_STEPS = 1023  # far more than the one of a request: vLLM takes no more requests at a time than it has tokens
-DUMMY_SEED = 0
 
 
 class ChunkRunner(VocoderRunner):
@@ -250,9 +249,7 @@ class CodecRunner(ChunkRunner):
         Raises:
             StartupError: weights are missing, or do not fit the configuration.
         """
-        # Dummy weights are the same in every process: a restarted stage goes on with the same sound.
-        with torch.random.fork_rng():
-            torch.manual_seed(DUMMY_SEED)
+        with same_everywhere():
             decoder = self.make_decoder().eval()
         if not dummy:
             fill(decoder, self.read_weights().items(), f"the codec decoder in {self.model_name!r}")

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3Model
 
 from omni_actors.config.checks import check_parameters
 from omni_actors.engine.models.cuda_graphs import CudaGraphs
+from omni_actors.engine.models.diffusers_layout import same_everywhere
 from omni_actors.engine.models.flux2 import MAX_TOKENS
 from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES, negative_ids
 from omni_actors.engine.models.pictures.vae_stage import MAX_STEPS, OneStepStage
@@ -42,8 +43,7 @@ class Flux2TextEncoder(OneStepStage):
         config.num_hidden_layers, config.layer_types = LAYERS[-1], config.layer_types[: LAYERS[-1]]
         self._inner: int = config.intermediate_size
         if dummy:
-            with torch.random.fork_rng(), self.device:
-                torch.manual_seed(0)
+            with same_everywhere(self.device):
                 model = Qwen3Model._from_config(config, dtype=self.dtype)
         else:
             try:

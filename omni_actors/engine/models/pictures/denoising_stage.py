@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from omni_actors.config.checks import check_parameters, unknown_adapter
-from omni_actors.engine.models.diffusers_layout import WEIGHTS, checkpoint_folder, part_config, read_tensors
+from omni_actors.engine.models.diffusers_layout import (
+    WEIGHTS,
+    checkpoint_folder,
+    part_config,
+    read_tensors,
+    same_everywhere,
+)
 from omni_actors.engine.models.pictures import ADAPTER, MAX_REFERENCES, reference
 from omni_actors.engine.models.pictures.adapters import load_adapters
 from omni_actors.engine.models.pictures.denoising import (
@@ -38,7 +44,6 @@ if TYPE_CHECKING:
 MAX_STEPS = 1000
 MAX_PIXELS = 2048 * 2048
 MAX_PREVIEWS = 16
-DUMMY_SEED = 0
 
 
 class DenoisingStage(DiffusionModelRunner):
@@ -194,8 +199,7 @@ class DenoisingStage(DiffusionModelRunner):
         config = part_config(self.folder, "transformer")
         network: PackedNetwork = without_weights(lambda: self.network_class(config), self.device, self.dtype)
         if dummy:
-            with torch.random.fork_rng(), torch.inference_mode():
-                torch.manual_seed(DUMMY_SEED)  # the same in every process, so that a replayed request goes on
+            with same_everywhere(), torch.inference_mode():
                 network.draw()
         else:
             network.load(read_tensors(str(self.folder), "", "transformer", WEIGHTS))

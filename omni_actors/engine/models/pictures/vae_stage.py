@@ -13,7 +13,13 @@ import torch
 
 from omni_actors.config.checks import check_parameters
 from omni_actors.engine.models import ModelSpec
-from omni_actors.engine.models.diffusers_layout import PartConfig, checkpoint_folder, diffusers_class, part_config
+from omni_actors.engine.models.diffusers_layout import (
+    PartConfig,
+    checkpoint_folder,
+    diffusers_class,
+    part_config,
+    same_everywhere,
+)
 from omni_actors.engine.models.pictures import MAX_REFERENCES, picture, reference
 from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS, DenoisingStage, read_finite
 from omni_actors.engine.models.pictures.denoising_stage import MAX_STEPS as DENOISING_STEPS
@@ -150,8 +156,7 @@ class _VaeStage(OneStepStage):
         """
         model_class = diffusers_class(self.vae.class_name)
         if dummy:
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
+            with same_everywhere():
                 vae = model_class.from_config(model_class.load_config(self.folder, subfolder="vae"))
         else:
             try:

@@ -21,7 +21,7 @@ from transformers import Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
 
 from omni_actors.engine.models.chunks import WARM_UP, ChunkPolicy, VocoderRunner
 from omni_actors.engine.models.code_talker import chosen_voice
-from omni_actors.engine.models.diffusers_layout import fill, read_tensors
+from omni_actors.engine.models.diffusers_layout import fill, read_tensors, same_everywhere
 from omni_actors.engine.models.placeholder import vocoder_spec
 from omni_actors.engine.models.qwen2_5_omni.bigvgan import FusedVocoder, GraphedVocoder, Vocoder
 from omni_actors.engine.models.qwen2_5_omni.dit import SOLVERS, Dit, DitChunk, graph_rows, solver_times
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 SAMPLE_RATE = 24_000  # Hz
 MAX_STEPS = 1000
-DUMMY_SEED = 0
 WEIGHT_PREFIX = "token2wav."
 WHOLE_ROWS = 544  # of a step that decodes whole utterances, for the graphs; larger steps run without one
 
@@ -87,9 +86,7 @@ class Qwen2_5OmniCode2Wav(VocoderRunner):
             StartupError: weights are missing, or do not fit the configuration.
             ConfigError: the checkpoint's voices cannot be read.
         """
-        # Dummy weights are the same in every process: a restarted stage goes on with the same voice.
-        with torch.random.fork_rng(), torch.device(self.device):
-            torch.manual_seed(DUMMY_SEED)
+        with same_everywhere(self.device):
             model = Qwen2_5OmniToken2WavModel._from_config(self.config).float().eval()
         if not dummy:
             fill(model, read_tensors(self.model_name, WEIGHT_PREFIX), f"the vocoder in {self.model_name!r}")

@@ -76,7 +76,8 @@ class TalkerAdapter(FrameTalkerAdapter):
             raise InvalidPayload(f"The talker takes no tensors named {sorted(foreign)}.")
         prompt = token_ids[:n_prompt]
         begin = self._reply_turn(prompt)
-        kept = self._users_turns(prompt)
+        turns = self._users_turns(prompt)
+        kept = [position for turn in turns for position in turn]
         media, places = self._media(inputs.tensors.get("media_rows"), prompt, kept)
         first, *following = token_ids[begin + HEADER :]
         seen = [*(prompt[index] for index in kept), *prompt[begin : begin + HEADER]]
@@ -88,7 +89,7 @@ class TalkerAdapter(FrameTalkerAdapter):
             ending=(config.text_eos,),
             media=media,
             places=places,
-            positions=self._positions(inputs.tensors.get("mrope_positions"), prompt, kept),
+            positions=self._positions(inputs.tensors.get("mrope_positions"), prompt, turns),
         )
         return self.speak(request, payload, FrameOutputs(request.request_id), text_tokens=1)
 
@@ -121,16 +122,12 @@ class TalkerAdapter(FrameTalkerAdapter):
             hint="Send messages, or a prompt in the form of the chat template; or ask for text alone.",
         )
 
-    def _users_turns(self, prompt: list[int]) -> list[int]:
-        """Positions of the user's turns; the talker sees no others."""
+    def _users_turns(self, prompt: list[int]) -> list[range]:
+        """Positions of each of the user's turns; the talker sees no others."""
         starts = [index for index, token in enumerate(prompt) if token == self._turn]
         ends = [*starts[1:], len(prompt)]
-        return [
-            position
-            for start, end in zip(starts, ends, strict=True)
-            if start + 1 < end and prompt[start + 1] == self._user
-            for position in range(start, end)
-        ]
+        turns = (range(start, end) for start, end in zip(starts, ends, strict=True))
+        return [turn for turn in turns if len(turn) > 1 and prompt[turn[1]] == self._user]
 
     def _media(
         self, rows: HostTensor | None, prompt: list[int], kept: list[int]
@@ -150,7 +147,7 @@ class TalkerAdapter(FrameTalkerAdapter):
         tensor = to_torch(rows, "media_rows").to(self.model_dtype)
         return tensor[[row for _, row in seen]], [place for place, _ in seen]
 
-    def _positions(self, tensor: HostTensor | None, prompt: list[int], kept: list[int]) -> torch.Tensor | None:
+    def _positions(self, tensor: HostTensor | None, prompt: list[int], turns: list[range]) -> torch.Tensor | None:
         """The thinker's positions i64 [3, U] of the user's turns, moved together.
 
         A turn begins with text, which has the same position in all three dimensions, one after the largest before it.
@@ -160,24 +157,12 @@ class TalkerAdapter(FrameTalkerAdapter):
                 return None
             raise InvalidPayload("mrope_positions: a prompt with images or videos needs them.")
         positions = self.mrope_positions(tensor, len(prompt))
-        turns: list[torch.Tensor] = []
-        following = 0
-        for turn in _runs(kept):
-            moved = positions[:, turn] - positions[:, turn[0] : turn[0] + 1] + following
-            following = int(moved.max()) + 1
-            turns.append(moved)
-        return torch.cat(turns, dim=1) if turns else positions[:, :0]
-
-
-def _runs(positions: list[int]) -> list[list[int]]:
-    """Cut ascending positions where some are left out."""
-    runs: list[list[int]] = []
-    for position in positions:
-        if runs and runs[-1][-1] == position - 1:
-            runs[-1].append(position)
-        else:
-            runs.append([position])
-    return runs
+        moved, following = [positions[:, :0]], 0
+        for turn in turns:
+            own = positions[:, turn.start : turn.stop]
+            moved.append(own - own[:, :1] + following)
+            following = int(moved[-1].max()) + 1
+        return torch.cat(moved, dim=1)
 
 
 ARCHITECTURE = "OmniActorsQwen3OmniTalker"

@@ -18,7 +18,7 @@ from transformers import MimiConfig, MimiModel
 from transformers.audio_utils import mel_filter_bank
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import ECAPA_TimeDelayNet
 
-from omni_actors.engine.models.diffusers_layout import fill, read_tensors
+from omni_actors.engine.models.diffusers_layout import fill, read_tensors, same_everywhere
 from omni_actors.engine.models.qwen3_tts.prompt import CODEC_FOLDER, SAMPLE_RATE, codec_config
 
 KEPT = 64  # clips; each takes 8 KiB, and 1.5 KiB a second of its codes
@@ -69,8 +69,7 @@ class ClipEncoder:
         self.samples_per_frame: int = codec["encode_downsample_rate"]
         encoder = MimiConfig(**codec["encoder_config"])
         encoder.sliding_window = encoder.max_position_embeddings  # the codec was trained without a window
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
+        with same_everywhere():
             self._speaker = ECAPA_TimeDelayNet(SimpleNamespace(**{**SPEAKER_ENCODER, **speaker})).eval()
             self._codec = MimiModel(encoder).eval()
         for part in ("upsample", "decoder_transformer", "decoder"):
