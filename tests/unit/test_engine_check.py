@@ -14,10 +14,11 @@ import yaml
 
 from omni_actors import config, launch
 from omni_actors.config.checkpoint import models_of
+from omni_actors.engine import models
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.autoregressive import AutoregressiveEngine
 from omni_actors.engine.core import VllmCore
-from omni_actors.engine.models import checkpoint_architecture, registry
+from omni_actors.engine.models import checkpoint_architecture
 from omni_actors.engine.models.qwen2_5_omni import talker
 from omni_actors.errors import ConfigError
 from omni_actors.host.processes import EXIT_OK, EXIT_USAGE
@@ -151,7 +152,7 @@ def test_an_adapter_of_a_plugin_must_be_one(
     module.SPEC = replace(talker.SPEC, adapter=adapter)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     architecture = checkpoint_architecture(str(tiny_checkpoint))
-    monkeypatch.setattr(registry, "MODULES", {(architecture, "speaker"): module.__name__})
+    monkeypatch.setattr(models, "MODULES", {(architecture, "speaker"): module.__name__})
     arguments = OmniEngineArgs(OmniModelConfig(str(tiny_checkpoint), "speaker"), "autoregressive")
     with pytest.raises(ConfigError, match=f"{adapter} is not an AutoregressiveAdapter") as caught:
         AutoregressiveEngine(arguments)

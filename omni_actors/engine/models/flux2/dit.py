@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +76,24 @@ class EncodedCondition:
     reference_rotation: torch.Tensor
 
 
+class Where(NamedTuple):
+    """Where tokens are, and what else of each a layer has to know.
+
+    Args:
+        rotation: f32 [tokens, 2, head_dim].
+        owner: i64 [tokens]; the sequence of each.
+        chosen: its adapters, as `AdaptedLinear` takes them.
+    """
+
+    rotation: torch.Tensor
+    owner: torch.Tensor
+    chosen: torch.Tensor | None = None
+
+    def adapted(self, chosen: torch.Tensor | None) -> Where:
+        """With the adapters of the sequences."""
+        return self if chosen is None else self._replace(chosen=chosen[self.owner])
+
+
 @dataclass(frozen=True)
 class Flux2Batch:
     """Where everything lies in a batch of sequences; the same for as long as the sequences are the same.
@@ -85,23 +103,19 @@ class Flux2Batch:
     Args:
         texts: [tokens of prompts, width].
         references: [tokens, width].
-        text_rotation: f32 [tokens of prompts, 2, head_dim].
-        picture_rotation: f32 [tokens of pictures, 2, head_dim].
-        text_owner: i64 [tokens of prompts]; the sequence of each. `picture_owner` are those of the pictures.
+        of_texts: where the tokens of prompts are; `of_pictures` likewise.
         sequences: packing of the sequences of prompt, picture and references.
-        rotation: f32 [tokens of sequences, 2, head_dim].
+        of_all: where their tokens are.
         order: i64 [tokens of sequences]; the place of each while they lie apart. `apart` is the inverse.
         made: tokens of the pictures that are made.
     """
 
     texts: torch.Tensor
     references: torch.Tensor
-    text_rotation: torch.Tensor
-    picture_rotation: torch.Tensor
-    text_owner: torch.Tensor
-    picture_owner: torch.Tensor
+    of_texts: Where
+    of_pictures: Where
     sequences: Packing
-    rotation: torch.Tensor
+    of_all: Where
     order: torch.Tensor
     apart: torch.Tensor
     made: int
@@ -114,10 +128,6 @@ def modulated(
     return F.layer_norm(tokens, tokens.shape[-1:], eps=eps) * (1.0 + scale)[owner] + shift[owner]
 
 
-Chosen: TypeAlias = torch.Tensor | None
-"""Adapters of tokens, as `AdaptedLinear` takes them."""
-
-
 class Flux2Stream(LayerWeights):
     """What a layer computes of prompts, or of pictures; `factors` [sequences, 6 * width] are those of its layers."""
 
@@ -126,30 +136,18 @@ class Flux2Stream(LayerWeights):
         self.eps = eps
 
     def before(
-        self,
-        tokens: torch.Tensor,
-        factors: torch.Tensor,
-        rotation: torch.Tensor,
-        owner: torch.Tensor,
-        chosen: Chosen = None,
+        self, tokens: torch.Tensor, factors: torch.Tensor, where: Where
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each [tokens, heads, head_dim]."""
         shift, scale = factors.chunk(6, -1)[:2]
-        return self.turned(modulated(tokens, shift, scale, owner, self.eps), rotation, chosen)
+        return self.turned(modulated(tokens, shift, scale, where.owner, self.eps), where.rotation, where.chosen)
 
-    def after(
-        self,
-        tokens: torch.Tensor,
-        attended: torch.Tensor,
-        factors: torch.Tensor,
-        owner: torch.Tensor,
-        chosen: Chosen = None,
-    ) -> torch.Tensor:
+    def after(self, tokens: torch.Tensor, attended: torch.Tensor, factors: torch.Tensor, where: Where) -> torch.Tensor:
         """The layer's output from what attention gave, [tokens, heads, head_dim]."""
         _, _, gates, shift, scale, gates_up = factors.chunk(6, -1)
-        tokens = tokens + gates[owner] * self.out(attended.flatten(1), chosen)
-        inner = modulated(tokens, shift, scale, owner, self.eps)
-        return tokens + gates_up[owner] * self.gated(inner, chosen)
+        tokens = tokens + gates[where.owner] * self.out(attended.flatten(1), where.chosen)
+        inner = modulated(tokens, shift, scale, where.owner, self.eps)
+        return tokens + gates_up[where.owner] * self.gated(inner, where.chosen)
 
 
 class Flux2DoubleBlock(nn.Module):
@@ -171,32 +169,21 @@ class Flux2SingleBlock(nn.Module):
         self.out_down = AdaptedLinear(width + hidden, width)
 
     def before(
-        self,
-        tokens: torch.Tensor,
-        factors: torch.Tensor,
-        rotation: torch.Tensor,
-        owner: torch.Tensor,
-        chosen: Chosen = None,
+        self, tokens: torch.Tensor, factors: torch.Tensor, where: Where
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each [tokens, heads, head_dim], and the inside of the gated layer."""
         shift, scale, _ = factors.chunk(3, -1)
-        product = self.qkv_up(modulated(tokens, shift, scale, owner, self.eps), chosen)
-        width = 3 * tokens.shape[-1]
-        return *turned(product[:, :width], self.heads, self.norm_q, self.norm_k, rotation), gate(product[:, width:])
+        product = self.qkv_up(modulated(tokens, shift, scale, where.owner, self.eps), where.chosen)
+        qkv, inner = product[:, : 3 * tokens.shape[-1]], product[:, 3 * tokens.shape[-1] :]
+        return *turned(qkv, self.heads, self.norm_q, self.norm_k, where.rotation), gate(inner)
 
     def after(
-        self,
-        tokens: torch.Tensor,
-        attended: torch.Tensor,
-        inner: torch.Tensor,
-        factors: torch.Tensor,
-        owner: torch.Tensor,
-        chosen: Chosen = None,
+        self, tokens: torch.Tensor, attended: torch.Tensor, inner: torch.Tensor, factors: torch.Tensor, where: Where
     ) -> torch.Tensor:
         """The layer's output from what attention gave, [tokens, heads, head_dim], and the inside."""
         gates = factors.chunk(3, -1)[2]
-        branch: torch.Tensor = self.out_down(torch.cat((attended.flatten(1), inner), -1), chosen)
-        return tokens + gates[owner] * branch
+        branch: torch.Tensor = self.out_down(torch.cat((attended.flatten(1), inner), -1), where.chosen)
+        return tokens + gates[where.owner] * branch
 
 
 class Flux2Network(PackedNetwork):
@@ -254,23 +241,23 @@ class Flux2Network(PackedNetwork):
         text_rotation = torch.cat([one.text_rotation for one in conditions])
         made = [self.rotation(_grid(*size, 0)) for size in pictures]
         picture_rotation = torch.cat([*made, *(one.reference_rotation for one in conditions)])
+        owners = [pack(each, self.device).owner for each in (lengths, references)]
+        sequences = pack([sum(own) for own in zip(texts, lengths, references, strict=True)], self.device)
         placed = moved(order, self.device)
         return Flux2Batch(
             texts=torch.cat([one.text for one in conditions]),
             references=torch.cat([one.references for one in conditions]),
-            text_rotation=text_rotation,
-            picture_rotation=picture_rotation,
-            text_owner=pack(texts, self.device).owner,
-            picture_owner=torch.cat((pack(lengths, self.device).owner, pack(references, self.device).owner)),
-            sequences=pack([sum(own) for own in zip(texts, lengths, references, strict=True)], self.device),
-            rotation=torch.cat((text_rotation, picture_rotation))[placed],
+            of_texts=Where(text_rotation, pack(texts, self.device).owner),
+            of_pictures=Where(picture_rotation, torch.cat(owners)),
+            sequences=sequences,
+            of_all=Where(torch.cat((text_rotation, picture_rotation))[placed], sequences.owner),
             order=placed,
             apart=moved(order.argsort(), self.device),
             made=sum(lengths),
         )
 
     def forward(
-        self, patches: torch.Tensor, moments: torch.Tensor, batch: Flux2Batch, chosen: Chosen = None
+        self, patches: torch.Tensor, moments: torch.Tensor, batch: Flux2Batch, chosen: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The velocity towards the picture.
 
@@ -285,31 +272,29 @@ class Flux2Network(PackedNetwork):
         """
         # Rounded as diffusers rounds them, in the type of the weights.
         moment = F.silu(self.moment(((moments * TIME_SCALE).to(self.dtype) / TIME_SCALE * TIME_SCALE).float()))
-        owners = batch.text_owner, batch.picture_owner, batch.sequences.owner
-        for_texts, for_pictures, for_all = (None if chosen is None else chosen[owner] for owner in owners)
+        of_texts, of_pictures, of_all = (
+            where.adapted(chosen) for where in (batch.of_texts, batch.of_pictures, batch.of_all)
+        )
         texts = batch.texts
         pictures = torch.cat((self.embed(patches.to(self.dtype)), batch.references))
-        text_with = self.text_modulation(moment), batch.text_rotation, batch.text_owner, for_texts
-        picture_with = self.picture_modulation(moment), batch.picture_rotation, batch.picture_owner, for_pictures
+        text_factors, picture_factors = self.text_modulation(moment), self.picture_modulation(moment)
         for block in self.layers:
-            of_texts = block.text.before(texts, *text_with)
-            of_pictures = block.picture.before(pictures, *picture_with)
-            query, key, value = (torch.cat(pair)[batch.order] for pair in zip(of_texts, of_pictures, strict=True))
+            ours = block.text.before(texts, text_factors, of_texts)
+            theirs = block.picture.before(pictures, picture_factors, of_pictures)
+            query, key, value = (torch.cat(pair)[batch.order] for pair in zip(ours, theirs, strict=True))
             attended = self.attend(query, key, value, batch.sequences)[batch.apart]
-            of_texts, of_pictures = attended.split([len(texts), len(pictures)])
-            texts = block.text.after(texts, of_texts, text_with[0], *text_with[2:])
-            pictures = block.picture.after(pictures, of_pictures, picture_with[0], *picture_with[2:])
+            by_texts, by_pictures = attended.split([len(texts), len(pictures)])
+            texts = block.text.after(texts, by_texts, text_factors, of_texts)
+            pictures = block.picture.after(pictures, by_pictures, picture_factors, of_pictures)
         tokens, factors = torch.cat((texts, pictures))[batch.order], self.single_modulation(moment)
-        owner = batch.sequences.owner
         for block in self.single_layers:
-            query, key, value, inner = block.before(tokens, factors, batch.rotation, owner, for_all)
+            query, key, value, inner = block.before(tokens, factors, of_all)
             attended = self.attend(query, key, value, batch.sequences)
-            tokens = block.after(tokens, attended, inner, factors, owner, for_all)
+            tokens = block.after(tokens, attended, inner, factors, of_all)
         scale, shift = self.final_modulation(moment).chunk(2, -1)
         tokens = tokens[batch.apart[len(texts) : len(texts) + batch.made]]
-        velocity: torch.Tensor = -self.final(
-            modulated(tokens, shift, scale, batch.picture_owner[: batch.made], self.eps)
-        )
+        owner = batch.of_pictures.owner[: batch.made]
+        velocity: torch.Tensor = -self.final(modulated(tokens, shift, scale, owner, self.eps))
         return velocity
 
 
