@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from omni_actors.config import check_allowed
 from omni_actors.config.checkpoint import CONFIG_NAME, INDEX_NAME, checkpoint_class
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
+Overrides: TypeAlias = "Callable[[PretrainedConfig], PretrainedConfig]"
 ModelKind = Literal["autoregressive", "encoder", "diffusion", "prompt"]
 
 
@@ -80,7 +81,7 @@ class ModelSpec:
     """
 
     kind: ModelKind
-    hf_overrides: Callable[[PretrainedConfig], PretrainedConfig]
+    hf_overrides: Overrides
     vllm_models: Mapping[str, type[nn.Module]] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
@@ -95,20 +96,32 @@ class ModelSpec:
     prompts: str = ""
 
 
-def renamed(architecture: str, part: str) -> Callable[[PretrainedConfig], PretrainedConfig]:
-    """`hf_overrides` that name an architecture of ours, which is registered as a class object, and change nothing else.
+def served_as(architecture: str, part: str) -> Callable[[Overrides], Overrides]:
+    """Decorate what makes a stage's configuration of the checkpoint's: the result names an architecture of ours.
+
+    vLLM first calls `hf_overrides` with an empty configuration, and later with their result; both are left as they are.
 
     Args:
-        part: attribute by which the checkpoint's real configuration is recognised; vLLM first calls the function with
-            an empty one.
+        architecture: registered as a class object.
+        part: attribute by which the checkpoint's real configuration is recognised.
     """
 
-    def override(config: PretrainedConfig) -> PretrainedConfig:
-        if hasattr(config, part):
-            config.architectures = [architecture]
-        return config
+    def decorate(change: Overrides) -> Overrides:
+        def override(config: PretrainedConfig) -> PretrainedConfig:
+            if not hasattr(config, part) or config.architectures == [architecture]:
+                return config
+            made = change(config)
+            made.architectures = [architecture]
+            return made
 
-    return override
+        return override
+
+    return decorate
+
+
+def renamed(architecture: str, part: str) -> Overrides:
+    """`hf_overrides` that name an architecture of ours and change nothing else; see `served_as`."""
+    return served_as(architecture, part)(lambda config: config)
 
 
 # The module of each stage.

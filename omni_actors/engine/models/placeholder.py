@@ -7,7 +7,7 @@ inspected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models import ModelSpec, Overrides, served_as
 from omni_actors.errors import ConfigError
 from omni_actors.protocol.payloads import StageParams
 
@@ -35,20 +35,17 @@ class PlaceholderModel(nn.Module):
     embed_input_ids = forward = compute_logits = _never
 
 
-def placeholder_overrides(part: str, max_steps: int) -> Callable[[PretrainedConfig], PretrainedConfig]:
+def placeholder_overrides(part: str, max_steps: int) -> Overrides:
     """`hf_overrides` of a diffusion stage.
 
     Args:
-        part: attribute by which the checkpoint's real configuration is recognised; vLLM first calls the function with
-            an empty one, which must be returned as it is.
+        part: see `served_as`.
         max_steps: maximum of denoise steps per request; they count as tokens.
     """
 
-    def override(config: PretrainedConfig) -> PretrainedConfig:
-        if not hasattr(config, part):
-            return config
+    @served_as(ARCHITECTURE, part)
+    def override(_config: PretrainedConfig) -> PretrainedConfig:
         return PretrainedConfig(
-            architectures=[ARCHITECTURE],
             vocab_size=2,  # STEP_TOKEN and FAILED_TOKEN
             hidden_size=32,
             intermediate_size=32,

@@ -19,7 +19,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm.sampling_params import SamplingParams
 
 from omni_actors.engine.adapter import Admission
-from omni_actors.engine.models import ModelSpec, SpeechLimit
+from omni_actors.engine.models import ModelSpec, SpeechLimit, served_as
 from omni_actors.engine.models.code_talker import (
     CodecOutputs,
     CodeTalker,
@@ -61,13 +61,11 @@ def recordings(checkpoint: Path) -> Mapping[str, Path]:
     return found
 
 
+@served_as(ARCHITECTURE, "intermediate_size")
 def talker_config(config: PretrainedConfig) -> PretrainedConfig:
     """The talker's configuration out of that of its layers."""
-    if not hasattr(config, "intermediate_size"):  # vLLM first calls the function with an empty configuration
-        return config
     config.vocab_size = SOUNDS + ENDS
     config.tie_word_embeddings = False
-    config.architectures = [ARCHITECTURE]
     return config
 
 

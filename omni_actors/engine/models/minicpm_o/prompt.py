@@ -57,6 +57,7 @@ from omni_actors.protocol.payloads import ContentPart, Prompt
 
 MARKS = {"audio": "<|audio|>", "image": "<|image_pad|>", "video": "<|video_pad|>"}
 PLACE = "<unk>"
+COUNTS = {LENGTHS: "audio", MASK: "audio", SIZES: "image", FRAME_SIZES: "video", SOUND_LENGTH: "video"}
 HEARD_SECONDS = 30  # positions of the encoder
 LARGEST = SIDE * math.isqrt(MOST_SLICES)  # along an edge of a picture of the most slices
 MIN_SAMPLES = 1281  # make nine frames, of which five are left for an embedding
@@ -192,15 +193,7 @@ class MarkedMedia(BaseMultiModalProcessor[Info]):
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
-        fields = {
-            name: MultiModalFieldConfig.batched(modality, keep_on_cpu=True)
-            for modality, names in (
-                ("audio", (LENGTHS, MASK)),
-                ("image", (SIZES,)),
-                ("video", (FRAME_SIZES, SOUND_LENGTH)),
-            )
-            for name in names
-        }
+        fields = {name: MultiModalFieldConfig.batched(modality, keep_on_cpu=True) for name, modality in COUNTS.items()}
         for modality, features, length in (("audio", FEATURES, LENGTHS), ("video", SOUND, SOUND_LENGTH)):
             if features in hf_inputs:
                 fields[features] = MultiModalFieldConfig.flat_from_sizes(modality, hf_inputs[length], dim=1)

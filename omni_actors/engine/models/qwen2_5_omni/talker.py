@@ -34,7 +34,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from omni_actors.engine.adapter import Admission
-from omni_actors.engine.models import ModelSpec, SpeechLimit
+from omni_actors.engine.models import ModelSpec, SpeechLimit, served_as
 from omni_actors.engine.models.code_talker import (
     MROPE_DIMS,
     CodecOutputs,
@@ -133,12 +133,10 @@ ARCHITECTURE = "OmniActorsQwen2_5OmniTalker"
 _TEXT_EOS, _TEXT_PAD, _FIRST_VOICE = 0, 1, 2
 
 
+@served_as(ARCHITECTURE, "talker_config")
 def talker_config(config: PretrainedConfig) -> PretrainedConfig:
     """The talker's configuration out of the checkpoint's, in the shape of a Llama."""
-    talker = getattr(config, "talker_config", None)
-    if talker is None:  # vLLM first calls the function with an empty configuration
-        return config
-    talker.architectures = [ARCHITECTURE]
+    talker: PretrainedConfig = config.talker_config
     talker.dtype = talker.dtype or config.dtype
     talker.projection_dim = talker.embedding_size  # makes vLLM take prompt embeddings of the thinker's width
     # A Llama layer with these is the talker's layer; vLLM's Qwen2 layer has no head_dim of its own.

@@ -30,7 +30,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoded_requests import RequestReader, no_pictures
 from omni_actors.engine.encoder import EncoderAdapter, EncoderSequence
-from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models import ModelSpec, served_as
 from omni_actors.engine.models.qwen3_asr.prompt import MEDIA
 from omni_actors.engine.models.qwen3_asr.thinker import Qwen3Asr
 from omni_actors.engine.models.thinker_state import EncoderState
@@ -78,11 +78,10 @@ class Qwen3Aligner(Qwen3Asr):
     get_model_state_cls = staticmethod(lambda: Qwen3AlignerState)
 
 
+@served_as(ARCHITECTURE, "thinker_config")
 def aligner_config(config: PretrainedConfig) -> PretrainedConfig:
     """The checkpoint's configuration with our own architecture name."""
-    if hasattr(config, "thinker_config"):  # vLLM first calls the function with an empty configuration
-        config.architectures = [ARCHITECTURE]
-        config.thinker_config.text_config.tie_word_embeddings = True
+    config.thinker_config.text_config.tie_word_embeddings = True
     return config
 
 

@@ -26,7 +26,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeModel
 
 from omni_actors.engine.adapter import Admission
-from omni_actors.engine.models import ModelSpec, SpeechLimit
+from omni_actors.engine.models import ModelSpec, SpeechLimit, served_as
 from omni_actors.engine.models.code_talker import MROPE_DIMS, ContinuedPositions, chosen_voice
 from omni_actors.engine.models.frame_talker import (
     FrameOutputs,
@@ -168,14 +168,13 @@ class TalkerAdapter(FrameTalkerAdapter):
 ARCHITECTURE = "OmniActorsQwen3OmniTalker"
 
 
+@served_as(ARCHITECTURE, "thinker_config")
 def talker_config(config: PretrainedConfig) -> PretrainedConfig:
     """The talker's configuration out of the checkpoint's, in the shape of a Qwen3 with experts.
 
     Raises:
         ConfigError: the checkpoint has a thinker only.
     """
-    if not hasattr(config, "thinker_config"):  # vLLM first calls the function with an empty configuration
-        return config
     talker = getattr(config, "talker_config", None)
     if talker is None or not getattr(config, "enable_audio_output", True):
         raise ConfigError(
@@ -183,7 +182,6 @@ def talker_config(config: PretrainedConfig) -> PretrainedConfig:
             hint="Leave the stages after the thinker out of the YAML, or use an Instruct checkpoint.",
         )
     text = talker.text_config
-    text.architectures = [ARCHITECTURE]
     text.dtype = text.dtype or config.dtype
     # The published configuration says "interleaved", vLLM reads another name.
     text.rope_parameters = {**text.rope_parameters, "mrope_interleaved": True}

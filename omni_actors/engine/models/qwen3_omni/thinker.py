@@ -27,7 +27,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.engine import EngineCoreOutput
 
 from omni_actors.engine.encoded_requests import embeddings_of_seconds
-from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models import ModelSpec, served_as
 from omni_actors.engine.models.qwen3_asr.prompt import MEDIA
 from omni_actors.engine.models.thinker_adapter import ThinkerAdapter, ThinkerOutputs
 from omni_actors.engine.models.thinker_state import ThinkerState, emission
@@ -103,12 +103,11 @@ def flat_where_sound_is_in_video(positions: torch.Tensor, features: Sequence[Mul
 ARCHITECTURE = "OmniActorsQwen3OmniThinker"
 
 
+@served_as(ARCHITECTURE, "thinker_config")
 def thinker_config(config: PretrainedConfig) -> PretrainedConfig:
     """The checkpoint's configuration with our own architecture name, which is registered as a class object."""
-    if hasattr(config, "thinker_config"):  # vLLM first calls the function with an empty configuration
-        config.architectures = [ARCHITECTURE]
-        # The model always interleaves the axes of its positions. vLLM knows only this name for it.
-        config.thinker_config.text_config.rope_parameters["mrope_interleaved"] = True
+    # The model always interleaves the axes of its positions. vLLM knows only this name for it.
+    config.thinker_config.text_config.rope_parameters["mrope_interleaved"] = True
     return config
 
 

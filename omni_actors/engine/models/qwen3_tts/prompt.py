@@ -28,6 +28,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig, Qwen3Config
 
 from omni_actors.config.checkpoint import read_json_object
+from omni_actors.engine.models import served_as
 from omni_actors.engine.models.diffusers_layout import checkpoint_file
 from omni_actors.engine.models.frame_talker import NO_CODE, FramePayload
 from omni_actors.errors import ConfigError, StartupError
@@ -81,6 +82,7 @@ def sampling_defaults(model: str) -> tuple[StageParams, dict[str, Any]]:
     return StageParams(**talker), drawn("subtalker_", "subtalker_dosample")
 
 
+@served_as(ARCHITECTURE, "talker_config")
 def talker_config(config: PretrainedConfig) -> PretrainedConfig:
     """The talker's configuration out of the checkpoint's, in the shape of a dense Qwen3.
 
@@ -89,13 +91,10 @@ def talker_config(config: PretrainedConfig) -> PretrainedConfig:
     Raises:
         ConfigError: the checkpoint is of a kind that this family does not know.
     """
-    if not hasattr(config, "talker_config"):  # vLLM first calls the function with an empty configuration
-        return config
     if config.tts_model_type not in KINDS:
         raise ConfigError(f"tts_model_type {config.tts_model_type!r} of the checkpoint is none of {', '.join(KINDS)}.")
     talker = config.talker_config
     text = _qwen3(talker)
-    text.architectures = [ARCHITECTURE]
     text.dtype = config.dtype or "bfloat16"
     text.predictor_config = _qwen3(talker["code_predictor_config"])
     text.predictor_sampling = sampling_defaults(config.name_or_path)[1]

@@ -12,7 +12,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from omni_actors.config.checks import check_parameters
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoder import EncoderAdapter, EncoderSequence
-from omni_actors.engine.models import ModelSpec
+from omni_actors.engine.models import ModelSpec, served_as
 from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES
 from omni_actors.engine.models.thinker_state import EncoderState, Residual
 from omni_actors.engine.prompt_processors import TextPromptProcessor
@@ -26,11 +26,9 @@ MAX_TOKENS = 512  # that the model was trained with, per prompt
 MAX_CHARACTERS = 65_536
 
 
+@served_as(ARCHITECTURE, "num_hidden_layers")
 def encoder_config(config: PretrainedConfig) -> PretrainedConfig:
     """The configuration without the last layer, whose output nothing reads."""
-    if not hasattr(config, "num_hidden_layers") or config.architectures == [ARCHITECTURE]:
-        return config  # vLLM first calls the function with an empty configuration, and later with its result
-    config.architectures = [ARCHITECTURE]
     config.num_hidden_layers -= 1
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
