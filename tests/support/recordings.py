@@ -35,7 +35,9 @@ class RecordingPrompts:
     """The prompt stage of a checkpoint."""
 
     def __init__(self, checkpoint: Path, options: Mapping[str, Any]) -> None:
-        self.engine = PromptEngine(OmniEngineArgs(OmniModelConfig(str(checkpoint), "thinker"), "prompt", {"dtype": "float32", **options}))
+        self.engine = PromptEngine(
+            OmniEngineArgs(OmniModelConfig(str(checkpoint), "thinker"), "prompt", {"dtype": "float32", **options})
+        )
 
     def made(self, prompt: Prompt, arrays: Sequence[np.ndarray], **information: Any) -> StageInputs:
         """What it makes of a prompt and the arrays of its media for the stage after it. Raises its error."""
