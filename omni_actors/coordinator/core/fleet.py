@@ -431,8 +431,8 @@ class Fleet:
     def _kill_beside(self, failed: Replica, now: float) -> Instructions:
         """Kill what shares the GPU of a replica that has failed with it, under MPS.
 
-        The driver has ended the contexts of all of them. Who computes nothing does not notice, and for as long as one
-        of them is there, MPS lets nobody compute (CUDA error 807).
+        The driver has ended the contexts of all of them. An idle process does not notice, and while one of them is
+        alive, MPS accepts no process (CUDA error 807).
         """
         shared = placement.shared_devices(self.pipeline, failed.node, self.nodes[failed.node].devices)
         names = {name for there in shared.values() if (failed.stage, failed.index) in there for name in there}
