@@ -19,6 +19,7 @@ from vllm.config import VllmConfig
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.utils import jit_monitor
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from omni_actors.config import Executor, PipelineConfig, StageConfig, StageKind
@@ -476,4 +477,5 @@ def build_engine(arguments: OmniEngineArgs) -> StageEngine:
     gc.freeze()
     engine: StageEngine = resolve_obj_by_qualname(ENGINES[arguments.kind])(arguments)
     engine.warm_up()
+    jit_monitor.activate(verbose=True)  # the log names each kernel that a request waits for a compiler of
     return engine

@@ -29,6 +29,14 @@ logger = get_logger(__name__)
 
 HTTP_FIRST_BACKOFF, HTTP_LAST_BACKOFF = 0.5, 30.0
 IMPORT_ERRORS = ("ModuleNotFoundError", "ImportError")
+LAST = "Application startup failed. Exiting."  # uvicorn's, below the reason
+
+
+def last_words(log: str) -> str:
+    """The line of a log of the HTTP server that says why it ended, with what to install if a module is missing."""
+    lines = [line.strip() for line in log.splitlines() if line.strip() and not line.endswith(LAST)]
+    last = lines[-1] if lines else "its log is empty"
+    return f"{last}. Run {pip_install('http')}." if last.startswith(IMPORT_ERRORS) else last
 
 
 class HttpChild:
@@ -79,7 +87,8 @@ class HttpChild:
             code = await self._ended(process)
             how = describe_exit(code)
             if first and code > 0 and clock() - began < HTTP_LAST_BACKOFF:
-                self._on_failure(f"The HTTP server ended while it started ({how}): {self._last_line()}")
+                log = self._log_file.read_text(errors="replace")
+                self._on_failure(f"The HTTP server ended while it started ({how}): {last_words(log)}")
                 return
             first = False
             if clock() - began > HTTP_LAST_BACKOFF:
@@ -97,12 +106,6 @@ class HttpChild:
         ended = asyncio.ensure_future(process.wait())
         await until_done(ended, lambda: [psutil.Process(process.pid)])
         return ended.result()
-
-    def _last_line(self) -> str:
-        """The end of the log, with what to install if a module is missing."""
-        lines = self._log_file.read_text(errors="replace").splitlines()
-        last = lines[-1].strip() if lines else "its log is empty"
-        return f"{last}. Run {pip_install('http')}." if last.startswith(IMPORT_ERRORS) else last
 
     async def stop(self, seconds: float) -> None:
         """Send SIGTERM, after `seconds` SIGKILL, and close the socket. Idempotent."""

@@ -48,6 +48,7 @@ CALLED: dict[str, str] = {
     "vllm.config.compilation:CUDAGraphMode.mixed_mode": "",
     "vllm.v1.worker.gpu.mm.rope:RopeState.read_prefill_positions": "req_idx length",
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": "",
+    "vllm.utils.jit_monitor:activate": "verbose",
     "vllm.v1.engine.input_processor:InputProcessor": "vllm_config",
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "request_id prompt params supported_tasks",
     "vllm.renderers.base:BaseRenderer.render_cmpl": "prompts",

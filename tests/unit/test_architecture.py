@@ -10,7 +10,7 @@ from scripts import lines_per_package
 from tests.support.paths import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-CODE_LINES = 35_082
+CODE_LINES = 35_085
 FILES = 254
 
 

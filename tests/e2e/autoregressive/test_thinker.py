@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from triton import knobs
 
 from omni_actors.engine.rows import to_torch
 from omni_actors.errors import InvalidPayload, ModelOutputInvalid
@@ -161,3 +163,11 @@ def test_weights_that_are_nan_fail_the_warm_up_and_every_request(thinker, answer
     thinker.start("mended", token_inputs(answers[0].prompt_token_ids), max_tokens=8, temperature=0.0)
     thinker.run()
     assert thinker.tokens("mended") == answers[0].thinker_tokens[:8]
+
+
+def test_the_log_names_a_kernel_that_a_request_waits_for_a_compiler_of(thinker, answers, caplog):
+    thinker.start("r", token_inputs(answers[0].prompt_token_ids), max_tokens=1)
+    thinker.run()
+    assert not [message for message in caplog.messages if "during inference" in message]
+    knobs.runtime.jit_post_compile_hook(fn=SimpleNamespace(name="snake"), compile={}, key="f32")
+    assert "snake" in next(message for message in caplog.messages if "during inference" in message)
