@@ -10,8 +10,8 @@ from scripts import lines_per_package
 from tests.support.paths import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-CODE_LINES = 35_085
-FILES = 254
+CODE_LINES = 35_218
+FILES = 255
 
 
 @cache  # it reads the whole package

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
+from omni_actors.engine.workers import numpy_kernels
 from omni_actors.engine.workers.base import OmniWorkerBase
 from omni_actors.engine.workers.runner import OmniRunnerMixin
 
@@ -110,6 +111,7 @@ class OmniCPUWorker(OmniWorkerBase, CPUWorker):
 
     def init_device(self) -> None:
         """vLLM's `init_device`, then our runner in place of the one it made."""
+        numpy_kernels.enable()
         # This also makes vLLM's own runner, which only allocates small buffers on the CPU.
         super().init_device()
         # Declared for the V1 runner; vLLM assigns its V2 runner just so.
