@@ -41,13 +41,9 @@ OURS = {kind.__struct_config__.tag: kind for kind in get_args(AnyEvent)}
 THEIRS = known_types(RealtimeClientEvent)
 
 
-def test_every_event_of_a_client_is_known() -> None:
-    assert set(OURS) == set(THEIRS)
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_events_have_openais_fields(name: str) -> None:
-    assert {*OURS[name].__struct_fields__, "type"} == set(THEIRS[name].model_fields)
+def test_every_event_of_a_client_is_known_and_has_openais_fields() -> None:
+    ours = {name: {*kind.__struct_fields__, "type"} for name, kind in OURS.items()}
+    assert ours == {name: set(kind.model_fields) for name, kind in THEIRS.items()}
 
 
 @pytest.mark.parametrize(
@@ -91,20 +87,10 @@ def test_a_bad_event_names_the_field(event: dict[str, Any], param: str, code: st
     assert code is None or caught.value.code == code
 
 
-@pytest.mark.parametrize(
-    ("data", "wanted"),
-    [
-        (b'{"type": "no", "event_id": "e1"}', "e1"),
-        (b'{"type": "no", "event_id": 7}', None),
-        (b'{"type": "no"}', None),
-        (b"[1]", None),
-        (b"{", None),
-        (b'"\xff"', None),
-        (b"[" * 100_000, None),
-    ],
-)
-def test_the_id_of_a_bad_event_is_found(data: bytes, wanted: str | None) -> None:
-    assert event_id_of(data) == wanted
+def test_the_id_of_a_bad_event_is_found() -> None:
+    assert event_id_of(b'{"type": "no", "event_id": "e1"}') == "e1"
+    for data in (b'{"type": "no", "event_id": 7}', b'{"type": "no"}', b"[1]", b"{", b'"\xff"', b"[" * 100_000):
+        assert event_id_of(data) is None
 
 
 def audio_of(kind: str, null: dict[str, None]) -> dict[str, Any]:

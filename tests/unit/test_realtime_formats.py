@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import audioop
-import base64
 from itertools import pairwise
-from typing import Any
 
 import numpy
 import pytest
@@ -19,7 +17,7 @@ from omni_actors.http_server.realtime.formats import (
     g711_levels,
 )
 from omni_actors.http_server.realtime.turns import AudioBuffer, milliseconds
-from tests.support.realtime import Talk, error_of
+from tests.support.realtime import Talk
 
 PHONE = WireFormat("audio/pcm", 8000)
 FORMATS = [PHONE, WireFormat("audio/pcm", 16000), WireFormat("audio/pcmu"), WireFormat("audio/pcma")]
@@ -34,10 +32,6 @@ def tone(hertz: int, seconds: float = 1.0, frequency: float = 440.0) -> numpy.nd
 
 def pieces(data: bytes, samples: int, sample_bytes: int) -> list[bytes]:
     return [data[start : start + samples * sample_bytes] for start in range(0, len(data), samples * sample_bytes)]
-
-
-def update(talk: Talk, **audio: Any) -> list[dict[str, Any]]:
-    return talk.send("session.update", session={"type": "realtime", "audio": audio})
 
 
 @pytest.mark.parametrize("law", OF_AUDIOOP)
@@ -69,41 +63,15 @@ def test_a_tone_passes_both_ways_in_pieces_of_any_size(wire: WireFormat) -> None
 
 
 @pytest.mark.parametrize("wire", FORMATS, ids=IDS)
-def test_an_hour_of_sound_has_its_length(wire: WireFormat) -> None:
+def test_ten_minutes_of_sound_have_their_length(wire: WireFormat) -> None:
     buffer = AudioBuffer(10.0, wire)
     second = bytes(wire.hertz * wire.sample_bytes)
-    for _ in range(3600):
+    for _ in range(600):
         buffer.append(second)
         buffer.take()
-    assert abs(milliseconds(buffer.end) - 3_600_000) < 50, "but for what the resampler still has"
+    assert abs(milliseconds(buffer.end) - 600_000) < 50, "but for what the resampler still has"
     buffer.end_sound()
-    assert milliseconds(buffer.end) == 3_600_000
-
-
-def test_a_client_that_speaks_g711_is_understood_and_answered_in_it() -> None:
-    talk = Talk()
-    ulaw = {"type": "audio/pcmu", "rate": 8000}
-    assert (
-        error_of(update(talk, input={"format": {**ulaw, "rate": 16000}})[1:])["param"] == "session.audio.input.format"
-    )
-    (updated,) = update(talk, input={"format": ulaw}, output={"format": {"type": "audio/pcma"}})
-    assert updated["session"]["audio"]["input"]["format"] == {"type": "audio/pcmu"}
-    assert updated["session"]["audio"]["output"]["format"] == {"type": "audio/pcma"}
-    said = tone(8000)
-    talk.append(audioop.lin2ulaw(said.tobytes(), 2))
-    item = talk.send("input_audio_buffer.commit")[0]["item_id"]
-    response = talk.respond()
-    assert talk.prompt() == [("user", "1 s")]
-    events = talk.take(talk.session.text(response, "la"))
-    for piece in pieces(tone(RATE).tobytes(), 1000, 2):
-        events += talk.take(talk.session.sound(response, piece))
-    events += talk.take(talk.session.answered(response, {}, cut=False))
-    deltas = [event["delta"] for event in events if event["type"] == "response.output_audio.delta"]
-    spoken = audioop.alaw2lin(b"".join(map(base64.b64decode, deltas)), 2)
-    assert abs(numpy.frombuffer(spoken, "<i2")[400:-400].astype(int) - said[400:-400]).max() < 600
-    (kept,) = talk.send("conversation.item.retrieve", item_id=item)
-    heard = numpy.frombuffer(base64.b64decode(kept["item"]["content"][0]["audio"]), "<i2")
-    assert abs(heard[1200:-1200].astype(int) - tone(RATE)[1200:-1200]).max() < 600
+    assert milliseconds(buffer.end) == 600_000
 
 
 def test_the_rest_of_a_sound_does_not_become_part_of_the_next_one() -> None:

@@ -10,17 +10,21 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import MAX_MESSAGES
-from omni_actors.http_server.realtime.config import Pipeline
-from omni_actors.http_server.realtime.conversation import ItemPart, MessageItem, RealtimeConversation
+from omni_actors.http_server.realtime.config import Pipeline, ServerVad, Transcription
+from omni_actors.http_server.realtime.conversation import ItemPart, MessageItem, RealtimeConversation, TurnText, agreed
+from omni_actors.http_server.realtime.requests import Outbox
 from omni_actors.http_server.realtime.resuming import SLACK_BYTES, SessionKeeper, find
+from omni_actors.http_server.realtime.session import Transcribe
 from omni_actors.http_server.store import Journals
-from omni_actors.protocol.payloads import WordTime
+from omni_actors.protocol.payloads import ToolCallPiece, WordTime
 from tests.support.realtime import PIPELINE, SECOND, Talk, error_of, kinds
+from tests.support.waiting import PATIENCE
 
-ITEM_ADDED = ["conversation.item.added", "conversation.item.done"]
 BEGIN_SPOKEN = ["response.output_item.added", "conversation.item.added", "response.content_part.added"]
 END = ["response.content_part.done", "conversation.item.done", "response.output_item.done", "response.done"]
 END_SPOKEN = ["response.output_audio.done", "response.output_audio_transcript.done", *END, "rate_limits.updated"]
@@ -28,9 +32,6 @@ END_SPOKEN = ["response.output_audio.done", "response.output_audio_transcript.do
 
 def update(talk: Talk, **session: Any) -> list[dict[str, Any]]:
     return talk.send("session.update", session={"type": "realtime", **session})
-
-
-# -- configuration ----------------------------------------------------------------------------------------------------
 
 
 def test_an_update_changes_what_it_names_only() -> None:
@@ -104,9 +105,6 @@ def test_a_pipeline_without_speech_answers_in_text() -> None:
     assert error_of(update(talk, output_modalities=["audio"])[1:])["code"] == "unknown_modality"
 
 
-# -- items and manual turns -------------------------------------------------------------------------------------------
-
-
 def test_a_written_turn_is_answered_in_text() -> None:
     talk = Talk()
     update(talk, output_modalities=["text"], instructions="Be brief.")
@@ -123,24 +121,6 @@ def test_a_written_turn_is_answered_in_text() -> None:
     assert done["status"] == "completed"
     assert done["output"][0]["content"] == [{"type": "output_text", "text": "Rivers."}]
     assert done["usage"] == {"total_tokens": 3}
-
-
-def test_a_spoken_turn_is_answered_in_sound() -> None:
-    talk = Talk()
-    assert talk.append(SECOND) == []
-    committed, *added = talk.send("input_audio_buffer.commit")
-    assert committed["previous_item_id"] is None
-    assert kinds(added) == ITEM_ADDED
-    assert added[0]["item"]["id"] == committed["item_id"]
-    response = talk.respond()
-    assert talk.prompt() == [("user", "1 s")]
-    talk.take(talk.session.text(response, "Yes."))
-    (sound,) = talk.take(talk.session.sound(response, b"\1\2"))
-    assert base64.b64decode(sound["delta"]) == b"\1\2"
-    ended = talk.take(talk.session.answered(response, {}, cut=False))
-    assert kinds(ended) == END_SPOKEN
-    assert ended[1]["transcript"] == "Yes."
-    assert ended[-2]["response"]["output"][0]["content"] == [{"type": "output_audio", "transcript": "Yes."}]
 
 
 def test_items_can_be_put_in_retrieved_and_deleted() -> None:
@@ -224,9 +204,6 @@ def test_a_user_shows_pictures() -> None:
     assert talk.session.held == len("See:threefour")
 
 
-# -- responses --------------------------------------------------------------------------------------------------------
-
-
 def test_a_response_may_differ_from_its_session() -> None:
     talk = Talk(instructions="Be brief.")
     talk.say("Hello")
@@ -308,9 +285,6 @@ def test_a_prompt_that_is_too_long_is_shortened() -> None:
     assert kinds(talk.fail(talk.respond(), "prompt_too_long"))[:2] == ["error", "response.done"]
 
 
-# -- truncation -------------------------------------------------------------------------------------------------------
-
-
 def test_the_text_of_an_interrupted_answer_is_cut_at_the_pace_of_earlier_ones() -> None:
     """Its text is longer than its sound, so its own proportion would leave words that nobody heard."""
     talk = Talk()
@@ -385,3 +359,140 @@ async def test_the_journal_of_a_long_session_stays_short_and_has_all_of_it(tmp_p
     await asyncio.gather(writing, return_exceptions=True)
     await keeper.close(ended=True)
     assert os.listdir(file.parent) == []
+
+
+WEATHER = {"type": "function", "name": "weather", "description": "Of a city.", "parameters": {"type": "object"}}
+ARGUMENTS = '{"city": "Kiel"}'
+CALL = [ToolCallPiece(0, "call_1", "weather"), ToolCallPiece(0, arguments=ARGUMENTS[:5])]
+
+
+@pytest.fixture
+def asked_with_a_tool() -> Talk:
+    """A session with a tool and a question."""
+    made = Talk()
+    made.send("session.update", session={"type": "realtime", "tools": [WEATHER], "parallel_tool_calls": False})
+    made.say("How is the weather?")
+    return made
+
+
+@pytest.mark.parametrize("arguments", ["true", "[1]", '{"city": '])
+def test_a_call_that_is_not_well_formed_does_not_spoil_later_answers(asked_with_a_tool: Talk, arguments: str) -> None:
+    talk = asked_with_a_tool
+    response = talk.respond()
+    talk.take(talk.session.text(response, "", [ToolCallPiece(0, "call_1", "weather", arguments)]))
+    events = talk.take(talk.session.answered(response, {}, cut=False))
+    (done,) = [event for event in events if event["type"] == "response.function_call_arguments.done"]
+    assert done["arguments"] == arguments, "the client sees what the model wrote"
+    talk.send("conversation.item.create", item={"type": "function_call_output", "call_id": "call_1", "output": "?"})
+    talk.respond()
+    assert [message["role"] for message in talk.asked[-1].messages] == ["user"]
+
+
+def test_calls_of_an_earlier_conversation_can_be_told() -> None:
+    talk = Talk()
+    result = {"type": "function_call_output", "call_id": "c", "output": "noon"}
+    assert error_of(talk.send("conversation.item.create", item=result))["param"] == "item.call_id"
+    given = {"type": "function_call", "call_id": "c", "name": "time", "arguments": "{}", "id": "first"}
+    talk.send("conversation.item.create", item=given)
+    talk.send("conversation.item.create", item=result)
+    talk.respond()
+    assert [message["role"] for message in talk.asked[-1].messages] == ["assistant", "tool"]
+    talk.send("response.cancel")
+    talk.send("conversation.item.delete", item_id="first")
+    talk.respond()
+    assert talk.asked[-1].messages == [], "a result alone would belong to nothing"
+
+
+def test_a_call_that_was_cut_short_is_dropped(asked_with_a_tool: Talk) -> None:
+    talk = asked_with_a_tool
+    response = talk.respond()
+    item = talk.take(talk.session.text(response, "", CALL))[0]["item"]["id"]
+    events = talk.send("response.cancel")
+    assert kinds(events) == ["conversation.item.deleted", "response.done", "rate_limits.updated"]
+    assert events[0]["item_id"] == item
+    assert events[1]["response"]["output"][0]["status"] == "incomplete"
+    talk.respond()
+    assert [message["role"] for message in talk.asked[-1].messages] == ["user"]
+
+
+def test_a_session_may_only_transcribe() -> None:
+    talk = Talk(vad=ServerVad(silence_duration_ms=64))
+    heard = {"transcription": {"model": "gpt-4o-transcribe", "language": "en"}}
+    (updated,) = talk.send("session.update", session={"type": "transcription", "audio": {"input": heard}})
+    assert updated["session"]["object"] == "realtime.transcription_session"
+    assert updated["session"]["type"] == "transcription"
+    assert updated["session"]["audio"]["input"]["transcription"] == heard["transcription"]
+    assert updated["session"]["audio"].keys() == {"input"}
+    talk.hear(0.9, windows=60)
+    talk.hear(0.0, windows=4)
+    (turn,) = talk.transcribed
+    assert turn.transcription.language == "en"
+    assert talk.asked == []
+    assert error_of(talk.send("response.create"))["code"] == "unsupported_value"
+    (updated,) = talk.send("session.update", session={"audio": {"input": {"transcription": None}}})
+    assert updated["session"]["type"] == "transcription"
+    assert updated["session"]["audio"]["input"]["transcription"] == {}, "it would do nothing else"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "same"),
+    [
+        ("", "The capital of", ""),
+        ("The cap.", "The capital of", "The"),
+        ("The capital.", "The capital of Italy", "The capital"),  # a point at the end of what was heard so far
+        ("The capital of", "The capital of.", "The capital"),  # the last word may go on, whatever is behind it
+        ("The capital of", "The Capitol of Italy", "The"),
+        ("It's 3.5 per", "It's 3.5 percent", "It's 3.5"),
+        ("今天天", "今天天气好", "今天天"),
+        ("今天。", "今天天。", "今天"),
+        ("Größe?", "Größe? Ja", "Größe?"),
+        (" Well", " Well then", " Well"),
+        ("...", "...", ""),
+    ],
+)
+def test_what_two_transcripts_of_a_growing_sound_agree_on(before: str, now: str, same: str) -> None:
+    assert agreed(before, now) == same
+
+
+TEXTS = st.text(st.sampled_from("ab天.' "), max_size=12)
+
+
+@given(st.lists(st.tuples(TEXTS, st.sampled_from(["English", "Thai"]))))
+def test_nothing_that_is_said_for_sure_is_taken_back(transcripts: list[tuple[str, str]]) -> None:
+    said, deltas = TurnText("item"), []
+    for rest, language in transcripts:
+        known = said.text
+        deltas.append(said.add(rest, language))
+        assert (known + rest).startswith(said.text)
+        assert said.text == "".join(deltas)
+
+
+def test_words_are_not_sure_before_their_language_is() -> None:
+    said = TurnText("item")
+    steps = [("So far", "English"), ("So far so", "Danish"), ("So far so good", "Danish"), (" good it", "")]
+    assert [said.add(*step) for step in steps] == ["", "", "So far so", " good"]
+    assert (said.text, said.language) == ("So far so good", "Danish")
+
+
+def test_a_turn_that_is_to_be_written_down_is_known_while_it_is_spoken() -> None:
+    talk = Talk(vad=ServerVad(silence_duration_ms=64, prefix_padding_ms=0), transcription=Transcription(language="en"))
+    talk.hear(0.0)
+    assert talk.session.spoken is None
+    (started,) = talk.hear(0.9, windows=3)
+    assert talk.session.spoken == (Transcribe(started["item_id"], Transcription(language="en")), 768)
+    talk.hear(0.0, windows=4)
+    assert talk.session.spoken is None
+    talk.send("session.update", session={"type": "realtime", "audio": {"input": {"transcription": None}}})
+    talk.hear(0.9, windows=3)
+    assert talk.session.spoken is None, "nobody reads it"
+
+
+async def test_a_client_that_leaves_an_event_unread_ends_its_session() -> None:
+    async def never(text: str) -> None:
+        await asyncio.Event().wait()
+
+    outbox = Outbox(never, 0.01, None)
+    outbox.append({"type": "session.created"})
+    writing = asyncio.create_task(outbox.write())
+    await asyncio.wait((writing,), timeout=5 * PATIENCE)
+    assert isinstance(writing.exception(), TimeoutError)
