@@ -163,21 +163,16 @@ def offer(monkeypatch: pytest.MonkeyPatch):
     return lambda module: monkeypatch.setitem(sys.modules, KERNELS, module)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_on_a_gpu_in_half_precision_vllms_attention_is_used_where_it_is_installed(offer, dtype):
+def test_on_a_gpu_in_half_precision_vllms_attention_is_used_where_it_is_installed(offer):
+    for dtype in (torch.bfloat16, torch.float16):
+        offer(kernels(2, 3))
+        assert fastest_attention("cuda", dtype).__name__ == "attend_vllm"
+        for without in (kernels(), None):
+            offer(without)
+            assert fastest_attention("cuda", dtype) is attend_varlen
     offer(kernels(2, 3))
-    assert fastest_attention("cuda", dtype).__name__ == "attend_vllm"
-    for without in (kernels(), None):
-        offer(without)
-        assert fastest_attention("cuda", dtype) is attend_varlen
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.float32)]
-)
-def test_elsewhere_pytorchs_attention_is_used_for_each_run_of_equal_sequences(offer, device, dtype):
-    offer(kernels(2, 3))
-    assert fastest_attention(device, dtype) is attend_each
+    for device, other in (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.float32)):
+        assert fastest_attention(device, other) is attend_each
 
 
 @pytest.mark.parametrize(("versions", "best"), [((2, 3), 3), ((2,), 2)])

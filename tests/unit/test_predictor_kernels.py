@@ -31,28 +31,10 @@ def given(count: int, width: int = WIDTH) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(DEVICE) for tensor in inputs)
 
 
-@pytest.mark.parametrize(("count", "layers"), [(1, 1), (3, 2), (17, 1)])
+@pytest.mark.parametrize(("count", "input_size", "layers"), [(1, WIDTH, 1), (3, 48, 2), (17, WIDTH, 1)])
 @torch.inference_mode()
-def test_rows_of_every_position_are_those_of_torch(count: int, layers: int) -> None:
-    predictor = made(layers=layers)
-    frame = fused_predictor.FrameKernels(predictor, count)
-    cache = torch.zeros(layers, 2, count, 1, 3, 16, device=DEVICE)
-    for position, rows in enumerate(
-        torch.randn(3, count, WIDTH, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    ):
-        frame.enter(rows)
-        frame.read(position)
-        x = rows.unsqueeze(1)
-        for index, layer in enumerate(predictor.layers):
-            turns = predictor.cos[position : position + 1], predictor.sin[position : position + 1]
-            x = layer(x, *turns, cache[index], position)
-        torch.testing.assert_close(frame.x, x[:, 0], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("count", "input_size"), [(1, WIDTH), (3, 48)])
-@torch.inference_mode()
-def test_frames_are_those_of_torch(count: int, input_size: int) -> None:
-    predictor, inputs = made(input_size), given(count, input_size)
+def test_frames_are_those_of_torch(count: int, input_size: int, layers: int) -> None:
+    predictor, inputs = made(input_size, layers), given(count, input_size)
     predictor.fused = False
     codes, sums = fused_predictor.complete(predictor, *inputs)
     wanted_codes, wanted_sums = predictor(*inputs)

@@ -8,16 +8,7 @@ import pytest
 
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.fields import DType, HostTensor
-from omni_actors.stage.processors import (
-    Extend,
-    InputPiece,
-    Passthrough,
-    PicturesOnly,
-    Skip,
-    Start,
-    Talker2Code2Wav,
-    Thinker2Talker,
-)
+from omni_actors.stage.processors import Extend, InputPiece, Passthrough, PicturesOnly, Skip, Start, Thinker2Talker
 
 
 def rows(first: int, count: int, width: int = 2, dtype: DType = DType.F32) -> HostTensor:
@@ -113,17 +104,6 @@ def test_positions_may_come_as_token_ids_with_other_tensors_by_name() -> None:
     assert processor.feed("thinker", InputPiece(final=True, start=6)) == [Extend(None, True, ())]
     with pytest.raises(InvalidPayload, match="position 9 came where 6"):
         processor.feed("thinker", InputPiece(token_ids=[1], start=9))
-
-
-def test_code2wav_gets_codec_tokens_as_they_come() -> None:
-    processor = Talker2Code2Wav(3, ("talker",))
-    assert processor.feed("talker", InputPiece(token_ids=[5, 6], start=0)) == []
-    (start,) = processor.feed("talker", InputPiece(token_ids=[6, 7], start=1))
-    assert list(start.inputs.token_ids) == [5, 6, 7]
-    assert not start.inputs.complete
-    assert processor.feed("talker", InputPiece(token_ids=[8, 9], start=3)) == [Extend(None, False, [8, 9])]
-    assert processor.feed("talker", InputPiece(token_ids=[9], start=4)) == []
-    assert processor.feed("talker", InputPiece(final=True, start=5)) == [Extend(None, True, ())]
 
 
 def test_passthrough_joins_sources_in_the_order_of_the_configuration() -> None:

@@ -10,15 +10,7 @@ from transformers.models.qwen3_asr.processing_qwen3_asr import Qwen3ASRProcessor
 
 from omni_actors.client import ChoiceStreams, RequestStream, Text
 from omni_actors.engine.models.qwen3_asr.aligner import in_order, words_of
-from omni_actors.http_server.transcriptions import (
-    SEARCH_SECONDS,
-    Said,
-    Stretch,
-    cut_at_sentences,
-    gap,
-    part_by_part,
-    quiet_cuts,
-)
+from omni_actors.http_server.transcriptions import Said, Stretch, cut_at_sentences, gap, part_by_part, quiet_cuts
 from omni_actors.protocol.messages import Done
 from omni_actors.protocol.payloads import WordTime
 
@@ -40,14 +32,7 @@ def test_a_cut_is_in_the_quietest_tenth_of_a_second_around(pauses: dict[float, f
     cuts = quiet_cuts(samples, RATE, 30)
     assert [pause <= cut / RATE < pause + 0.15 for cut, pause in zip(cuts, wanted, strict=True)] == [True, True]
     assert all(samples[cut] <= samples[cut - 5 : cut + 5].min() for cut in cuts)
-
-
-def test_every_part_but_the_last_is_about_as_long_as_asked_for_and_none_is_lost() -> None:
-    places = [0, *quiet_cuts(LOUD, RATE, 12), len(LOUD)]
-    lengths = np.diff(places) / RATE
-    assert quiet_cuts(LOUD, RATE, 100) == []
-    assert all(12 - SEARCH_SECONDS <= length <= 12 + SEARCH_SECONDS for length in lengths[:-1])
-    assert 0 <= lengths[-1] <= 12
+    assert quiet_cuts(samples, RATE, 75) == []
 
 
 @pytest.mark.parametrize(
@@ -117,7 +102,4 @@ def test_segments_are_sentences_or_seven_seconds(
 ) -> None:
     segments = cut_at_sentences(Stretch(b"", 100, 200), text, spread(text, seconds))
     assert segments == [Said(100 + start, 100 + end, said) for start, end, said in wanted]
-
-
-def test_without_times_of_words_a_part_is_a_segment() -> None:
-    assert cut_at_sentences(Stretch(b"", 1, 2), " A tide. A sea.", []) == [Said(1, 2, "A tide. A sea.")]
+    assert cut_at_sentences(Stretch(b"", 1, 2), f" {text}", []) == [Said(1, 2, text.strip())], "without times of words"

@@ -104,7 +104,7 @@ def test_channels_last_vocoder_is_the_same(
     assert torch.allclose(fused(mel), bigvgan.Vocoder(small_bigvgan)(mel).float(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 9, 40])
+@pytest.mark.parametrize("length", [1, 7, 40])
 def test_snake_kernel(length: int):
     torch.manual_seed(length)
     module = Qwen2_5OmniAntiAliasedActivation1d(Qwen2_5OmniSnakeBeta(40)).to(DEVICE).requires_grad_(False)
@@ -165,14 +165,11 @@ def test_attention_kernel(back: int, ahead: int):
 
 
 @pytest.mark.parametrize("most", [6, 7, 144, 576, GRAPH_ROWS[-1]])
-def test_every_step_has_a_graph_that_is_not_much_larger(most: int) -> None:
+def test_every_step_has_a_graph_that_is_not_much_larger_and_none_larger_than_any_step(most: int) -> None:
+    assert graph_rows(4) == (4,)
+    assert graph_rows(10 * GRAPH_ROWS[-1]) == GRAPH_ROWS
     sizes = graph_rows(most)
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == most
     for rows in range(6, most + 1):
         assert next(size for size in sizes if size >= rows) <= max(1.5 * rows, rows + 4)
-
-
-def test_no_graph_is_larger_than_any_step() -> None:
-    assert graph_rows(4) == (4,)
-    assert graph_rows(10 * GRAPH_ROWS[-1]) == GRAPH_ROWS
