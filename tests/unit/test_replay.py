@@ -7,13 +7,12 @@ import zlib
 
 import pytest
 
-from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToStage
+from omni_actors.coordinator.core.instructions import Instruction
 from omni_actors.coordinator.core.replicas import ReplicaState
-from omni_actors.coordinator.core.requests import CLAIM_SECONDS, RequestMachine
+from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.errors import ErrorCode, StageLost
 from omni_actors.protocol.fields import ATTEMPTS, DType, Header, TensorRef, pack_token_ids
 from omni_actors.protocol.messages import (
-    Abort,
     Delivered,
     Done,
     Failed,
@@ -27,7 +26,6 @@ from omni_actors.protocol.payloads import PositionLogprobs, PromptPosition, Toke
 from tests.support.builders import done, header_from, submit
 from tests.support.requests import (
     ALICE,
-    CHUNK,
     NOW,
     STAGES,
     CheckedRequestMachine,
@@ -45,28 +43,6 @@ from tests.support.requests import (
     say,
     sound,
 )
-
-
-def test_lost_replica_is_replayed_when_it_is_back_with_the_same_seed() -> None:
-    state = ready()
-    first = ask(state, voice="Ethan")
-    lost = lose(state, "prompt")
-    assert sorted(aborts(lost)) == ["code2wav", "talker", "thinker"], "the dead one hears nothing"
-    assert {item.attempt for item in lost} == {0}
-    assert not [item for item in lost if isinstance(item, ToClient)]
-    assert not any(replica.requests for replica in state.replicas)
-    assert state.reopen(NOW) == []
-    opened = bring_back(state, "prompt")
-    assert [item.replica_id for item in opened] == [
-        replica_id("code2wav"),
-        replica_id("talker"),
-        replica_id("thinker"),
-        replica_id("prompt", 0, 2),
-    ]
-    assert {item.attempt for item in opened} == {1}
-    assert {item.body.seed for item in (*first, *opened)} == {77}
-    assert [list(item.buffers) for item in opened] == [[], [], [], [b"media"]]
-    assert state.replays == 1
 
 
 @pytest.mark.parametrize(
@@ -137,25 +113,6 @@ def test_a_stage_that_no_longer_holds_its_output_runs_again() -> None:
     assert failure(lose(state, "talker")).code is ErrorCode.STAGE_LOST, "and there may be one only"
 
 
-def test_an_observer_hears_of_what_runs_again_and_of_nothing_else() -> None:
-    """The thinker's `StageDone`, of its first attempt, counts after the vocoder's loss as before."""
-    state = ready()
-    ask(state, voice="Ethan")
-    seen = state.onlooker
-    say(state, "prompt", done())
-    lose(state, "code2wav")
-    assert seen.losses == [("r1", True)]
-    say(state, "thinker", letter(0), 0)
-    say(state, "thinker", done(), 1)
-    bring_back(state, "code2wav")
-    assert seen.attempts["r1"] == {"prompt": 0, "thinker": 0, "talker": 0, "code2wav": 1}
-    say(state, "talker", done())
-    again(state, "code2wav", CHUNK, 0, epoch=2, buffers=(bytes(4),))
-    again(state, "code2wav", done(), 1, epoch=2)
-    assert seen.done["r1"] == seen.done["r1"] | {"thinker": 0, "code2wav": 1}
-    assert seen.ends == {"done": 1}
-
-
 def test_an_unreachable_stage_runs_again_unless_that_is_under_way() -> None:
     state = ready(replicas=2)
     ask(state)
@@ -214,6 +171,17 @@ def test_the_client_gets_only_what_it_has_not() -> None:
     assert state.retained.used == 0
 
 
+def restarted_after(*said: TextDelta, modalities: tuple[str, ...] = ()) -> RequestMachine:
+    """The thinker has said this, was lost and is back."""
+    state = ready()
+    ask(state, "r1", ALICE, *modalities)
+    for seq, body in enumerate(said):
+        say(state, "thinker", body, seq)
+    lose(state, "thinker")
+    bring_back(state, "thinker")
+    return state
+
+
 def test_a_replay_sends_the_rest_of_a_call_under_its_first_id() -> None:
     def calls(*pieces: ToolCallPiece, token: int) -> TextDelta:
         return TextDelta(text="", token_ids=pack_token_ids([token]), tool_calls=pieces)
@@ -224,12 +192,7 @@ def test_a_replay_sends_the_rest_of_a_call_under_its_first_id() -> None:
     def more(arguments: str) -> ToolCallPiece:
         return ToolCallPiece(index=0, arguments=arguments)
 
-    state = ready()
-    ask(state)
-    say(state, "thinker", calls(begin("first"), token=0), 0)
-    say(state, "thinker", calls(more('{"ci'), token=1), 1)
-    lose(state, "thinker")
-    bring_back(state, "thinker")
+    state = restarted_after(calls(begin("first"), token=0), calls(more('{"ci'), token=1))
     assert again(state, "thinker", calls(begin("second"), token=0), 0, 2) == []
     (rest,) = again(state, "thinker", calls(more('{"city"'), token=1), 1, 2)
     assert rest.body == TextDelta(text="", tool_calls=(more('ty"'),))
@@ -243,11 +206,7 @@ def test_a_replay_sends_log_probabilities_of_tokens_and_of_the_prompt_once() -> 
         logprobs = tuple(PositionLogprobs(TokenLogprob(token, "x", -0.5)) for token in tokens)
         return TextDelta(text=text, token_ids=pack_token_ids(tokens), logprobs=logprobs)
 
-    state = ready()
-    ask(state)
-    say(state, "thinker", with_logprobs("", 0), 0)
-    lose(state, "thinker")
-    bring_back(state, "thinker")
+    state = restarted_after(with_logprobs("", 0))
     (rest,) = again(state, "thinker", with_logprobs("ab", 0, 1), 0, 2)
     assert rest.body == with_logprobs("ab", 1)
 
@@ -256,11 +215,7 @@ def test_a_replay_sends_log_probabilities_of_tokens_and_of_the_prompt_once() -> 
             text="", prompt_logprobs=tuple(PromptPosition(TokenLogprob(token, "x", -0.5), 1) for token in tokens)
         )
 
-    state = ready()
-    ask(state)
-    say(state, "thinker", of_prompt(0, 1), 0)
-    lose(state, "thinker")
-    bring_back(state, "thinker")
+    state = restarted_after(of_prompt(0, 1))
     assert again(state, "thinker", of_prompt(0), 0, 2) == []
     (rest,) = again(state, "thinker", of_prompt(1, 2), 1, 2)
     assert rest.body == of_prompt(2)
@@ -268,12 +223,7 @@ def test_a_replay_sends_log_probabilities_of_tokens_and_of_the_prompt_once() -> 
 
 def test_a_replay_that_says_something_else_or_less_fails() -> None:
     for wrong in (TextDelta(text="ax", token_ids=pack_token_ids([0, 9])), None):
-        state = ready()
-        ask(state, "r1", ALICE, "text")
-        say(state, "thinker", letter(0), 0)
-        say(state, "thinker", letter(1), 1)
-        lose(state, "thinker")
-        bring_back(state, "thinker")
+        state = restarted_after(letter(0), letter(1), modalities=("text",))
         if wrong is not None:
             body = failure(again(state, "thinker", wrong, 0, 2))
         else:
@@ -320,75 +270,26 @@ def test_waiting_requests_end_when_no_replica_comes_or_time_is_up() -> None:
 
 
 SEED = 77
-FIRST = 1 << 32  # the number of the first result for the second coordinator
-HAD = Delivered(counts={"tokens": 2, "characters": 2, "samples": 5})
 
 
-def next_coordinator(*stages: str, attempts: dict[str, int] | None = None, seed: int = SEED) -> RequestMachine:
-    """The second coordinator of a launch; these stages hold request r1, each with the attempt that is given, or 0."""
-    before = ready()
-    state = CheckedRequestMachine(before.pipeline, generation=1)
-    numbers = dict.fromkeys(STAGES, 0) | (attempts or {})
+def next_coordinator(*stages: str, seed: int = SEED) -> RequestMachine:
+    """The second coordinator of a launch; these stages hold request r1."""
+    state = CheckedRequestMachine(ready().pipeline, generation=1)
     for index, stage in enumerate(STAGES):
         replica = state.replicas.add(stage, 0, 1)
         replica.state = ReplicaState.READY
-        after = STAGES[index + 1 : index + 2]
-        receivers = tuple((replica_id(name), numbers[name]) for name in after)
+        receivers = tuple((replica_id(name), 0) for name in STAGES[index + 1 : index + 2])
         if stage in stages:
-            state.replica_holds(replica, [HeldRequest("r1", numbers[stage], seed, receivers)])
+            state.replica_holds(replica, [HeldRequest("r1", 0, seed, receivers)])
     state.serve_clients(NOW)
     return state
 
 
-def had_text(*tokens: int) -> Delivered:
-    """The client has these letters of the text."""
-    return Delivered(
-        counts=dict.fromkeys(("tokens", "characters"), len(tokens)), checksum=zlib.crc32(pack_token_ids(tokens))
-    )
-
-
-def claim(state: RequestMachine, delivered: Delivered = HAD) -> list[Instruction]:
+def claim(state: RequestMachine, *letters: int) -> list[Instruction]:
+    """The client asks for the rest of its request; it has these letters of the text."""
+    counts, checksum = dict.fromkeys(("tokens", "characters"), len(letters)), zlib.crc32(pack_token_ids(letters))
+    delivered = Delivered(counts=counts, checksum=checksum)
     return state.submit(ALICE, Header("", "r1"), submit(seed=SEED, delivered=delivered), [b"media"], NOW)
-
-
-def result_resends(instructions: list[Instruction]) -> dict[str, Delivered | None]:
-    asked = [item for item in instructions if isinstance(item, ToStage) and isinstance(item.body, Resend)]
-    return {item.replica_id.stage: item.body.delivered for item in asked if item.body.receiver is None}
-
-
-def test_a_request_that_all_stages_hold_goes_on() -> None:
-    state = next_coordinator(*STAGES, attempts={"talker": 3, "code2wav": 3})
-    instructions = claim(state)
-    assert result_resends(instructions) == dict.fromkeys(STAGES, HAD)
-    assert opened_stages(instructions) == []
-    assert state.active["r1"].attempts == {"prompt": 0, "thinker": 0, "talker": 3, "code2wav": 3}
-
-    late = state.from_stage(header_from(replica_id("thinker"), "r1", 0), letter(2), (), NOW)
-    assert late == [], "it was on its way to the coordinator before"
-    (more,) = state.from_stage(header_from(replica_id("thinker"), "r1", FIRST), letter(2), (), NOW)
-    assert more.body == letter(2), "stages send only what the client lacks, so nothing is left out here"
-    for stage in STAGES:
-        number, seq = state.active["r1"].attempts[stage], FIRST + (stage == "thinker")
-        last = state.from_stage(header_from(replica_id(stage), "r1", seq, number), done(), (), NOW)
-    assert isinstance(last[-1].body, Done)
-
-
-def test_a_stage_that_has_lost_it_runs_again_with_those_after_it_and_only_the_rest_is_delivered() -> None:
-    state = next_coordinator("prompt", "thinker", "code2wav")
-    instructions = claim(state)
-    assert set(result_resends(instructions)) == {"prompt", "thinker"}
-    assert aborts(instructions) == ["code2wav"], "what it has came from a talker that is gone"
-    assert opened_stages(instructions) == [("code2wav", ATTEMPTS), ("talker", ATTEMPTS)]
-    assert ("thinker", "talker", ATTEMPTS) in resends_to_stages(instructions)
-    body, buffers = sound(0, 8)
-    (rest,) = state.from_stage(header_from(replica_id("code2wav"), "r1", 0, ATTEMPTS), body, buffers, NOW)
-    assert rest.body.samples.shape == (3,)
-
-
-def resends_to_stages(instructions: list[Instruction]) -> list[tuple[str, str, int]]:
-    return resends(
-        [item for item in instructions if not (isinstance(item.body, Resend) and item.body.receiver is None)]
-    )
 
 
 def test_a_stage_whose_source_sends_to_another_attempt_runs_again() -> None:
@@ -401,7 +302,7 @@ def test_a_stage_whose_source_sends_to_another_attempt_runs_again() -> None:
 
 def test_a_request_that_nobody_holds_starts_over_and_is_delivered_from_where_the_client_is() -> None:
     state = next_coordinator()
-    instructions = claim(state, had_text(0))
+    instructions = claim(state, 0)
     assert opened_stages(instructions) == [(stage, ATTEMPTS) for stage in reversed(STAGES)]
     header = header_from(replica_id("thinker"), "r1", 0, ATTEMPTS)
     assert state.from_stage(header, letter(0), (), NOW) == []
@@ -413,15 +314,5 @@ def test_another_request_of_that_id_gets_nothing_of_it() -> None:
     state = next_coordinator(*STAGES, seed=SEED + 1)
     instructions = claim(state)
     assert sorted(aborts(instructions)) == sorted(STAGES)
-    assert result_resends(instructions) == {}
+    assert not any(isinstance(item.body, Resend) and item.body.receiver is None for item in instructions)
     assert {number for _, number in opened_stages(instructions)} == {ATTEMPTS}
-
-
-def test_what_no_client_claims_is_ended() -> None:
-    state = next_coordinator(*STAGES)
-    assert state.tick(NOW + CLAIM_SECONDS - 0.1) == []
-    ended = state.tick(NOW + CLAIM_SECONDS)
-    assert [(item.replica_id.stage, item.attempt, type(item.body)) for item in ended] == [
-        (stage, 0, Abort) for stage in STAGES
-    ]
-    assert state.tick(NOW + CLAIM_SECONDS + 1) == []

@@ -16,7 +16,7 @@ from omni_actors.coordinator.core.routing import ABOVE_MEAN
 from omni_actors.protocol.messages import FinishReason, StageDone, StageUsage
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Prompt
 from tests.support.builders import chain, header_from
-from tests.support.requests import ALICE, NOW, CheckedRequestMachine, ask, bring_back, lose, ready
+from tests.support.requests import ALICE, NOW, CheckedRequestMachine, ask, bring_back, finish, lose, ready
 
 STAGES = ("prompt", "thinker", "talker", "code2wav")
 QUESTION = "What is the capital of France, and how long has it been that?"
@@ -55,14 +55,6 @@ def load(state: RequestMachine, index: int, stage: str = "thinker") -> int:
     return len(replica.computing)
 
 
-def answer(state: RequestMachine, request_id: str) -> None:
-    """All stages of a request finish."""
-    for stage in state.active[request_id].stages:
-        request = state.active[request_id]
-        header = header_from(request.bound[stage], request_id, request.next_seq.get(stage, 0), request.attempts[stage])
-        state.from_stage(header, StageDone(usage=StageUsage(FinishReason.STOP)), (), NOW)
-
-
 def test_what_a_stage_has_finished_is_no_load_although_it_is_still_bound() -> None:
     state = ready(replicas=2)
     for name in "ab":
@@ -82,7 +74,7 @@ def test_the_next_turn_goes_to_the_replica_that_has_the_first() -> None:
     home = at(state, "one")
     assert home == 1
     for name in ("other", "one"):
-        answer(state, name)
+        finish(state, name)
     ask(state, "two", ALICE, "text", prompt=chat(QUESTION, "Paris.", "And of Italy?"))
     ask(state, "stranger", ALICE, "text", prompt=chat("What is it?", "Paris.", "And of Italy?"))
     assert [at(state, name) for name in ("two", "stranger")] == [home, 0]
@@ -93,7 +85,7 @@ def test_the_next_turn_goes_to_the_replica_that_has_the_first() -> None:
 def test_a_conversation_whose_replica_is_gone_or_busy_goes_elsewhere(loss: str) -> None:
     state = ready(replicas=2)
     ask(state, "one", ALICE, "text", prompt=chat(QUESTION))
-    answer(state, "one")
+    finish(state, "one")
     home = state.replicas.current("thinker", 0)
     if loss == "drains":
         home.state = ReplicaState.DRAINING
@@ -128,7 +120,7 @@ def test_what_is_remembered_of_conversations_is_bounded(monkeypatch: pytest.Monk
     for number in range(5):
         ask(state, f"r{number}", ALICE, "text", prompt=chat(*(f"{number} {turn}" for turn in range(41))))
         assert len(state.active[f"r{number}"].parts) == routing.CUTS
-        answer(state, f"r{number}")
+        finish(state, f"r{number}")
     ask(state, "busy", ALICE, "text")  # on thinker/0: what is not recognized goes to thinker/1
     for number, known in ((4, True), (0, False)):
         before = router.chosen["prefix"]

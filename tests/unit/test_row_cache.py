@@ -40,17 +40,6 @@ def computed(followed: FollowedRows, first: int, last: int) -> tuple[int, list[f
     return emitted["start"], emitted["rows"][:, 0].tolist()
 
 
-def test_a_request_gets_the_rows_of_the_prefix_that_another_has_computed() -> None:
-    cache = RowCache(1 << 20, SIZE)
-    first = follow(cache, "first", "abc")
-    assert first.use(12) == 0, "keys and values alone are no use"
-    assert computed(first, 0, 13) == (0, list(range(13)))
-    later = follow(cache, "later", "abcd")
-    assert later.use(16) == 12
-    assert computed(later, 12, 17) == (0, list(range(17)))
-    assert computed(later, 17, 18) == (17, [17])
-
-
 @pytest.mark.parametrize("pieces", [[1] * 18, [3, 5, 7, 3], [4, 4, 4, 4, 2], [17, 1]])
 def test_rows_are_kept_by_whole_blocks_however_they_come(pieces: list[int]) -> None:
     cache = RowCache(1 << 20, SIZE)

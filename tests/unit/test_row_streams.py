@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 
 from omni_actors.engine.models import SpeechLimit
-from omni_actors.engine.rows import RowBudget
 from omni_actors.engine.scheduler import OmniSchedulerInterface, RowStream
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.messages import StageDone
@@ -150,43 +149,6 @@ def test_what_was_admitted_gets_all_its_rows_and_its_place_back():
     scheduler.finish(request)
     scheduler.schedule()
     assert scheduler.running_ids() == {"b"}
-
-
-@given(SEEDS, st.integers(1, 40))
-def test_the_budget_counts_what_is_held_whatever_happens(seed: int, limit: int) -> None:
-    generator = random.Random(seed)
-    budget = RowBudget(limit)
-    held: dict[str, int] = {}
-    running: set[str] = set()
-    for number in range(40):
-        match generator.choice(("open", "add", "close", "step", "step")):
-            case "open":
-                held[f"r{number}"] = generator.randint(0, 20)
-                budget.rows.take(f"r{number}", held[f"r{number}"])
-            case "add" if held:
-                name = generator.choice(list(held))
-                held[name] += 5
-                budget.rows.take(name, 5)
-            case "close" if held:
-                name = generator.choice(list(held))
-                del held[name]
-                running.discard(name)
-                budget.release(name)
-            case "step":
-                budget.begin_step()
-                allowed = [name for name in held if name not in running and budget.admits(name)]
-                taken = allowed[: generator.randint(0, len(allowed))]  # the others lack something else
-                before = sum(held[name] for name in running)
-                for name in taken:
-                    assert before == 0 or before + held[name] <= limit
-                    before += held[name]
-                    running.add(name)
-                budget.admitted.update(taken)
-                refused = [name for name in held if name not in running and name not in allowed]
-                assert budget.waiting == len(refused)
-                assert not (refused and before == 0 and not allowed), "nothing holds rows, so one can be admitted"
-        assert budget.rows.used == sum(held.values())
-        assert budget.admitted == running
 
 
 WIDTH = 4

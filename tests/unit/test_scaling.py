@@ -18,7 +18,7 @@ from omni_actors.errors import ConfigError, InvalidRequest
 from omni_actors.protocol.fields import ReplicaId
 from omni_actors.protocol.messages import KillReplica, NodeLeaving, Operation, Shutdown, StartReplica
 from tests.support.builders import chain, load
-from tests.support.fleet import World, announced, one_host, starts, to_node, to_stage, two_hosts
+from tests.support.fleet import World, announced, one_host, to_node, to_stage, two_hosts
 
 
 def talkers(world: World) -> dict[str, str]:
@@ -46,34 +46,6 @@ def on_gpus(share: float, *devices: int, **talker: Any) -> World:
 
 def slots_of(world: World) -> list[int]:
     return [start.slot for start in to_node(world.seen, StartReplica) if start.process.stage == "talker"]
-
-
-def test_new_replicas_start_and_take_requests_once_they_are_ready() -> None:
-    world = World().launch()
-    text = world.scale("talker", 3)
-    assert text == "talker has 3 replicas: talker/1 starts on node 0, talker/2 starts on node 0."
-    assert starts(world.seen)[-2:] == ["talker/1", "talker/2"]
-    assert world.fleet.replicas.healthy, "those that still load are no fault"
-    world.ready("talker", 2)
-    world.replica("talker", 0).hold("r")
-    chosen = world.fleet.replicas.choose("talker")
-    assert chosen is world.replica("talker", 2)
-    assert world.peers[world.replica("thinker").replica_id].peers[-1].inbox.startswith("ipc:///talker/2")
-
-
-def test_a_replica_that_leaves_ends_when_it_is_empty_and_is_forgotten() -> None:
-    world = three_talkers()
-    world.replica("talker", 2).hold("r")
-    assert world.scale("talker", 2) == "talker has 2 replicas: talker/2 leaves."
-    assert world.state("talker", 2) is ReplicaState.DRAINING
-    assert world.fleet.replicas.healthy
-    assert to_stage(world.wait(1.0), Shutdown) == []
-    world.replica("talker", 2).release("r")
-    assert to_stage(world.tick(), Shutdown) == ["talker/2"]
-    ended = world.ended("talker", 2, how="exit code 0", exit_code=0)
-    assert announced(ended) == ["talker/2 has left"]
-    assert talkers(world) == {"talker/0": "ready", "talker/1": "ready"}
-    assert starts(world.wait(5.0)) == []
 
 
 def test_those_that_serve_least_leave_first() -> None:
@@ -266,26 +238,6 @@ def test_a_node_without_the_stages_gpus_is_no_place() -> None:
     assert nodes_of(world) == [0, 1], "its own node is full"
 
 
-def test_a_node_that_stops_ends_once_its_replicas_have_finished_and_takes_none_meanwhile() -> None:
-    world = World(two_hosts()).launch()
-    talker = world.replica("talker", 1)
-    talker.hold("r")
-    drained = world.node(NodeLeaving("SIGTERM", drains=True), 1)
-    assert announced(drained) == ["node 1 stops; requests on its replicas: 1", "talker/1 drains"]
-    assert [replica.state for replica in world.fleet.replicas.of("talker")] == ["ready", "draining"]
-    with pytest.raises(InvalidRequest, match="Node 1 stops; present are: 0"):
-        world.scale("talker", 3, node=1)
-    world.node(NodeLeaving("SIGTERM", drains=True), 1)
-    assert to_node(world.wait(5.0), Shutdown, 1) == []
-    talker.release("r")
-    assert [told.failed for told in to_node(world.wait(1.0), Shutdown, 1)] == [False], "once"
-    world.node(NodeLeaving("the launcher stops"), 1)
-    assert world.state("talker", 1) is ReplicaState.DEAD
-    assert starts(world.node_hello(rank=1), 1) == ["talker/1"]
-    world.ready("talker", 1)
-    assert world.state("talker", 1) is ReplicaState.READY
-
-
 def test_a_node_that_stops_with_the_whole_pipeline_ends_with_it() -> None:
     """Its replicas may be needed for requests that are in flight and have not come to them."""
     world = World(two_hosts()).launch()
@@ -302,20 +254,6 @@ def lost_node(**talker: Any) -> World:
     world.node(NodeLeaving("a test"), 1)
     world.seen.clear()
     return world
-
-
-def test_a_replica_moves_once_its_node_is_gone_for_good() -> None:
-    world = lost_node()
-    world.wait(59.0)
-    assert starts(world.seen) == [], "it may come back, with its models"
-    moved = world.wait(4.0)
-    assert starts(moved) == ["talker/1"]
-    assert "talker/1 moves from node 1 to node 0" in announced(moved)
-    assert nodes_of(world) == [0, 0]
-    assert not world.fleet.replicas.healthy
-    world.ready("talker", 1)
-    assert world.fleet.replicas.healthy
-    assert starts(world.wait(120.0)) == [], "once"
 
 
 def test_a_node_that_comes_back_too_late_gives_up_what_has_moved_and_is_of_use() -> None:

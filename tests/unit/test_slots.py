@@ -221,27 +221,3 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(stateful_step_count=60)
-
-
-@given(st.integers(4, 40), st.integers(1, 30), st.data())
-def test_nobody_starves(count: int, others: int, data: st.DataObject) -> None:
-    """Of clients with one priority, one that has nothing waits at most for those that have nothing, either."""
-    made = slots(count)
-    for number in range(others):
-        flood(made, 2 * count, f"client {number}")
-    running = []
-    while (got := made.next()) is not None:
-        running.append(got)
-    without = others - len({got.owner for got in running})
-    last = ticket("last")
-    made.enter(last)
-    for _ in range(without + 1):
-        got = made.next()
-        if got is None:
-            made.leave(running.pop(data.draw(st.integers(0, len(running) - 1))).request_id)
-            got = made.next()
-        if got == last:
-            return
-        assert got is not None
-        running.append(got)
-    raise AssertionError("it waits for those that have something")

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_actors.stage.sound import (
-    FIRST_SECONDS,
     HORIZON_SECONDS,
     LONGEST_SECONDS,
     PRESSING_SECONDS,
@@ -121,8 +120,6 @@ def test_chunks_of_models_without_light_steps_count_alike() -> None:
     assert stage.listeners == pytest.approx(32 * 2.0 / (0.01 * ROOM))
 
 
-LATER = NOW + 10.0
-
 pieces = st.lists(
     st.builds(
         Piece,
@@ -138,10 +135,6 @@ pieces = st.lists(
 
 def rank(piece: Piece) -> tuple[int, float]:
     return piece.priority, piece.due
-
-
-def keys(chosen: list[Piece], places: int = 16) -> list[object]:
-    return choose(chosen, NOW, places)
 
 
 @given(pieces, st.integers(1, 6), st.sets(st.integers(0, 11)))
@@ -174,43 +167,3 @@ def test_while_a_listener_is_about_to_fall_silent_only_others_like_it_make_a_ste
         pressed |= presses
     if not any(piece.due < NOW + PRESSING_SECONDS for piece in given_pieces):
         assert len(taken) == len(given_pieces)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 30), st.floats(0, 3), st.integers(1, 9)), min_size=1, max_size=20),
-    st.integers(1, 3),
-)
-def test_everybody_is_served_after_at_most_the_steps_of_those_who_fall_silent_earlier(
-    arrivals: list[tuple[int, float, int]], places: int
-) -> None:
-    """Answers arrive at a step, have so many seconds in hand, and need so many steps of 10 ms."""
-    left = {number: steps for number, (_, _, steps) in enumerate(arrivals)}
-    due = {number: arrivals[number][0] * 0.01 + arrivals[number][1] for number in left}
-    waited = dict.fromkeys(left, 0)
-    for step in range(31 + sum(left.values())):
-        here = [number for number in left if arrivals[number][0] <= step]
-        chosen = set(choose([Piece(number, 0, due[number], 0.6) for number in here], step * 0.01, places))
-        for number in here:
-            if number in chosen:
-                left[number] -= 1
-                if not left[number]:
-                    del left[number]
-            else:
-                waited[number] += 1
-    assert not left
-    for number, steps in waited.items():
-        before = [other for other in due if other != number and due[other] <= due[number]]
-        assert steps <= sum(arrivals[other][2] for other in before)
-
-
-def test_a_new_answer_goes_before_who_has_sound_in_hand_and_after_who_is_silent() -> None:
-    new = Piece("new", 0, NOW + FIRST_SECONDS)
-    silent, ahead = Piece("silent", 0, NOW - 1), Piece("ahead", 0, LATER)
-    assert keys([ahead, new, silent], places=2) == ["silent", "new"]
-
-
-def test_who_has_sound_in_hand_fills_a_light_step_and_none_that_is_heavy() -> None:
-    silent = Piece("silent", 0, NOW, 0.4)
-    ahead = [Piece(name, 0, LATER + number, 0.5) for number, name in enumerate("ab")]
-    assert keys([silent, *ahead]) == ["silent", "a"]
-    assert keys(ahead) == ["a", "b"]

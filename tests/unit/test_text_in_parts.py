@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from omni_actors.coordinator.core.instructions import Instruction, ToStage
-from omni_actors.coordinator.core.replicas import Evidence, ReplicaState
+from omni_actors.coordinator.core.replicas import Evidence
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
 from omni_actors.protocol.fields import DType, Header, HostTensor
-from omni_actors.protocol.messages import Delivered, Failed, HeldRequest, MoreText, OpenRequest
+from omni_actors.protocol.messages import Failed, MoreText, OpenRequest
 from omni_actors.protocol.payloads import EngineFacts, SpeechAbility, text_prompt
 from omni_actors.stage.engine_interface import StageInputs, StreamEvent, TextEvent
 from omni_actors.stage.outbound import divide
 from omni_actors.stage.processors import ExtendText, InputPiece, Skip, Sound2Words, Start, Text2Speech, settled
 from tests.support.builders import load, submit
-from tests.support.requests import ALICE, BOB, NOW, CheckedRequestMachine, bring_back, lose, ready, replica_id
+from tests.support.requests import ALICE, BOB, NOW, bring_back, lose, ready
 
 TEXT = " Hello there: you're 35. \n Cafe\u0301, 你好，世界。 Go on! \n"
 
@@ -129,21 +129,6 @@ def test_text_goes_to_the_stage_that_speaks_and_all_of_it_to_the_one_that_takes_
     assert texts(bring_back(state, "prompt")) == [("open", 0, "One two three.", False)]
 
 
-def test_another_coordinator_tells_a_stage_that_goes_on_all_of_the_text() -> None:
-    before = ready()
-    state = speaking(CheckedRequestMachine(before.pipeline, generation=1))
-    for stage in ("prompt", "thinker", "talker", "code2wav"):
-        replica = state.replicas.add(stage, 0, 1)
-        replica.state = ReplicaState.READY
-        after = {"prompt": "thinker", "thinker": "talker", "talker": "code2wav"}.get(stage)
-        receivers = ((replica_id(after), 0),) if after else ()
-        state.replica_holds(replica, [HeldRequest("r1", 0, 77, receivers)])
-    speaking(state)
-    state.serve_clients(NOW)
-    had = Delivered(counts={"samples": 5})
-    assert texts(begin(state, "One two", more_text=False, delivered=had)) == [("more", 0, "One two", True)]
-
-
 @pytest.mark.parametrize(
     ("start", "client", "problem"), [(3, ALICE, "from character 3 came where 4"), (4, BOB, None), (4, ALICE, "")]
 )
@@ -223,6 +208,13 @@ def heard(source: str | list[str], **more: Any) -> dict[str, Any]:
     return {"name": "ears", "model": "someone/one", "stages": [*stages[: more.pop("stages", 2)], aligner | more]}
 
 
+def speaking_stage(**fields: Any) -> dict[str, Any]:
+    """A pipeline whose last stage speaks a text."""
+    data, speaks = heard(["prompt", "thinker"]), {"from": "thinker", "processor": "text2speech"}
+    data["stages"][2] = {"name": "talker", "kind": "autoregressive", "inputs": speaks, "outputs": ["audio"], **fields}
+    return data
+
+
 def test_an_aligner_has_a_checkpoint_of_its_own_and_takes_no_part_in_prompts(tmp_path: Path) -> None:
     for sources in (["prompt", "thinker"], "prompt"):
         pipeline = load(tmp_path, heard(sources)).pipeline
@@ -237,9 +229,14 @@ def test_an_aligner_has_a_checkpoint_of_its_own_and_takes_no_part_in_prompts(tmp
         (heard(["prompt", "thinker"], kind="diffusion"), "a stage of kind diffusion takes none"),
         (heard(["prompt", "thinker", "talker"], stages=3), "'sound2words' takes one stage"),
         (heard(["prompt", "thinker"], stages=3), "it cannot send rows or tokens to ['talker']"),
+        (speaking_stage(kind="diffusion"), "a stage of kind diffusion takes none"),
+        (speaking_stage(inputs={"from": ["prompt", "thinker"], "processor": "text2speech"}), "takes one stage; here"),
+        (speaking_stage(kind="prompt", inputs={"from": "thinker"}), "takes what clients send: it is the first"),
     ],
 )
-def test_what_cannot_be_aligned_is_a_wrong_configuration(tmp_path: Path, data: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_aligned_or_spoken_is_a_wrong_configuration(
+    tmp_path: Path, data: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         load(tmp_path, data)
     assert words in refused.value.message
@@ -250,24 +247,3 @@ def test_text_goes_to_the_client_and_to_the_next_stage_as_each_wants_it() -> Non
     assert divide(WORDS, ["text"], 3, sends_text=True) == (WORDS, piece, len(WORDS.text))
     assert divide(WORDS, [], 3, sends_text=True) == (None, piece, len(WORDS.text))
     assert divide(WORDS, ["text"], 0, sends_text=False) == (WORDS, None, 0)
-
-
-SPEAKER = {"name": "talker", "kind": "autoregressive", "inputs": {"from": "thinker", "processor": "text2speech"}}
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"kind": "diffusion"}, "a stage of kind diffusion takes none"),
-        ({"inputs": {"from": ["prompt", "thinker"], "processor": "text2speech"}}, "takes one stage; here"),
-        ({"kind": "prompt", "inputs": {"from": "thinker"}}, "takes what clients send: it is the first"),
-    ],
-)
-def test_a_stage_that_cannot_speak_a_text_is_a_wrong_configuration(
-    tmp_path: Path, change: dict[str, Any], problem: str
-) -> None:
-    data = heard(["prompt", "thinker"])
-    data["stages"][2] = {**SPEAKER, "outputs": ["audio"], **change}
-    with pytest.raises(ConfigError) as refused:
-        load(tmp_path, data)
-    assert problem in refused.value.message
