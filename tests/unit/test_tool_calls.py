@@ -7,15 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
-from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.engine import FinishReason as VllmFinishReason
 
-from omni_actors.engine.adapter import TextDecoder
-from omni_actors.engine.core import make_request
-from omni_actors.engine.models.thinker_adapter import RowOutputs
 from omni_actors.engine.prompt_processors import ChatTemplate
 from omni_actors.engine.tool_calls import ToolCallReader, parser_class
 from omni_actors.errors import ConfigError, InvalidRequest
@@ -30,7 +23,6 @@ from omni_actors.protocol.payloads import (
     ToolCall,
     Tools,
 )
-from omni_actors.stage.engine_interface import StreamEvent, TextEvent
 from tests.support.paths import REPOSITORY
 
 TEMPLATE = str(REPOSITORY / "stage_configs" / "qwen2_5_omni_tools.jinja")
@@ -41,8 +33,6 @@ WEATHER = {
 }
 TOOLS = Tools((json.dumps(WEATHER),))
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Kiel"}}\n</tool_call>'
-PROMPT_TOKENS = 3
-WIDTH = 2
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +54,6 @@ def read_all(found: ToolCallReader, tokenizer: Any, answer: str) -> tuple[str, l
         texts.append(content)
         calls.add(pieces)
     return "".join(texts), calls.whole(), texts
-
-
-def test_a_call_is_separated_from_the_text_before_it(tokenizer: Any) -> None:
-    found = reader(tokenizer)
-    text, calls, pieces = read_all(found, tokenizer, f"Let me look.\n{CALL}")
-    assert text == "Let me look.\n"
-    assert len([piece for piece in pieces if piece]) > 3, "text is not held back until the end"
-    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", {"city": "Kiel"})]
-    assert calls[0].id
-    assert tokenizer.decode(tokenizer(f"Let me look.\n{CALL}")["input_ids"][: found.spoken]) == "Let me look.\n"
 
 
 @pytest.mark.parametrize("answer", ["Nothing to call.", "a < b and <tool", "<", "Grüße 🌊"])
@@ -109,38 +89,6 @@ def test_a_parser_that_vllm_does_not_have_is_refused_with_the_nearest_one(tokeni
         parser_class("hermess", tokenizer)
 
 
-def outputs_of(tokenizer: Any, answer: str) -> tuple[list[TextEvent], list[StreamEvent]]:
-    """The events that the thinker makes of an answer, with one row per position."""
-    token_ids = tokenizer(answer)["input_ids"]
-    request = make_request("r", [1, 2, 3], SamplingParams(max_tokens=len(token_ids)))
-    outputs = RowOutputs("r", [0] * PROMPT_TOKENS, TextDecoder(tokenizer, request), True, reader(tokenizer))
-    texts, streams = [], []
-    position = 0
-    for index, token in enumerate(token_ids):
-        rows = PROMPT_TOKENS if index == 0 else 1  # the row of a token is computed when the next one is sampled
-        emitted = {"start": position, "rows": torch.full((rows, WIDTH), float(index))}
-        position += rows
-        reason = VllmFinishReason.STOP if index + 1 == len(token_ids) else None
-        output = EngineCoreOutput("r", [token], finish_reason=reason, pooling_output=emitted)
-        for event in outputs.convert(output):
-            (texts if isinstance(event, TextEvent) else streams).append(event)
-    return texts, streams
-
-
-def rows_in(streams: list[StreamEvent]) -> int:
-    return sum(event.tensors["rows"].shape[0] for event in streams if "rows" in event.tensors)
-
-
-def test_the_talker_gets_no_rows_of_a_call_and_its_end_early(tokenizer: Any) -> None:
-    before = "Let me look.\n"
-    texts, streams = outputs_of(tokenizer, f"{before}{CALL}")
-    assert "".join(event.text for event in texts) == before
-    assert rows_in(streams) == PROMPT_TOKENS + len(tokenizer(before)["input_ids"])
-    assert [event.final for event in streams].count(True) == 1
-    assert streams[-1].final
-    assert [event.start for event in streams] == sorted(event.start for event in streams)
-
-
 def said(role: str, text: str, **more: Any) -> ChatMessage:
     return ChatMessage(role, (ContentPart(text=text),) if text else (), **more)
 
@@ -168,32 +116,6 @@ def plain_message(message: ChatMessage, prompt: Prompt) -> dict[str, Any]:
         for part in message.content
     ]
     return {"role": message.role, "content": parts}
-
-
-def test_definitions_calls_and_results_are_in_the_prompt(tokenizer: Any) -> None:
-    call = ToolCall("call_1", "weather", '{"city":"Kiel"}')
-    prompt = Prompt(
-        messages=(
-            said("user", "The weather in Kiel?"),
-            said("assistant", "", tool_calls=(call,)),
-            said("tool", "14 degrees", tool_call_id="call_1"),
-            said("tool", "rain", tool_call_id="call_1"),
-        ),
-        tools=TOOLS,
-    )
-    text = ChatTemplate(tokenizer, "hermes", TEMPLATE).render(prompt)
-    head, _, rest = text.partition("\n</tools>\n\nFor")
-    assert json.loads(head.rpartition("<tools>\n")[2]) == {"type": "function", "function": WEATHER}
-    assert "<|im_start|>user\nThe weather in Kiel?<|im_end|>\n" in rest
-    called = rest.partition("<|im_start|>assistant\n")[2].partition("<|im_end|>")[0]
-    assert json.loads(called.strip().removeprefix("<tool_call>").removesuffix("</tool_call>")) == {
-        "name": "weather",
-        "arguments": {"city": "Kiel"},
-    }
-    assert rest.endswith(
-        "<|im_start|>user\n<tool_response>\n14 degrees\n</tool_response>\n<tool_response>\nrain\n</tool_response>"
-        "<|im_end|>\n<|im_start|>assistant\n"
-    )
 
 
 def test_tools_are_refused_where_nothing_could_read_the_calls(tokenizer: Any) -> None:
