@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import re
@@ -17,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.fields import Header, Limits, ReplicaId
 from omni_actors.protocol.messages import HistogramSample, Sample, Snapshot
@@ -89,10 +89,9 @@ def snapshot(tokens: float = 0, steps: tuple[int, ...] | None = None, held: floa
     )
 
 
-def values_of(collector: TelemetryCollector, state: RequestMachine | None = None, **counts: Any) -> dict[Any, float]:
+def values_of(collector: TelemetryCollector) -> dict[Any, float]:
     """What a collector has gathered, without the coordinator's own metrics."""
-    rejected, dropped = counts.get("rejected", {}), counts.get("dropped", {})
-    return collector.gather(state or ready(), {}, rejected, dropped).values
+    return collector.gather(ready(), {}, {}, {}).values
 
 
 TOKENS, HELD = (table.OUTPUT_TOKENS.name, LABELS), (table.STAGE_HELD.name, LABELS)
@@ -156,7 +155,7 @@ def test_the_coordinators_own_metrics_are_those_of_requests_and_replicas() -> No
         ask(state, name)
     lose(state, "code2wav")
     bring_back(state, "code2wav")
-    value = values_of(TelemetryCollector(), state, rejected={"client": {"magic": 6}}, dropped={"late": 7})
+    value = TelemetryCollector().gather(state, {}, {"client": {"magic": 6}}, {"late": 7}).values
     assert value[(table.REJECTED.name, (*table.COORDINATOR, "client", "magic"))] == 6
     assert value[(table.DROPPED.name, (*table.COORDINATOR, "late"))] == 7
     assert value[(table.ROUTED.name, ("load",))] == 5
@@ -209,33 +208,12 @@ def next_snapshot(meter: StageMeter, limit: int) -> Snapshot:
     return stage_snapshot.snapshot(meter, actor, engine, process_values(engine), {}, {}, {}, limit)
 
 
-def test_a_snapshot_says_what_the_engine_holds_of_its_budget() -> None:
-    class HoldingEngine(EchoEngine):
-        deferrals = 3
-
-        def statistics(self) -> dict[table.Metric, float]:
-            return {table.BUDGET_HELD: 150, table.BUDGET_DEFERRALS: self.deferrals}
-
-    config = pipeline()
-    engine = HoldingEngine(config.stage("talker"))
-    before = process_values(engine)
-    engine.deferrals = 8
-    meter = StageMeter(ReplicaId("talker", 0, 5))
-    actor = StageActor(config, config.stage("talker"), ReplicaId("talker", 0, 5), engine, None, Clock(1000.0), meter)
-    samples = stage_snapshot.snapshot(meter, actor, engine, before, {}, {}, {}, 1 << 20).samples
-    assert {sample.name: sample.value for sample in samples if "budget" in sample.name} == {
-        table.BUDGET_HELD.name: 150,
-        table.BUDGET_DEFERRALS.name: 5,
-    }
-
-
-def end_many(meter: StageMeter, count: int, sources: int = 1) -> list[str]:
+def end_many(meter: StageMeter, count: int) -> list[str]:
     """Let `count` requests fail; returns the names of the last ones, whose timelines the meter keeps."""
     names = [f"request-{index:04}" for index in range(count)]
     for name in names:
         timings = meter.opened(0, has_input=False)
-        for source in range(sources):
-            meter.received(timings, f"thinker/{source}", 999.0, 100)
+        meter.received(timings, "thinker/0", 999.0, 100)
         meter.failed(name, timings, "engine_error")
     return names[-KEPT_TIMELINES:]
 
@@ -273,26 +251,13 @@ def played(pieces: list[tuple[float, float]], begin: float | None) -> list[float
     return gaps
 
 
-def arrivals(pieces: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The pieces with the moment of each instead of the time since the one before."""
-    now, timed = 100.0, []
-    for wait, seconds in pieces:
-        now += wait
-        timed.append((now, seconds))
-    return timed
-
-
-def of(pieces: list[tuple[float, float]]) -> Playback:
-    playback = Playback()
-    for came, seconds in pieces:
-        playback.add(came, seconds)
-    return playback
-
-
 @given(PIECES)
 def test_both_listeners_hear_what_is_said_of_them(pieces: list[tuple[float, float]]) -> None:
-    timed = arrivals(pieces)
-    playback = of(timed)
+    moments = itertools.accumulate((wait for wait, _ in pieces), initial=100.0)
+    timed = [(came, seconds) for came, (_, seconds) in zip(itertools.islice(moments, 1, None), pieces, strict=True)]
+    playback = Playback()
+    for came, seconds in timed:
+        playback.add(came, seconds)
     gaps = played(timed, None)
     assert playback.longest_gap == pytest.approx(max(gaps), abs=1e-6)
     assert playback.gaps == pytest.approx(sum(gaps), abs=1e-6)

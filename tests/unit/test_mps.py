@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,7 @@ import pytest
 
 from omni_actors.config.placement import shared_devices
 from omni_actors.errors import ConfigError
-from omni_actors.host.run_directory import RunDirectory
 from omni_actors.launcher.mps import NO_MPS, MpsClients, answers, daemon_gpus
-from omni_actors.launcher.replica_processes import ReplicaProcesses
-from omni_actors.protocol.fields import ReplicaId
 from tests.support.builders import chain, load
 from tests.support.other_user import AS_ROOT, NOBODY, python
 
@@ -42,12 +38,9 @@ def shared(folder: Path, data: dict[str, Any], devices: int = 2, rank: int = 0) 
     return shared_devices(load(folder, data, devices=devices).pipeline, rank, devices)
 
 
-def test_stages_on_one_gpu_share_it(tmp_path: Path) -> None:
+def test_stages_on_one_gpu_share_it_and_what_computes_alone_or_on_none_shares_nothing(tmp_path: Path) -> None:
     assert shared(tmp_path, models()) == {0: [("thinker", 0), ("talker", 0), ("code2wav", 0)]}
     assert daemon_gpus(load(tmp_path, models(), devices=2).pipeline, 2) == [0]
-
-
-def test_what_computes_alone_or_on_no_gpu_shares_nothing(tmp_path: Path) -> None:
     assert shared(tmp_path, models(), devices=0) == {}
     apart = models(talker={"devices": [1]}, code2wav={"devices": [2]})
     assert shared(tmp_path, apart, devices=3) == {}
@@ -81,27 +74,6 @@ def test_a_daemon_of_another_user_is_not_used(short_path: Path, user: int) -> No
         daemon.communicate()
 
 
-def test_replicas_on_a_gpu_of_the_daemon_get_the_pipes_whenever_they_come(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("omni_actors.launcher.replica_processes.host_devices", lambda: 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    theirs = {"environment": {"CUDA_MPS_CLIENT_PRIORITY": 1}, "devices": [0]}
-    pipeline = load(short_path, models(talker=theirs, code2wav={"devices": [1]}), devices=2).pipeline
-    with contextlib.closing(RunDirectory(str(short_path / "run"))) as run:
-        processes = ReplicaProcesses(pipeline, run, "ipc:///control")
-        assert processes.mps == NO_MPS
-        assert processes.spec(ReplicaId("talker", 0, 7), 0).devices == ("4",)
-        processes.mps = MpsClients("/run/pipes", {"4": "GPU-d"})
-        talker, code2wav = (processes.spec(ReplicaId(stage, 0, 7), 0) for stage in ("talker", "code2wav"))
-        added = processes.spec(ReplicaId("talker", 5, 7), 0)  # by `ctl scale`
-    expected = {"CUDA_MPS_PIPE_DIRECTORY": "/run/pipes", "CUDA_MPS_CLIENT_PRIORITY": "1"}
-    assert [dict(each.environment) for each in (talker, added)] == [expected, expected]
-    assert talker.devices == added.devices == ("GPU-d",)
-    assert code2wav.devices == ("5",)
-    assert code2wav.environment == ()
-
-
 @pytest.mark.parametrize(
     ("there", "most", "percent"), [(132, 32, "25"), (132, 64, "49"), (114, 32, "29"), (32, 32, None)]
 )
@@ -114,15 +86,12 @@ def test_a_stage_gets_the_part_of_the_gpu_that_holds_its_multiprocessors(
         assert int(there * int(percent) / 100) // 2 * 2 == most, "as the driver rounds it"
 
 
-def test_a_part_of_the_gpu_is_left_to_who_gives_one_and_to_hosts_with_mps() -> None:
+def test_a_part_is_given_to_autoregressive_stages_on_hosts_with_mps_that_name_none(tmp_path: Path) -> None:
     own = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}
     assert MpsClients("", {}, 132).apply(["0"], own, 32) == (["0"], own)
     assert MpsClients("", {}, 132).apply(["0"], {}) == (["0"], {})
     assert MpsClients("", {}, 132).apply([], {}, 32) == ([], {}), "on no GPU"
     assert NO_MPS.apply(["0"], {}, 32) == (["0"], {})
-
-
-def test_only_autoregressive_stages_have_a_part_of_a_gpu(tmp_path: Path) -> None:
     assert load(tmp_path, models(talker={"multiprocessors": 32})).pipeline.stage("talker").multiprocessors == 32
     with pytest.raises(ConfigError, match=r"code2wav\.multiprocessors does not apply to a stage of kind diffusion"):
         load(tmp_path, models(code2wav={"multiprocessors": 32}))
@@ -131,14 +100,11 @@ def test_only_autoregressive_stages_have_a_part_of_a_gpu(tmp_path: Path) -> None
 def test_it_is_switched_off_in_the_yaml_the_environment_or_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert load(tmp_path, chain()).pipeline.mps == "auto"
-    assert load(tmp_path, {**chain(), "mps": False}).pipeline.mps == "off", "as YAML reads `off`"
-    assert load(tmp_path, {**chain(), "mps": "off"}).pipeline.mps == "off"
+    for given, mode in (({}, "auto"), ({"mps": False}, "off"), ({"mps": "off"}, "off")):  # YAML reads off as False
+        assert load(tmp_path, {**chain(), **given}).pipeline.mps == mode
     monkeypatch.setenv("OMNI_ACTORS_MPS", "off")
-    off = load(tmp_path, chain()).pipeline
-    assert off.mps == "off"
-    auto = load(tmp_path, chain(), {"mps": "auto"}).pipeline
-    assert auto.mps == "auto"
+    off, auto = (load(tmp_path, chain(), given).pipeline for given in (None, {"mps": "auto"}))
+    assert (off.mps, auto.mps) == ("off", "auto")
     assert auto.digest() == off.digest(), "each host may choose"
     for wrong in ("on", True, 1):
         with pytest.raises(ConfigError, match="mps"):

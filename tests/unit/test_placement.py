@@ -17,6 +17,8 @@ from omni_actors.host import addresses
 from omni_actors.host.addresses import resolve, resolve_eventually, source_address
 from tests.support.builders import chain, load, write
 
+OF_THREE_GPUS = {"kind": "autoregressive", "devices": [0, 1, 2]}
+
 
 def spread(nnodes: int = 2, **stages: Any) -> dict[str, Any]:
     data = {**chain(), "cluster": {"nnodes": nnodes}}
@@ -51,11 +53,18 @@ def test_senders_use_the_network_only_to_other_nodes() -> None:
         ({"talker": {"node": [0, 1]}}, r"names 2 nodes, but there are 1 replicas"),
         ({"talker": {"node": [1, 1], "replicas": 2}}, "names a node twice"),
         ({"talker": {"node": []}}, "node"),
+        *(
+            (
+                {"talker": {**OF_THREE_GPUS, "engine": {f"{how}_parallel_size": 2}}},
+                "names 3 GPUs, but a replica takes 2",
+            )
+            for how in ("tensor", "pipeline")
+        ),
     ],
 )
 def test_wrong_placement(tmp_path: Path, stages: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        load(tmp_path, spread(2, **stages))
+        load(tmp_path, spread(2, **stages), devices=4)
 
 
 def test_nodes_agree_on_the_pipeline_and_not_on_what_is_their_own(tmp_path: Path) -> None:
@@ -160,13 +169,6 @@ def test_replicas_of_a_node_take_its_devices_one_after_the_other(
     assert sum(share for place in shares.values() for name, share in place if name == "talker") == pytest.approx(
         0.3 * replicas * size
     )
-
-
-@pytest.mark.parametrize("how", ["tensor", "pipeline"])
-def test_devices_must_come_in_groups(tmp_path: Path, how: str) -> None:
-    stage = {"kind": "autoregressive", "devices": [0, 1, 2], "engine": {f"{how}_parallel_size": 2}}
-    with pytest.raises(ConfigError, match="names 3 GPUs, but a replica takes 2"):
-        load(tmp_path, spread(2, talker=stage), devices=4)
 
 
 @pytest.mark.parametrize(

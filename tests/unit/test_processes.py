@@ -6,17 +6,14 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
 
-import psutil
 import pytest
 
 from omni_actors.host import segments
 from omni_actors.host.processes import AnchoredClock, raise_file_limit
-from omni_actors.host.run_directory import RunDirectory
 from omni_actors.host.segments import Segment
 from omni_actors.launcher.replica_processes import SegmentLedger
 from omni_actors.protocol.fields import ReplicaId
@@ -24,28 +21,6 @@ from tests.support.clock import Clock
 from tests.support.commands import python
 from tests.support.paths import REPOSITORY
 from tests.support.segments import holder
-
-CHILD = "import time; from omni_actors.host.processes import die_with_parent; die_with_parent(); print(1, flush=True); "
-PARENT = f"""
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", {CHILD + "time.sleep(60)"!r}], stdout=subprocess.PIPE)
-child.stdout.readline()
-print(child.pid, flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_child_dies_with_its_parent() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert parent.stdin is not None
-    with parent.stdin, parent.stdout:
-        child = psutil.Process(int(parent.stdout.readline()))
-        parent.kill()
-        parent.wait()
-        deadline = time.monotonic() + 10
-        while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
 
 
 def test_the_file_limit_is_raised_as_far_as_it_may_be() -> None:
@@ -106,19 +81,6 @@ def test_a_file_that_took_the_same_name_is_not_removed(path: str) -> None:
     assert os.path.exists(path)
     segments.remove([Segment(name, os.stat(path).st_ino), Segment("omni-test-never", 1)])
     assert not os.path.exists(path)
-
-
-def test_the_next_launcher_removes_what_a_killed_one_has_listed(short_path: Path, path: str, hold: Start) -> None:
-    folder = short_path / "run"
-    folder.mkdir(mode=0o700)
-    ledger = SegmentLedger(folder / "segments")
-    ledger.look({TALKER: hold(path).pid})
-    run = RunDirectory(str(folder))
-    try:
-        assert not os.path.exists(path)
-    finally:
-        run.close()
-    assert [entry.name for entry in folder.iterdir()] == ["logs"]
 
 
 LAUNCHER = """

@@ -13,7 +13,6 @@ import pytest
 
 from omni_actors import logs
 from omni_actors.cli.chat import find_speaker
-from omni_actors.client.offline import progress_bar
 from tests.support.waiting import until
 
 
@@ -24,18 +23,6 @@ def read_all(master: int) -> str:
         while piece := screen.read(65536):
             text += piece
     return text.decode()
-
-
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    master, slave = os.openpty()
-    with open(slave, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        with progress_bar(7, True) as done:
-            done(3)
-            done(1)
-    shown = read_all(master)
-    assert "Processed prompts" in shown
-    assert "4/7" in shown
 
 
 def test_a_terminal_has_one_line_that_is_redrawn_and_everything_else_above_it(monkeypatch: pytest.MonkeyPatch) -> None:

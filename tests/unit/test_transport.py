@@ -159,23 +159,6 @@ def test_an_urgent_message_that_the_socket_takes_shows_that_it_takes_others(
     assert sent == [b"urgent", b"refused"]
 
 
-def test_client_that_grants_nothing_counts_as_stalled(sockets: Sockets, short_path: Path) -> None:
-    clock = Clock()
-    _, endpoint = sockets.pull(f"ipc://{short_path}/p")
-    link = Link(sockets.push(endpoint), clock, 5.0, Window(1, 1000), needs_credit=True)
-    link.send("r", [b"x"])
-
-    def is_out() -> bool:
-        link.flush()
-        return link.window.messages_out == 1
-
-    until(is_out, what="a message that uses up the window")
-    link.send("r", [b"y"])
-    assert not link.stalled()
-    clock.now += 5.1
-    assert link.stalled()
-
-
 async def test_reader_survives_a_callback_that_raises(sockets: Sockets, short_path: Path) -> None:
     pull, endpoint = sockets.pull(f"ipc://{short_path}/p")
     push = sockets.push(endpoint)
