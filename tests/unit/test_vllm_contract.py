@@ -20,7 +20,6 @@ from tests.support.vllm_contract import Own, Release, problems
 from tests.support.vllm_release import describe, describe_imported, recorded
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
-PARAMS = "vllm.sampling_params:SamplingParams"
 AGAIN = "run python scripts/vllm_signatures.py WHEEL"
 
 
@@ -76,17 +75,7 @@ def test_a_wheel_is_what_was_recorded_of_it(installed: Release, own: Own) -> Non
 # What a release can change, and the problem that it makes.
 CHANGES: list[tuple[Callable[[Release], object], str]] = [
     (lambda release: release.callables.pop(f"{SCHEDULER}.make_stats"), "make_stats is missing"),
-    (
-        lambda release: release.callables.update({PARAMS: release.callables[PARAMS].replace("extra_args=", "")}),
-        "SamplingParams takes no extra_args",
-    ),
     (lambda release: release.contains[f"{SCHEDULER}.schedule"].reverse(), "schedule has another order"),
-    (
-        lambda release: release.methods["vllm.v1.worker.gpu.sample.sampler:Sampler"].update(
-            _sample_random="more processed_logits"
-        ),
-        "CPUSampler._sample_random(processed_logits",
-    ),
     (
         lambda release: release.methods["vllm.v1.worker.gpu_worker:Worker"].pop("_make_model_runner"),
         "OmniGPUWorker._make_model_runner overrides nothing any more",

@@ -26,12 +26,19 @@ def distribution(folder: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-@pytest.mark.parametrize(
-    "version",
-    ["0.31.9", "0.3.2", "0.32.0rc1", "0.34.0", "0.34.0.dev1", "0.34.0rc2+cu130", "1.0", "0.1.dev1+g4ba787e", "dev"],
-)
-def test_no_other_version_is_supported(version: str) -> None:
-    assert not is_supported(version)
+def test_no_other_version_is_supported() -> None:
+    for version in [
+        "0.31.9",
+        "0.3.2",
+        "0.32.0rc1",
+        "0.34.0",
+        "0.34.0.dev1",
+        "0.34.0rc2+cu130",
+        "1.0",
+        "0.1.dev1+g4ba787e",
+        "dev",
+    ]:
+        assert not is_supported(version), version
 
 
 def test_the_extras_agree_with_the_range() -> None:
