@@ -13,6 +13,7 @@ from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.responses.events import ResponseReply, SentEvents
 from omni_actors.http_server.responses.items import ResponsesRequest
 from omni_actors.protocol.messages import Description
+from omni_actors.protocol.payloads import StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FORM = {"type": "json_schema", "name": "city", "schema": SCHEMA}
@@ -20,6 +21,18 @@ FORM = {"type": "json_schema", "name": "city", "schema": SCHEMA}
 
 def request(**fields: Any) -> ResponsesRequest:
     return decode(json.dumps({"input": "hi", **fields}).encode(), ResponsesRequest)
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, StructuredOutputs(json_object=True)),
+        (FORM, StructuredOutputs(json=json.dumps(SCHEMA))),
+    ],
+)
+def test_a_form_is_that_of_the_text_stage(form: dict[str, Any], wanted: StructuredOutputs | None) -> None:
+    assert request(text={"format": form}).stage_fields().get("structured_outputs") == wanted
 
 
 def test_a_schema_that_is_too_long_is_refused() -> None:
@@ -40,6 +53,20 @@ def test_a_schema_that_is_too_long_is_refused() -> None:
 )
 def test_log_probabilities_are_those_of_the_text_stage(fields: dict[str, Any], wanted: int | None) -> None:
     assert request(**fields).stage_fields().get("logprobs") == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"include": ["web_search_call.results"]}, "include[0]"),
+    ],
+)
+def test_log_probabilities_that_cannot_come_are_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        request(**fields).stage_fields()
+    assert caught.value.param == param
 
 
 def test_a_kept_response_holds_nothing_of_the_body() -> None:
