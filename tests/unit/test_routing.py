@@ -13,9 +13,8 @@ from omni_actors.coordinator.core.replicas import ReplicaState
 from omni_actors.coordinator.core.request import ActiveRequest
 from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.coordinator.core.routing import ABOVE_MEAN
-from omni_actors.protocol.messages import FinishReason, StageDone, StageUsage
 from omni_actors.protocol.payloads import ChatMessage, ContentPart, Prompt
-from tests.support.builders import chain, header_from
+from tests.support.builders import chain
 from tests.support.requests import ALICE, NOW, CheckedRequestMachine, ask, bring_back, finish, lose, ready
 
 STAGES = ("prompt", "thinker", "talker", "code2wav")
@@ -53,18 +52,6 @@ def at(state: RequestMachine, request_id: str, stage: str = "thinker") -> int:
 def load(state: RequestMachine, index: int, stage: str = "thinker") -> int:
     replica = state.replicas.current(stage, index)
     return len(replica.computing)
-
-
-def test_what_a_stage_has_finished_is_no_load_although_it_is_still_bound() -> None:
-    state = ready(replicas=2)
-    for name in "ab":
-        ask(state, name)
-    bound = state.active["b"].bound["thinker"]
-    state.from_stage(header_from(bound, "b", 0, 0), StageDone(usage=StageUsage(FinishReason.STOP)), (), NOW)
-    assert at(state, "b") == 1
-    ask(state, "c")
-    ask(state, "d")
-    assert [at(state, name) for name in "cd"] == [1, 0], "it holds b, and computes nothing"
 
 
 def test_the_next_turn_goes_to_the_replica_that_has_the_first() -> None:

@@ -111,19 +111,6 @@ def test_a_blocked_request_does_not_hold_up_those_of_others() -> None:
     assert granted(made) == ["a"]
 
 
-def test_the_client_with_the_most_requests_is_refused_first() -> None:
-    made = slots(1, line=4)
-    flood(made, 4, "a")
-    assert granted(made) == ["a"]
-    assert made.enter(ticket("b")) == []
-    (out,) = made.enter(ticket("b"))
-    assert out.startswith("a")
-    newest = ticket("b")
-    assert made.enter(newest) == [newest.request_id], "it would have as many as the other"
-    assert made.enter(ticket("c"))[0].startswith("a")
-    assert made.waiting == 4
-
-
 def test_bytes_are_bounded_too_and_nobody_leaves_in_vain() -> None:
     made = slots(1, line_bytes=100)
     made.enter(ticket("a"))
