@@ -71,6 +71,7 @@ def listening(**fields: Any) -> dict[str, Any]:
             "invalid_value",
         ),
         (listening(format={"type": "audio/mp3"}), "session.audio.input.format.type", "invalid_value"),
+        (listening(format={"type": "audio/pcmu", "rate": 16_000}), "session.audio.input.format", "invalid_value"),
         (
             listening(turn_detection={"type": "no_vad", "threshold": 0.5}),
             "session.audio.input.turn_detection.type",
