@@ -14,9 +14,12 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from tests.support.browser import chromium, watched_page
+from tests.support.http_servers import http_servers
 from tests.support.paths import REPOSITORY
+from tests.support.pipelines import RunningPipeline
 from tests.support.scripted import scripted_pipeline
 from tests.support.servers import ECHO, HttpPipeline, close_clients
+from tests.support.waiting import until
 
 ONE_SAMPLE = {"stages.code2wav.engine.samples_per_token": 1}
 SPEECH, IMAGE, VIDEO = (f"stage_configs/echo_{name}.yaml" for name in ("speech", "image", "video"))
@@ -100,6 +103,9 @@ INSTRUCTED = {"languages": ["English", "German"], "instructions": "none", "clip"
 
 SLOWLY = {"coordinator.max_in_flight": 2, "coordinator.max_queued": 0, **steps(0.05, "thinker", "code2wav")}
 MARA = {**ONE_SAMPLE, "http.voices": 3, "http.voice_aliases.alloy": "Mara"}
+TALKER = {"stages.code2wav.engine.samples_per_token": 4800, "http.write_timeout": 1, "http.media_parts": 2}
+TALKER |= {"http.bodies_bytes": 1 << 20, "http.body_bytes": 1 << 20}
+SEVERAL = {**steps(0.02, "thinker", "code2wav"), "http.workers": 3}
 
 echo_pipeline, echo = shared("echo_pipeline", "echo", echo_with_adapter)
 picture_pipeline, pictures = shared("picture_pipeline", "pictures", configured(steps(0.002, "dit"), IMAGE))
@@ -117,6 +123,9 @@ talkative_pipeline, talkative = shared(
     "talkative_pipeline", "talkative", configured({"http.names": "openai", **steps(0.02, "thinker", "code2wav")})
 )
 cloning_pipeline, idle_cloning = shared("cloning_pipeline", "idle_cloning", configured(MARA, SPEECH))
+# Much sound, few events, and small limits of the server.
+talker_pipeline, talker = shared("talker_pipeline", "talker", configured(TALKER))
+several_pipeline, idle_several = shared("several_pipeline", "idle_several", configured(SEVERAL))
 
 
 @pytest.fixture
@@ -125,6 +134,20 @@ def cloning(idle_cloning: HttpPipeline) -> Iterator[HttpPipeline]:
     yield idle_cloning
     for name in httpx.get(f"{idle_cloning.url}/v1/audio/voices").json()["voices"]:
         assert httpx.delete(f"{idle_cloning.url}/v1/audio/voices/{name}").status_code == 200
+
+
+@pytest.fixture
+def several(idle_several: HttpPipeline) -> HttpPipeline:
+    """Three processes of the HTTP server, and 50 tokens a second."""
+    until(lambda: len(http_servers(idle_several)) == SEVERAL["http.workers"], 30, "all processes")
+    return idle_several
+
+
+@pytest.fixture(scope="session")
+def deaf_pipeline() -> Iterator[RunningPipeline]:
+    """Echo stages that take no sound."""
+    with RunningPipeline(ECHO, {"stages.prompt.engine.max_media": '{"audio": 0}'}) as pipeline:
+        yield pipeline
 
 
 @pytest.fixture(scope="module")

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
-import openai
 import psutil
 import pytest
 from starlette.routing import Route
@@ -24,33 +20,44 @@ from omni_actors.errors import ConfigError
 from omni_actors.http_server.app import create_app, create_routes
 from omni_actors.http_server.settings import ServerSettings, check_exposure, parse_address
 from omni_actors.sharing import Budget
+from tests.support.http_servers import http_server
 from tests.support.paths import REPOSITORY
-from tests.support.processes import processes_titled
-from tests.support.servers import ECHO, HttpPipeline, free_port, launch, openai_client, serving, sound, wait_healthy
+from tests.support.servers import ECHO, HttpPipeline, free_port, serving, sound
 from tests.support.waiting import PATIENCE, until
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def keyed(echo_pipeline: HttpPipeline) -> Iterator[str]:
-    settings = ServerSettings(endpoint=echo_pipeline.endpoint, api_key="sésame", check_host=False)
-    with serving(create_app(settings)) as url:
-        yield url
+PAGE_FILES = re.compile(r"/(vendor/)?\w+\.(js|css)")
+KEY = {"authorization": "Bearer sesame"}
+LOOPBACK = {"host": "localhost"}
+OF_ANOTHER = {"host": "pipeline.example"}
+ROUTES = sorted(
+    (method, re.sub(r"{\w+(:path)?}", "x", route.path))
+    for route in create_routes(ServerSettings(endpoint="ipc:///nowhere"), Budget(0)).routes
+    if isinstance(route, Route)
+    for method in route.methods or ()
+)
+assert len(ROUTES) > 30
 
 
 @pytest.fixture(scope="module")
-def open_server(echo_pipeline: HttpPipeline) -> Iterator[str]:
-    """A server without a key, so for loopback names only."""
-    with serving(create_app(ServerSettings(endpoint=echo_pipeline.endpoint))) as url:
-        yield url
+def servers(echo_pipeline: HttpPipeline) -> Iterator[dict[str, str]]:
+    """As they are started: with a key (on any address), without one (on loopback), and with --http-insecure."""
+    endpoint = echo_pipeline.endpoint
+    with (
+        serving(create_app(ServerSettings(endpoint=endpoint, api_key="sesame", check_host=False))) as keyed,
+        serving(create_app(ServerSettings(endpoint=endpoint))) as loopback,
+        serving(create_app(ServerSettings(endpoint=endpoint, check_host=False))) as insecure,
+    ):
+        yield {"keyed": keyed, "loopback": loopback, "insecure": insecure}
 
 
 @pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", "Basic c8OpczpzZXNhbWU=", "s\xe9same"])
-def test_wrong_keys_are_refused(keyed: str, header: str | None) -> None:
+def test_wrong_keys_are_refused(servers: dict[str, str], header: str | None) -> None:
     headers = {} if header is None else {"authorization": header.encode("latin-1")}
-    response = httpx.post(f"{keyed}{CHAT}", headers=headers)
+    response = httpx.post(f"{servers['keyed']}{CHAT}", headers=headers)
     assert response.status_code == 401
     assert response.json()["error"]["code"] == "invalid_api_key"
     assert response.headers["www-authenticate"] == "Bearer"
@@ -60,9 +67,9 @@ FOREIGN = ("evil.example", "127.0.0.1.evil.example", "evil.example:8000", "[", "
 
 
 @pytest.mark.parametrize("host", [*FOREIGN, "localhost", "127.0.0.1:1", "[::1]:8000"])
-def test_foreign_host_names_are_refused(open_server: str, host: str) -> None:
+def test_foreign_host_names_are_refused(servers: dict[str, str], host: str) -> None:
     """A page of evil.example whose name resolves to 127.0.0.1 reaches the port, but sends its own name."""
-    status = httpx.get(f"{open_server}/v1/models", headers={"host": host}).status_code
+    status = httpx.get(f"{servers['loopback']}/v1/models", headers={"host": host}).status_code
     assert status in ((400, 403) if host in FOREIGN else (200,))
 
 
@@ -76,27 +83,12 @@ def test_other_addresses_than_loopback_need_a_key() -> None:
         check_exposure(host, None, True)
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [("127.0.0.1:80", ("127.0.0.1", 80)), ("8000", ("127.0.0.1", 8000)), ("[::1]:9", ("::1", 9)), ("h:0", ("h", 0))],
-)
-def test_addresses_are_parsed(text: str, wanted: tuple[str, int]) -> None:
-    assert parse_address(text) == wanted
-
-
-@pytest.mark.parametrize("text", ["", "a:b", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:-1", "127.0.0.1:١"])
-def test_wrong_addresses_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        parse_address(text)
-
-
-def test_a_launch_whose_address_is_taken_ends_at_once() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        done = launch("--http", f"127.0.0.1:{taken.getsockname()[1]}")
-    assert done.returncode == 2, done.stderr
-    assert "Cannot listen" in done.stderr, done.stderr
+def test_addresses_are_parsed_or_refused() -> None:
+    addresses = {"127.0.0.1:80": ("127.0.0.1", 80), "8000": ("127.0.0.1", 8000), "[::1]:9": ("::1", 9), "h:0": ("h", 0)}
+    assert {text: parse_address(text) for text in addresses} == addresses
+    for text in ("", "a:b", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:-1", "127.0.0.1:١"):
+        with pytest.raises(ConfigError):
+            parse_address(text)
 
 
 def test_health_names_a_dead_stage() -> None:
@@ -130,8 +122,7 @@ def test_killing_the_http_server_loses_its_streams_and_nothing_else(slow: HttpPi
         streams = [pool.submit(stream, begun) for begun in started]
         assert all(begun.wait(10 * PATIENCE) for begun in started)
         assert client.describe().in_flight == 2
-        (server,) = processes_titled("omni:http", slow.process.pid)
-        psutil.Process(server).kill()
+        http_server(slow).kill()
         assert all(future.result(10 * PATIENCE) for future in streams)
         until(lambda: not client.describe().in_flight, 15, "the requests of the dead server to end")
         assert slow.openai(max_retries=3, timeout=30).chat.completions.create(**HELLO).choices
@@ -174,59 +165,11 @@ def test_health_while_the_stages_load() -> None:
     until(is_gone, 5, "the HTTP server to end with its launcher")
 
 
-def test_a_separate_server_for_a_running_pipeline(echo: HttpPipeline, tmp_path: Path) -> None:
-    port = free_port()
-    command = f"-m omni_actors.http_server --endpoint {echo.endpoint} --http 127.0.0.1:{port} --served-name sea".split()
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen([sys.executable, *command], cwd=REPOSITORY, stdout=log, stderr=log)
-    try:
-        wait_healthy(f"http://127.0.0.1:{port}")
-        client = openai_client(f"http://127.0.0.1:{port}")
-        assert [model.id for model in client.models.list()] == ["sea", "pirate"]
-        assert client.chat.completions.create(**{**HELLO, "model": "sea"}).model == "sea"
-        with pytest.raises(openai.NotFoundError):
-            client.chat.completions.create(**HELLO)
-        process.terminate()
-        assert process.wait(10 * PATIENCE) in (0, -signal.SIGTERM)
-    finally:
-        process.kill()
-        process.wait()
-    assert "hi" not in [word.strip() for word in (tmp_path / "log").read_text().split()], "user content in the log"
-
-
-def test_a_url_cannot_forge_a_line_of_the_log(keyed: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_url_cannot_forge_a_line_of_the_log(servers: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "omni_actors")
-    assert httpx.get(f"{keyed}/a%0A2026-11-22%20ERROR%20forged%1b%5b2J").status_code == 401
+    assert httpx.get(f"{servers['keyed']}/a%0A2026-11-22%20ERROR%20forged%1b%5b2J").status_code == 401
     (line,) = until(lambda: [text for text in caplog.messages if "forged" in text], 5, "the line")
     assert line.isprintable()
-
-
-PAGE_FILES = re.compile(r"/(vendor/)?\w+\.(js|css)")
-KEY = {"authorization": "Bearer sesame"}
-LOOPBACK = {"host": "localhost"}
-OF_ANOTHER = {"host": "pipeline.example"}
-ROUTES = sorted(
-    (method, re.sub(r"{\w+(:path)?}", "x", route.path))
-    for route in create_routes(ServerSettings(endpoint="ipc:///nowhere"), Budget(0)).routes
-    if isinstance(route, Route)
-    for method in route.methods or ()
-)
-
-
-@pytest.fixture(scope="module")
-def servers(echo_pipeline: HttpPipeline) -> Iterator[dict[str, str]]:
-    """As they are started: with a key (on any address), without one (on loopback), and with --http-insecure."""
-    endpoint = echo_pipeline.endpoint
-    with (
-        serving(create_app(ServerSettings(endpoint=endpoint, api_key="sesame", check_host=False))) as keyed,
-        serving(create_app(ServerSettings(endpoint=endpoint))) as loopback,
-        serving(create_app(ServerSettings(endpoint=endpoint, check_host=False))) as insecure,
-    ):
-        yield {"keyed": keyed, "loopback": loopback, "insecure": insecure}
-
-
-def test_there_are_routes() -> None:
-    assert {("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/v1/requests"), ("POST", "/v1/files")} < set(ROUTES)
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import socket
-from collections.abc import Iterator
 
 import httpx
-import psutil
-import pytest
 
-from tests.support.processes import processes_titled
+from tests.support.http_servers import http_server
 from tests.support.servers import HttpPipeline, sound
 from tests.support.waiting import PATIENCE, until
 
@@ -19,35 +16,15 @@ CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 LARGE = 600_000  # bytes, of a megabyte that all requests may hold
 
 
-@pytest.fixture(scope="module")
-def small_pipeline() -> Iterator[HttpPipeline]:
-    overrides = {"http.bodies_bytes": 1 << 20, "http.write_timeout": 1, "http.media_parts": 2}
-    overrides["stages.code2wav.engine.samples_per_token"] = 48_000
-    with HttpPipeline(overrides=overrides, arguments=[f"--http-body-bytes={1 << 20}"]) as pipeline:
-        yield pipeline
-
-
-@pytest.fixture
-def small(small_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
-    """A server that holds at most a megabyte for requests, with a second of sound for each token."""
-    yield small_pipeline
-    small_pipeline.assert_idle()
-
-
-def server_of(pipeline: HttpPipeline) -> psutil.Process:
-    (pid,) = processes_titled("omni:http", pipeline.process.pid)
-    return psutil.Process(pid)
-
-
-def test_clients_that_do_not_read_a_long_answer_hold_little_and_are_cut_off(small: HttpPipeline) -> None:
-    spoken = {"model": "echo", "input": "x" * 60, "modalities": ["text", "audio"]}
-    answer = httpx.post(f"{small.url}{RESPONSES}", json=spoken, timeout=60)
+def test_clients_that_do_not_read_a_long_answer_hold_little_and_are_cut_off(talker: HttpPipeline) -> None:
+    spoken = {"model": "echo", "input": "x" * 600, "modalities": ["text", "audio"]}
+    answer = httpx.post(f"{talker.url}{RESPONSES}", json=spoken, timeout=60)
     path = f"{RESPONSES}/{answer.json()['id']}"
-    assert httpx.get(f"{small.url}{path}").content == answer.content
+    assert httpx.get(f"{talker.url}{path}").content == answer.content
     assert len(answer.content) > 7 << 20
-    server = server_of(small)
+    server = http_server(talker)
     memory, files = server.memory_info().rss, server.num_fds()
-    host, port = small.url.removeprefix("http://").split(":")
+    host, port = talker.url.removeprefix("http://").split(":")
     with contextlib.ExitStack() as opened:
         for _ in range(20):
             connection = opened.enter_context(socket.socket())
@@ -60,9 +37,9 @@ def test_clients_that_do_not_read_a_long_answer_hold_little_and_are_cut_off(smal
         until(lambda: server.num_fds() <= files, 20, "the connections are closed")
 
 
-def test_what_is_kept_counts_as_if_it_were_in_the_body(small: HttpPipeline) -> None:
+def test_what_is_kept_counts_as_if_it_were_in_the_body(talker: HttpPipeline) -> None:
     recording = sound(LARGE / 2 / 16_000)
-    with httpx.Client(base_url=small.url, timeout=60) as client:
+    with httpx.Client(base_url=talker.url, timeout=60) as client:
         uploaded = client.post("/v1/files", files={"file": ("a.wav", recording)}).json()["id"]
         file = {"type": "file", "file": {"file_id": uploaded}}
 
@@ -90,12 +67,10 @@ def test_what_is_kept_counts_as_if_it_were_in_the_body(small: HttpPipeline) -> N
         assert chat(file).status_code == 200, "all is free again"
 
 
-def test_the_servers_process_has_the_settings_of_the_yaml_and_of_flags(small: HttpPipeline) -> None:
+def test_the_servers_process_has_the_settings_of_the_yaml(talker: HttpPipeline) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     body = {"model": "echo", "messages": [{"role": "user", "content": 3 * [part]}]}
-    answer = httpx.post(f"{small.url}{CHAT}", json=body)
-    assert answer.status_code == 400
-    assert "at most 2 are allowed" in answer.text
-    answer = httpx.post(f"{small.url}{CHAT}", json={**body, "user": "x" * (1 << 20)})
-    assert answer.status_code == 413
-    assert f"limit of {1 << 20} bytes" in answer.text
+    answer = httpx.post(f"{talker.url}{CHAT}", json=body)
+    assert (answer.status_code, "at most 2 are allowed" in answer.text) == (400, True), answer.text
+    answer = httpx.post(f"{talker.url}{CHAT}", json={**body, "user": "x" * (1 << 20)})
+    assert (answer.status_code, f"limit of {1 << 20} bytes" in answer.text) == (413, True), answer.text

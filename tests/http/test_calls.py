@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import aioice.ice
@@ -44,15 +44,6 @@ async def hang_up(url: str, location: str, key: str = "none") -> httpx.Response:
 async def ends(caller: Caller) -> None:
     async with asyncio.timeout(15 * PATIENCE):
         await caller.closed.wait()
-
-
-@pytest.fixture(scope="module")
-def talker() -> Iterator[HttpPipeline]:
-    """Echo stages that speak slowly: few events, much sound."""
-    samples = MILLISECONDS_PER_CHARACTER * RATE // 1000
-    with HttpPipeline(overrides={"stages.code2wav.engine.samples_per_token": samples}) as pipeline:
-        yield pipeline
-        pipeline.assert_idle()
 
 
 async def test_a_spoken_turn_is_answered_in_sound(talker: HttpPipeline) -> None:
@@ -149,103 +140,40 @@ async def test_a_client_that_vanishes_ends_its_call(slow: HttpPipeline, monkeypa
             await no_session(url)
 
 
-async def test_a_client_that_does_not_come_leaves_its_place(
+async def test_a_client_that_does_not_come_leaves_its_place_and_an_idle_call_has_an_end(
     echo: HttpPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(webrtc, "CONNECT_SECONDS", 0.5)
-    with serving_sessions(ServerSettings(endpoint=echo.endpoint, realtime_sessions=1)) as url:
+    settings = ServerSettings(endpoint=echo.endpoint, realtime_sessions=1, realtime_idle_seconds=0.5)
+    with serving_sessions(settings) as url:
         caller = Caller()
         offer = await caller.offer()
-        assert (await post_offer(url, offer)).status_code == 201
-        refused = await post_offer(url, offer)
-        assert refused.status_code == 429
+        assert [(await post_offer(url, offer)).status_code for _ in range(2)] == [201, 429]
         await no_session(url)
         await caller.close()
-
-
-async def test_a_call_has_an_end(echo: HttpPipeline) -> None:
-    with serving_sessions(ServerSettings(endpoint=echo.endpoint, realtime_idle_seconds=0.5)) as url:
         async with call(url, hears=False) as caller:
             assert (await caller.until("error"))["error"]["code"] == "session_idle"
             await ends(caller)
             await no_session(url)
 
 
-async def test_the_end_of_the_server_ends_its_calls(echo: HttpPipeline) -> None:
-    caller = Caller()
-    with serving_sessions(ServerSettings(endpoint=echo.endpoint)) as url:
-        await caller.connect(url)
-    await ends(caller)
-    await caller.close()
-
-
-@pytest.fixture(scope="module")
-def limited(echo_pipeline: HttpPipeline) -> Iterator[str]:
-    """A server with a key."""
-    settings = ServerSettings(endpoint=echo_pipeline.endpoint, api_key=KEY, check_host=False)
+async def test_a_client_secret_opens_a_call_and_ends_none_and_the_end_of_the_server_does(echo: HttpPipeline) -> None:
+    settings = ServerSettings(endpoint=echo.endpoint, api_key=KEY, check_host=False)
     with serving_sessions(settings, http=bounded_protocol(settings, 4)) as url:
-        yield url
-
-
-async def test_a_client_secret_opens_a_call_and_ends_none(limited: str) -> None:
-    body = {"session": session_of(SENTENCE)}
-    async with httpx.AsyncClient(headers={"authorization": f"Bearer {KEY}"}) as client:
-        made = await client.post(f"{limited}/v1/realtime/client_secrets", json=body, timeout=30 * PATIENCE)
-    secret = made.json()["value"]
-    await no_session(limited, KEY)
-    async with call(limited, key=secret) as caller:
-        assert caller.of_kind("session.created")[0]["session"]["instructions"] == SENTENCE
-        assert (await hang_up(limited, caller.location, secret)).status_code == 401
-        assert (await hang_up(limited, caller.location, KEY)).status_code == 200
-        await ends(caller)
-
-
-@pytest.mark.parametrize(
-    ("query", "session", "param"),
-    [({"voice": "alloy"}, None, "voice"), ({}, {"type": "realtime", "temperature": 1}, "session.temperature")],
-)
-async def test_a_configuration_that_is_not_supported_is_refused(
-    echo: HttpPipeline, query: dict[str, str], session: dict[str, Any] | None, param: str
-) -> None:
-    caller = Caller()
-    refused = await post_offer(echo.url, await caller.offer(), session=session, **query)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
-    await no_session(echo.url)
-    await caller.close()
-
-
-def without(pattern: str) -> Callable[[str], str]:
-    return lambda offer: re.sub(rf"(?m)^{pattern}.*\n", "", offer)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda offer: "",
-        lambda offer: "v=0",
-        lambda offer: "\0" + offer[::-1],
-        lambda offer: offer * 40,
-        lambda offer: offer.partition("m=application")[0],
-        lambda offer: offer[: offer.index("m=audio")] + offer[offer.index("m=application") :],
-        lambda offer: offer + offer[offer.index("m=audio") :].replace("m=audio", "m=video"),
-        lambda offer: offer.replace("opus/48000/2", "telephone-event/8000"),
-        lambda offer: offer.replace("BUNDLE 0", "BUNDLE 7"),
-        lambda offer: offer.replace("a=mid:1", "a=mid:0").replace("BUNDLE 0 1", "BUNDLE 0"),
-        without("a=fingerprint"),
-        without("a=setup"),
-        without("a=ice-ufrag"),
-        without("a=rtcp-mux"),
-        lambda offer: re.sub(r"a=max-message-size:\d+", "a=max-message-size:many", offer),
-    ],
-)
-async def test_a_wrong_offer_is_refused(echo: HttpPipeline, change: Callable[[str], str]) -> None:
-    caller = Caller()
-    wrong = change(await caller.offer())
-    refused = await post_offer(echo.url, wrong)
-    assert refused.status_code == 400, refused.text
-    assert refused.json()["error"]["code"] == "invalid_sdp"
-    await no_session(echo.url)
-    await caller.close()
+        body = {"session": session_of(SENTENCE)}
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {KEY}"}) as client:
+            made = await client.post(f"{url}/v1/realtime/client_secrets", json=body, timeout=30 * PATIENCE)
+        secret = made.json()["value"]
+        await no_session(url, KEY)
+        async with call(url, key=secret) as caller:
+            assert caller.of_kind("session.created")[0]["session"]["instructions"] == SENTENCE
+            assert (await hang_up(url, caller.location, secret)).status_code == 401
+            assert (await hang_up(url, caller.location, KEY)).status_code == 200
+            await ends(caller)
+        last = Caller()
+        await last.connect(url, key=KEY)
+    await ends(last)
+    await last.close()
 
 
 async def test_an_offer_sends_the_server_nowhere(echo: HttpPipeline) -> None:
@@ -274,6 +202,42 @@ async def test_an_event_that_never_ends_ends_the_call(echo: HttpPipeline) -> Non
         caller.send_beyond_the_limit("x" * 2_000_000)
         await ends(caller)
         await no_session(echo.url)
+
+
+def without(part: str) -> Callable[[str], str]:
+    return lambda offer: re.sub(rf"(?m)^{part}.*\n", "", offer)
+
+
+WRONG_OFFERS: list[Callable[[str], str]] = [
+    lambda offer: "",
+    lambda offer: "v=0",
+    lambda offer: "\0" + offer[::-1],
+    lambda offer: offer * 40,
+    lambda offer: offer.partition("m=application")[0],
+    lambda offer: offer[: offer.index("m=audio")] + offer[offer.index("m=application") :],
+    lambda offer: offer + offer[offer.index("m=audio") :].replace("m=audio", "m=video"),
+    lambda offer: offer.replace("opus/48000/2", "telephone-event/8000"),
+    lambda offer: offer.replace("BUNDLE 0", "BUNDLE 7"),
+    lambda offer: offer.replace("a=mid:1", "a=mid:0").replace("BUNDLE 0 1", "BUNDLE 0"),
+    *(without(part) for part in ("a=fingerprint", "a=setup", "a=ice-ufrag", "a=rtcp-mux")),
+    lambda offer: re.sub(r"a=max-message-size:\d+", "a=max-message-size:many", offer),
+]
+
+
+async def test_what_is_no_call_is_refused_and_leaves_no_session(echo: HttpPipeline) -> None:
+    caller = Caller()
+    offer = await caller.offer()
+    for number, change in enumerate(WRONG_OFFERS):
+        refused = await post_offer(echo.url, change(offer))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_sdp"), (number, refused.text)
+    wrong = {"type": "realtime", "temperature": 1}
+    for refused, param in (
+        (await post_offer(echo.url, offer, voice="alloy"), "voice"),
+        (await post_offer(echo.url, offer, session=wrong), "session.temperature"),
+    ):
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    await no_session(echo.url)
+    await caller.close()
 
 
 def test_a_server_without_the_extra_says_so(echo: HttpPipeline, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,10 @@ import soxr
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 
 from omni_actors.http_server.realtime.formats import RATE
+from omni_actors.http_server.settings import ServerSettings
 from tests.support.paths import REPOSITORY
-from tests.support.realtime import hear, openai_session
+from tests.support.pipelines import RunningPipeline
+from tests.support.realtime import hear, openai_session, serving_sessions
 from tests.support.scribe import STAGE, heard
 from tests.support.servers import HttpPipeline
 
@@ -36,14 +38,6 @@ def scribe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpPipeline]:
     config = tmp_path_factory.mktemp("scribe") / "scribe.yaml"
     config.write_text(json.dumps({"name": "scribe", "model": "echo", "stages": [STAGE]}))
     with HttpPipeline(config, environment={"OMNI_ACTORS_ALLOW_IMPORTS": "tests.support"}) as pipeline:
-        yield pipeline
-        pipeline.assert_idle()
-
-
-@pytest.fixture(scope="module")
-def deaf(scribe: HttpPipeline) -> Iterator[HttpPipeline]:
-    overrides = {"stages.prompt.engine.max_media": '{"audio": 0}'}
-    with HttpPipeline(overrides=overrides, arguments=["--http-transcriber", scribe.endpoint]) as pipeline:
         yield pipeline
         pipeline.assert_idle()
 
@@ -107,21 +101,30 @@ async def test_words_come_while_somebody_speaks_and_are_those_of_the_whole_turn(
 
 
 async def test_the_answer_to_a_turn_has_all_its_words_of_which_the_first_were_written_down_before(
-    deaf: HttpPipeline, scribe: HttpPipeline
+    deaf_pipeline: RunningPipeline, scribe: HttpPipeline
 ) -> None:
-    async with session(deaf.url, "realtime") as connection:
-        events = await turn(connection, 4)
-        assert kinds(events).index(STOPPED) > kinds(events).index(DELTA)
-        (transcript,) = (event.transcript for event in events if event.type == COMPLETED)
-        assert "".join(deltas(events)) == transcript
-        while "response.done" not in kinds(events):
-            events.append(await connection.recv())
+    settings = ServerSettings(endpoint=deaf_pipeline.endpoint, transcriber=scribe.endpoint)
+    with serving_sessions(settings) as url:
+        events, transcript = await answered_turn(url)
     answer = "".join(event.delta for event in events if event.type == "response.output_audio_transcript.delta")
     assert answer == transcript, "echo stages say what they are told"
     assert len(transcript.split()) >= 5
     (latest,) = latest_requests(scribe)
     early = "".join(deltas(events[: kinds(events).index(STOPPED)]))
     assert latest["stages"][0]["output_tokens"] == len(transcript.split()) - len(early.split())
+    deaf_pipeline.assert_idle()
+
+
+async def answered_turn(url: str) -> tuple[list[Any], str]:
+    """The events of a turn and its answer, and what was written down."""
+    async with session(url, "realtime") as connection:
+        events = await turn(connection, 4)
+        assert kinds(events).index(STOPPED) > kinds(events).index(DELTA)
+        (transcript,) = (event.transcript for event in events if event.type == COMPLETED)
+        assert "".join(deltas(events)) == transcript
+        while "response.done" not in kinds(events):
+            events.append(await connection.recv())
+    return events, transcript
 
 
 async def test_turns_that_come_faster_than_they_are_written_down_are_all_written_down(scribe: HttpPipeline) -> None:

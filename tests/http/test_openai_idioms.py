@@ -32,27 +32,18 @@ def renamed(echo_pipeline: HttpPipeline) -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize("options", [{}, SPOKEN], ids=["text", "spoken"])
-def test_a_whole_answer_is_a_message_of_the_next_turn(echo: HttpPipeline, options: dict) -> None:
+def test_a_whole_answer_is_a_message_of_the_next_turn(echo: HttpPipeline) -> None:
+    """As it came or as a dictionary; a spoken one whose id has expired is known by its transcript."""
     client = echo.openai()
-    first = client.chat.completions.create(model="echo", messages=HELLO, **options)
-    turns = [*HELLO, first.choices[0].message, {"role": "user", "content": "!"}]
-    assert client.chat.completions.create(model="echo", messages=turns).choices[0].message.content == (
-        "hello, seahello, sea!"
+    written, spoken, old = (
+        client.chat.completions.create(model="echo", messages=HELLO, **options).choices[0].message
+        for options in ({}, SPOKEN, SPOKEN)
     )
-    turns[1] = first.choices[0].message.model_dump()
-    assert client.chat.completions.create(model="echo", messages=turns).choices[0].message.content == (
-        "hello, seahello, sea!"
-    )
-
-
-def test_an_answer_whose_id_has_expired_is_known_by_its_transcript(echo: HttpPipeline) -> None:
-    client = echo.openai()
-    message = client.chat.completions.create(model="echo", messages=HELLO, **SPOKEN).choices[0].message
-    message.audio.id = "audio_of_last_week"
-    turns = [*HELLO, message, {"role": "user", "content": "!"}]
-    again = client.chat.completions.create(model="echo", messages=turns)
-    assert again.choices[0].message.content == "hello, seahello, sea!"
+    old.audio.id = "audio_of_last_week"
+    for message in (written, written.model_dump(), spoken, spoken.model_dump(), old):
+        turns = [*HELLO, message, {"role": "user", "content": "!"}]
+        again = client.chat.completions.create(model="echo", messages=turns).choices[0].message.content
+        assert again == "hello, seahello, sea!", message
 
 
 def test_a_model_has_all_the_names_it_is_served_under(renamed: str) -> None:
@@ -61,12 +52,9 @@ def test_a_model_has_all_the_names_it_is_served_under(renamed: str) -> None:
     assert client.chat.completions.create(model="tts-1", messages=HELLO).model == "tts-1"
     with pytest.raises(openai.NotFoundError, match=r"has gpt-4o-audio-preview, tts-1. .*--served-name"):
         client.chat.completions.create(model="echo", messages=HELLO)
-
-
-@pytest.mark.parametrize("route", ["chat/completions", "completions"])
-def test_a_request_without_a_model_means_the_first(renamed: str, route: str) -> None:
-    body = {"messages": HELLO} if route == "chat/completions" else {"prompt": "hello"}
-    assert httpx.post(f"{renamed}/v1/{route}", json=body).json()["model"] == "gpt-4o-audio-preview"
+    for route, body in (("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "hello"})):
+        unnamed = httpx.post(f"{renamed}/v1/{route}", json=body).json()
+        assert unnamed["model"] == "gpt-4o-audio-preview", "without a model the first is meant"
 
 
 def test_voices_have_aliases(renamed: str) -> None:
@@ -79,13 +67,9 @@ def test_voices_have_aliases(renamed: str) -> None:
     listed = httpx.get(f"{renamed}/v1/audio/voices").json()
     assert listed["voices"] == ["Chelsie", "Ethan"]
     assert listed["aliases"] == {"alloy": "Ethan", "verse": "default", "ash": "Nobody"}, "a voice keeps its own name"
-
-
-def test_an_alias_of_a_voice_that_does_not_exist_is_the_operators_mistake(renamed: str) -> None:
     with pytest.raises(openai.BadRequestError, match=r"'ash' is an alias of 'Nobody'.*Chelsie, Ethan") as caught:
-        openai_client(renamed).audio.speech.create(model="tts-1", input="x", voice="ash")
-    assert caught.value.param == "voice"
-    assert caught.value.code == "unknown_voice"
+        client.audio.speech.create(model="tts-1", input="x", voice="ash")
+    assert (caught.value.param, caught.value.code) == ("voice", "unknown_voice")
 
 
 @pytest.fixture(scope="module")
@@ -96,20 +80,15 @@ def openais(echo_pipeline: HttpPipeline) -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt-4o-audio-preview", "gpt-5.1-mini-2026-02-01", "o3", "o4-mini", "chatgpt-4o-latest"]
-)
-def test_models_of_openai_are_the_pipelines(openais: str, name: str) -> None:
+def test_models_of_openai_are_the_pipelines_and_no_others(openais: str) -> None:
     client = openai_client(openais)
-    assert client.chat.completions.create(model=name, messages=HELLO).model == name
-    assert client.models.retrieve(name).id == name
+    for name in ("gpt-4o-audio-preview", "gpt-5.1-mini-2026-02-01", "o3", "o4-mini", "chatgpt-4o-latest"):
+        assert client.chat.completions.create(model=name, messages=HELLO).model == name
+        assert client.models.retrieve(name).id == name
     assert [model.id for model in client.models.list()] == ["echo", "pirate"]
-
-
-@pytest.mark.parametrize("name", ["gtp-4o", "llama-3", "o", "gpt4", "o3\n", "echo2"])
-def test_other_names_are_refused(openais: str, name: str) -> None:
-    with pytest.raises(openai.NotFoundError):
-        openai_client(openais).chat.completions.create(model=name, messages=HELLO)
+    for name in ("gtp-4o", "llama-3", "o", "gpt4", "o3\n", "echo2"):
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model=name, messages=HELLO)
 
 
 def test_every_voice_of_openai_is_one_of_the_pipelines(openais: str) -> None:
@@ -135,69 +114,57 @@ async def test_a_session_has_openais_names_too(openais: str) -> None:
         assert (updated.model, updated.audio.output.voice) == ("gpt-realtime", "Ethan")
 
 
-@pytest.mark.parametrize("form", ["pcm", "flac"])
-def test_speech_is_as_fast_as_it_is_asked_for(echo: HttpPipeline, form: str) -> None:
-    speech = {"model": "echo", "input": "x", "voice": "Ethan", "response_format": form}
-    lengths = {}
-    for speed in (1, 2, 0.5):
-        data = echo.openai().audio.speech.create(**speech, speed=speed).content
-        lengths[speed] = len(data) / 2 if form == "pcm" else soundfile.info(io.BytesIO(data)).frames
-    assert lengths[2] == pytest.approx(lengths[1] / 2, rel=0.02)
-    assert lengths[0.5] == pytest.approx(lengths[1] * 2, rel=0.02)
+def test_speech_and_spoken_answers_are_as_fast_as_is_asked_for(echo: HttpPipeline) -> None:
+    speech = {"model": "echo", "input": "x", "voice": "Ethan"}
+    for form in ("pcm", "flac"):
+        lengths = {}
+        for speed in (1, 2, 0.5):
+            data = echo.openai().audio.speech.create(**speech, response_format=form, speed=speed).content
+            lengths[speed] = len(data) / 2 if form == "pcm" else soundfile.info(io.BytesIO(data)).frames
+        assert lengths[2] == pytest.approx(lengths[1] / 2, rel=0.02)
+        assert lengths[0.5] == pytest.approx(lengths[1] * 2, rel=0.02)
     with pytest.raises(openai.BadRequestError, match="speed: must be a number of at most 4") as caught:
         echo.openai().audio.speech.create(**speech, speed=4.5)
     assert caught.value.param == "speed"
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_spoken_answers_have_a_speed(echo: HttpPipeline, n: int) -> None:
-    chat = {"model": "echo", "messages": [{"role": "user", "content": "sea " * 10}], **SPOKEN, "n": n}
-    fast = {**chat, "audio": {"voice": "Ethan", "format": "pcm16", "speed": 2}}
-    slow = {**chat, "audio": {"voice": "Ethan", "format": "pcm16"}}
+    chat = {"model": "echo", "messages": [{"role": "user", "content": "sea " * 10}], "modalities": ["text", "audio"]}
+    slow, fast = ({**chat, "audio": {"voice": "Ethan", "format": "pcm16", "speed": speed}} for speed in (1, 2))
     client = echo.openai()
-    lengths = [
-        [len(base64.b64decode(choice.message.audio.data)) for choice in client.chat.completions.create(**body).choices]
-        for body in (slow, fast)
-    ]
-    assert lengths[1] == pytest.approx([length / 2 for length in lengths[0]], rel=0.05)
-    sounds = [0] * n
-    for chunk in client.chat.completions.create(**fast, stream=True):
-        for choice in chunk.choices:
-            if choice.delta.audio is not None:
-                sounds[choice.index] += len(base64.b64decode(choice.delta.audio.data or ""))
-    assert sounds == lengths[1]
+    for n in (1, 3):
+        whole, halves = (
+            [len(base64.b64decode(choice.message.audio.data)) for choice in answer.choices]
+            for answer in (client.chat.completions.create(**body, n=n) for body in (slow, fast))
+        )
+        assert halves == pytest.approx([length / 2 for length in whole], rel=0.05)
+        sounds = [0] * n
+        for chunk in client.chat.completions.create(**fast, n=n, stream=True):
+            for choice in chunk.choices:
+                if choice.delta.audio is not None:
+                    sounds[choice.index] += len(base64.b64decode(choice.delta.audio.data or ""))
+        assert sounds == halves
     short = {**fast, "messages": [{"role": "user", "content": "s"}], "modalities": ["audio"]}
     (*_, end) = client.chat.completions.create(**short, stream=True)
     assert end.choices[0].finish_reason == "stop", "sound that comes with the end does not replace it"
 
 
-@pytest.mark.parametrize("headers", [{}, {"content-type": "application/json"}, {"content-type": "text/plain"}])
-def test_a_route_that_does_not_exist_is_404_with_those_that_do(echo: HttpPipeline, headers: dict[str, str]) -> None:
+def test_a_path_that_is_nearly_right_is_told_which_one_is_meant(echo: HttpPipeline) -> None:
     for path, meant in (
         ("/v1/chat/completion", "/v1/chat/completions"),
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/audio/speach", "/v1/audio/speech"),
     ):
-        answer = httpx.post(f"{echo.url}{path}", content=b"{}", headers=headers)
-        assert answer.status_code == 404
-        error = answer.json()["error"]
-        assert error["code"] == "not_found"
-        assert f"Did you mean {meant}?" in error["message"]
-        assert "/v1/models, " in error["message"]
+        for headers in ({}, {"content-type": "application/json"}, {"content-type": "text/plain"}):
+            answer = httpx.post(f"{echo.url}{path}", content=b"{}", headers=headers)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (404, "not_found")
+            assert f"Did you mean {meant}?" in error["message"]
+            assert "/v1/models, " in error["message"]
     assert httpx.get(f"{echo.url}/v1/embeddings").status_code == 404
-
-
-def test_a_wrong_method_is_405_with_the_right_one(echo: HttpPipeline) -> None:
     answer = httpx.put(f"{echo.url}/v1/chat/completions", content=b"x")
-    assert answer.status_code == 405
-    assert answer.headers["allow"] == "POST"
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert answer.json()["error"]["message"] == "/v1/chat/completions takes POST, not PUT."
-
-
-def test_a_path_with_a_slash_too_many_is_redirected(echo: HttpPipeline) -> None:
     body = {"model": "echo", "messages": HELLO}
     answer = httpx.post(f"{echo.url}/v1/chat/completions/", json=body, follow_redirects=True)
-    assert answer.json()["choices"][0]["message"]["content"] == "hello, sea"
+    assert answer.json()["choices"][0]["message"]["content"] == "hello, sea", "with a slash too many it is redirected"
 
 
 def test_base64_where_a_url_belongs_is_said_to_be_that(echo: HttpPipeline) -> None:

@@ -117,20 +117,17 @@ def test_a_response_is_spoken(echo: HttpPipeline) -> None:
     assert events[-1].type == "response.completed"
 
 
-@pytest.mark.parametrize(
-    ("changes", "param"),
-    [
+def wrong_item(*parts: dict) -> dict:
+    return {"input": [{"role": "user", "content": list(parts)}]}
+
+
+def test_errors_name_the_field(echo: HttpPipeline) -> None:
+    not_base64 = {"type": "input_image", "image_url": "data:image/png;base64,!!"}
+    for changes, param in (
         ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        (
-            {
-                "input": [
-                    {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,!!"}]}
-                ]
-            },
-            "input[0].content[0].image_url",
-        ),
+        (wrong_item({"type": "input_image"}), "input[0].content[0]"),
+        (wrong_item(not_base64), "input[0].content[0].image_url"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
         ({"truncation": "auto"}, "truncation"),
         ({"conversation": "conv_1"}, "conversation"),
@@ -140,22 +137,16 @@ def test_a_response_is_spoken(echo: HttpPipeline) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"temprature": 1}, "temprature"),
         ({"input": "x" * 5000}, "input"),
-    ],
-    ids=str,
-)
-def test_errors_name_the_field(echo: HttpPipeline, changes: dict, param: str) -> None:
-    answer = httpx.post(f"{echo.url}/v1/responses", json={"model": "echo", "input": "x", **changes})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
+    ):
+        answer = httpx.post(f"{echo.url}/v1/responses", json={"model": "echo", "input": "x", **changes})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), changes
 
 
 @pytest.mark.nightly
 def test_a_failure_during_a_stream_is_an_event(slow: HttpPipeline) -> None:
     """The deadline lies within the 25 s of the stream, and long after its beginning on a busy machine, too."""
-    seen = []
+    seen, body = [], {"timeout": 6.0}
     with pytest.raises(openai.APIError, match="deadline"):
-        seen.extend(
-            slow.openai().responses.create(model="echo", input="x" * 500, stream=True, extra_body={"timeout": 6.0})
-        )
+        seen.extend(slow.openai().responses.create(model="echo", input="x" * 500, stream=True, extra_body=body))
     assert seen[-1].type == "response.failed"
     assert seen[-1].response.error.message

@@ -12,48 +12,25 @@ from typing import Any
 from urllib.parse import urlencode
 
 import httpx
-import psutil
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from omni_actors.http_server.settings import ServerSettings
-from tests.support.processes import processes_titled
+from tests.support.http_servers import http_servers
 from tests.support.realtime import serving_sessions
 from tests.support.servers import HttpPipeline
-from tests.support.waiting import until
 
-WORKERS = 2
 SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan"}}
 LOST = (httpx.ReadError, httpx.RemoteProtocolError)
 Event = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def several() -> Iterator[HttpPipeline]:
-    """50 tokens a second."""
-    overrides: dict[str, Any] = {f"stages.{stage}.engine.step_seconds": 0.02 for stage in ("thinker", "code2wav")}
-    with HttpPipeline(overrides={**overrides, "http.workers": WORKERS}) as pipeline:
-        yield pipeline
-
-
-@pytest.fixture
-def both(several: HttpPipeline) -> Iterator[HttpPipeline]:
-    """All processes serve; all is idle again after the test."""
-    until(lambda: len(servers(several)) == WORKERS, 30, "all processes")
-    yield several
-    several.assert_idle()
-
-
-def servers(pipeline: HttpPipeline) -> list[psutil.Process]:
-    return [psutil.Process(pid) for pid in processes_titled("omni:http", pipeline.process.pid)]
 
 
 def kill_server_of(pipeline: HttpPipeline, client: tuple[str, int]) -> None:
     """Kill the process that has the connection of a client's address."""
     (process,) = [
         process
-        for process in servers(pipeline)
+        for process in http_servers(pipeline)
         if any(tuple(one.raddr) == tuple(client) for one in process.net_connections())
     ]
     process.kill()
@@ -117,23 +94,23 @@ def kept_request(pipeline: HttpPipeline, response_id: str) -> Event:
 @pytest.mark.parametrize(
     "body", [{"input": "the sea " * 20}, {"input": "the sea " * 8, **SPOKEN}], ids=["text", "sound"]
 )
-def test_a_stream_goes_on_when_its_process_is_killed(both: HttpPipeline, body: dict[str, Any]) -> None:
+def test_a_stream_goes_on_when_its_process_is_killed(several: HttpPipeline, body: dict[str, Any]) -> None:
     """By the `openai` package's own call."""
-    whole = undisturbed(both.url, **body)
-    with streamed(both.url, **body) as answer:
+    whole = undisturbed(several.url, **body)
+    with streamed(several.url, **body) as answer:
         stream, seen = events_of(answer), []
         while sum("delta" in event for event in seen) < 10:
             seen.append(next(stream))
-        kill_server_of(both, answer.extensions["network_stream"].get_extra_info("client_addr"))
+        kill_server_of(several, answer.extensions["network_stream"].get_extra_info("client_addr"))
         with pytest.raises(LOST):
             seen.extend(stream)
     assert len(seen) < len(whole)
     response_id = seen[0]["response"]["id"]
-    assert isinstance(kept_request(both, response_id)["seed"], int), "made again, it is the same answer"
-    rest = both.openai().responses.retrieve(response_id, stream=True, starting_after=seen[-1]["sequence_number"])
+    assert isinstance(kept_request(several, response_id)["seed"], int), "made again, it is the same answer"
+    rest = several.openai().responses.retrieve(response_id, stream=True, starting_after=seen[-1]["sequence_number"])
     seen.extend(event.to_dict() for event in rest)
     assert content(seen) == content(whole)
-    assert both.openai().responses.retrieve(response_id).output_text == body["input"]
+    assert several.openai().responses.retrieve(response_id).output_text == body["input"]
 
 
 def rest_of(url: str, response_id: str, **options: Any) -> list[Event]:
@@ -142,48 +119,48 @@ def rest_of(url: str, response_id: str, **options: Any) -> list[Event]:
         return list(events_of(answer))
 
 
-def test_a_stream_that_its_client_has_lost_goes_on_for_all_who_ask(both: HttpPipeline) -> None:
+def test_a_stream_that_its_client_has_lost_goes_on_for_all_who_ask(several: HttpPipeline) -> None:
     """Browsers name the last event in a header."""
     body = {"input": "the sea " * 20}
-    with streamed(both.url, **body) as answer:
+    with streamed(several.url, **body) as answer:
         stream = events_of(answer)
         seen = [next(stream) for _ in range(10)]
         response_id = seen[0]["response"]["id"]
-        beside = rest_of(both.url, response_id)
+        beside = rest_of(several.url, response_id)
         whole = seen + list(stream)
         assert beside == whole, "it follows what the first one is sent"
-    with streamed(both.url, **body) as answer:
+    with streamed(several.url, **body) as answer:
         stream = events_of(answer)
         seen = [next(stream) for _ in range(10)]
         response_id = seen[0]["response"]["id"]
     with ThreadPoolExecutor() as threads:
         header = {"Last-Event-ID": str(seen[-1]["sequence_number"])}
-        asked = [threads.submit(rest_of, both.url, response_id, headers=header) for _ in range(4)]
+        asked = [threads.submit(rest_of, several.url, response_id, headers=header) for _ in range(4)]
     first, *others = [one.result() for one in asked]
     assert content(seen + first) == content(whole)
     assert others == [first] * 3
-    assert rest_of(both.url, response_id) == seen + first, "also after its end"
+    assert rest_of(several.url, response_id) == seen + first, "also after its end"
 
 
-def test_a_server_of_one_process_keeps_streams_too(both: HttpPipeline) -> None:
-    with serving_sessions(ServerSettings(endpoint=both.endpoint)) as alone:
+def test_a_server_of_one_process_keeps_streams_too(several: HttpPipeline) -> None:
+    with serving_sessions(ServerSettings(endpoint=several.endpoint)) as alone:
         whole = undisturbed(alone, input="sea")
         assert rest_of(alone, whole[0]["response"]["id"]) == whole
 
 
-def test_a_stream_that_cannot_go_on_says_what_to_do(both: HttpPipeline) -> None:
+def test_a_stream_that_cannot_go_on_says_what_to_do(several: HttpPipeline) -> None:
     def refusal(response_id: str, query: str = "stream=true", **headers: str) -> tuple[int, str, str]:
-        answer = httpx.get(f"{both.url}/v1/responses/{response_id}?{query}", headers=headers)
+        answer = httpx.get(f"{several.url}/v1/responses/{response_id}?{query}", headers=headers)
         error = answer.json()["error"]
         return answer.status_code, error["code"], error["param"]
 
-    kept, gone = (undisturbed(both.url, input="sea", store=store)[0]["response"]["id"] for store in (True, False))
-    whole = httpx.post(f"{both.url}/v1/responses", json={"model": "echo", "input": "sea"}).json()["id"]
+    kept, gone = (undisturbed(several.url, input="sea", store=store)[0]["response"]["id"] for store in (True, False))
+    whole = httpx.post(f"{several.url}/v1/responses", json={"model": "echo", "input": "sea"}).json()["id"]
     assert refusal("resp_0") == refusal(gone) == (404, "response_not_found", "response_id")
     assert refusal(whole) == (400, "response_not_resumable", "stream")
     assert refusal(kept, "starting_after=1") == (400, "invalid_value", "starting_after")
     assert refusal(kept, **{"Last-Event-ID": "x"}) == (400, "invalid_value", "Last-Event-ID")
-    assert httpx.delete(f"{both.url}/v1/responses/{kept}").json()["deleted"]
+    assert httpx.delete(f"{several.url}/v1/responses/{kept}").json()["deleted"]
     assert refusal(kept) == (404, "response_not_found", "response_id")
 
 
@@ -234,9 +211,9 @@ def talking(url: str, key: str = "none", **query: str) -> Iterator[Talk]:
 SESSION = {"type": "realtime", "output_modalities": ["text"], "audio": {"input": {"turn_detection": None}}}
 
 
-def test_a_session_goes_on_when_its_process_is_killed(both: HttpPipeline) -> None:
+def test_a_session_goes_on_when_its_process_is_killed(several: HttpPipeline) -> None:
     """With its configuration and its items, of the answer that was being made with none."""
-    with talking(both.url, model="echo") as first:
+    with talking(several.url, model="echo") as first:
         first.send("session.update", session={**SESSION, "instructions": "hi, "})
         first.hear(1.0)
         first.say("sea")
@@ -246,10 +223,10 @@ def test_a_session_goes_on_when_its_process_is_killed(both: HttpPipeline) -> Non
         first.until("response.output_text.delta", 5)
         first.say("!")
         first.until("conversation.item.done")
-        kill_server_of(both, first.address)
+        kill_server_of(several, first.address)
         with pytest.raises(ConnectionClosed):
             first.until("never")
-    with talking(both.url, session=first.created["id"]) as second:
+    with talking(several.url, session=first.created["id"]) as second:
         assert second.created["id"] == first.created["id"]
         assert second.created["expires_at"] == first.created["expires_at"]
         assert second.created["instructions"] == "hi, "
@@ -262,30 +239,30 @@ def test_a_session_goes_on_when_its_process_is_killed(both: HttpPipeline) -> Non
         assert second.answered() == "hi, seahi, sea" + "salt " * 40 + "!"
 
 
-def test_a_session_whose_line_broke_goes_on_at_once_and_once(both: HttpPipeline) -> None:
-    with talking(both.url, model="echo") as first:
+def test_a_session_whose_line_broke_goes_on_at_once_and_once(several: HttpPipeline) -> None:
+    with talking(several.url, model="echo") as first:
         first.send("session.update", session=SESSION)
         first.say("sea")
         first.until("conversation.item.done")
-        with talking(both.url, session=first.created["id"]) as second:
+        with talking(several.url, session=first.created["id"]) as second:
             assert second.answered() == "sea"
             first.say("?")
             closed = first.until("error")[-1]["error"]
             assert closed["code"] == "session_resumed"
             second.lose()
-        with talking(both.url, session=first.created["id"]) as third:
+        with talking(several.url, session=first.created["id"]) as third:
             assert [event["type"] for event in third.until("conversation.item.done", 2)].count("error") == 0
             assert third.answered() == "seasea"
 
 
-def test_a_session_goes_on_for_its_owner_until_it_is_closed(both: HttpPipeline) -> None:
+def test_a_session_goes_on_for_its_owner_until_it_is_closed(several: HttpPipeline) -> None:
     def refusal(**query: str) -> tuple[int, str]:
-        with pytest.raises(InvalidStatus) as caught, talking(both.url, **query):
+        with pytest.raises(InvalidStatus) as caught, talking(several.url, **query):
             pass
         response = caught.value.response
         return response.status_code, json.loads(response.body)["error"]["code"]
 
-    with talking(both.url, model="echo") as session:
+    with talking(several.url, model="echo") as session:
         session_id = session.created["id"]
         assert refusal(session=session_id, intent="transcription") == (400, "invalid_value")
     assert refusal(session=session_id) == (404, "session_not_found")

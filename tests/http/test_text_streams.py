@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from typing import Any
 
 import httpx
 import pytest
@@ -112,26 +111,24 @@ async def test_the_manner_can_be_changed_between_texts(preset: HttpPipeline) -> 
         assert len(heard) < 0.6 * len(LONG_SENTENCE)
 
 
-@pytest.mark.parametrize(
-    ("event", "param", "code"),
-    [
-        ({"type": "input_text.apend", "text": "a"}, "type", "invalid_value"),
-        ({"type": "session.update", "session": {"input": "a"}}, "session.input", "unknown_parameter"),
-        ({"type": "session.update", "session": {"language": "Klingon"}}, "language", "invalid_value"),
-        ({"type": "session.update", "session": {"model": "another"}}, "model", "model_not_found"),
-        ({"type": "input_text.append", "text": "a" * (1 << 20)}, None, "body_too_large"),
-    ],
-)
-async def test_a_wrong_event_is_refused_and_the_session_goes_on(
-    preset: HttpPipeline, event: dict[str, Any], param: str | None, code: str
-) -> None:
-    async with text_socket(preset.url) as client:
-        await client.send({**event, "event_id": "mine"})
-        error = (await client.message())["error"]
-        assert (error["param"], error["code"], error["event_id"]) == (param, code, "mine")
+async def test_wrong_events_are_refused_and_the_session_goes_on(slow_speech: HttpPipeline) -> None:
+    async with text_socket(slow_speech.url) as client:
+        for event, param, code in (
+            ({"type": "input_text.apend", "text": "a"}, "type", "invalid_value"),
+            ({"type": "session.update", "session": {"input": "a"}}, "session.input", "unknown_parameter"),
+            ({"type": "session.update", "session": {"language": "Klingon"}}, "language", "invalid_value"),
+            ({"type": "session.update", "session": {"model": "another"}}, "model", "model_not_found"),
+            ({"type": "input_text.append", "text": "a" * (1 << 20)}, None, "body_too_large"),
+        ):
+            await client.send({**event, "event_id": "mine"})
+            error = (await client.message())["error"]
+            assert (error["param"], error["code"], error["event_id"]) == (param, code, "mine")
         await client.append(["It turns."])
         await client.send(FLUSH)
         assert (await client.heard())[0] == "It turns."
+        await client.append(["The tide is full. " * 5000] * 2)  # more than may wait
+        _, event = await client.heard("error")
+        assert (event["error"]["param"], event["error"]["code"]) == ("text", "body_too_large")
 
 
 async def test_a_failure_ends_its_text_and_not_the_session(preset: HttpPipeline) -> None:
@@ -150,13 +147,6 @@ async def test_a_failure_ends_its_text_and_not_the_session(preset: HttpPipeline)
         await client.append(["It is low."])
         await client.send(FLUSH)
         assert (await client.heard())[0] == "voice=ryan It is low."
-
-
-async def test_only_so_much_text_may_wait(slow_speech: HttpPipeline) -> None:
-    async with text_socket(slow_speech.url) as client:
-        await client.append(["The tide is full. " * 5000] * 2)
-        _, event = await client.heard("error")
-        assert (event["error"]["param"], event["error"]["code"]) == ("text", "body_too_large")
 
 
 async def test_sessions_are_limited_in_number_and_time_as_realtime_sessions_are(preset: HttpPipeline) -> None:
@@ -187,10 +177,11 @@ async def test_a_session_has_no_parameters_and_takes_the_key_as_elevenlabs_does(
             assert (await client.heard())[0] == "It turns."
 
 
-@pytest.mark.parametrize("path", ["realtime", "audio/speech/stream", "text-to-speech/vivian/stream-input"])
-def test_without_an_upgrade_the_route_says_what_it_is(preset: HttpPipeline, path: str) -> None:
+def test_without_an_upgrade_the_route_says_what_it_is(preset: HttpPipeline) -> None:
     """As a request arrives behind a proxy that does not pass upgrades on."""
-    answer = httpx.get(f"{preset.url}/v1/{path}")
-    assert (answer.status_code, answer.headers["upgrade"]) == (426, "websocket")
-    assert answer.json()["error"]["code"] == "upgrade_required"
-    assert answer.json()["error"]["message"].startswith(f"/v1/{path} is a WebSocket")
+    for path in ("realtime", "audio/speech/stream", "text-to-speech/vivian/stream-input"):
+        answer = httpx.get(f"{preset.url}/v1/{path}")
+        assert (answer.status_code, answer.headers["upgrade"]) == (426, "websocket")
+        error = answer.json()["error"]
+        assert error["code"] == "upgrade_required"
+        assert error["message"].startswith(f"/v1/{path} is a WebSocket")

@@ -11,8 +11,10 @@ import httpx
 import pytest
 
 from omni_actors.http_server.ears import Ears
-from tests.support.realtime import answer_on, hear, metric, openai_session, speech
-from tests.support.servers import HttpPipeline, sound
+from omni_actors.http_server.settings import ServerSettings
+from tests.support.pipelines import RunningPipeline
+from tests.support.realtime import answer_on, hear, metric, openai_session, serving_sessions, speech
+from tests.support.servers import HttpPipeline, openai_client, sound
 
 QUESTION = "Write down what is said in this recording, word for word, in the language that is spoken."
 ONLY = "Answer with that text alone: no introduction, no comment, no quotation marks."
@@ -31,17 +33,11 @@ def test_a_recording_is_written_down(echo: HttpPipeline) -> None:
     assert answer.usage.type == "tokens"
     assert answer.usage.output_tokens == len(answer.text)
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
-
-
-def test_the_language_and_what_came_before_reach_the_model(echo: HttpPipeline) -> None:
     answer = echo.openai().audio.transcriptions.create(model="echo", file=RECORDING, language="en", prompt="Dr Zhivago")
     assert "in the language that is spoken (en)." in answer.text
     assert "<<<\nDr Zhivago\n>>>" in answer.text
-
-
-def test_translations_ask_for_english(echo: HttpPipeline) -> None:
-    answer = post(echo, route="translations")
-    assert answer.json()["text"] == f"Translate what is said in this recording into English. {ONLY}"
+    translated = post(echo, route="translations").json()["text"]
+    assert translated == f"Translate what is said in this recording into English. {ONLY}"
 
 
 def test_the_events_of_a_stream_make_up_the_text(echo: HttpPipeline) -> None:
@@ -57,34 +53,21 @@ def test_the_formats(echo: HttpPipeline) -> None:
     text = f"{QUESTION} {ONLY}"
     client = echo.openai().audio.transcriptions
     assert client.create(model="echo", file=RECORDING, response_format="text") == f"{text}\n"
-    assert (
-        client.create(model="echo", file=RECORDING, response_format="srt")
-        == f"1\n00:00:00,000 --> 00:00:01,500\n{text}\n"
-    )
-    assert (
-        client.create(model="echo", file=RECORDING, response_format="vtt")
-        == f"WEBVTT\n\n00:00:00.000 --> 00:00:01.500\n{text}\n"
-    )
-    told = client.create(
-        model="echo", file=RECORDING, response_format="verbose_json", language="fr", timestamp_granularities=["segment"]
-    )
+    srt, vtt = (client.create(model="echo", file=RECORDING, response_format=name) for name in ("srt", "vtt"))
+    assert srt == f"1\n00:00:00,000 --> 00:00:01,500\n{text}\n"
+    assert vtt == f"WEBVTT\n\n00:00:00.000 --> 00:00:01.500\n{text}\n"
+    options = {"response_format": "verbose_json", "language": "fr", "timestamp_granularities": ["segment"]}
+    told = client.create(model="echo", file=RECORDING, **options)
     assert told.duration == 1.5
     assert told.language == "fr"
     assert [(segment.start, segment.end, segment.text) for segment in told.segments] == [(0.0, 1.5, told.text)]
-
-
-@pytest.mark.parametrize(("seconds", "billed"), [(1.02, 2), (3.0, 3)])
-def test_the_seconds_of_the_usage_are_whole(echo: HttpPipeline, seconds: float, billed: int) -> None:
-    """OpenAI's type allows fractions, LiteLLM's does not."""
-    usage = post(echo, sound(seconds), response_format="verbose_json").json()["usage"]
-    assert usage == {"type": "duration", "seconds": billed}
-    assert isinstance(usage["seconds"], int)
-
-
-def test_a_text_with_lines_and_arrows_stays_one_subtitle(echo: HttpPipeline) -> None:
+    for seconds, billed in ((1.02, 2), (3.0, 3)):
+        usage = post(echo, sound(seconds), response_format="verbose_json").json()["usage"]
+        assert usage == {"type": "duration", "seconds": billed}
+        assert isinstance(usage["seconds"], int), "OpenAI's type allows fractions, LiteLLM's does not"
     subtitles = post(echo, prompt="one\n\ntwo --> three", response_format="srt").text
     assert subtitles.count("-->") == 1
-    assert "\n\n" not in subtitles
+    assert "\n\n" not in subtitles, "a text with lines and arrows stays one subtitle"
 
 
 @pytest.mark.parametrize(
@@ -138,19 +121,13 @@ def test_without_a_length_there_is_text_but_no_subtitle(echo: HttpPipeline) -> N
 
 
 HEARD = "Write down what is said in this recording"  # what the ears, which echo, write down
-DEAF = {"stages.prompt.engine.max_media": '{"audio": 0}'}
-
-
-@pytest.fixture(scope="module")
-def deaf_pipeline(echo_pipeline: HttpPipeline) -> Iterator[HttpPipeline]:
-    with HttpPipeline(overrides=DEAF, arguments=["--http-transcriber", echo_pipeline.endpoint]) as pipeline:
-        yield pipeline
 
 
 @pytest.fixture
-def deaf(deaf_pipeline: HttpPipeline, echo: HttpPipeline) -> Iterator[HttpPipeline]:
-    """Idle again after each test, as are its ears."""
-    yield deaf_pipeline
+def deaf(deaf_pipeline: RunningPipeline, echo: HttpPipeline) -> Iterator[str]:
+    """A server of stages that take no sound, with `echo` for its ears."""
+    with serving_sessions(ServerSettings(endpoint=deaf_pipeline.endpoint, transcriber=echo.endpoint)) as url:
+        yield url
     deaf_pipeline.assert_idle()
 
 
@@ -164,22 +141,22 @@ def done(pipeline: HttpPipeline) -> float:
 
 
 def test_a_chat_is_shown_the_texts_of_all_sounds_each_of_which_is_written_down_once(
-    deaf: HttpPipeline, echo: HttpPipeline
+    deaf: str, echo: HttpPipeline
 ) -> None:
     before = done(echo)
     messages = [asked(sound(0.5), "one"), {"role": "assistant", "content": "two"}, asked(sound(0.7), "three")]
     for count in (2, 2):
-        answer = deaf.openai().chat.completions.create(model="echo", messages=messages, modalities=["text"])
+        answer = openai_client(deaf).chat.completions.create(model="echo", messages=messages, modalities=["text"])
         first, _, third = answer.choices[0].message.content.partition("onetwo")
         assert first.startswith(HEARD)
         assert third == f"{first}three"
         assert done(echo) - before == count, "the same sounds came again"
-    assert httpx.get(f"{deaf.url}/v1/status").json()["max_media"] == {}, "clients may send sound"
+    assert httpx.get(f"{deaf}/v1/status").json()["max_media"] == {}, "clients may send sound"
 
 
-async def test_a_spoken_turn_has_its_transcript_and_an_answer_to_it(deaf: HttpPipeline) -> None:
+async def test_a_spoken_turn_has_its_transcript_and_an_answer_to_it(deaf: str) -> None:
     heard = {"turn_detection": None, "transcription": {"model": "echo"}}
-    async with openai_session(deaf.url, audio={"input": heard}) as connection:
+    async with openai_session(deaf, audio={"input": heard}) as connection:
         await hear(connection, speech(0.5))
         await connection.input_audio_buffer.commit()
         async for event in connection:
@@ -191,21 +168,21 @@ async def test_a_spoken_turn_has_its_transcript_and_an_answer_to_it(deaf: HttpPi
     assert turn.text == event.transcript
 
 
-def test_recordings_go_to_the_ears(deaf: HttpPipeline, echo: HttpPipeline) -> None:
+def test_recordings_go_to_the_ears(deaf: str, echo: HttpPipeline) -> None:
     before = done(echo)
-    answer = deaf.openai().audio.transcriptions.create(model="echo", file=("a.wav", sound(0.9)))
+    answer = openai_client(deaf).audio.transcriptions.create(model="echo", file=("a.wav", sound(0.9)))
     assert answer.text.startswith(HEARD)
     assert done(echo) == before + 1
 
 
-def test_ears_that_are_not_there_are_named(tmp_path: Path) -> None:
+def test_ears_that_are_not_there_are_named(deaf_pipeline: RunningPipeline, tmp_path: Path) -> None:
     nowhere = f"ipc://{tmp_path}/client"
-    with HttpPipeline(overrides=DEAF, arguments=["--http-transcriber", nowhere]) as pipeline:
-        refused = httpx.post(f"{pipeline.url}/v1/chat/completions", json={"messages": [asked(sound(0.3), "x")]})
+    with serving_sessions(ServerSettings(endpoint=deaf_pipeline.endpoint, transcriber=nowhere)) as url:
+        refused = httpx.post(f"{url}/v1/chat/completions", json={"messages": [asked(sound(0.3), "x")]})
         assert refused.status_code == 503, refused.text
-        assert refused.status_code == 503
         assert nowhere in refused.json()["error"]["message"]
-        assert pipeline.openai().chat.completions.create(model="echo", messages=[{"role": "user", "content": "x"}])
+        answered = httpx.post(f"{url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+        assert answered.status_code == 200, answered.text
 
 
 async def test_ears_that_are_away_are_asked_for_times_of_words_once_in_a_while(tmp_path: Path) -> None:

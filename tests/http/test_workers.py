@@ -16,23 +16,12 @@ import psutil
 import pytest
 from websockets.asyncio.client import connect
 
-from tests.support.processes import processes_titled
+from tests.support.http_servers import http_servers
 from tests.support.servers import HttpPipeline, launch, sound
 from tests.support.waiting import PATIENCE, eventually, until
 
 WORKERS = 3
 MANY = 40  # connections, so that no process is left out: that happens once in four million runs
-
-
-@pytest.fixture(scope="module")
-def several() -> Iterator[HttpPipeline]:
-    with HttpPipeline(overrides={"http.workers": WORKERS}) as pipeline:
-        until(lambda: len(servers(pipeline)) == WORKERS, 30, "all processes")
-        yield pipeline
-
-
-def servers(pipeline: HttpPipeline) -> list[psutil.Process]:
-    return [psutil.Process(pid) for pid in processes_titled("omni:http", pipeline.process.pid)]
 
 
 def each(url: str, method: str = "GET", **options: object) -> list[httpx.Response]:
@@ -49,7 +38,7 @@ def connected(pipeline: HttpPipeline) -> Iterator[tuple[list[socket.socket], dic
         sockets = [stack.enter_context(socket.create_connection(address)) for _ in range(MANY)]
 
         def taken() -> dict[int, int]:
-            listed = {process.pid: process.net_connections() for process in servers(pipeline)}
+            listed = {process.pid: process.net_connections() for process in http_servers(pipeline)}
             return {
                 pid: sum(one.raddr != () and one.laddr.port == parts.port for one in those)
                 for pid, those in listed.items()
@@ -119,15 +108,19 @@ def test_a_process_that_dies_ends_its_own_connections_only(several: HttpPipeline
         pid, lost = counts.popitem()
         psutil.Process(pid).kill()
         until(lambda: sum(map(is_open, sockets)) == MANY - lost, what="the end of its connections")
-    until(lambda: len(servers(several)) == WORKERS, 30, "the process that takes its place")
+    until(lambda: len(http_servers(several)) == WORKERS, 30, "the process that takes its place")
     assert {answer.status_code for answer in each(f"{several.url}/v1/responses/{kept}")} == {200}
 
 
 @pytest.mark.nightly
 def test_a_process_that_stands_still_is_replaced(several: HttpPipeline) -> None:
-    (stopped, *_) = servers(several)
+    (stopped, *_) = http_servers(several)
     stopped.suspend()
-    until(lambda: len(servers(several)) == WORKERS and stopped not in servers(several), 30, "the process in its place")
+    until(
+        lambda: len(http_servers(several)) == WORKERS and stopped not in http_servers(several),
+        30,
+        "the process in its place",
+    )
     assert {answer.status_code for answer in each(f"{several.url}/health")} == {200}
 
 
