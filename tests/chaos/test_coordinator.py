@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,12 +13,9 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import Aborted, OmniError
 from omni_actors.host.run_directory import FLEET
 from omni_actors.protocol.messages import Operation
-from tests.support.launcher import EchoLauncher
 from tests.support.load import ask_and_check, disturbed_chain, replicas, text_of, until_healthy, until_in_flight
 from tests.support.processes import assert_nothing_left, coordinator_of
 from tests.support.waiting import PATIENCE, until
-
-Launch = Callable[..., EchoLauncher]
 
 
 def next_coordinator(folder: Path, former: int) -> int:
@@ -59,45 +55,39 @@ async def test_a_killed_coordinator_comes_back_and_its_requests_go_on(launch, sh
     assert launcher.end() == 0
 
 
-async def test_a_stage_that_dies_with_the_coordinator_runs_its_part_again(launch, short_path, monkeypatch):
+async def test_a_stage_that_dies_with_the_coordinator_runs_its_part_again(disturbed, monkeypatch):
     """However long the next coordinator takes, by the measure of the client."""
     monkeypatch.setattr("omni_actors.client.async_client.PING_SECONDS", 0.1)
     monkeypatch.setattr("omni_actors.client.async_client.ANSWER_SECONDS", 0.1)
-    launcher = launch(disturbed_chain(0.005)).wait_ready()
-    async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as watcher:
+    async with AsyncOmniClient(disturbed.endpoint) as client, AsyncOmniClient(disturbed.endpoint) as watcher:
         asked = [asyncio.create_task(ask_and_check(client, text_of(number) * 20)) for number in range(10)]
         await until_in_flight(watcher, 10)
         talker = (await pids(watcher))["talker/0"]
-        psutil.Process(coordinator_of(short_path)).kill()
+        psutil.Process(coordinator_of(disturbed.folder)).kill()
         psutil.Process(talker).kill()
         await asyncio.gather(*asked)
-    launcher.wait_idle()
 
 
-async def test_what_is_aborted_while_there_is_no_coordinator_ends(launch, short_path):
-    launcher = launch(disturbed_chain(0.005)).wait_ready()
-    async with AsyncOmniClient(launcher.endpoint) as client:
+async def test_what_is_aborted_while_there_is_no_coordinator_ends(disturbed):
+    async with AsyncOmniClient(disturbed.endpoint) as client:
         stream = await client.submit("x" * 1000, timeout=120)
         await anext(stream)
-        psutil.Process(coordinator_of(short_path)).kill()
+        psutil.Process(coordinator_of(disturbed.folder)).kill()
         await stream.abort()
         with pytest.raises(Aborted):
             await stream.result()
-    launcher.wait_idle()
 
 
-async def test_what_was_asked_of_a_client_that_died_with_the_coordinator_ends(launch, short_path, monkeypatch):
-    launcher = launch(disturbed_chain(0.005)).wait_ready()
-    gone = AsyncOmniClient(launcher.endpoint)
-    async with AsyncOmniClient(launcher.endpoint) as watcher:
+async def test_what_was_asked_of_a_client_that_died_with_the_coordinator_ends(disturbed, monkeypatch):
+    gone = AsyncOmniClient(disturbed.endpoint)
+    async with AsyncOmniClient(disturbed.endpoint) as watcher:
         await gone.__aenter__()
         await gone.submit("x" * 4000, timeout=120)
         await until_in_flight(watcher, 1)
-        psutil.Process(coordinator_of(short_path)).kill()
+        psutil.Process(coordinator_of(disturbed.folder)).kill()
         monkeypatch.setattr(gone, "_send", lambda *arguments: None)
         await gone.close()
         await until_healthy(watcher)
-    launcher.wait_idle()
 
 
 @pytest.mark.nightly

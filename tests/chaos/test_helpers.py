@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 
 import psutil
 import pytest
@@ -22,8 +21,6 @@ from tests.support.load import (
     until_in_flight,
 )
 from tests.support.waiting import eventually
-
-Launch = Callable[..., EchoLauncher]
 
 
 def helper(launcher: EchoLauncher, name: str) -> psutil.Process:

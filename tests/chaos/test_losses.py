@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
 
 import psutil
 import pytest
@@ -25,8 +24,6 @@ from tests.support.load import (
 )
 from tests.support.nightly import nightly
 from tests.support.waiting import until
-
-Launch = Callable[..., EchoLauncher]
 
 
 async def pid_of(client: AsyncOmniClient, name: str) -> int:
@@ -63,9 +60,8 @@ def await_runs(launcher: EchoLauncher, stage: str, runs: int) -> None:
     assert counted() == runs
 
 
-async def test_all_stages_that_die_at_once_lose_nothing(launch):
-    launcher = launch(disturbed_chain(0.005)).wait_ready()
-    async with connected(launcher.endpoint) as (client, losses):
+async def test_all_stages_that_die_at_once_lose_nothing(disturbed):
+    async with connected(disturbed.endpoint) as (client, losses):
         asked = [asyncio.create_task(ask_and_check(client, "abcdefghij" * 20)) for _ in range(16)]
         await until_in_flight(client, 16)
         for name, status in (await replicas(client)).items():
@@ -73,7 +69,6 @@ async def test_all_stages_that_die_at_once_lose_nothing(launch):
         await asyncio.gather(*asked)
         await losses.finish()
         assert losses.recovered == len(STAGES)
-    launcher.wait_idle()
 
 
 async def test_a_stopped_process_is_killed_and_started_again(launch):
@@ -113,10 +108,9 @@ async def test_a_loop_that_hangs_is_killed_and_its_request_is_poison(launch, tok
     launcher.wait_idle()
 
 
-async def test_one_poisonous_request_among_many_fails_alone(launch):
+async def test_one_poisonous_request_among_many_fails_alone(disturbed):
     """It is found among seven within six crashes; no other request fails."""
-    launcher = launch(disturbed_chain(0.005)).wait_ready()
-    async with AsyncOmniClient(launcher.endpoint) as client:
+    async with AsyncOmniClient(disturbed.endpoint) as client:
         load = Load(client, total=30, width=6)
         running = asyncio.create_task(load.run())
         await until_in_flight(client, 6)

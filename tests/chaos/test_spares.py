@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import psutil
 
 from omni_actors.client import AsyncOmniClient, Text
@@ -12,7 +10,6 @@ from tests.support.launcher import EchoLauncher
 from tests.support.load import STAGES, ask_and_check, disturbed_chain, replicas
 from tests.support.waiting import until
 
-Launch = Callable[..., EchoLauncher]
 TEXT = "".join(chr(65 + number % 50) for number in range(40))
 
 

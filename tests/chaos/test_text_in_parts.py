@@ -21,12 +21,9 @@ TEXT = "Those who speak while they think are heard sooner, and 4 words are enoug
 
 def speaking_chain() -> dict[str, Any]:
     """One stage, which speaks: a sample for each character."""
-    made = chain()
-    speech = {"text_in_parts": True}
-    engine = {"samples_per_token": 1, "speech": speech, "voices": []}
-    made["stages"] = [{"name": "talker", "kind": "echo", "outputs": ["audio"], "engine": engine}]
-    made["coordinator"] = {"heartbeat_interval": 0.05, "default_timeout": 120}
-    return made
+    engine = {"samples_per_token": 1, "speech": {"text_in_parts": True}, "voices": []}
+    talker = {"name": "talker", "kind": "echo", "outputs": ["audio"], "engine": engine}
+    return {**chain(), "stages": [talker], "coordinator": {"heartbeat_interval": 0.05, "default_timeout": 120}}
 
 
 async def test_what_a_stage_writes_is_spoken_while_it_writes(launch) -> None:

@@ -63,12 +63,10 @@ def configured(overrides: Mapping[str, object], config: str = ECHO) -> Make:
 
 
 def steps(seconds: float, *stages: str) -> dict[str, float]:
-    """Has stages take this long for each step."""
     return {f"stages.{stage}.engine.step_seconds": seconds for stage in stages}
 
 
 def speaking(ability: dict[str, Any], *voices: str, **overrides: object) -> Make:
-    """Starts a pipeline with voices of its own."""
     own = {"stages.talker.engine.speech": json.dumps(ability), "stages.talker.engine.voices": json.dumps(voices)}
     return configured({**ONE_SAMPLE, **own, **overrides}, SPEECH)
 
@@ -88,7 +86,6 @@ def one_stage(request: pytest.FixtureRequest) -> HttpPipeline:
 
 
 def tool_calling(request: pytest.FixtureRequest) -> HttpPipeline:
-    """A model that says what it is asked to, and calls tools."""
     checkpoint: Path = request.getfixturevalue("tiny_checkpoint")
     config = request.getfixturevalue("tmp_path_factory").mktemp("scripted") / "scripted.yaml"
     config.write_bytes(msgspec.yaml.encode(scripted_pipeline(checkpoint)))
@@ -103,8 +100,8 @@ INSTRUCTED = {"languages": ["English", "German"], "instructions": "none", "clip"
 
 SLOWLY = {"coordinator.max_in_flight": 2, "coordinator.max_queued": 0, **steps(0.05, "thinker", "code2wav")}
 MARA = {**ONE_SAMPLE, "http.voices": 3, "http.voice_aliases.alloy": "Mara"}
-TALKER = {"stages.code2wav.engine.samples_per_token": 4800, "http.write_timeout": 1, "http.media_parts": 2}
-TALKER |= {"http.bodies_bytes": 1 << 20, "http.body_bytes": 1 << 20}
+DRAWLING = {"stages.code2wav.engine.samples_per_token": 4800, "http.write_timeout": 1, "http.media_parts": 2}
+DRAWLING |= {"http.bodies_bytes": 1 << 20, "http.body_bytes": 1 << 20}
 SEVERAL = {**steps(0.02, "thinker", "code2wav"), "http.workers": 3}
 
 echo_pipeline, echo = shared("echo_pipeline", "echo", echo_with_adapter)
@@ -124,7 +121,7 @@ talkative_pipeline, talkative = shared(
 )
 cloning_pipeline, idle_cloning = shared("cloning_pipeline", "idle_cloning", configured(MARA, SPEECH))
 # Much sound, few events, and small limits of the server.
-talker_pipeline, talker = shared("talker_pipeline", "talker", configured(TALKER))
+drawling_pipeline, drawling = shared("drawling_pipeline", "drawling", configured(DRAWLING))
 several_pipeline, idle_several = shared("several_pipeline", "idle_several", configured(SEVERAL))
 
 

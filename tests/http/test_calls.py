@@ -25,7 +25,7 @@ from tests.support.waiting import PATIENCE, eventually
 
 SENTENCE = "hello sea "
 LONG = SENTENCE * 5  # 10 s
-MILLISECONDS_PER_CHARACTER = 200  # of what `talker` speaks
+MILLISECONDS_PER_CHARACTER = 200  # of what `drawling` speaks
 MANUAL = {"turn_detection": None}
 ALLOWANCE = 0.4  # seconds of sound that may be on its way
 KEY = "sesame"
@@ -46,8 +46,8 @@ async def ends(caller: Caller) -> None:
         await caller.closed.wait()
 
 
-async def test_a_spoken_turn_is_answered_in_sound(talker: HttpPipeline) -> None:
-    async with call(talker.url, session=session_of(SENTENCE)) as caller:
+async def test_a_spoken_turn_is_answered_in_sound(drawling: HttpPipeline) -> None:
+    async with call(drawling.url, session=session_of(SENTENCE)) as caller:
         assert caller.of_kind("session.created")[0]["session"]["instructions"] == SENTENCE
         caller.microphone.say(speech(1.0))
         await caller.until("output_audio_buffer.started")
@@ -64,8 +64,8 @@ async def test_a_spoken_turn_is_answered_in_sound(talker: HttpPipeline) -> None:
         assert set(candidates) == {"127.0.0.1"}  # the address that the client knows, and no other one of this host
 
 
-async def test_speech_cuts_the_answer_to_what_was_sent(talker: HttpPipeline) -> None:
-    async with call(talker.url, session=session_of(LONG)) as caller:
+async def test_speech_cuts_the_answer_to_what_was_sent(drawling: HttpPipeline) -> None:
+    async with call(drawling.url, session=session_of(LONG)) as caller:
         caller.microphone.say(speech(1.0))
         await caller.until("response.done")
         await eventually(lambda: len(caller.sound) > RATE)

@@ -93,7 +93,6 @@ async def pipecat(url: str, mode: TextAggregationMode) -> AsyncIterator[tuple[Pi
 
 
 async def write(worker: PipelineWorker, texts: Sequence[str]) -> None:
-    """Queue an answer of a model."""
     await worker.queue_frames([LLMFullResponseStartFrame(), *map(LLMTextFrame, texts), LLMFullResponseEndFrame()])
 
 
@@ -220,22 +219,19 @@ async def test_what_was_flushed_is_spoken_before_its_context_and_the_socket_clos
         assert messages[-1]["isFinal"]
 
 
-@pytest.mark.parametrize(
-    ("query", "param"),
-    [
+async def test_a_query_that_cannot_be_had_is_refused(preset: HttpPipeline) -> None:
+    for query, param in (
         ("output_format=pcm_11025", "output_format"),
         ("enable_ssml_parsing=true", "enable_ssml_parsing"),
         ("voice=a", "voice"),
         ("language_code=tlh", "language"),
         ("model_id=another", "model"),
         ("inactivity_timeout=soon", "inactivity_timeout"),
-    ],
-)
-async def test_a_query_that_cannot_be_had_is_refused(preset: HttpPipeline, query: str, param: str) -> None:
-    with pytest.raises(InvalidStatus) as refused:
-        await multi(preset.url, query).__aenter__()
-    assert refused.value.response.status_code == (404 if param == "model" else 400)
-    assert f'"param":"{param}"' in refused.value.response.body.decode()
+    ):
+        with pytest.raises(InvalidStatus) as refused:
+            await multi(preset.url, query).__aenter__()
+        assert refused.value.response.status_code == (404 if param == "model" else 400)
+        assert f'"param":"{param}"' in refused.value.response.body.decode()
 
 
 async def test_a_failure_ends_its_context_and_a_wrong_message_ends_nothing(preset: HttpPipeline) -> None:
@@ -250,10 +246,7 @@ async def test_a_failure_ends_its_context_and_a_wrong_message_ends_nothing(prese
         error = await client.message()
         assert (error["code"], error["contextId"]) == ("unknown_voice", "a")
         assert (await client.message())["isFinal"]
-
-
-async def test_a_sixth_context_is_refused_while_five_wait_for_their_text(preset: HttpPipeline) -> None:
     async with multi(preset.url, "output_format=pcm_24000", voice="ryan") as client:
         await client.send(*({"text": "One", "context_id": name} for name in "abcdef"))
-        refused = await client.message()
+        refused = await client.message()  # five wait for their text
         assert (refused["error"][:22], refused["contextId"]) == ("There may be 5 context", "f")

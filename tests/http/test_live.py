@@ -1,23 +1,30 @@
-"""OpenAI's Live API, on a bare socket: a scripted model answers the turns that the server finds."""
+"""OpenAI's Live API, on a bare socket and over WebRTC: a scripted model answers the turns that the server finds."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import numpy
 import pytest
+from openai import AsyncOpenAI, NotFoundError
 from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
 
 from omni_actors.http_server.realtime.formats import RATE, g711_codes, g711_levels
 from omni_actors.http_server.realtime.live import LEAD_SECONDS, PIECE_SECONDS
-from omni_actors.http_server.realtime.live_sessions import PATH
+from omni_actors.http_server.realtime.live_sessions import MAX_ATTACHED, PATH
 from omni_actors.http_server.settings import ServerSettings
-from tests.support.live import PAUSE, live_session, prompt
+from tests.support.calls import Caller
+from tests.support.live import PAUSE, LiveClient, conforms, live_session, prompt
 from tests.support.realtime import serving_sessions, speech
 from tests.support.scripted import NEXT, called
 from tests.support.servers import HttpPipeline
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE, eventually
 
 WORDS = "one two three four five six seven eight nine ten "
 LONG = WORDS * 4  # 4 s
@@ -137,8 +144,9 @@ def result(call: dict[str, Any], output: str) -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": call["call_id"], "output": output}
 
 
-@pytest.mark.parametrize("kind", ["audio/pcmu", "audio/pcma"])
-async def test_a_telephone_hears_silence_and_speech_and_is_muted(scripted: HttpPipeline, kind: str) -> None:
+async def test_a_telephone_hears_silence_and_speech_and_is_muted(scripted: HttpPipeline) -> None:
+    """The other law: tests/unit/test_realtime_formats.py."""
+    kind = "audio/pcmu"
     audio = {"format": {"type": kind, "rate": 8000}}
     voice = g711_codes(kind, speech(0.8)[::3]).tobytes()
     quiet = g711_codes(kind, numpy.zeros(8000, "<i2")).tobytes()
@@ -162,63 +170,188 @@ MODEL = {"model": "gpt-live-1"}
 CONTEXT = "session.thinking.append"
 
 
-@pytest.mark.parametrize(
-    ("event", "code", "param"),
-    [
-        ({"type": "session.close"}, "session_not_started", "type"),
-        ({"type": "session.start", "session": {"model": "none"}}, "model_not_found", "model"),
-        (
-            {"type": "session.start", "session": {**MODEL, "delegation": responses(tool_choice="required")}},
-            "invalid_value",
-            "session.delegation.responses.tool_choice",
-        ),
-        (
-            {"type": "session.start", "session": {**MODEL, "audio": {"output": {"voice": "nobody"}}}},
-            "unknown_voice",
-            "session.audio.output.voice",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-async def test_a_session_that_cannot_begin_says_why(
-    scripted: HttpPipeline, event: dict[str, Any], code: str, param: str
-) -> None:
-    async with connect(f"{scripted.url.replace('http', 'ws', 1)}{PATH}", proxy=None) as socket:
+async def events_of(url: str, event: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of a session of which the client says one thing, up to its end."""
+    async with connect(f"{url.replace('http', 'ws', 1)}{PATH}", proxy=None) as socket:
         await socket.send(json.dumps({**event, "event_id": "mine"}))
-        (refusal,) = [json.loads(text) async for text in socket]
-        assert refusal["error"] | {"message": "", "type": ""} == {
-            **{"code": code, "param": param, "client_event_id": "mine", "message": "", "type": ""}
-        }
+        return [json.loads(text) async for text in socket]
+
+
+def starting(**session: Any) -> dict[str, Any]:
+    return {"type": "session.start", "session": {**MODEL, **session}}
+
+
+async def test_a_session_that_cannot_begin_says_why_and_one_that_expires_is_closed(scripted: HttpPipeline) -> None:
+    required = responses(tool_choice="required")
+    for event, code, param in (
+        ({"type": "session.close"}, "session_not_started", "type"),
+        (starting(model="none"), "model_not_found", "model"),
+        (starting(delegation=required), "invalid_value", "session.delegation.responses.tool_choice"),
+        (starting(audio={"output": {"voice": "nobody"}}), "unknown_voice", "session.audio.output.voice"),
+    ):
+        (refusal,) = await events_of(scripted.url, event)
+        assert refusal["error"].items() >= {"code": code, "param": param, "client_event_id": "mine"}.items()
+        assert set(refusal["error"]) == {"code", "param", "client_event_id", "message", "type"}
+    settings = ServerSettings(endpoint=scripted.endpoint, realtime_session_seconds=1.0, names="openai")
+    with serving_sessions(settings) as url:
+        first, *_, last = await events_of(url, starting())
+    assert (last["type"], last["reason"]) == ("session.closed", "expired")
+    assert last["session"]["id"] == first["session"]["id"]
+    assert last["usage"]["seconds"] > 0
 
 
 async def test_what_a_session_refuses_leaves_it_as_it_is(scripted: HttpPipeline) -> None:
+    update = {"type": "session.update", "session": {"delegation": responses()}}
     refused = [
-        ({"type": "session.start", "session": MODEL}, "session_already_started", "type"),
+        (starting(), "session_already_started", "type"),
         ({"type": "decision.create"}, "invalid_value", "type"),
         ({"type": CONTEXT, "content": "x", "delegation_id": "y"}, "delegation_not_found", "delegation_id"),
         ({"type": "response.create"}, "invalid_value", "type"),
-        (
-            {"type": "session.update", "session": {"delegation": responses()}},
-            "invalid_value",
-            "session.delegation.type",
-        ),
+        (update, "invalid_value", "session.delegation.type"),
     ]
     async with live_session(scripted.url) as client:
         for event, _, _ in refused:
-            await client.send(**{"kind" if name == "type" else name: value for name, value in event.items()})
+            await client.send(event["type"], **{name: value for name, value in event.items() if name != "type"})
         await client.until("error", count=len(refused))
-        assert [(event["error"]["code"], event["error"]["param"]) for event in client.of_kind("error")] == [
-            (code, param) for _, code, param in refused
-        ]
+        found = [(event["error"]["code"], event["error"]["param"]) for event in client.of_kind("error")]
+        assert found == [(code, param) for _, code, param in refused]
 
 
-async def test_a_session_that_expires_is_closed(scripted: HttpPipeline) -> None:
-    settings = ServerSettings(endpoint=scripted.endpoint, realtime_session_seconds=1.0, names="openai")
-    with serving_sessions(settings) as url:
-        async with connect(f"{url.replace('http', 'ws', 1)}{PATH}", proxy=None) as socket:
-            await socket.send(json.dumps({"type": "session.start", "session": MODEL}))
-            events = [json.loads(text) async for text in socket]
-    assert events[-1]["type"] == "session.closed"
-    assert events[-1]["reason"] == "expired"
-    assert events[-1]["session"]["id"] == events[0]["session"]["id"]
-    assert events[-1]["usage"]["seconds"] > 0
+def client_of(url: str) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def said(caller: Caller) -> str:
+    return "".join(event["delta"] for event in caller.of_kind("session.output_transcript.delta"))
+
+
+@asynccontextmanager
+async def live_call(client: AsyncOpenAI, fork_of: str = "", **session: Any) -> AsyncIterator[tuple[Caller, str]]:
+    """A call that is connected, and the id of its session."""
+    caller = Caller(check=conforms)
+    try:
+        offer = {"type": "webrtc", "sdp": await caller.offer()}
+        if fork_of:
+            answer = await client.live.sessions.fork(fork_of, transport=offer)
+        else:
+            answer = await client.live.create(session={**MODEL, **session}, transport=offer)
+        await caller.take_answer("", answer.transport.sdp, "session.started")
+        yield caller, answer.session.id
+    finally:
+        await caller.close()
+
+
+async def test_a_call_is_a_live_session_that_another_connection_watches_and_commands(scripted: HttpPipeline) -> None:
+    async with (
+        client_of(scripted.url) as client,
+        live_call(client, instructions=NEXT.join((LONG, "Yes?"))) as (caller, session_id),
+        client.live.sideband.connect(session_id=session_id) as sideband,
+        asyncio.timeout(60 * PATIENCE),
+    ):
+        watched: list[Any] = []
+
+        async def watch() -> None:
+            async for event in sideband:
+                watched.append(event)
+
+        def seen(kind: str) -> list[Any]:
+            return [event for event in watched if event.type == kind]
+
+        eye = asyncio.create_task(watch())
+        assert caller.of_kind("session.started")[0]["session"]["id"] == session_id
+        caller.microphone.say(speech(1.0))
+        await eventually(lambda: "two three" in said(caller), 20, lambda: str(caller.events))
+        caller.microphone.say(speech(1.0))
+        await eventually(lambda: said(caller).endswith("Yes?"), 20, lambda: str(caller.events))
+        heard = said(caller).removesuffix("Yes?")
+        assert LONG.startswith(heard)
+        assert len(heard) < len(LONG)
+        await sideband.session.commentary.append(content="It rains.", delegation_id=None)
+        await eventually(lambda: said(caller).endswith("It rains."), 20, lambda: str(caller.events))
+        assert abs(caller.sound).max() > 5000
+        caller.send("session.input_audio.append", audio="AAAA")
+        error = (await caller.until("error"))["error"]
+        assert (error["code"], error["param"]) == ("unsupported_value", "type")
+        await client.live.sessions.hangup(session_id)
+        assert (await caller.until("session.closed"))["reason"] == "close_requested"
+        await eye
+        assert "".join(event.delta for event in seen("session.output_transcript.delta")) == said(caller)
+        assert len(seen("session.commentary.appended")) == len(seen("session.closed")) == 1
+        assert len(seen("session.input_audio.append")) > len(seen("session.output_audio.delta")) > 20
+        with pytest.raises(NotFoundError):
+            await client.live.sessions.hangup(session_id)
+
+
+async def test_what_is_attached_begins_no_session_sends_no_sound_and_outlives_none(scripted: HttpPipeline) -> None:
+    where = scripted.url.replace("http", "ws", 1)
+    async with live_session(scripted.url) as session:
+        session_id = session.of_kind("session.started")[0]["session"]["id"]
+        path = f"{where}{PATH}/{session_id}/attach"
+        async with connect(path, proxy=None) as socket:
+            attached = LiveClient(socket)
+            ear = asyncio.create_task(attached.listen())
+            for kind in ("session.start", "session.input_audio.append"):
+                await attached.send(kind, event_id=kind, session=MODEL, audio="AAAA")
+            await attached.until("error", 2)
+            found = [(event["error"]["code"], event["client_event_id"]) for event in attached.of_kind("error")]
+            assert found == [("invalid_value", "session.start"), ("invalid_value", "session.input_audio.append")]
+            assert not session.of_kind("error"), "they are the other client's"
+            others = [await connect(path, proxy=None) for _ in range(MAX_ATTACHED - 1)]
+            with pytest.raises(InvalidStatus) as refused:
+                await connect(path, proxy=None)
+            assert refused.value.response.status_code == 429
+            for other in others:
+                await other.close()
+            await attached.send("session.close", event_id="the end")
+            await session.until("session.closed")
+            await ear
+            assert attached.events[-1]["client_event_id"] == "the end"
+
+
+async def test_a_fork_goes_on_from_what_was_said(scripted: HttpPipeline) -> None:
+    delegation = {"type": "responses", "responses": {"model": "gpt-5.6-luna", "instructions": "Be brief."}}
+    rules = {"instructions": NEXT.join(("One.", "Two.", "Three.")), "delegation": delegation}
+    async with live_session(scripted.url, store=True, **rules) as session:
+        started = session.of_kind("session.started")[0]["session"]
+        assert started["store"]
+        await session.say(*TURN)
+        await session.until_said("One.")
+        async with live_session(scripted.url, fork_of=started["id"]) as early:  # of a session that goes on
+            await early.say(*TURN)
+            await early.until_said("Two.")
+        await session.say(*TURN)
+        await session.until_said("Two.")
+    changed = {"type": "responses", "responses": {"model": "gpt-5.6-luna", "instructions": "Be long."}}
+    async with live_session(scripted.url, fork_of=started["id"], store=False, delegation=changed) as fork:
+        begun = fork.of_kind("session.started")[0]
+        assert begun["client_event_id"] == "the start"
+        assert begun["session"]["id"] != started["id"]
+        assert not begun["session"]["store"]
+        await fork.say(*TURN)
+        await fork.until_said("Three.")
+        known = (await prompt(fork)).partition("assistant\n")
+        assert "Be long." in known[0]
+        assert "Be brief." not in known[0]
+        assert known[2].index("One.") < known[2].index("Two.") < known[2].index("Three.")
+    async with client_of(scripted.url) as client, live_call(client, started["id"]) as (caller, _):
+        assert caller.of_kind("session.started")[0]["session"]["store"], "as it was"
+        caller.send("session.close")
+        await caller.until("session.closed")
+        with pytest.raises(NotFoundError, match="stored"):
+            await client.live.sessions.fork(begun["session"]["id"], transport={"type": "webrtc", "sdp": ""})
+    with pytest.raises(InvalidStatus) as refused:
+        await live_session(scripted.url, fork_of="sess_none").__aenter__()
+    assert refused.value.response.status_code == 404
+
+
+async def test_a_call_that_cannot_begin_says_why(scripted: HttpPipeline) -> None:
+    telephone = {"audio": {"format": {"type": "audio/pcm", "rate": 24000}}}
+    for session, sdp, param in (
+        (telephone, "", "session.audio.format"),
+        ({"client": {"data_channel": {}}}, "", "session.client"),
+        ({}, "v=0", "sdp"),
+    ):
+        body = {"session": {**MODEL, **session}, "transport": {"type": "webrtc", "sdp": sdp}}
+        async with httpx.AsyncClient(timeout=30) as client:
+            answer = await client.post(f"{scripted.url}{PATH}", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text

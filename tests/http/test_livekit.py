@@ -88,8 +88,6 @@ class Loudspeaker(io.AudioOutput):
 
 
 class Conversation:
-    """An agent with a microphone and a loudspeaker."""
-
     def __init__(self, session: AgentSession) -> None:
         self.microphone, self.loudspeaker = Microphone(), Loudspeaker()
         session.input.audio, session.output.audio = self.microphone, self.loudspeaker
@@ -160,7 +158,6 @@ async def test_livekit_holds_a_live_conversation_and_does_what_is_delegated(scri
         talk.microphone.always_open = True
 
         async def said(pattern: str) -> None:
-            """Wait until the answers, as LiveKit knows them, are like this."""
             texts = talk.texts["assistant"]
             await eventually(lambda: re.fullmatch(pattern, "".join(texts)), 20, lambda: f"{pattern}: {talk.texts}")
 

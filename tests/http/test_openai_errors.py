@@ -25,7 +25,6 @@ SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format":
 
 
 def part(kind: str, **field: str) -> dict:
-    """A message of one medium."""
     return {"messages": [{"role": "user", "content": [{"type": kind, kind: field}]}]}
 
 

@@ -12,7 +12,7 @@ import soundfile
 from playwright.sync_api import Page, expect
 
 from omni_actors.http_server.realtime.formats import RATE
-from tests.support.browser import chromium, data, needs_chromium, open_page, until, watched_page
+from tests.support.browser import chromium, data, needs_chromium, open_page, until, until_playing, watched_page
 from tests.support.realtime import speech
 from tests.support.servers import HttpPipeline
 
@@ -22,7 +22,7 @@ SECONDS = len(SENTENCE) * 0.2
 
 
 @contextmanager
-def conversation(talker: HttpPipeline, folder: Path, says: str, pause: float = 0.0) -> Iterator[Page]:
+def conversation(drawling: HttpPipeline, folder: Path, says: str, pause: float = 0.0) -> Iterator[Page]:
     """The page, whose microphone hears a turn, and another one after a pause if there is any, again and again.
 
     On a busy machine the first ones may be over before there is a session.
@@ -33,19 +33,15 @@ def conversation(talker: HttpPipeline, folder: Path, says: str, pause: float = 0
         parts += [numpy.zeros(round(pause * RATE), numpy.int16), speech(2.0, seed=1)]
     soundfile.write(recording, numpy.concatenate([*parts, parts[0]]), RATE)
     with chromium(recording) as browser, watched_page(browser) as page:
-        open_page(page, talker)
+        open_page(page, drawling)
         page.locator("#system").fill(says)
         page.locator("#converse").click()
         expect(page.locator("li.user").first).to_be_attached()
         yield page
 
 
-def until_playing(page: Page) -> None:
-    page.wait_for_selector("body[data-playing=true]", state="attached")
-
-
-def test_a_turn_is_spoken_and_its_answer_is_heard(talker: HttpPipeline, tmp_path: Path) -> None:
-    with conversation(talker, tmp_path, SENTENCE) as page:
+def test_a_turn_is_spoken_and_its_answer_is_heard(drawling: HttpPipeline, tmp_path: Path) -> None:
+    with conversation(drawling, tmp_path, SENTENCE) as page:
         page.locator("#mute").click()
         until_playing(page)
         until(page, lambda: data(page, "peak") > 0.05, "sound of the answer")
@@ -55,14 +51,16 @@ def test_a_turn_is_spoken_and_its_answer_is_heard(talker: HttpPipeline, tmp_path
         heard = float(button.get_attribute("aria-label").partition("(")[2].partition(" s")[0])
         assert heard > SECONDS / 2  # a busy browser leaves gaps
         page.locator("#end-spoken").click()
-        until(page, lambda: "omni_realtime_sessions 0.0" in page.request.get(f"{talker.url}/metrics").text(), "its end")
-        assert "POST /v1/realtime/calls 201" in talker.log()
-        assert "WEBSOCKET" not in talker.log()
+        until(
+            page, lambda: "omni_realtime_sessions 0.0" in page.request.get(f"{drawling.url}/metrics").text(), "its end"
+        )
+        assert "POST /v1/realtime/calls 201" in drawling.log()
+        assert "WEBSOCKET" not in drawling.log()
 
 
-def test_speech_and_a_key_cut_the_answer_to_what_was_heard(talker: HttpPipeline, tmp_path: Path) -> None:
+def test_speech_and_a_key_cut_the_answer_to_what_was_heard(drawling: HttpPipeline, tmp_path: Path) -> None:
     text = f"{SENTENCE} " * 5  # 14 s
-    with conversation(talker, tmp_path, text, pause=4.0) as page:
+    with conversation(drawling, tmp_path, text, pause=4.0) as page:
         answers = page.locator("li.assistant")
         expect(answers.nth(1)).to_be_attached()
         first = answers.nth(0)

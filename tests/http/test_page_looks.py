@@ -38,7 +38,6 @@ CONVERSATION = "# Salt\n\nThe **sea** is [salty](https://example.com):\n\n| a | 
 
 
 def seascape() -> bytes:
-    """A picture of sky and sea, 320 x 240."""
     rows = numpy.linspace(0, 1, 240)[:, None, None]
     sky, sea = numpy.array([150, 200, 235]) * (0.7 + 0.5 * rows), numpy.array([10, 95, 110]) * (1.5 - 0.7 * rows)
     waves = 12 * numpy.sin(numpy.arange(320)[None, :, None] / 9 + 40 * rows**2)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
 
-from omni_actors.http_server.app import introduction
 from tests.support.browser import SIZES, answered, ask, looks_good, needs_chromium, plays, resize, take_picture, until
-from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, pdf
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.nightly]
 sizes = pytest.mark.parametrize("size", SIZES, ids=["desk", "phone"])
 
 
@@ -42,7 +38,6 @@ def test_an_example_is_sent_by_a_click(echo: HttpPipeline, page: Page, size: tup
     expect(page.locator("li.user .card.audio")).to_contain_text("The tide comes in at seven.")
 
 
-@pytest.mark.nightly
 @sizes
 def test_a_conversation_survives_a_reload(echo: HttpPipeline, page: Page, size: tuple[int, int]) -> None:
     def show_list() -> None:
@@ -92,11 +87,9 @@ def test_a_conversation_survives_a_reload(echo: HttpPipeline, page: Page, size: 
     expect(page.locator("#empty")).to_be_attached()
 
 
-@pytest.mark.nightly
-@sizes
-def test_a_model_on_a_cpu_says_so_once(echo: HttpPipeline, page: Page, size: tuple[int, int]) -> None:
+def test_a_model_on_a_cpu_says_so_once(echo: HttpPipeline, page: Page) -> None:
     page.route("**/v1/status", lambda route: route.fulfill(json={**route.fetch().json(), "on_cpu": True}))
-    visit(page, echo, size)
+    visit(page, echo, SIZES[1])
     expect(page.locator("#pace")).to_have_text("This model computes on a CPU; answers can take a while.")
     for count in (1, 2):
         ask(page, "hello, sea")
@@ -107,7 +100,6 @@ def test_a_model_on_a_cpu_says_so_once(echo: HttpPipeline, page: Page, size: tup
     page.unroute_all(behavior="wait")
 
 
-@pytest.mark.nightly
 def test_each_sound_becomes_a_file_once(echo: HttpPipeline, page: Page) -> None:
     page.add_init_script(
         """window.files = 0;
@@ -122,7 +114,6 @@ def test_each_sound_becomes_a_file_once(echo: HttpPipeline, page: Page) -> None:
         until(page, lambda made=count: page.evaluate("files") == made, f"{count} files")
 
 
-@pytest.mark.nightly
 @sizes
 def test_several_pictures_are_made_and_one_is_dragged(
     pictures: HttpPipeline, page: Page, size: tuple[int, int]
@@ -140,14 +131,3 @@ def test_several_pictures_are_made_and_one_is_dragged(
     looks_good(page)
     page.locator("img.picture").first.drag_to(page.locator("#composer"))
     expect(page.locator("#attachments img")).to_have_count(1)
-
-
-def test_a_checkpoint_says_what_it_is_or_the_page_does(tmp_path: Path) -> None:
-    assert introduction(str(tmp_path)) == {}
-    assert introduction("Qwen/Qwen2.5-Omni-7B") == {}
-    toy = introduction(str(REPOSITORY / "examples" / "speaker"))
-    assert "toy" in toy["about"]
-    assert len(toy["examples"]) == 6
-    (broken := tmp_path / "broken").mkdir()
-    (broken / "page.json").write_text(json.dumps(["no object"]))
-    assert introduction(str(broken)) == {}

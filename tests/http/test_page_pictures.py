@@ -38,7 +38,6 @@ WATCH = """
 
 @pytest.fixture
 def easel(pictures: HttpPipeline, page: Page) -> Page:
-    """The page of a pipeline that makes pictures."""
     page.add_init_script(WATCH)
     open_page(page, pictures)
     expect(page.get_by_placeholder("Describe a picture")).to_be_focused()
@@ -51,7 +50,6 @@ def fill(page: Page, **fields: object) -> None:
 
 
 def pixels(page: Page) -> tuple[int, int]:
-    """Width and height of the newest picture."""
     image = page.locator("img.picture").last
     return image.evaluate("image => image.naturalWidth"), image.evaluate("image => image.naturalHeight")
 
@@ -85,7 +83,6 @@ def test_a_picture_is_made_watched_and_kept(easel: Page, pictures: HttpPipeline)
 
 
 def downloaded(page: Page, act: Callable[[], None], name: str = "picture.png") -> bytes:
-    """The file that an action downloads."""
     with page.expect_download() as download:
         act()
     assert download.value.suggested_filename == name

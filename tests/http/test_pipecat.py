@@ -73,8 +73,6 @@ class Loudspeaker(FrameProcessor):
 
 
 class Voice:
-    """A conversation that a program of pipecat's holds with a server."""
-
     def __init__(self, service: LLMService[Any], tools: Sequence[Any] = ()) -> None:
         self.context = LLMContext(tools=list(tools))
         # Those that the service recommends when it is connected; until then there would be a detector of pipecat's.
@@ -104,7 +102,6 @@ class Voice:
         await eventually(enough, 20, lambda: f"answers: {self.heard.texts}")
 
     def said(self) -> list[str]:
-        """The user's turns, as the program knows them."""
         return [str(message["content"]) for message in self.context.messages if message["role"] == "user"]
 
 

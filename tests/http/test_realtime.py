@@ -42,9 +42,14 @@ from tests.support.waiting import PATIENCE, eventually
 SAMPLES_PER_TOKEN = 480
 
 
-async def say(connection: AsyncRealtimeConnection, text: str) -> None:
-    content = [{"type": "input_text", "text": text}]
+async def say(connection: AsyncRealtimeConnection, *parts: dict[str, str] | str) -> None:
+    content = [{"type": "input_text", "text": part} if isinstance(part, str) else part for part in parts]
     await connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+
+
+def latest_request(url: str) -> str:
+    newest = httpx.get(f"{url}/v1/requests", params={"limit": 1}).json()["data"]
+    return str(newest[0]["id"]) if newest else ""
 
 
 def ws(url: str, path: str = "/v1/realtime", **options: Any) -> connect:
@@ -52,7 +57,6 @@ def ws(url: str, path: str = "/v1/realtime", **options: Any) -> connect:
 
 
 async def events_of(websocket: ClientConnection) -> list[dict[str, Any]]:
-    """The events until the session ends."""
     found = []
     async with asyncio.timeout(10 * PATIENCE):
         try:
@@ -68,11 +72,6 @@ async def refusal(url: str, path: str = "/v1/realtime", **options: Any) -> tuple
             pass
     response = caught.value.response
     return response.status_code, json.loads(response.body)["error"]["code"]
-
-
-def latest_request(url: str) -> str:
-    newest = httpx.get(f"{url}/v1/requests", params={"limit": 1}).json()["data"]
-    return str(newest[0]["id"]) if newest else ""
 
 
 # -- conversations ----------------------------------------------------------------------------------------------------
@@ -112,9 +111,8 @@ async def test_the_speed_of_answers_changes_between_turns(echo: HttpPipeline) ->
             await say(connection, "sea " * 10)
             await connection.response.create()
             events = await until_event(connection, "response.done")
-            assert [event.session.audio.output.speed for event in events if event.type == "session.updated"][
-                -1
-            ] == speed
+            *_, updated = (event for event in events if event.type == "session.updated")
+            assert updated.session.audio.output.speed == speed
             said = "".join(event.delta for event in events if event.type == "response.output_audio_transcript.delta")
             deltas = [event for event in events if event.type == "response.output_audio.delta"]
             samples = sum(len(base64.b64decode(event.delta)) for event in deltas) // 2
@@ -129,15 +127,11 @@ async def test_the_speed_of_answers_changes_between_turns(echo: HttpPipeline) ->
 
 
 async def test_pictures_are_checked_as_in_a_chat(echo: HttpPipeline) -> None:
-    async def show(url: str) -> None:
-        content = [{"type": "input_image", "image_url": url}]
-        await connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
-
     async with openai_session(echo.url) as connection:
-        await show(data_uri("image/png", b"no picture"))
+        await say(connection, {"type": "input_image", "image_url": data_uri("image/png", b"no picture")})
         error = (await until_event(connection, "error"))[-1].error
         assert (error.code, error.param) == ("malformed_media", "image_url")
-        await show(data_uri("image/png", picture(300, 200)))
+        await say(connection, {"type": "input_image", "image_url": data_uri("image/png", picture(300, 200))})
         added = (await until_event(connection, "conversation.item.done"))[-1]
         assert added.item.content[0].type == "input_image"
         await say(connection, "sea")
@@ -271,21 +265,14 @@ async def test_interruption_ends_the_answer_in_every_stage(slow: HttpPipeline) -
 
 @pytest.fixture(scope="module")
 def limited(echo_pipeline: HttpPipeline) -> Iterator[str]:
-    """A server with a key and small limits."""
     settings = ServerSettings(endpoint=echo_pipeline.endpoint, api_key="sesame", check_host=False, body_bytes=100_000)
     with serving_sessions(settings, http=bounded_protocol(settings, 4)) as url:
         yield url
 
 
-KEY = {"authorization": "Bearer sesame"}
-
-
 async def test_strangers_are_refused(limited: str, echo: HttpPipeline) -> None:
-    assert await refusal(limited) == (401, "invalid_api_key")
-    assert await refusal(limited, subprotocols=["realtime", "openai-insecure-api-key.sesam"]) == (
-        401,
-        "invalid_api_key",
-    )
+    wrong = ["realtime", "openai-insecure-api-key.sesam"]
+    assert await refusal(limited) == await refusal(limited, subprotocols=wrong) == (401, "invalid_api_key")
     assert await refusal(echo.url, origin="https://evil.example") == (403, "origin_not_allowed")
     assert await refusal(echo.url, additional_headers={"sec-fetch-site": "cross-site"}) == (403, "origin_not_allowed")
     assert await refusal(echo.url, "/v1/chat/completions") == (404, "not_found")
@@ -301,13 +288,9 @@ async def test_a_page_of_the_server_itself_may_converse(limited: str, echo: Http
     subprotocols = ["realtime", "openai-insecure-api-key.sesame"]
     async with ws(limited, subprotocols=subprotocols) as websocket:
         assert websocket.subprotocol == "realtime"
-
-
-async def test_an_event_that_is_too_large_ends_the_session(limited: str) -> None:
-    async with ws(limited, additional_headers=KEY) as websocket:
         await websocket.send(json.dumps({"type": "input_audio_buffer.append", "audio": "A" * 200_000}))
         await events_of(websocket)
-        assert websocket.close_code == 1009
+        assert websocket.close_code == 1009, "an event that is too large ends the session"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from omni_actors.config.schema import HttpConfig
@@ -21,7 +20,7 @@ from omni_actors.http_server.settings import ServerSettings
 from omni_actors.sharing import Budget
 from scripts.fuzz_http import ACCEPTED, handshake
 from scripts.fuzz_websocket import CLOSE, CONTINUATION, PING, PONG, TEXT, frame, frames_of_server
-from tests.support.processes import processes_titled
+from tests.support.http_servers import http_server
 from tests.support.realtime import MANUAL, in_flight, metric
 from tests.support.servers import HttpPipeline, serving
 from tests.support.waiting import PATIENCE, until
@@ -60,7 +59,6 @@ class Peer:
         self.socket.sendall(frame(TEXT, json.dumps(event).encode()))
 
     def event(self, kind: str) -> dict[str, Any]:
-        """The first event of a kind that comes."""
         while True:
             for opcode, content in frames_of_server(self._received):
                 self._received = self._received[self._received.index(content) + len(content) :]
@@ -85,11 +83,6 @@ class Peer:
         self.socket.close()
 
 
-def server_of(pipeline: HttpPipeline) -> psutil.Process:
-    (pid,) = processes_titled("omni:http", pipeline.process.pid)
-    return psutil.Process(pid)
-
-
 @pytest.mark.parametrize(
     ("before", "flood"),
     [
@@ -104,7 +97,7 @@ def test_a_flood_of_small_frames_costs_its_sender_the_session_and_others_nothing
     echo: HttpPipeline, before: bytes, flood: bytes
 ) -> None:
     """What the server computes for it is compared: how soon others are answered depends on the machine."""
-    server = server_of(echo)
+    server = http_server(echo)
     used = sum(server.cpu_times()[:2])
     with Peer(echo.url) as peer:
         peer.socket.sendall(before)
@@ -192,14 +185,6 @@ def quiet(slow: HttpPipeline) -> Iterator[HttpPipeline]:
     assert not [fault for fault in FAULTS if fault in log], log[-5000:]
 
 
-def rest_of(connection: socket.socket) -> bytes:
-    """What comes until the server ends the connection."""
-    received = b""
-    while piece := connection.recv(1 << 16):
-        received += piece
-    return received
-
-
 @pytest.mark.parametrize(
     "wrong",
     [b"\xff\x80\0\0\0\0", b"\x81\x02hi", b"\x81\x81\0\0\0\0\xff", b"\x82\xff" + b"\x7f" * 8],
@@ -224,37 +209,32 @@ def padded(head: bytes, size: int, line: int) -> bytes:
     return head
 
 
-@pytest.mark.parametrize("size", [0, HttpConfig().head_bytes], ids=["as it is", "as large as a head may be"])
-def test_frames_that_do_not_wait_for_the_session_are_refused(quiet: HttpPipeline, size: int) -> None:
-    """A head of the largest size is parsed alone, and what is behind it finds a WebSocket that is not accepted yet."""
-    with connected(quiet.url) as connection:
-        connection.sendall(padded(handshake(), size, line=8000) + frame(TEXT, b'{"type": "response.create"}'))
-        answer = rest_of(connection)
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert b"must wait for the answer" in answer
+def rest_of(connection: socket.socket) -> bytes:
+    """What comes until the server ends the connection."""
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
-def test_a_request_that_no_websocket_takes_is_refused(quiet: HttpPipeline) -> None:
-    with connected(quiet.url) as connection:
-        connection.sendall(padded(handshake(), 20_000, line=20_000))
-        answer = rest_of(connection)
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert b"no more than 8192 bytes" in answer
+def test_handshakes_that_are_refused_are_no_errors_of_the_server(quiet: HttpPipeline) -> None:
+    """A head of the largest size is parsed alone, and what is behind it finds a WebSocket that is not accepted yet.
 
-
-@pytest.mark.parametrize(
-    ("wrong", "status"), [(b"/v1/realtime?model=gpt", b"404"), (b"/v1/realtime?a=b", b"400"), (b"/v1/models", b"404")]
-)
-def test_a_refused_session_is_no_error_of_the_server(quiet: HttpPipeline, wrong: bytes, status: bytes) -> None:
-    """uvicorn takes a refusal for an application that has forgotten to answer."""
-    with connected(quiet.url) as connection:
-        connection.sendall(handshake().replace(b"/v1/realtime?model=echo", wrong))
-        assert rest_of(connection).startswith(b"HTTP/1.1 " + status)
-
-
-def test_text_that_is_no_utf8_after_the_end_of_a_session_is_discarded(quiet: HttpPipeline) -> None:
-    """In one piece with what ended it: a frame that is none."""
-    with Peer(quiet.url) as peer:
+    uvicorn takes a refusal for an application that has forgotten to answer.
+    """
+    early, largest = frame(TEXT, b'{"type": "response.create"}'), HttpConfig().head_bytes
+    right = b"/v1/realtime?model=echo"
+    for sent, status, words in (
+        (handshake() + early, b"400", b"must wait for the answer"),
+        (padded(handshake(), largest, line=8000) + early, b"400", b"must wait for the answer"),
+        (padded(handshake(), 20_000, line=20_000), b"400", b"no more than 8192 bytes"),
+        (handshake().replace(right, b"/v1/realtime?model=gpt"), b"404", b""),
+        (handshake().replace(right, b"/v1/realtime?a=b"), b"400", b""),
+        (handshake().replace(right, b"/v1/models"), b"404", b""),
+    ):
+        with connected(quiet.url) as connection:
+            connection.sendall(sent)
+            answer = rest_of(connection)
+        assert answer.startswith(b"HTTP/1.1 " + status), answer
+        assert words in answer
+    with Peer(quiet.url) as peer:  # text that is no UTF-8 after the end of a session, in one piece with what ended it
         peer.socket.sendall(2 * (b"\x81\x81\0\0\0\0\xff" + frame(PING)))
         peer.end()
 

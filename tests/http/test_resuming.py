@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import collections
 import json
 import socket
 from collections.abc import Iterator
@@ -27,14 +28,12 @@ Event = dict[str, Any]
 
 
 def kill_server_of(pipeline: HttpPipeline, client: tuple[str, int]) -> None:
-    """Kill the process that has the connection of a client's address."""
-    (process,) = [
-        process
-        for process in http_servers(pipeline)
-        if any(tuple(one.raddr) == tuple(client) for one in process.net_connections())
-    ]
-    process.kill()
-    process.wait()
+    for process in http_servers(pipeline):
+        if any(tuple(one.raddr) == tuple(client) for one in process.net_connections()):
+            process.kill()
+            process.wait()
+            return
+    raise AssertionError(f"no process has the connection of {client}")
 
 
 @contextmanager
@@ -62,25 +61,18 @@ def undisturbed(url: str, **body: Any) -> list[Event]:
         return list(events_of(answer))
 
 
-def content(events: list[Event]) -> tuple[list[str], dict[str, Any], Any]:
+def content(events: list[Event]) -> tuple[list[str], dict[str, bytes], list[Any]]:
     """What events say, however they are cut: those that come once, the deltas of each type together, the response."""
-    assert [event["sequence_number"] for event in events] == list(range(len(events))), (
-        "none is missing, none comes twice"
-    )
+    assert [event["sequence_number"] for event in events] == list(range(len(events))), "each comes once"
     once = [event["type"] for event in events if "delta" not in event]
-    deltas: dict[str, Any] = {}
+    deltas: dict[str, bytes] = collections.defaultdict(bytes)
     for event in events:
         if "delta" in event:
             sound = event["type"] == "response.audio.delta"
-            deltas[event["type"]] = deltas.get(event["type"], b"" if sound else "") + (
-                base64.b64decode(event["delta"]) if sound else event["delta"]
-            )
+            deltas[event["type"]] += base64.b64decode(event["delta"]) if sound else event["delta"].encode()
     response = events[-1]["response"]
-    return (
-        once,
-        deltas,
-        [response["status"], [part["content"] for part in response["output"]], response["usage"]["output_tokens"]],
-    )
+    texts = [part["content"] for part in response["output"]]
+    return once, deltas, [response["status"], texts, response["usage"]["output_tokens"]]
 
 
 def kept_request(pipeline: HttpPipeline, response_id: str) -> Event:
@@ -176,14 +168,12 @@ class Talk:
         self._line.send(json.dumps({"type": kind, **fields}))
 
     def until(self, kind: str, times: int = 1) -> list[Event]:
-        """The events up to one of a kind."""
         found: list[Event] = []
         while sum(event["type"] == kind for event in found) < times:
             found.append(json.loads(self._line.recv(timeout=40)))
         return found
 
     def lose(self) -> None:
-        """Break the connection off, as networks do."""
         self._line.socket.shutdown(socket.SHUT_RDWR)
 
     def say(self, text: str) -> None:
@@ -195,7 +185,6 @@ class Talk:
         self.send("input_audio_buffer.commit")
 
     def answered(self) -> str:
-        """Ask for an answer; returns its text."""
         self.send("response.create")
         events = self.until("response.done")
         return "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")

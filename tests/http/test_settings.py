@@ -1,9 +1,10 @@
-"""Limits, TLS and CORS as flags and in the YAML."""
+"""Limits, TLS and CORS as flags and in the YAML, and what a checkpoint says of itself."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import signal
 import ssl
 import subprocess
@@ -18,7 +19,7 @@ from cryptography.hazmat.primitives import serialization
 
 from omni_actors.config import HttpConfig
 from omni_actors.errors import ConfigError
-from omni_actors.http_server.app import create_app
+from omni_actors.http_server.app import create_app, introduction
 from omni_actors.http_server.settings import (
     HttpServerSpec,
     ServerSettings,
@@ -190,3 +191,14 @@ def test_certificates_that_cannot_be_used(pem: Path, certificate: str | None, ke
     given = {name: str(pem / file) for name, file in (("certificate", certificate), ("key", key)) if file is not None}
     with pytest.raises(ConfigError, match=word):
         tls_context(HttpConfig(**given))
+
+
+def test_a_checkpoint_says_what_it_is_or_the_page_does(tmp_path: Path) -> None:
+    assert introduction(str(tmp_path)) == {}
+    assert introduction("Qwen/Qwen2.5-Omni-7B") == {}
+    toy = introduction(str(REPOSITORY / "examples" / "speaker"))
+    assert "toy" in toy["about"]
+    assert len(toy["examples"]) == 6
+    (broken := tmp_path / "broken").mkdir()
+    (broken / "page.json").write_text(json.dumps(["no object"]))
+    assert introduction(str(broken)) == {}

@@ -23,14 +23,16 @@ import pytest
 import soundfile
 from playwright.sync_api import expect
 
+from omni_actors.cli import say as command
 from omni_actors.client import OmniClient, spoken
 from omni_actors.client.prompts import read_aloud
 from omni_actors.errors import InvalidRequest, MalformedMedia
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.browser import ask, chromium, data, needs_chromium, open_page, watched_page
+from tests.support.http_servers import http_server
 from tests.support.paths import REPOSITORY
-from tests.support.processes import processes_of, processes_titled
+from tests.support.processes import processes_of
 from tests.support.servers import HttpPipeline, serving, sound, tone, wait_healthy
 from tests.support.spoken import said
 from tests.support.waiting import until
@@ -39,6 +41,7 @@ TEXT = "The tide is full."
 RECORDING = sound(2.0)
 QUIET = io.BytesIO()
 soundfile.write(QUIET, 0.001 * tone(2.0), 16_000, format="WAV")
+WRONG_NAMES = ("a/b", "Default", "Alloy", "voice_0123")
 TOLD = "clip=48000@0.30 clip_rate=24000 "  # of RECORDING, at the pipeline's rate
 
 
@@ -53,13 +56,9 @@ def create(url: str, recording: bytes = RECORDING, **fields: object) -> httpx.Re
 
 def speak(pipeline: HttpPipeline, **fields: object) -> str:
     known = {name: fields.pop(name) for name in ("voice", "instructions") if name in fields}
-    options = {"model": pipeline_model(pipeline), "input": TEXT, "response_format": "pcm", **known}
+    options = {"model": pipeline.openai().models.list().data[0].id, "input": TEXT, "response_format": "pcm", **known}
     options.setdefault("voice", "default")
     return said(pipeline.openai().audio.speech.create(**options, extra_body=fields).content)
-
-
-def pipeline_model(pipeline: HttpPipeline) -> str:
-    return str(pipeline.openai().models.list().data[0].id)
 
 
 def refusal(response: httpx.Response) -> tuple[int, str, str]:
@@ -87,7 +86,6 @@ def long_text(characters: int) -> str:
 
 
 def events_of(pipeline: HttpPipeline, **body: object) -> list[dict]:
-    """The events of a text that is spoken."""
     body = {"response_format": "pcm", "stream_format": "sse", **body}
     lines = httpx.post(f"{pipeline.url}/v1/audio/speech", json=body).text.splitlines()
     return [json.loads(line.removeprefix("data: ")) for line in lines if line]
@@ -155,39 +153,23 @@ def test_a_failure_in_a_long_text_ends_its_stream(slow_speech: HttpPipeline) -> 
     assert {event["type"] for event in events[:-1]} == {"speech.audio.delta"}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "code"),
-    [
+def test_what_a_model_with_voices_of_its_own_does_not_take(preset: HttpPipeline) -> None:
+    words = {"timestamp_granularities": ["word"]}
+    for fields, param, code in (
         ({"input": " \n"}, "input", "invalid_value"),
         ({"input": "a" * 4097, "response_format": "flac"}, "response_format", "unsupported_value"),
         ({"voice": "alice"}, "voice", "unknown_voice"),
         ({"language": "Klingon"}, "language", "invalid_value"),
         ({"instructions": "Slowly."}, "instructions", "unsupported_parameter"),
-        ({"timestamp_granularities": ["word"]}, "timestamp_granularities", "unsupported_value"),
-        ({"timestamp_granularities": ["word"], "stream_format": "sse"}, "timestamp_granularities", "unsupported_value"),
-    ],
-)
-def test_what_a_model_with_voices_of_its_own_does_not_take(preset: HttpPipeline, fields, param, code) -> None:
-    answer = httpx.post(f"{preset.url}/v1/audio/speech", json={"input": TEXT, **fields})
-    assert refusal(answer) == (400, param, code)
-
-
-@pytest.mark.parametrize(
-    ("route", "body"),
-    [
-        ("chat/completions", {"messages": [{"role": "user", "content": TEXT}]}),
-        ("completions", {"prompt": TEXT}),
-        ("responses", {"input": TEXT}),
-        ("images/generations", {"prompt": TEXT}),
-    ],
-)
-def test_a_model_that_speaks_answers_nothing(preset: HttpPipeline, route: str, body: dict) -> None:
-    answer = httpx.post(f"{preset.url}/v1/{route}", json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "unknown_modality"
-
-
-def test_a_model_with_voices_of_its_own_takes_no_recordings(preset: HttpPipeline) -> None:
+        (words, "timestamp_granularities", "unsupported_value"),
+        ({**words, "stream_format": "sse"}, "timestamp_granularities", "unsupported_value"),
+    ):
+        answer = httpx.post(f"{preset.url}/v1/audio/speech", json={"input": TEXT, **fields})
+        assert refusal(answer) == (400, param, code)
+    asked = {"chat/completions": {"messages": [{"role": "user", "content": TEXT}]}, "completions": {"prompt": TEXT}}
+    for route, body in {**asked, "responses": {"input": TEXT}, "images/generations": {"prompt": TEXT}}.items():
+        answer = httpx.post(f"{preset.url}/v1/{route}", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unknown_modality"), "it answers nothing"
     assert refusal(create(preset.url)) == (400, "audio_sample", "unsupported_parameter")
     assert voices(preset.url) == {"voices": ["vivian", "ryan"], "aliases": {}, "created": []}
 
@@ -197,13 +179,9 @@ def test_a_voice_is_made_of_a_recording_used_and_deleted(cloning: HttpPipeline) 
     url = cloning.url
     assert voices(url) == {"voices": [], "aliases": {"alloy": "Mara"}, "created": []}
     client = cloning.openai()
+    options = {"consent": "cons_1", "model": "auto", "type": "audio_sample"}
     voice = client.audio.voices.create(
-        name="Mara",
-        audio_sample=("a.wav", RECORDING),
-        consent="cons_1",
-        model="auto",
-        type="audio_sample",
-        extra_body={"transcript": "One, two."},
+        name="Mara", audio_sample=("a.wav", RECORDING), extra_body={"transcript": "One, two."}, **options
     )
     made = voice.to_dict()
     assert made.items() >= {"object": "audio.voice", "name": "Mara", "seconds": 2.0, "transcript": "One, two."}.items()
@@ -225,33 +203,27 @@ def test_a_voice_is_made_of_a_recording_used_and_deleted(cloning: HttpPipeline) 
     assert refusal(answer) == (400, "voice", "missing_required_parameter")
 
 
-@pytest.mark.parametrize(
-    ("recording", "fields", "wanted"),
-    [
+def test_recordings_and_names_that_are_refused_and_how_many_there_may_be(cloning: HttpPipeline) -> None:
+    for recording, fields, wanted in (
         (b"", {}, (400, "audio_sample", "invalid_value")),
         (b"no sound at all", {}, (400, "audio_sample", "malformed_media")),
         (sound(30.5, 8000), {}, (413, "audio_sample", "media_too_large")),
         (sound(0.4), {}, (400, "audio_sample", "invalid_value")),
         (QUIET.getvalue(), {}, (400, "audio_sample", "invalid_value")),
-        (RECORDING, {"name": "a/b"}, (400, "name", "invalid_value")),
-        (RECORDING, {"name": "Default"}, (400, "name", "invalid_value")),
-        (RECORDING, {"name": "Alloy"}, (400, "name", "invalid_value")),
-        (RECORDING, {"name": "voice_0123"}, (400, "name", "invalid_value")),
+        *((RECORDING, {"name": name}, (400, "name", "invalid_value")) for name in WRONG_NAMES),
         (RECORDING, {"model": "another"}, (404, "model", "model_not_found")),
-    ],
-)
-def test_recordings_and_names_that_are_refused(cloning: HttpPipeline, recording, fields, wanted) -> None:
-    assert refusal(create(cloning.url, recording, **fields)) == wanted
-    assert voices(cloning.url)["created"] == []
-
-
-def test_there_are_only_so_many_voices(cloning: HttpPipeline) -> None:
+    ):
+        assert refusal(create(cloning.url, recording, **fields)) == wanted
+        assert voices(cloning.url)["created"] == []
     for name in ("a", "b", "c"):
         assert create(cloning.url, name=name).status_code == 200
     assert refusal(create(cloning.url, name="d")) == (400, "name", "too_many_voices")
     httpx.delete(f"{cloning.url}/v1/audio/voices/b")
     assert create(cloning.url, name="d").status_code == 200
     assert voices(cloning.url)["voices"] == ["a", "c", "d"]
+    with serving(create_app(ServerSettings(endpoint=cloning.endpoint))) as without_a_folder:
+        answer = create(without_a_folder)
+    assert (answer.status_code, "--http-voices-dir" in answer.json()["error"]["message"]) == (400, True)
 
 
 def test_voices_outlive_the_server_and_other_servers_have_them(cloning: HttpPipeline) -> None:
@@ -261,93 +233,88 @@ def test_voices_outlive_the_server_and_other_servers_have_them(cloning: HttpPipe
         assert voices(other)["voices"] == ["Mara"]
         create(other, name="Ben")
     assert speak(cloning, voice="ben") == f"{TOLD}{TEXT}"
-    (server,) = processes_titled("omni:http", cloning.process.pid)
-    psutil.Process(server).kill()
-    until(lambda: not psutil.pid_exists(server), what="the end of the server")
+    server = http_server(cloning)
+    server.kill()
+    until(lambda: not server.is_running(), what="the end of the server")
     wait_healthy(cloning.url)
     assert speak(cloning, voice="Ben") == f"{TOLD}{TEXT}"
-
-
-def test_a_server_without_a_folder_makes_no_voices(cloning: HttpPipeline) -> None:
-    with serving(create_app(ServerSettings(endpoint=cloning.endpoint))) as other:
-        answer = create(other)
-    assert answer.status_code == 400
-    assert "--http-voices-dir" in answer.json()["error"]["message"]
 
 
 def test_the_client_library_speaks_with_a_recording(cloning: HttpPipeline, tmp_path: Path) -> None:
     """Of samples; the command line has that of a file. The engine is told what is given and nothing else."""
     with OmniClient(cloning.endpoint) as client:
         of_samples = client.generate(spoken(TEXT, clip=(tone(2.0), 16_000), instructions="Slowly."))
-        assert heard(of_samples.audio) == f"clip=32000@0.30 clip_rate=16000 instructions=Slowly. {TEXT}"
+        assert (
+            said((of_samples.audio * 32767).astype("<i2").tobytes())
+            == f"clip=32000@0.30 clip_rate=16000 instructions=Slowly. {TEXT}"
+        )
     (tmp_path / "clip.wav").write_bytes(b"no sound")
     for wrong, error in [({"transcript": "One."}, InvalidRequest), ({"clip": tmp_path / "clip.wav"}, MalformedMedia)]:
         with pytest.raises(error):
             spoken(TEXT, **wrong)
 
 
-def heard(samples: numpy.ndarray) -> str:
-    return said((samples * 32767).astype("<i2").tobytes())
+def wav_says(path: Path) -> str:
+    return said(soundfile.read(path, dtype="int16")[0].astype("<i2").tobytes())
 
 
-def test_the_documented_client_speaks(cloning: HttpPipeline, tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
-    (block,) = [block for block in blocks if "spoken(" in block]
+def test_the_documented_clients_and_the_example_speak(
+    cloning: HttpPipeline, preset: HttpPipeline, tmp_path: Path
+) -> None:
+    def run(*command: object) -> str:
+        return subprocess.run(
+            [sys.executable, *map(str, command)], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=True
+        ).stdout
+
+    page = (REPOSITORY / "docs" / "client.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page.replace("ipc:///tmp/omni-x/client", "{}"), re.M | re.S)
+    whole, in_parts = (next(block for block in blocks if word in block) for word in ("spoken(", "more_text"))
     (tmp_path / "mara.wav").write_bytes(RECORDING)
-    code = block.replace("ipc:///tmp/omni-x/client", cloning.endpoint)
-    text = run(tmp_path, sys.executable, "-c", code)
-    assert text == "English, German\n"
+    assert run("-c", whole.replace("{}", cloning.endpoint)) == "English, German\n"
     assert soundfile.info(tmp_path / "tide.wav").frames > len(TEXT)
-
-
-def test_the_documented_client_speaks_while_the_text_is_written(preset: HttpPipeline, tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
-    (block,) = [block for block in blocks if "more_text" in block]
-    run(tmp_path, sys.executable, "-c", block.replace("ipc:///tmp/omni-x/client", preset.endpoint))
-    heard = soundfile.read(tmp_path / "tide.wav", dtype="int16")[0].astype("<i2").tobytes()
-    assert said(heard) == "voice=ryan The tide is full, and I am holding on."
-
-
-def run(folder: Path, *command: object, code: int = 0, given: str = "") -> str:
-    arguments = [str(part) for part in command]
-    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=240, input=given)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    run("-c", in_parts.replace("{}", preset.endpoint))
+    assert wav_says(tmp_path / "tide.wav") == "voice=ryan The tide is full, and I am holding on."
+    examples = REPOSITORY / "examples"
+    text = run(examples / "openai_speech.py", "--url", cloning.url, "--recording", examples / "question.wav")
+    assert "made the voice example, voice_" in text
+    assert text.endswith("deleted the voice example\n")
+    assert wav_says(tmp_path / "speech.wav").endswith(f"language=auto {TEXT}")
 
 
 def test_the_command_line_speaks(
-    cloning: HttpPipeline, preset: HttpPipeline, echo: HttpPipeline, tmp_path: Path
+    cloning: HttpPipeline,
+    preset: HttpPipeline,
+    echo: HttpPipeline,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "mara.wav").write_bytes(RECORDING)
-    say = (sys.executable, "-m", "omni_actors.cli.main", "say", "--save", "tide.wav")
+    recording, tide = tmp_path / "mara.wav", tmp_path / "tide.wav"
+    recording.write_bytes(RECORDING)
+    clip = ("--clip", str(recording))
     told = "clip=32000@0.30 clip_rate=16000 instructions=Low. language=German transcript=One. "
-    more = ("--instructions", "Low.", "--language", "German", "--transcript", "One.")
-    for pipeline, given, wanted, text in (
-        (cloning, (TEXT, "--clip", "mara.wav", *more), told, ""),
-        (cloning, ("-", "--clip", "mara.wav", *more), told, TEXT),  # as a whole
-        (preset, (TEXT, "--voice", "ryan"), "voice=ryan ", ""),
-        (preset, ("-", "--voice", "ryan"), "voice=ryan ", f"{TEXT}\n"),  # as it comes
+    more = (*clip, "--instructions", "Low.", "--language", "German", "--transcript", "One.")
+
+    def say(pipeline: HttpPipeline, *arguments: str, given: str = "") -> int:
+        monkeypatch.setattr("sys.stdin", io.StringIO(given))
+        return command.main([*arguments, "--save", str(tide), pipeline.endpoint])
+
+    for pipeline, text, given, options, wanted in (
+        (cloning, TEXT, "", more, told),
+        (cloning, "-", TEXT, more, told),  # as a whole
+        (preset, TEXT, "", ("--voice", "ryan"), "voice=ryan "),
+        (preset, "-", f"{TEXT}\n", ("--voice", "ryan"), "voice=ryan "),  # as it comes
     ):
-        run(tmp_path, *say, *given, pipeline.endpoint, given=text)
-        assert (
-            said(soundfile.read(tmp_path / "tide.wav", dtype="int16")[0].astype("<i2").tobytes()) == f"{wanted}{TEXT}"
-        )
-    assert "unknown_voice" in run(tmp_path, *say, TEXT, "--voice", "alice", preset.endpoint, code=1)
-    run(tmp_path, *say, TEXT, echo.endpoint)  # a model that answers is asked to repeat the text
+        assert say(pipeline, text, *options, given=given) == 0
+        assert wav_says(tide) == f"{wanted}{TEXT}"
+    assert say(preset, TEXT, "--voice", "alice") == 1
+    assert "unknown_voice" in capsys.readouterr().err
+    assert say(echo, TEXT) == 0  # a model that answers is asked to repeat the text
     with OmniClient(echo.endpoint) as client:
         asked = client.submit(read_aloud(TEXT)).result().audio
-    assert numpy.abs(soundfile.read(tmp_path / "tide.wav")[0] - asked).max() < 1e-4
-    assert "--clip is for speech models" in run(tmp_path, *say, TEXT, "--clip", "mara.wav", echo.endpoint, code=1)
-
-
-def test_the_example_makes_a_voice_and_speaks_with_it(cloning: HttpPipeline, tmp_path: Path) -> None:
-    example = REPOSITORY / "examples" / "openai_speech.py"
-    recording = REPOSITORY / "examples" / "question.wav"
-    text = run(tmp_path, sys.executable, example, "--url", cloning.url, "--recording", recording)
-    assert "made the voice example, voice_" in text
-    assert text.endswith("deleted the voice example\n")
-    samples, _ = soundfile.read(tmp_path / "speech.wav", dtype="int16")
-    assert said(samples.astype("<i2").tobytes()).endswith(f"language=auto {TEXT}")
+    assert numpy.abs(soundfile.read(tide)[0] - asked).max() < 1e-4
+    assert say(echo, TEXT, *clip) == 1
+    assert "--clip is for speech models" in capsys.readouterr().err
 
 
 @needs_chromium
@@ -364,15 +331,9 @@ def test_the_web_page_has_what_is_written_spoken_with_a_voice_of_a_recording(clo
         page.locator("#system").evaluate("box => { box.value = 'Slowly.'; }")
         with page.expect_request("**/v1/audio/speech") as request:
             ask(page, "The tide is low.")
-        assert request.value.post_data_json == {
-            "model": "echo-speech",
-            "input": "The tide is low.",
-            "voice": "Mara",
-            "instructions": "Slowly.",
-            "speed": 1,
-            "response_format": "pcm",
-            "stream_format": "sse",
-        }
+        fields = {"model": "echo-speech", "input": "The tide is low.", "voice": "Mara", "instructions": "Slowly."}
+        fields |= {"speed": 1, "response_format": "pcm", "stream_format": "sse"}
+        assert request.value.post_data_json == fields
         expect(page.locator("li.assistant .say").last).to_have_text("The tide is low.")
         samples = len(f"{TOLD}instructions=Slowly. The tide is low.")
         assert data(page, "audio-seconds") == pytest.approx(samples / 24_000, abs=0.001)

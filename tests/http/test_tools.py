@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
-from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI
 from openai.resources.realtime.realtime import AsyncRealtimeConnection
 
+from tests.support.realtime import MANUAL, openai_session, until_event
 from tests.support.scripted import SAY, SHOW, called
 from tests.support.servers import HttpPipeline
-from tests.support.waiting import PATIENCE
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": f"The {name} of a city.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-        },
-    }
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FLAT_TOOLS = [
+    {"type": "function", "name": name, "description": f"The {name} of a city.", "parameters": CITY}
     for name in ("weather", "time")
 ]
+NAMES = ("name", "description", "parameters")
+TOOLS = [{"type": "function", "function": {name: tool[name] for name in NAMES}} for tool in FLAT_TOOLS]
 SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "pcm16"}}
-SAMPLE_BYTES = 2
-SAMPLES_PER_TOKEN = 480
+BYTES_PER_TOKEN = 2 * 480
 
 
-def call(name: str, city: str) -> str:
-    return called(name, city=city)
-
-
-TWO_CALLS = f"{call('weather', 'Kiel')}\n{call('time', 'Kiel')}"
+ONE_CALL = called("weather", city="Kiel")
+TWO_CALLS = f"{ONE_CALL}\n{called('time', city='Kiel')}"
 
 
 def asked(answer: str) -> list[dict]:
@@ -50,10 +39,8 @@ def test_a_call_is_an_answer_of_its_own_kind(scripted: HttpPipeline) -> None:
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Let me look.\n"
-    assert [(made.type, made.function.name) for made in choice.message.tool_calls] == [
-        ("function", "weather"),
-        ("function", "time"),
-    ]
+    assert {made.type for made in choice.message.tool_calls} == {"function"}
+    assert [made.function.name for made in choice.message.tool_calls] == ["weather", "time"]
     assert {json.loads(made.function.arguments)["city"] for made in choice.message.tool_calls} == {"Kiel"}
     assert len({made.id for made in choice.message.tool_calls}) == 2
 
@@ -73,20 +60,18 @@ def test_a_call_is_not_spoken(scripted: HttpPipeline) -> None:
     """The talker echoes the tokens that it gets, which here are the bytes of the text."""
     client = scripted.openai()
     text = "Let me look."
-    answer = client.chat.completions.create(
-        model="scripted", messages=asked(text + call("weather", "Kiel")), tools=TOOLS, **SPOKEN
-    )
+    answer = client.chat.completions.create(model="scripted", messages=asked(text + ONE_CALL), tools=TOOLS, **SPOKEN)
     message = answer.choices[0].message
     assert message.audio.transcript == text
     assert message.tool_calls[0].function.name == "weather"
     spoken = client.chat.completions.create(model="scripted", messages=asked(text), **SPOKEN).choices[0].message
     assert len(message.audio.data) == len(spoken.audio.data)
-    assert len(base64.b64decode(spoken.audio.data)) >= len(text) * SAMPLES_PER_TOKEN * SAMPLE_BYTES
+    assert len(base64.b64decode(spoken.audio.data)) >= len(text) * BYTES_PER_TOKEN
 
 
 def test_results_of_calls_are_part_of_later_turns(scripted: HttpPipeline) -> None:
     client = scripted.openai()
-    turns: list = asked(call("weather", "Kiel"))
+    turns: list = asked(ONE_CALL)
     message = client.chat.completions.create(model="scripted", messages=turns, tools=TOOLS).choices[0].message
     turns += [
         message,
@@ -113,9 +98,6 @@ def test_no_choice_leaves_the_answer_as_it_is_and_no_parallel_calls_leave_the_fi
         model="scripted", messages=asked(TWO_CALLS), tools=TOOLS, parallel_tool_calls=False
     )
     assert [made.function.name for made in first.choices[0].message.tool_calls] == ["weather"]
-
-
-FLAT_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
 
 def test_responses_call_functions_and_take_what_they_gave(scripted: HttpPipeline) -> None:
@@ -168,17 +150,10 @@ def test_tools_that_do_not_fit_are_refused_by_name(scripted: HttpPipeline, echo:
 
 async def test_a_voice_session_calls_tools(scripted: HttpPipeline) -> None:
     """The call, its result, and a second answer that has both in its prompt."""
-    async with (
-        AsyncOpenAI(base_url=f"{scripted.url}/v1", api_key="none") as client,
-        client.realtime.connect(model="scripted") as connection,
-        asyncio.timeout(10 * PATIENCE),
-    ):
-        tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
-        await connection.session.update(
-            session={"type": "realtime", "tools": tools, "audio": {"input": {"turn_detection": None}}}
-        )
-        await tell(connection, f"{SAY}Let me look.{call('weather', 'Kiel')}")
-        events = await answered(connection)
+    async with openai_session(scripted.url, "scripted") as connection:
+        await connection.session.update(session={**MANUAL, "tools": FLAT_TOOLS})
+        await tell(connection, f"{SAY}Let me look.{ONE_CALL}")
+        events = await until_event(connection, "response.done")
         message, made = events[-1].response.output
         assert message.content[0].transcript == "Let me look."
         assert made.name == "weather"
@@ -189,7 +164,7 @@ async def test_a_voice_session_calls_tools(scripted: HttpPipeline) -> None:
         await connection.conversation.item.create(item=result)
         await connection.session.update(session={"type": "realtime", "tool_choice": "none"})
         await tell(connection, SHOW)
-        shown = (await answered(connection))[-1].response.output[0].content[0].transcript
+        shown = (await until_event(connection, "response.done"))[-1].response.output[0].content[0].transcript
         assert "<tool_response>\n14 degrees\n</tool_response>" in shown
         assert '"description": "The weather of a city."' in shown
 
@@ -198,13 +173,3 @@ async def tell(connection: AsyncRealtimeConnection, text: str) -> None:
     content = [{"type": "input_text", "text": text}]
     await connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
     await connection.response.create()
-
-
-async def answered(connection: AsyncRealtimeConnection) -> list[Any]:
-    """The events up to the end of the response."""
-    events = []
-    async for event in connection:
-        events.append(event)
-        if event.type == "response.done":
-            break
-    return events

@@ -31,7 +31,6 @@ SLOW = {"num_inference_steps": 1000}  # takes seconds
 
 
 def ended(client: openai.OpenAI, video: Video) -> Video:
-    """The job when it is over."""
     jobs: list[Video] = []
 
     def is_over() -> bool:

@@ -1,4 +1,4 @@
-"""The Helm chart renders what Kubernetes takes, refuses what makes no sense, and its shell parts run."""
+"""The Helm chart renders what Kubernetes takes and refuses what makes no sense; Docker's and systemd's files fit."""
 
 from __future__ import annotations
 
@@ -90,13 +90,15 @@ SCALED_OBJECT = _object(
 )
 
 
+def tool(name: str, source: str) -> str:
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert found is not None, f"{name} is missing; {source}"
+    return found
+
+
 def helm(*arguments: str, values: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run helm with these values on standard input."""
-    found = shutil.which("helm", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert found is not None, "helm is missing; scripts/install_helm.sh brings it"
-    command = [found, *arguments, "--values", "-"]
-    text = json.dumps(values or {})
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+    command = [tool("helm", "scripts/install_helm.sh brings it"), *arguments, "--values", "-"]
+    return subprocess.run(command, input=json.dumps(values or {}), capture_output=True, text=True, timeout=60)
 
 
 def rendered(values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -169,11 +171,8 @@ def test_the_parts_fit_together(which, request):
         assert item["spec"]["serviceName"] == nodes["metadata"]["name"]
         assert item["spec"]["updateStrategy"] == {"type": "OnDelete"}, "nodes must agree on the pipeline"
         (budget,) = of_kind(items, "PodDisruptionBudget")
-        for selector in (
-            nodes["spec"]["selector"],
-            *(each["spec"]["selector"]["matchLabels"] for each in (item, budget)),
-        ):
-            assert selector.items() <= labels.items()
+        selected = [each["spec"]["selector"]["matchLabels"] for each in (item, budget)]
+        assert all(selector.items() <= labels.items() for selector in (nodes["spec"]["selector"], *selected))
         assert {m["name"] for m in container_of(item)["volumeMounts"]} == {v["name"] for v in spec["volumes"]}
     assert ranks == list(range(len(pods))), "each rank once"
 
@@ -184,16 +183,10 @@ def test_keda_scales_the_pods_of_the_last_role_by_our_metrics():
     assert scaled["apiVersion"] == "keda.sh/v1alpha1"
     spec = scaled["spec"]
     jsonschema.validate(spec, SCALED_OBJECT)
-    autoscaler = {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": {"name": "keda"},
-        "spec": {
-            "scaleTargetRef": spec["scaleTargetRef"],
-            "maxReplicas": spec["maxReplicaCount"],
-            "behavior": spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"],
-        },
-    }
+    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    scaling = {"scaleTargetRef": spec["scaleTargetRef"], "maxReplicas": spec["maxReplicaCount"], "behavior": behavior}
+    kind = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "metadata": {"name": "keda"}}
+    autoscaler = {**kind, "spec": scaling}
     for version in VERSIONS:
         kubernetes_validate.validate(autoscaler, version, strict=True)
     heads, talkers = of_kind(items, "StatefulSet")
@@ -214,6 +207,7 @@ def test_keda_scales_the_pods_of_the_last_role_by_our_metrics():
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
+SCALING = {"enabled": True, "maxPods": 1}
 REFUSED = {
     "unknown key": ({"replicas": 2}, "replicas"),
     "a name that no pod can have": ({"roles": [{**ROLES[0], "name": "Head_1"}]}, "/roles/0/name"),
@@ -224,16 +218,13 @@ REFUSED = {
     "two pipelines": ({"pipelineConfigMap": "made"}, "both given"),
     "a variable of the chart's own": ({"env": {"HEAD": "x"}}, "env.HEAD"),
     "no secret for the API key": ({"http": {"apiKeySecret": ""}}, "/http/apiKeySecret"),
-    "scaling by metrics that no one reads": (
-        {"autoscaling": {"enabled": True}},
-        "autoscaling.enabled reads metrics from Prometheus",
-    ),
+    "scaling by metrics that no one reads": ({"autoscaling": {"enabled": True}}, "reads metrics from Prometheus"),
     "fewer pods at most than at least": (
-        {"autoscaling": {"enabled": True, "maxPods": 1}, "serviceMonitor": {"enabled": True}},
+        {"autoscaling": SCALING, "serviceMonitor": {"enabled": True}},
         "autoscaling.maxPods is less than the 2 pods of the role nodes",
     ),
     "one pod now, more later, and no keys": (
-        {"roles": [ROLES[0]], "keys": {"secret": ""}, "autoscaling": {"enabled": True, "maxPods": 2}},
+        {"roles": [ROLES[0]], "keys": {"secret": ""}, "autoscaling": {**SCALING, "maxPods": 2}},
         "keys.secret: 2 pods",
     ),
     "a relative path": ({"models": {"hostPath": "models"}}, "/models/hostPath"),
@@ -252,7 +243,7 @@ def test_wrong_values_are_refused_by_name(values, said):
 
 def run(command: list[str], environment: Mapping[str, str], path: str = "") -> subprocess.CompletedProcess[str]:
     variables = {"PATH": f"{path}:{os.environ['PATH']}", **environment}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=20 * PATIENCE, check=False)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=20 * PATIENCE)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -308,9 +299,7 @@ def test_the_first_pod_is_ready_when_its_server_says_so_and_lives_as_long_as_it_
     def codes(probe):
         command = [re.sub(r"([:/])8000", rf"\g<1>{server.server_port}", part) for part in probe]
         python = str(Path(sys.executable).parent)
-        return [
-            run(command, environment_of(pods, pod), python).returncode for pod in (0, 1)
-        ]  # the other serves no HTTP
+        return [run(command, environment_of(pods, pod), python).returncode for pod in (0, 1)]  # one serves no HTTP
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Health) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -339,3 +328,28 @@ def test_the_other_pods_serve_until_the_first_is_gone_or_drains():
         finally:
             waiting.kill()
             waiting.wait()
+
+
+# -- other files of deploy/ --------------------------------------------------------------------------------------------
+
+
+def test_the_dockerfile_has_no_known_faults():
+    dockerfile = REPOSITORY / "deploy" / "Dockerfile"
+    done = run([tool("hadolint", "it comes with the extra `test`"), str(dockerfile)], os.environ)
+    assert done.returncode == 0, done.stdout
+    kept = [line[1:] for line in dockerfile.with_suffix(".dockerignore").read_text().splitlines() if line[:1] == "!"]
+    assert all((REPOSITORY / name).exists() for name in kept)
+    assert not {"checkpoints", "keys", ".git"} & set(kept)
+    script = (REPOSITORY / "scripts" / "setup.sh").read_text()
+    read = set(re.findall(r"\$repo_root/(\w[\w.]*)", script))
+    assert read >= {"pyproject.toml", "scripts"}
+    assert read <= set(kept), "scripts/setup.sh, which the image runs, reads them"
+
+
+def test_the_service_starts_what_there_is():
+    unit = (REPOSITORY / "deploy" / "omni_actors.service").read_text()
+    (command,) = [line.partition("=")[2] for line in unit.splitlines() if line.startswith("ExecStart=")]
+    python, *arguments = command.split()
+    assert arguments[:2] == ["-m", "omni_actors.launch"]
+    assert parser().parse_args(arguments[2:]).run_dir == "/run/omni_actors"
+    assert python == "/opt/omni_actors/.venv/bin/python"  # where scripts/setup.sh makes it

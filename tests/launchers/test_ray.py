@@ -41,7 +41,6 @@ def cluster():
 
 @pytest.fixture
 def job(cluster, start, short_path):
-    """Starts a pipeline on both nodes."""
     config = write(short_path, spread_chain())
 
     def begin(*arguments: str, **environment: str) -> Started:
@@ -51,11 +50,9 @@ def job(cluster, start, short_path):
 
 
 def serving(job: Started) -> str:
-    """The endpoint of its clients, once it serves."""
     job.until("node 1 serves", seconds=30.0)
     job.until("ready after", seconds=30.0)
-    found = READY.search(job.output)
-    return found[1]
+    return READY.search(job.output)[1]
 
 
 def test_a_request_goes_through_both_nodes_and_a_cancelled_job_leaves_nothing(cluster, job, short_path):

@@ -17,8 +17,10 @@ import pytest
 
 from omni_actors.client import OmniClient
 from tests.support.builders import chain, write
+from tests.support.commands import python
 from tests.support.paths import REPOSITORY
 from tests.support.scripts import STUBS, Started
+from tests.support.servers import free_port
 
 BATS = REPOSITORY / "tests/launchers/launchers.bats"
 
@@ -34,24 +36,12 @@ def nodes(start, short_path):
     return begin
 
 
-def tool(name: str) -> str:
-    """Path of a command of the extra `test`."""
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert found is not None, f"{name} is missing; it comes with the extra `test`"
-    return found
-
-
 def test_the_launchers_decide_as_launchers_bats_says():
     """Run by hand with `bats tests/launchers/launchers.bats`."""
-    done = subprocess.run(
-        [tool("bats"), str(BATS)],
-        env={**os.environ, "PYTHON": sys.executable},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    bats = shutil.which("bats", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert bats is not None, "bats is missing; it comes with the extra `test`"
+    options = {"env": {**os.environ, "PYTHON": sys.executable}, "stdin": subprocess.DEVNULL, "timeout": 280}
+    done = subprocess.run([bats, str(BATS)], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\nok ") == BATS.read_text().count("\n@test ")
 
@@ -110,10 +100,8 @@ def test_a_launcher_has_the_time_that_its_pipeline_gives_requests_to_finish(shor
     data["stages"][1]["engine"] = {"step_seconds": 0.1}
     data["coordinator"] = {"drain_timeout": 60.0, "run_dir": str(short_path / "run")}
     launch = [sys.executable, "-m", "omni_actors.launch", str(write(short_path, data))]
-    with subprocess.Popen(
-        [sys.executable, "-c", IMPATIENT, *launch], cwd=REPOSITORY, stdin=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as held:
-        assert held.stderr is not None
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", IMPATIENT, *launch], cwd=REPOSITORY, **pipes) as held:
         assert next((line for line in held.stderr if b"ready after" in line), b"")
         with OmniClient(f"ipc://{short_path}/run/client") as client:
             stream = client.submit("20 steps, for instance", modalities=["text"], timeout=60)
@@ -125,25 +113,26 @@ def test_a_launcher_has_the_time_that_its_pipeline_gives_requests_to_finish(shor
         assert held.wait(60) == 0
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["/nowhere/at/all"], 127), ([], 2)])
-def test_a_command_that_cannot_run_gives_a_shells_exit_code(arguments, code):
-    command = [sys.executable, "-m", "omni_actors.launcher.exit_with_stdin", *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, stdin=subprocess.PIPE, capture_output=True, timeout=20, check=False)
-    assert done.returncode == code
-    assert done.stderr
+def test_a_command_that_cannot_run_gives_a_shells_exit_code():
+    for arguments, code in ((["/nowhere/at/all"], 127), ([], 2)):
+        done = python("-m", "omni_actors.launcher.exit_with_stdin", *arguments, stdin=subprocess.PIPE)
+        assert (done.returncode, bool(done.stderr)) == (code, True)
 
 
-JOB = {"SLURM_JOB_ID": "1234567", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "OMNI_DIR": str(REPOSITORY)}
+JOB = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
 
 
 @pytest.mark.nightly
-def test_slurm_with_real_nodes(start, short_path):
-    """Rank, number of nodes and the first node's address are found in Slurm's variables alone."""
+@pytest.mark.parametrize("script", ["slurm.sbatch", "ssh_nodes.sh"])
+def test_real_nodes(start, short_path, script):
+    """Rank, number of nodes and the first node's address are found in Slurm's variables, or in the file of hosts."""
     data = chain()
     for stage in data["stages"][2:]:
         stage["node"] = 1
-    config = write(short_path, data)
-    job = start("slurm.sbatch", str(config), **{**JOB, "SLURM_JOB_ID": str(os.getpid())})
+    (short_path / "hosts").write_text("127.0.0.1\n127.0.0.1\n")
+    hosts, port = ([str(short_path / "hosts")], free_port()) if script == "ssh_nodes.sh" else ([], 0)
+    environment = {"OMNI_PORT": str(port)} if port else JOB
+    job = start(script, *hosts, str(write(short_path, data)), OMNI_DIR=str(REPOSITORY), **environment)
     job.until("node 1 serves")
     job.until("ready after")
     assert "talker/0, code2wav/0 on node 1" in job.output

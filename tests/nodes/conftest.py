@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from omni_actors.transport.curve import make_cluster
 from tests.support.launcher import EchoLauncher
 from tests.support.network import Network, Unavailable
 from tests.support.processes import end_all, processes_of
@@ -19,28 +20,19 @@ class Cluster:
     """The launchers of one pipeline, one on each host. Clients connect through the first one's socket file."""
 
     def __init__(self, network: Network, folder: Path, data: Any) -> None:
-        self._network = network
         self._folder = folder
-        self._data = data
+        make_cluster(folder / "keys")
         self.launchers: dict[int, EchoLauncher] = {}
-
-    def start(self, rank: int, keys: Path) -> None:
-        folder = self._folder / f"host{rank}"
-        folder.mkdir()
-        arguments = f"--nnodes 2 --node-rank {rank} --master-addr {self._network.hosts[0].address}".split()
-        arguments += ["--run-dir", str(folder / "run"), "--keys", str(keys)]
-        within = self._network.hosts[rank].command
-        self.launchers[rank] = EchoLauncher(folder, self._data, *arguments, within=within)
-
-    def wait_ready(self) -> None:
-        self.launchers[0].wait_ready()
+        for rank in (1, 0):
+            own = folder / f"host{rank}"
+            own.mkdir()
+            arguments = f"--nnodes 2 --node-rank {rank} --master-addr {network.hosts[0].address}".split()
+            arguments += ["--run-dir", str(own / "run"), "--keys", str(folder / "keys")]
+            self.launchers[rank] = EchoLauncher(own, data, *arguments, within=network.hosts[rank].command)
+        self.endpoint = self.launchers[0].wait_ready().endpoint
 
     def outputs(self) -> str:
         return "\n".join(f"--- host {rank}\n{one.output[-3000:]}" for rank, one in self.launchers.items())
-
-    @property
-    def endpoint(self) -> str:
-        return self.launchers[0].endpoint
 
     def end(self) -> None:
         for rank in sorted(self.launchers, reverse=True):

@@ -5,48 +5,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shlex
-import signal
 import subprocess
 import sys
 from typing import Any
 
 import pytest
-import yaml
 
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
-from omni_actors.transport.curve import make_client, make_cluster
+from omni_actors.transport.curve import make_client
 from tests.support.builders import chain
 from tests.support.load import ask_and_check, replicas, text_of
-from tests.support.paths import REPOSITORY, import_path
-from tests.support.processes import end_all, processes_of
-from tests.support.waiting import eventually, until
+from tests.support.paths import import_path
+from tests.support.processes import processes_of
+from tests.support.waiting import eventually
 
 TYPED_SECONDS = 20.0  # by which a request over a broken network must have failed with a reason or been answered
 
 
-def on_two_hosts(data: dict[str, Any]) -> dict[str, Any]:
-    """Keep prompt and thinker on the first host and move talker and vocoder to the second."""
+def spread() -> dict[str, Any]:
+    """Echo stages, the last two on the second host, with short timeouts for their loss."""
+    data = chain()
     for stage in data["stages"][2:]:
         stage["node"] = 1
-    return data
-
-
-def spread() -> dict[str, Any]:
-    """Echo stages on two hosts, with short timeouts for their loss."""
-    data = on_two_hosts(chain())
     data["coordinator"] = {"heartbeat_interval": 0.2, "heartbeat_timeout": 2.0}
     return data
 
 
-async def test_through_slow_and_cut_networks(cluster, network, short_path):
-    keys = short_path / "keys"
-    make_cluster(keys)
+async def test_through_slow_and_cut_networks(cluster, network):
     pipeline = cluster(spread())
-    pipeline.start(1, keys)
-    pipeline.start(0, keys)
-    pipeline.wait_ready()
     async with AsyncOmniClient(pipeline.endpoint) as client:
         answered_at_once = await client.generate(text_of(1))
         assert sum(map(len, network.cable.carried)) > 10 * len(text_of(1)), "rows pass from host to host"
@@ -119,18 +106,13 @@ async def test_a_host_whose_plug_is_pulled_costs_typed_errors_at_most_and_comes_
     cluster, network, short_path, unplugged
 ):
     """Each host has a talker and a vocoder; the client is on a third one."""
-    keys = short_path / "keys"
-    make_cluster(keys)
-    handed = make_client(keys, "someone")
     data = spread()
     for stage in data["stages"][2:]:
         stage |= {"node": [0, 1], "replicas": 2, "engine": {"step_seconds": 0.05}}
     endpoint = f"tcp://{network.hosts[0].address}:{CLIENT_PORT}"
     data["coordinator"]["listen"] = endpoint
     pipeline = cluster(data)
-    for rank in (1, 0):
-        pipeline.start(rank, keys)
-    pipeline.wait_ready()
+    handed = make_client(short_path / "keys", "someone")
     client = await asyncio.create_subprocess_exec(
         *network.hosts[2].command(sys.executable, "-c", CLIENT, endpoint, str(handed)),
         stdin=subprocess.PIPE,
@@ -159,73 +141,3 @@ async def test_a_host_whose_plug_is_pulled_costs_typed_errors_at_most_and_comes_
     finally:
         client.stdin.close()
         await client.wait()
-
-
-# Stands in for ssh: runs the command on one of the network's hosts, in its own session as sshd would.
-SSH = """#!/usr/bin/env bash
-while [[ $1 == -* ]]; do shift 2; done
-host=$1
-shift
-case $host in
-{cases}
-esac
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_ssh_launcher(network, short_path, fails):
-    """The script, the launchers and the network are real, only ssh is not."""
-    make_cluster(short_path / "keys")
-    cases = [
-        f'{host.address}) exec setsid --wait {shlex.join(host.command("bash", "-c"))} "$*" ;;'
-        for host in network.hosts[:2]
-    ]
-    (short_path / "ssh").write_text(SSH.replace("{cases}", "\n".join(cases)))
-    (short_path / "ssh").chmod(0o755)
-    (short_path / "hosts").write_text("\n".join(host.address for host in network.hosts[:2]))
-    data = spread()
-    data["stages"][2]["engine"] = {"fail_start": "no weights"} if fails else {}
-    (short_path / "pipeline.yaml").write_text(yaml.safe_dump(data))
-    with (short_path / "output").open("wb") as output:
-        script = subprocess.Popen(
-            [
-                REPOSITORY / "launch" / "ssh_nodes.sh",
-                "hosts",
-                str(short_path / "pipeline.yaml"),
-                "--keys",
-                str(short_path / "keys"),
-            ],
-            cwd=short_path,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            # A shell cannot trap what it was started to ignore, as jobs in the background are.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            env={
-                **os.environ,
-                "PATH": f"{short_path}:{os.environ['PATH']}",
-                "OMNI_PYTHON": sys.executable,
-                "TMPDIR": str(short_path),
-            },
-        )
-
-    def said() -> str:
-        return (short_path / "output").read_text(errors="replace")
-
-    try:
-        if fails:
-            assert script.wait(20) == 1
-            assert "[1 10.77.0.2] error (startup_error): talker/0 died" in said()
-            assert "a node ended with exit code 1; ending all" in said()
-        else:
-            until(lambda: "ready after" in said(), 30, said)
-            os.killpg(script.pid, signal.SIGINT)
-            assert script.wait(20) == 0, said()
-            assert said().count("stopping (SIGTERM)") == 2
-        until(lambda: not processes_of(short_path), 5, lambda: f"left behind: {processes_of(short_path)}")
-    finally:
-        script.kill()
-        script.wait()
-        end_all(short_path)

@@ -22,7 +22,6 @@ def shared_launcher():
 
 @pytest.fixture
 def echo(shared_launcher):
-    """The shared pipeline; idle again after each test."""
     yield shared_launcher
     shared_launcher.wait_idle()
     assert all(stage.state == "ready" for stage in shared_launcher.describe().stages)

@@ -1,85 +1,54 @@
-"""`omni-actors chat` in a terminal and from a file, with the pipeline found by itself; commands find it, too."""
+"""`omni-actors chat` in a terminal and from a file, and how commands find their pipeline."""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
 
 import soundfile
 
+from omni_actors.cli import chat, ctl, top
 from omni_actors.client import OmniClient
 from tests.support.launcher import EchoLauncher
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import until
 
-COMMAND = [sys.executable, "-m", "omni_actors"]
+
+def test_commands_find_the_only_pipeline_and_fail_at_once_where_none_listens(echo, monkeypatch, capsys):
+    monkeypatch.delenv("OMNI_ACTORS_ENDPOINT", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(echo.folder))  # as that of its launcher
+    assert ctl.main(["status"]) == 0
+    assert "code2wav/0: ready" in capsys.readouterr().out
+    for command, arguments in ((ctl, ["status", "--endpoint"]), (top, [])):
+        assert command.main([*arguments, "ipc:///tmp/nowhere/client"]) == 1
+        said = capsys.readouterr().err
+        assert "Nothing listens at ipc:///tmp/nowhere/client: No such file or directory." in said
+    assert f"Running here: {echo.endpoint}." in said
 
 
-def run(launcher: EchoLauncher, *arguments: str, lines: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """A command as a user of the launcher's host runs it, whose temporary files lie in its folder."""
-    environment = {name: value for name, value in os.environ.items() if name != "OMNI_ACTORS_ENDPOINT"}
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        cwd=REPOSITORY,
-        env={**environment, "TMPDIR": str(launcher.folder)},
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
-def test_commands_find_the_only_pipeline_and_fail_at_once_where_none_listens(echo):
-    done = run(echo, "ctl", "status")
-    assert "code2wav/0: ready" in done.stdout, done.stderr
-    done = run(echo, "ctl", "status", "--endpoint", "ipc:///tmp/nowhere/client")
-    assert done.returncode == 1
-    assert "Nothing listens at" in done.stderr
-    done = run(echo, "top", "ipc:///tmp/nowhere/client")
-    assert done.returncode == 1
-    assert "Nothing listens at ipc:///tmp/nowhere/client: No such file or directory." in done.stderr
-    assert f"Running here: {echo.endpoint}." in done.stderr
-
-
-def test_a_chat_from_a_file_has_voices_media_and_a_history(echo, tmp_path):
+def test_a_chat_from_a_file_has_voices_media_and_a_history(echo, tmp_path, monkeypatch, capsys):
     sound = tmp_path / "a b.wav"
     question = tmp_path / "question.wav"
     soundfile.write(question, [0.0] * 800, 16000)
-    done = run(
-        echo,
-        "chat",
-        lines=[
-            "The tide is full.",
-            "/save nothing.wav",
-            "/voice Ethn",
-            "/voice Ethan",
-            "And the moon is fair.",
-            f"/save {sound}",
-            "/vioce",
-            "/audio",
-            f"/audio {tmp_path}/none.wav",
-            f"/audio {question}",
-            "What do you hear?",
-            "/new",
-            "/voice off",
-            " /slash",
-            "/quit",
-            "This is not asked.",
-        ],
-    )
-    assert done.returncode == 0, done.stderr
-    answers = done.stdout.splitlines()
+    lines = ["The tide is full.", "/save nothing.wav", "/voice Ethn", "/voice Ethan", "And the moon is fair."]
+    lines += [f"/save {sound}", "/vioce", "/audio", f"/audio {tmp_path}/none.wav", f"/audio {question}"]
+    lines += ["What do you hear?", "/new", "/voice off", " /slash", "/quit", "This is not asked."]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    assert chat.main([echo.endpoint]) == 0
+    shown, said = capsys.readouterr()
+    answers = shown.splitlines()
     assert answers[0] == "The tide is full."
     assert answers[1].endswith("And the moon is fair.")
     assert answers[1] != "And the moon is fair.", "what was said before is part of the question"
     assert answers[2].endswith("What do you hear?")
     assert answers[3:] == ["/slash"], "the rest was forgotten, and then it ended"
-    said = done.stderr
     for words in (
         "The last answer had no sound. Choose a /voice",
         "There is no voice 'Ethn'. Did you mean 'Ethan'?",
@@ -97,11 +66,10 @@ def test_a_chat_from_a_file_has_voices_media_and_a_history(echo, tmp_path):
 
 @contextmanager
 def terminal(launcher: EchoLauncher) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-    """A chat in a terminal, and the terminal's other end."""
     master, slave = os.openpty()
     environment = {**os.environ, "TERM": "dumb"}
     process = subprocess.Popen(
-        [*COMMAND, "chat", launcher.endpoint],
+        [sys.executable, "-m", "omni_actors", "chat", launcher.endpoint],
         cwd=REPOSITORY,
         env=environment,
         stdin=slave,

@@ -48,9 +48,7 @@ def failure_of(child: CoordinatorChild) -> StartupError:
     return caught.value.with_traceback(None)
 
 
-@pytest.mark.parametrize(
-    ("statement", "state"), [(STOPPED, "stopped"), nightly(BUSY.format("1e9"), "running")], ids=["stopped", "computes"]
-)
+@pytest.mark.parametrize(("statement", "state"), [(STOPPED, "stopped"), nightly(BUSY.format("1e9"), "running")])
 def test_a_coordinator_that_does_not_listen_is_ended_with_what_is_known_of_it(child, monkeypatch, statement, state):
     monkeypatch.setattr(children, "START_SECONDS", 2 * IDLE_SECONDS)
     before, threads = psutil.Process().children(), threading.active_count()

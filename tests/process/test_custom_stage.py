@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 
 import numpy
 import pytest
@@ -24,10 +23,6 @@ ENVIRONMENT = {**EXAMPLE_MODULES, "OMNI_ACTORS_ALLOW_IMPORTS": "custom_stage"}
 def pipeline():
     with RunningPipeline(EXAMPLE / "echo.yaml", environment=ENVIRONMENT) as pipeline:
         yield pipeline
-
-
-def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "omni_actors.launch", str(EXAMPLE / "echo.yaml"), *arguments, env={**os.environ, **environment})
 
 
 def test_the_client_hears_the_custom_stages_sound(pipeline):
@@ -73,7 +68,8 @@ def test_requests_share_the_custom_stage_and_an_abort_reaches_it(pipeline):
 
 
 def test_a_wrong_option_ends_the_start_with_its_name():
-    done = launch("--set", "stages.leveller.engine.peek=1", "--prompt", "x", **ENVIRONMENT)
+    command = ("-m", "omni_actors.launch", str(EXAMPLE / "echo.yaml"), "--set", "stages.leveller.engine.peek=1")
+    done = python(*command, "--prompt", "x", env={**os.environ, **ENVIRONMENT})
     assert done.returncode == 1
     assert "stages.leveller.engine.peek is no option of the leveller. Did you mean 'peak'?" in done.stderr
     assert "did not stop" not in done.stderr, "the other stages, which had just been forked"

@@ -10,12 +10,11 @@ from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import Overloaded
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.fields import Header, pack_token_ids
-from omni_actors.protocol.messages import Failed, StageStatus, Submit
+from omni_actors.protocol.messages import Failed, Submit
 from omni_actors.protocol.payloads import Prompt
 from omni_actors.transport.sockets import Sockets, try_send
 from tests.support.answers import assert_echo, collect
 from tests.support.builders import flow_chain
-from tests.support.launcher import EchoLauncher
 from tests.support.processes import processes_of, shared_memory_of
 from tests.support.waiting import eventually
 
@@ -60,12 +59,11 @@ async def test_a_last_stage_that_stands_still_throttles_the_others_and_then_admi
     echo.wait_idle()
 
 
-def submit_frames(request_id: str, tokens: int) -> list:
-    body = Submit(prompt=Prompt(token_ids=pack_token_ids([120] * tokens)), modalities=("text", "audio"))
-    return encode(Header("", request_id), body)
-
-
 async def test_only_the_slow_client_is_ended(launch):
+    def submit_frames(request_id: str, tokens: int) -> list:
+        body = Submit(prompt=Prompt(token_ids=pack_token_ids([120] * tokens)), modalities=("text", "audio"))
+        return encode(Header("", request_id), body)
+
     flow = {"client_bytes": 60_000, "client_window_bytes": 1 << 20}
     step = {"step_seconds": 0.005}
     echo = launch(flow_chain(flow, thinker=step, code2wav=step)).wait_ready()
@@ -111,7 +109,3 @@ async def test_large_rows_go_by_the_arena_and_all_of_it_is_freed(launch):
     blocks = {stage.stage: stage.counts.get("total_blocks", 0) for stage in echo.describe().stages}
     assert blocks["thinker"] > 100, blocks  # the first ones go as frames, until the talker has said that it reads
     assert not shared_memory_of(processes_of(echo.folder)), "nothing has a name in /dev/shm"
-
-
-def status(echo: EchoLauncher, stage: str) -> StageStatus:
-    return next(status for status in echo.describe().stages if status.stage == stage)

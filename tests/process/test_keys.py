@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import tempfile
 import urllib.request
 from pathlib import Path
 
@@ -15,17 +16,34 @@ from omni_actors.errors import Unauthorized
 from omni_actors.protocol.messages import Operation
 from omni_actors.transport.curve import make_client, make_cluster
 from tests.support.builders import chain
-from tests.support.processes import processes_of
+from tests.support.launcher import EchoLauncher
+from tests.support.processes import assert_nothing_left, end_all, processes_of
 from tests.support.waiting import until
 
 
-def test_a_pipeline_with_keys_serves_their_holders_and_shows_no_secret(short_path, launch, capsys):
-    keys = short_path / "keys"
-    make_cluster(keys)
+@pytest.fixture(scope="module")
+def pipeline():
+    """A pipeline with keys, and their folder. The last test ends it."""
+    with tempfile.TemporaryDirectory(prefix="ot-", dir="/tmp") as name:
+        folder = Path(name)
+        keys = folder / "keys"
+        make_cluster(keys)
+        data = chain()
+        data["stages"][1]["engine"] = {"step_seconds": 0.05}
+        ports = [f"--{name}=127.0.0.1:0" for name in ("http", "metrics")]
+        try:
+            launcher = EchoLauncher(folder, data, "--keys", str(keys), "--listen", "tcp://127.0.0.1:0", *ports)
+            yield launcher.wait_ready(), keys
+            if launcher.process.poll() is None:
+                launcher.end()
+            assert_nothing_left(folder)
+        finally:
+            end_all(folder)
+
+
+def test_a_pipeline_with_keys_serves_their_holders_and_shows_no_secret(pipeline, capsys):
+    launcher, keys = pipeline
     alice, bob = make_client(keys, "alice"), make_client(keys, "bob")
-    ports = [f"--{name}=127.0.0.1:0" for name in ("http", "metrics")]
-    launcher = launch(chain(), "--keys", str(keys), "--listen", "tcp://127.0.0.1:0", *ports)
-    launcher.wait_ready()
 
     with OmniClient(launcher.endpoint, keys=alice) as client:
         assert client.generate("hello").text == "hello"
@@ -59,10 +77,10 @@ def test_a_pipeline_with_keys_serves_their_holders_and_shows_no_secret(short_pat
         assert b"omni" in answer.read()
 
     # Processes, logs and descriptions are open to users who must not learn the secrets.
-    processes = processes_of(short_path)
+    processes = processes_of(launcher.folder)
     shown = launcher.output + said + repr(launcher.describe_with(keys)) + " ".join(processes.values())
     shown += "".join(Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace") for pid in processes)
-    shown += "".join(path.read_text() for path in short_path.rglob("*.log"))
+    shown += "".join(path.read_text() for path in launcher.folder.rglob("*.log"))
     assert "refused a peer at 127.0.0.1" in shown  # what is searched is what is meant
     assert len(processes) >= 6
     for path in keys.rglob("*.key_secret"):
@@ -71,26 +89,21 @@ def test_a_pipeline_with_keys_serves_their_holders_and_shows_no_secret(short_pat
         assert secret not in shown
 
 
-def test_only_operators_change_what_runs_and_a_locked_out_client_learns_why(short_path, launch, capsys):
-    keys = short_path / "keys"
-    make_cluster(keys)
-    alice, olga = make_client(keys, "alice"), make_client(keys, "olga", operator=True)
-    data = chain()
-    data["stages"][1]["engine"] = {"step_seconds": 0.05}
-    launcher = launch(data, "--keys", str(keys), "--listen", "tcp://127.0.0.1:0").wait_ready()
-
-    with OmniClient(launcher.endpoint, keys=alice) as client:
+def test_only_operators_change_what_runs_and_a_locked_out_client_learns_why(pipeline):
+    launcher, keys = pipeline
+    carol = make_client(keys, "carol")
+    with OmniClient(launcher.endpoint, keys=carol) as client:
         assert client.generate("hello").text == "hello"
         assert client.operate(Operation.STATUS).description.healthy, "any client may look"
         for order in ((Operation.DRAIN, "talker"), (Operation.RESTART, "talker"), (Operation.SHUTDOWN,)):
-            with pytest.raises(Unauthorized, match=r"alice may not .* --operator NAME"):
+            with pytest.raises(Unauthorized, match=r"carol may not .* --operator NAME"):
                 client.operate(*order)
         states = {status.state for status in launcher.describe_with(keys).stages}
         assert states == {"ready"}
 
         stream = client.submit("x" * 300, modalities=["text"])  # takes longer than it is allowed to
         next(iter(stream))
-        (keys / "allowed" / "alice.key").unlink()
+        (keys / "allowed" / "carol.key").unlink()
         with pytest.raises(Unauthorized, match="not allowed any more"):
             stream.result()
         for question in (client.describe, lambda: client.generate("again"), lambda: client.operate(Operation.STATUS)):
@@ -99,10 +112,14 @@ def test_only_operators_change_what_runs_and_a_locked_out_client_learns_why(shor
     until(lambda: not launcher.describe_with(keys).in_flight, 5, "nothing of it is left")
     assert launcher.describe_with(keys).counts["dropped_client_locked_out"] >= 3
 
+
+def test_an_operator_drains_and_shuts_down(pipeline, capsys):
+    launcher, keys = pipeline
+    olga = make_client(keys, "olga", operator=True)
     with OmniClient(launcher.endpoint, keys=olga) as operator:
         assert "drains" in operator.operate(Operation.DRAIN, "talker").text
-        states = {status.stage: status.state for status in launcher.describe_with(keys).stages}
-        assert states["talker"] == "draining"
+    states = {status.stage: status.state for status in launcher.describe_with(keys).stages}
+    assert states["talker"] == "draining"
     assert ctl.main([launcher.endpoint, "--keys", str(olga), "shutdown"]) == 0
     assert capsys.readouterr().out == "The pipeline shuts down.\n"
     assert launcher.wait_end() == 0

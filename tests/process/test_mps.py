@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from tests.support.launcher import EchoLauncher
 from tests.support.mps import MpsHost, pids
 from tests.support.waiting import until
 
-Launch = Callable[..., EchoLauncher]
 END_SECONDS = 15.0
 
 
@@ -33,7 +31,6 @@ def _no_environment(monkeypatch):
 
 
 def sharing() -> dict[str, Any]:
-    """A chain whose last three stages are on GPU 0."""
     data = chain()
     for stage in data["stages"][1:]:
         stage.update(kind="custom", engine_class="tests.support.mps.DeviceStage", devices=[0])
@@ -64,12 +61,6 @@ def seen(folder: Path, stage: str) -> list[str]:
     return list(found.groups())
 
 
-def moment(pattern: str, log: str) -> float:
-    found = re.search(pattern, log)
-    assert found is not None, log
-    return float(found[1])
-
-
 def test_stages_that_share_a_gpu_run_under_a_private_daemon(launch_here, short_path):
     data = sharing()
     data["stages"][3]["devices"] = [1]
@@ -82,16 +73,15 @@ def test_stages_that_share_a_gpu_run_under_a_private_daemon(launch_here, short_p
     daemon_log = log_of(short_path, "mps")
     assert "with GPUs GPU-0\n" in daemon_log
     daemon, server = pids(daemon_log)
-    assert psutil.pid_exists(daemon)
-    assert psutil.pid_exists(server)
+    assert all(map(psutil.pid_exists, (daemon, server)))
     with OmniClient(launcher.endpoint) as client:
         assert client.generate("abc").text == "abc"
     assert launcher.end() == 0
-    assert not psutil.pid_exists(daemon)
-    assert not psutil.pid_exists(server)
+    assert not any(map(psutil.pid_exists, (daemon, server)))
     assert [entry.name for entry in (short_path / "run").iterdir()] == ["logs"]
-    ended = moment(r"ended at (\S+)", log_of(short_path, "thinker-0"))
-    assert ended < moment(r"\[at (\S+)\] Cmd:quit", log_of(short_path, "mps")), "clients end before the daemon"
+    (ended,) = re.findall(r"ended at (\S+)", log_of(short_path, "thinker-0"))
+    (quits, *_) = re.findall(r"\[at (\S+)\] Cmd:quit", log_of(short_path, "mps"))
+    assert float(ended) < float(quits), "clients end before the daemon"
 
 
 def test_a_killed_launcher_leaves_no_daemon(launch_here, short_path):
@@ -120,9 +110,8 @@ def test_a_daemon_without_its_guardian_ends_and_requests_go_on(launch_here, shor
 
 def test_the_pipeline_runs_without_mps_where_it_is_refused(launch_here, short_path):
     launcher = launch_here(kind="no server").wait_ready()
-    assert (
-        "MPS refused, continuing without: its server did not start: out of memory; stages take turns" in launcher.output
-    )
+    refused = "MPS refused, continuing without: its server did not start: out of memory; stages take turns"
+    assert refused in launcher.output
     assert seen(short_path, "thinker") == seen(short_path, "code2wav") == ["0", "None"]
     until(lambda: not any(map(psutil.pid_exists, pids(log_of(short_path, "mps")))), END_SECONDS, "no daemon is left")
 

@@ -6,19 +6,21 @@ import asyncio
 import contextlib
 import re
 import signal
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from omni_actors.cli.top import Scrape
 from omni_actors.client import AsyncOmniClient
 from omni_actors.errors import OmniError
 from omni_actors.protocol.messages import Operation, StageStatus
+from omni_actors.telemetry import metrics as table
 from tests.support.builders import chain
 from tests.support.launcher import EchoLauncher
 from tests.support.load import ask_and_check, replicas, text_of, until_busy
+from tests.support.observations import scrape_until
 from tests.support.processes import assert_nothing_left, processes_of
 from tests.support.servers import free_port
 from tests.support.waiting import eventually, until
@@ -86,18 +88,6 @@ async def wait_states(client: AsyncOmniClient, seconds: float, **states: str) ->
     await eventually(reached, seconds, lambda: f"{wanted}; they are { {n: s.state for n, s in known.items()} }")
 
 
-async def shown(url: str, pattern: str) -> float:
-    """A value of the metrics; 0 for one that is not there."""
-    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
-    found = re.search(rf"^{pattern}$", text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
-async def until_shown(url: str, pattern: str) -> float:
-    """The same, once the stages have told it."""
-    return await eventually(lambda: shown(url, pattern), 10, f"{pattern} in the metrics")
-
-
 async def ask_many(client: AsyncOmniClient, count: int) -> None:
     await asyncio.gather(*(ask_and_check(client, text_of(number)) for number in range(count)))
 
@@ -111,20 +101,22 @@ async def test_replicas_on_two_nodes_share_the_work(launch, short_path):
     hosts = Hosts(launch, short_path, data)
     first, other = hosts.start_both("--metrics", "127.0.0.1:0")  # the same command on both
     assert "metrics on" not in other.output, "node 0 has those of all"
-    url = re.search(r"metrics on (\S+)", first.output)[1]
+    assert "metrics on" in first.output
     async with AsyncOmniClient(first.endpoint) as client:
         before = await pids(client)
         here, there = hosts.processes(0), hosts.processes(1)
         assert {here.get(pid) or there[pid] for pid in before.values()} == {f"omni:{name}" for name in before}
         assert {name for name, pid in before.items() if pid in there} == {"talker/1", "code2wav/1"}
         await ask_many(client, 20)
-        for stage, _, replica in (name.partition("/") for name in before):
-            done = rf'omni_stage_requests_total\{{outcome="done",replica="{replica}",stage="{stage}"\}} (\S+)'
-            assert await until_shown(url, done)
-        shared = await until_shown(url, r'omni_edge_shared_bytes_total\{source="thinker/0",target="talker/0"\} (\S+)')
-        assert shared > 40_000
-        assert await until_shown(url, r'omni_edge_messages_total\{source="thinker/0",target="talker/1"\} (\S+)')
-        assert await shown(url, r'omni_edge_shared_bytes_total\{source="thinker/0",target="talker/1"\} (\S+)') == 0
+        within, across = ("thinker/0", "talker/0"), ("thinker/0", "talker/1")
+
+        def all_have_worked(now: Scrape) -> bool:
+            done = [now.value(table.STAGE_REQUESTS, *name.split("/"), "done") for name in before]
+            return all(done) and now.value(table.EDGE_MESSAGES, *across) > 0
+
+        now = await scrape_until(client, all_have_worked)
+        assert now.value(table.EDGE_SHARED, *within) > 40_000
+        assert now.value(table.EDGE_SHARED, *across) == 0
         blocks = {name: status.counts.get("total_blocks", 0) for name, status in (await replicas(client)).items()}
         assert blocks["thinker/0"] > 0
         for stage in ("talker", "code2wav"):

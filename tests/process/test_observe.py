@@ -1,12 +1,17 @@
-"""Metrics, timelines, spans, live view and logs of running pipelines of echo stages."""
+"""Metrics, timelines, spans at a collector, live view and logs of running pipelines of echo stages."""
 
 from __future__ import annotations
 
 import itertools
 import re
+import threading
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from omni_actors.cli import top, trace
 from omni_actors.cli.top import Scrape
@@ -116,21 +121,17 @@ async def test_the_timeline_of_a_failed_request_shows_where_it_failed_and_unknow
 
     timeline = await eventually(whole, 5, "what all stages report")
     assert timeline.outcome == "engine_error"
-    assert {stage.stage: stage.outcome for stage in timeline.stages} == {
-        "prompt": "engine_error",
-        "thinker": "dropped",
-        "talker": "dropped",
-        "code2wav": "dropped",
-    }
+    outcomes = {stage.stage: stage.outcome for stage in timeline.stages}
+    assert outcomes == {**dict.fromkeys(STAGES, "dropped"), "prompt": "engine_error"}
 
 
-def test_after_a_partial_replay_nothing_is_counted_twice_and_the_timeline_has_both_attempts(launch):
+def test_after_a_partial_replay_nothing_is_counted_twice_and_the_timeline_has_both_attempts(launch, short_path):
     """The vocoder dies halfway: the stages before it go on, and the talker sends again what it had sent.
 
-    No counter falls, although the vocoder that is started again begins at zero.
+    No counter falls, although the vocoder that is started again begins at zero; and no log has any content.
     """
     text = "abcdefghijklmnopqrstuvwxyz0123456789"
-    launcher = launch(disturbed_chain(step_seconds=0.03)).wait_ready()
+    launcher = launch(disturbed_chain(step_seconds=0.03), "--run-dir", str(short_path / "run")).wait_ready()
     made = 'omni_stage_output_tokens_total{replica="0",stage="%s"}'
     ended = 'omni_stage_requests_total{outcome="done",replica="0",stage="%s"}'
     seen: list[dict[str, float]] = []
@@ -148,6 +149,12 @@ def test_after_a_partial_replay_nothing_is_counted_twice_and_the_timeline_has_bo
         assert stream.result().text == text
         timeline = client.timeline(stream.request_id)
         until(lambda: all_have_ended(2), 5, "the counts of the second one")
+        tokens = [*text.encode(), FAIL_TOKEN]
+        failing = client.submit({"prompt_token_ids": tokens})
+        with pytest.raises(EngineError):
+            failing.result()
+        with pytest.raises(OmniError):
+            client.generate(text, voice=text)
     for earlier, now in itertools.pairwise(seen):
         assert not {name for name, value in earlier.items() if now.get(name, 0) < value}, "no counter falls"
     assert now['omni_replica_restarts_total{replica="0",stage="code2wav"}'] == 1
@@ -172,6 +179,19 @@ def test_after_a_partial_replay_nothing_is_counted_twice_and_the_timeline_has_bo
         assert now[made % stage] == 2 * len(text), stage
     edge = 'omni_edge_messages_total{source="talker/0",target="code2wav/0"}'
     assert 2 * len(text) < now[edge] <= 3 * len(text), "the edge has carried some of it twice"
+    assert launcher.output.count("code2wav/0 ready") == 2, "it has printed the end of a log"
+    assert launcher.end() == 0
+    logs = {path.name: path.read_text() for path in (short_path / "run" / "logs").rglob("*.log")}
+    assert len(logs) == len(STAGES)
+    for name, log in {**logs, "launcher": launcher.output}.items():
+        assert text not in log, name
+        assert str(tokens)[1:-1] not in log, name
+    for name, log in logs.items():
+        assert log, name
+        assert not [line for line in log.splitlines() if not LOG_LINE.match(line)], name
+    (failed,) = [line for line in "".join(logs.values()).splitlines() if "request failed" in line]
+    assert f" request={failing.request_id} " in failed
+    assert any(" stage=code2wav/0 " in line for line in launcher.output.splitlines() if "ended: " in line)
 
 
 def test_trace_shows_the_last_request(echo, capsys):
@@ -204,28 +224,93 @@ def test_top_shows_every_replica_once(echo, capsys, monkeypatch):
     assert "thinker/0 → talker/0" in shown
 
 
-def test_logs_have_one_format_and_no_content(launch, short_path):
-    marker = "Zauberwort"
-    launcher = launch(chain(), "--run-dir", str(short_path / "run")).wait_ready()
+class Collector:
+    """An OpenTelemetry collector for spans over HTTP."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.services: set[str] = set()
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                request = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
+                for resource in request.resource_spans:
+                    described = resource.resource.attributes
+                    collector.services |= {one.value.string_value for one in described if one.key == "service.name"}
+                    for scope in resource.scope_spans:
+                        collector.spans.extend(scope.spans)
+                self.send_response(200 if self.path == "/v1/traces" else 404)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def of(self, trace_id: str) -> list[Span]:
+        return [span for span in self.spans if span.trace_id.hex() == trace_id]
+
+
+@pytest.fixture
+def collector():
+    collector = Collector()
+    yield collector
+    collector.server.shutdown()
+    collector.server.server_close()
+
+
+def attributes(span: Span) -> dict[str, str | int]:
+    return {item.key: item.value.string_value or item.value.int_value for item in span.attributes}
+
+
+def test_spans_reach_a_collector_with_the_callers_trace(launch, collector, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    data = chain()
+    data["coordinator"] = {"heartbeat_interval": 0.1}
+    launcher = launch(data, "--metrics", "127.0.0.1:0").wait_ready()
+    ours, unsampled, failing = "a" * 32, "b" * 32, "c" * 32
+    parent = "d" * 16
     with OmniClient(launcher.endpoint) as client:
-        client.generate(marker)
-        tokens = [*marker.encode(), FAIL_TOKEN]
-        stream = client.submit({"prompt_token_ids": tokens})
+        client.generate("hello", traceparent=f"00-{ours}-{parent}-01")
+        client.generate("hello", traceparent=f"00-{unsampled}-{parent}-00")
         with pytest.raises(EngineError):
-            stream.result()
-        with pytest.raises(OmniError):
-            client.generate(marker, voice=marker)
-    psutil.Process(launcher.pid_of("talker")).kill()
-    until(lambda: launcher.output.count("talker/0 ready") == 2, 5, "a restart, which prints the log's tail")
-    assert launcher.end() == 0
-    logs = {path.name: path.read_text() for path in (short_path / "run" / "logs").rglob("*.log")}
-    assert len(logs) == len(STAGES)
-    for name, text in {**logs, "launcher": launcher.output}.items():
-        assert marker not in text, name
-        assert str(tokens)[1:-1] not in text, name
-    for name, text in logs.items():
-        assert text, name
-        assert not [line for line in text.splitlines() if not LOG_LINE.match(line)], name
-    (failed,) = [line for line in "".join(logs.values()).splitlines() if "request failed" in line]
-    assert f" request={stream.request_id} " in failed
-    assert any(" stage=talker/0 " in line for line in launcher.output.splitlines() if "ended: " in line)
+            client.generate({"prompt_token_ids": [FAIL_TOKEN]}, traceparent=f"00-{failing}-{parent}-01")
+        alone = client.submit("hello")
+        alone.result()
+        own_trace = client.timeline(alone.request_id).trace_id
+    until(lambda: len(collector.of(own_trace)) == 10, 5, lambda: f"spans: {[span.name for span in collector.spans]}")
+    assert collector.services == {"omni_actors/test"}
+
+    spans = {span.name: span for span in collector.of(ours)}
+    root = spans["request"]
+    assert root.parent_span_id.hex() == parent
+    assert [event.name for event in root.events][-1] == "ended"
+    transfers = {f"{source}/0 to {target}/0": source for source, target in itertools.pairwise(STAGES)}
+    transfers |= {"thinker/0 to coordinator": "thinker", "code2wav/0 to coordinator": "code2wav"}
+    assert set(spans) == {"request", *STAGES, *transfers}
+    for stage in STAGES:
+        assert spans[stage].parent_span_id == root.span_id
+        assert attributes(spans[stage])["omni.output_tokens"] == 5
+    for name, source in transfers.items():
+        assert spans[name].parent_span_id == spans[source].span_id, name
+        assert attributes(spans[name])["omni.messages"] == 5
+    for span in spans.values():
+        assert root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+        assert span.end_time_unix_nano <= root.end_time_unix_nano + 1000
+
+    assert not collector.of(unsampled)
+    (root,) = [span for span in collector.of(own_trace) if span.name == "request"]
+    assert not root.parent_span_id
+    until(lambda: collector.of(failing), 6, "the failed request's spans")
+    failed = {span.name: span for span in collector.of(failing)}
+    assert failed["request"].status.code == failed["prompt"].status.code == Status.STATUS_CODE_ERROR
+    assert failed["prompt"].status.message == "engine_error"
+
+    url = re.search(r"metrics on (\S+)", launcher.output)[1]
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        text = answer.read().decode()
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    assert re.search(r'^omni_requests_total\{code="ok",outcome="done"\} 3.0$', text, re.MULTILINE)

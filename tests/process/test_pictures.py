@@ -47,7 +47,6 @@ def drawing(drawing_launcher):
 
 
 def expected(prompt: str, seed: int, **params: Any) -> list:
-    """The picture that one echo stage draws alone."""
     engine = EchoEngine(StageConfig(name="dit", kind=StageKind.ECHO, outputs=[Modality.IMAGE]))
     request = StageRequest("r", StageParams(guidance_scale=1.5, **params), seed)
     engine.start(request, StageInputs(token_ids=list(prompt.encode())))

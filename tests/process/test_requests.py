@@ -33,6 +33,7 @@ from omni_actors.stage.echo import FAIL_TOKEN
 from omni_actors.telemetry.metrics import REJECTED
 from omni_actors.transport.sockets import try_send
 from tests.support.answers import SAMPLES, assert_echo, collect
+from tests.support.commands import python
 from tests.support.launcher import EchoLauncher
 from tests.support.load import STAGES
 from tests.support.waiting import eventually, until
@@ -176,14 +177,11 @@ async def test_a_client_whose_request_was_lost_gets_an_error(echo, monkeypatch):
         assert caught.value.retryable
 
 
-class Exploit:
-    """An object as an attacker would pickle it: unpickling leaves a file."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
+class Exploit(str):
+    """An object as an attacker would pickle it: unpickling leaves a file of this path."""
 
     def __reduce__(self) -> tuple:
-        return os.system, (f"touch {self.path}",)
+        return os.system, (f"touch {self}",)
 
 
 def garbage(kind: str, evil: list[bytes]) -> list[list[bytes]]:
@@ -249,3 +247,33 @@ def rejected(echo: EchoLauncher) -> dict[str, int]:
     for stage in description.stages:
         counts |= {f"{stage.stage} {name}": count for name, count in stage.counts.items()}
     return {name: count for name, count in counts.items() if name.split(" ")[1].startswith("rejected_")}
+
+
+WITHOUT_LINUX = """
+import ctypes, os, signal, socket, sys, time
+for module, prefixes in {
+    os: ("eventfd", "EFD_", "memfd", "MFD_", "pidfd", "sched_", "pipe2", "splice"),
+    signal: ("pidfd",), time: ("CLOCK_BOOT",), socket: ("SO_PEERCRED", "SO_DOMAIN"),
+}.items():
+    for name in [name for name in vars(module) if name.startswith(prefixes)]:
+        delattr(module, name)
+class Libc:
+    def __init__(self, *arguments, **options): pass
+ctypes.CDLL = Libc  # without prctl
+"""
+ASK = """
+from omni_actors import OmniClient
+from omni_actors.client import Audio
+with OmniClient(sys.argv[1]) as client:
+    items = list(client.submit("Why is the sea salt?", timeout=20))
+    print("".join(item.text for item in items if not isinstance(item, Audio)))
+    print(sum(len(item.samples) for item in items if isinstance(item, Audio)))
+    print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "vllm", "transformers", "starlette", "soxr"}))
+"""
+
+
+def test_the_client_needs_nothing_that_only_linux_has_and_none_of_a_servers_packages(echo):
+    text, samples, heavy = python("-c", WITHOUT_LINUX + ASK, echo.endpoint, check=True).stdout.splitlines()
+    assert text == "Why is the sea salt?"
+    assert int(samples) > 0
+    assert heavy == "[]"

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 
 from omni_actors.client import OmniClient
 from tests.support.builders import chain
-from tests.support.launcher import EchoLauncher
 from tests.support.segments import made, written
 from tests.support.waiting import until
 
@@ -57,19 +55,12 @@ def test_starts_that_fail_leave_nothing(launch, short_path):
             (["--metrics", address], 2, address),
             (["--listen", f"tcp://{address}"], 1, address),
         ]
-        folders = [short_path / str(number) for number in range(len(failing))]
-        launchers = [
-            launch(chain(), "--run-dir", str(folder), *arguments)
-            for folder, (arguments, _, _) in zip(folders, failing, strict=True)
-        ]
-        for launcher, folder, (_, code, words) in zip(launchers, folders, failing, strict=True):
+        for arguments, code, words in failing:
+            launcher = launch(chain(), "--run-dir", str(short_path / "run"), *arguments)
             assert launcher.wait_end(20) == code, launcher.output
             assert words in launcher.output
             assert "Traceback" not in launcher.output
-            assert {entry.name for entry in folder.glob("*")} <= {"logs"}
-
-
-Launch = Callable[..., EchoLauncher]
+            assert {entry.name for entry in (short_path / "run").glob("*")} <= {"logs"}
 
 
 @pytest.fixture
@@ -92,7 +83,6 @@ def left(lives: list[list[str]]) -> list[list[str]]:
 
 
 def is_listed(folder: Path, paths: list[str]) -> bool:
-    """Whether the launcher knows these segments."""
     file = folder / "run" / "segments"
     return file.exists() and all(Path(path).name in file.read_text() for path in paths)
 

@@ -96,6 +96,11 @@ def until(page: Page, condition: Callable[[], object], what: str, seconds: float
     raise TimeoutError(f"waited {seconds * PATIENCE} s for {what}")
 
 
+def until_playing(page: Page) -> None:
+    """Wait until an answer is heard; looks at every frame, as it may be short."""
+    page.wait_for_selector("body[data-playing=true]", state="attached")
+
+
 def plays(page: Page, act: Callable[[], None]) -> None:
     """Wait until the page plays something after an action, for however short a time."""
     page.evaluate(

@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.support.paths import REPOSITORY
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 
 STUBS = REPOSITORY / "tests" / "launchers" / "stubs"
 
@@ -20,6 +19,8 @@ class Started:
 
     def __init__(self, folder: Path, script: str, *arguments: str, **environment: str) -> None:
         self._output = folder / f"output-{len(list(folder.glob('output-*')))}"
+        own = {"PATH": f"{STUBS}:{os.environ['PATH']}", "STUBS": str(folder), "TMPDIR": str(folder)}
+        own |= dict.fromkeys(("PYTHON", "OMNI_PYTHON"), sys.executable)
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 [str(REPOSITORY / "launch" / script), *arguments],
@@ -28,15 +29,7 @@ class Started:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={
-                    **os.environ,
-                    "PATH": f"{STUBS}:{os.environ['PATH']}",
-                    "PYTHON": sys.executable,
-                    "STUBS": str(folder),
-                    "TMPDIR": str(folder),
-                    "OMNI_PYTHON": sys.executable,
-                    **environment,
-                },
+                env={**os.environ, **own, **environment},
             )
 
     @property
@@ -44,11 +37,12 @@ class Started:
         return self._output.read_text(errors="replace")
 
     def until(self, text: str, count: int = 1, seconds: float = 20.0) -> None:
-        deadline = time.monotonic() + seconds * PATIENCE
-        while self.output.count(text) < count:
-            assert time.monotonic() < deadline, f"waited in vain for {count} x {text!r}:\n{self.output}"
-            assert self.process.poll() is None, self.output
-            time.sleep(0.02)
+        def said() -> bool:
+            ended, shown = self.process.poll() is not None, self.output
+            assert not ended or shown.count(text) >= count, shown
+            return shown.count(text) >= count
+
+        until(said, seconds, lambda: f"{count} x {text!r}:\n{self.output}")
 
     def end(self, number: signal.Signals | None = None, seconds: float = 10.0) -> int:
         """The exit code, after a signal to all processes of the terminal if one is given."""
@@ -71,7 +65,4 @@ class Started:
         return found
 
     def assert_nothing_left(self, seconds: float = 5.0) -> None:
-        deadline = time.monotonic() + seconds * PATIENCE
-        while left := self.members():
-            assert time.monotonic() < deadline, f"left behind: {left}"
-            time.sleep(0.02)
+        until(lambda: not self.members(), seconds, lambda: f"the end of {self.members()}")

@@ -24,20 +24,8 @@ PIPELINES = {
     "scripted": ("scripted", "scripted_http"),
     ECHO: (
         *("echo", "echo_pipeline", "slow", "slow_pipeline", "pictures", "picture_pipeline", "videos", "video_pipeline"),
-        *(
-            "cloning",
-            "cloning_pipeline",
-            "preset",
-            "preset_pipeline",
-            "slow_speech",
-            "slow_speech_pipeline",
-            "talker",
-            "talker_pipeline",
-            "several",
-            "several_pipeline",
-            "deaf_pipeline",
-            "shared_launcher",
-        ),
+        *("cloning", "cloning_pipeline", "preset", "preset_pipeline", "slow_speech", "slow_speech_pipeline"),
+        *("drawling", "drawling_pipeline", "several", "several_pipeline", "deaf_pipeline", "shared_launcher"),
     ),
 }
 FOLDERS = {ECHO: ("http", "process")}  # of the files that share a pipeline; else MODELS
