@@ -34,6 +34,7 @@ from pipecat.services.tts_service import TextAggregationMode
 from pipecat.workers.runner import WorkerRunner
 from websockets.exceptions import ConnectionClosedOK, InvalidStatus
 
+from tests.support.nightly import nightly
 from tests.support.servers import HttpPipeline
 from tests.support.spoken import SENTENCES, SPOKEN, WRITTEN, TextSocket, said, text_socket, tokens
 from tests.support.waiting import PATIENCE, eventually
@@ -96,7 +97,7 @@ async def write(worker: PipelineWorker, texts: Sequence[str]) -> None:
     await worker.queue_frames([LLMFullResponseStartFrame(), *map(LLMTextFrame, texts), LLMFullResponseEndFrame()])
 
 
-@pytest.mark.parametrize("mode", list(TextAggregationMode))
+@pytest.mark.parametrize("mode", [TextAggregationMode.SENTENCE, nightly(TextAggregationMode.TOKEN)])
 async def test_pipecat_speaks_sentences_as_they_are_written(preset: HttpPipeline, mode: TextAggregationMode) -> None:
     async with pipecat(preset.url, mode) as (worker, listener):
         for count in (1, 2):

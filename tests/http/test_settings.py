@@ -1,21 +1,15 @@
-"""Limits, TLS and CORS as flags and in the YAML, and what a checkpoint says of itself."""
+"""Limits and CORS as flags and in the YAML, and what a checkpoint says of itself."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import signal
-import ssl
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
-from cryptography.hazmat.primitives import serialization
 
 from omni_actors.config import HttpConfig
 from omni_actors.errors import ConfigError
@@ -27,13 +21,10 @@ from omni_actors.http_server.settings import (
     given_flags,
     http_config,
     server_settings,
-    tls_context,
 )
 from tests.support.builders import chain, load
-from tests.support.certificates import write_certificates
 from tests.support.paths import REPOSITORY
-from tests.support.servers import HttpPipeline, free_port, serving
-from tests.support.waiting import PATIENCE, until
+from tests.support.servers import HttpPipeline, serving
 
 HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 GIVEN: dict[str, Any] = {
@@ -126,71 +117,6 @@ def test_pages_of_allowed_origins_may_read_answers_and_refusals(echo: HttpPipeli
         assert "x-request-id" in answer.headers
     answer = httpx.get(f"{echo.url}/v1/models", headers={"origin": OURS})
     assert not [name for name in answer.headers if name.startswith("access-control")], "by default none is allowed"
-
-
-@pytest.fixture(scope="module")
-def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ca.pem, chain.pem and key.pem for localhost, and the key of another certificate."""
-    folder = tmp_path_factory.mktemp("pem")
-    authority = write_certificates(folder)
-    authority.issue_cert("localhost").private_key_pem.write_to_path(folder / "other.pem")
-    key = serialization.load_pem_private_key((folder / "key.pem").read_bytes(), None)
-    (folder / "locked.pem").write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x")
-        )
-    )
-    return folder
-
-
-def test_a_server_for_a_running_pipeline_speaks_https(echo: HttpPipeline, pem: Path, tmp_path: Path) -> None:
-    port = free_port()
-    command = [sys.executable, "-m", "omni_actors.http_server", "--endpoint", echo.endpoint]
-    command += ["--http", f"127.0.0.1:{port}", "--http-certificate", str(pem / "chain.pem")]
-    command += ["--http-key", str(pem / "key.pem"), "--served-name", "sea"]
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
-    try:
-        url = f"https://localhost:{port}"
-        trusting = ssl.create_default_context(cafile=str(pem / "ca.pem"))
-        with httpx.Client(verify=trusting, timeout=60) as client:
-
-            def response() -> httpx.Response | None:
-                with contextlib.suppress(httpx.ConnectError):
-                    return client.get(f"{url}/health")
-                return None
-
-            assert until(response, 20, "the server").status_code == 200
-            assert [model["id"] for model in client.get(f"{url}/v1/models").json()["data"]] == ["sea", "pirate"]
-            assert client.post(f"{url}/v1/chat/completions", json=HELLO).status_code == 404
-            answer = client.post(f"{url}/v1/chat/completions", json={**HELLO, "model": "sea"})
-            assert answer.json()["choices"][0]["message"]["content"] == "hi"
-        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-            httpx.get(f"{url}/health")
-        with pytest.raises(httpx.TransportError):
-            httpx.get(f"http://localhost:{port}/health", timeout=5)
-        log = (tmp_path / "log").read_text()
-        assert f"listening on https://127.0.0.1:{port}" in log
-        assert "hi" not in map(str.strip, log.split()), "user content in the log"
-        process.terminate()
-        assert process.wait(10 * PATIENCE) in (0, -signal.SIGTERM)
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.parametrize(
-    ("certificate", "key", "word"),
-    [
-        (None, "key.pem", "go together"),
-        ("chain.pem", "other.pem", "cannot be used"),
-        ("chain.pem", "locked.pem", "the key has a password"),
-    ],
-)
-def test_certificates_that_cannot_be_used(pem: Path, certificate: str | None, key: str | None, word: str) -> None:
-    given = {name: str(pem / file) for name, file in (("certificate", certificate), ("key", key)) if file is not None}
-    with pytest.raises(ConfigError, match=word):
-        tls_context(HttpConfig(**given))
 
 
 def test_a_checkpoint_says_what_it_is_or_the_page_does(tmp_path: Path) -> None:

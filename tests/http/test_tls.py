@@ -1,32 +1,50 @@
-"""TLS handshakes are bounded in time and number, and nothing of what follows them is lost. On both event loops."""
+"""TLS: handshakes are bounded in time and number, and nothing of what follows is lost, on both event loops; HTTPS."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import ssl
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization
 
+from omni_actors.config import HttpConfig
+from omni_actors.errors import ConfigError
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.connections import bounded_protocol
-from omni_actors.http_server.settings import ServerSettings
-from tests.support.certificates import write_certificates
-from tests.support.servers import serving
+from omni_actors.http_server.settings import ServerSettings, tls_context
+from tests.support.paths import REPOSITORY
+from tests.support.servers import HttpPipeline, free_port, serving
+from tests.support.waiting import PATIENCE, until
 from tests.support.zmtp import closed
 
+HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 REQUEST = b"GET /app.js HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 Address = tuple[str, int]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With ca.pem, and chain.pem and key.pem for localhost."""
-    made = tmp_path_factory.mktemp("certificates")
-    write_certificates(made)
+    """With ca.pem, and chain.pem, key.pem and locked.pem for localhost, and the key of another certificate."""
+    made: Path = tmp_path_factory.mktemp("certificates")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(made / "ca.pem")
+    certificate = authority.issue_cert("localhost", "127.0.0.1")
+    certificate.private_key_pem.write_to_path(made / "key.pem")
+    for blob in certificate.cert_chain_pems:
+        blob.write_to_path(made / "chain.pem", append=True)
+    authority.issue_cert("localhost").private_key_pem.write_to_path(made / "other.pem")
+    key = serialization.load_pem_private_key((made / "key.pem").read_bytes(), None)
+    locked = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8)
+    (made / "locked.pem").write_bytes(key.private_bytes(*locked, serialization.BestAvailableEncryption(b"x")))
     return made
 
 
@@ -140,3 +158,50 @@ def test_what_is_not_tls_ends_the_connection(serve: Serve, trust: ssl.SSLContext
                 client.socket.sendall(sent)
             assert closed(client.socket)
             client.socket.close()
+
+
+def test_a_server_for_a_running_pipeline_speaks_https(echo: HttpPipeline, folder: Path, tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "omni_actors.http_server", "--endpoint", echo.endpoint]
+    command += ["--http", f"127.0.0.1:{port}", "--http-certificate", str(folder / "chain.pem")]
+    command += ["--http-key", str(folder / "key.pem"), "--served-name", "sea"]
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log)
+    try:
+        url = f"https://localhost:{port}"
+        trusting = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+        with httpx.Client(verify=trusting, timeout=60) as client:
+
+            def response() -> httpx.Response | None:
+                with contextlib.suppress(httpx.ConnectError):
+                    return client.get(f"{url}/health")
+                return None
+
+            assert until(response, 20, "the server").status_code == 200
+            assert [model["id"] for model in client.get(f"{url}/v1/models").json()["data"]] == ["sea", "pirate"]
+            assert client.post(f"{url}/v1/chat/completions", json=HELLO).status_code == 404
+            answer = client.post(f"{url}/v1/chat/completions", json={**HELLO, "model": "sea"})
+            assert answer.json()["choices"][0]["message"]["content"] == "hi"
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"{url}/health")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://localhost:{port}/health", timeout=5)
+        log = (tmp_path / "log").read_text()
+        assert f"listening on https://127.0.0.1:{port}" in log
+        assert "hi" not in map(str.strip, log.split()), "user content in the log"
+        process.terminate()
+        assert process.wait(10 * PATIENCE) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_certificates_that_cannot_be_used(folder: Path) -> None:
+    chain, other, locked = (str(folder / name) for name in ("chain.pem", "other.pem", "locked.pem"))
+    for given, words in (
+        ({"key": other}, "go together"),
+        ({"certificate": chain, "key": other}, "cannot be used"),
+        ({"certificate": chain, "key": locked}, "the key has a password"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            tls_context(HttpConfig(**given))

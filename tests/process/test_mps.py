@@ -108,6 +108,7 @@ def test_a_daemon_without_its_guardian_ends_and_requests_go_on(launch_here, shor
     assert not list((short_path / "run").glob("mps-*"))
 
 
+@pytest.mark.nightly
 def test_the_pipeline_runs_without_mps_where_it_is_refused(launch_here, short_path):
     launcher = launch_here(kind="no server").wait_ready()
     refused = "MPS refused, continuing without: its server did not start: out of memory; stages take turns"

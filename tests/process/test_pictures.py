@@ -119,6 +119,7 @@ async def test_a_stage_that_is_killed_at_a_step_gives_the_same_picture_once(draw
     assert picture.pixels.tolist() == expected("fox", 5, **params)
 
 
+@pytest.mark.nightly
 def test_a_picture_on_the_command_line_is_saved(launch, short_path):
     file = short_path / "fox.webp"
     launcher = launch(DRAWING, "--prompt", "fox", "--seed", "5", "--save-image", str(file))
