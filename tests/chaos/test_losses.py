@@ -142,7 +142,7 @@ async def test_a_request_that_takes_all_memory_fails_alone(launch):
 
 
 async def test_a_pipeline_whose_stage_keeps_failing_to_start_is_degraded(launch, short_path):
-    """What it then serves: tests/process/test_lifecycle.py."""
+    """Requests that do not need the stage are answered; those that do end at once."""
     broken = short_path / "broken"
     data = disturbed_chain(0.01, restarts=2)
     data["stages"][3]["engine"]["fail_start_if"] = str(broken)
@@ -154,9 +154,14 @@ async def test_a_pipeline_whose_stage_keeps_failing_to_start_is_degraded(launch,
         psutil.Process(await pid_of(client, "code2wav/0")).kill()
         with pytest.raises((StageLost, StageUnavailable)) as caught:
             await speaking.result()
-        assert caught.value.stage == "code2wav"
+        assert (caught.value.stage, caught.value.retryable) == ("code2wav", True)
         assert (await text_only.result()).text == "y" * 200
-        assert {item.stage: item.state for item in (await client.describe()).stages}["code2wav"] == "dead"
+        description = await client.describe()
+        assert not description.healthy
+        assert {item.stage: item.state for item in description.stages}["code2wav"] == "dead"
+        with pytest.raises(StageUnavailable, match="'code2wav'"):
+            await client.generate("x")
+        assert (await client.generate("still", modalities=["text"])).text == "still"
         assert launcher.output.count("starting code2wav/0 again") == 2
         until(lambda: "degraded: code2wav/0 died" in launcher.output, 5, "said so")
         assert launcher.output.count("A test made the start fail.") >= 2

@@ -12,9 +12,8 @@ import pytest
 import soundfile
 
 from omni_actors.client import AsyncOmniClient, OmniClient
-from omni_actors.errors import OmniError, RequestTimeout, StageLost, StageUnavailable
+from omni_actors.errors import OmniError, RequestTimeout, StageUnavailable
 from omni_actors.launcher import launcher as launcher_module
-from omni_actors.stage.echo import CRASH_TOKEN
 from tests.support.builders import chain
 from tests.support.commands import python
 from tests.support.nightly import nightly
@@ -168,35 +167,6 @@ def test_a_killed_launcher_leaves_nothing_and_ends_its_requests(launch, short_pa
         assert_nothing_left(short_path, 5.0)
     left = [str(entry.relative_to(short_path)) for entry in short_path.rglob("*") if entry.is_dir()]
     assert left == (["run", "run/logs"] if own_folder else [])
-
-
-def test_a_pipeline_goes_on_without_a_dead_stage(launch):
-    data = slow(0, step_seconds=0.01)
-    for stage in data["stages"]:
-        stage["restarts"] = 0
-    launcher = launch(data).wait_ready()
-    with OmniClient(launcher.endpoint) as client:
-        held, text_only = client.submit("x" * 100), client.submit("y" * 100, modalities=["text"])
-        psutil.Process(launcher.pid_of("code2wav")).kill()
-        with pytest.raises(StageLost, match="killed by signal 9") as caught:
-            held.result()
-        assert (caught.value.stage, caught.value.retryable) == ("code2wav", True)
-        assert text_only.result().text == "y" * 100
-        description = client.describe()
-        assert not description.healthy
-        assert {s.stage: s.state for s in description.stages}["code2wav"] == "dead"
-        assert "degraded: code2wav/0 died" in launcher.output
-        with pytest.raises(StageUnavailable, match="'code2wav'"):
-            client.generate("x")
-        assert client.generate("still", modalities=["text"]).text == "still"
-        launcher.wait_idle()
-        with pytest.raises(StageLost) as caught:  # an engine that is lost ends its process
-            client.generate({"prompt_token_ids": [CRASH_TOKEN]}, modalities=["text"])
-        assert caught.value.stage == "prompt"
-        with pytest.raises(StageUnavailable, match="'prompt'"):
-            client.generate("x", modalities=["text"])
-        reports = until(lambda: launcher.output.split("degraded: prompt/0")[1:], 5, "the second report")
-        assert "A test asked this stage to end." in reports[0]
 
 
 async def test_no_coordinator_answers(short_path, monkeypatch):
