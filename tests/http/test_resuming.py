@@ -269,7 +269,8 @@ MANY = 40  # connections, so that no process is left out: that happens once in f
 
 def each(url: str, method: str = "GET", **options: object) -> list[httpx.Response]:
     """Answers to a request over so many new connections that all processes have given some."""
-    return [httpx.request(method, url, **options) for _ in range(MANY)]
+    with ThreadPoolExecutor(8) as threads:
+        return list(threads.map(lambda _: httpx.request(method, url, **options), range(MANY)))
 
 
 @contextlib.contextmanager

@@ -97,19 +97,19 @@ def heard_in(events: list[dict]) -> str:
 
 def test_a_long_text_is_spoken_in_pieces_that_follow_one_another(preset: HttpPipeline) -> None:
     """Each with the voice, and with whole sentences; echo stages say the voice before each piece."""
-    text = long_text(9000)
+    text = long_text(4500)
     events = events_of(preset, input=text, voice="ryan")
     heard = heard_in(events)
     pieces = heard.split("voice=ryan ")[1:]
     assert " ".join(pieces) == text.strip()
-    assert len(pieces) < 30
+    assert len(pieces) < 15
     assert all(len(piece) <= 400 and piece.endswith(".") for piece in pieces[:-1])
     assert events[-1]["transcript"] == text
     assert events[-1]["usage"]["output_tokens"] == len(heard)
 
 
 def test_a_model_that_answers_reads_a_long_text_piece_by_piece(echo: HttpPipeline) -> None:
-    text = long_text(5000)
+    text = long_text(2500)
     done = events_of(echo, input=text)[-1]
     asked = re.findall(r"<<<\n(.*?)\n>>>", done["transcript"], re.S)  # echo stages repeat all that they are asked
     assert " ".join(asked) == text.strip()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,9 @@ from omni_actors.config import host_devices
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.sharing import Budget
+from tests.support.commands import python
 from tests.support.paths import REPOSITORY
+from tests.support.printed_examples import EXAMPLES, Example
 from tests.support.realtime import answer_on, openai_session, spoken_turn
 from tests.support.servers import HttpPipeline, data_uri, film, picture, serving, sound, tone
 
@@ -340,6 +343,16 @@ def test_vllm_bench_serve(
 def test_the_documented_sound_that_grows_is_answered(tiny: HttpPipeline) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "client.md").read_text(), re.M | re.S)
     (block,) = [block for block in blocks if '"max_tokens": 0' in block]
-    command = [sys.executable, "-c", block.replace("ipc:///tmp/omni-x/client", tiny.endpoint)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip()
+    assert python("-c", block.replace("ipc:///tmp/omni-x/client", tiny.endpoint), check=True).stdout.strip()
+
+
+@pytest.mark.parametrize("example", [one for one in EXAMPLES if one.needs_model], ids=attrgetter("name"))
+def test_example_of_the_documentation(
+    tiny: HttpPipeline,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    example: Example,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    example.run(tiny, MODEL, tmp_path, capfd)
