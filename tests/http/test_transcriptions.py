@@ -209,8 +209,8 @@ async def test_ears_that_are_away_are_asked_for_times_of_words_once_in_a_while(t
 DELTA, COMPLETED = (f"conversation.item.input_audio_transcription.{kind}" for kind in ("delta", "completed"))
 STOPPED = "input_audio_buffer.speech_stopped"
 VAD = {"type": "server_vad"}
-RECORDING, RECORDED = soundfile.read(REPOSITORY / "examples" / "question.wav", dtype="int16")
-SPOKEN = soxr.resample(RECORDING[int(0.3 * RECORDED) : int(2.0 * RECORDED)], RECORDED, RATE)
+ASKED, ASKED_RATE = soundfile.read(REPOSITORY / "examples" / "question.wav", dtype="int16")
+SPOKEN = soxr.resample(ASKED[int(0.3 * ASKED_RATE) : int(2.0 * ASKED_RATE)], ASKED_RATE, RATE)
 SPEECH = numpy.tile(SPOKEN, 8)  # 14 s without a long silence
 PIECE = RATE // 20
 
