@@ -108,6 +108,7 @@ def speak(page: Page, line: Line) -> int:
 
 
 def speak_and_hear(page: Page, line: Line) -> int:
+    """Speak a turn, and wait for its answer and for what was understood; returns the turn's index."""
     turn = speak(page, line)
     expect(page.locator("li.assistant.done")).to_have_count(turn + 1)
     expect(page.locator("li.user.working")).to_have_count(0)

@@ -190,6 +190,7 @@ class Talk:
         self.send("input_audio_buffer.commit")
 
     def answered(self) -> str:
+        """Ask for an answer; returns its text."""
         self.send("response.create")
         events = self.until("response.done")
         return "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
