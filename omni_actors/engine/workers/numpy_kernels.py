@@ -161,11 +161,11 @@ class Language:
 def translated(kernel: InterpretedFunction[Any]) -> tuple[Callable[..., None], Language] | None:
     """The kernel's function in the language above, and that; `None` if it uses more than is there."""
     language = Language()
-    function = _translated(kernel, language)
+    function = translate(kernel, language)
     return None if function is None else (function, language)
 
 
-def _translated(kernel: InterpretedFunction[Any], language: Language) -> Callable[..., None] | None:
+def translate(kernel: InterpretedFunction[Any], language: Language) -> Callable[..., None] | None:
     original = kernel.fn
     named = dict(original.__globals__)
     for name in original.__code__.co_names:
@@ -177,7 +177,7 @@ def _translated(kernel: InterpretedFunction[Any], language: Language) -> Callabl
         elif isinstance(meant, triton.language.constexpr):
             named[name] = meant.value
         elif isinstance(meant, InterpretedFunction):
-            named[name] = _translated(meant, language)
+            named[name] = translate(meant, language)
             if named[name] is None:
                 return None
     return types.FunctionType(original.__code__, named, original.__name__, original.__defaults__)
@@ -195,7 +195,7 @@ def run(kernel: InterpretedFunction[Any], *arguments: Any, grid: Any, warmup: bo
     found = translated(kernel) if kernel.fn.__module__.startswith(PACKAGE) and not warmup else None
     tensors = (each for each in (*arguments, *options.values()) if isinstance(each, torch.Tensor))
     if found is None or any(tensor.dtype not in TYPED for tensor in tensors):
-        _interpreted(kernel, *arguments, grid=grid, warmup=warmup, **options)
+        interpreted(kernel, *arguments, grid=grid, warmup=warmup, **options)
         return
     function, language = found
     named = dict(zip(kernel.arg_names, arguments, strict=False))
@@ -209,7 +209,7 @@ def run(kernel: InterpretedFunction[Any], *arguments: Any, grid: Any, warmup: bo
         function(**named)
 
 
-_interpreted = InterpretedFunction.run
+interpreted = InterpretedFunction.run
 
 
 def enable() -> None:

@@ -41,7 +41,7 @@ def compared(monkeypatch):
             copied = copies.setdefault(memory.data_ptr(), (given, memory.clone()))[1]
             return given.new_empty(0).set_(copied, given.storage_offset(), given.size(), given.stride())
 
-        numpy_kernels._interpreted(kernel, *map(copy, arguments), **{key: copy(one) for key, one in options.items()})
+        numpy_kernels.interpreted(kernel, *map(copy, arguments), **{key: copy(one) for key, one in options.items()})
         run(kernel, *arguments, **options)
         for given, copied in copies.values():
             ours, theirs = (
