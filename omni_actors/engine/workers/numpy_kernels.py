@@ -166,6 +166,7 @@ def translated(kernel: InterpretedFunction[Any]) -> tuple[Callable[..., None], L
 
 
 def translate(kernel: InterpretedFunction[Any], language: Language) -> Callable[..., None] | None:
+    """The function of a kernel, or of one that it calls, with `language` for what it names; `None` if that has less."""
     original = kernel.fn
     named = dict(original.__globals__)
     for name in original.__code__.co_names:
