@@ -8,38 +8,17 @@ import pytest
 from omni_actors.config import FlowConfig
 from omni_actors.errors import ErrorCode, InvalidPayload, PromptTooLong
 from omni_actors.protocol.codec import Envelope
-from omni_actors.protocol.fields import DType, Header, HostTensor, ReplicaId
-from omni_actors.protocol.messages import Chunk, FinishReason, OpenRequest, StageDone, TextDelta
-from omni_actors.protocol.payloads import Prompt, StageParams
+from omni_actors.protocol.fields import DType, Header, HostTensor
+from omni_actors.protocol.messages import Abort, Ended, FinishReason, OpenRequest, Resend
+from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage import attempts
-from omni_actors.stage.engine_interface import FinishedEvent, StageRequest, StreamEvent, TextEvent
+from omni_actors.stage.engine_interface import FinishedEvent, TextEvent
 from omni_actors.stage.processors import Thinker2Talker
-from tests.support.stage import EMPTY, ROUTE, StageUnderTest, bodies, failed
+from tests.support.builders import header_from
+from tests.support.stage import EMPTY, ROUTE, StageUnderTest, failed
 
 
-def test_entry_stage_starts_with_the_prompt_and_its_media() -> None:
-    stage = StageUnderTest("prompt")
-    body = OpenRequest(
-        route=ROUTE,
-        params=StageParams(top_k=2),
-        seed=3,
-        voice="Ethan",
-        priority=4,
-        prompt=msgspec.convert(
-            {
-                "messages": [{"role": "user", "content": [{"media": 0}]}],
-                "media": [{"modality": "audio", "encoding": "array", "tensor": ["f32", [2], 0], "sample_rate": 16_000}],
-            },
-            Prompt,
-        ),
-    )
-    assert stage.actor.receive(Envelope(Header("expect", "r1"), body, (b"12345678",))) == []
-    ((_, request, inputs),) = stage.engine.calls
-    assert request == StageRequest("r1", StageParams(top_k=2), 3, "Ethan", 4, streams=True)
-    assert inputs.media == [HostTensor(DType.F32, (2,), b"12345678")]
-
-
-def test_chunks_before_the_announcement_are_kept_in_order() -> None:
+def test_chunks_before_the_announcement_are_kept_in_order_and_none_follows_the_last() -> None:
     stage = StageUnderTest("thinker")
     stage.tokens("ab", 0, final=False)
     stage.tokens("cd", 1, start=2)
@@ -50,6 +29,7 @@ def test_chunks_before_the_announcement_are_kept_in_order() -> None:
     assert stage.expect() == []
     assert [list(inputs.token_ids) for inputs in stage.engine.started()] == [list(b"abcd")]
     assert stage.held() == {**EMPTY, "requests": 1, "engine_requests": 1}
+    assert failed(stage.tokens("e", 2, start=4)).code is ErrorCode.PROTOCOL_ERROR, "after the last one"
 
 
 def test_chunks_whose_announcement_does_not_come_are_answered_and_remembered() -> None:
@@ -75,40 +55,6 @@ def test_early_chunks_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> N
         stage.tokens("a", 0, f"r{i}", final=False)
     assert stage.held()["early_chunk_bytes"] <= 4000
     assert stage.expect("small") == []
-
-
-@pytest.mark.parametrize(("final", "seq"), [(False, 2), (True, 1)], ids=["out of order", "after the end"])
-def test_chunks_that_do_not_follow_fail_the_request(final: bool, seq: int) -> None:
-    stage = StageUnderTest("thinker")
-    stage.expect()
-    stage.tokens("a", 0, final=final)
-    assert failed(stage.tokens("b", seq, start=1)).code is ErrorCode.PROTOCOL_ERROR
-    assert len(stage.engine.started()) == final
-    assert stage.held() == EMPTY
-
-
-def test_messages_are_numbered_by_receiver() -> None:
-    stage = StageUnderTest("thinker")
-    stage.expect(deadline=2000.0)
-    stage.tokens("ab")
-    sent = stage.do(
-        TextEvent("r1", "a", [97]),
-        StreamEvent("r1", [97]),
-        TextEvent("r1", "b", [98]),
-        StreamEvent("r1", [98], start=1, final=True),
-        FinishedEvent("r1", FinishReason.STOP, 2, 2),
-    )
-    assert [(message.destination, message.header.seq) for message in sent] == [
-        (None, 0),
-        (ROUTE[2], 0),
-        (None, 1),
-        (ROUTE[2], 1),
-        (None, 2),
-    ]
-    assert {message.header.deadline for message in sent} == {2000.0}
-    assert {ReplicaId(m.header.stage, m.header.replica, m.header.epoch) for m in sent} == {stage.identity}
-    assert [type(body) for body in bodies(sent)] == [TextDelta, Chunk, TextDelta, Chunk, StageDone]
-    assert stage.held()["requests"] == 0
 
 
 @pytest.mark.parametrize(
@@ -162,14 +108,16 @@ def test_abort_is_idempotent_and_frees_everything() -> None:
     assert stage.held() == EMPTY, "an abort that overtook the announcement counts"
 
 
-def test_deadline_ends_the_request() -> None:
-    stage = StageUnderTest("thinker")
+def test_a_deadline_or_the_default_ends_the_request() -> None:
+    stage = StageUnderTest("thinker", default_timeout=50.0)
     stage.expect(deadline=1010.0)
     stage.expect("forever")
-    assert stage.actor.tick() == []
-    stage.clock.now = 1010.0
-    assert failed(stage.actor.tick()).code is ErrorCode.DEADLINE_EXCEEDED
-    assert stage.held()["requests"] == 1
+    for number, now in enumerate((1010.0, 1050.0)):
+        stage.clock.now = now - 0.1
+        assert stage.actor.tick() == []
+        stage.clock.now = now
+        assert failed(stage.actor.tick()).code is ErrorCode.DEADLINE_EXCEEDED
+        assert stage.held()["requests"] == 1 - number
 
 
 def test_undecodable_messages_fail_their_request_known_or_not() -> None:
@@ -225,15 +173,6 @@ def test_chunks_of_the_next_attempt_may_come_first(aborted: bool) -> None:
     assert stage.engine.held == {"r1~1"}
 
 
-def test_request_without_a_deadline_gets_one() -> None:
-    stage = StageUnderTest("talker", default_timeout=50.0)
-    stage.expect()
-    stage.clock.now += 49.9
-    assert stage.actor.tick() == []
-    stage.clock.now += 0.1
-    assert failed(stage.actor.tick()).code is ErrorCode.DEADLINE_EXCEEDED
-
-
 def test_open_requests_are_bounded() -> None:
     stage = StageUnderTest("talker", max_in_flight=2)
     for number in range(4):
@@ -267,3 +206,51 @@ def test_saturated_only_by_whole_requests_and_while_the_engine_can_work() -> Non
     stage.expect("r4")
     stage.tokens("c", request_id="r4")
     assert stage.actor.saturated
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        OpenRequest(route=ROUTE, params=StageParams(), seed=1),
+        Abort(),
+        Resend(receiver=ROUTE[2], attempt=1),
+        Ended(request_ids=("r1",)),
+    ],
+)
+def test_only_the_coordinator_opens_and_ends(kind: OpenRequest | Abort | Resend | Ended) -> None:
+    """Other stages can reach a stage's inbox, but they may not open or end its requests."""
+    stage = StageUnderTest("thinker")
+    if not isinstance(kind, OpenRequest):
+        stage.expect()
+    before = stage.actor.counts()
+    header = msgspec.structs.replace(header_from(ROUTE[0], "r1"), kind="x", deadline=1010.0)
+    assert stage.actor.receive(Envelope(header, kind)) == []
+    assert stage.actor.counts() == before
+    assert stage.actor.dropped == {"not_the_coordinator": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [
+        ({"request_id": "r9"}, "early"),
+        ({"source": msgspec.structs.replace(ROUTE[0], epoch=4)}, "foreign_epoch"),
+        ({"source": msgspec.structs.replace(ROUTE[0], epoch=6)}, "foreign_epoch"),
+        ({"source": msgspec.structs.replace(ROUTE[0], replica=1)}, "foreign_epoch"),
+        ({"source": ROUTE[3]}, "unexpected_source"),
+        ({"attempt": 1}, "early"),
+        ({"seq": 1}, ErrorCode.PROTOCOL_ERROR),
+        ({}, "taken"),
+    ],
+)
+def test_a_chunk(change: dict, outcome: object) -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect()
+    messages = stage.chunk(**{"request_id": "r1", "seq": 0, **change}, token_ids=bytes(4), final=True)
+    if isinstance(outcome, ErrorCode):
+        assert failed(messages).code is outcome
+        assert stage.held() == EMPTY
+        return
+    assert messages == []
+    assert dict(stage.actor.dropped) == ({outcome: 1} if outcome not in ("early", "taken") else {})
+    assert (stage.actor.counts()["early_requests"] == 1) is (outcome == "early")
+    assert (len(stage.engine.started()) == 1) is (outcome == "taken")
