@@ -1,27 +1,34 @@
-"""The life of a request in the coordinator: an event in, the list of instructions out."""
+"""The life of a request in the coordinator, and the information that comes with it: events in, instructions out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from omni_actors.coordinator.core.instructions import ToClient
+from omni_actors.coordinator.core.instructions import Instruction, ToClient, ToStage
 from omni_actors.coordinator.core.replicas import ReplicaState
+from omni_actors.coordinator.core.requests import RequestMachine
 from omni_actors.errors import EngineError, ErrorCode, InvalidPayload, SlowClient
-from omni_actors.protocol.fields import DType, Header, TensorRef, pack_token_ids
-from omni_actors.protocol.messages import Done, Failed, OpenRequest, TextDelta
+from omni_actors.protocol.codec import BufferList, Decoder, Envelope, encode
+from omni_actors.protocol.fields import DType, Header, HostTensor, TensorRef, pack_token_ids
+from omni_actors.protocol.messages import Chunk, Failed, IntoStage, OpenRequest, Submit, TextDelta
 from omni_actors.protocol.payloads import (
+    AdditionalInformationPayload,
     ChatMessage,
     ContentPart,
-    EngineFacts,
     Media,
     MediaEncoding,
     Prompt,
+    PromptEmbedsPayload,
     StageParams,
 )
 from omni_actors.sharing import Tombstones
-from tests.support.builders import done, header_from, submit
+from omni_actors.stage.engine_interface import EngineFacts, StreamEvent
+from omni_actors.stage.outbound import chunk_of
+from omni_actors.stage.processors import InputPiece, Passthrough
+from tests.support.builders import header_from, submit
 from tests.support.requests import (
     ALICE,
     BOB,
@@ -32,36 +39,26 @@ from tests.support.requests import (
     ask,
     failure,
     finish,
+    lose,
     opened_requests,
+    opened_stages,
     ready,
     replica_id,
     say,
 )
+from tests.support.stage import ROUTE, RecordingEngine, StageUnderTest, failed
 
 
 def test_submit_opens_later_stages_first_and_gives_the_prompt_to_the_entry() -> None:
-    instructions = ask(ready(), voice="Ethan", priority=3, params={"talker": StageParams(top_k=5)})
+    instructions = ask(ready(), params={"talker": StageParams(top_k=5)})
     assert [item.replica_id for item in instructions] == [replica_id(stage) for stage in reversed(STAGES)]
-    route = tuple(replica_id(stage) for stage in STAGES)
     for item in instructions:
         entry = item.replica_id.stage == "prompt"
-        assert isinstance(item.body, OpenRequest)
-        assert item.body.route == route
+        assert item.body.route == tuple(replica_id(stage) for stage in STAGES)
         assert (item.body.prompt is not None) == entry
         assert list(item.buffers) == ([b"media"] if entry else [])
-        assert item.body.seed == 77
-        assert item.body.voice == "Ethan"
-        assert item.body.priority == 3
         assert item.body.params == (StageParams(top_k=5) if item.replica_id.stage == "talker" else StageParams())
-        assert item.request_id == "r1"
-        assert item.attempt == 0
         assert item.deadline == NOW + 600
-    state = ready()
-    given = state.submit(ALICE, Header("", "r1", deadline=NOW + 5), submit("text", seed=3), [], NOW)
-    assert [(item.replica_id.stage, item.body.seed, item.deadline) for item in given] == [
-        ("thinker", 3, NOW + 5),
-        ("prompt", 3, NOW + 5),
-    ]
 
 
 def test_prompts_that_no_replica_takes_are_refused_before_any_stage_sees_them() -> None:
@@ -90,25 +87,18 @@ def test_prompts_that_no_replica_takes_are_refused_before_any_stage_sees_them() 
 
 
 @pytest.mark.parametrize(
-    ("modalities", "fields", "code", "words"),
+    ("modalities", "stage", "params", "words"),
     [
-        (("smell",), {}, ErrorCode.UNKNOWN_MODALITY, "text, audio"),
-        (("text", "audio"), {"voice": "Bob"}, ErrorCode.UNKNOWN_VOICE, "Chelsie, Ethan"),
-        (("text",), {"params": {"talkr": StageParams()}}, ErrorCode.INVALID_REQUEST, "Did you mean 'talker'"),
-        (
-            ("text",),
-            {"params": {"thinker": StageParams(min_tokens=5, max_tokens=2)}},
-            ErrorCode.INVALID_REQUEST,
-            "min_",
-        ),
-        (("text", "audio"), {"params": {"thinker": StageParams(max_tokens=0)}}, ErrorCode.INVALID_REQUEST, "nothing"),
-        (("text",), {"params": {"talker": StageParams(max_tokens=0)}}, ErrorCode.INVALID_REQUEST, "makes no text"),
+        (("text",), "talkr", StageParams(), "Did you mean 'talker'"),
+        (("text",), "thinker", StageParams(min_tokens=5, max_tokens=2), "min_"),
+        (("text", "audio"), "thinker", StageParams(max_tokens=0), "nothing"),
+        (("text",), "talker", StageParams(max_tokens=0), "makes no text"),
     ],
 )
-def test_refusals_name_what_would_be_right(modalities, fields, code, words) -> None:
+def test_refusals_name_what_would_be_right(modalities, stage, params, words) -> None:
     state = ready()
-    body = failure(ask(state, "r1", ALICE, *modalities, **fields))
-    assert body.code == code
+    body = failure(ask(state, "r1", ALICE, *modalities, params={stage: params}))
+    assert body.code is ErrorCode.INVALID_REQUEST
     assert words in body.message
     assert state.in_flight == 0
     assert not any(replica.requests for replica in state.replicas)
@@ -137,19 +127,6 @@ def test_ids_that_would_forge_a_line_of_a_log_and_deadlines_that_say_nothing(hea
     if code is not None:
         assert failure(instructions).code is code
         assert failure(instructions).message.isprintable()
-
-
-def test_a_missing_stage_is_named_and_overload_says_when_to_come_back() -> None:
-    state = ready(max_in_flight=2, max_queued=0)
-    state.replicas.current("talker", 0).state = ReplicaState.DEAD
-    body = failure(ask(state))
-    assert (body.code, body.stage, body.retryable) == (ErrorCode.STAGE_UNAVAILABLE, "talker", True)
-    for name in "ab":
-        assert len(ask(state, name, ALICE, "text")) == 2
-    body = failure(ask(state, "c", ALICE, "text"))
-    assert (body.code, body.retry_after, body.retryable) == (ErrorCode.OVERLOADED, 1.0, True)
-    state.abort(ALICE, "a", NOW)
-    assert len(ask(state, "d", ALICE, "text")) == 2
 
 
 def test_results_reach_the_client_numbered_and_filtered() -> None:
@@ -206,21 +183,6 @@ def test_only_the_owner_ends_its_request_and_a_stage_that_shuts_down_takes_no_mo
     assert failure(ask(state, "too late")).code is ErrorCode.STAGE_UNAVAILABLE
 
 
-def test_done_when_the_last_stage_is_done_whatever_the_order() -> None:
-    state = ready()
-    ask(state)
-    for stage in ("code2wav", "prompt", "talker"):
-        assert say(state, stage, done()) == []
-    (message,) = say(state, "thinker", done("length"))
-    assert isinstance(message.body, Done)
-    assert set(message.body.usage) == set(STAGES)
-    assert message.body.usage["thinker"].finish_reason == "length"
-    assert state.in_flight == 0
-    assert not any(replica.requests for replica in state.replicas)
-    assert say(state, "thinker", TextDelta(text="late"), 1) == []
-    assert state.dropped == {"late": 1}
-
-
 def test_requests_wait_in_the_queue_for_a_slot_and_may_be_aborted_there() -> None:
     state = ready(max_in_flight=1)
     ask(state, "a")
@@ -234,19 +196,6 @@ def test_requests_wait_in_the_queue_for_a_slot_and_may_be_aborted_there() -> Non
     assert opened_requests(state.abort(ALICE, "c", NOW)) == {"b"}
     assert failure(state.tick(NOW + 600)).code is ErrorCode.DEADLINE_EXCEEDED
     assert (state.in_flight, state.queued, state.retained.used) == (0, 0, 0)
-
-
-def test_a_client_that_has_more_makes_room_for_one_that_has_less() -> None:
-    state = ready(max_in_flight=1, max_queued=3)
-    for name in "abcd":
-        ask(state, name, priority=name == "c")
-    refused = ask(state, "x", BOB)
-    assert [(item.client, item.request_id) for item in refused] == [(ALICE, "c")], "its least urgent one"
-    assert failure(refused).code is ErrorCode.OVERLOADED
-    assert failure(refused).retry_after
-    assert state.requests_of(BOB) == ("x",)
-    ask(state, "y", BOB)
-    assert failure(ask(state, "z", BOB)).code is ErrorCode.OVERLOADED, "now both have as much"
 
 
 def test_stage_without_credit_holds_requests_back_and_says_so_when_too_many_wait() -> None:
@@ -274,3 +223,177 @@ def test_tombstones_age_and_bound() -> None:
     stones.expire(13.5)
     assert [str(i) in stones for i in range(5)] == [False, False, True, False, True]
     assert len(stones) == 2
+
+
+def test_what_a_client_claims_to_be_changes_nothing() -> None:
+    """Stage, epoch, attempt and seq are the coordinator's to give."""
+    plain, lying = ready(), ready()
+    header = Header("", "r1", "thinker", 3, 9, attempt=7, seq=5)
+    expected = plain.submit(ALICE, Header("", "r1"), submit(), [], NOW)
+    assert lying.submit(ALICE, header, submit(), [], NOW) == expected
+    assert {item.attempt for item in expected if isinstance(item, ToStage)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("header", "outcome"),
+    [
+        (header_from(replica_id("thinker"), "r9"), "unknown_request"),
+        (header_from(replica_id("thinker", epoch=2), "r1"), "foreign_epoch"),
+        (header_from(replica_id("thinker", epoch=0), "r1"), "foreign_epoch"),
+        (header_from(replica_id("thinker", 1), "r1"), "foreign_epoch"),
+        (header_from(replica_id("stranger"), "r1"), "foreign_epoch"),
+        (header_from(replica_id("thinker"), "r1", attempt=1), "foreign_attempt"),
+        (header_from(replica_id("thinker"), "r1", seq=1), ErrorCode.PROTOCOL_ERROR),
+        (header_from(replica_id("thinker"), "r1"), None),
+    ],
+)
+def test_a_result(header: Header, outcome: object) -> None:
+    state = ready()
+    ask(state)
+    instructions = state.from_stage(header, TextDelta(text="a"), (), NOW)
+    if isinstance(outcome, ErrorCode):
+        assert failure(instructions).code is outcome
+        assert sorted(aborts(instructions)) == sorted(STAGES)
+    elif outcome is None:
+        assert [one.body for one in instructions if isinstance(one, ToClient)] == [TextDelta(text="a")]
+    else:
+        assert instructions == []
+        assert state.reject_from_stage(header, InvalidPayload("x"), NOW) == []
+        assert state.dropped == {outcome: 2}
+        assert state.in_flight == 1
+
+
+TABLE = HostTensor(DType.I32, (2,), b"tableaux")
+NOISE = HostTensor(DType.F16, (1,), b"no")
+VALUES: dict[str, Any] = {"table": TABLE, "names": ["a", 1, 2.5, True], "noise": NOISE, "speed": 1.5}
+EMBEDS = HostTensor(DType.F32, (2, 2), bytes(16))
+
+
+def ask_with(state: RequestMachine, values: dict[str, Any]) -> list[Instruction]:
+    """Submit embeddings with this information."""
+    buffers = BufferList()
+    prompt = Prompt(embeds=PromptEmbedsPayload(buffers.add(EMBEDS)))
+    body = Submit(prompt=prompt, information=AdditionalInformationPayload.of(values, buffers.add))
+    return state.submit(ALICE, Header("", "r1"), body, buffers.buffers, NOW)
+
+
+def wanting(state: RequestMachine, **wants: tuple[str, ...]) -> RequestMachine:
+    for replica in state.replicas:
+        replica.facts = EngineFacts(wants_information=wants.get(replica.stage, ()))
+    return state
+
+
+def arrived(instructions: list[Instruction]) -> dict[str, tuple[dict[str, Any], HostTensor | None]]:
+    """What each stage gets of the information and of the embeddings, decoded from the frames that are sent to it."""
+    decoder: Decoder[IntoStage] = Decoder(IntoStage)
+    got = {}
+    for item in instructions:
+        if isinstance(item.body, OpenRequest):
+            envelope = decoder.decode(encode(Header("", "r1"), item.body, item.buffers))
+            body = envelope.body
+            values = body.information.values(envelope.tensor)
+            embeds = body.prompt.embeds if body.prompt is not None else None
+            got[item.replica_id.stage] = (values, envelope.tensor(embeds.tensor) if embeds is not None else None)
+    return got
+
+
+def test_each_stage_gets_the_information_that_it_wants_and_the_entry_stage_the_embeddings() -> None:
+    state = wanting(ready(), prompt=("noise",), talker=("speed", "table"), code2wav=("names", "noise"))
+    assert arrived(ask_with(state, VALUES)) == {
+        "prompt": ({"noise": NOISE}, EMBEDS),
+        "thinker": ({}, None),
+        "talker": ({"table": TABLE, "speed": 1.5}, None),
+        "code2wav": ({"names": VALUES["names"], "noise": NOISE}, None),
+    }
+
+
+def test_information_that_only_a_stage_beside_the_route_wants_is_refused() -> None:
+    state = wanting(ready(), talker=("speed", "table"))
+    text_only = Submit(
+        prompt=Prompt(token_ids=pack_token_ids([1])),
+        modalities=("text",),
+        information=AdditionalInformationPayload.of({"speed": 1.0}, BufferList().add),
+    )
+    body = failure(state.submit(ALICE, Header("", "r2"), text_only, (), NOW))
+    assert body.code is ErrorCode.INVALID_REQUEST
+    assert "none of the stages prompt, thinker wants 'speed'" in body.message, "the talker is not asked"
+    assert (state.in_flight, state.retained.used) == (0, 0)
+
+
+def test_a_later_stage_that_starts_again_gets_its_information_again() -> None:
+    state = wanting(ready(), talker=("speed", "table"))
+    ask_with(state, {"table": TABLE, "speed": 1.5})
+    lose(state, "talker")
+    for replica in state.replicas:
+        wants = ("speed", "table") if replica.stage == "talker" else ()
+        replica.facts = EngineFacts(wants_information=wants)
+    before = state.replicas.current("talker", 0)
+    state.replicas.add("talker", 0, before.epoch + 1).facts = EngineFacts(wants_information=("speed", "table"))
+    state.replicas.current("talker", 0).state = ReplicaState.READY
+    opened = state.reopen(NOW)
+    assert opened_stages(opened) == [("code2wav", 1), ("talker", 1)]
+    assert arrived(opened) == {"talker": ({"table": TABLE, "speed": 1.5}, None), "code2wav": ({}, None)}
+
+
+def open_with(stage: StageUnderTest, values: dict[str, Any], prompt: Prompt | None = None, tensors: tuple = ()) -> list:
+    buffers = BufferList()
+    for tensor in tensors:
+        buffers.add(tensor)
+    information = AdditionalInformationPayload.of(values, buffers.add)
+    body = OpenRequest(route=ROUTE, params=StageParams(), seed=3, prompt=prompt, information=information)
+    return stage.actor.receive(Envelope(Header("open_request", "r1"), body, tuple(buffers.buffers)))
+
+
+class TakesEmbeddings(RecordingEngine):
+    @property
+    def facts(self) -> EngineFacts:
+        return EngineFacts(embeds_width=2)
+
+
+@pytest.mark.parametrize(
+    ("engine", "width", "words"),
+    [
+        (RecordingEngine, 2, "prompt_embeds: this stage takes no prompt embeddings"),
+        (TakesEmbeddings, 3, "prompt_embeds have 3 values per position; this model takes 2"),
+    ],
+)
+def test_embeddings_that_a_stage_cannot_take_are_refused(engine: type, width: int, words: str) -> None:
+    stage = StageUnderTest("prompt", engine=engine())
+    tensor = HostTensor(DType.F32, (1, width), bytes(4 * width))
+    prompt = Prompt(embeds=PromptEmbedsPayload(TensorRef(DType.F32, (1, width), 0)))
+    body = failed(open_with(stage, {}, prompt, (tensor,)))
+    assert body.code is ErrorCode.INVALID_REQUEST
+    assert words in body.message
+    assert body.stage == "prompt"
+    assert stage.engine.started() == []
+
+
+def piece_of(chunk: Chunk, buffers: list[Any]) -> InputPiece:
+    decoder: Decoder[IntoStage] = Decoder(IntoStage)
+    envelope = decoder.decode(encode(Header("", "r1"), chunk, buffers))
+    return InputPiece.of(envelope.body, envelope)
+
+
+def test_tensors_scalars_and_lists_pass_from_stage_to_stage() -> None:
+    event = StreamEvent("r1", tensors={"table": TABLE}, scalars={"n": 1}, lists={"names": ["a", 2]}, final=True)
+    piece = piece_of(*chunk_of(event, 0.0))
+    assert piece == InputPiece([], {"table": TABLE}, {"n": 1}, final=True, lists={"names": ["a", 2]})
+    (start,) = Passthrough(0, ("before",)).feed("before", piece)
+    assert start.inputs.tensors == {"table": TABLE}
+    assert start.inputs.scalars == {"n": 1}
+    assert start.inputs.lists == {"names": ["a", 2]}
+
+
+def test_tensors_among_the_information_of_a_chunk_are_tensors_of_the_piece() -> None:
+    buffers = BufferList()
+    chunk = Chunk(
+        tensors={"table": buffers.add(TABLE)}, information=AdditionalInformationPayload.of(VALUES, buffers.add)
+    )
+    with pytest.raises(InvalidPayload, match="Two tensors of a chunk are called 'table'"):
+        piece_of(chunk, buffers.buffers)
+    buffers = BufferList()
+    chunk = Chunk(information=AdditionalInformationPayload.of(VALUES, buffers.add), final=True)
+    piece = piece_of(chunk, buffers.buffers)
+    assert piece.tensors == {"table": TABLE, "noise": NOISE}
+    assert piece.lists == {"names": VALUES["names"]}
+    assert piece.scalars == {"speed": 1.5}
