@@ -1,11 +1,8 @@
-"""Connections with keys: which key opens which socket, and what a refused peer learns. Real sockets, one process."""
+"""Keys: which opens which socket, what a refused peer learns, and their files. Real sockets, one process."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,15 +10,26 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from omni_actors.client import AsyncOmniClient
-from omni_actors.client import async_client as client_module
+from omni_actors.cli.keys import main
 from omni_actors.errors import ConfigError, OmniError, Unauthorized
 from omni_actors.host.addresses import is_loopback, stays_on_host, tcp_host
 from omni_actors.protocol.fields import ReplicaId
 from omni_actors.stage.inbound import Inbox, Stop
 from omni_actors.transport import guard as handshake_module
 from omni_actors.transport import sockets as sockets_module
-from omni_actors.transport.curve import EVERYONE, LOCAL, MEMBERS, ZapAuthenticator, load_keys, make_client, make_cluster
+from omni_actors.transport.curve import (
+    EVERYONE,
+    LOCAL,
+    MEMBERS,
+    REVOKED_SECONDS,
+    KeyOwner,
+    KeyOwners,
+    Keys,
+    ZapAuthenticator,
+    load_keys,
+    make_client,
+    make_cluster,
+)
 from omni_actors.transport.guard import HandshakeMonitor
 from omni_actors.transport.sockets import Sockets, drain, try_send
 from tests.support import zmtp
@@ -35,7 +43,7 @@ TCP = "tcp://127.0.0.1:0"
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten a wait of two seconds. Its real length is tested by test_connection_guard.py and tests/nodes."""
+    """Shorten a wait of two seconds. Its real length is tested by test_connections.py and tests/nodes."""
     monkeypatch.setattr(handshake_module, "HANG_UP_SECONDS", 0.4)
 
 
@@ -180,38 +188,6 @@ def test_messages_come_with_the_key_of_their_connection(
         mine.close(linger=0)
 
 
-def test_what_is_readable_can_be_read(folder: Path, contexts: list[Sockets]) -> None:
-    """A user id in the authenticator's answer would look like a message that cannot be received.
-
-    libzmq would show it while the first message of a connection has not arrived completely.
-    """
-    coordinator = Coordinator(contexts, folder)
-    contexts.append(Sockets(keys=load_keys(folder)))
-    mine = contexts[-1].push(coordinator.results_endpoint)
-    message = [b"first", bytes(16 << 20)]
-    until(lambda: try_send(mine, message), what="a connection")
-    until(lambda: coordinator.results.getsockopt(zmq.EVENTS) & zmq.POLLIN, 10, "a readable socket")
-    assert coordinator.results.recv_multipart(zmq.NOBLOCK) == message
-    mine.close(linger=0)
-
-
-def test_deleting_or_breaking_a_file_locks_one_client_out(
-    tmp_path: Path, contexts: list[Sockets], caplog: pytest.LogCaptureFixture
-) -> None:
-    logging.getLogger("omni_actors").propagate = True
-    make_cluster(tmp_path / "k")
-    handed = make_client(tmp_path / "k", "alice")
-    coordinator = Coordinator(contexts, tmp_path / "k")
-    assert refusal_of(contexts, handed, coordinator.client_endpoint, coordinator.clients) is None
-    (tmp_path / "k" / "allowed" / "alice.key").unlink()
-    (tmp_path / "k" / "allowed" / "aaa.key").write_bytes(b"\xff\x00 public-key = nonsense")
-    with caplog.at_level(logging.WARNING):
-        assert isinstance(refusal_of(contexts, handed, coordinator.client_endpoint, coordinator.clients), Unauthorized)
-    assert "refused a peer at 127.0.0.1" in caplog.text
-    bob = make_client(tmp_path / "k", "bob")  # and a new one needs no restart
-    assert refusal_of(contexts, bob, coordinator.client_endpoint, coordinator.clients) is None
-
-
 def test_without_an_authenticator_every_peer_is_refused(
     folder: Path, contexts: list[Sockets], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,22 +237,6 @@ def test_hosts_of_endpoints() -> None:
 # -- clients ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("holder", [NONE, OTHER, FORGED])
-async def test_a_refused_client_knows_why_at_once_in_every_wait(
-    holders: dict[str, Path | None], contexts: list[Sockets], holder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "PING_SECONDS", 60.0)  # a ping would find out too, but later
-    coordinator = Coordinator(contexts, holders[MEMBER])
-    async with AsyncOmniClient(coordinator.client_endpoint, keys=holders[holder]) as client:
-        began = time.monotonic()
-        answer = client.generate("hello", modalities=["text"])
-        outcomes = await asyncio.gather(client.describe(), answer, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [Unauthorized, Unauthorized]
-        assert time.monotonic() - began < REFUSED_SECONDS * PATIENCE
-        with pytest.raises(Unauthorized):
-            await client.submit("again", modalities=["text"])
-
-
 # -- stages -----------------------------------------------------------------------------------------------------------
 
 
@@ -312,3 +272,139 @@ def test_the_authenticator_refuses_malformed_questions(folder: Path, contexts: l
     for frames in ([], [b"1.0"], good[:6], [*good, b""]):
         assert authenticator.answer(frames)[2] == b"400"
     authenticator.start()
+
+
+@pytest.fixture(scope="module")
+def alices(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline's keys with the clients alice and bob."""
+    made = tmp_path_factory.mktemp("keys") / "pipeline"
+    assert main([str(made), "--client", "alice", "--client", "bob"]) == 0
+    return made
+
+
+def test_files_are_closed_to_others(alices: Path) -> None:
+    modes = {path.relative_to(alices): path.stat().st_mode & 0o777 for path in [alices, *alices.rglob("*")]}
+    assert {mode for path, mode in modes.items() if (alices / path).is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if (alices / path).is_file()} == {0o600}
+    assert {str(path) for path in modes} >= {"allowed/alice.key", "clients/alice/client.key_secret", "cluster.key"}
+
+
+def test_nothing_is_overwritten(alices: Path, capsys: pytest.CaptureFixture) -> None:
+    before = {path: path.read_bytes() for path in alices.rglob("*") if path.is_file()}
+    assert main([str(alices)]) == 2
+    assert "already" in capsys.readouterr().err
+    assert main([str(alices), "--client", "alice"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in alices.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["", "../x", "Alice", "a/b", ".x", "x" * 65, "cluster"])
+def test_names_of_clients_are_plain(alices: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="not a valid name"):
+        make_client(alices, name)
+
+
+def test_a_client_cannot_allow_clients(alices: Path) -> None:
+    with pytest.raises(ConfigError, match="client's folder"):
+        make_client(alices / "clients" / "alice", "mallory")
+
+
+@pytest.mark.parametrize("name", [".", "cluster.key_secret"])
+@pytest.mark.parametrize("mode", [0o040, 0o004, 0o020])
+def test_what_others_can_reach_is_refused(tmp_path: Path, name: str, mode: int) -> None:
+    make_cluster(tmp_path / "k")
+    path = tmp_path / "k" / name
+    path.chmod(path.stat().st_mode | mode)
+    with pytest.raises(ConfigError, match=r"Others may use .* chmod"):
+        load_keys(tmp_path / "k")
+    with pytest.raises(ConfigError, match="Others may use"):
+        make_client(tmp_path / "k", "alice")
+
+
+def test_making_keys_refuses_an_open_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="Others may use the folder"):
+        make_cluster(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_keys_of_another_user_are_refused(tmp_path: Path) -> None:
+    make_cluster(tmp_path / "k")
+    os.chown(tmp_path / "k" / "cluster.key_secret", 12345, -1)
+    with pytest.raises(ConfigError, match="another user"):
+        load_keys(tmp_path / "k")
+
+
+def test_broken_folders_are_named_without_their_content(tmp_path: Path, alices: Path) -> None:
+    with pytest.raises(ConfigError, match=r"No such file .*omni-actors keys DIR"):
+        load_keys(tmp_path / "missing")
+    make_cluster(tmp_path / "k")
+    secret = tmp_path / "k" / "cluster.key_secret"
+    good = secret.read_text()
+    secret.write_text((alices / "cluster.key_secret").read_text())
+    with pytest.raises(ConfigError, match="does not hold the secret"):
+        load_keys(tmp_path / "k")
+    short = 'metadata\ncurve\n    public-key = "tooshort"\n'
+    pair = f'public-key = "{load_keys(alices).public.decode()}"'
+    secret.write_text(good.replace(good[good.index("public-key") : good.index("secret-key")].strip(), pair))
+    (tmp_path / "k" / "cluster.key").write_bytes((alices / "cluster.key").read_bytes())
+    with pytest.raises(ConfigError, match="does not hold the secret"):
+        load_keys(tmp_path / "k")
+    for broken in ("", short, good.replace('public-key = "', 'public-key = "é')):
+        secret.write_text(broken)
+        with pytest.raises(ConfigError, match="holds no valid key") as caught:
+            load_keys(tmp_path / "k")
+        assert "tooshort" not in str(caught.value)
+    secret.unlink()
+    with pytest.raises(ConfigError, match="no secret key"):
+        load_keys(tmp_path / "k")
+
+
+def test_secrets_are_not_shown(alices: Path) -> None:
+    keys = load_keys(alices)
+    assert keys.secret.decode() not in f"{keys!r} {keys}"
+
+
+def test_who_may_operate(tmp_path: Path) -> None:
+    assert main([str(tmp_path / "k"), "--client", "alice", "--operator", "olga"]) == 0
+    ours = load_keys(tmp_path / "k")
+    handed = tmp_path / "k" / "clients"
+    now = 0.0
+    owners = KeyOwners(ours, lambda: now)
+
+    def of(name: str) -> KeyOwner | None:
+        keys = load_keys(handed / name)
+        return owners.of(keys.public)
+
+    assert owners.of(ours.public) == KeyOwner("cluster", may_operate=True)
+    assert owners.of(b"") == KeyOwners(None).of(b"") == KeyOwner("", may_operate=True)
+    assert of("alice") == KeyOwner("alice", may_operate=False)
+    assert of("olga") == KeyOwner("olga", may_operate=True)
+    assert owners.of(b"x" * 40) is None
+    (tmp_path / "k" / "allowed" / "aaa.key").write_bytes(b"\xff\x00 public-key = nonsense")
+    make_client(tmp_path / "k", "bob")
+    assert of("bob") == KeyOwner("bob", may_operate=False), "at once, whatever is in the file of another"
+    (tmp_path / "k" / "allowed" / "alice.key").unlink()
+    assert of("alice") is not None, "the files are not read for every message"
+    now += REVOKED_SECONDS
+    assert of("alice") is None
+    for taken in ("olga", "bob"):
+        for operator in (False, True):
+            with pytest.raises(ConfigError, match="exists already"):
+                make_client(tmp_path / "k", taken, operator)
+
+
+def test_the_files_are_read_once_a_second_for_a_key(alices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much a locked-out client sends."""
+    reads: list[int] = []
+    read = KeyOwners.read
+
+    def counted(owners: KeyOwners, keys: Keys) -> dict[bytes, KeyOwner]:
+        reads.append(1)
+        return read(owners, keys)
+
+    monkeypatch.setattr(KeyOwners, "read", counted)
+    owners = KeyOwners(load_keys(alices), lambda: 0.0)
+    assert {owners.of(b"x" * 40) for _ in range(100)} == {None}
+    assert len(reads) == 1
