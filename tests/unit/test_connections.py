@@ -1,4 +1,4 @@
-"""What strangers and clients may do to a TCP endpoint of ours: real sockets, and peers that speak ZMTP by hand."""
+"""What strangers and clients may do to an endpoint, and which lost connections are found. Real sockets."""
 
 from __future__ import annotations
 
@@ -11,21 +11,31 @@ from pathlib import Path
 import pytest
 import zmq
 
+from omni_actors.config import FlowConfig
 from omni_actors.errors import Unauthorized
 from omni_actors.protocol.codec import FIXED_FRAMES
-from omni_actors.protocol.fields import MAX_BUFFERS
+from omni_actors.protocol.fields import MAX_BUFFERS, ReplicaId
 from omni_actors.transport import guard as guard_module
 from omni_actors.transport import sockets as sockets_module
 from omni_actors.transport.curve import EVERYONE, load_keys, make_cluster
 from omni_actors.transport.guard import (
-    HANDSHAKE_BYTES,
     HANG_UP_SECONDS,
     SENT_BEFORE_ACCEPTED,
     Connections,
     GuardedConnection,
     HandshakeMonitor,
 )
-from omni_actors.transport.sockets import MAX_FRAMES, MAX_IDENTITY, Discarded, Socket, Sockets, try_send
+from omni_actors.transport.link import PeerLinks
+from omni_actors.transport.sockets import (
+    GRACE_SECONDS,
+    MAX_FRAMES,
+    MAX_IDENTITY,
+    Discarded,
+    PeerConnections,
+    Socket,
+    Sockets,
+    try_send,
+)
 from tests.support.waiting import until
 from tests.support.zmtp import closed, connect, dealer, frame, greeting
 
@@ -187,35 +197,6 @@ def closed_of(connections: Connections, counters: dict[int, tuple[int, int]]) ->
     return [leaving.descriptor for leaving, _ in connections.to_close(counters)]
 
 
-def test_the_oldest_connection_that_showed_no_key_makes_room() -> None:
-    connections = Connections(2, MESSAGE_BYTES, encrypted=True)
-    assert connections.add(connection(1)) is None
-    assert connections.add(connection(2)) is None
-    assert closed_of(connections, {1: (SENT_BEFORE_ACCEPTED + 1, 600)}) == []
-    leaving = connections.add(connection(3))
-    assert leaving[0].descriptor == 2
-    connections.heard(3, 700)
-    leaving = connections.add(connection(4))
-    assert leaving[0].descriptor == 4, "there is no other"
-
-
-@pytest.mark.parametrize(
-    ("sent", "received", "watched", "closes"),
-    [
-        (SENT_BEFORE_ACCEPTED, HANDSHAKE_BYTES, True, False),
-        (SENT_BEFORE_ACCEPTED, HANDSHAKE_BYTES + 1, True, True),
-        (SENT_BEFORE_ACCEPTED + 1, HANDSHAKE_BYTES + 1, True, False),
-        (SENT_BEFORE_ACCEPTED + 1, 2 * MESSAGE_BYTES, True, True),
-        (SENT_BEFORE_ACCEPTED + 1, 100 * MESSAGE_BYTES, False, False),  # members may queue what they like
-    ],
-)
-def test_what_a_connection_may_send(sent: int, received: int, watched: bool, closes: bool) -> None:
-    connections = Connections(9, MESSAGE_BYTES, encrypted=True)
-    connections.add(connection(1, watched))
-    assert closed_of(connections, {1: (sent, received)}) == [1] * closes
-    assert (1 in connections.open) != closes
-
-
 def test_all_together_send_a_few_messages_without_ending_one_and_the_largest_leaves() -> None:
     connections = Connections(99, MESSAGE_BYTES, encrypted=True)
     counters = {}
@@ -253,3 +234,57 @@ def test_many_hang_ups_are_a_refusal_and_only_an_established_connection_is_lost(
     assert not monitor.final
     assert monitor.disconnected is lost
     assert HANG_UP_SECONDS < 4, "a refused peer must know within 5 s"
+
+
+TALKER = ReplicaId("talker", 0, 1)
+
+
+def linked(sockets: Sockets, endpoint: str) -> tuple[PeerLinks, Socket]:
+    """A link to a replica, and the replica's PULL, which has received a message over it."""
+    pull, endpoint = sockets.pull(endpoint)
+    links = PeerLinks(sockets, FlowConfig())
+    link = links.open(TALKER, endpoint)
+    link.send("r", [b"x"])
+    until(lambda: link.flush() or pull.poll(0), what="the message")
+    return links, pull
+
+
+def test_a_cut_link_is_found_once_its_peer_could_have_been_announced_dead(sockets: Sockets) -> None:
+    links, pull = linked(sockets, "tcp://127.0.0.1:0")
+    assert links.cut(0.0) == []
+    pull.close()
+    until(lambda: links.links[TALKER].socket.poll(0, zmq.POLLOUT) == 0, what="the loss of the connection")
+
+    def is_found() -> bool:
+        return links.cut(10.0) == [] and links.cut(10.0 + GRACE_SECONDS) == [TALKER]
+
+    until(is_found, what="its detection")
+    assert links.cut(99.0) == [], "once"
+    links.close(TALKER)
+
+
+def test_a_socket_file_is_not_watched(sockets: Sockets, short_path: Path) -> None:
+    links, pull = linked(sockets, f"ipc://{short_path}/inbox")
+    pull.close()
+    until(lambda: links.links[TALKER].socket.poll(0, zmq.POLLOUT) == 0, what="the loss of the connection")
+    assert links.cut(0.0) == []
+    assert links.cut(99.0) == []
+    links.close(TALKER)
+
+
+def test_a_message_that_outlived_its_connection_is_one_of_a_peer_that_is_gone() -> None:
+    peers = PeerConnections()
+    reading, writing = os.pipe()
+    os.close(writing)
+    peers.heard(b"alive", str(reading).encode())
+    peers.heard(b"dead", str(writing).encode())
+    peers.heard(b"back", str(writing).encode())
+    peers.heard(b"unknown", b"")
+    assert peers.gone(0.0) == []
+    peers.heard(b"back", str(reading).encode())
+    assert peers.gone(GRACE_SECONDS) == [b"dead"], "the other one came back in time"
+    assert peers.gone(2 * GRACE_SECONDS) == [], "only once"
+    other, _ = os.pipe()
+    os.dup2(other, reading)  # another connection with the same descriptor
+    assert peers.gone(10.0) == []
+    assert peers.gone(10.0 + GRACE_SECONDS) == [b"alive", b"back"]
