@@ -1,28 +1,35 @@
-"""What waits for clients is bounded, and control messages wait for a peer that reads slowly, in order."""
+"""The shell of the coordinator: what waits for its peers is bounded; it ends if it cannot carry out a decision."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import os
+import sys
 import time
+from asyncio.subprocess import PIPE
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+import omni_actors
 from omni_actors.client import AsyncOmniClient
 from omni_actors.config import FlowConfig
+from omni_actors.coordinator import CoordinatorSpec
 from omni_actors.coordinator.core.instructions import ToClient
 from omni_actors.coordinator.links import ClientLinks, ControlLinks
 from omni_actors.errors import InvalidPayload
 from omni_actors.protocol.codec import Decoder, encode
-from omni_actors.protocol.fields import Header, Limits, ReplicaId, identity_of
+from omni_actors.protocol.fields import PROTOCOL_VERSION, Header, Limits, ReplicaId, identity_of
 from omni_actors.protocol.messages import (
+    Abort,
     ClientToCoordinator,
     CoordinatorToStage,
     Credit,
     Describe,
+    NodeHello,
     Observation,
     Shutdown,
 )
@@ -30,7 +37,7 @@ from omni_actors.transport.link import Traffic
 from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
 from tests.support.builders import pipeline
 from tests.support.requests import ready
-from tests.support.waiting import eventually, until
+from tests.support.waiting import PATIENCE, eventually, until
 
 WINDOW, OUTBOX = 256, 100
 
@@ -188,3 +195,51 @@ def test_a_peer_that_is_gone_is_no_error_and_a_message_that_is_too_large_is_one(
     links.send(ReplicaId("talker", 7, 1), Shutdown("nobody is there"))
     with pytest.raises(InvalidPayload):
         links.send(PEER, Shutdown(2 * REASON))
+
+
+BROKEN = """
+import sys
+from omni_actors.coordinator import process
+from omni_actors.coordinator.core.fleet import Fleet
+from omni_actors.coordinator.core.requests import RequestMachine
+from omni_actors.coordinator.links import ControlLinks
+
+def broken(self, *_):
+    raise RuntimeError("this is broken")
+
+{} = broken
+sys.exit(process.main())
+"""
+
+
+@pytest.mark.parametrize("method", ["Fleet.tick", "RequestMachine.abort", "ControlLinks.send"])
+async def test_a_tick_a_message_or_an_instruction_that_fails_ends_the_process(
+    method: str, short_path: Path, sockets: Sockets
+) -> None:
+    spec = CoordinatorSpec(
+        pipeline=pipeline(),
+        **{name: f"ipc://{short_path}/{name}" for name in ("client", "control", "results")},
+        launcher_pid=os.getpid(),
+        run_dir=str(short_path),
+        run_dir_is_temporary=False,
+        began=time.monotonic(),
+        started=time.monotonic(),
+    )
+    command = (sys.executable, "-c", BROKEN.format(method))
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    assert process.stdin
+    assert process.stdout
+    process.stdin.write(msgspec.json.encode(spec))
+    process.stdin.write_eof()
+    async with asyncio.timeout(30 * PATIENCE):
+        assert b"listening" in await process.stdout.readline()
+        node, _ = sockets.dealer(spec.control, identity_of(0))  # before it, no client is served
+        digest = spec.pipeline.digest()
+        hello = NodeHello(PROTOCOL_VERSION, omni_actors.__version__, digest, (), True, 0)
+        node.send_multipart(encode(Header("", replica=0), hello))
+        client, _ = sockets.dealer(spec.client, b"a client")
+        client.send_multipart(encode(Header("", "r1"), Abort()))
+        out, errors = await process.communicate()
+    assert process.returncode == 4
+    assert b"finished" not in out, "that would be an orderly end"
+    assert b"this is broken" in errors
